@@ -1,0 +1,63 @@
+# Every target sets itself up: the first one run creates .venv and installs into it, later ones find it there.
+#
+#   PYTHON=python3.12 make test        another interpreter
+#   make test PYTEST_ARGS="-k ring -x" arguments for pytest
+#   make demo PIP_ARGS="..."           arguments for pip, e.g. an index of CPU-only torch wheels
+#
+# Where PYTHON already has a torch that sees a GPU, .venv borrows it (--system-site-packages): its torch fits that
+# machine's driver, and a second one would be gigabytes. Elsewhere torch comes first, by its exact pin.
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+OUT := out
+TORCH := $(shell grep -o '^torch==[^;]*' constraints.txt)
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench bench-gpu clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
+
+demo: $(READY)  ## train on handwritten digits: Sum, Average, Adasum at 1, 2, 4, 8 ranks
+	$(PY) examples/train_digits.py --compare --out $(OUT)
+
+test: $(READY)  ## every test
+	$(PY) -m pytest tests $(PYTEST_ARGS)
+
+lint: $(READY)  ## ruff and mypy
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+bench: $(READY)  ## benchmarks, on the GPU where there is one
+	@mkdir -p $(OUT)
+	$(PY) -m pytest bench --benchmark-only --benchmark-json=$(OUT)/bench.json $(PYTEST_ARGS)
+
+bench-gpu: $(READY)  ## the same benchmarks; an error where torch sees no GPU
+	@$(PY) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("bench-gpu: torch sees no GPU here")'
+	@mkdir -p $(OUT)
+	$(PY) -m pytest bench --benchmark-only --benchmark-json=$(OUT)/bench-gpu.json $(PYTEST_ARGS)
+
+clean:  ## remove .venv, out/ and caches
+	rm -rf $(VENV) $(OUT) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# What the borrowed or pinned torch has brought is left as it is: constraints.txt speaks only for packages that are
+# not there yet, since a wheel for GPUs demands the very triton it was built with.
+$(READY): pyproject.toml constraints.txt
+	@if $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
+		echo "set-up: borrowing the torch of $(PYTHON), which sees a GPU"; \
+		$(PYTHON) -m venv --clear --system-site-packages $(VENV); \
+	else \
+		echo "set-up: creating $(VENV) with $(TORCH) (about a minute)"; \
+		$(PYTHON) -m venv --clear $(VENV) && grep -v '^triton==' constraints.txt >$(VENV)/first.txt && \
+		$(PY) -m pip install -q $(PIP_ARGS) -c $(VENV)/first.txt '$(TORCH)'; \
+	fi
+	@$(PY) -m pip list --format=freeze >$(VENV)/present.txt
+	@awk -F'[=;]' '{ name = tolower($$1); gsub("_", "-", name) } NR == FNR { there[name]; next } \
+		!(name in there)' $(VENV)/present.txt constraints.txt >$(VENV)/rest.txt
+	$(PY) -m pip install -q $(PIP_ARGS) -c $(VENV)/rest.txt -e '.[dev]'
+	@touch $(READY)
