@@ -1,0 +1,168 @@
+"""Argument checks shared by the public functions; every one runs before the first write."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_NAMES = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
+
+
+def check_dtype(name: str, dtype: torch.dtype) -> None:
+    """Raise TypeError unless `dtype` is one of the four floating dtypes the kernels take."""
+    if dtype not in DTYPES:
+        raise TypeError(f"{name} has dtype {dtype}, which is not supported: convert to {_NAMES}")
+
+
+def check_tensor(name: str, tensor: object) -> Tensor:
+    """Return `tensor` if a kernel can read it: dense, contiguous, supported dtype, CPU or CUDA.
+
+    Raises TypeError (not a tensor, dtype) or ValueError (layout, contiguity, device).
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
+    check_dtype(name, tensor.dtype)
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"{name} is {tensor.layout}, not dense: call .to_dense() first")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name} is on {tensor.device}: move it to the CPU or a CUDA device")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} is not contiguous: pass {name}.contiguous()")
+    return tensor
+
+
+def check_tensors(name: str, tensors: object) -> list[Tensor]:
+    """Return the list form of a sequence of readable tensors that all lie on one device."""
+    if isinstance(tensors, Tensor) or not isinstance(tensors, Sequence):
+        kind = type(tensors).__name__
+        raise TypeError(f"{name} must be a list or tuple of tensors, not {kind}")
+    checked = [check_tensor(f"{name}[{i}]", tensor) for i, tensor in enumerate(tensors)]
+    for i, tensor in enumerate(checked):
+        if tensor.device != checked[0].device:
+            raise ValueError(
+                f"{name}[{i}] is on {tensor.device} but {name}[0] is on {checked[0].device}: "
+                "move all to one device"
+            )
+    return checked
+
+
+def check_like(name: str, tensor: object, like_name: str, like: Tensor) -> Tensor:
+    """Return `tensor` if it is readable and has the shape, dtype and device of `like`."""
+    checked = check_tensor(name, tensor)
+    if checked.dtype != like.dtype:
+        raise TypeError(
+            f"{name} has dtype {checked.dtype} but {like_name} has {like.dtype}: convert one"
+        )
+    if checked.device != like.device:
+        raise ValueError(
+            f"{name} is on {checked.device} but {like_name} is on {like.device}: move one"
+        )
+    if checked.shape != like.shape:
+        raise ValueError(
+            f"{name} has shape {tuple(checked.shape)} but {like_name} has "
+            f"{tuple(like.shape)}: they must be equal"
+        )
+    return checked
+
+
+def check_scalar(name: str, value: object) -> float:
+    """Return `value` as a float; TypeError unless it is a plain number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a float, not {type(value).__name__}")
+    return float(value)
+
+
+def byte_range(tensor: Tensor) -> tuple[int, int]:
+    """First address and the one past the last of a contiguous tensor."""
+    start = tensor.data_ptr()
+    return start, start + tensor.numel() * tensor.element_size()
+
+
+def check_no_overlap(name: str, written: Tensor, other_name: str, other: Tensor) -> None:
+    """Raise ValueError if any byte of `written` belongs to `other`."""
+    low, high = byte_range(written)
+    start, stop = byte_range(other)
+    if low < stop and start < high and low < high and start < stop:
+        raise ValueError(f"{name} overlaps {other_name} in memory: pass a separate tensor")
+
+
+def check_in_place(name: str, written: Tensor, other_name: str, other: Tensor) -> None:
+    """Raise ValueError if `written` overlaps `other` without being exactly the same memory."""
+    if byte_range(written) != byte_range(other):
+        check_no_overlap(name, written, other_name, other)
+
+
+def check_disjoint(name: str, tensors: Sequence[Tensor]) -> None:
+    """Raise ValueError if two of the tensors, all about to be written, share memory."""
+    spans = [(*byte_range(t), i) for i, t in enumerate(tensors) if t.numel() > 0]
+    spans.sort()
+    for (_, stop, i), (start, _, j) in itertools.pairwise(spans):
+        if start < stop:
+            raise ValueError(f"{name}[{i}] and {name}[{j}] overlap in memory: pass separate ones")
+
+
+def check_pair(a: object, b: object, out: object | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Check two equal-shaped inputs and their output, which may be either of them.
+
+    Returns a, b and the output, allocated here when `out` is None.
+    """
+    left = check_tensor("a", a)
+    right = check_like("b", b, "a", left)
+    if out is None:
+        return left, right, torch.empty_like(left, memory_format=torch.contiguous_format)
+    target = check_like("out", out, "a", left)
+    check_in_place("out", target, "a", left)
+    check_in_place("out", target, "b", right)
+    return left, right, target
+
+
+def check_segments(segments: Sequence[int] | None, numel: int) -> tuple[int, ...]:
+    """Return the boundaries (0, e1, ..., numel) as a tuple; None means one segment.
+
+    Raises TypeError for boundaries that are not integers and ValueError where they do not rise
+    from 0 to `numel`.
+    """
+    if segments is None:
+        return (0, numel)
+    if isinstance(segments, Tensor) or not isinstance(segments, Sequence):
+        raise TypeError(
+            f"segments must be a list or tuple of ints, not {type(segments).__name__}: "
+            "pass tensor.tolist()"
+        )
+    bounds = tuple(segments)
+    if not all(type(bound) is int for bound in bounds):
+        bad = next(bound for bound in bounds if type(bound) is not int)
+        raise TypeError(f"segments must hold ints, not {type(bad).__name__}")
+    if not bounds or bounds[0] != 0 or bounds[-1] != numel:
+        ends = f"{bounds[0]} and {bounds[-1]}" if bounds else "nothing"
+        raise ValueError(
+            f"segments must start at 0 and end at the {numel} elements of a, not {ends}"
+        )
+    for i, (low, high) in enumerate(itertools.pairwise(bounds)):
+        if high < low:
+            raise ValueError(f"segments must not decrease, but [{i + 1}] = {high} < [{i}] = {low}")
+    return bounds
+
+
+def check_dots(dots: object, count: int, like: Tensor) -> Tensor:
+    """Return `dots` if it is the contiguous float64 [count, 3] tensor `combine` needs."""
+    checked = check_tensor("dots", dots)
+    if checked.dtype != torch.float64:
+        raise TypeError(f"dots has dtype {checked.dtype}: pass what dot_and_norms returns, float64")
+    if tuple(checked.shape) != (count, 3):
+        raise ValueError(
+            f"dots has shape {tuple(checked.shape)} but segments ask for {(count, 3)}: "
+            "call dot_and_norms with the same segments"
+        )
+    if checked.device != like.device:
+        raise ValueError(f"dots is on {checked.device} but a is on {like.device}: move one")
+    return checked
+
+
+def round_up(value: int, multiple: int) -> int:
+    """Smallest multiple of `multiple` that is not below `value`."""
+    return -(-value // multiple) * multiple

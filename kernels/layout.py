@@ -1,0 +1,95 @@
+"""Where each tensor lies in a packed buffer: offsets, sizes, alignment. Plain data only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels._check import check_dtype, check_tensors, round_up
+
+CUDA_ALIGNMENT = 256
+CPU_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Places of a list of tensors in one 1-D buffer.
+
+    dtype: of the buffer. shapes, numels, offsets: one entry a tensor, offsets in elements.
+    numel: length of the buffer in elements, padding included. alignment: of every slot, in bytes.
+    Elements between the end of a tensor and the next offset are padding and hold zero.
+    """
+
+    dtype: torch.dtype
+    shapes: tuple[tuple[int, ...], ...]
+    numels: tuple[int, ...]
+    offsets: tuple[int, ...]
+    numel: int
+    alignment: int
+
+    @property
+    def segments(self) -> tuple[int, ...]:
+        """Boundaries (0, ..., numel), one segment a tensor with its padding; (0,) for none."""
+        return (*self.offsets, self.numel)
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """Views of `buffer` (1-D, `numel` elements), shaped as the original tensors."""
+        if buffer.dim() != 1 or buffer.numel() != self.numel:
+            raise ValueError(
+                f"buffer has shape {tuple(buffer.shape)} but the layout needs ({self.numel},)"
+            )
+        return [
+            buffer[offset : offset + count].view(shape)
+            for offset, count, shape in zip(self.offsets, self.numels, self.shapes, strict=True)
+        ]
+
+    def fits(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether `tensors` have, one by one, the shapes of this layout."""
+        return len(tensors) == len(self.shapes) and all(
+            tensor.shape == shape for tensor, shape in zip(tensors, self.shapes, strict=True)
+        )
+
+
+def layout_of(
+    tensors: Sequence[Tensor], *, dtype: torch.dtype | None = None, alignment: int | None = None
+) -> Layout:
+    """Lay out `tensors` one after the other, each slot starting at a multiple of `alignment`.
+
+    dtype: of the buffer; None takes the tensors' own, which must then be one (float32 for an empty
+    list). alignment: bytes, a positive multiple of the element size; None takes 256 for CUDA
+    tensors and 64 for CPU ones. Raises TypeError (dtypes) or ValueError (alignment, devices,
+    contiguity).
+    """
+    checked = check_tensors("tensors", tensors)
+    if dtype is None:
+        dtype = checked[0].dtype if checked else torch.float32
+        for i, tensor in enumerate(checked):
+            if tensor.dtype != dtype:
+                raise TypeError(
+                    f"tensors[{i}] has dtype {tensor.dtype} but tensors[0] has {dtype}: "
+                    "pass dtype= to convert to one"
+                )
+    check_dtype("dtype", dtype)
+    if alignment is None:
+        alignment = CUDA_ALIGNMENT if checked and checked[0].is_cuda else CPU_ALIGNMENT
+    if type(alignment) is not int or alignment <= 0 or alignment % dtype.itemsize:
+        raise ValueError(
+            f"alignment is {alignment!r}: pass a positive multiple of the {dtype.itemsize} bytes "
+            f"of one {dtype}"
+        )
+    step = alignment // dtype.itemsize
+    offsets, end = [], 0
+    for tensor in checked:
+        offsets.append(end)
+        end += round_up(tensor.numel(), step)
+    return Layout(
+        dtype=dtype,
+        shapes=tuple(tuple(tensor.shape) for tensor in checked),
+        numels=tuple(tensor.numel() for tensor in checked),
+        offsets=tuple(offsets),
+        numel=end,
+        alignment=alignment,
+    )

@@ -1,0 +1,130 @@
+"""dot_and_norms, combine and adasum: the pairwise projection of Adasum, a segment at a time.
+
+With d = a.b, A = |a|^2 and B = |b|^2 over one segment,
+adasum(a, b) = (1 - d/(2A)) a + (1 - d/(2B)) b  (arXiv 2006.02924, section 3): parallel vectors
+average, orthogonal ones sum.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kernels import _cpu
+from kernels._check import check_dots, check_like, check_pair, check_segments, check_tensor
+
+# A squared norm below this has no meaningful direction: its vector is taken as it is.
+TINY = math.sqrt(sys.float_info.min)
+
+
+def coefficients(dots: Tensor) -> Tensor:
+    """float64 [S, 2] rows (1 - d/(2A), 1 - d/(2B)) of the rows (d, A, B) of `dots`.
+
+    A coefficient whose squared norm is below sqrt(DBL_MIN) is 1; a NaN norm is not, so NaN stays.
+    """
+    norms = dots[:, 1:]
+    return torch.where(norms < TINY, 1.0, 1.0 - dots[:, :1] / (2.0 * norms))
+
+
+@torch.no_grad()
+def dot_and_norms(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -> Tensor:
+    """float64 [S, 3] on the tensors' device, rows (a.b, |a|^2, |b|^2) a segment.
+
+    a, b: equal in shape, dtype and device, taken as flat. segments: element boundaries
+    (0, ..., numel), None for one segment; an empty segment gives zeros. No square under- or
+    overflows for float16, bfloat16 or float32 values. Raises TypeError or ValueError.
+    """
+    left = check_tensor("a", a)
+    right = check_like("b", b, "a", left)
+    bounds = check_segments(segments, left.numel())
+    return _cpu.dot_and_norms(left, right, bounds)
+
+
+@torch.no_grad()
+def combine(
+    a: Tensor,
+    b: Tensor,
+    dots: Tensor,
+    segments: Sequence[int] | None = None,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """(1 - d/(2A)) a + (1 - d/(2B)) b a segment, with (d, A, B) the rows of `dots`.
+
+    dots: float64 [S, 3], as `dot_and_norms` returns or summed over the ranks that hold the
+    segments' parts. A coefficient whose squared norm is below sqrt(DBL_MIN) is 1. out: written
+    and returned; may be a or b. Rounded once to the dtype. Raises TypeError or ValueError before
+    anything is written.
+    """
+    left = check_tensor("a", a)
+    bounds = check_segments(segments, left.numel())
+    dots = check_dots(dots, len(bounds) - 1, left)
+    left, right, target = check_pair(a, b, out)
+    _cpu.combine(left, right, coefficients(dots), bounds, target)
+    return target
+
+
+@torch.no_grad()
+def adasum(
+    a: Tensor, b: Tensor, segments: Sequence[int] | None = None, *, out: Tensor | None = None
+) -> Tensor:
+    """Adasum of two tensors, a segment at a time: `combine` of their `dot_and_norms`.
+
+    Arguments and errors as there. NaN or Inf in a segment reaches that segment alone.
+    """
+    left, right, target = check_pair(a, b, out)
+    bounds = check_segments(segments, left.numel())
+    dots = _cpu.dot_and_norms(left, right, bounds)
+    _cpu.combine(left, right, coefficients(dots), bounds, target)
+    return target
+
+
+def dot_and_norms_bytes(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -> int:
+    """Least traffic of `dot_and_norms`, in bytes: a and b read, 24 bytes a segment written."""
+    count = 1 if segments is None else len(segments) - 1
+    return a.numel() * a.element_size() + b.numel() * b.element_size() + 24 * count
+
+
+def combine_bytes(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -> int:
+    """Least traffic of `combine`, in bytes: a, b and the dots read, one tensor written."""
+    return dot_and_norms_bytes(a, b, segments) + a.numel() * a.element_size()
+
+
+def adasum_bytes(a: Tensor, b: Tensor) -> int:
+    """Least traffic of `adasum`, in bytes: a and b read once, one tensor written."""
+    return 2 * a.numel() * a.element_size() + b.numel() * b.element_size()
+
+
+def dot_and_norms_reference(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -> Tensor:
+    """`dot_and_norms` in plain float64 torch."""
+    x, y = a.detach().double().reshape(-1), b.detach().double().reshape(-1)
+    bounds = check_segments(segments, x.numel())
+    rows = [
+        torch.stack([(u * v).sum(), (u * u).sum(), (v * v).sum()])
+        for u, v in ((x[low:high], y[low:high]) for low, high in itertools.pairwise(bounds))
+    ]
+    return torch.stack(rows) if rows else x.new_zeros(0, 3)
+
+
+def combine_reference(
+    a: Tensor, b: Tensor, dots: Tensor, segments: Sequence[int] | None = None
+) -> Tensor:
+    """`combine` evaluated in float64 and left there."""
+    x, y = a.detach().double().reshape(-1), b.detach().double().reshape(-1)
+    bounds = check_segments(segments, x.numel())
+    result = torch.empty_like(x)
+    for (ca, cb), low, high in zip(
+        coefficients(dots).tolist(), bounds[:-1], bounds[1:], strict=True
+    ):
+        result[low:high] = ca * x[low:high] + cb * y[low:high]
+    return result.view(a.shape)
+
+
+def adasum_reference(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -> Tensor:
+    """`adasum` evaluated in float64 and left there."""
+    return combine_reference(a, b, dot_and_norms_reference(a, b, segments), segments)
