@@ -1,0 +1,98 @@
+"""Collectives over many ranks: all-reduces as schedules over point-to-point messages.
+
+    group = collectives.init()              # under torchrun, or alone
+    collectives.all_reduce(tensor)          # in place, op=Sum
+    collectives.run_threads(4, fn)          # four ranks in one process
+
+Schedules (`schedule`, `algorithms`) are plain data and proved by `schedule.verify`; `executor` runs
+them over a transport (`transport`) with a reducer (`reducers`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from .errors import (
+    CollectiveError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    TransportError,
+)
+from .group import Group
+from .reducers import Average, Operands, Reducer, Sum
+from .schedule import Action, Schedule, Step, Transfer, verify
+from .split import split_bounds
+from .work import Work
+from .world import default_group, init, is_initialized, run_threads, shutdown
+
+
+def all_reduce(
+    tensor: Tensor, op: Reducer = Sum, *, group: Group | None = None, **options: Any
+) -> Tensor | Work:
+    """`Group.all_reduce` on `group`, or on the default group."""
+    return (group or default_group()).all_reduce(tensor, op, **options)
+
+
+def grouped_all_reduce(
+    tensors: Sequence[Tensor], op: Reducer = Sum, *, group: Group | None = None, **options: Any
+) -> list[Tensor] | Work:
+    """`Group.grouped_all_reduce` on `group`, or on the default group."""
+    return (group or default_group()).grouped_all_reduce(tensors, op, **options)
+
+
+def reduce_scatter(
+    tensor: Tensor, op: Reducer = Sum, *, group: Group | None = None, **options: Any
+) -> Tensor | Work:
+    """`Group.reduce_scatter` on `group`, or on the default group."""
+    return (group or default_group()).reduce_scatter(tensor, op, **options)
+
+
+def all_gather(tensor: Tensor, *, group: Group | None = None, **options: Any) -> Tensor | Work:
+    """`Group.all_gather` on `group`, or on the default group."""
+    return (group or default_group()).all_gather(tensor, **options)
+
+
+def broadcast(
+    tensor: Tensor, root: int = 0, *, group: Group | None = None, **options: Any
+) -> Tensor | Work:
+    """`Group.broadcast` on `group`, or on the default group."""
+    return (group or default_group()).broadcast(tensor, root, **options)
+
+
+def barrier(*, group: Group | None = None) -> None:
+    """`Group.barrier` on `group`, or on the default group."""
+    (group or default_group()).barrier()
+
+
+__all__ = [
+    "Action",
+    "Average",
+    "CollectiveError",
+    "CollectiveMismatchError",
+    "CollectiveTimeoutError",
+    "Group",
+    "Operands",
+    "Reducer",
+    "Schedule",
+    "Step",
+    "Sum",
+    "Transfer",
+    "TransportError",
+    "Work",
+    "all_gather",
+    "all_reduce",
+    "barrier",
+    "broadcast",
+    "default_group",
+    "grouped_all_reduce",
+    "init",
+    "is_initialized",
+    "reduce_scatter",
+    "run_threads",
+    "shutdown",
+    "split_bounds",
+    "verify",
+]

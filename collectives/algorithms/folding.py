@@ -1,0 +1,74 @@
+"""Folding: how algorithms built for powers of two take any number of ranks.
+
+With P the largest power of two <= n and r = n - P, ranks (0, 1), (2, 3), ... of the first 2r reduce
+pairwise; the even one of each pair and the remaining ranks, P in all, are the leaves of a balanced
+tree in rank order; at the end the even ranks send the result to the odd ones. Folding costs two
+steps and two whole buffers on the folded ranks' links. Source: Thakur, Rabenseifner and Gropp,
+"Optimization of collective communication operations in MPICH", IJHPCA 2005.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ..schedule import IDLE, Action, Step, Transfer
+
+
+@dataclass(frozen=True)
+class Fold:
+    """How `size` ranks map to the leaves of a balanced tree."""
+
+    size: int
+
+    @property
+    def leaves(self) -> int:
+        """P, the largest power of two that is no more than `size`."""
+        return 1 << (self.size.bit_length() - 1)
+
+    @property
+    def extra(self) -> int:
+        """r = size - P, the number of ranks folded away."""
+        return self.size - self.leaves
+
+    def rank(self, leaf: int) -> int:
+        """The rank that stands for a leaf."""
+        return 2 * leaf if leaf < self.extra else leaf + self.extra
+
+    def leaf(self, rank: int) -> int | None:
+        """The leaf a rank stands for, None if it was folded away."""
+        if rank >= 2 * self.extra:
+            return rank - self.extra
+        return None if rank % 2 else rank // 2
+
+    def block(self, leaf: int, width: int) -> tuple[int, ...]:
+        """The ranks of the aligned block of `width` leaves that `leaf` is in."""
+        first = leaf - leaf % width
+        return tuple(self.rank(other) for other in range(first, first + width))
+
+
+def folded(
+    size: int, rank: int, chunks: int, inner_steps: int, inner: Callable[[Fold, int], Iterator[Step]]
+) -> Iterator[Step]:
+    """The steps of `rank`: fold in, `inner(fold, leaf)` of exactly `inner_steps` steps, fold out."""
+    fold = Fold(size)
+    if not fold.extra:
+        yield from inner(fold, rank)
+        return
+    leaf = fold.leaf(rank)
+    if leaf is None:
+        yield Step(sends=(Transfer(rank - 1, 0, chunks),))
+        for _ in range(inner_steps):
+            yield IDLE
+        yield Step(recvs=(Transfer(rank - 1, 0, chunks),))
+        return
+    pair = leaf < fold.extra
+    if pair:
+        yield Step(
+            recvs=(Transfer(rank + 1, 0, chunks, Action.REDUCE_RIGHT),),
+            group=(rank,),
+        )
+    else:
+        yield IDLE
+    yield from inner(fold, leaf)
+    yield Step(sends=(Transfer(rank + 1, 0, chunks),)) if pair else IDLE

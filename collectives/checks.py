@@ -1,0 +1,89 @@
+"""Argument checks that all collectives share: a clear error before anything is sent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from .algorithms import ALL_REDUCE, UNIFORM
+from .reducers import Reducer
+
+
+def tensor(argument: str, value: torch.Tensor) -> None:
+    """A dense, contiguous tensor."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{argument} must be a torch.Tensor, got {type(value).__name__}")
+    if value.layout is not torch.strided:
+        raise ValueError(f"{argument} must be dense, got layout {value.layout}: use to_dense()")
+    if not value.is_contiguous():
+        raise ValueError(
+            f"{argument} must be contiguous, got shape {tuple(value.shape)} with strides "
+            f"{value.stride()}: pass {argument}.contiguous() and copy the result back"
+        )
+
+
+def tensor_list(argument: str, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Dense, contiguous tensors that share no memory."""
+    if isinstance(values, torch.Tensor):
+        raise TypeError(f"{argument} must be a sequence of tensors, got one tensor")
+    values = list(values)
+    for i, value in enumerate(values):
+        tensor(f"{argument}[{i}]", value)
+    spans = sorted(
+        (str(v.device), v.data_ptr(), v.data_ptr() + v.numel() * v.element_size(), i)
+        for i, v in enumerate(values)
+        if v.numel()
+    )
+    for (device, _, stop, i), (other_device, start, _, j) in zip(spans, spans[1:], strict=False):
+        if device == other_device and start < stop:
+            raise ValueError(f"{argument}[{i}] and {argument}[{j}] overlap in memory: pass copies")
+    return values
+
+
+def segments(values: Sequence[int], numel: int) -> tuple[int, ...]:
+    """Element boundaries that start at 0, do not descend and end at `numel`."""
+    cuts = tuple(int(v) for v in values)
+    if not cuts or cuts[0] != 0 or cuts[-1] != numel:
+        raise ValueError(f"segments must start at 0 and end at the tensor's {numel} elements")
+    if any(b < a for a, b in zip(cuts, cuts[1:], strict=False)):
+        raise ValueError("segments must not descend")
+    return cuts
+
+
+def rank(argument: str, value: int, size: int) -> None:
+    """A rank of the group."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{argument} must be an int, got {type(value).__name__}")
+    if not 0 <= value < size:
+        raise ValueError(f"{argument} must be a rank from 0 to {size - 1}, got {value}")
+
+
+def reducer(argument: str, value: Reducer) -> None:
+    """Sum, Average or another instance of Reducer."""
+    if not isinstance(value, Reducer):
+        raise TypeError(
+            f"{argument} must be a Reducer such as collectives.Sum, got {type(value).__name__}"
+        )
+
+
+def algorithm(argument: str, value: str | None, op: Reducer) -> None:
+    """A known algorithm that can carry `op`."""
+    if value is None:
+        return
+    if value not in ALL_REDUCE:
+        raise ValueError(f"{argument} {value!r} is not one of {', '.join(sorted(ALL_REDUCE))}")
+    if op.uniform and value not in UNIFORM:
+        raise ValueError(
+            f"{argument} {value!r} reduces every chunk in another order, which {op} does not allow: "
+            f"use one of {', '.join(sorted(UNIFORM))}"
+        )
+
+
+def scale(argument: str, value: float) -> None:
+    """A finite factor."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{argument} must be a number, got {type(value).__name__}")
+    if not math.isfinite(value):
+        raise ValueError(f"{argument} must be finite, got {value}")

@@ -1,0 +1,22 @@
+"""What a collective raises when it cannot give the right answer."""
+
+from __future__ import annotations
+
+
+class CollectiveError(RuntimeError):
+    """Base of every error raised by a collective after its arguments were accepted."""
+
+
+class CollectiveMismatchError(CollectiveError):
+    """Ranks called different collectives, or the same one on different shapes, dtypes, ops or scales.
+
+    Raised on every rank with the same text, before any data is sent: the group stays usable.
+    """
+
+
+class CollectiveTimeoutError(CollectiveError, TimeoutError):
+    """A peer died or did not answer in time; the text names the peer and the step."""
+
+
+class TransportError(CollectiveError):
+    """The transport itself failed, or is used after it failed."""

@@ -1,0 +1,122 @@
+"""Run one rank's part of a schedule on a buffer, over any transport, with any reducer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from .algorithms import doubling
+from .reducers import Operands, Reducer, Sum
+from .schedule import Action, Schedule, Step, Transfer, steps_of
+from .split import split_bounds
+from .transport.base import Message, Transport
+
+
+class Workspace:
+    """Reusable memory for what is received but not yet reduced: one block a device."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[torch.device, torch.Tensor] = {}
+
+    def take(self, numel: int, like: torch.Tensor) -> torch.Tensor:
+        """`numel` uninitialised elements of `like`'s dtype and device, valid until the next take."""
+        nbytes = numel * like.element_size()
+        block = self._blocks.get(like.device)
+        if block is None or block.numel() < nbytes:
+            block = torch.empty(max(nbytes, 1), dtype=torch.uint8, device=like.device)
+            self._blocks[like.device] = block
+        return block[:nbytes].view(like.dtype)
+
+
+def execute(
+    schedule: Schedule,
+    buffer: torch.Tensor,
+    transport: Transport,
+    reducer: Reducer,
+    *,
+    label: str,
+    timeout: float,
+    workspace: Workspace,
+    segments: Sequence[int] | None = None,
+    bounds: Sequence[int] | None = None,
+    ranks: Sequence[int] | None = None,
+) -> None:
+    """Run this rank's steps of `schedule` in place on `buffer` (1-D, contiguous).
+
+    bounds: element boundaries of the schedule's chunks; nearly equal pieces unless given.
+    ranks: the transport's ranks that stand for the schedule's ranks 0, 1, ...; all of them unless
+    given. label: what an error calls this collective. timeout: seconds for each step.
+    """
+    members = range(transport.size) if ranks is None else ranks
+    if len(members) != schedule.size:
+        raise ValueError(f"schedule is for {schedule.size} ranks, got {len(members)}")
+    cuts = split_bounds(buffer.numel(), schedule.chunks) if bounds is None else bounds
+    rank = members.index(transport.rank)
+    for number, step in enumerate(steps_of(schedule, rank)):
+        where = f"step {number} ({schedule.name}) of {label}"
+        scratch = workspace.take(_staged(step, cuts), buffer) if step.recvs else buffer[:0]
+        sends = [Message(members[t.peer], _piece(buffer, cuts, t)) for t in step.sends]
+        recvs: list[Message] = []
+        used = 0
+        for transfer in step.recvs:
+            target = _piece(buffer, cuts, transfer)
+            if transfer.action is not Action.COPY:
+                target = scratch[used : used + target.numel()]
+                used += target.numel()
+            recvs.append(Message(members[transfer.peer], target))
+        transport.exchange(sends, recvs, where, timeout)
+
+        sum_partials = _partial_sum(
+            tuple(members[r] for r in step.group), transport, where, timeout
+        )
+        for transfer, message in zip(step.recvs, recvs, strict=True):
+            if transfer.action is Action.COPY:
+                continue
+            mine = _piece(buffer, cuts, transfer)
+            from_left = transfer.action is Action.REDUCE_LEFT
+            reducer.reduce(
+                Operands(
+                    left=message.tensor if from_left else mine,
+                    right=mine if from_left else message.tensor,
+                    out=mine,
+                    start=cuts[transfer.start],
+                    numel=buffer.numel(),
+                    segments=segments,
+                    sum_partials=sum_partials,
+                )
+            )
+
+
+def _piece(buffer: torch.Tensor, cuts: Sequence[int], transfer: Transfer) -> torch.Tensor:
+    return buffer[cuts[transfer.start] : cuts[transfer.stop]]
+
+
+def _staged(step: Step, cuts: Sequence[int]) -> int:
+    """Elements that a step receives but must not write to the buffer yet."""
+    return sum(
+        cuts[t.stop] - cuts[t.start] for t in step.recvs if t.action is not Action.COPY
+    )
+
+
+def _partial_sum(
+    group: tuple[int, ...], transport: Transport, where: str, timeout: float
+) -> Callable[[torch.Tensor], None]:
+    """Sums over `group` by recursive doubling: addition commutes, so all members get equal bits."""
+
+    def sum_partials(partials: torch.Tensor) -> None:
+        if not group:
+            raise ValueError(f"{where} names no group to sum over; use a uniform algorithm")
+        if len(group) > 1:
+            execute(
+                doubling.all_reduce(len(group)),
+                partials.view(-1),
+                transport,
+                Sum,
+                label=f"the dot products of {where}",
+                timeout=timeout,
+                workspace=Workspace(),
+                ranks=group,
+            )
+
+    return sum_partials

@@ -1,0 +1,376 @@
+"""A group of ranks and the collectives that users call on it."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from . import checks
+from .agreement import agree, gather_bytes, gather_pieces
+from .algorithms import ALL_REDUCE, ring, tree
+from .errors import CollectiveError, CollectiveMismatchError, TransportError
+from .executor import Workspace, execute
+from .reducers import KERNEL_DTYPES, Reducer, Sum, kernels
+from .schedule import Schedule
+from .split import split_bounds
+from .transport.base import Transport
+from .work import Work, Worker
+
+Tensor = torch.Tensor
+_CPU = torch.device("cpu")
+
+
+class Group:
+    """Ranks that reduce together over one transport.
+
+    Every method is a collective: all ranks of the group call the same ones in the same order. They
+    agree on the call before any data is sent, so a difference between ranks is a
+    CollectiveMismatchError on all of them and the group stays usable; after any other
+    CollectiveError it is not. Any number of asynchronous calls may be under way; they run in the
+    order in which they were made.
+
+    timeout: seconds any one step may wait for a peer.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        timeout: float,
+        local_rank: int | None = None,
+        local_size: int | None = None,
+    ) -> None:
+        if not timeout > 0:
+            raise ValueError(f"timeout must be a positive number of seconds, got {timeout}")
+        self.transport = transport
+        self.rank = transport.rank
+        self.size = transport.size
+        self.timeout = timeout
+        self._workspace = Workspace()
+        self._worker = Worker(f"collectives-{self.rank}")
+        self._calls = 0
+        self._failure: BaseException | None = None
+        self._closed = False
+        if local_rank is None or local_size is None:
+            local_rank, local_size = self._find_local()
+        self.local_rank = local_rank
+        self.local_size = local_size
+
+    def __repr__(self) -> str:
+        return f"Group(rank={self.rank}, size={self.size})"
+
+    @property
+    def num_nodes(self) -> int:
+        """Hosts that the group's ranks are on, taken as equally filled."""
+        return math.ceil(self.size / self.local_size)
+
+    def _find_local(self) -> tuple[int, int]:
+        host = os.uname().nodename.encode()
+        if self.size == 1:
+            return 0, 1
+        hosts = gather_bytes(host, self.transport, "start-up", self.timeout, self._workspace)
+        same = [rank for rank, other in enumerate(hosts) if other == host]
+        return same.index(self.rank), len(same)
+
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        op: Reducer = Sum,
+        *,
+        algorithm: str | None = None,
+        name: str | None = None,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        segments: Sequence[int] | None = None,
+        async_op: bool = False,
+    ) -> Tensor | Work:
+        """Reduce a contiguous tensor of any shape over all ranks, in place, and return it.
+
+        op: Sum, Average, or another Reducer. algorithm: "xring", "rechd", "rd" or "vhdd"; chosen by
+        size unless given. prescale, postscale: factors applied before and after. segments: element
+        boundaries (0, ..., numel) for operators that work per segment. With async_op a Work is
+        returned whose wait() returns the tensor.
+
+        Raises TypeError or ValueError, before anything is sent, for arguments that are not valid.
+        """
+        checks.tensor("tensor", tensor)
+        if segments is not None:
+            segments = checks.segments(segments, tensor.numel())
+        choice = self._reduction([tensor], op, algorithm, prescale, postscale)
+        entries = [
+            *_header("all_reduce", name, op, choice, prescale, postscale),
+            f"segments={None if segments is None else tuple(segments)}",
+            _describe(tensor),
+        ]
+
+        def run(label: str) -> Tensor:
+            flat = tensor.detach().view(-1)
+            self._reduce_flat(flat, op, algorithm, segments, prescale, postscale, label)
+            return tensor
+
+        return self._call("all_reduce", name, entries, run, tensor.device, async_op)
+
+    def grouped_all_reduce(
+        self,
+        tensors: Sequence[Tensor],
+        op: Reducer = Sum,
+        *,
+        algorithm: str | None = None,
+        name: str | None = None,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        async_op: bool = False,
+    ) -> list[Tensor] | Work:
+        """Reduce many tensors at once, in place, and return them as a list.
+
+        Those of one dtype and device travel packed in one buffer; operators that work per segment
+        take every tensor as a segment. Arguments and errors as all_reduce; tensors that share
+        memory are a ValueError.
+        """
+        tensors = checks.tensor_list("tensors", tensors)
+        choice = self._reduction(tensors, op, algorithm, prescale, postscale)
+        entries = _header("grouped_all_reduce", name, op, choice, prescale, postscale)
+        entries += [f"tensors[{i}]: {_describe(t)}" for i, t in enumerate(tensors)]
+        parts: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for tensor in tensors:
+            parts.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+
+        def run(label: str) -> list[Tensor]:
+            for part in parts.values():
+                self._reduce_packed(part, op, algorithm, prescale, postscale, label)
+            return tensors
+
+        device = tensors[0].device if tensors else _CPU
+        return self._call("grouped_all_reduce", name, entries, run, device, async_op)
+
+    def reduce_scatter(
+        self,
+        tensor: Tensor,
+        op: Reducer = Sum,
+        *,
+        name: str | None = None,
+        async_op: bool = False,
+    ) -> Tensor | Work:
+        """Reduce over all ranks and return this rank's piece, 1-D; `tensor` is left as it is.
+
+        The flattened tensor is cut in `size` pieces that differ by at most one element, the larger
+        ones first; rank r gets piece r.
+        """
+        checks.tensor("tensor", tensor)
+        choice = self._reduction([tensor], op, None, 1.0, 1.0)
+        entries = [*_header("reduce_scatter", name, op, choice, 1.0, 1.0), _describe(tensor)]
+
+        def run(label: str) -> Tensor:
+            flat = tensor.detach().clone().view(-1)
+            cuts = split_bounds(flat.numel(), self.size)
+            if self.size > 1 and op.uniform:
+                self._reduce_flat(flat, op, None, None, 1.0, 1.0, label)
+            elif self.size > 1:
+                self._execute(ring.reduce_scatter(self.size), flat, op, label)
+            piece = flat[cuts[self.rank] : cuts[self.rank + 1]].clone()
+            if not op.uniform:
+                op.finish(piece, self.size)
+            return piece
+
+        return self._call("reduce_scatter", name, entries, run, tensor.device, async_op)
+
+    def all_gather(
+        self, tensor: Tensor, *, name: str | None = None, async_op: bool = False
+    ) -> Tensor | Work:
+        """All ranks' tensors joined along dimension 0 in rank order.
+
+        First dimensions may differ between ranks, the others may not; 0-d tensors are a ValueError.
+        """
+        checks.tensor("tensor", tensor)
+        if tensor.dim() == 0:
+            raise ValueError("tensor must have a first dimension to join along: use reshape(1)")
+        self.transport.check_device(tensor.device)
+        trailing = tuple(tensor.shape[1:])
+        entries = [
+            f"all_gather({name or ''})",
+            f"trailing shape {trailing} {tensor.dtype} {tensor.device.type}",
+        ]
+
+        def run(label: str) -> Tensor:
+            flat = tensor.detach().view(-1)
+            if self.size == 1:
+                return tensor.detach().clone()
+            rows = torch.tensor([tensor.shape[0]])
+            counts, _ = gather_pieces(rows, self.transport, label, self.timeout, self._workspace)
+            whole, _ = gather_pieces(flat, self.transport, label, self.timeout, self._workspace)
+            return whole.view(int(counts.sum()), *trailing)
+
+        return self._call("all_gather", name, entries, run, tensor.device, async_op)
+
+    def broadcast(
+        self, tensor: Tensor, root: int = 0, *, name: str | None = None, async_op: bool = False
+    ) -> Tensor | Work:
+        """Copy `root`'s tensor to every rank, in place, and return it."""
+        checks.tensor("tensor", tensor)
+        checks.rank("root", root, self.size)
+        self.transport.check_device(tensor.device)
+        entries = [f"broadcast({name or ''})", f"root={root}", _describe(tensor)]
+
+        def run(label: str) -> Tensor:
+            if self.size > 1:
+                flat = tensor.detach().view(-1)
+                self._execute(tree.broadcast(self.size, root), flat, Sum, label)
+            return tensor
+
+        return self._call("broadcast", name, entries, run, tensor.device, async_op)
+
+    def all_gather_bytes(self, payload: bytes, *, name: str | None = None) -> list[bytes]:
+        """Every rank's bytes, by rank; lengths may differ."""
+
+        def run(label: str) -> list[bytes]:
+            if self.size == 1:
+                return [payload]
+            return gather_bytes(payload, self.transport, label, self.timeout, self._workspace)
+
+        entries = [f"all_gather_bytes({name or ''})"]
+        return self._call("all_gather_bytes", name, entries, run, _CPU, False)
+
+    def barrier(self) -> None:
+        """Return when every rank has called it: the agreement alone does that."""
+        self._call("barrier", None, ["barrier()"], lambda label: None, _CPU, False)
+
+    def close(self) -> None:
+        """Let queued calls finish, then end the communication thread and close the transport."""
+        if not self._closed:
+            self._closed = True
+            self._worker.close(self.timeout)
+            self.transport.close()
+
+    def _reduction(
+        self,
+        tensors: Sequence[Tensor],
+        op: Reducer,
+        algorithm: str | None,
+        prescale: float,
+        postscale: float,
+    ) -> str:
+        """Check the arguments that all reductions share; return the algorithm's name for people."""
+        checks.reducer("op", op)
+        checks.algorithm("algorithm", algorithm, op)
+        checks.scale("prescale", prescale)
+        checks.scale("postscale", postscale)
+        for tensor in tensors:
+            op.check(tensor.dtype)
+            self.transport.check_device(tensor.device)
+            if (prescale != 1.0 or postscale != 1.0) and not (
+                tensor.dtype.is_floating_point or tensor.dtype.is_complex
+            ):
+                raise TypeError(f"prescale and postscale need a floating dtype, got {tensor.dtype}")
+        return algorithm or "auto"
+
+    def _reduce_flat(
+        self,
+        flat: Tensor,
+        op: Reducer,
+        algorithm: str | None,
+        segments: Sequence[int] | None,
+        prescale: float,
+        postscale: float,
+        label: str,
+    ) -> None:
+        if prescale != 1.0:
+            flat.mul_(prescale)
+        if self.size > 1:
+            nbytes = flat.numel() * flat.element_size()
+            chosen = algorithm or op.algorithm(nbytes, self.size)
+            self._execute(ALL_REDUCE[chosen](self.size), flat, op, label, segments)
+        op.finish(flat, self.size)
+        if postscale != 1.0:
+            flat.mul_(postscale)
+
+    def _reduce_packed(
+        self,
+        tensors: list[Tensor],
+        op: Reducer,
+        algorithm: str | None,
+        prescale: float,
+        postscale: float,
+        label: str,
+    ) -> None:
+        if self.size == 1 or len(tensors) == 1 or tensors[0].dtype not in KERNEL_DTYPES:
+            for tensor in tensors:
+                flat = tensor.view(-1)
+                self._reduce_flat(flat, op, algorithm, None, prescale, postscale, label)
+            return
+        layout = kernels.layout_of(tensors)
+        buffer = kernels.pack(tensors, layout=layout, scale=prescale)
+        self._reduce_flat(buffer, op, algorithm, layout.segments, 1.0, 1.0, label)
+        kernels.unpack(buffer, tensors, layout=layout, scale=postscale)
+
+    def _execute(
+        self,
+        schedule: Schedule,
+        flat: Tensor,
+        op: Reducer,
+        label: str,
+        segments: Sequence[int] | None = None,
+    ) -> None:
+        execute(
+            schedule,
+            flat,
+            self.transport,
+            op,
+            label=label,
+            timeout=self.timeout,
+            workspace=self._workspace,
+            segments=segments,
+        )
+
+    def _call(
+        self,
+        kind: str,
+        name: str | None,
+        entries: list[str],
+        run: Callable[[str], Any],
+        device: torch.device,
+        async_op: bool,
+    ) -> Any:
+        """Agree, then run, in the group's order; remember a failure that leaves it unusable."""
+        if self._closed:
+            raise TransportError(f"{kind}: this group was shut down; call init() again")
+
+        def call() -> Any:
+            if self._failure is not None:
+                raise TransportError(
+                    f"{kind}: this group is unusable since an earlier failure: {self._failure}"
+                ) from self._failure
+            label = f"{kind} {name!r} (call {self._calls})" if name else f"{kind} {self._calls}"
+            self._calls += 1
+            try:
+                if self.size > 1:
+                    agree(entries, self.transport, label, self.timeout, self._workspace)
+                return run(label)
+            except CollectiveMismatchError:
+                raise
+            except CollectiveError as error:
+                self._failure = error
+                raise
+
+        if async_op:
+            return self._worker.submit(call, device)
+        return self._worker.call(call, device)
+
+
+def _header(
+    kind: str, name: str | None, op: Reducer, algorithm: str, prescale: float, postscale: float
+) -> list[str]:
+    return [
+        f"{kind}({name or ''})",
+        f"op={op}",
+        f"algorithm={algorithm}",
+        f"prescale={prescale!r}",
+        f"postscale={postscale!r}",
+    ]
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"shape {tuple(tensor.shape)} {tensor.dtype} {tensor.device.type}"

@@ -1,0 +1,123 @@
+"""What REDUCE means: Sum and Average. (Adasum's reducer is in the adasum package.)"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ._kernels_check import require_our_kernels
+
+kernels = require_our_kernels()
+
+KERNEL_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+"""What the kernels take; sums of other dtypes are torch's own."""
+
+_SMALL_BYTES = 64 * 1024
+_RING_BYTES = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Operands:
+    """One reduction of a step: the same piece of two vectors.
+
+    left, right, out: 1-D tensors of equal length; `out` is `left` or `right`.
+    start: where the piece lies in the whole buffer, in elements; numel: the whole buffer's length.
+    segments: element boundaries (0, ..., numel) over the whole buffer, None for one segment.
+    sum_partials: sums a float64 tensor in place over the ranks that together hold both operands;
+    all of them get the same bits.
+    """
+
+    left: torch.Tensor
+    right: torch.Tensor
+    out: torch.Tensor
+    start: int
+    numel: int
+    segments: Sequence[int] | None
+    sum_partials: Callable[[torch.Tensor], None]
+
+
+class Reducer:
+    """An associative or tree-ordered binary operator on buffers.
+
+    `uniform` says that it needs the same expression tree for the whole buffer, and so an algorithm
+    of `collectives.algorithms.UNIFORM`.
+    """
+
+    name = "Reducer"
+    uniform = False
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def check(self, dtype: torch.dtype) -> None:
+        """Raise TypeError naming the dtype where the operator has no meaning on it."""
+        raise NotImplementedError
+
+    def algorithm(self, nbytes: int, size: int) -> str:
+        """The all-reduce algorithm for a buffer of `nbytes` over `size` ranks."""
+        raise NotImplementedError
+
+    def reduce(self, operands: Operands) -> None:
+        """Write left (op) right to out."""
+        raise NotImplementedError
+
+    def finish(self, buffer: torch.Tensor, size: int) -> None:
+        """What is left to do on the reduced buffer, once."""
+
+
+class SumReducer(Reducer):
+    """Elementwise sum; every hop rounds to the buffer's dtype, as NCCL and gloo do."""
+
+    name = "Sum"
+
+    def check(self, dtype: torch.dtype) -> None:
+        if dtype == torch.bool:
+            raise TypeError(f"{self.name} has no meaning on {dtype}: convert to an integer dtype")
+
+    def algorithm(self, nbytes: int, size: int) -> str:
+        if nbytes <= _SMALL_BYTES:
+            return "rd"
+        return "rechd" if nbytes <= _RING_BYTES else "xring"
+
+    def reduce(self, operands: Operands) -> None:
+        if operands.left.dtype in KERNEL_DTYPES:
+            kernels.sum_n([operands.left, operands.right], out=operands.out)
+        else:
+            torch.add(operands.left, operands.right, out=operands.out)
+
+
+class AverageReducer(SumReducer):
+    """The sum divided once, at the end, by the number of ranks."""
+
+    name = "Average"
+
+    def check(self, dtype: torch.dtype) -> None:
+        if not (dtype.is_floating_point or dtype.is_complex):
+            raise TypeError(f"{self.name} has no meaning on {dtype}: use Sum, or a floating dtype")
+
+    def finish(self, buffer: torch.Tensor, size: int) -> None:
+        if size > 1:
+            buffer.div_(size)
+
+
+class MaxReducer(Reducer):
+    """Elementwise maximum; what ranks agree on their arguments with."""
+
+    name = "Max"
+
+    def check(self, dtype: torch.dtype) -> None:
+        if dtype.is_complex:
+            raise TypeError(f"{self.name} has no meaning on {dtype}")
+
+    def algorithm(self, nbytes: int, size: int) -> str:
+        return "rd" if nbytes <= _SMALL_BYTES else "rechd"
+
+    def reduce(self, operands: Operands) -> None:
+        torch.maximum(operands.left, operands.right, out=operands.out)
+
+
+Sum = SumReducer()
+Average = AverageReducer()
+Max = MaxReducer()

@@ -1,0 +1,128 @@
+"""n ranks as n threads of one process: for tests, notebooks and debugging.
+
+Runs on CPU tensors and, through stream events, on tensors of one GPU.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Sequence
+
+import torch
+
+from ..errors import CollectiveTimeoutError
+from .base import Message
+
+_POLL = 0.05
+
+
+class _Parcel:
+    """A tensor on its way: the receiver copies it, then releases the sender."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.taken = threading.Event()
+        self.ready = _record(tensor)
+        self.copied: torch.cuda.Event | None = None
+
+
+class ThreadWorld:
+    """The mailboxes that `size` ThreadTransports share."""
+
+    def __init__(self, size: int) -> None:
+        if size < 1:
+            raise ValueError(f"size must be at least 1, got {size}")
+        self.size = size
+        self._boxes: dict[tuple[int, int], queue.SimpleQueue[_Parcel]] = {
+            (source, target): queue.SimpleQueue()
+            for source in range(size)
+            for target in range(size)
+            if source != target
+        }
+        self._gone: set[int] = set()
+
+    def transport(self, rank: int) -> ThreadTransport:
+        """The transport of one rank."""
+        return ThreadTransport(self, rank)
+
+    def box(self, source: int, target: int) -> queue.SimpleQueue[_Parcel]:
+        return self._boxes[source, target]
+
+    def leave(self, rank: int) -> None:
+        """Say that a rank will answer no more, so that others fail at once instead of waiting."""
+        self._gone.add(rank)
+
+    def is_gone(self, rank: int) -> bool:
+        return rank in self._gone
+
+
+class ThreadTransport:
+    """One rank's end of a ThreadWorld."""
+
+    def __init__(self, world: ThreadWorld, rank: int) -> None:
+        self._world = world
+        self.rank = rank
+        self.size = world.size
+
+    def check_device(self, device: torch.device) -> None:
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(f"tensor is on {device}; the threads transport carries cpu and cuda")
+
+    def exchange(
+        self, sends: Sequence[Message], recvs: Sequence[Message], step: str, timeout: float
+    ) -> None:
+        deadline = time.monotonic() + timeout
+        posted: list[tuple[int, _Parcel]] = []
+        for peer, tensor in sends:
+            if tensor.numel():
+                parcel = _Parcel(tensor)
+                self._world.box(self.rank, peer).put(parcel)
+                posted.append((peer, parcel))
+        for peer, tensor in recvs:
+            if tensor.numel():
+                self._receive(peer, tensor, step, deadline, timeout)
+        for peer, parcel in posted:
+            while not parcel.taken.wait(_POLL):
+                self._check_waiting(peer, step, deadline, timeout)
+            if parcel.copied is not None:
+                torch.cuda.current_stream(parcel.tensor.device).wait_event(parcel.copied)
+
+    def _receive(
+        self, peer: int, tensor: torch.Tensor, step: str, deadline: float, timeout: float
+    ) -> None:
+        box = self._world.box(peer, self.rank)
+        while True:
+            try:
+                parcel = box.get(timeout=_POLL)
+                break
+            except queue.Empty:
+                self._check_waiting(peer, step, deadline, timeout)
+        if parcel.ready is not None:
+            torch.cuda.current_stream(tensor.device).wait_event(parcel.ready)
+        tensor.copy_(parcel.tensor)
+        parcel.copied = _record(tensor)
+        parcel.taken.set()
+
+    def _check_waiting(self, peer: int, step: str, deadline: float, timeout: float) -> None:
+        if self._world.is_gone(peer):
+            raise CollectiveTimeoutError(
+                f"rank {self.rank} cannot go on in {step}: rank {peer} has ended"
+            )
+        if time.monotonic() > deadline:
+            raise CollectiveTimeoutError(
+                f"rank {self.rank} waited {timeout:g} s for rank {peer} in {step}"
+            )
+
+    def close(self) -> None:
+        self._world.leave(self.rank)
+
+
+def _record(tensor: torch.Tensor) -> torch.cuda.Event | None:
+    """An event behind the work queued so far that touches a CUDA tensor; None on the CPU."""
+    if tensor.device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(tensor.device))
+    return event

@@ -1,0 +1,119 @@
+"""Asynchronous collectives: one communication thread a group, one order."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class Work:
+    """A collective under way.
+
+    `wait()` returns what the synchronous call would have returned, or raises what it would have
+    raised. On CUDA it orders the current stream behind the collective instead of blocking the host.
+    """
+
+    def __init__(self) -> None:
+        self._finished = threading.Event()
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self._event: torch.cuda.Event | None = None
+
+    def wait(self) -> Any:
+        """Block until the collective has ended; every wait is bounded by the group's timeout."""
+        self._finished.wait()
+        if self._error is not None:
+            raise self._error
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+        return self._result
+
+    def is_completed(self) -> bool:
+        """Whether `wait()` would return or raise without waiting."""
+        return self._finished.is_set() and (self._event is None or self._event.query())
+
+    def run(self, call: Callable[[], Any], stream: torch.cuda.Stream | None) -> None:
+        """Carry out the call and keep its result or its error for `wait()`."""
+        try:
+            with torch.no_grad(), torch.cuda.stream(stream):
+                self._result = call()
+                if stream is not None:
+                    self._event = torch.cuda.Event()
+                    self._event.record(stream)
+        except Exception as error:
+            self._error = error
+        finally:
+            self._finished.set()
+
+
+class Worker:
+    """Runs a group's collectives one after the other, in the order in which they were submitted.
+
+    A synchronous call runs in the caller's thread when nothing is queued, which saves two thread
+    switches; otherwise it takes its place in the queue.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._lock = threading.Lock()
+        self._pending = 0
+        self._running = threading.Lock()
+
+    def call(self, function: Callable[[], Any], device: torch.device) -> Any:
+        """Run `function` in order and return its result."""
+        with self._lock:
+            inline = self._pending == 0 and self._running.acquire(blocking=False)
+        if not inline:
+            return self.submit(function, device).wait()
+        try:
+            with torch.no_grad():
+                return function()
+        finally:
+            self._running.release()
+
+    def submit(self, function: Callable[[], Any], device: torch.device) -> Work:
+        """Queue `function`; on CUDA it runs on a stream of its own, behind the caller's work."""
+        work = Work()
+        stream: torch.cuda.Stream | None = None
+        before: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            if self._stream is None:
+                self._stream = torch.cuda.Stream(device)
+            stream = self._stream
+            before = torch.cuda.Event()
+            before.record(torch.cuda.current_stream(device))
+
+        def job() -> None:
+            if stream is not None and before is not None:
+                stream.wait_event(before)
+            with self._running:
+                work.run(function, stream)
+            with self._lock:
+                self._pending -= 1
+
+        with self._lock:
+            self._pending += 1
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
+                self._thread.start()
+            self._queue.put(job)
+        return work
+
+    def _loop(self) -> None:
+        while (job := self._queue.get()) is not None:
+            job()
+
+    def close(self, timeout: float) -> None:
+        """Let what is queued finish, then end the thread; gives up after `timeout` seconds."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+            self._queue.put(None)
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout)

@@ -1,0 +1,174 @@
+"""Start-up and shut-down, and the group that calls without `group=` use."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from .errors import CollectiveTimeoutError
+from .group import Group
+from .transport.gloo import GlooTransport
+from .transport.threads import ThreadWorld
+
+T = TypeVar("T")
+
+_group: Group | None = None
+_owns_process_group = False
+_thread = threading.local()
+
+
+def init(*, timeout: float = 300.0, process_group: dist.ProcessGroup | None = None) -> Group:
+    """Join the ranks that torchrun started, and return their group; alone without torchrun.
+
+    Reads RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and, where set, LOCAL_RANK and
+    LOCAL_WORLD_SIZE. With torch.distributed already initialised its ranks are used; then, and with
+    `process_group`, messages travel on that group. A second call returns the first one's group.
+
+    timeout: seconds any one step of a collective may wait for a peer. Raises ValueError where the
+    environment variables are incomplete.
+    """
+    global _group, _owns_process_group
+    if getattr(_thread, "group", None) is not None:
+        return _thread.group
+    if _group is not None:
+        return _group
+    if not timeout > 0:
+        raise ValueError(f"timeout must be a positive number of seconds, got {timeout}")
+    if process_group is None and not _distributed():
+        if _world_size() == 1:
+            _group = Group(ThreadWorld(1).transport(0), timeout=timeout, local_rank=0, local_size=1)
+            return _group
+        dist.init_process_group(_backend(), timeout=timedelta(seconds=timeout))
+        _owns_process_group = True
+        process_group = dist.group.WORLD
+    elif process_group is None:
+        process_group = dist.new_group(timeout=timedelta(seconds=timeout))
+    assert process_group is not None
+    _group = _from_process_group(process_group, timeout)
+    atexit.register(shutdown)
+    return _group
+
+
+def _distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _world_size() -> int:
+    names = ("RANK", "WORLD_SIZE")
+    missing = [name for name in names if name not in os.environ]
+    if len(missing) == 2:
+        return 1
+    if missing:
+        raise ValueError(
+            f"environment variable {missing[0]} is not set but the other of RANK and WORLD_SIZE is: "
+            "start with torchrun, or set both"
+        )
+    try:
+        rank, size = (int(os.environ[name]) for name in names)
+    except ValueError:
+        raise ValueError(
+            f"RANK and WORLD_SIZE must be integers, got {os.environ['RANK']!r} and "
+            f"{os.environ['WORLD_SIZE']!r}"
+        ) from None
+    if not 0 <= rank < size:
+        raise ValueError(f"RANK must be from 0 to WORLD_SIZE - 1, got {rank} of {size}")
+    if size > 1:
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if name not in os.environ:
+                raise ValueError(f"environment variable {name} is not set: start with torchrun")
+    return size
+
+
+def _local() -> tuple[int | None, int | None]:
+    """LOCAL_RANK and LOCAL_WORLD_SIZE, where both are set."""
+    if "LOCAL_RANK" in os.environ and "LOCAL_WORLD_SIZE" in os.environ:
+        return int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    return None, None
+
+
+def _backend() -> str:
+    """gloo, and NCCL beside it where every rank of the host can have a GPU of its own."""
+    local_size = _local()[1] or int(os.environ["WORLD_SIZE"])
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return "cpu:gloo,cuda:nccl" if dist.is_nccl_available() and gpus >= local_size else "gloo"
+
+
+def _from_process_group(process_group: dist.ProcessGroup, timeout: float) -> Group:
+    whole = dist.get_world_size(process_group) == dist.get_world_size()
+    local_rank, local_size = _local() if whole else (None, None)
+    return Group(
+        GlooTransport(process_group),
+        timeout=timeout,
+        local_rank=local_rank,
+        local_size=local_size,
+    )
+
+
+def shutdown() -> None:
+    """Close the group that init made; does nothing where there is none. init may be called again."""
+    global _group, _owns_process_group
+    if _group is None:
+        return
+    group, _group = _group, None
+    group.close()
+    if _owns_process_group and dist.is_initialized():
+        dist.destroy_process_group()
+    _owns_process_group = False
+    atexit.unregister(shutdown)
+
+
+def is_initialized() -> bool:
+    """Whether default_group() has an answer in this thread."""
+    return getattr(_thread, "group", None) is not None or _group is not None
+
+
+def default_group() -> Group:
+    """The group of init, or of this thread under run_threads; RuntimeError where there is none."""
+    group: Group | None = getattr(_thread, "group", None) or _group
+    if group is None:
+        raise RuntimeError("no group yet: call init() first")
+    return group
+
+
+def run_threads(size: int, fn: Callable[[Group], T], *, timeout: float = 60.0) -> list[T]:
+    """Run `fn(group)` on `size` ranks, each a thread of this process; return the results by rank.
+
+    In each thread the default group is that thread's. The first rank's error is raised, after all
+    threads have ended; the others' collectives fail as soon as they need a rank that has ended.
+    timeout: seconds any one step of a collective may wait.
+    """
+    world = ThreadWorld(size)
+    results: dict[int, T] = {}
+    errors: list[BaseException] = []
+    groups = [
+        Group(world.transport(rank), timeout=timeout, local_rank=rank, local_size=size)
+        for rank in range(size)
+    ]
+
+    def main(group: Group) -> None:
+        _thread.group = group
+        try:
+            results[group.rank] = fn(group)
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            group.close()
+
+    threads = [
+        threading.Thread(target=main, args=(group,), name=f"rank-{group.rank}", daemon=True)
+        for group in groups
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise next((e for e in errors if not isinstance(e, CollectiveTimeoutError)), errors[0])
+    return [results[rank] for rank in range(size)]
