@@ -1,0 +1,30 @@
+"""The split rule: sizes differ by at most one, larger pieces first."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from collectives import split_bounds
+
+
+@given(st.integers(0, 2**40), st.integers(1, 100))
+def test_pieces_cover_everything_and_differ_by_one(numel: int, pieces: int) -> None:
+    cuts = split_bounds(numel, pieces)
+    sizes = [b - a for a, b in zip(cuts, cuts[1:], strict=False)]
+    assert cuts[0] == 0 and cuts[-1] == numel and len(sizes) == pieces
+    assert sizes == sorted(sizes, reverse=True)
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_examples() -> None:
+    assert split_bounds(7, 3) == [0, 3, 5, 7]
+    assert split_bounds(2, 4) == [0, 1, 2, 2, 2]
+
+
+def test_errors() -> None:
+    with pytest.raises(ValueError, match="pieces"):
+        split_bounds(4, 0)
+    with pytest.raises(ValueError, match="numel"):
+        split_bounds(-1, 2)
