@@ -1,0 +1,85 @@
+"""Adasum as a reducer: per-segment dot products over the ranks that hold the two operands.
+
+Source: Maleki et al., "Scaling Distributed Training with Adaptive Summation", arXiv 2006.02924,
+algorithm 1 (vector halving, distance doubling).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+import kernels
+from collectives import Operands, Reducer
+
+__all__ = ["Adasum", "AdasumReducer"]
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+# Below this a message costs its latency: log2 n exchanges of the whole vector (rd) beat the
+# 2 log2 n exchanges and log2 n small sums of vhdd.
+_SMALL_BYTES = 64 * 1024
+
+
+@lru_cache(maxsize=1024)
+def _clip(segments: tuple[int, ...], start: int, length: int) -> tuple[int, int, tuple[int, ...]]:
+    """The segments that the piece [start, start + length) touches.
+
+    Returns (first, last, boundaries): segments first..last-1 of the whole list, and their
+    boundaries relative to the piece, cut to it: (0, ..., length). `length` must be at least 1.
+    """
+    stop = start + length
+    # bisect_right finds the last boundary at or before start, so empty segments there are skipped.
+    first = bisect_right(segments, start) - 1
+    last = bisect_left(segments, stop)
+    inner = (boundary - start for boundary in segments[first + 1 : last])
+    return first, last, (0, *inner, length)
+
+
+class AdasumReducer(Reducer):
+    """adasum(a, b) = (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b, per segment.
+
+    Dtypes: float16, bfloat16, float32, float64; dot products and norms are float64. Symmetric but
+    not associative: the order of the ranks is part of the answer (adjacent ranks pair first).
+    """
+
+    name = "Adasum"
+    uniform = True
+
+    def check(self, dtype: torch.dtype) -> None:
+        """TypeError naming the dtype unless it is a floating-point dtype the kernels take."""
+        if dtype not in _DTYPES:
+            raise TypeError(
+                f"Adasum reduces float16, bfloat16, float32 and float64 tensors, not {dtype}"
+            )
+
+    def algorithm(self, nbytes: int, size: int) -> str:
+        """`rd` for small messages, whose cost is latency; else `vhdd`."""
+        return "rd" if nbytes <= _SMALL_BYTES else "vhdd"
+
+    def reduce(self, operands: Operands) -> None:
+        """out = adasum(left, right) on this rank's piece.
+
+        The partial dot products of the piece go into a full [S, 3] float64 table, so that the ranks
+        of the step sum one shape wherever the pieces were cut, inside a segment or not.
+        """
+        left, right = operands.left, operands.right
+        segments = (0, operands.numel) if operands.segments is None else tuple(operands.segments)
+        dots = torch.zeros(len(segments) - 1, 3, dtype=torch.float64, device=left.device)
+        if left.numel() == 0:
+            operands.sum_partials(dots)
+            return
+        first, last, piece = _clip(segments, operands.start, left.numel())
+        own = dots[first:last]
+        own.copy_(kernels.dot_and_norms(left, right, piece))
+        operands.sum_partials(dots)
+        kernels.combine(left, right, own, piece, out=operands.out)
+
+    def finish(self, buffer: Tensor, size: int) -> None:
+        """Nothing: Adasum is not divided by the number of ranks."""
+
+
+Adasum = AdasumReducer()
