@@ -22,7 +22,7 @@ help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
 
 demo: $(READY)  ## train on handwritten digits: Sum, Average, Adasum at 1, 2, 4, 8 ranks
-	$(PY) examples/train_digits.py --compare --out $(OUT)
+	$(PY) examples/compare_digits.py --out $(OUT)
 
 test: $(READY)  ## every test
 	$(PY) -m pytest tests $(PYTEST_ARGS)
@@ -54,10 +54,10 @@ $(READY): pyproject.toml constraints.txt
 	else \
 		echo "set-up: creating $(VENV) with $(TORCH) (about a minute)"; \
 		$(PYTHON) -m venv --clear $(VENV) && grep -v '^triton==' constraints.txt >$(VENV)/first.txt && \
-		$(PY) -m pip install -q $(PIP_ARGS) -c $(VENV)/first.txt '$(TORCH)'; \
+		$(PY) -m pip install -qq $(PIP_ARGS) -c $(VENV)/first.txt '$(TORCH)'; \
 	fi
 	@$(PY) -m pip list --format=freeze >$(VENV)/present.txt
 	@awk -F'[=;]' '{ name = tolower($$1); gsub("_", "-", name) } NR == FNR { there[name]; next } \
 		!(name in there)' $(VENV)/present.txt constraints.txt >$(VENV)/rest.txt
-	$(PY) -m pip install -q $(PIP_ARGS) -c $(VENV)/rest.txt -e '.[dev]'
+	$(PY) -m pip install -qq $(PIP_ARGS) -c $(VENV)/rest.txt -e '.[dev]'
 	@touch $(READY)

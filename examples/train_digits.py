@@ -1,0 +1,198 @@
+"""Train a small LeNet on scikit-learn's handwritten digits, on any number of ranks.
+
+    python examples/train_digits.py                                       # one rank
+    torchrun --nproc-per-node 4 examples/train_digits.py --op adasum      # four
+
+Every rank takes its own share of each epoch's shuffled examples, `BATCH` of them a step, so n ranks
+make one n-th of the steps. The learning rate is for one rank whatever the number of ranks.
+`compare_digits.py` runs this file for Sum, Average and Adasum at several numbers of ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import adasum as hvd
+
+OPS = {"sum": hvd.Sum, "average": hvd.Average, "adasum": hvd.Adasum}
+# Of the 1797 images; 1408 = 11 * 128, so that up to 16 ranks see every one of them each epoch.
+TRAINING_IMAGES = 1408
+BATCH = 8
+EPOCHS = 8
+# What `compare_digits.py --tune` finds: the rate of fastest training on one rank.
+LEARNING_RATE = 2**-2.5
+WARM_UP = 0.1
+TARGET = 0.97
+# Accuracy is looked at after every so many examples, so as often at every number of ranks.
+EXAMPLES_PER_LOOK = 128
+
+
+class LeNet(nn.Sequential):
+    """Two convolutions and two linear layers, 10 thousand parameters, for images of 8 by 8."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Conv2d(1, 8, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(8, 16, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(16 * 2 * 2, 64),
+            nn.ReLU(),
+            nn.Linear(64, 10),
+        )
+
+
+@dataclass
+class Digits:
+    """Images [n, 1, 8, 8] float32 in 0..1 and labels [n] int64; the split never changes."""
+
+    images: Tensor
+    labels: Tensor
+    test_images: Tensor
+    test_labels: Tensor
+
+    @classmethod
+    def load(cls, device: torch.device) -> Digits:
+        digits = load_digits()
+        order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
+        images = torch.tensor(digits.images, dtype=torch.float32)[order].unsqueeze(1) / 16
+        labels = torch.tensor(digits.target, dtype=torch.int64)[order]
+        images, labels = images.to(device), labels.to(device)
+        n = TRAINING_IMAGES
+        return cls(images[:n], labels[:n], images[n:], labels[n:])
+
+
+@dataclass
+class Run:
+    """One training; accuracy on the test images, as a share of 1, at each look."""
+
+    op: str
+    ranks: int
+    seed: int
+    learning_rate: float
+    steps: int
+    looks: list[tuple[int, float]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def accuracy(self) -> float:
+        return self.looks[-1][1]
+
+    @property
+    def steps_to_target(self) -> int | None:
+        """The first look at which TARGET was reached; None if it never was."""
+        return next((step for step, accuracy in self.looks if accuracy >= TARGET), None)
+
+
+def schedule(step: int, steps: int) -> float:
+    """The factor on the learning rate: up from zero, then down to zero, both in a straight line."""
+    warm = WARM_UP * steps
+    return min((step + 1) / warm, (steps - step) / (steps - warm))
+
+
+def train(
+    digits: Digits,
+    op: str,
+    seed: int,
+    *,
+    epochs: int = EPOCHS,
+    learning_rate: float = LEARNING_RATE,
+    momentum: float = 0.0,
+) -> Run:
+    """Train on all ranks; every rank returns the same steps, rank 0 alone the accuracies."""
+    started = time.perf_counter()
+    rank, size = hvd.rank(), hvd.size()
+    torch.manual_seed(seed)
+    model = LeNet().to(digits.images.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=momentum)
+
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = hvd.DistributedOptimizer(
+        optimizer, named_parameters=model.named_parameters(), op=OPS[op]
+    )
+
+    steps_an_epoch = len(digits.labels) // (size * BATCH)
+    run = Run(op, size, seed, learning_rate, epochs * steps_an_epoch)
+    rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, run.steps))
+    looks_every = max(1, EXAMPLES_PER_LOOK // (size * BATCH))
+    shuffle = torch.Generator().manual_seed(seed + 1000)
+    step = 0
+    for _ in range(epochs):
+        mine = torch.randperm(len(digits.labels), generator=shuffle)[rank::size]
+        for batch in mine[: steps_an_epoch * BATCH].split(BATCH):
+            optimizer.zero_grad()
+            cross_entropy(model(digits.images[batch]), digits.labels[batch]).backward()
+            optimizer.step()
+            rates.step()
+            step += 1
+            if rank == 0 and (step % looks_every == 0 or step == run.steps):
+                run.looks.append((step, test_accuracy(model, digits)))
+    run.seconds = time.perf_counter() - started
+    return run
+
+
+@torch.no_grad()
+def test_accuracy(model: nn.Module, digits: Digits) -> float:
+    answers = model(digits.test_images).argmax(dim=1)
+    return (answers == digits.test_labels).float().mean().item()
+
+
+def local_device() -> torch.device:
+    """A GPU of its own for each rank of this host, or the CPU for all of them."""
+    if torch.cuda.is_available() and torch.cuda.device_count() >= hvd.local_size():
+        torch.cuda.set_device(hvd.local_rank())
+        return torch.device("cuda", hvd.local_rank())
+    return torch.device("cpu")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--op", nargs="+", choices=OPS, default=["adasum"])
+    parser.add_argument("--seed", nargs="+", type=int, default=[0])
+    parser.add_argument("--epochs", type=int, default=EPOCHS)
+    parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE)
+    parser.add_argument("--momentum", type=float, default=0.0)
+    parser.add_argument("--json", type=Path, help="write the runs there")
+    options = parser.parse_args()
+
+    hvd.init()
+    digits = Digits.load(local_device())
+    runs = []
+    for op in options.op:
+        for seed in options.seed:
+            run = train(
+                digits,
+                op,
+                seed,
+                epochs=options.epochs,
+                learning_rate=options.learning_rate,
+                momentum=options.momentum,
+            )
+            if hvd.rank() == 0:
+                runs.append(run)
+                reached = run.steps_to_target
+                when = f"at step {reached}" if reached else "not reached"
+                print(
+                    f"{run.ranks} ranks, {op:7}, seed {seed}: accuracy {run.accuracy:.3f}, "
+                    f"{TARGET:.0%} {when} of {run.steps} ({run.seconds:.1f} s)",
+                    flush=True,
+                )
+    if options.json and hvd.rank() == 0:
+        options.json.write_text(json.dumps([asdict(run) for run in runs]))
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()
