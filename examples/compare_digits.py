@@ -29,7 +29,17 @@ from pathlib import Path
 
 import matplotlib
 import torch
-from train_digits import EPOCHS, LEARNING_RATE, OPS, TARGET, Digits, Run, train
+from train_digits import (
+    BATCH,
+    EPOCHS,
+    LEARNING_RATE,
+    OPS,
+    TARGET,
+    TRAINING_IMAGES,
+    Digits,
+    Run,
+    train,
+)
 
 import adasum as hvd
 
@@ -94,7 +104,7 @@ def label(ranks: int, op: str) -> str:
 
 
 def table(runs: Sequence[Run]) -> str:
-    """A Markdown table: accuracy as mean and standard deviation, steps as the mean of those there."""
+    """In Markdown: accuracy, its standard deviation, mean steps of the seeds that got there."""
     lines = [
         f"| ranks | op | final test accuracy | steps to {TARGET:.0%} | of steps |",
         "|---:|---|---|---|---:|",
@@ -125,19 +135,13 @@ def plot(runs: Sequence[Run], path: Path) -> None:
             if group_ranks != ranks:
                 continue
             looks = len(group[0].looks)
-            epochs = [step / group[0].steps * EPOCHS for step, _ in group[0].looks]
+            per_step = ranks * BATCH / TRAINING_IMAGES
+            epochs = [step * per_step for step, _ in group[0].looks]
             by_look = [[run.looks[i][1] for run in group] for i in range(looks)]
             colour = "black" if ranks == 1 else COLOURS[op]
-            panel.plot(
-                epochs, [statistics.mean(a) for a in by_look], color=colour, label=label(ranks, op)
-            )
-            panel.fill_between(
-                epochs,
-                [min(a) for a in by_look],
-                [max(a) for a in by_look],
-                color=colour,
-                alpha=0.15,
-            )
+            mean, worst, best = ([f(a) for a in by_look] for f in (statistics.mean, min, max))
+            panel.plot(epochs, mean, color=colour, label=label(ranks, op))
+            panel.fill_between(epochs, worst, best, color=colour, alpha=0.15)
         panel.axhline(TARGET, color="grey", linewidth=0.8, linestyle=":")
         panel.set(title=f"{ranks} rank{'s' if ranks > 1 else ''}", xlabel="epochs", ylim=(0, 1))
         panel.legend(loc="lower right", fontsize="small")
@@ -152,8 +156,8 @@ def plot(runs: Sequence[Run], path: Path) -> None:
 def compare(ranks: Sequence[int], seeds: Sequence[int], out: Path, options: Sequence[str]) -> None:
     started = time.perf_counter()
     print(
-        f"Digits with learning rate {LEARNING_RATE:.3f}, tuned for one rank; "
-        f"{', '.join(map(str, ranks))} ranks, {len(seeds)} seeds each",
+        f"Digits on {', '.join(map(str, ranks))} ranks, {len(seeds)} seeds each; "
+        f"all with {' '.join(options)}",
         flush=True,
     )
     runs: list[Run] = []

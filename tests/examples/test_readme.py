@@ -1,0 +1,41 @@
+"""Every Python snippet of the README runs as it stands."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SNIPPETS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+
+
+def test_there_is_a_snippet_for_every_door():
+    for door in ("import kernels", "import collectives", "import adasum"):
+        assert any(door in snippet for snippet in SNIPPETS), door
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda text: text.splitlines()[0][:40])
+def test_snippet_runs(snippet, tmp_path):
+    script = tmp_path / "snippet.py"
+    script.write_text(snippet)
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_files_the_readme_points_to_exist():
+    text = (ROOT / "README.md").read_text()
+    targets = re.findall(r"\]\(([^)#:]+)\)", text)
+    assert targets
+    assert [target for target in targets if not (ROOT / target).exists()] == []
