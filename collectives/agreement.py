@@ -89,14 +89,13 @@ def _difference(calls: list[list[str]]) -> str:
     first = calls[0]
     rank = next(r for r, entries in enumerate(calls) if entries != first)
     other = calls[rank]
-    if len(other) != len(first):
-        counts = f"{len(first) - 1} and {len(other) - 1} entries"
-    else:
-        counts = ""
     for mine, theirs in zip(first, other, strict=False):
         if mine != theirs:
             return (
                 f"ranks disagree: rank 0 calls {first[0]} with {mine}, "
                 f"rank {rank} calls {other[0]} with {theirs}"
             )
-    return f"ranks disagree: rank 0 and rank {rank} call {first[0]} with {counts}"
+    return (
+        f"ranks disagree: rank 0 calls {first[0]} with {len(first) - 1} entries, "
+        f"rank {rank} with {len(other) - 1} entries"
+    )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import torch
 
@@ -24,10 +25,12 @@ def tensor(argument: str, value: torch.Tensor) -> None:
         )
 
 
-def tensor_list(argument: str, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def tensor_list(argument: str, values: object) -> list[torch.Tensor]:
     """Dense, contiguous tensors that share no memory."""
     if isinstance(values, torch.Tensor):
         raise TypeError(f"{argument} must be a sequence of tensors, got one tensor")
+    if not isinstance(values, Iterable):
+        raise TypeError(f"{argument} must be a sequence of tensors, got {type(values).__name__}")
     values = list(values)
     for i, value in enumerate(values):
         tensor(f"{argument}[{i}]", value)
@@ -36,7 +39,7 @@ def tensor_list(argument: str, values: Sequence[torch.Tensor]) -> list[torch.Ten
         for i, v in enumerate(values)
         if v.numel()
     )
-    for (device, _, stop, i), (other_device, start, _, j) in zip(spans, spans[1:], strict=False):
+    for (device, _, stop, i), (other_device, start, _, j) in pairwise(spans):
         if device == other_device and start < stop:
             raise ValueError(f"{argument}[{i}] and {argument}[{j}] overlap in memory: pass copies")
     return values
@@ -47,7 +50,7 @@ def segments(values: Sequence[int], numel: int) -> tuple[int, ...]:
     cuts = tuple(int(v) for v in values)
     if not cuts or cuts[0] != 0 or cuts[-1] != numel:
         raise ValueError(f"segments must start at 0 and end at the tensor's {numel} elements")
-    if any(b < a for a, b in zip(cuts, cuts[1:], strict=False)):
+    if any(b < a for a, b in pairwise(cuts)):
         raise ValueError("segments must not descend")
     return cuts
 
@@ -76,7 +79,7 @@ def algorithm(argument: str, value: str | None, op: Reducer) -> None:
         raise ValueError(f"{argument} {value!r} is not one of {', '.join(sorted(ALL_REDUCE))}")
     if op.uniform and value not in UNIFORM:
         raise ValueError(
-            f"{argument} {value!r} reduces every chunk in another order, which {op} does not allow: "
+            f"{argument} {value!r} reduces every chunk in another order, which {op} forbids: "
             f"use one of {', '.join(sorted(UNIFORM))}"
         )
 

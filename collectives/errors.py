@@ -8,7 +8,7 @@ class CollectiveError(RuntimeError):
 
 
 class CollectiveMismatchError(CollectiveError):
-    """Ranks called different collectives, or the same one on different shapes, dtypes, ops or scales.
+    """Ranks called different collectives, or one with differing shapes, dtypes, ops or scales.
 
     Raised on every rank with the same text, before any data is sent: the group stays usable.
     """

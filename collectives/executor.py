@@ -20,7 +20,7 @@ class Workspace:
         self._blocks: dict[torch.device, torch.Tensor] = {}
 
     def take(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """`numel` uninitialised elements of `like`'s dtype and device, valid until the next take."""
+        """`numel` uninitialised elements of `like`'s dtype and device, until the next take."""
         nbytes = numel * like.element_size()
         block = self._blocks.get(like.device)
         if block is None or block.numel() < nbytes:
@@ -94,9 +94,7 @@ def _piece(buffer: torch.Tensor, cuts: Sequence[int], transfer: Transfer) -> tor
 
 def _staged(step: Step, cuts: Sequence[int]) -> int:
     """Elements that a step receives but must not write to the buffer yet."""
-    return sum(
-        cuts[t.stop] - cuts[t.start] for t in step.recvs if t.action is not Action.COPY
-    )
+    return sum(cuts[t.stop] - cuts[t.start] for t in step.recvs if t.action is not Action.COPY)
 
 
 def _partial_sum(

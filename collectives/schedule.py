@@ -222,9 +222,7 @@ def _check_transfer(
         raise ScheduleError(f"{where}: rank {rank} names chunks [{start}, {stop}) of {chunks}")
 
 
-def _check_groups(
-    steps: list[Step], operands: list[_Operands], chunks: int, where: str
-) -> bool:
+def _check_groups(steps: list[Step], operands: list[_Operands], chunks: int, where: str) -> bool:
     """Check every group of a step; say whether every reduction has one."""
     complete = True
     seen: set[tuple[int, ...]] = set()

@@ -44,7 +44,7 @@ class Work:
                 if stream is not None:
                     self._event = torch.cuda.Event()
                     self._event.record(stream)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - wait() raises it
             self._error = error
         finally:
             self._finished.set()

@@ -67,7 +67,7 @@ def _world_size() -> int:
         return 1
     if missing:
         raise ValueError(
-            f"environment variable {missing[0]} is not set but the other of RANK and WORLD_SIZE is: "
+            f"environment variable {missing[0]} is not set, the other of RANK and WORLD_SIZE is: "
             "start with torchrun, or set both"
         )
     try:
@@ -112,7 +112,7 @@ def _from_process_group(process_group: dist.ProcessGroup, timeout: float) -> Gro
 
 
 def shutdown() -> None:
-    """Close the group that init made; does nothing where there is none. init may be called again."""
+    """Close the group that init made, if any; init may be called again."""
     global _group, _owns_process_group
     if _group is None:
         return
@@ -156,7 +156,7 @@ def run_threads(size: int, fn: Callable[[Group], T], *, timeout: float = 60.0) -
         _thread.group = group
         try:
             results[group.rank] = fn(group)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised below, for all threads
             errors.append(error)
         finally:
             group.close()

@@ -48,9 +48,13 @@ class Fold:
 
 
 def folded(
-    size: int, rank: int, chunks: int, inner_steps: int, inner: Callable[[Fold, int], Iterator[Step]]
+    size: int,
+    rank: int,
+    chunks: int,
+    inner_steps: int,
+    inner: Callable[[Fold, int], Iterator[Step]],
 ) -> Iterator[Step]:
-    """The steps of `rank`: fold in, `inner(fold, leaf)` of exactly `inner_steps` steps, fold out."""
+    """The steps of `rank`: fold in, the `inner_steps` steps of `inner(fold, leaf)`, fold out."""
     fold = Fold(size)
     if not fold.extra:
         yield from inner(fold, rank)

@@ -1,4 +1,4 @@
-"""Recursive halving then doubling: reduce half of what is left with ever farther partners, then back.
+"""Recursive halving, then doubling: reduce half of what is left with ever farther partners.
 
 Wins on medium and large buffers where latency matters: 2 log2 n steps and 2 (n - 1) / n of the
 buffer each way (powers of two; folding adds two steps). The tree is the same for every element:
@@ -41,9 +41,7 @@ def _steps(fold: Fold, leaf: int) -> Iterator[Step]:
     for distance, whole_start, whole_stop in reversed(ranges):
         partner = fold.rank(leaf ^ distance)
         other = (whole_start, start) if start > whole_start else (stop, whole_stop)
-        yield Step(
-            sends=(Transfer(partner, start, stop),), recvs=(Transfer(partner, *other),)
-        )
+        yield Step(sends=(Transfer(partner, start, stop),), recvs=(Transfer(partner, *other),))
         start, stop = whole_start, whole_stop
 
 

@@ -20,7 +20,7 @@ def _backends(process_group: dist.ProcessGroup) -> dict[str, str]:
     """Device type -> backend name, of a process group."""
     config = dist.get_backend_config(process_group)
     pairs = (part.split(":", 1) for part in config.split(",") if ":" in part)
-    return {device: backend for device, backend in pairs}
+    return dict(pairs)
 
 
 class GlooTransport:
@@ -50,30 +50,29 @@ class GlooTransport:
             self._exchange_nccl(sends, recvs, step)
             return
         deadline = time.monotonic() + timeout
-        posted: list[tuple[str, int, dist.Work]] = []
-        peer, verb = -1, "reach"
+        posted: list[tuple[int, dist.Work]] = []
+        peer = self.rank
         try:
-            for peer, tensor in recvs:
-                if tensor.numel():
-                    verb = "hear from"
-                    posted.append((verb, peer, self._group.recv([_bytes(tensor)], peer, 0)))
-            for peer, tensor in sends:
-                if tensor.numel():
-                    verb = "reach"
-                    posted.append((verb, peer, self._group.send([_bytes(tensor)], peer, 0)))
-            for verb, peer, work in posted:
+            for message in recvs:
+                if message.tensor.numel():
+                    peer = message.peer
+                    posted.append((peer, self._group.recv([_bytes(message.tensor)], peer, 0)))
+            for message in sends:
+                if message.tensor.numel():
+                    peer = message.peer
+                    posted.append((peer, self._group.send([_bytes(message.tensor)], peer, 0)))
+            for other, work in posted:
+                peer = other
                 left = max(deadline - time.monotonic(), 1e-3)
                 work.wait(timedelta(seconds=left))
         except RuntimeError as error:
             waited = timeout - (deadline - time.monotonic())
             raise CollectiveTimeoutError(
-                f"rank {self.rank} could not {verb} rank {peer} in {step} (gave up after "
+                f"rank {self.rank} got no answer from rank {peer} in {step} (gave up after "
                 f"{waited:.1f} s of {timeout:g} s): {_first_line(error)}"
             ) from error
 
-    def _exchange_nccl(
-        self, sends: Sequence[Message], recvs: Sequence[Message], step: str
-    ) -> None:
+    def _exchange_nccl(self, sends: Sequence[Message], recvs: Sequence[Message], step: str) -> None:
         ops = [
             dist.P2POp(dist.irecv, m.tensor, group=self._group, group_peer=m.peer)
             for m in recvs

@@ -32,7 +32,9 @@ def test_all_reduce_is_proved_for_every_size(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(ALL_REDUCE))
 def test_all_reduce_is_proved_for_a_thousand_ranks(name: str) -> None:
     proof = verify(ALL_REDUCE[name](1000))
-    assert proof.steps == {"xring": 2 * 999, "rechd": 2 * 9 + 2, "vhdd": 2 * 9 + 2, "rd": 9 + 2}[name]
+    assert (
+        proof.steps == {"xring": 2 * 999, "rechd": 2 * 9 + 2, "vhdd": 2 * 9 + 2, "rd": 9 + 2}[name]
+    )
 
 
 def test_the_other_collectives_are_proved() -> None:
@@ -145,9 +147,7 @@ def _pair(steps: dict[int, list[Step]], chunks: int = 1) -> Schedule:
                     Step(
                         sends=(Transfer(1 - r, 0, 1),),
                         recvs=(
-                            Transfer(
-                                1 - r, 0, 1, Action.REDUCE_LEFT if r else Action.REDUCE_RIGHT
-                            ),
+                            Transfer(1 - r, 0, 1, Action.REDUCE_LEFT if r else Action.REDUCE_RIGHT),
                         ),
                     )
                 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +14,7 @@ from collectives import split_bounds
 @given(st.integers(0, 2**40), st.integers(1, 100))
 def test_pieces_cover_everything_and_differ_by_one(numel: int, pieces: int) -> None:
     cuts = split_bounds(numel, pieces)
-    sizes = [b - a for a, b in zip(cuts, cuts[1:], strict=False)]
+    sizes = [b - a for a, b in pairwise(cuts)]
     assert cuts[0] == 0 and cuts[-1] == numel and len(sizes) == pieces
     assert sizes == sorted(sizes, reverse=True)
     assert max(sizes) - min(sizes) <= 1

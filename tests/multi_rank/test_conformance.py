@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import pytest
 
@@ -12,7 +12,7 @@ from .conformance import CHECKS, run_checks, run_checks_in_process
 from .harness import run_ranks
 
 
-@lru_cache(maxsize=None)
+@cache
 def _results(transport: str, size: int) -> list[dict[str, str]]:
     if transport == "threads":
         return collectives.run_threads(size, run_checks)
@@ -25,5 +25,7 @@ def _results(transport: str, size: int) -> list[dict[str, str]]:
     [("threads", n) for n in (1, 2, 3, 4, 5, 6, 7, 8)] + [("gloo", n) for n in (2, 3, 4, 5, 8)],
 )
 def test_transport(transport: str, size: int, check: str) -> None:
-    failures = [f"rank {r}: {out[check]}" for r, out in enumerate(_results(transport, size)) if out[check]]
+    failures = [
+        f"rank {r}: {out[check]}" for r, out in enumerate(_results(transport, size)) if out[check]
+    ]
     assert not failures, "\n".join(failures)

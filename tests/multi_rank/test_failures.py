@@ -1,0 +1,75 @@
+"""A rank that dies or stalls: the others get the promised error in time, naming it."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+
+import collectives
+from collectives import CollectiveTimeoutError, Group, TransportError
+
+from .harness import run_ranks
+
+TIMEOUT = 3.0
+
+
+def _survive(group: Group) -> tuple[str, float]:
+    """Wait for a rank that never comes; return what was said and after how long."""
+    start = time.monotonic()
+    with pytest.raises(CollectiveTimeoutError) as caught:
+        group.all_reduce(torch.ones(100_000), name="w")
+    waited = time.monotonic() - start
+    with pytest.raises(TransportError, match="unusable since an earlier failure"):
+        group.all_reduce(torch.ones(3))
+    return str(caught.value), waited
+
+
+def _rank(rank: int, how: str) -> tuple[str, float] | None:
+    group = collectives.init(timeout=TIMEOUT)
+    group.all_reduce(torch.ones(10))
+    if rank == 2:
+        if how == "stall":
+            time.sleep(4 * TIMEOUT)
+        os._exit(3)
+    return _survive(group)
+
+
+@pytest.mark.parametrize("how", ["die", "stall"])
+def test_process(how: str) -> None:
+    results = run_ranks(3, _rank, how, timeout=60.0, may_die=frozenset({2}))
+    texts = [result[0] for result in results[:2]]
+    assert any("rank 2" in text for text in texts)
+    for text, waited in results[:2]:
+        assert "step" in text and "all_reduce 'w'" in text
+        assert waited < TIMEOUT + 5.0
+        if how == "die":
+            assert waited < TIMEOUT + 1.0
+
+
+@pytest.mark.parametrize("how", ["raise", "stall"])
+def test_threads(how: str) -> None:
+    def main(group: Group) -> tuple[str, float] | None:
+        if group.rank == 2:
+            if how == "stall":
+                time.sleep(2.0)
+            return None
+        return _survive(group)
+
+    results = collectives.run_threads(3, main, timeout=1.0)
+    for result in results[:2]:
+        assert result is not None
+        assert "rank" in result[0] and "step" in result[0] and result[1] < 6.0
+    assert any("rank 2" in result[0] for result in results[:2] if result)
+
+
+def test_a_failed_thread_is_what_the_caller_sees() -> None:
+    def main(group: Group) -> None:
+        if group.rank == 1:
+            raise KeyError("the cause")
+        group.barrier()
+
+    with pytest.raises(KeyError, match="the cause"):
+        collectives.run_threads(3, main)

@@ -1,0 +1,136 @@
+"""Start-up: under torchrun's variables, alone, and beside torch.distributed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import collectives
+
+from .harness import run_ranks
+
+ROOT = Path(__file__).parents[2]
+
+
+def _adopt(rank: int) -> list[float]:
+    """torch.distributed is there already; a subgroup of it works too, and is left alive."""
+    dist.init_process_group("gloo")
+    group = collectives.init(timeout=30.0)
+    assert collectives.init() is group
+    value = torch.tensor(float(rank))
+    collectives.all_reduce(value)
+    collectives.shutdown()
+    assert dist.is_initialized()
+    part = dist.new_group([0, 2])
+    results = [value.item()]
+    if rank != 1:
+        pair = collectives.init(process_group=part, timeout=30.0)
+        assert (pair.rank, pair.size) == (rank // 2, 2)
+        assert (pair.local_rank, pair.local_size) == (rank // 2, 2)
+        value = torch.tensor(float(rank))
+        results.append(collectives.all_reduce(value).item())
+        collectives.shutdown()
+    dist.barrier()
+    dist.destroy_process_group()
+    return results
+
+
+def test_torch_distributed_is_adopted() -> None:
+    assert run_ranks(3, _adopt) == [[3.0, 2.0], [3.0], [3.0, 2.0]]
+
+
+def test_under_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(
+        "import pathlib, torch, collectives\n"
+        "g = collectives.init(timeout=30)\n"
+        "t = torch.tensor([float(g.rank + 1)])\n"
+        "collectives.all_reduce(t)\n"
+        "said = f'sum {t.item()} local {g.local_rank} of {g.local_size} on {g.num_nodes}'\n"
+        f"pathlib.Path({str(tmp_path)!r}, f'rank{{g.rank}}').write_text(said)\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    environment = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    done = subprocess.run(
+        [*command, "--nproc-per-node", "2", str(script)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        said = (tmp_path / f"rank{rank}").read_text()
+        assert said == f"sum 3.0 local {rank} of 2 on 1"
+
+
+def test_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert not collectives.is_initialized()
+    with pytest.raises(RuntimeError, match="call init"):
+        collectives.default_group()
+    group = collectives.init()
+    try:
+        assert (group.rank, group.size, group.local_rank, group.local_size) == (0, 1, 0, 1)
+        value = torch.arange(3.0)
+        assert collectives.all_reduce(value, collectives.Average) is value
+        assert torch.equal(value, torch.arange(3.0))
+        assert torch.equal(collectives.all_gather(value), value)
+        assert torch.equal(collectives.reduce_scatter(value), value)
+        collectives.broadcast(value)
+        collectives.barrier()
+    finally:
+        collectives.shutdown()
+    with pytest.raises(collectives.TransportError, match="shut down"):
+        group.barrier()
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "0"}, "WORLD_SIZE is not set"),
+        ({"WORLD_SIZE": "2"}, "RANK is not set"),
+        ({"RANK": "two", "WORLD_SIZE": "2"}, "must be integers"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "from 0 to WORLD_SIZE - 1"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set"),
+    ],
+)
+def test_incomplete_environment(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], message: str
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=message):
+        collectives.init()
+
+
+def test_timeout_is_checked() -> None:
+    with pytest.raises(ValueError, match="timeout"):
+        collectives.init(timeout=0.0)
+
+
+def test_another_kernels_package_is_named(tmp_path: Path) -> None:
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text("__version__ = '0.10'\n")
+    code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]; import MODULE"
+    for module in ("collectives", "adasum"):
+        done = subprocess.run(
+            [sys.executable, "-c", code.replace("MODULE", module)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            cwd=tmp_path,
+        )
+        assert done.returncode != 0
+        last = done.stderr.strip().splitlines()[-1]
+        assert last.startswith("ImportError") and str(tmp_path) in last
+        assert "pip uninstall kernels" in last
