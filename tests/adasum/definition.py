@@ -1,0 +1,119 @@
+"""What Adasum and the distributed optimizers are defined to compute, in one process, in float64."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "adam": lambda params: torch.optim.Adam(params, lr=0.01),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1),
+}
+
+
+def pair(a: Tensor, b: Tensor, bounds: Sequence[int]) -> Tensor:
+    """adasum(a, b) per segment, written from the formula and from nothing else."""
+    out = torch.empty_like(a)
+    for low, high in itertools.pairwise(bounds):
+        x, y = a[low:high], b[low:high]
+        d, xx, yy = (x @ y).item(), (x @ x).item(), (y @ y).item()
+        cx = 1.0 - d / (2.0 * xx) if xx else 1.0
+        cy = 1.0 - d / (2.0 * yy) if yy else 1.0
+        out[low:high] = cx * x + cy * y
+    return out
+
+
+def tree(vectors: Sequence[Tensor], bounds: Sequence[int] | None = None) -> Tensor:
+    """Adasum of 1-D vectors in rank order: the first 2r fold pairwise, then a balanced tree."""
+    bounds = bounds or (0, vectors[0].numel())
+    level = [v.double() for v in vectors]
+    power = 1 << (len(level).bit_length() - 1)
+    folded = len(level) - power
+    level = [pair(level[2 * i], level[2 * i + 1], bounds) for i in range(folded)] + level[
+        2 * folded :
+    ]
+    while len(level) > 1:
+        level = [pair(level[i], level[i + 1], bounds) for i in range(0, len(level), 2)]
+    return level[0]
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """|got - want| / |want| in L2, float64; absolute where want is zero."""
+    scale = want.double().norm().item() or 1.0
+    return (got.double() - want.double()).norm().item() / scale
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """The contract's promise on up to 8 ranks: every level rounds once, eps/2 an element, and the
+    coefficients, at most 1.5 in size, pass earlier roundings on; 100 eps leaves room."""
+    return 100.0 * torch.finfo(dtype).eps
+
+
+def make_model(seed: int = 0) -> torch.nn.Sequential:
+    """A small float64 network, the same for one seed."""
+    generator = torch.Generator().manual_seed(seed)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3)
+    ).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return model
+
+
+def loss_of(model: torch.nn.Module, rank: int, step: int, turn: int = 0) -> Tensor:
+    """The loss on this rank's batch of this step and accumulation turn."""
+    generator = torch.Generator().manual_seed(1000 * rank + 10 * step + turn)
+    x = torch.randn(4, 6, generator=generator, dtype=torch.float64)
+    y = torch.randn(4, 3, generator=generator, dtype=torch.float64)
+    return (model(x) - y).square().mean()
+
+
+def flat(model: torch.nn.Module) -> Tensor:
+    """All parameters, joined."""
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def trajectory(op: str, kind: str, size: int, passes: int, steps: int) -> Tensor:
+    """Parameters [steps, P] after each step by the definition, no communication involved.
+
+    Sum, Average: one plain optimizer stepping by the reduced gradients. Adasum: every rank's own
+    plain optimizer steps from the common parameters, and the tree of the differences is added.
+    """
+    replicas = [make_model() for _ in range(size)]
+    optimizers = [OPTIMIZERS[kind](model.parameters()) for model in replicas]
+    rows = []
+    for step in range(steps):
+        for rank, (model, optimizer) in enumerate(zip(replicas, optimizers, strict=True)):
+            optimizer.zero_grad()
+            for turn in range(passes):
+                loss_of(model, rank, step, turn).backward()
+        columns = list(zip(*(model.parameters() for model in replicas), strict=True))
+        if op != "Adasum":
+            for column in columns:
+                total = torch.stack([p.grad for p in column]).sum(0)
+                for p in column:
+                    p.grad = total / size if op == "Average" else total.clone()
+        before = [column[0].detach().clone() for column in columns]
+        for optimizer in optimizers:
+            optimizer.step()
+        if op == "Adasum":
+            with torch.no_grad():
+                for old, column in zip(before, columns, strict=True):
+                    delta = tree([(p - old).reshape(-1) for p in column]).view(old.shape)
+                    for p in column:
+                        p.copy_(old + delta)
+        rows.append(flat(replicas[0]))
+    return torch.stack(rows)
+
+
+def trajectory_tolerance(steps: int) -> float:
+    """float64's 100 eps a reduction, carried on by each later step; a step of these small networks
+    magnifies a difference by less than 10 (Adam's 1/sqrt(v) is the steepest part), and a wrong
+    definition differs by more than 1e-4 from the first step on."""
+    return 10.0 * steps * tolerance(torch.float64)

@@ -1,0 +1,132 @@
+"""The Adasum reducer against a float64 tree, ranks as threads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import collectives
+from adasum import Adasum
+from adasum.reducer import _clip
+from tests.adasum.definition import relative_error, tolerance, tree
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+# 1003 is no multiple of any number of ranks, so pieces differ in size and cuts fall in segments;
+# there is an empty segment, one of one element, and one longer than any piece.
+BOUNDS = (0, 1, 1, 130, 900, 1003)
+
+
+def _inputs(size: int, numel: int, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed + 31 * size)
+    common = torch.randn(numel, generator=generator, dtype=torch.float64)
+    # A common part makes the vectors neither parallel nor orthogonal: coefficients matter.
+    return [
+        (common + torch.randn(numel, generator=generator, dtype=torch.float64)).to(dtype)
+        for _ in range(size)
+    ]
+
+
+def _reduce(
+    vectors: list[Tensor], algorithm: str | None, bounds: tuple[int, ...] | None
+) -> list[Tensor]:
+    def run(group: collectives.Group) -> Tensor:
+        mine = vectors[group.rank].clone()
+        return group.all_reduce(mine, Adasum, algorithm=algorithm, segments=bounds)
+
+    return collectives.run_threads(len(vectors), run)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("algorithm", ["vhdd", "rd"])
+@pytest.mark.parametrize("size", range(1, 10))
+def test_equals_float64_tree(size: int, algorithm: str, dtype: torch.dtype) -> None:
+    vectors = _inputs(size, BOUNDS[-1], dtype)
+    results = _reduce(vectors, algorithm, BOUNDS)
+    again = _reduce(vectors, algorithm, BOUNDS)
+    want = tree(vectors, BOUNDS)
+    assert relative_error(results[0], want) <= tolerance(dtype)
+    for low, high in zip(BOUNDS[:-1], BOUNDS[1:], strict=True):
+        assert relative_error(results[0][low:high], want[low:high]) <= tolerance(dtype)
+    for result in results + again:
+        assert torch.equal(result, results[0])
+
+
+@pytest.mark.parametrize("numel", [0, 1, 2, 3, 7])
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_fewer_elements_than_ranks(size: int, numel: int) -> None:
+    vectors = _inputs(size, numel, torch.float32)
+    for algorithm in ("vhdd", "rd"):
+        results = _reduce(vectors, algorithm, None)
+        assert relative_error(results[0], tree(vectors)) <= tolerance(torch.float32)
+        assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("magnitude", [1e-38, 1e-30, 1e19])
+def test_squares_outside_float32(magnitude: float) -> None:
+    vectors = [v * magnitude for v in _inputs(4, 501, torch.float32)]
+    for algorithm in ("vhdd", "rd"):
+        result = _reduce(vectors, algorithm, None)[0]
+        # Elements near 1e-38 are subnormal or nearly so: their spacing, 2**-149, rounds each of the
+        # log2 4 = 2 levels, over and above the relative error.
+        floor = 2 * 2.0**-149 * 501**0.5 / tree(vectors).norm().item()
+        assert relative_error(result, tree(vectors)) <= tolerance(torch.float32) + floor
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_order_is_the_ranks(size: int) -> None:
+    # Not associative: another order gives another answer, far outside the tolerance.
+    vectors = _inputs(size, 64, torch.float64)
+    turned = vectors[1:] + vectors[:1]
+    if size > 2:
+        assert relative_error(tree(turned), tree(vectors)) > 1e-3
+    result = _reduce(vectors, "vhdd", None)[0]
+    assert relative_error(result, tree(vectors)) <= tolerance(torch.float64)
+
+
+def test_zero_is_the_identity_and_parallel_vectors_average() -> None:
+    (vector,) = _inputs(1, 300, torch.float32)
+    zero = torch.zeros_like(vector)
+    for algorithm in ("vhdd", "rd"):
+        assert torch.equal(_reduce([zero, vector, zero], algorithm, None)[0], vector)
+        # Halves and doubles are exact; the average of v and 3v by the formula is 2v.
+        averaged = _reduce([vector, 3 * vector], algorithm, None)[0]
+        assert relative_error(averaged, 2 * vector.double()) <= tolerance(torch.float32)
+
+
+def test_nan_stays_in_its_segment() -> None:
+    vectors = _inputs(4, BOUNDS[-1], torch.float32)
+    vectors[2][500] = float("nan")
+    clean = _inputs(4, BOUNDS[-1], torch.float32)
+    for algorithm in ("vhdd", "rd"):
+        result = _reduce(vectors, algorithm, BOUNDS)[1]
+        assert result[130:900].isnan().all()
+        kept = torch.cat([result[:130], result[900:]])
+        want = tree(clean, BOUNDS)
+        assert relative_error(kept, torch.cat([want[:130], want[900:]])) <= tolerance(torch.float32)
+
+
+def test_size_chooses_the_algorithm() -> None:
+    assert Adasum.algorithm(1024, 4) == "rd"
+    assert Adasum.algorithm(1 << 24, 4) == "vhdd"
+    assert Adasum.uniform
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.bool, torch.complex64], ids=str)
+def test_other_dtypes_are_refused_by_name(dtype: torch.dtype) -> None:
+    tensor = torch.ones(4).to(dtype)
+
+    def run(group: collectives.Group) -> None:
+        group.all_reduce(tensor, Adasum)
+
+    with pytest.raises(TypeError, match=str(dtype)):
+        collectives.run_threads(1, run)
+
+
+def test_clip_boundaries() -> None:
+    assert _clip((0, 4, 9), 0, 9) == (0, 2, (0, 4, 9))
+    assert _clip((0, 4, 9), 2, 4) == (0, 2, (0, 2, 4))
+    assert _clip((0, 4, 9), 4, 5) == (1, 2, (0, 5))
+    assert _clip((0, 4, 4, 9), 4, 2) == (2, 3, (0, 2))
+    assert _clip((0, 4, 4, 9), 3, 2) == (0, 3, (0, 1, 1, 2))
+    assert _clip((0, 10), 3, 4) == (0, 1, (0, 4))
