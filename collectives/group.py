@@ -12,7 +12,7 @@ import torch
 from . import checks
 from .agreement import agree, gather_bytes, gather_pieces
 from .algorithms import ALL_REDUCE, ring, tree
-from .errors import CollectiveError, CollectiveMismatchError, TransportError
+from .errors import CollectiveMismatchError, TransportError
 from .executor import Workspace, execute
 from .reducers import KERNEL_DTYPES, Reducer, Sum, kernels
 from .schedule import Schedule
@@ -29,8 +29,8 @@ class Group:
 
     Every method is a collective: all ranks of the group call the same ones in the same order. They
     agree on the call before any data is sent, so a difference between ranks is a
-    CollectiveMismatchError on all of them and the group stays usable; after any other
-    CollectiveError it is not. Any number of asynchronous calls may be under way; they run in the
+    CollectiveMismatchError on all of them and the group stays usable; after any other error raised
+    while a call runs it is not. Any number of asynchronous calls may be under way; they run in the
     order in which they were made.
 
     timeout: seconds any one step may wait for a peer.
@@ -351,7 +351,8 @@ class Group:
                 return run(label)
             except CollectiveMismatchError:
                 raise
-            except CollectiveError as error:
+            except Exception as error:
+                # The peers are in the middle of this call: the next one would meet its messages.
                 self._failure = error
                 raise
 

@@ -49,7 +49,7 @@ def init(*, timeout: float = 300.0, process_group: dist.ProcessGroup | None = No
         _owns_process_group = True
         process_group = dist.group.WORLD
     elif process_group is None:
-        process_group = dist.new_group(timeout=timedelta(seconds=timeout))
+        process_group = dist.new_group(timeout=timedelta(seconds=timeout), backend=_backend())
     assert process_group is not None
     _group = _from_process_group(process_group, timeout)
     atexit.register(shutdown)
@@ -95,7 +95,9 @@ def _local() -> tuple[int | None, int | None]:
 
 def _backend() -> str:
     """gloo, and NCCL beside it where every rank of the host can have a GPU of its own."""
-    local_size = _local()[1] or int(os.environ["WORLD_SIZE"])
+    local_size = _local()[1] or (
+        dist.get_world_size() if _distributed() else int(os.environ["WORLD_SIZE"])
+    )
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return "cpu:gloo,cuda:nccl" if dist.is_nccl_available() and gpus >= local_size else "gloo"
 

@@ -31,6 +31,11 @@ class GlooTransport:
         self.rank = dist.get_rank(process_group)
         self.size = dist.get_world_size(process_group)
         self._backends = _backends(process_group)
+        if self._backends.get("cpu") != "gloo":
+            raise ValueError(
+                f"process_group must carry CPU tensors over gloo, its backends are "
+                f'{self._backends}: make it with backend="gloo" or "cpu:gloo,cuda:nccl"'
+            )
 
     def check_device(self, device: torch.device) -> None:
         if device.type not in self._backends or (
