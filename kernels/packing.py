@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from kernels import _cpu
+from kernels import _cpu, _launch
 from kernels._check import (
     check_disjoint,
     check_no_overlap,
@@ -15,7 +16,120 @@ from kernels._check import (
     check_tensor,
     check_tensors,
 )
+from kernels._launch import CACHE, jit, tl
+from kernels._tiles import float_of, vector_count, vector_pointer
 from kernels.layout import Layout, layout_of
+
+
+@jit
+def _copy_kernel(
+    table,
+    buffer,
+    scale_bits,
+    TENSOR: tl.constexpr,
+    BUFFER: tl.constexpr,
+    WIDE: tl.constexpr,
+    PACK: tl.constexpr,
+    SCALED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One tile between one tensor and its slot.
+
+    The table starts with the row of every tile. A row holds the address of the tensor, the offset
+    of its slot in the buffer, its elements, the elements of the slot (with padding) and the first
+    tile.
+    """
+    tile = tl.program_id(0)
+    row = table + tl.num_programs(0) + 5 * tl.load(table + tile)
+    first = (tile - tl.load(row + 4)) * BLOCK
+    in_tensor = tl.load(row) + first * (TENSOR.primitive_bitwidth // 8)
+    in_buffer = buffer.to(tl.int64) + (tl.load(row + 1) + first) * (BUFFER.primitive_bitwidth // 8)
+    used = tl.minimum(tl.maximum(tl.load(row + 2) - first, 0), BLOCK)
+    if PACK:
+        source, target, reads = in_tensor, in_buffer, used
+        writes = tl.minimum(tl.load(row + 3) - first, BLOCK)
+        SOURCE: tl.constexpr = TENSOR
+        TARGET: tl.constexpr = BUFFER
+    else:
+        source, target, reads, writes = in_buffer, in_tensor, used, used
+        SOURCE: tl.constexpr = BUFFER
+        TARGET: tl.constexpr = TENSOR
+    # A multiple of 16 bytes in the narrower dtype is one in the wider.
+    VECTOR: tl.constexpr = 128 // min(TENSOR.primitive_bitwidth, BUFFER.primitive_bitwidth)
+    i = tl.arange(0, BLOCK)
+    if (source | target) % 16 == 0 and (reads | writes) % VECTOR == 0:
+        x = tl.load(
+            vector_pointer(source, SOURCE) + i, mask=i < vector_count(reads, VECTOR), other=0.0
+        )
+        if SCALED:
+            x = (x.to(WIDE) * float_of(scale_bits).to(WIDE)).to(TARGET)
+        elif SOURCE != TARGET:
+            x = x.to(WIDE).to(TARGET)
+        tl.store(vector_pointer(target, TARGET) + i, x, mask=i < vector_count(writes, VECTOR))
+    else:
+        x = tl.load(source.to(tl.pointer_type(SOURCE)) + i, mask=i < reads, other=0.0)
+        if SCALED:
+            x = (x.to(WIDE) * float_of(scale_bits).to(WIDE)).to(TARGET)
+        elif SOURCE != TARGET:
+            x = x.to(WIDE).to(TARGET)
+        tl.store(target.to(tl.pointer_type(TARGET)) + i, x, mask=i < writes)
+
+
+def _copy(
+    tensors: Sequence[Tensor], layout: Layout, buffer: Tensor, scale: float, packing: bool
+) -> None:
+    """Launch once for each dtype among the tensors."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        chosen = tuple(
+            i for i, t in enumerate(tensors) if t.dtype == dtype and layout.numels[i] > 0
+        )
+        if not chosen:
+            continue
+        wide = torch.promote_types(_cpu.compute_dtype(dtype), _cpu.compute_dtype(layout.dtype))
+        block, warps = _launch.block_of(layout.numel, max(dtype.itemsize, layout.dtype.itemsize))
+        table, tiles = _table(tensors, chosen, layout, block, buffer.device)
+        with _launch.device_guard(buffer):
+            _copy_kernel[(tiles,)](
+                table,
+                buffer,
+                _launch.float_bits(scale),
+                TENSOR=_launch.dtype_in_triton(dtype),
+                BUFFER=_launch.dtype_in_triton(layout.dtype),
+                WIDE=_launch.dtype_in_triton(wide),
+                PACK=packing,
+                SCALED=scale != 1.0,
+                BLOCK=block,
+                num_warps=warps,
+            )
+
+
+def _table(
+    tensors: Sequence[Tensor],
+    chosen: tuple[int, ...],
+    layout: Layout,
+    block: int,
+    device: torch.device,
+) -> tuple[Tensor, int]:
+    """The device table of the chosen tensors for tiles of `block` elements, and the tiles."""
+    addresses = tuple(tensors[i].data_ptr() for i in chosen)
+
+    def make() -> tuple[Tensor, int, Tensor]:
+        offsets = np.array(layout.offsets, dtype=np.int64)
+        slots = np.diff(np.array(layout.segments, dtype=np.int64))
+        index = np.array(chosen)
+        tiles = -(-slots[index] // block)
+        ends = np.cumsum(tiles)
+        sizes = np.array(layout.numels, dtype=np.int64)[index]
+        rows = np.stack(
+            [np.array(addresses, dtype=np.int64), offsets[index], sizes, slots[index], ends - tiles]
+        )
+        owners = np.repeat(np.arange(len(chosen)), tiles)
+        table, host = _launch.upload(np.concatenate([owners, rows.T.reshape(-1)]), device)
+        return table, int(ends[-1]), host
+
+    key = ("pack", device, block, addresses, chosen, layout.numels, layout.offsets, layout.numel)
+    table, tiles, _ = CACHE.fetch(key, device, make)
+    return table, tiles
 
 
 @torch.no_grad()
@@ -43,7 +157,10 @@ def pack(
         _check_buffer("out", out, layout, device)
         for i, tensor in enumerate(checked):
             check_no_overlap("out", out, f"tensors[{i}]", tensor)
-    _cpu.pack(checked, layout, out, scale)
+    if _launch.on_triton(out):
+        _copy(checked, layout, out, scale, packing=True)
+    else:
+        _cpu.pack(checked, layout, out, scale)
     return out
 
 
@@ -68,7 +185,10 @@ def unpack(
     for i, tensor in enumerate(checked):
         check_no_overlap(f"tensors[{i}]", tensor, "buffer", buffer)
     check_disjoint("tensors", checked)
-    _cpu.unpack(buffer, checked, layout, scale)
+    if _launch.on_triton(buffer):
+        _copy(checked, layout, buffer, scale, packing=False)
+    else:
+        _cpu.unpack(buffer, checked, layout, scale)
     return checked
 
 

@@ -8,18 +8,14 @@ average, orthogonal ones sum.
 from __future__ import annotations
 
 import itertools
-import math
-import sys
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from kernels import _cpu
+from kernels import _cpu, _launch, _projection
 from kernels._check import check_dots, check_like, check_pair, check_segments, check_tensor
-
-# A squared norm below this has no meaningful direction: its vector is taken as it is.
-TINY = math.sqrt(sys.float_info.min)
+from kernels._projection import TINY
 
 
 def coefficients(dots: Tensor) -> Tensor:
@@ -42,6 +38,8 @@ def dot_and_norms(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -
     left = check_tensor("a", a)
     right = check_like("b", b, "a", left)
     bounds = check_segments(segments, left.numel())
+    if _launch.on_triton(left):
+        return _projection.dot_and_norms(left, right, bounds)
     return _cpu.dot_and_norms(left, right, bounds)
 
 
@@ -65,7 +63,10 @@ def combine(
     bounds = check_segments(segments, left.numel())
     dots = check_dots(dots, len(bounds) - 1, left)
     left, right, target = check_pair(a, b, out)
-    _cpu.combine(left, right, coefficients(dots), bounds, target)
+    if _launch.on_triton(left):
+        _projection.combine(left, right, dots, bounds, target)
+    else:
+        _cpu.combine(left, right, coefficients(dots), bounds, target)
     return target
 
 
@@ -79,8 +80,11 @@ def adasum(
     """
     left, right, target = check_pair(a, b, out)
     bounds = check_segments(segments, left.numel())
-    dots = _cpu.dot_and_norms(left, right, bounds)
-    _cpu.combine(left, right, coefficients(dots), bounds, target)
+    if _launch.on_triton(left):
+        _projection.adasum(left, right, bounds, target)
+    else:
+        dots = _cpu.dot_and_norms(left, right, bounds)
+        _cpu.combine(left, right, coefficients(dots), bounds, target)
     return target
 
 

@@ -7,8 +7,122 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels import _cpu
+from kernels import _cpu, _launch
 from kernels._check import check_in_place, check_like, check_pair, check_scalar, check_tensors
+from kernels._launch import jit, tl
+from kernels._tiles import float_of, vector_count, vector_pointer, weigh
+
+
+@jit
+def _sum_kernel(
+    addresses,
+    out,
+    tensor_count,
+    element_count,
+    scale_bits,
+    DTYPE: tl.constexpr,
+    WIDE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One tile of all tensors; every read of it comes before its write, so `out` may be one."""
+    BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    VECTOR: tl.constexpr = 16 // BYTES
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    count = tl.minimum(element_count - first, BLOCK)
+    i = tl.arange(0, BLOCK)
+    scale = float_of(scale_bits).to(WIDE)
+    if ALIGNED and count % VECTOR == 0:
+        inside = i < vector_count(count, VECTOR)
+        total = tl.zeros([BLOCK], WIDE)
+        for k in range(tensor_count):
+            source = vector_pointer(tl.load(addresses + k) + first * BYTES, DTYPE)
+            total += tl.load(source + i, mask=inside, other=0.0).to(WIDE)
+        target = vector_pointer(out.to(tl.int64) + first * BYTES, DTYPE)
+        tl.store(target + i, (total * scale).to(DTYPE), mask=inside)
+    else:
+        inside = i < count
+        total = tl.zeros([BLOCK], WIDE)
+        for k in range(tensor_count):
+            source = (tl.load(addresses + k) + first * BYTES).to(tl.pointer_type(DTYPE))
+            total += tl.load(source + i, mask=inside, other=0.0).to(WIDE)
+        tl.store(out + first + i, (total * scale).to(DTYPE), mask=inside)
+
+
+def _sum(tensors: Sequence[Tensor], out: Tensor, scale: float) -> None:
+    addresses = tuple(tensor.data_ptr() for tensor in tensors)
+    block, warps = _launch.block_of(out.numel(), out.element_size())
+    tiles = -(-out.numel() // block)
+    if tiles == 0:
+        return
+    with _launch.device_guard(out):
+        _sum_kernel[(tiles,)](
+            _launch.address_table(addresses, out.device),
+            out,
+            len(tensors),
+            out.numel(),
+            _launch.float_bits(scale),
+            DTYPE=_launch.dtype_in_triton(out.dtype),
+            WIDE=_launch.dtype_in_triton(_cpu.compute_dtype(out.dtype)),
+            ALIGNED=all(address % 16 == 0 for address in (*addresses, out.data_ptr())),
+            BLOCK=block,
+            num_warps=warps,
+        )
+
+
+@jit
+def _scaled_add_kernel(
+    a,
+    b,
+    out,
+    element_count,
+    alpha_bits,
+    beta_bits,
+    DTYPE: tl.constexpr,
+    WIDE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One tile of alpha*a + beta*b."""
+    BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    VECTOR: tl.constexpr = 16 // BYTES
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    count = tl.minimum(element_count - first, BLOCK)
+    i = tl.arange(0, BLOCK)
+    alpha, beta = float_of(alpha_bits), float_of(beta_bits)
+    if ALIGNED and count % VECTOR == 0:
+        inside = i < vector_count(count, VECTOR)
+        offset = first * BYTES
+        x = tl.load(vector_pointer(a.to(tl.int64) + offset, DTYPE) + i, mask=inside, other=0.0)
+        y = tl.load(vector_pointer(b.to(tl.int64) + offset, DTYPE) + i, mask=inside, other=0.0)
+        z = weigh(x, y, alpha, beta, WIDE).to(DTYPE)
+        tl.store(vector_pointer(out.to(tl.int64) + offset, DTYPE) + i, z, mask=inside)
+    else:
+        inside = i < count
+        x = tl.load(a + first + i, mask=inside, other=0.0)
+        y = tl.load(b + first + i, mask=inside, other=0.0)
+        tl.store(out + first + i, weigh(x, y, alpha, beta, WIDE).to(DTYPE), mask=inside)
+
+
+def _scaled_add(a: Tensor, b: Tensor, alpha: float, beta: float, out: Tensor) -> None:
+    block, warps = _launch.block_of(out.numel(), out.element_size())
+    tiles = -(-out.numel() // block)
+    if tiles == 0:
+        return
+    with _launch.device_guard(out):
+        _scaled_add_kernel[(tiles,)](
+            a,
+            b,
+            out,
+            out.numel(),
+            _launch.float_bits(alpha),
+            _launch.float_bits(beta),
+            DTYPE=_launch.dtype_in_triton(out.dtype),
+            WIDE=_launch.dtype_in_triton(_cpu.compute_dtype(out.dtype)),
+            ALIGNED=all(tensor.data_ptr() % 16 == 0 for tensor in (a, b, out)),
+            BLOCK=block,
+            num_warps=warps,
+        )
 
 
 @torch.no_grad()
@@ -21,7 +135,10 @@ def sum_n(tensors: Sequence[Tensor], *, out: Tensor | None = None, scale: float 
     """
     checked, target = _check_sum(tensors, out)
     scale = check_scalar("scale", scale)
-    _cpu.sum_n(checked, target, scale)
+    if _launch.on_triton(target):
+        _sum(checked, target, scale)
+    else:
+        _cpu.sum_n(checked, target, scale)
     return target
 
 
@@ -36,7 +153,10 @@ def scaled_add(
     """
     left, right, target = check_pair(a, b, out)
     alpha, beta = check_scalar("alpha", alpha), check_scalar("beta", beta)
-    _cpu.scaled_add(left, right, alpha, beta, target, (0, left.numel()))
+    if _launch.on_triton(target):
+        _scaled_add(left, right, alpha, beta, target)
+    else:
+        _cpu.scaled_add(left, right, alpha, beta, target, (0, left.numel()))
     return target
 
 

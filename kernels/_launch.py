@@ -1,0 +1,173 @@
+"""What all launchers share: Triton if there is one, the choice of path, tables in device memory."""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+triton: Any
+tl: Any
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    # CPU tensors need no Triton, and some platforms have none.
+    triton = tl = None
+
+_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
+_interpreted = False
+
+
+def jit(fn: Callable[..., Any]) -> Any:
+    """`triton.jit` that specialises on no integer argument: sizes must never compile anew.
+
+    Pointers are still specialised on their alignment. Integer arguments are those whose names end
+    in `count` or `bits`. Without Triton the function comes back as it is, and `on_triton` keeps it
+    from being called.
+    """
+    if triton is None:
+        return fn
+    names = fn.__code__.co_varnames[: fn.__code__.co_argcount]
+    sizes = [name for name in names if name.endswith(("count", "bits"))]
+    return triton.jit(fn, do_not_specialize=sizes)
+
+
+def on_triton(tensor: Tensor) -> bool:
+    """Whether work on `tensor` goes to Triton; ImportError for a CUDA tensor without Triton."""
+    if not tensor.is_cuda:
+        return _interpreted
+    if triton is None:
+        raise ImportError("kernels on CUDA tensors need Triton: pip install 'triton>=3.3'")
+    return True
+
+
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """Send CPU tensors to the Triton kernels, run by Triton's interpreter. For tests only.
+
+    Raises RuntimeError unless TRITON_INTERPRET=1 was set before the first import.
+    """
+    global _interpreted
+    if triton is None or not _INTERPRETER:
+        raise RuntimeError("set TRITON_INTERPRET=1 before importing kernels")
+    _interpreted = True
+    try:
+        yield
+    finally:
+        _interpreted = False
+
+
+def device_guard(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Make the tensor's device current: Triton launches on the current one."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+def dtype_in_triton(dtype: torch.dtype) -> Any:
+    """Triton's dtype of the same name."""
+    return getattr(tl, str(dtype).removeprefix("torch."))
+
+
+def float_bits(value: float) -> int:
+    """The bits of a float64 as a signed integer: Triton would pass a float as float32."""
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])
+
+
+def power_of_two_above(value: int) -> int:
+    """Smallest power of two that is not below `value`."""
+    return 1 << max(0, value - 1).bit_length()
+
+
+def block_of(numel: int, itemsize: int) -> tuple[int, int]:
+    """(elements a tile, warps) of an elementwise kernel, from size and dtype alone.
+
+    128 threads with up to eight 16-byte accesses each; less for small inputs, to use more cores.
+    """
+    nbytes = numel * itemsize
+    tile_bytes = min(16384, max(2048, power_of_two_above(nbytes // 256)))
+    return tile_bytes // itemsize, 4
+
+
+class DeviceCache:
+    """Values in device memory that outlive a call, so that a CUDA graph can replay over them.
+
+    A value made outside graph capture is found again by its key. When the cache is full, the
+    device is brought to rest and all values but those a graph has seen are dropped.
+    """
+
+    def __init__(self, limit: int = 512) -> None:
+        self._limit = limit
+        self._values: dict[Hashable, Any] = {}
+        self._seen_by_graphs: dict[Hashable, Any] = {}
+        self._made_in_graphs: list[Any] = []
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def fetch(
+        self, key: Hashable, device: torch.device, make: Callable[[], Any], shared: bool = True
+    ) -> Any:
+        """The value of `key`, made by `make()` where there is none.
+
+        shared: whether work in a graph may use the value that work outside it uses; scratch
+        memory must not be, since the two may run at once.
+        """
+        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        with self._lock:
+            value = self._values.get(key) if shared or not capturing else None
+            if value is None:
+                if capturing:
+                    value = make()
+                    self._made_in_graphs.append(value)
+                    return value
+                if len(self._values) >= self._limit:
+                    if device.type == "cuda":
+                        torch.cuda.synchronize(device)
+                    self._values = dict(self._seen_by_graphs)
+                value = self._values[key] = make()
+            if capturing:
+                self._seen_by_graphs[key] = value
+            return value
+
+
+CACHE = DeviceCache()
+_upload_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def upload(values: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Copy int64 `values` to `device`; returns (device tensor, host tensor), both to be kept.
+
+    Outside graph capture the copy goes through a stream of its own and is complete on return, so
+    that every stream may read it and no earlier work is waited for. Inside, it becomes part of the
+    graph, which reads the pinned host tensor again at each replay.
+    """
+    host = torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))
+    if device.type != "cuda":
+        return host, host
+    host = host.pin_memory()
+    if torch.cuda.is_current_stream_capturing():
+        return host.to(device, non_blocking=True), host
+    stream = _upload_streams.get(device)
+    if stream is None:
+        stream = _upload_streams[device] = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        table = host.to(device, non_blocking=True)
+    stream.synchronize()
+    return table, host
+
+
+def address_table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
+    """int64 [n] device tensor of the addresses, uploaded once for each tuple of them."""
+
+    def make() -> tuple[Tensor, Tensor]:
+        return upload(np.array(addresses, dtype=np.int64), device)
+
+    return CACHE.fetch(("addresses", device, addresses), device, make)[0]

@@ -1,0 +1,325 @@
+"""The Triton kernels of the projection and their launchers; `projection.py` has the public side.
+
+A *chunk* is a run of tiles inside one segment: what one program takes. Its partial (d, A, B) is
+written by its index, and the partials of a segment are added in that order by whoever needs them,
+so the bits never depend on timing. Chunks and tiles follow from segments, size and dtype alone,
+never from the device: the one-launch and the two-launch path cut alike.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import torch
+from torch import Tensor
+
+from kernels import _launch
+from kernels._cpu import compute_dtype
+from kernels._launch import CACHE, jit, tl, triton
+from kernels._plan import Plan, plan_of
+from kernels._tiles import (
+    double_power_of_two,
+    power_of_two,
+    vector_count,
+    vector_pointer,
+    weigh,
+)
+
+# A squared norm below this has no meaningful direction: its vector is taken as it is.
+TINY = math.sqrt(sys.float_info.min)
+_TINY = TINY if triton is None else tl.constexpr(TINY)
+_SUM_BLOCK = 256 if triton is None else tl.constexpr(256)
+
+
+@jit
+def _normalised(x):
+    """(x / 2**e in float32, 2**e in float64), e the exponent of the largest magnitude in x.
+
+    Scaled so, neither squares nor products of a tile leave float32. NaN and Inf keep e = 0.
+    """
+    x = x.to(tl.float32)
+    field = tl.max(tl.abs(x), axis=0).to(tl.int32, bitcast=True) >> 23
+    # 2**-127 is no normal number: the two largest exponents share a scale.
+    exponent = tl.where(field == 255, 0, tl.minimum(field - 127, 126))
+    return x * power_of_two(-exponent), double_power_of_two(exponent)
+
+
+@jit
+def _tile_dots(x, y, WIDE: tl.constexpr):
+    """float64 (x.y, |x|^2, |y|^2) of one tile."""
+    if tl.float64 == WIDE:
+        return tl.sum(x * y, axis=0), tl.sum(x * x, axis=0), tl.sum(y * y, axis=0)
+    u, p = _normalised(x)
+    v, q = _normalised(y)
+    dot = tl.sum(u * v, axis=0).to(tl.float64) * p * q
+    return (
+        dot,
+        tl.sum(u * u, axis=0).to(tl.float64) * p * p,
+        tl.sum(v * v, axis=0).to(tl.float64) * q * q,
+    )
+
+
+@jit
+def _coefficient(dot, norm):
+    """1 - dot / (2 norm); 1 for a tiny norm, and NaN, which is not below anything, for NaN."""
+    tiny = norm < _TINY
+    return tl.where(tiny, 1.0, 1.0 - dot / (2.0 * tl.where(tiny, 1.0, norm)))
+
+
+@jit
+def _add_partials(partials, first, chunk_count):
+    """The sums, in chunk order, of the partials of one segment. Read past the L1 cache."""
+    k = tl.arange(0, _SUM_BLOCK)
+    dot = tl.zeros([_SUM_BLOCK], tl.float64)
+    norm_a = tl.zeros([_SUM_BLOCK], tl.float64)
+    norm_b = tl.zeros([_SUM_BLOCK], tl.float64)
+    for done in range(0, chunk_count, _SUM_BLOCK):
+        inside = done + k < chunk_count
+        row = partials + 3 * (first + done + k)
+        dot += tl.load(row, mask=inside, other=0.0, cache_modifier=".cg")
+        norm_a += tl.load(row + 1, mask=inside, other=0.0, cache_modifier=".cg")
+        norm_b += tl.load(row + 2, mask=inside, other=0.0, cache_modifier=".cg")
+    return tl.sum(dot, axis=0), tl.sum(norm_a, axis=0), tl.sum(norm_b, axis=0)
+
+
+@jit
+def _store_row(row, dot, norm_a, norm_b):
+    tl.store(row, dot)
+    tl.store(row + 1, norm_a)
+    tl.store(row + 2, norm_b)
+
+
+@jit
+def _dots_kernel(
+    a,
+    b,
+    table,
+    partials,
+    arrivals,
+    dots,
+    DTYPE: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Partials of one chunk; the last program of a segment to arrive writes the segment's row.
+
+    Protocol: a program stores its partial, then counts itself in `arrivals[segment]` (release).
+    The one that finds all others counted (acquire) sees all partials. It sets the counter back
+    to zero, ready for the next launch on this scratch memory.
+    """
+    BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    VECTOR: tl.constexpr = 16 // BYTES
+    chunk = tl.program_id(0)
+    start = tl.load(table + 3 * chunk)
+    length = tl.load(table + 3 * chunk + 1)
+    segment = tl.load(table + 3 * chunk + 2)
+    from_a = a.to(tl.int64) + start * BYTES
+    from_b = b.to(tl.int64) + start * BYTES
+    i = tl.arange(0, BLOCK)
+    dot = tl.full([], 0.0, tl.float64)
+    norm_a = tl.full([], 0.0, tl.float64)
+    norm_b = tl.full([], 0.0, tl.float64)
+    for done in range(0, length, BLOCK):
+        count = tl.minimum(length - done, BLOCK)
+        at_a = from_a + done * BYTES
+        at_b = from_b + done * BYTES
+        if (at_a | at_b) % 16 == 0 and count % VECTOR == 0:
+            inside = i < vector_count(count, VECTOR)
+            x = tl.load(vector_pointer(at_a, DTYPE) + i, mask=inside, other=0.0)
+            y = tl.load(vector_pointer(at_b, DTYPE) + i, mask=inside, other=0.0)
+            d, p, q = _tile_dots(x, y, WIDE)
+        else:
+            inside = i < count
+            x = tl.load(at_a.to(tl.pointer_type(DTYPE)) + i, mask=inside, other=0.0)
+            y = tl.load(at_b.to(tl.pointer_type(DTYPE)) + i, mask=inside, other=0.0)
+            d, p, q = _tile_dots(x, y, WIDE)
+        dot += d
+        norm_a += p
+        norm_b += q
+    _store_row(partials + 3 * chunk, dot, norm_a, norm_b)
+    share = table + 3 * tl.num_programs(0) + 2 * segment
+    chunk_count = tl.load(share + 1)
+    tl.debug_barrier()
+    if tl.atomic_add(arrivals + segment, 1, sem="acq_rel") == chunk_count - 1:
+        dot, norm_a, norm_b = _add_partials(partials, tl.load(share), chunk_count)
+        _store_row(dots + 3 * segment, dot, norm_a, norm_b)
+        tl.store(arrivals + segment, tl.full([], 0, tl.int64))
+
+
+@jit
+def _combine_kernel(
+    a,
+    b,
+    dots,
+    table,
+    out,
+    DTYPE: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One chunk of the result. Chunks and tiles go backwards: the dots left their tail in L2."""
+    BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    VECTOR: tl.constexpr = 16 // BYTES
+    chunk = tl.num_programs(0) - 1 - tl.program_id(0)
+    start = tl.load(table + 3 * chunk)
+    length = tl.load(table + 3 * chunk + 1)
+    segment = tl.load(table + 3 * chunk + 2)
+    dot = tl.load(dots + 3 * segment)
+    alpha = _coefficient(dot, tl.load(dots + 3 * segment + 1))
+    beta = _coefficient(dot, tl.load(dots + 3 * segment + 2))
+    tiles = (length + BLOCK - 1) // BLOCK
+    i = tl.arange(0, BLOCK)
+    for k in range(tiles):
+        done = (tiles - 1 - k) * BLOCK
+        count = tl.minimum(length - done, BLOCK)
+        offset = (start + done) * BYTES
+        at_a = a.to(tl.int64) + offset
+        at_b = b.to(tl.int64) + offset
+        to = out.to(tl.int64) + offset
+        if (at_a | at_b | to) % 16 == 0 and count % VECTOR == 0:
+            inside = i < vector_count(count, VECTOR)
+            x = tl.load(vector_pointer(at_a, DTYPE) + i, mask=inside, other=0.0)
+            y = tl.load(vector_pointer(at_b, DTYPE) + i, mask=inside, other=0.0)
+            z = weigh(x, y, alpha, beta, WIDE).to(DTYPE)
+            tl.store(vector_pointer(to, DTYPE) + i, z, mask=inside)
+        else:
+            inside = i < count
+            x = tl.load(at_a.to(tl.pointer_type(DTYPE)) + i, mask=inside, other=0.0)
+            y = tl.load(at_b.to(tl.pointer_type(DTYPE)) + i, mask=inside, other=0.0)
+            z = weigh(x, y, alpha, beta, WIDE).to(DTYPE)
+            tl.store(to.to(tl.pointer_type(DTYPE)) + i, z, mask=inside)
+
+
+@jit
+def _on_chip_kernel(
+    a,
+    b,
+    table,
+    partials,
+    arrivals,
+    out,
+    DTYPE: tl.constexpr,
+    WIDE: tl.constexpr,
+    VECTORS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The whole of adasum in one cooperative launch: a chunk of one tile stays in registers.
+
+    Protocol: the counter only ever rises, by one a program and launch, so launch n releases when
+    it reaches n times the grid. All programs must be resident at once, which a cooperative launch
+    grants; the count of arrivals releases this program's partial and acquires all others.
+    VECTORS: every chunk starts and ends on a 16-byte boundary in a, b and out.
+    """
+    BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    VECTOR: tl.constexpr = 16 // BYTES
+    chunk = tl.program_id(0)
+    offset = tl.load(table + 3 * chunk) * BYTES
+    length = tl.load(table + 3 * chunk + 1)
+    segment = tl.load(table + 3 * chunk + 2)
+    i = tl.arange(0, BLOCK)
+    if VECTORS:
+        inside = i < vector_count(length, VECTOR)
+        x = tl.load(vector_pointer(a.to(tl.int64) + offset, DTYPE) + i, mask=inside, other=0.0)
+        y = tl.load(vector_pointer(b.to(tl.int64) + offset, DTYPE) + i, mask=inside, other=0.0)
+        target = vector_pointer(out.to(tl.int64) + offset, DTYPE) + i
+    else:
+        inside = i < length
+        x = tl.load((a.to(tl.int64) + offset).to(tl.pointer_type(DTYPE)) + i, inside, other=0.0)
+        y = tl.load((b.to(tl.int64) + offset).to(tl.pointer_type(DTYPE)) + i, inside, other=0.0)
+        target = (out.to(tl.int64) + offset).to(tl.pointer_type(DTYPE)) + i
+    dot, norm_a, norm_b = _tile_dots(x, y, WIDE)
+    _store_row(partials + 3 * chunk, dot, norm_a, norm_b)
+    tl.debug_barrier()
+    programs = tl.num_programs(0).to(tl.int64)
+    seen = tl.atomic_add(arrivals, 1, sem="acq_rel") + 1
+    goal = (seen + programs - 1) // programs * programs
+    while seen < goal:
+        seen = tl.atomic_add(arrivals, 0, sem="acquire")
+    share = table + 3 * programs + 2 * segment
+    dot, norm_a, norm_b = _add_partials(partials, tl.load(share), tl.load(share + 1))
+    z = weigh(x, y, _coefficient(dot, norm_a), _coefficient(dot, norm_b), WIDE)
+    tl.store(target, z.to(DTYPE), mask=inside)
+
+
+def _scratch(kind: str, a: Tensor, plan: Plan, counters: int) -> tuple[Tensor, Tensor]:
+    """Partials and zeroed counters of one plan on one stream: no two launches share them."""
+    stream = torch.cuda.current_stream(a.device).cuda_stream if a.is_cuda else 0
+
+    def make() -> tuple[Tensor, Tensor, Plan]:
+        partials = torch.empty(3 * plan.chunks, dtype=torch.float64, device=a.device)
+        # The plan is kept too: the key names it by its address.
+        return partials, torch.zeros(counters, dtype=torch.int64, device=a.device), plan
+
+    key = (kind, a.device, stream, plan.table.data_ptr(), a.dtype)
+    partials, arrivals, _ = CACHE.fetch(key, a.device, make, shared=False)
+    return partials, arrivals
+
+
+def _meta(a: Tensor, plan: Plan) -> dict[str, object]:
+    return {
+        "DTYPE": _launch.dtype_in_triton(a.dtype),
+        "WIDE": _launch.dtype_in_triton(compute_dtype(a.dtype)),
+        "BLOCK": plan.block,
+        "num_warps": plan.warps,
+    }
+
+
+def dot_and_norms(a: Tensor, b: Tensor, bounds: tuple[int, ...]) -> Tensor:
+    """float64 [S, 3] in one launch."""
+    dots = torch.empty(len(bounds) - 1, 3, dtype=torch.float64, device=a.device)
+    if len(bounds) == 1:
+        return dots
+    with _launch.device_guard(a):
+        plan = plan_of(a, bounds)
+        partials, arrivals = _scratch("dots", a, plan, plan.segments)
+        _dots_kernel[(plan.chunks,)](a, b, plan.table, partials, arrivals, dots, **_meta(a, plan))
+    return dots
+
+
+def combine(a: Tensor, b: Tensor, dots: Tensor, bounds: tuple[int, ...], out: Tensor) -> None:
+    """out from the dots, in one launch."""
+    if a.numel() == 0:
+        return
+    with _launch.device_guard(a):
+        plan = plan_of(a, bounds)
+        _combine_kernel[(plan.chunks,)](a, b, dots, plan.table, out, **_meta(a, plan))
+
+
+def _fits_on_chip(a: Tensor, plan: Plan) -> bool:
+    """Whether all chunks are resident at once, with at most 255 registers a thread.
+
+    Interpreted programs run one after the other: a barrier among several would never release.
+    """
+    if not plan.one_tile:
+        return False
+    if not a.is_cuda:
+        return plan.chunks == 1
+    cores = torch.cuda.get_device_properties(a.device).multi_processor_count
+    return plan.chunks <= cores * max(1, 8 // plan.warps)
+
+
+def adasum(a: Tensor, b: Tensor, bounds: tuple[int, ...], out: Tensor) -> None:
+    """out = adasum(a, b): one cooperative launch for what fits on chip, else two."""
+    if a.numel() == 0:
+        return
+    with _launch.device_guard(a):
+        plan = plan_of(a, bounds)
+        if not _fits_on_chip(a, plan):
+            combine(a, b, dot_and_norms(a, b, bounds), bounds, out)
+            return
+        partials, arrivals = _scratch("on chip", a, plan, 1)
+        aligned = all(tensor.data_ptr() % 16 == 0 for tensor in (a, b, out))
+        meta = _meta(a, plan)
+        if a.is_cuda:
+            meta["launch_cooperative_grid"] = True
+        _on_chip_kernel[(plan.chunks,)](
+            a,
+            b,
+            plan.table,
+            partials,
+            arrivals,
+            out,
+            VECTORS=aligned and plan.vector_bounds,
+            **meta,
+        )

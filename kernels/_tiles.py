@@ -1,0 +1,67 @@
+"""Device functions the kernels share: 16-byte pointers and exact powers of two."""
+
+from __future__ import annotations
+
+from kernels._launch import jit, tl
+
+
+@jit
+def vector_pointer(address, DTYPE: tl.constexpr):
+    """Pointer to DTYPE at an int64 `address` that the caller has found to be a multiple of 16.
+
+    The hint must follow the cast: on the integer it would be lost.
+    """
+    return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
+
+
+@jit
+def vector_count(count, VECTOR: tl.constexpr):
+    """`count`, a multiple of VECTOR, in a form from which the compiler sees that it is one.
+
+    A mask below such a count is constant over each 16-byte vector and does not break it up.
+    """
+    return (count // VECTOR * VECTOR).to(tl.int32)
+
+
+@jit
+def float_of(bits):
+    """float64 of the bits `float_bits` made."""
+    return bits.to(tl.int64).to(tl.float64, bitcast=True)
+
+
+@jit
+def power_of_two(exponent):
+    """float32 2**exponent for -126 <= exponent <= 127."""
+    return ((exponent + 127) << 23).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@jit
+def double_power_of_two(exponent):
+    """float64 2**exponent for -1022 <= exponent <= 1023."""
+    return ((exponent + 1023).to(tl.int64) << 52).to(tl.float64, bitcast=True)
+
+
+@jit
+def split(factor):
+    """float64 `factor` as float32 (p, q, f): p and q powers of two, 1 <= |f| < 2, p*q*f = factor.
+
+    Adasum's coefficients reach the ratio of two norms, far beyond float32. Scaling by p and q is
+    exact, so x*p*q*f rounds once and overflows only where the product itself does.
+    """
+    bits = factor.to(tl.int64, bitcast=True)
+    exponent = ((bits >> 52) & 0x7FF) - 1023
+    bounded = tl.minimum(tl.maximum(exponent, -250), 252)
+    exponent = tl.where(exponent == 1024, 0, bounded)
+    half = exponent >> 1
+    fraction = (factor * double_power_of_two(-exponent)).to(tl.float32)
+    return power_of_two(half), power_of_two(exponent - half), fraction
+
+
+@jit
+def weigh(x, y, alpha, beta, WIDE: tl.constexpr):
+    """alpha*x + beta*y in WIDE, with float64 scalars alpha and beta."""
+    if tl.float64 == WIDE:
+        return x.to(WIDE) * alpha + y.to(WIDE) * beta
+    p, q, f = split(alpha)
+    r, s, g = split(beta)
+    return x.to(WIDE) * p * q * f + y.to(WIDE) * r * s * g
