@@ -20,6 +20,8 @@ from collectives import Average, Group, Reducer, Sum, default_group
 
 __all__ = ["DistributedOptimizer"]
 
+_AMP = ("grad_scale", "found_inf")
+
 if TYPE_CHECKING:
     _Base = torch.optim.Optimizer
 else:
@@ -99,7 +101,12 @@ class _Distributed(_Base):
                 for parameter in group["params"]:
                     if parameter.grad is not None:
                         parameter.grad.mul_(inverse.to(parameter.grad.device))
-        return super().step()
+        # Some optimizers refuse a step while these are set; GradScaler deletes them afterwards.
+        held = {key: self.__dict__.pop(key) for key in _AMP if key in self.__dict__}
+        try:
+            return super().step()
+        finally:
+            self.__dict__.update(held)
 
 
 class _GradientMethod(_Distributed):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -46,7 +48,7 @@ def test_equals_float64_tree(size: int, algorithm: str, dtype: torch.dtype) -> N
     again = _reduce(vectors, algorithm, BOUNDS)
     want = tree(vectors, BOUNDS)
     assert relative_error(results[0], want) <= tolerance(dtype)
-    for low, high in zip(BOUNDS[:-1], BOUNDS[1:], strict=True):
+    for low, high in itertools.pairwise(BOUNDS):
         assert relative_error(results[0][low:high], want[low:high]) <= tolerance(dtype)
     for result in results + again:
         assert torch.equal(result, results[0])

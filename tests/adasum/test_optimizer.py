@@ -1,0 +1,388 @@
+"""DistributedOptimizer: trajectories, one rank, what works on it. Ranks are threads."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+import adasum as hvd
+import collectives
+from adasum import Compression, DistributedOptimizer
+from tests.adasum.definition import (
+    OPTIMIZERS,
+    flat,
+    loss_of,
+    make_model,
+    relative_error,
+    tolerance,
+    trajectory,
+    trajectory_tolerance,
+)
+from tests.adasum.jobs import OPS, train
+
+STEPS = 4
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
+@pytest.mark.parametrize("op", sorted(OPS))
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_trajectory_equals_the_definition(size: int, op: str, kind: str, passes: int) -> None:
+    results = collectives.run_threads(size, lambda group: train(op, kind, passes, STEPS))
+    want = trajectory(op, kind, size, passes, STEPS)
+    assert relative_error(results[0], want) <= trajectory_tolerance(STEPS)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("op", sorted(OPS))
+@pytest.mark.parametrize("groups", [1, 3, 100, "lists"])
+def test_groups_do_not_change_the_answer(op: str, groups: Any) -> None:
+    def run(group: collectives.Group) -> torch.Tensor:
+        model = make_model()
+        first, second, _third, fourth = model.parameters()
+        chosen = [[fourth, first], [second]] if groups == "lists" else groups
+        optimizer = DistributedOptimizer(
+            OPTIMIZERS["momentum"](model.parameters()), op=OPS[op], groups=chosen
+        )
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model, group.rank, step).backward()
+            optimizer.step()
+        return flat(model)
+
+    want = trajectory(op, "momentum", 3, 1, STEPS)[-1]
+    for result in collectives.run_threads(3, run):
+        assert relative_error(result, want) <= trajectory_tolerance(STEPS)
+
+
+def test_predivide_is_an_average() -> None:
+    results = collectives.run_threads(
+        3, lambda group: train("Average", "sgd", 1, STEPS, gradient_predivide_factor=4.0)
+    )
+    want = trajectory("Average", "sgd", 3, 1, STEPS)
+    assert relative_error(results[0], want) <= trajectory_tolerance(STEPS)
+
+
+@pytest.mark.parametrize("op", sorted(OPS))
+@pytest.mark.parametrize(
+    ("compression", "dtype"),
+    [(Compression.fp16, torch.float16), (Compression.bf16, torch.bfloat16)],
+)
+def test_compression_costs_its_rounding(op: str, compression: Any, dtype: torch.dtype) -> None:
+    results = collectives.run_threads(
+        2, lambda group: train(op, "sgd", 1, STEPS, compression=compression)
+    )
+    want = trajectory(op, "sgd", 2, 1, STEPS)
+    # Each step's reduced change carries the wire dtype's promise; the changes together are not
+    # larger than the parameters themselves.
+    assert relative_error(results[0], want) <= STEPS * tolerance(dtype)
+    assert torch.equal(results[0], results[1])
+    assert relative_error(results[0], want) > trajectory_tolerance(STEPS), "nothing was compressed"
+
+
+@pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
+@pytest.mark.parametrize("op", sorted(OPS))
+def test_one_rank_equals_the_plain_optimizer_bit_for_bit(op: str, kind: str) -> None:
+    def run(group: collectives.Group) -> torch.Tensor:
+        return train(op, kind, 2, STEPS)
+
+    model = make_model()
+    plain = OPTIMIZERS[kind](model.parameters())
+    rows = []
+    for step in range(STEPS):
+        plain.zero_grad()
+        for turn in range(2):
+            loss_of(model, 0, step, turn).backward()
+        plain.step()
+        rows.append(flat(model))
+    assert torch.equal(collectives.run_threads(1, run)[0], torch.stack(rows))
+
+
+@pytest.mark.parametrize("op", sorted(OPS))
+def test_one_rank_leaves_unused_parameters_without_gradient(op: str) -> None:
+    def run(group: collectives.Group) -> None:
+        model = make_model()
+        unused = torch.nn.Parameter(torch.ones(3))
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD([*model.parameters(), unused], lr=0.1, weight_decay=0.5), op=OPS[op]
+        )
+        loss_of(model, 0, 0).backward()
+        gradient = model[0].weight.grad
+        address = gradient.data_ptr()
+        optimizer.step()
+        assert unused.grad is None
+        assert torch.equal(unused, torch.ones(3))
+        assert model[0].weight.grad is gradient
+        assert gradient.data_ptr() == address
+
+    collectives.run_threads(1, run)
+
+
+@pytest.mark.parametrize("op", sorted(OPS))
+def test_ranks_agree_when_backward_takes_different_ways(op: str) -> None:
+    def run(group: collectives.Group) -> torch.Tensor:
+        left, right = make_model(1), make_model(2)
+        both = torch.nn.ModuleList([left, right])
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(both.parameters(), lr=0.1, momentum=0.9),
+            both.named_parameters(),
+            op=OPS[op],
+        )
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of((left, right)[(group.rank + step) % 2], group.rank, step).backward()
+            optimizer.step()
+        return flat(both)
+
+    results = collectives.run_threads(3, run)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_zeros_stand_for_missing_gradients() -> None:
+    def run(group: collectives.Group) -> torch.Tensor:
+        parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+        optimizer = DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0), op=hvd.Average)
+        parameters[0 if group.rank == 0 else 1].sum().backward()
+        optimizer.step()
+        return torch.cat([p.detach() for p in parameters])
+
+    for result in collectives.run_threads(2, run):
+        assert torch.equal(result, torch.full((4,), -0.5))
+
+
+def test_channels_last_parameters() -> None:
+    def run(group: collectives.Group, op: hvd.AdasumReducer) -> torch.Tensor:
+        weight = torch.ones(4, 3, 2, 2).to(memory_format=torch.channels_last)
+        parameter = torch.nn.Parameter(weight)
+        optimizer = DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), op=op)
+        generator = torch.Generator().manual_seed(group.rank)
+        (parameter * torch.randn(4, 3, 2, 2, generator=generator)).sum().backward()
+        optimizer.step()
+        return parameter.detach().clone()
+
+    draws = [torch.randn(4, 3, 2, 2, generator=torch.Generator().manual_seed(r)) for r in (0, 1)]
+    for result in collectives.run_threads(2, lambda group: run(group, hvd.Average)):
+        error = relative_error(result, 1.0 - (draws[0] + draws[1]) / 2)
+        assert error <= tolerance(torch.float32)
+    first, second = collectives.run_threads(2, lambda group: run(group, hvd.Adasum))
+    assert torch.equal(first, second)
+
+
+def test_reductions_start_while_backward_runs() -> None:
+    def run(group: collectives.Group) -> None:
+        model = make_model()
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), groups=4
+        )
+        issued = []
+        send = group.grouped_all_reduce
+        group.grouped_all_reduce = lambda *a, **k: (issued.append(k["name"]), send(*a, **k))[1]
+        model[0].weight.register_hook(lambda grad: issued.append("last gradient"))
+        loss_of(model, group.rank, 0).backward()
+        assert issued.index("last gradient") >= 2, issued
+        assert len(issued) == 5
+        optimizer.step()
+        assert len(issued) == 5
+
+    collectives.run_threads(2, run)
+
+
+def test_scheduler_made_before_or_after_wrapping() -> None:
+    def run(group: collectives.Group, early: bool) -> tuple[torch.Tensor, float]:
+        model = make_model()
+        optimizer: Any = OPTIMIZERS["momentum"](model.parameters())
+        if early:
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        optimizer = DistributedOptimizer(optimizer, op=hvd.Adasum)
+        if not early:
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, group.rank, step).backward()
+            optimizer.step()
+            scheduler.step()
+        return flat(model), optimizer.param_groups[0]["lr"]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        early = collectives.run_threads(2, lambda group: run(group, True))
+        late = collectives.run_threads(2, lambda group: run(group, False))
+    assert early[0][1] == late[0][1] == 0.1 * 0.5**3
+    for result, _ in [*early, *late]:
+        assert torch.equal(result, late[0][0])
+
+
+def test_shares_state_groups_and_class_with_the_wrapped() -> None:
+    def run(group: collectives.Group) -> None:
+        model = make_model()
+        plain = OPTIMIZERS["adam"](model.parameters())
+        calls: list[str] = []
+        plain.register_step_pre_hook(lambda *_: calls.append("pre"))
+        optimizer = DistributedOptimizer(plain, op=hvd.Adasum)
+        assert isinstance(optimizer, torch.optim.Adam)
+        assert optimizer.param_groups is plain.param_groups
+        loss_of(model, group.rank, 0).backward()
+        optimizer.step()
+        saved = optimizer.state_dict()
+        optimizer.load_state_dict(saved)
+        assert optimizer.state is plain.state
+        assert optimizer.param_groups is plain.param_groups
+        optimizer.zero_grad()
+        loss_of(model, group.rank, 1).backward()
+        optimizer.step()
+        assert calls == ["pre", "pre"]
+
+    collectives.run_threads(2, run)
+
+
+def test_parameter_groups_added_and_layers_unfrozen_later() -> None:
+    def run(group: collectives.Group, op: Any) -> torch.Tensor:
+        first, second, extra = make_model(1), make_model(2), make_model(3)
+        second.requires_grad_(False)
+        both = torch.nn.ModuleList([first, second])
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(both.parameters(), lr=0.1), both.named_parameters(), op=op
+        )
+        for step in range(STEPS):
+            if step == 1:
+                second.requires_grad_(True)
+            if step == 2:
+                optimizer.add_param_group({"params": list(extra.parameters())})
+            loss = loss_of(first, group.rank, step) + loss_of(extra, group.rank, step)
+            if step:
+                loss = loss + loss_of(second, group.rank, step)
+            loss.backward()
+            optimizer.step()
+            # At the end, so that the parameters unfrozen above have seen no restart.
+            optimizer.zero_grad()
+        return flat(torch.nn.ModuleList([first, second, extra]))
+
+    for op in OPS.values():
+        results = collectives.run_threads(2, lambda group, op=op: run(group, op))
+        assert torch.equal(results[0], results[1])
+
+
+def test_closures() -> None:
+    def run(group: collectives.Group, op: str, kind: str) -> torch.Tensor:
+        model = make_model()
+        make = OPTIMIZERS.get(kind) or (
+            lambda p: torch.optim.LBFGS(p, max_iter=3, line_search_fn="strong_wolfe")
+        )
+        optimizer = DistributedOptimizer(make(model.parameters()), op=OPS[op])
+
+        def closure(step: int) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, group.rank, step)
+            loss.backward()
+            return loss
+
+        for step in range(STEPS):
+            assert optimizer.step(lambda step=step: closure(step)) is not None
+        return flat(model)
+
+    for op in OPS:
+        got = collectives.run_threads(3, lambda group, op=op: run(group, op, "adam"))
+        want = trajectory(op, "adam", 3, 1, STEPS)[-1]
+        assert relative_error(got[0], want) <= trajectory_tolerance(STEPS)
+        searched = collectives.run_threads(3, lambda group, op=op: run(group, op, "lbfgs"))
+        assert all(torch.equal(result, searched[0]) for result in searched)
+
+
+@pytest.mark.parametrize("op", ["Average", "Adasum"])
+def test_clipping_between_synchronize_and_step(op: str) -> None:
+    def run(group: collectives.Group) -> tuple[torch.Tensor, float]:
+        model = make_model()
+        optimizer: Any = DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()), op=OPS[op])
+        loss_of(model, group.rank, 0).backward()
+        optimizer.synchronize()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        return flat(model), norm.item()
+
+    (first, one), (second, other) = collectives.run_threads(2, run)
+    assert torch.equal(first, second)
+    # Average clips the common gradient, the delta method each rank's own.
+    assert (one == other) == (op == "Average")
+    # lr 0.1 times a clipped norm of 0.01, which two ranks can at most double under Adasum.
+    moved = (first - flat(make_model())).norm().item()
+    assert 0 < moved <= 0.1 * 0.01 * (1.0 if op == "Average" else 2.0) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("op", ["Average", "Adasum"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_grad_scaler_skips_on_every_rank(op: str, fused: bool) -> None:
+    def run(group: collectives.Group) -> list[torch.Tensor]:
+        model = make_model().float()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+        optimizer: Any = DistributedOptimizer(inner, op=OPS[op])
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        rows = [flat(model)]
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = model(torch.full((2, 6), 0.1 * (group.rank + 1))).square().mean()
+            if step == 1 and group.rank == 1:
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            optimizer.synchronize()
+            with optimizer.skip_synchronize():
+                scaler.step(optimizer)
+            scaler.update()
+            rows.append(flat(model))
+        return rows
+
+    def plain(group: collectives.Group) -> torch.Tensor:
+        model = make_model().float()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = DistributedOptimizer(inner, op=OPS[op])
+        model(torch.full((2, 6), 0.1 * (group.rank + 1))).square().mean().backward()
+        optimizer.step()
+        return flat(model)
+
+    first, second = collectives.run_threads(2, run)
+    for mine, theirs in zip(first, second, strict=True):
+        assert torch.equal(mine, theirs)
+    start, stepped, skipped, last = first
+    assert torch.equal(stepped, skipped)
+    assert not torch.equal(skipped, last)
+    # Scaling by a power of two is exact: only the reduction's and the step's roundings remain.
+    want = collectives.run_threads(2, plain)[0]
+    assert relative_error(stepped, want) <= tolerance(torch.float32)
+    assert not torch.equal(start, stepped)
+
+
+def test_sparse_gradients_as_dense() -> None:
+    def run(group: collectives.Group, op: Any, sparse: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        table = torch.nn.Embedding(7, 3, sparse=sparse)
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(table.parameters(), lr=0.5), op=op, sparse_as_dense=sparse
+        )
+        table(torch.tensor([group.rank, 2, 2])).square().sum().backward()
+        optimizer.step()
+        return table.weight.detach().clone()
+
+    for op in OPS.values():
+        sparse = collectives.run_threads(2, lambda group, op=op: run(group, op, True))
+        dense = collectives.run_threads(2, lambda group, op=op: run(group, op, False))
+        assert torch.equal(sparse[0], dense[0])
+        assert torch.equal(sparse[0], sparse[1])
+
+
+def test_a_dropped_optimizer_takes_its_hooks_along() -> None:
+    def run(group: collectives.Group) -> None:
+        model = make_model()
+        for step in range(3):
+            optimizer = DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()))
+            loss_of(model, group.rank, step).backward()
+            optimizer.step()
+            model.zero_grad()
+            del optimizer
+        loss_of(model, group.rank, 0).backward()
+        loss_of(model, group.rank, 0).backward()
+        assert all(not p._post_accumulate_grad_hooks for p in model.parameters())
+
+    collectives.run_threads(2, run)
