@@ -1,0 +1,211 @@
+"""What DistributedOptimizer refuses, and what it then says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import adasum as hvd
+import collectives
+from adasum import DistributedOptimizer, OptimizerOrderError
+from tests.adasum.definition import loss_of, make_model
+from tests.adasum.jobs import OPS
+
+
+def _sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def _construct(**options: Any) -> Any:
+    model = options.pop("model", None) or make_model()
+    optimizer = options.pop("optimizer", None) or _sgd(model)
+    return collectives.run_threads(1, lambda group: DistributedOptimizer(optimizer, **options))[0]
+
+
+def test_names_must_be_pairs_unique_and_complete() -> None:
+    model = make_model()
+    named = list(model.named_parameters())
+    with pytest.raises(ValueError, match=r"unique; repeated: 0\.weight$"):
+        _construct(model=model, named_parameters=[*named, ("0.weight", named[1][1])])
+    with pytest.raises(ValueError, match=r"without a name: param_groups\[0\]\['params'\]\[1\] of"):
+        _construct(model=model, named_parameters=[named[0], *named[2:]])
+    with pytest.raises(ValueError, match=r"tuples as model\.named_parameters"):
+        _construct(model=model, named_parameters=model.parameters())
+    other = torch.nn.Parameter(torch.zeros(1))
+    _construct(model=model, named_parameters=[*named, ("other", other), ("tied", named[0][1])])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"optimizer": "sgd"}, TypeError, "optimizer must be a torch.optim.Optimizer, not str"),
+        ({"op": "Adasum"}, ValueError, "op must be Sum, Average or Adasum, not 'Adasum'"),
+        ({"compression": "fp16"}, TypeError, "compression must have compress and decompress"),
+        ({"backward_passes_per_step": 0}, ValueError, "backward_passes_per_step .* not 0"),
+        ({"backward_passes_per_step": 1.5}, ValueError, "backward_passes_per_step .* not 1.5"),
+        ({"backward_passes_per_step": True}, ValueError, "backward_passes_per_step .* not True"),
+        ({"gradient_predivide_factor": 2.0, "op": hvd.Sum}, ValueError, "op != Average"),
+        ({"gradient_predivide_factor": 2.0, "op": hvd.Adasum}, ValueError, "op != Average"),
+        ({"gradient_predivide_factor": 0.0}, ValueError, "must be positive, not 0.0"),
+        ({"groups": 0}, ValueError, "groups must be at least 1, not 0"),
+        ({"groups": 1.5}, ValueError, "groups must be a positive int or a list"),
+        ({"groups": True}, ValueError, "groups must be a positive int or a list"),
+        ({"groups": ["weight"]}, ValueError, r"groups\[0\] must be a list of parameters"),
+        ({"groups": [["weight"]]}, ValueError, r"groups\[0\] must hold parameters, not str"),
+        ({"groups": [[torch.zeros(2)]]}, ValueError, "the optimizer does not have"),
+        ({"process_set": 1}, NotImplementedError, "process_set"),
+    ],
+)
+def test_arguments(options: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        _construct(**options)
+
+
+def test_groups_must_not_repeat_a_parameter() -> None:
+    model = make_model()
+    with pytest.raises(ValueError, match=r"groups lists 0\.bias twice"):
+        _construct(
+            model=model,
+            named_parameters=model.named_parameters(),
+            groups=[[model[0].bias], [model[2].bias, model[0].bias]],
+        )
+
+
+def test_wrapping_twice() -> None:
+    model = make_model()
+    plain = _sgd(model)
+    wrapped = _construct(optimizer=plain)
+    for again in (plain, wrapped):
+        with pytest.raises(ValueError, match="already wrapped"):
+            _construct(optimizer=again)
+
+
+def test_needs_init() -> None:
+    with pytest.raises(RuntimeError, match="init"):
+        DistributedOptimizer(_sgd(make_model()))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("op", sorted(OPS))
+def test_too_many_backward_passes_name_the_parameter(op: str, size: int) -> None:
+    def run(group: collectives.Group) -> None:
+        model = make_model()
+        optimizer = DistributedOptimizer(
+            _sgd(model), model.named_parameters(), op=OPS[op], backward_passes_per_step=2
+        )
+        for turn in range(2):
+            loss_of(model, group.rank, 0, turn).backward()
+        with pytest.raises(AssertionError, match=r"of 2\.\w+ .* backward_passes_per_step=2") as e:
+            loss_of(model, group.rank, 0, 2).backward()
+        assert isinstance(e.value, OptimizerOrderError)
+        optimizer.step()
+        optimizer.set_backward_passes_per_step(1)
+        loss_of(model, group.rank, 1).backward()
+        with pytest.raises(OptimizerOrderError, match="backward_passes_per_step=1"):
+            loss_of(model, group.rank, 1).backward()
+        optimizer.step()
+        with pytest.raises(ValueError, match="not -1"):
+            optimizer.set_backward_passes_per_step(-1)
+
+    collectives.run_threads(size, run)
+
+
+def test_zero_grad_while_gradients_are_reduced() -> None:
+    def run(group: collectives.Group) -> None:
+        model = make_model()
+        optimizer: Any = DistributedOptimizer(_sgd(model))
+        loss_of(model, group.rank, 0).backward()
+        with pytest.raises(OptimizerOrderError, match=r"zero_grad\(\) was called after"):
+            optimizer.zero_grad()
+        with pytest.raises(OptimizerOrderError, match=r"add_param_group\(\) was called after"):
+            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+        with optimizer.skip_synchronize(), pytest.raises(OptimizerOrderError, match=r"step\(\) in"):
+            optimizer.step()
+        optimizer.synchronize()
+        optimizer.zero_grad()
+        loss_of(model, group.rank, 1).backward()
+        optimizer.step()
+
+    collectives.run_threads(2, run)
+
+
+def test_backward_after_synchronize() -> None:
+    def run(group: collectives.Group) -> None:
+        model = make_model()
+        optimizer: Any = DistributedOptimizer(
+            _sgd(model), model.named_parameters(), backward_passes_per_step=2
+        )
+        loss_of(model, group.rank, 0).backward()
+        optimizer.synchronize()
+        with pytest.raises(OptimizerOrderError, match=r"2\.\w+ was computed after synchronize"):
+            loss_of(model, group.rank, 0, 1).backward()
+
+    collectives.run_threads(2, run)
+
+
+def test_step_after_synchronize_warns_and_reduces_once() -> None:
+    def run(group: collectives.Group) -> torch.Tensor:
+        parameter = torch.nn.Parameter(torch.zeros(2))
+        optimizer: Any = DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), op=hvd.Sum)
+        parameter.sum().backward()
+        optimizer.synchronize()
+        optimizer.step()
+        return parameter.detach()
+
+    with pytest.warns(UserWarning, match="without optimizer.skip_synchronize"):
+        results = collectives.run_threads(2, run)
+    assert torch.equal(results[0], torch.full((2,), -2.0))
+
+
+def test_closure_within_skip_synchronize() -> None:
+    def run(group: collectives.Group) -> None:
+        optimizer: Any = DistributedOptimizer(_sgd(make_model()))
+        with optimizer.skip_synchronize(), pytest.raises(ValueError, match="skip_synchronize"):
+            optimizer.step(lambda: 0.0)
+
+    collectives.run_threads(1, run)
+
+
+def test_grad_scaler_before_synchronize() -> None:
+    def run(group: collectives.Group) -> None:
+        model = make_model().float()
+        optimizer: Any = DistributedOptimizer(_sgd(model))
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(model(torch.ones(1, 6)).sum()).backward()
+        with pytest.raises(OptimizerOrderError, match=r"synchronize\(\) before scaler"):
+            scaler.step(optimizer)
+        optimizer.synchronize()
+
+    collectives.run_threads(2, run)
+
+
+def test_sparse_gradient() -> None:
+    def run(group: collectives.Group) -> None:
+        table = torch.nn.Embedding(4, 2, sparse=True)
+        optimizer: Any = DistributedOptimizer(_sgd(table), table.named_parameters())
+        with pytest.raises(NotImplementedError, match=r"of weight is sparse.*sparse_as_dense=True"):
+            table(torch.tensor([1])).sum().backward()
+        optimizer.zero_grad()
+
+    collectives.run_threads(2, run)
+
+
+def test_ranks_with_different_models() -> None:
+    def run(group: collectives.Group) -> str:
+        parameter = torch.nn.Parameter(torch.ones(3 + group.rank))
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD([parameter], lr=1.0), [("scale", parameter)], op=hvd.Adasum
+        )
+        parameter.sum().backward()
+        with pytest.raises(hvd.CollectiveMismatchError) as e:
+            optimizer.step()
+        # The step was undone: no rank is left with a bare difference.
+        assert torch.equal(parameter.detach(), torch.ones(3 + group.rank))
+        return str(e.value)
+
+    first, second = collectives.run_threads(2, run)
+    assert first == second
+    assert "(3,)" in first
+    assert "(4,)" in first

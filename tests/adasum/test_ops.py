@@ -1,0 +1,188 @@
+"""Horovod's functions on tensors. Ranks are threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import adasum as hvd
+from adasum import Compression
+from collectives import run_threads
+from tests.adasum.definition import relative_error, tolerance, tree
+
+
+def _draw(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def _each(size: int, fn: Callable[[int], Any]) -> list[Any]:
+    return run_threads(size, lambda group: fn(group.rank))
+
+
+def test_allreduce_averages_by_default_and_leaves_its_input() -> None:
+    def run(rank: int) -> list[torch.Tensor]:
+        given = _draw(rank, 3, 4)
+        turned = given.t()
+        answers = [
+            hvd.allreduce(given),
+            hvd.allreduce(given, op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0) / 6,
+            hvd.allreduce(turned).t(),
+            hvd.synchronize(hvd.allreduce_async(given, name="later")),
+            hvd.grouped_allreduce([given, given[0]])[0],
+            hvd.synchronize(hvd.grouped_allreduce_async([given]))[0],
+        ]
+        assert torch.equal(given, _draw(rank, 3, 4))
+        return answers
+
+    want = sum(_draw(r, 3, 4).double() for r in range(3)) / 3
+    for answers in _each(3, run):
+        for answer in answers:
+            assert answer.shape == (3, 4)
+            assert relative_error(answer, want) <= tolerance(torch.float32)
+
+
+def test_in_place_forms_return_their_argument() -> None:
+    def run(rank: int) -> None:
+        want = _draw(0, 5) + _draw(1, 5)
+        for form in (hvd.allreduce_, lambda t, **k: hvd.synchronize(hvd.allreduce_async_(t, **k))):
+            tensor = _draw(rank, 5)
+            assert form(tensor, op=hvd.Sum) is tensor
+            assert relative_error(tensor, want) <= tolerance(torch.float32)
+        tensors = [_draw(rank, 5), _draw(rank, 5)]
+        assert hvd.grouped_allreduce_(tensors, op=hvd.Sum)[1] is tensors[1]
+        handle = hvd.grouped_allreduce_async_([_draw(rank, 5)], op=hvd.Sum)
+        assert relative_error(hvd.synchronize(handle)[0], want) <= tolerance(torch.float32)
+        assert hvd.poll(handle)
+        parameter = torch.nn.Parameter(_draw(rank, 5))
+        hvd.allreduce_(parameter, op=hvd.Sum)
+        assert relative_error(parameter.detach(), want) <= tolerance(torch.float32)
+
+    _each(2, run)
+
+
+def test_adasum_of_a_group_is_per_tensor() -> None:
+    def run(rank: int) -> list[torch.Tensor]:
+        return hvd.grouped_allreduce([_draw(rank, 40), _draw(rank + 9, 7, 3)], op=hvd.Adasum)
+
+    for first, second in _each(3, run):
+        assert relative_error(first, tree([_draw(r, 40) for r in range(3)])) <= tolerance(
+            torch.float32
+        )
+        want = tree([_draw(r + 9, 7, 3).reshape(-1) for r in range(3)]).view(7, 3)
+        assert relative_error(second, want) <= tolerance(torch.float32)
+
+
+def test_deprecated_average() -> None:
+    def run(rank: int) -> torch.Tensor:
+        return hvd.allreduce(torch.full((2,), 3.0), average=False)
+
+    with pytest.warns(DeprecationWarning, match="average is deprecated"):
+        assert torch.equal(_each(2, run)[0], torch.full((2,), 6.0))
+    with pytest.raises(ValueError, match="supersedes average"):
+        _each(1, lambda rank: hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum))
+
+
+@pytest.mark.parametrize(
+    ("compression", "dtype"),
+    [(Compression.fp16, torch.float16), (Compression.bf16, torch.bfloat16)],
+)
+def test_compression_keeps_the_dtype(compression: Any, dtype: torch.dtype) -> None:
+    def run(rank: int) -> torch.Tensor:
+        return hvd.allreduce(_draw(rank, 50, dtype=torch.float64), compression=compression)
+
+    want = (_draw(0, 50, dtype=torch.float64) + _draw(1, 50, dtype=torch.float64)) / 2
+    result = _each(2, run)[0]
+    assert result.dtype == torch.float64
+    # Half an eps from the cast, and one each from sum and division, relative to the inputs.
+    error = (result - want).norm() / _draw(0, 50, dtype=torch.float64).norm()
+    assert 0 < error <= 4 * torch.finfo(dtype).eps
+    integers = torch.arange(3)
+    assert compression.compress(integers)[0] is integers
+    half = torch.zeros(2, dtype=torch.float16)
+    assert compression.compress(half)[0] is half
+
+
+@pytest.mark.parametrize(("op", "factor"), [(hvd.Sum, 2.0), (hvd.Average, 1.0)])
+def test_gradient_through_allreduce(op: Any, factor: float) -> None:
+    def run(rank: int) -> None:
+        tensor = torch.full((3,), float(rank + 1), requires_grad=True)
+        hvd.allreduce(tensor, op=op).sum().backward()
+        # The gradient of the sum of both ranks' losses.
+        assert torch.equal(tensor.grad, torch.full((3,), factor))
+
+    _each(2, run)
+
+
+def test_gather_and_broadcast() -> None:
+    def run(rank: int) -> None:
+        gathered = hvd.allgather(torch.full((rank, 2), rank))
+        assert torch.equal(gathered, torch.tensor([[1, 1], [2, 2], [2, 2]]))
+        assert hvd.synchronize(hvd.allgather_async(torch.ones(1))).shape == (3,)
+        given = torch.tensor([rank, 10 * rank])
+        assert hvd.broadcast(given, 2).tolist() == [2, 20]
+        assert given.tolist() == [rank, 10 * rank]
+        assert hvd.synchronize(hvd.broadcast_async(given, 1)).tolist() == [1, 10]
+        assert hvd.broadcast_(given, 1) is given
+        assert given.tolist() == [1, 10]
+        hvd.synchronize(hvd.broadcast_async_(given, 0))
+        hvd.barrier()
+
+    _each(3, run)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: hvd.allreduce([1.0]), TypeError, "must be a torch.Tensor, not list"),
+        (lambda: hvd.allreduce(torch.ones(2), op="sum"), TypeError, "op must be Sum, Average"),
+        (lambda: hvd.allreduce(torch.ones(2).to_sparse()), TypeError, "to_dense"),
+        (lambda: hvd.allreduce(torch.ones(2).int(), op=hvd.Adasum), TypeError, "torch.int32"),
+        (lambda: hvd.allreduce(torch.ones(2).int()), TypeError, "torch.int32"),
+        (lambda: hvd.allreduce_(torch.ones(2, 2).t()[:1].expand(3, 2)), ValueError, "contiguous"),
+        (lambda: hvd.allreduce(torch.ones(2), process_set=1), NotImplementedError, "process_set"),
+        (lambda: hvd.barrier(process_set=1), NotImplementedError, "process_set"),
+        (lambda: hvd.broadcast(torch.ones(2), 7), ValueError, "7"),
+        (
+            lambda: hvd.allreduce(torch.ones(2, requires_grad=True), op=hvd.Adasum),
+            NotImplementedError,
+            "op=Adasum",
+        ),
+        (
+            lambda: hvd.grouped_allreduce([torch.ones(2, requires_grad=True)]),
+            NotImplementedError,
+            "detach",
+        ),
+        (lambda: hvd.allgather(torch.ones(2, requires_grad=True)), NotImplementedError, "detach"),
+        (lambda: hvd.init(comm=[0]), NotImplementedError, "comm"),
+        (lambda: hvd.init(process_sets=[0]), NotImplementedError, "process_sets"),
+    ],
+)
+def test_refused(call: Callable[[], Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        _each(1, lambda rank: call())
+
+
+def test_before_init() -> None:
+    assert not hvd.is_initialized()
+    for call in (hvd.rank, hvd.size, hvd.local_rank, hvd.local_size, hvd.barrier):
+        with pytest.raises(RuntimeError, match="init"):
+            call()
+
+
+def test_alone_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    hvd.init()
+    hvd.init()
+    try:
+        assert hvd.is_initialized()
+        assert (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size()) == (0, 1, 0, 1)
+        tensor = _draw(0, 4)
+        assert torch.equal(hvd.allreduce(tensor, op=hvd.Adasum), tensor)
+    finally:
+        hvd.shutdown()
+    assert not hvd.is_initialized()
