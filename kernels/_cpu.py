@@ -46,7 +46,7 @@ def pack(tensors: Sequence[Tensor], layout: Layout, out: Tensor, scale: float) -
     if scale == 1.0 and all(tensor.dtype == layout.dtype for tensor in tensors):
         zeros = out.new_zeros(layout.alignment // layout.dtype.itemsize)
         pieces = []
-        ends = (*layout.offsets[1:], layout.numel)
+        ends = layout.segments[1:]
         for tensor, offset, end in zip(tensors, layout.offsets, ends, strict=True):
             pieces.append(tensor.reshape(-1))
             if padding := end - offset - tensor.numel():

@@ -1,0 +1,133 @@
+"""Bad input: the right error, naming the argument, with nothing written."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import kernels
+from kernels import _launch
+
+X = torch.ones(8)
+PAIRS = [kernels.scaled_add, kernels.dot_and_norms, kernels.adasum]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.complex64, torch.bool, torch.float8_e5m2])
+def test_dtypes_are_named(dtype):
+    bad = torch.zeros(8, dtype=dtype)
+    for call in PAIRS:
+        with pytest.raises(TypeError, match=f"a has dtype {dtype}"):
+            call(bad, bad)
+    with pytest.raises(TypeError, match=rf"tensors\[1\] has dtype {dtype}"):
+        kernels.sum_n([X, bad])
+    with pytest.raises(TypeError, match=rf"tensors\[0\] has dtype {dtype}"):
+        kernels.pack([bad])
+
+
+@pytest.mark.parametrize("call", PAIRS)
+def test_pairs(call):
+    with pytest.raises(TypeError, match=r"b has dtype torch\.float64 but a has torch\.float32"):
+        call(X, X.double())
+    with pytest.raises(ValueError, match=r"b has shape \(7,\)"):
+        call(X, X[:7])
+    with pytest.raises(ValueError, match=r"a is not contiguous: pass a\.contiguous\(\)"):
+        call(torch.ones(16)[::2], X)
+    with pytest.raises(ValueError, match="b is on meta"):
+        call(X, X.to("meta"))
+    with pytest.raises(ValueError, match=r"not dense: call \.to_dense"):
+        call(X.to_sparse(), X)
+    with pytest.raises(TypeError, match=r"a must be a torch\.Tensor, not list"):
+        call([1.0], X)
+
+
+@pytest.mark.parametrize("call", [kernels.scaled_add, kernels.adasum])
+def test_outputs_that_overlap_or_differ(call):
+    base = torch.ones(16)
+    with pytest.raises(ValueError, match="out overlaps b"):
+        call(X, base[:8], out=base[4:12])
+    assert torch.equal(base, torch.ones(16))
+    with pytest.raises(ValueError, match="out has shape"):
+        call(X, X, out=base)
+    with pytest.raises(TypeError, match="out has dtype"):
+        call(X, X, out=X.double())
+
+
+@pytest.mark.parametrize(
+    ("segments", "error", "words"),
+    [
+        ((), ValueError, "not nothing"),
+        ((0, 7), ValueError, "end at the 8 elements"),
+        ((1, 8), ValueError, "start at 0"),
+        ((0, 5, 4, 8), ValueError, r"\[2\] = 4 < \[1\] = 5"),
+        ((0, 4.0, 8), TypeError, "must hold ints, not float"),
+        (torch.tensor([0, 8]), TypeError, r"tolist\(\)"),
+    ],
+)
+def test_segments(segments, error, words):
+    for call in (kernels.dot_and_norms, kernels.adasum):
+        with pytest.raises(error, match=words):
+            call(X, X, segments)
+
+
+def test_dots():
+    with pytest.raises(TypeError, match=r"dots has dtype torch\.float32"):
+        kernels.combine(X, X, torch.zeros(1, 3))
+    with pytest.raises(ValueError, match=r"dots has shape \(2, 3\) but segments ask for \(1, 3\)"):
+        kernels.combine(X, X, torch.zeros(2, 3).double())
+
+
+def test_lists():
+    with pytest.raises(ValueError, match="tensors is empty"):
+        kernels.sum_n([])
+    with pytest.raises(TypeError, match="tensors must be a list or tuple"):
+        kernels.sum_n(X)
+    with pytest.raises(TypeError, match="scale must be a float, not str"):
+        kernels.sum_n([X], scale="1")
+    with pytest.raises(TypeError, match="pass dtype="):
+        kernels.pack([X, X.double()])
+    with pytest.raises(ValueError, match="alignment is 3"):
+        kernels.layout_of([X], alignment=3)
+    with pytest.raises(TypeError, match=r"layout must be a kernels\.Layout"):
+        kernels.pack([X], layout=(0, 8))
+    with pytest.raises(ValueError, match="layout holds 1 tensors"):
+        kernels.pack([X, X], layout=kernels.layout_of([X]))
+    out = torch.ones(16)
+    with pytest.raises(ValueError, match=r"out overlaps tensors\[0\]"):
+        kernels.pack([out[:8]], out=out)
+    with pytest.raises(ValueError, match="out has shape"):
+        kernels.pack([X], out=torch.ones(8))
+    with pytest.raises(ValueError, match=r"tensors\[0\] and tensors\[1\] overlap"):
+        kernels.unpack(torch.ones(32), [out[:8], out[4:12]])
+    assert torch.equal(out, torch.ones(16))
+
+
+def test_the_interpreter_must_be_asked_for():
+    if _launch._INTERPRETER:
+        pytest.skip("this process asked for it")
+    with pytest.raises(RuntimeError, match="TRITON_INTERPRET=1"), _launch.interpreted():
+        pass
+
+
+def test_without_triton_cpu_works_and_cuda_says_what_to_install():
+    code = """
+import sys
+sys.modules["triton"] = None
+import torch, kernels
+from kernels import _launch
+assert kernels.__adasum__
+kernels.adasum(torch.ones(8), torch.ones(8))
+class Cuda:
+    is_cuda = True
+try:
+    _launch.on_triton(Cuda())
+except ImportError as error:
+    print(error)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "kernels on CUDA tensors need Triton: pip install 'triton>=3.3'"

@@ -1,0 +1,83 @@
+"""pack and unpack against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kernels
+from tests.kernels.cases import DTYPES, assert_close, bits, misaligned, poisoned, random, tolerance
+from tests.kernels.conftest import Backend
+
+SHAPES = [(3, 5), (), (0,), (9000,), (7,), (2, 0, 3), (64, 64), (1,)]
+
+
+def tensors_of(dtype: torch.dtype, backend: Backend, seed: int = 0) -> list[torch.Tensor]:
+    return [random(shape, dtype, backend.device, seed + i) for i, shape in enumerate(SHAPES)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("move", [False, True])
+def test_round_trip_is_exact_and_padding_is_zero(backend, dtype, move):
+    tensors = tensors_of(dtype, backend)
+    if move:
+        tensors = [misaligned(tensor) for tensor in tensors]
+    layout = kernels.layout_of(tensors)
+    out = poisoned(layout.numel, dtype, backend.device)
+    assert kernels.pack(tensors, out=out) is out
+    assert torch.equal(out.double(), kernels.pack_reference(tensors))
+    back = [poisoned(tuple(tensor.shape), dtype, backend.device) for tensor in tensors]
+    if move:
+        back = [misaligned(tensor) for tensor in back]
+    kernels.unpack(out, back)
+    assert [bits(tensor) for tensor in back] == [bits(tensor) for tensor in tensors]
+
+
+@pytest.mark.parametrize("source", DTYPES)
+@pytest.mark.parametrize("target", DTYPES)
+def test_scale_and_cast_are_fused(backend, source, target):
+    tensors = tensors_of(source, backend, seed=20)
+    layout = kernels.layout_of(tensors, dtype=target)
+    buffer = kernels.pack(tensors, layout=layout, scale=0.3)
+    expected = kernels.pack_reference(tensors, layout=layout, scale=0.3)
+    # The CPU path rounds float32 -> 16 bit products once; two roundings at most elsewhere.
+    narrow = max(torch.finfo(source).eps, torch.finfo(target).eps)
+    bound = tolerance(target, backend.interpreted) + (narrow if source == target else 0)
+    assert_close(buffer, expected, expected, bound)
+    back = [poisoned(tuple(tensor.shape), source, backend.device) for tensor in tensors]
+    kernels.unpack(buffer, back, layout=layout, scale=0.5)
+    for got, want in zip(back, kernels.unpack_reference(buffer, layout, scale=0.5), strict=True):
+        assert_close(got, want, want, tolerance(source, backend.interpreted))
+
+
+def test_mixed_dtypes_and_many_tensors(backend):
+    tensors = [random(1 + i % 37, DTYPES[i % 4], backend.device, i) for i in range(150)]
+    layout = kernels.layout_of(tensors, dtype=torch.float64, alignment=8)
+    buffer = kernels.pack(tensors, layout=layout)
+    assert torch.equal(buffer, kernels.pack_reference(tensors, layout=layout))
+
+
+def test_no_tensors(backend):
+    layout = kernels.layout_of([])
+    assert layout.segments == (0,)
+    assert kernels.pack([]).shape == (0,)
+    assert kernels.unpack(kernels.pack([]), []) == []
+
+
+def test_layout_places():
+    tensors = [torch.zeros(3), torch.zeros(0), torch.zeros(2, 16), torch.zeros(())]
+    layout = kernels.layout_of(tensors)
+    assert layout.offsets == (0, 16, 16, 48)
+    assert layout.segments == (0, 16, 16, 48, 64)
+    assert [view.shape for view in layout.views(torch.zeros(64))] == [t.shape for t in tensors]
+    assert kernels.layout_of(tensors, dtype=torch.float16, alignment=2).offsets == (0, 3, 3, 35)
+    assert kernels.pack_bytes(tensors) == (3 + 32 + 1 + 64) * 4
+
+
+def test_a_grad_requiring_leaf_is_unpacked_in_place(backend):
+    leaf = random(10, torch.float32, backend.device, 1).requires_grad_()
+    buffer = kernels.pack([leaf], scale=2.0)
+    expected = leaf.detach() * 2.0
+    kernels.unpack(buffer, [leaf])
+    assert torch.equal(leaf.detach(), expected)
+    assert not buffer.requires_grad
