@@ -1,0 +1,1 @@
+"""Benches of the kernels: `pytest bench`, on a GPU where there is one and on the CPU else."""
