@@ -15,6 +15,17 @@ def vector_pointer(address, DTYPE: tl.constexpr):
 
 
 @jit
+def convert(x, DTYPE: tl.constexpr):
+    """x in DTYPE. bfloat16 and float64 meet through float32: neither hardware nor interpreter
+    converts them directly."""
+    if (x.dtype == tl.bfloat16 and tl.float64 == DTYPE) or (
+        x.dtype == tl.float64 and tl.bfloat16 == DTYPE
+    ):
+        return x.to(tl.float32).to(DTYPE)
+    return x.to(DTYPE)
+
+
+@jit
 def vector_count(count, VECTOR: tl.constexpr):
     """`count`, a multiple of VECTOR, in a form from which the compiler sees that it is one.
 

@@ -17,7 +17,7 @@ from kernels._check import (
     check_tensors,
 )
 from kernels._launch import CACHE, jit, tl
-from kernels._tiles import float_of, vector_count, vector_pointer
+from kernels._tiles import convert, float_of, vector_count, vector_pointer
 from kernels.layout import Layout, layout_of
 
 
@@ -62,16 +62,16 @@ def _copy_kernel(
             vector_pointer(source, SOURCE) + i, mask=i < vector_count(reads, VECTOR), other=0.0
         )
         if SCALED:
-            x = (x.to(WIDE) * float_of(scale_bits).to(WIDE)).to(TARGET)
+            x = convert(convert(x, WIDE) * float_of(scale_bits).to(WIDE), TARGET)
         elif SOURCE != TARGET:
-            x = x.to(WIDE).to(TARGET)
+            x = convert(convert(x, WIDE), TARGET)
         tl.store(vector_pointer(target, TARGET) + i, x, mask=i < vector_count(writes, VECTOR))
     else:
         x = tl.load(source.to(tl.pointer_type(SOURCE)) + i, mask=i < reads, other=0.0)
         if SCALED:
-            x = (x.to(WIDE) * float_of(scale_bits).to(WIDE)).to(TARGET)
+            x = convert(convert(x, WIDE) * float_of(scale_bits).to(WIDE), TARGET)
         elif SOURCE != TARGET:
-            x = x.to(WIDE).to(TARGET)
+            x = convert(convert(x, WIDE), TARGET)
         tl.store(target.to(tl.pointer_type(TARGET)) + i, x, mask=i < writes)
 
 
