@@ -109,7 +109,7 @@ def test_schedule_goes_up_then_down_to_its_last_step(train_digits):
     assert math.isclose(max(factors), 1.0)
     assert top + 1 == pytest.approx(200 * train_digits.WARM_UP, abs=1)
     assert all(a < b for a, b in pairwise(factors[: top + 1]))
-    assert all(a > b for a, b in pairwise(factors[top:]))
+    assert all(a > b for a, b in pairwise(factors[top + 1 :]))
     assert factors[-1] > 0
 
 

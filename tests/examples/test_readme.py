@@ -25,7 +25,7 @@ def test_snippet_runs(snippet, tmp_path):
     script.write_text(snippet)
     done = subprocess.run(
         [sys.executable, str(script)],
-        cwd=tmp_path,
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=100,
