@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -136,7 +136,13 @@ class _GradientMethod(_Distributed):
                 "scaler.step() within optimizer.skip_synchronize()"
             )
         if closure is None:
-            if not self._adasum_skip:
+            if self._adasum_skip:
+                if not gradients.synchronized:
+                    raise OptimizerOrderError(
+                        "step() within skip_synchronize() needs synchronize() before it: the "
+                        "gradients were not reduced"
+                    )
+            else:
                 if gradients.synchronized and not amp:
                     warnings.warn(
                         "optimizer.step() called without optimizer.skip_synchronize() after "
@@ -144,7 +150,6 @@ class _GradientMethod(_Distributed):
                         stacklevel=3,
                     )
                 self.synchronize()
-            self._refuse_in_flight("step() in skip_synchronize()")
             answer = self._local_step()
         else:
             answer = self._local_step(self._reduced(closure))
@@ -234,7 +239,11 @@ class _DeltaMethod(_Distributed):
                 for parameter, old in bucket:
                     parameter.add_(old)
         except BaseException:
-            # A parameter must not be left holding a difference when a rank was lost.
+            # A parameter must not be left holding a difference; nor may a reduction still queued
+            # write to it once it is restored.
+            for flight, _ in flights:
+                with suppress(Exception):
+                    flight.wait()
             for bucket in before:
                 for parameter, old in bucket:
                     parameter.copy_(old)
