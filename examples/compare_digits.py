@@ -8,9 +8,9 @@ tuned for one rank, and more ranks use it unchanged: n ranks look at n times the
 make one n-th of the steps, over the same epochs. Sum then steps n times too far, Average no further
 than one rank would, and Adasum as far as the ranks' gradients disagree.
 
-The rule of the comparison, fixed before its figures were looked at: `--tune` takes, of the rates
-2^(-k/2), the one with the fewest steps to 97% on one rank, as a mean over TUNING_SEEDS, among those
-which get there with every seed. The comparison uses other seeds.
+Of the rates 2^(-k/2), `--tune` takes the one with the fewest steps to 97% on one rank, as a mean
+over TUNING_SEEDS, among those which get there with every seed; the comparison uses other seeds.
+Batch size and momentum were chosen after a look at simulations of several: the README lists them.
 """
 
 from __future__ import annotations
