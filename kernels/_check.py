@@ -120,7 +120,7 @@ def check_pair(a: object, b: object, out: object | None) -> tuple[Tensor, Tensor
     return left, right, target
 
 
-def check_segments(segments: Sequence[int] | None, numel: int) -> tuple[int, ...]:
+def check_segments(segments: object, numel: int) -> tuple[int, ...]:
     """Return the boundaries (0, e1, ..., numel) as a tuple; None means one segment.
 
     Raises TypeError for boundaries that are not integers and ValueError where they do not rise

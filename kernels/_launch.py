@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import struct
 import threading
@@ -13,11 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-triton: Any
-tl: Any
 try:
-    import triton
-    import triton.language as tl
+    triton: Any = importlib.import_module("triton")
+    tl: Any = importlib.import_module("triton.language")
 except ImportError:
     # CPU tensors need no Triton, and some platforms have none.
     triton = tl = None

@@ -48,12 +48,10 @@ def _copy_kernel(
     if PACK:
         source, target, reads = in_tensor, in_buffer, used
         writes = tl.minimum(tl.load(row + 3) - first, BLOCK)
-        SOURCE: tl.constexpr = TENSOR
-        TARGET: tl.constexpr = BUFFER
     else:
         source, target, reads, writes = in_buffer, in_tensor, used, used
-        SOURCE: tl.constexpr = BUFFER
-        TARGET: tl.constexpr = TENSOR
+    SOURCE: tl.constexpr = TENSOR if PACK else BUFFER
+    TARGET: tl.constexpr = BUFFER if PACK else TENSOR
     # A multiple of 16 bytes in the narrower dtype is one in the wider.
     VECTOR: tl.constexpr = 128 // min(TENSOR.primitive_bitwidth, BUFFER.primitive_bitwidth)
     i = tl.arange(0, BLOCK)
