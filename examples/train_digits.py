@@ -26,10 +26,12 @@ import adasum as hvd
 OPS = {"sum": hvd.Sum, "average": hvd.Average, "adasum": hvd.Adasum}
 # Of the 1797 images; 1408 = 11 * 128, so that up to 16 ranks see every one of them each epoch.
 TRAINING_IMAGES = 1408
+# Of those, what the search for the learning rate looks at; it never sees the test images.
+VALIDATION_IMAGES = 256
 BATCH = 8
 EPOCHS = 8
 # What `compare_digits.py --tune` finds: the rate of fastest training on one rank.
-LEARNING_RATE = 2**-2.5
+LEARNING_RATE = 2**-2
 WARM_UP = 0.1
 TARGET = 0.97
 # Accuracy is looked at after every so many examples, so as often at every number of ranks.
@@ -72,6 +74,11 @@ class Digits:
         images, labels = images.to(device), labels.to(device)
         n = TRAINING_IMAGES
         return cls(images[:n], labels[:n], images[n:], labels[n:])
+
+    def for_tuning(self) -> Digits:
+        """The training images alone, VALIDATION_IMAGES of them in place of the test images."""
+        n = len(self.labels) - VALIDATION_IMAGES
+        return Digits(self.images[:n], self.labels[:n], self.images[n:], self.labels[n:])
 
 
 @dataclass
