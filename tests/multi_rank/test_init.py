@@ -120,7 +120,7 @@ def test_timeout_is_checked() -> None:
 
 def test_another_kernels_package_is_named(tmp_path: Path) -> None:
     (tmp_path / "kernels").mkdir()
-    (tmp_path / "kernels" / "__init__.py").write_text("__version__ = '0.10'\n")
+    (tmp_path / "kernels" / "__init__.py").write_text("import not_installed_here\n")
     code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]; import MODULE"
     for module in ("collectives", "adasum"):
         done = subprocess.run(
