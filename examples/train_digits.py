@@ -145,13 +145,13 @@ def train(
             rates.step()
             step += 1
             if rank == 0 and (step % looks_every == 0 or step == run.steps):
-                run.looks.append((step, test_accuracy(model, digits)))
+                run.looks.append((step, accuracy_on_test(model, digits)))
     run.seconds = time.perf_counter() - started
     return run
 
 
 @torch.no_grad()
-def test_accuracy(model: nn.Module, digits: Digits) -> float:
+def accuracy_on_test(model: nn.Module, digits: Digits) -> float:
     answers = model(digits.test_images).argmax(dim=1)
     return (answers == digits.test_labels).float().mean().item()
 
