@@ -17,8 +17,6 @@ from collectives import Operands, Reducer
 
 __all__ = ["Adasum", "AdasumReducer"]
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
 # Below this a message costs its latency: log2 n exchanges of the whole vector (rd) beat the
 # 2 log2 n exchanges and log2 n small sums of vhdd.
 _SMALL_BYTES = 64 * 1024
@@ -51,7 +49,7 @@ class AdasumReducer(Reducer):
 
     def check(self, dtype: torch.dtype) -> None:
         """TypeError naming the dtype unless it is a floating-point dtype the kernels take."""
-        if dtype not in _DTYPES:
+        if dtype not in kernels.DTYPES:
             raise TypeError(
                 f"Adasum reduces float16, bfloat16, float32 and float64 tensors, not {dtype}"
             )

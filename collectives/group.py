@@ -14,7 +14,7 @@ from .agreement import agree, gather_bytes, gather_pieces
 from .algorithms import ALL_REDUCE, ring, tree
 from .errors import CollectiveMismatchError, TransportError
 from .executor import Workspace, execute
-from .reducers import KERNEL_DTYPES, Reducer, Sum, kernels
+from .reducers import Reducer, Sum, kernels
 from .schedule import Schedule
 from .split import split_bounds
 from .transport.base import Transport
@@ -296,7 +296,7 @@ class Group:
         postscale: float,
         label: str,
     ) -> None:
-        if self.size == 1 or len(tensors) == 1 or tensors[0].dtype not in KERNEL_DTYPES:
+        if self.size == 1 or len(tensors) == 1 or tensors[0].dtype not in kernels.DTYPES:
             for tensor in tensors:
                 flat = tensor.view(-1)
                 self._reduce_flat(flat, op, algorithm, None, prescale, postscale, label)

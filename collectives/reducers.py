@@ -11,9 +11,6 @@ from ._kernels_check import require_our_kernels
 
 kernels = require_our_kernels()
 
-KERNEL_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-"""What the kernels take; sums of other dtypes are torch's own."""
-
 _SMALL_BYTES = 64 * 1024
 _RING_BYTES = 4 * 1024 * 1024
 
@@ -82,7 +79,8 @@ class SumReducer(Reducer):
         return "rechd" if nbytes <= _RING_BYTES else "xring"
 
     def reduce(self, operands: Operands) -> None:
-        if operands.left.dtype in KERNEL_DTYPES:
+        # Sums of integers and complex numbers are torch's own.
+        if operands.left.dtype in kernels.DTYPES:
             kernels.sum_n([operands.left, operands.right], out=operands.out)
         else:
             torch.add(operands.left, operands.right, out=operands.out)

@@ -6,12 +6,13 @@
     adasum                  both at once
     Layout, layout_of       where each tensor lies in a packed buffer
 
-float16, bfloat16, float32 and float64; any other dtype is a TypeError. Bad arguments raise before
-anything is written. Each function has a twin `*_bytes` (least memory traffic) and `*_reference`
-(float64, plain torch). No communication happens here. `__adasum__` is True in this package and
-tells it from the distribution on PyPI that is also called `kernels`.
+float16, bfloat16, float32 and float64 (`DTYPES`); any other dtype is a TypeError. Bad arguments
+raise before anything is written. Each function has a twin `*_bytes` (least memory traffic) and
+`*_reference` (float64, plain torch). No communication happens here. `__adasum__` is True in this
+package and tells it from the distribution on PyPI that is also called `kernels`.
 """
 
+from kernels._check import DTYPES
 from kernels.layout import Layout, layout_of
 from kernels.packing import (
     pack,
@@ -44,6 +45,7 @@ from kernels.reduction import (
 __adasum__ = True
 
 __all__ = [
+    "DTYPES",
     "Layout",
     "adasum",
     "adasum_bytes",

@@ -86,8 +86,6 @@ def resources(cubin: bytes, folder: Path) -> dict[str, int]:
 @pytest.mark.parametrize("dtype", list(NAMES))
 @pytest.mark.parametrize("name", list(KERNELS))
 def test_vectors_spills_and_atomics(name, dtype, capability, tmp_path):
-    if capability != 90 and dtype in ("fp16", "fp64") and name in ("sum_n", "scaled_add"):
-        pytest.skip("the same code as for bf16 and fp32, compiled for sm_90")
     compiled = compile_kernel(name, dtype, capability)
     ptx = compiled.asm["ptx"]
     wide = r"\.v2\.(b|u|f)64" if dtype == "fp64" else r"\.v4\.(b|u|f)32"
