@@ -69,6 +69,16 @@ def device_guard(tensor: Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
+def mark_written(*tensors: Tensor | None) -> None:
+    """Tell autograd that a Triton kernel has written the tensors in place, as torch's own ops do.
+
+    Without it a backward pass that had saved one of them would use the new values in silence.
+    """
+    for tensor in tensors:
+        if tensor is not None and not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
+
+
 def dtype_in_triton(dtype: torch.dtype) -> Any:
     """Triton's dtype of the same name."""
     return getattr(tl, str(dtype).removeprefix("torch."))

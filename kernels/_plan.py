@@ -50,10 +50,15 @@ def cut(bounds: tuple[int, ...], itemsize: int, block: int) -> tuple[np.ndarray,
 def tile_of(numel: int, itemsize: int) -> tuple[int, int]:
     """(elements a tile, warps) from size and dtype alone: both change the bits of a sum.
 
-    About 128 tiles, one a multiprocessor, up to the 64 KiB an input that registers hold.
+    About 128 tiles, one a multiprocessor, up to the 64 KiB an input that registers hold. More
+    than 128 of those no chip holds: then smaller tiles, so that one program reads while another
+    on its multiprocessor adds.
     """
     largest = 8192 if itemsize == 8 else 16384
-    block = min(largest, max(1024, _launch.power_of_two_above(numel // 128)))
+    if numel > 128 * largest:
+        block = largest // 4
+    else:
+        block = min(largest, max(1024, _launch.power_of_two_above(numel // 128)))
     return block, min(16, max(4, 16 * block // largest))
 
 

@@ -20,6 +20,7 @@ from kernels._launch import CACHE, jit, tl, triton
 from kernels._plan import Plan, plan_of
 from kernels._tiles import (
     double_power_of_two,
+    flag_non_finite,
     power_of_two,
     vector_count,
     vector_pointer,
@@ -29,6 +30,8 @@ from kernels._tiles import (
 # A squared norm below this has no meaningful direction: its vector is taken as it is.
 TINY = math.sqrt(sys.float_info.min)
 _TINY = TINY if triton is None else tl.constexpr(TINY)
+# Registers a thread of the one-launch kernel: it tells how many programs are resident at once.
+REGISTERS = 128
 _SUM_BLOCK = 256 if triton is None else tl.constexpr(256)
 
 
@@ -91,6 +94,17 @@ def _store_row(row, dot, norm_a, norm_b):
 
 
 @jit
+def _load_tile(address, count, DTYPE: tl.constexpr, VECTORS: tl.constexpr, BLOCK: tl.constexpr):
+    """The first `count` elements at `address`, zeros behind them. With VECTORS both are multiples
+    of 16 bytes."""
+    i = tl.arange(0, BLOCK)
+    if VECTORS:
+        inside = i < vector_count(count, 128 // DTYPE.primitive_bitwidth)
+        return tl.load(vector_pointer(address, DTYPE) + i, mask=inside, other=0.0)
+    return tl.load(address.to(tl.pointer_type(DTYPE)) + i, mask=i < count, other=0.0)
+
+
+@jit
 def _dots_kernel(
     a,
     b,
@@ -100,6 +114,7 @@ def _dots_kernel(
     dots,
     DTYPE: tl.constexpr,
     WIDE: tl.constexpr,
+    VECTORS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Partials of one chunk; the last program of a segment to arrive writes the segment's row.
@@ -109,31 +124,20 @@ def _dots_kernel(
     to zero, ready for the next launch on this scratch memory.
     """
     BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    VECTOR: tl.constexpr = 16 // BYTES
     chunk = tl.program_id(0)
     start = tl.load(table + 3 * chunk)
     length = tl.load(table + 3 * chunk + 1)
     segment = tl.load(table + 3 * chunk + 2)
     from_a = a.to(tl.int64) + start * BYTES
     from_b = b.to(tl.int64) + start * BYTES
-    i = tl.arange(0, BLOCK)
     dot = tl.full([], 0.0, tl.float64)
     norm_a = tl.full([], 0.0, tl.float64)
     norm_b = tl.full([], 0.0, tl.float64)
     for done in range(0, length, BLOCK):
         count = tl.minimum(length - done, BLOCK)
-        at_a = from_a + done * BYTES
-        at_b = from_b + done * BYTES
-        if (at_a | at_b) % 16 == 0 and count % VECTOR == 0:
-            inside = i < vector_count(count, VECTOR)
-            x = tl.load(vector_pointer(at_a, DTYPE) + i, mask=inside, other=0.0)
-            y = tl.load(vector_pointer(at_b, DTYPE) + i, mask=inside, other=0.0)
-            d, p, q = _tile_dots(x, y, WIDE)
-        else:
-            inside = i < count
-            x = tl.load(at_a.to(tl.pointer_type(DTYPE)) + i, mask=inside, other=0.0)
-            y = tl.load(at_b.to(tl.pointer_type(DTYPE)) + i, mask=inside, other=0.0)
-            d, p, q = _tile_dots(x, y, WIDE)
+        x = _load_tile(from_a + done * BYTES, count, DTYPE, VECTORS, BLOCK)
+        y = _load_tile(from_b + done * BYTES, count, DTYPE, VECTORS, BLOCK)
+        d, p, q = _tile_dots(x, y, WIDE)
         dot += d
         norm_a += p
         norm_b += q
@@ -154,8 +158,10 @@ def _combine_kernel(
     dots,
     table,
     out,
+    found_inf,
     DTYPE: tl.constexpr,
     WIDE: tl.constexpr,
+    CHECKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One chunk of the result. Chunks and tiles go backwards: the dots left their tail in L2."""
@@ -178,68 +184,113 @@ def _combine_kernel(
         at_b = b.to(tl.int64) + offset
         to = out.to(tl.int64) + offset
         if (at_a | at_b | to) % 16 == 0 and count % VECTOR == 0:
-            inside = i < vector_count(count, VECTOR)
-            x = tl.load(vector_pointer(at_a, DTYPE) + i, mask=inside, other=0.0)
-            y = tl.load(vector_pointer(at_b, DTYPE) + i, mask=inside, other=0.0)
+            x = _load_tile(at_a, count, DTYPE, True, BLOCK)
+            y = _load_tile(at_b, count, DTYPE, True, BLOCK)
             z = weigh(x, y, alpha, beta, WIDE).to(DTYPE)
-            tl.store(vector_pointer(to, DTYPE) + i, z, mask=inside)
+            if CHECKED:
+                flag_non_finite(z, found_inf)
+            tl.store(vector_pointer(to, DTYPE) + i, z, mask=i < vector_count(count, VECTOR))
         else:
-            inside = i < count
-            x = tl.load(at_a.to(tl.pointer_type(DTYPE)) + i, mask=inside, other=0.0)
-            y = tl.load(at_b.to(tl.pointer_type(DTYPE)) + i, mask=inside, other=0.0)
+            x = _load_tile(at_a, count, DTYPE, False, BLOCK)
+            y = _load_tile(at_b, count, DTYPE, False, BLOCK)
             z = weigh(x, y, alpha, beta, WIDE).to(DTYPE)
-            tl.store(to.to(tl.pointer_type(DTYPE)) + i, z, mask=inside)
+            if CHECKED:
+                flag_non_finite(z, found_inf)
+            tl.store(to.to(tl.pointer_type(DTYPE)) + i, z, mask=i < count)
 
 
 @jit
-def _on_chip_kernel(
+def _finish_chunk(
+    x,
+    y,
+    chunk,
+    chunk_count,
+    table,
+    partials,
+    out,
+    found_inf,
+    DTYPE: tl.constexpr,
+    WIDE: tl.constexpr,
+    VECTORS: tl.constexpr,
+    CHECKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write one chunk of the result from its tiles of a and b and all partials of its segment."""
+    share = table + 3 * chunk_count + 2 * tl.load(table + 3 * chunk + 2)
+    dot, norm_a, norm_b = _add_partials(partials, tl.load(share), tl.load(share + 1))
+    z = weigh(x, y, _coefficient(dot, norm_a), _coefficient(dot, norm_b), WIDE).to(DTYPE)
+    if CHECKED:
+        flag_non_finite(z, found_inf)
+    to = out.to(tl.int64) + tl.load(table + 3 * chunk) * (DTYPE.primitive_bitwidth // 8)
+    count = tl.load(table + 3 * chunk + 1)
+    i = tl.arange(0, BLOCK)
+    if VECTORS:
+        inside = i < vector_count(count, 128 // DTYPE.primitive_bitwidth)
+        tl.store(vector_pointer(to, DTYPE) + i, z, mask=inside)
+    else:
+        tl.store(to.to(tl.pointer_type(DTYPE)) + i, z, mask=i < count)
+
+
+@jit
+def _one_launch_kernel(
     a,
     b,
     table,
     partials,
     arrivals,
     out,
+    found_inf,
+    chunk_count,
     DTYPE: tl.constexpr,
     WIDE: tl.constexpr,
     VECTORS: tl.constexpr,
+    CHECKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The whole of adasum in one cooperative launch: a chunk of one tile stays in registers.
+    """The whole of adasum in one cooperative launch, for chunks of one tile.
+
+    Program p takes the chunks p, p + programs, ... The last one stays in its registers over the
+    barrier; those before it, if any, are read again afterwards, backwards, from L2.
 
     Protocol: the counter only ever rises, by one a program and launch, so launch n releases when
     it reaches n times the grid. All programs must be resident at once, which a cooperative launch
-    grants; the count of arrivals releases this program's partial and acquires all others.
+    grants; the count of arrivals releases this program's partials and acquires all others.
     VECTORS: every chunk starts and ends on a 16-byte boundary in a, b and out.
     """
     BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    VECTOR: tl.constexpr = 16 // BYTES
+    programs = tl.num_programs(0)
     chunk = tl.program_id(0)
-    offset = tl.load(table + 3 * chunk) * BYTES
-    length = tl.load(table + 3 * chunk + 1)
-    segment = tl.load(table + 3 * chunk + 2)
-    i = tl.arange(0, BLOCK)
-    if VECTORS:
-        inside = i < vector_count(length, VECTOR)
-        x = tl.load(vector_pointer(a.to(tl.int64) + offset, DTYPE) + i, mask=inside, other=0.0)
-        y = tl.load(vector_pointer(b.to(tl.int64) + offset, DTYPE) + i, mask=inside, other=0.0)
-        target = vector_pointer(out.to(tl.int64) + offset, DTYPE) + i
-    else:
-        inside = i < length
-        x = tl.load((a.to(tl.int64) + offset).to(tl.pointer_type(DTYPE)) + i, inside, other=0.0)
-        y = tl.load((b.to(tl.int64) + offset).to(tl.pointer_type(DTYPE)) + i, inside, other=0.0)
-        target = (out.to(tl.int64) + offset).to(tl.pointer_type(DTYPE)) + i
-    dot, norm_a, norm_b = _tile_dots(x, y, WIDE)
-    _store_row(partials + 3 * chunk, dot, norm_a, norm_b)
+    x = tl.zeros([BLOCK], DTYPE)
+    y = tl.zeros([BLOCK], DTYPE)
+    for current in range(chunk, chunk_count, programs):
+        offset = tl.load(table + 3 * current) * BYTES
+        count = tl.load(table + 3 * current + 1)
+        x = _load_tile(a.to(tl.int64) + offset, count, DTYPE, VECTORS, BLOCK)
+        y = _load_tile(b.to(tl.int64) + offset, count, DTYPE, VECTORS, BLOCK)
+        dot, norm_a, norm_b = _tile_dots(x, y, WIDE)
+        _store_row(partials + 3 * current, dot, norm_a, norm_b)
     tl.debug_barrier()
-    programs = tl.num_programs(0).to(tl.int64)
+    grid = programs.to(tl.int64)
     seen = tl.atomic_add(arrivals, 1, sem="acq_rel") + 1
-    goal = (seen + programs - 1) // programs * programs
+    goal = (seen + grid - 1) // grid * grid
     while seen < goal:
         seen = tl.atomic_add(arrivals, 0, sem="acquire")
-    share = table + 3 * programs + 2 * segment
-    dot, norm_a, norm_b = _add_partials(partials, tl.load(share), tl.load(share + 1))
-    z = weigh(x, y, _coefficient(dot, norm_a), _coefficient(dot, norm_b), WIDE)
-    tl.store(target, z.to(DTYPE), mask=inside)
+    earlier = (chunk_count - 1 - chunk) // programs
+    last = chunk + earlier * programs
+    _finish_chunk(
+        x, y, last, chunk_count, table, partials, out, found_inf,
+        DTYPE, WIDE, VECTORS, CHECKED, BLOCK,
+    )  # fmt: skip
+    for k in range(earlier):
+        current = last - (k + 1) * programs
+        offset = tl.load(table + 3 * current) * BYTES
+        count = tl.load(table + 3 * current + 1)
+        x = _load_tile(a.to(tl.int64) + offset, count, DTYPE, VECTORS, BLOCK)
+        y = _load_tile(b.to(tl.int64) + offset, count, DTYPE, VECTORS, BLOCK)
+        _finish_chunk(
+            x, y, current, chunk_count, table, partials, out, found_inf,
+            DTYPE, WIDE, VECTORS, CHECKED, BLOCK,
+        )  # fmt: skip
 
 
 def _scratch(kind: str, a: Tensor, plan: Plan, counters: int) -> tuple[Tensor, Tensor]:
@@ -265,6 +316,15 @@ def _meta(a: Tensor, plan: Plan) -> dict[str, object]:
     }
 
 
+def _aligned(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of it on a 16-byte boundary.
+
+    Vector and scalar accesses put other elements into a thread, so sums round differently. Ranks
+    must find the same bits wherever their buffers start; only the segments may decide.
+    """
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.detach().clone()
+
+
 def dot_and_norms(a: Tensor, b: Tensor, bounds: tuple[int, ...]) -> Tensor:
     """float64 [S, 3] in one launch."""
     dots = torch.empty(len(bounds) - 1, 3, dtype=torch.float64, device=a.device)
@@ -273,53 +333,89 @@ def dot_and_norms(a: Tensor, b: Tensor, bounds: tuple[int, ...]) -> Tensor:
     with _launch.device_guard(a):
         plan = plan_of(a, bounds)
         partials, arrivals = _scratch("dots", a, plan, plan.segments)
-        _dots_kernel[(plan.chunks,)](a, b, plan.table, partials, arrivals, dots, **_meta(a, plan))
+        _dots_kernel[(plan.chunks,)](
+            _aligned(a),
+            _aligned(b),
+            plan.table,
+            partials,
+            arrivals,
+            dots,
+            VECTORS=plan.vector_bounds,
+            **_meta(a, plan),
+        )
     return dots
 
 
-def combine(a: Tensor, b: Tensor, dots: Tensor, bounds: tuple[int, ...], out: Tensor) -> None:
+def combine(
+    a: Tensor,
+    b: Tensor,
+    dots: Tensor,
+    bounds: tuple[int, ...],
+    out: Tensor,
+    found_inf: Tensor | None,
+) -> None:
     """out from the dots, in one launch."""
     if a.numel() == 0:
         return
     with _launch.device_guard(a):
         plan = plan_of(a, bounds)
-        _combine_kernel[(plan.chunks,)](a, b, dots, plan.table, out, **_meta(a, plan))
+        _combine_kernel[(plan.chunks,)](
+            a,
+            b,
+            dots,
+            plan.table,
+            out,
+            out if found_inf is None else found_inf,
+            CHECKED=found_inf is not None,
+            **_meta(a, plan),
+        )
+    _launch.mark_written(out, found_inf)
 
 
-def _fits_on_chip(a: Tensor, plan: Plan) -> bool:
-    """Whether all chunks are resident at once, with at most 255 registers a thread.
+def _programs(a: Tensor, plan: Plan) -> int:
+    """Programs of the one launch; 0 where two launches are the better or only way.
 
-    Interpreted programs run one after the other: a barrier among several would never release.
+    As many as the multiprocessors hold with REGISTERS a thread, at most one a chunk. Where a
+    program takes several chunks, half of L2 must hold a and b, so that the second reading is from
+    there. Interpreted programs run one after the other: a barrier among several would never
+    release.
     """
     if not plan.one_tile:
-        return False
+        return 0
     if not a.is_cuda:
-        return plan.chunks == 1
-    cores = torch.cuda.get_device_properties(a.device).multi_processor_count
-    return plan.chunks <= cores * max(1, 8 // plan.warps)
+        return 1
+    device = torch.cuda.get_device_properties(a.device)
+    resident = device.multi_processor_count * (65536 // (32 * plan.warps * REGISTERS))
+    on_chip = 2 * a.numel() * a.element_size() <= device.L2_cache_size // 2
+    return min(resident, plan.chunks) if plan.chunks <= resident or on_chip else 0
 
 
-def adasum(a: Tensor, b: Tensor, bounds: tuple[int, ...], out: Tensor) -> None:
+def adasum(
+    a: Tensor, b: Tensor, bounds: tuple[int, ...], out: Tensor, found_inf: Tensor | None
+) -> None:
     """out = adasum(a, b): one cooperative launch for what fits on chip, else two."""
     if a.numel() == 0:
         return
     with _launch.device_guard(a):
         plan = plan_of(a, bounds)
-        if not _fits_on_chip(a, plan):
-            combine(a, b, dot_and_norms(a, b, bounds), bounds, out)
+        programs = _programs(a, plan)
+        if programs == 0 or out.data_ptr() % 16 != 0:
+            combine(a, b, dot_and_norms(a, b, bounds), bounds, out, found_inf)
             return
-        partials, arrivals = _scratch("on chip", a, plan, 1)
-        aligned = all(tensor.data_ptr() % 16 == 0 for tensor in (a, b, out))
-        meta = _meta(a, plan)
-        if a.is_cuda:
-            meta["launch_cooperative_grid"] = True
-        _on_chip_kernel[(plan.chunks,)](
-            a,
-            b,
+        partials, arrivals = _scratch("one launch", a, plan, 1)
+        _one_launch_kernel[(programs,)](
+            _aligned(a),
+            _aligned(b),
             plan.table,
             partials,
             arrivals,
             out,
-            VECTORS=aligned and plan.vector_bounds,
-            **meta,
+            out if found_inf is None else found_inf,
+            plan.chunks,
+            VECTORS=plan.vector_bounds,
+            CHECKED=found_inf is not None,
+            launch_cooperative_grid=True,
+            maxnreg=REGISTERS,
+            **_meta(a, plan),
         )
+    _launch.mark_written(out, found_inf)

@@ -26,6 +26,27 @@ def convert(x, DTYPE: tl.constexpr):
 
 
 @jit
+def flag_non_finite(x, found_inf):
+    """Set the float32 at `found_inf` to 1 if any element of the tile is Inf or NaN.
+
+    Every program that stores stores the same value, so no atomic is needed.
+    """
+    x = convert(x, tl.float32) if x.dtype != tl.float64 else x
+    bad = tl.max((x - x != 0.0).to(tl.int32), axis=0)
+    tl.store(found_inf, 1.0, mask=bad > 0)
+
+
+@jit
+def rescale(x, bits, WIDE: tl.constexpr, TARGET: tl.constexpr, SCALED: tl.constexpr):
+    """x times the float64 of `bits`, taken in WIDE, in TARGET; a cast alone unless SCALED."""
+    if SCALED:
+        return convert(convert(x, WIDE) * float_of(bits).to(WIDE), TARGET)
+    if x.dtype != TARGET:
+        return convert(convert(x, WIDE), TARGET)
+    return x
+
+
+@jit
 def vector_count(count, VECTOR: tl.constexpr):
     """`count`, a multiple of VECTOR, in a form from which the compiler sees that it is one.
 
@@ -72,7 +93,7 @@ def split(factor):
 def weigh(x, y, alpha, beta, WIDE: tl.constexpr):
     """alpha*x + beta*y in WIDE, with float64 scalars alpha and beta."""
     if tl.float64 == WIDE:
-        return x.to(WIDE) * alpha + y.to(WIDE) * beta
+        return convert(x, WIDE) * alpha + convert(y, WIDE) * beta
     p, q, f = split(alpha)
     r, s, g = split(beta)
     return x.to(WIDE) * p * q * f + y.to(WIDE) * r * s * g

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +14,7 @@ from kernels._check import check_dtype, check_tensors, round_up
 
 CUDA_ALIGNMENT = 256
 CPU_ALIGNMENT = 64
+_shape = operator.attrgetter("shape")
 
 
 @dataclass(frozen=True)
@@ -48,9 +51,7 @@ class Layout:
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
         """Whether `tensors` have, one by one, the shapes of this layout."""
-        return len(tensors) == len(self.shapes) and all(
-            tensor.shape == shape for tensor, shape in zip(tensors, self.shapes, strict=True)
-        )
+        return tuple(map(_shape, tensors)) == self.shapes
 
 
 def layout_of(
@@ -65,11 +66,12 @@ def layout_of(
     """
     checked = check_tensors("tensors", tensors)
     if dtype is None:
-        dtype = checked[0].dtype if checked else torch.float32
-        for i, tensor in enumerate(checked):
-            if tensor.dtype != dtype:
+        dtypes = [tensor.dtype for tensor in checked] or [torch.float32]
+        dtype = dtypes[0]
+        for i, other in enumerate(dtypes):
+            if other != dtype:
                 raise TypeError(
-                    f"tensors[{i}] has dtype {tensor.dtype} but tensors[0] has {dtype}: "
+                    f"tensors[{i}] has dtype {other} but tensors[0] has {dtype}: "
                     "pass dtype= to convert to one"
                 )
     check_dtype("dtype", dtype)
@@ -81,15 +83,13 @@ def layout_of(
             f"of one {dtype}"
         )
     step = alignment // dtype.itemsize
-    offsets, end = [], 0
-    for tensor in checked:
-        offsets.append(end)
-        end += round_up(tensor.numel(), step)
+    numels = tuple(map(Tensor.numel, checked))
+    ends = list(itertools.accumulate((round_up(numel, step) for numel in numels), initial=0))
     return Layout(
         dtype=dtype,
-        shapes=tuple(tuple(tensor.shape) for tensor in checked),
-        numels=tuple(tensor.numel() for tensor in checked),
-        offsets=tuple(offsets),
-        numel=end,
+        shapes=tuple(map(tuple, map(_shape, checked))),
+        numels=numels,
+        offsets=tuple(ends[:-1]),
+        numel=ends[-1],
         alignment=alignment,
     )

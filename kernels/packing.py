@@ -10,14 +10,15 @@ from torch import Tensor
 
 from kernels import _cpu, _launch
 from kernels._check import (
+    check_apart,
     check_disjoint,
-    check_no_overlap,
+    check_found_inf,
     check_scalar,
     check_tensor,
     check_tensors,
 )
 from kernels._launch import CACHE, jit, tl
-from kernels._tiles import convert, float_of, vector_count, vector_pointer
+from kernels._tiles import flag_non_finite, rescale, vector_count, vector_pointer
 from kernels.layout import Layout, layout_of
 
 
@@ -25,12 +26,14 @@ from kernels.layout import Layout, layout_of
 def _copy_kernel(
     table,
     buffer,
+    found_inf,
     scale_bits,
     TENSOR: tl.constexpr,
     BUFFER: tl.constexpr,
     WIDE: tl.constexpr,
     PACK: tl.constexpr,
     SCALED: tl.constexpr,
+    CHECKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One tile between one tensor and its slot.
@@ -54,51 +57,68 @@ def _copy_kernel(
     TARGET: tl.constexpr = BUFFER if PACK else TENSOR
     # A multiple of 16 bytes in the narrower dtype is one in the wider.
     VECTOR: tl.constexpr = 128 // min(TENSOR.primitive_bitwidth, BUFFER.primitive_bitwidth)
+    body = reads // VECTOR * VECTOR
     i = tl.arange(0, BLOCK)
-    if (source | target) % 16 == 0 and (reads | writes) % VECTOR == 0:
+    if (source | target) % 16 == 0 and (writes % VECTOR == 0 or writes < body + VECTOR):
         x = tl.load(
             vector_pointer(source, SOURCE) + i, mask=i < vector_count(reads, VECTOR), other=0.0
         )
-        if SCALED:
-            x = convert(convert(x, WIDE) * float_of(scale_bits).to(WIDE), TARGET)
-        elif SOURCE != TARGET:
-            x = convert(convert(x, WIDE), TARGET)
+        x = rescale(x, scale_bits, WIDE, TARGET, SCALED)
+        if CHECKED:
+            flag_non_finite(x, found_inf)
         tl.store(vector_pointer(target, TARGET) + i, x, mask=i < vector_count(writes, VECTOR))
+        if reads != body:
+            # One vector's worth, element by element. The store above has put zeros into it.
+            tl.debug_barrier()
+            j = body + tl.arange(0, VECTOR)
+            x = tl.load(source.to(tl.pointer_type(SOURCE)) + j, mask=j < reads, other=0.0)
+            x = rescale(x, scale_bits, WIDE, TARGET, SCALED)
+            if CHECKED:
+                flag_non_finite(x, found_inf)
+            tl.store(target.to(tl.pointer_type(TARGET)) + j, x, mask=j < writes)
     else:
         x = tl.load(source.to(tl.pointer_type(SOURCE)) + i, mask=i < reads, other=0.0)
-        if SCALED:
-            x = convert(convert(x, WIDE) * float_of(scale_bits).to(WIDE), TARGET)
-        elif SOURCE != TARGET:
-            x = convert(convert(x, WIDE), TARGET)
+        x = rescale(x, scale_bits, WIDE, TARGET, SCALED)
+        if CHECKED:
+            flag_non_finite(x, found_inf)
         tl.store(target.to(tl.pointer_type(TARGET)) + i, x, mask=i < writes)
 
 
 def _copy(
-    tensors: Sequence[Tensor], layout: Layout, buffer: Tensor, scale: float, packing: bool
+    tensors: Sequence[Tensor],
+    layout: Layout,
+    buffer: Tensor,
+    scale: float,
+    found_inf: Tensor | None,
+    packing: bool,
 ) -> None:
     """Launch once for each dtype among the tensors."""
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+    dtypes = [tensor.dtype for tensor in tensors]
+    for dtype in dict.fromkeys(dtypes):
         chosen = tuple(
-            i for i, t in enumerate(tensors) if t.dtype == dtype and layout.numels[i] > 0
+            i for i, numel in enumerate(layout.numels) if numel > 0 and dtypes[i] == dtype
         )
         if not chosen:
             continue
-        wide = torch.promote_types(_cpu.compute_dtype(dtype), _cpu.compute_dtype(layout.dtype))
+        wide = _cpu.compute_dtype(dtype, layout.dtype)
         block, warps = _launch.block_of(layout.numel, max(dtype.itemsize, layout.dtype.itemsize))
         table, tiles = _table(tensors, chosen, layout, block, buffer.device)
         with _launch.device_guard(buffer):
             _copy_kernel[(tiles,)](
                 table,
                 buffer,
+                buffer if found_inf is None else found_inf,
                 _launch.float_bits(scale),
                 TENSOR=_launch.dtype_in_triton(dtype),
                 BUFFER=_launch.dtype_in_triton(layout.dtype),
                 WIDE=_launch.dtype_in_triton(wide),
                 PACK=packing,
                 SCALED=scale != 1.0,
+                CHECKED=found_inf is not None,
                 BLOCK=block,
                 num_warps=warps,
             )
+    _launch.mark_written(*([buffer] if packing else tensors), found_inf)
 
 
 def _table(
@@ -109,7 +129,7 @@ def _table(
     device: torch.device,
 ) -> tuple[Tensor, int]:
     """The device table of the chosen tensors for tiles of `block` elements, and the tiles."""
-    addresses = tuple(tensors[i].data_ptr() for i in chosen)
+    addresses = tuple([tensors[i].data_ptr() for i in chosen])
 
     def make() -> tuple[Tensor, int, Tensor]:
         offsets = np.array(layout.offsets, dtype=np.int64)
@@ -130,18 +150,19 @@ def _table(
     return table, tiles
 
 
-@torch.no_grad()
 def pack(
     tensors: Sequence[Tensor],
     *,
     layout: Layout | None = None,
     out: Tensor | None = None,
     scale: float = 1.0,
+    found_inf: Tensor | None = None,
 ) -> Tensor:
     """Copy `tensors`, each times `scale`, into one 1-D buffer; the padding is zero.
 
     layout: where each goes and the buffer's dtype; None takes `layout_of(tensors)`. out: the
     buffer to write, `layout.numel` elements of `layout.dtype`, 1-D and apart from the tensors.
+    found_inf: float32 of one element, set to 1 where an element written is not finite, else left.
     Products are taken in float32 (float64 where either dtype is float64) and rounded once.
     Returns the buffer. Raises TypeError or ValueError before anything is written.
     """
@@ -153,40 +174,40 @@ def pack(
     else:
         device = device if checked else out.device
         _check_buffer("out", out, layout, device)
-        for i, tensor in enumerate(checked):
-            check_no_overlap("out", out, f"tensors[{i}]", tensor)
+        check_apart("tensors", checked, "out", out)
+    flag = check_found_inf(found_inf, out.device)
     if _launch.on_triton(out):
-        _copy(checked, layout, out, scale, packing=True)
+        _copy(checked, layout, out, scale, flag, packing=True)
     else:
-        _cpu.pack(checked, layout, out, scale)
+        _cpu.pack(checked, layout, out, scale, flag)
     return out
 
 
-@torch.no_grad()
 def unpack(
     buffer: Tensor,
     tensors: Sequence[Tensor],
     *,
     layout: Layout | None = None,
     scale: float = 1.0,
+    found_inf: Tensor | None = None,
 ) -> list[Tensor]:
     """Copy the slots of `buffer`, times `scale`, into `tensors`, in place.
 
     layout: the one `buffer` was packed with; None takes `layout_of(tensors, dtype=buffer.dtype)`.
-    Products as in `pack`. Returns the tensors. Raises TypeError or ValueError before anything is
-    written.
+    found_inf and products as in `pack`. Returns the tensors. Raises TypeError or ValueError before
+    anything is written.
     """
     check_tensor("buffer", buffer)
     checked, layout = _check_list(tensors, layout, buffer.dtype)
     scale = check_scalar("scale", scale)
     _check_buffer("buffer", buffer, layout, checked[0].device if checked else buffer.device)
-    for i, tensor in enumerate(checked):
-        check_no_overlap(f"tensors[{i}]", tensor, "buffer", buffer)
+    check_apart("tensors", checked, "buffer", buffer)
     check_disjoint("tensors", checked)
+    flag = check_found_inf(found_inf, buffer.device)
     if _launch.on_triton(buffer):
-        _copy(checked, layout, buffer, scale, packing=False)
+        _copy(checked, layout, buffer, scale, flag, packing=False)
     else:
-        _cpu.unpack(buffer, checked, layout, scale)
+        _cpu.unpack(buffer, checked, layout, scale, flag)
     return checked
 
 

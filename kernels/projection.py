@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from kernels import _cpu, _launch, _projection
-from kernels._check import check_dots, check_like, check_pair, check_segments, check_tensor
+from kernels._check import (
+    check_dots,
+    check_found_inf,
+    check_like,
+    check_pair,
+    check_segments,
+    check_tensor,
+)
 from kernels._projection import TINY
 
 
@@ -27,7 +34,6 @@ def coefficients(dots: Tensor) -> Tensor:
     return torch.where(norms < TINY, 1.0, 1.0 - dots[:, :1] / (2.0 * norms))
 
 
-@torch.no_grad()
 def dot_and_norms(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -> Tensor:
     """float64 [S, 3] on the tensors' device, rows (a.b, |a|^2, |b|^2) a segment.
 
@@ -43,7 +49,6 @@ def dot_and_norms(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -
     return _cpu.dot_and_norms(left, right, bounds)
 
 
-@torch.no_grad()
 def combine(
     a: Tensor,
     b: Tensor,
@@ -51,28 +56,35 @@ def combine(
     segments: Sequence[int] | None = None,
     *,
     out: Tensor | None = None,
+    found_inf: Tensor | None = None,
 ) -> Tensor:
     """(1 - d/(2A)) a + (1 - d/(2B)) b a segment, with (d, A, B) the rows of `dots`.
 
     dots: float64 [S, 3], as `dot_and_norms` returns or summed over the ranks that hold the
     segments' parts. A coefficient whose squared norm is below sqrt(DBL_MIN) is 1. out: written
-    and returned; may be a or b. Rounded once to the dtype. Raises TypeError or ValueError before
+    and returned; may be a or b. found_inf: float32 of one element, set to 1 where an output is
+    not finite, else left. Rounded once to the dtype. Raises TypeError or ValueError before
     anything is written.
     """
     left = check_tensor("a", a)
     bounds = check_segments(segments, left.numel())
     dots = check_dots(dots, len(bounds) - 1, left)
     left, right, target = check_pair(a, b, out)
+    flag = check_found_inf(found_inf, left.device)
     if _launch.on_triton(left):
-        _projection.combine(left, right, dots, bounds, target)
+        _projection.combine(left, right, dots, bounds, target, flag)
     else:
-        _cpu.combine(left, right, coefficients(dots), bounds, target)
+        _cpu.combine(left, right, coefficients(dots), bounds, target, flag)
     return target
 
 
-@torch.no_grad()
 def adasum(
-    a: Tensor, b: Tensor, segments: Sequence[int] | None = None, *, out: Tensor | None = None
+    a: Tensor,
+    b: Tensor,
+    segments: Sequence[int] | None = None,
+    *,
+    out: Tensor | None = None,
+    found_inf: Tensor | None = None,
 ) -> Tensor:
     """Adasum of two tensors, a segment at a time: `combine` of their `dot_and_norms`.
 
@@ -80,11 +92,12 @@ def adasum(
     """
     left, right, target = check_pair(a, b, out)
     bounds = check_segments(segments, left.numel())
+    flag = check_found_inf(found_inf, left.device)
     if _launch.on_triton(left):
-        _projection.adasum(left, right, bounds, target)
+        _projection.adasum(left, right, bounds, target, flag)
     else:
         dots = _cpu.dot_and_norms(left, right, bounds)
-        _cpu.combine(left, right, coefficients(dots), bounds, target)
+        _cpu.combine(left, right, coefficients(dots), bounds, target, flag)
     return target
 
 

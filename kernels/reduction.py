@@ -8,26 +8,46 @@ import torch
 from torch import Tensor
 
 from kernels import _cpu, _launch
-from kernels._check import check_in_place, check_like, check_pair, check_scalar, check_tensors
+from kernels._check import (
+    check_found_inf,
+    check_in_place,
+    check_like,
+    check_place,
+    check_scalar,
+    check_target,
+    check_tensor,
+    check_tensors,
+)
 from kernels._launch import jit, tl
-from kernels._tiles import float_of, vector_count, vector_pointer, weigh
+from kernels._tiles import (
+    convert,
+    flag_non_finite,
+    float_of,
+    vector_count,
+    vector_pointer,
+    weigh,
+)
 
 
 @jit
 def _sum_kernel(
     addresses,
     out,
+    found_inf,
     tensor_count,
     element_count,
     scale_bits,
     DTYPE: tl.constexpr,
+    OUT: tl.constexpr,
     WIDE: tl.constexpr,
     ALIGNED: tl.constexpr,
+    CHECKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One tile of all tensors; every read of it comes before its write, so `out` may be one."""
     BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    VECTOR: tl.constexpr = 16 // BYTES
+    # A multiple of 16 bytes in the narrower dtype is one in the wider.
+    VECTOR: tl.constexpr = 128 // min(DTYPE.primitive_bitwidth, OUT.primitive_bitwidth)
     first = tl.program_id(0).to(tl.int64) * BLOCK
     count = tl.minimum(element_count - first, BLOCK)
     i = tl.arange(0, BLOCK)
@@ -37,21 +57,28 @@ def _sum_kernel(
         total = tl.zeros([BLOCK], WIDE)
         for k in range(tensor_count):
             source = vector_pointer(tl.load(addresses + k) + first * BYTES, DTYPE)
-            total += tl.load(source + i, mask=inside, other=0.0).to(WIDE)
-        target = vector_pointer(out.to(tl.int64) + first * BYTES, DTYPE)
-        tl.store(target + i, (total * scale).to(DTYPE), mask=inside)
+            total += convert(tl.load(source + i, mask=inside, other=0.0), WIDE)
+        z = convert(total * scale, OUT)
+        if CHECKED:
+            flag_non_finite(z, found_inf)
+        at = out.to(tl.int64) + first * (OUT.primitive_bitwidth // 8)
+        tl.store(vector_pointer(at, OUT) + i, z, mask=inside)
     else:
         inside = i < count
         total = tl.zeros([BLOCK], WIDE)
         for k in range(tensor_count):
             source = (tl.load(addresses + k) + first * BYTES).to(tl.pointer_type(DTYPE))
-            total += tl.load(source + i, mask=inside, other=0.0).to(WIDE)
-        tl.store(out + first + i, (total * scale).to(DTYPE), mask=inside)
+            total += convert(tl.load(source + i, mask=inside, other=0.0), WIDE)
+        z = convert(total * scale, OUT)
+        if CHECKED:
+            flag_non_finite(z, found_inf)
+        tl.store(out + first + i, z, mask=inside)
 
 
-def _sum(tensors: Sequence[Tensor], out: Tensor, scale: float) -> None:
+def _sum(tensors: Sequence[Tensor], out: Tensor, scale: float, found_inf: Tensor | None) -> None:
     addresses = tuple(tensor.data_ptr() for tensor in tensors)
-    block, warps = _launch.block_of(out.numel(), out.element_size())
+    dtype = tensors[0].dtype
+    block, warps = _launch.block_of(out.numel(), max(dtype.itemsize, out.element_size()))
     tiles = -(-out.numel() // block)
     if tiles == 0:
         return
@@ -59,15 +86,19 @@ def _sum(tensors: Sequence[Tensor], out: Tensor, scale: float) -> None:
         _sum_kernel[(tiles,)](
             _launch.address_table(addresses, out.device),
             out,
+            out if found_inf is None else found_inf,
             len(tensors),
             out.numel(),
             _launch.float_bits(scale),
-            DTYPE=_launch.dtype_in_triton(out.dtype),
-            WIDE=_launch.dtype_in_triton(_cpu.compute_dtype(out.dtype)),
+            DTYPE=_launch.dtype_in_triton(dtype),
+            OUT=_launch.dtype_in_triton(out.dtype),
+            WIDE=_launch.dtype_in_triton(_cpu.compute_dtype(dtype, out.dtype)),
             ALIGNED=all(address % 16 == 0 for address in (*addresses, out.data_ptr())),
+            CHECKED=found_inf is not None,
             BLOCK=block,
             num_warps=warps,
         )
+    _launch.mark_written(out, found_inf)
 
 
 @jit
@@ -75,37 +106,53 @@ def _scaled_add_kernel(
     a,
     b,
     out,
+    found_inf,
     element_count,
     alpha_bits,
     beta_bits,
-    DTYPE: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    OUT: tl.constexpr,
     WIDE: tl.constexpr,
     ALIGNED: tl.constexpr,
+    CHECKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One tile of alpha*a + beta*b."""
-    BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    VECTOR: tl.constexpr = 16 // BYTES
+    NARROWEST: tl.constexpr = min(
+        A.primitive_bitwidth, min(B.primitive_bitwidth, OUT.primitive_bitwidth)
+    )
+    VECTOR: tl.constexpr = 128 // NARROWEST
     first = tl.program_id(0).to(tl.int64) * BLOCK
     count = tl.minimum(element_count - first, BLOCK)
     i = tl.arange(0, BLOCK)
     alpha, beta = float_of(alpha_bits), float_of(beta_bits)
     if ALIGNED and count % VECTOR == 0:
         inside = i < vector_count(count, VECTOR)
-        offset = first * BYTES
-        x = tl.load(vector_pointer(a.to(tl.int64) + offset, DTYPE) + i, mask=inside, other=0.0)
-        y = tl.load(vector_pointer(b.to(tl.int64) + offset, DTYPE) + i, mask=inside, other=0.0)
-        z = weigh(x, y, alpha, beta, WIDE).to(DTYPE)
-        tl.store(vector_pointer(out.to(tl.int64) + offset, DTYPE) + i, z, mask=inside)
+        at_a = a.to(tl.int64) + first * (A.primitive_bitwidth // 8)
+        at_b = b.to(tl.int64) + first * (B.primitive_bitwidth // 8)
+        to = out.to(tl.int64) + first * (OUT.primitive_bitwidth // 8)
+        x = tl.load(vector_pointer(at_a, A) + i, mask=inside, other=0.0)
+        y = tl.load(vector_pointer(at_b, B) + i, mask=inside, other=0.0)
+        z = convert(weigh(x, y, alpha, beta, WIDE), OUT)
+        if CHECKED:
+            flag_non_finite(z, found_inf)
+        tl.store(vector_pointer(to, OUT) + i, z, mask=inside)
     else:
         inside = i < count
         x = tl.load(a + first + i, mask=inside, other=0.0)
         y = tl.load(b + first + i, mask=inside, other=0.0)
-        tl.store(out + first + i, weigh(x, y, alpha, beta, WIDE).to(DTYPE), mask=inside)
+        z = convert(weigh(x, y, alpha, beta, WIDE), OUT)
+        if CHECKED:
+            flag_non_finite(z, found_inf)
+        tl.store(out + first + i, z, mask=inside)
 
 
-def _scaled_add(a: Tensor, b: Tensor, alpha: float, beta: float, out: Tensor) -> None:
-    block, warps = _launch.block_of(out.numel(), out.element_size())
+def _scaled_add(
+    a: Tensor, b: Tensor, alpha: float, beta: float, out: Tensor, found_inf: Tensor | None
+) -> None:
+    widest = max(a.element_size(), b.element_size(), out.element_size())
+    block, warps = _launch.block_of(out.numel(), widest)
     tiles = -(-out.numel() // block)
     if tiles == 0:
         return
@@ -114,75 +161,106 @@ def _scaled_add(a: Tensor, b: Tensor, alpha: float, beta: float, out: Tensor) ->
             a,
             b,
             out,
+            out if found_inf is None else found_inf,
             out.numel(),
             _launch.float_bits(alpha),
             _launch.float_bits(beta),
-            DTYPE=_launch.dtype_in_triton(out.dtype),
-            WIDE=_launch.dtype_in_triton(_cpu.compute_dtype(out.dtype)),
+            A=_launch.dtype_in_triton(a.dtype),
+            B=_launch.dtype_in_triton(b.dtype),
+            OUT=_launch.dtype_in_triton(out.dtype),
+            WIDE=_launch.dtype_in_triton(_cpu.compute_dtype(a.dtype, b.dtype, out.dtype)),
             ALIGNED=all(tensor.data_ptr() % 16 == 0 for tensor in (a, b, out)),
+            CHECKED=found_inf is not None,
             BLOCK=block,
             num_warps=warps,
         )
+    _launch.mark_written(out, found_inf)
 
 
-@torch.no_grad()
-def sum_n(tensors: Sequence[Tensor], *, out: Tensor | None = None, scale: float = 1.0) -> Tensor:
+def sum_n(
+    tensors: Sequence[Tensor],
+    *,
+    out: Tensor | None = None,
+    scale: float = 1.0,
+    dtype: torch.dtype | None = None,
+    found_inf: Tensor | None = None,
+) -> Tensor:
     """scale * (tensors[0] + tensors[1] + ...), added in list order.
 
     tensors: at least one, equal in shape, dtype and device. out: written and returned; may be one
-    of the tensors. Sums are taken in float32 (float64 for float64) and rounded once. Raises
-    TypeError or ValueError before anything is written.
+    of the tensors. dtype: of the output, None for that of `out` or, without one, of the tensors.
+    found_inf: float32 of one element, set to 1 where an output is not finite, else left. Sums are
+    taken in float32 (float64 where either dtype is float64) and rounded once. Raises TypeError or
+    ValueError before anything is written.
     """
-    checked, target = _check_sum(tensors, out)
+    checked, target = _check_sum(tensors, out, dtype)
     scale = check_scalar("scale", scale)
+    flag = check_found_inf(found_inf, target.device)
     if _launch.on_triton(target):
-        _sum(checked, target, scale)
+        _sum(checked, target, scale, flag)
     else:
-        _cpu.sum_n(checked, target, scale)
+        _cpu.sum_n(checked, target, scale, flag)
     return target
 
 
-@torch.no_grad()
 def scaled_add(
-    a: Tensor, b: Tensor, *, alpha: float = 1.0, beta: float = 1.0, out: Tensor | None = None
+    a: Tensor,
+    b: Tensor,
+    *,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    out: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    found_inf: Tensor | None = None,
 ) -> Tensor:
-    """alpha*a + beta*b, in float32 (float64 for float64), rounded once.
+    """alpha*a + beta*b, in float32 (float64 where a dtype is float64), rounded once.
 
-    a, b: equal in shape, dtype and device. out: written and returned; may be a or b. Raises
-    TypeError or ValueError before anything is written.
+    a, b: equal in shape and device, each of its own dtype. out: written and returned; may be a or
+    b. dtype: of the output, None for that of `out` or, without one, of a. found_inf: as in
+    `sum_n`. Raises TypeError or ValueError before anything is written.
     """
-    left, right, target = check_pair(a, b, out)
+    left = check_tensor("a", a)
+    right = check_place("b", b, "a", left)
+    target = check_target(out, "a", left, dtype)
+    check_in_place("out", target, "a", left)
+    check_in_place("out", target, "b", right)
     alpha, beta = check_scalar("alpha", alpha), check_scalar("beta", beta)
+    flag = check_found_inf(found_inf, target.device)
     if _launch.on_triton(target):
-        _scaled_add(left, right, alpha, beta, target)
+        _scaled_add(left, right, alpha, beta, target, flag)
     else:
-        _cpu.scaled_add(left, right, alpha, beta, target, (0, left.numel()))
+        _cpu.scaled_add(left, right, alpha, beta, target, flag)
     return target
 
 
-def _check_sum(tensors: Sequence[Tensor], out: Tensor | None) -> tuple[list[Tensor], Tensor]:
+def _check_sum(
+    tensors: Sequence[Tensor], out: Tensor | None, dtype: torch.dtype | None
+) -> tuple[list[Tensor], Tensor]:
     checked = check_tensors("tensors", tensors)
     if not checked:
         raise ValueError("tensors is empty: pass at least one tensor to sum")
     first = checked[0]
-    for i, tensor in enumerate(checked):
-        check_like(f"tensors[{i}]", tensor, "tensors[0]", first)
-    if out is None:
-        return checked, torch.empty_like(first, memory_format=torch.contiguous_format)
-    check_like("out", out, "tensors[0]", first)
-    for i, tensor in enumerate(checked):
-        check_in_place("out", out, f"tensors[{i}]", tensor)
-    return checked, out
+    for i in range(1, len(checked)):
+        if checked[i].dtype != first.dtype or checked[i].shape != first.shape:
+            check_like(f"tensors[{i}]", checked[i], "tensors[0]", first)
+    target = check_target(out, "tensors[0]", first, dtype)
+    if out is not None:
+        for i, tensor in enumerate(checked):
+            check_in_place("out", target, f"tensors[{i}]", tensor)
+    return checked, target
 
 
-def sum_n_bytes(tensors: Sequence[Tensor]) -> int:
-    """Least traffic of `sum_n`, in bytes: every tensor read once, one written."""
-    return (len(tensors) + 1) * tensors[0].numel() * tensors[0].element_size()
+def sum_n_bytes(tensors: Sequence[Tensor], *, dtype: torch.dtype | None = None) -> int:
+    """Least traffic of `sum_n`, in bytes: every tensor read once, one of `dtype` written."""
+    first = tensors[0]
+    written = (first.dtype if dtype is None else dtype).itemsize
+    return first.numel() * (len(tensors) * first.element_size() + written)
 
 
-def scaled_add_bytes(a: Tensor, b: Tensor) -> int:
-    """Least traffic of `scaled_add`, in bytes: two tensors read, one written."""
-    return 2 * a.numel() * a.element_size() + b.numel() * b.element_size()
+def scaled_add_bytes(a: Tensor, b: Tensor, *, dtype: torch.dtype | None = None) -> int:
+    """Least traffic of `scaled_add`, in bytes: two tensors read, one of `dtype` written."""
+    written = (a.dtype if dtype is None else dtype).itemsize
+    return a.numel() * (a.element_size() + b.element_size() + written)
 
 
 def sum_n_reference(tensors: Sequence[Tensor], *, scale: float = 1.0) -> Tensor:

@@ -29,8 +29,9 @@ def test_dtypes_are_named(dtype):
 
 @pytest.mark.parametrize("call", PAIRS)
 def test_pairs(call):
-    with pytest.raises(TypeError, match=r"b has dtype torch\.float64 but a has torch\.float32"):
-        call(X, X.double())
+    if call is not kernels.scaled_add:
+        with pytest.raises(TypeError, match=r"b has dtype torch\.float64 but a has torch\.float32"):
+            call(X, X.double())
     with pytest.raises(ValueError, match=r"b has shape \(7,\)"):
         call(X, X[:7])
     with pytest.raises(ValueError, match=r"a is not contiguous: pass a\.contiguous\(\)"):
@@ -51,8 +52,9 @@ def test_outputs_that_overlap_or_differ(call):
     assert torch.equal(base, torch.ones(16))
     with pytest.raises(ValueError, match="out has shape"):
         call(X, X, out=base)
+    other = {"dtype": torch.float16} if call is kernels.scaled_add else {}
     with pytest.raises(TypeError, match="out has dtype"):
-        call(X, X, out=X.double())
+        call(X, X, out=X.double(), **other)
 
 
 @pytest.mark.parametrize(
@@ -102,6 +104,28 @@ def test_lists():
     with pytest.raises(ValueError, match=r"tensors\[0\] and tensors\[1\] overlap"):
         kernels.unpack(torch.ones(32), [out[:8], out[4:12]])
     assert torch.equal(out, torch.ones(16))
+
+
+def test_found_inf_and_dtype():
+    for bad, error, words in [
+        (torch.zeros(2), TypeError, "pass one float32"),
+        (torch.zeros((), dtype=torch.float64), TypeError, "pass one float32"),
+        (True, TypeError, r"found_inf must be a torch\.Tensor"),
+        (torch.zeros((), device="meta"), ValueError, "found_inf is on meta"),
+    ]:
+        calls = [
+            lambda bad=bad: kernels.pack([X], found_inf=bad),
+            lambda bad=bad: kernels.unpack(torch.ones(16), [X], found_inf=bad),
+            lambda bad=bad: kernels.sum_n([X], found_inf=bad),
+            lambda bad=bad: kernels.scaled_add(X, X, found_inf=bad),
+            lambda bad=bad: kernels.adasum(X, X, found_inf=bad),
+        ]
+        for call in calls:
+            with pytest.raises(error, match=words):
+                call()
+    with pytest.raises(TypeError, match=r"dtype has dtype torch\.int32"):
+        kernels.sum_n([X], dtype=torch.int32)
+    assert torch.equal(X, torch.ones(8))
 
 
 def test_the_interpreter_must_be_asked_for():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-FILES = ("test_packing.py", "test_reduction.py", "test_projection.py")
+FILES = ("test_packing.py", "test_reduction.py", "test_projection.py", "test_launches.py")
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="already interpreted")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 import kernels
 from tests.kernels.cases import DTYPES, assert_close, bits, misaligned, poisoned, random, tolerance
+from tests.kernels.conftest import Backend
 
 # The last is more than one block of the CPU path and many tiles of the other.
 SIZES = [0, 1, 7, 1024, 70001]
@@ -61,3 +64,78 @@ def test_scaled_add_with_factors_beyond_float32(backend):
     expected = kernels.scaled_add_reference(a, b, alpha=1e50, beta=1e-3)
     magnitude = kernels.scaled_add_reference(a.abs(), b.abs(), alpha=1e50, beta=1e-3)
     assert_close(got, expected, magnitude, tolerance(torch.float32, backend.interpreted, 2))
+
+
+@pytest.mark.parametrize("source", DTYPES)
+@pytest.mark.parametrize("target", DTYPES)
+@pytest.mark.parametrize("move", [False, True])
+def test_sum_n_into_another_dtype(backend, source, target, move):
+    numel = 3001 if backend.interpreted else 140_001
+    tensors = [random(numel, source, backend.device, seed) for seed in range(3)]
+    if move:
+        tensors = [misaligned(tensor) for tensor in tensors]
+    out = poisoned(numel, target, backend.device)
+    kernels.sum_n(tensors, out=out, scale=0.3)
+    magnitude = kernels.sum_n_reference([tensor.abs() for tensor in tensors], scale=0.3)
+    bound = _bound(source, target, backend, 3)
+    assert_close(out, kernels.sum_n_reference(tensors, scale=0.3), magnitude, bound)
+    assert bits(kernels.sum_n(tensors, dtype=target, scale=0.3)) == bits(out)
+
+
+@pytest.mark.parametrize("left", DTYPES)
+@pytest.mark.parametrize("right", DTYPES)
+@pytest.mark.parametrize("target", DTYPES)
+def test_scaled_add_of_three_dtypes(backend, left, right, target):
+    numel = 1003 if backend.interpreted else 140_001
+    a, b = random(numel, left, backend.device, 1), random(numel, right, backend.device, 2)
+    out = poisoned(numel, target, backend.device)
+    kernels.scaled_add(a, b, alpha=0.7, beta=-1.3, out=out)
+    expected = kernels.scaled_add_reference(a, b, alpha=0.7, beta=-1.3)
+    magnitude = kernels.scaled_add_reference(a.abs(), b.abs(), alpha=0.7, beta=1.3)
+    wide = torch.float64 if torch.float64 in (left, right) else left
+    assert_close(out, expected, magnitude, _bound(wide, target, backend, 2))
+
+
+def _bound(source: torch.dtype, target: torch.dtype, backend: Backend, terms: int) -> float:
+    """As `tolerance` of `target`; float64 on its way to another dtype passes through float32."""
+    if source == torch.float64 and target != torch.float64:
+        return tolerance(target, backend.interpreted, terms) + torch.finfo(torch.float32).eps
+    return tolerance(target, backend.interpreted, terms)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numel", [5, 70_001])
+@pytest.mark.parametrize("move", [False, True])
+def test_found_inf_says_what_left_the_dtype(backend, dtype, numel, move):
+    numel = min(numel, 5001) if backend.interpreted else numel
+    tensors = [random(numel, dtype, backend.device, seed) for seed in (1, 2)]
+    if move:
+        tensors = [misaligned(tensor) for tensor in tensors]
+    found = torch.zeros((), device=backend.device)
+    layout = kernels.layout_of(tensors)
+    calls = [
+        lambda: kernels.sum_n(tensors, found_inf=found),
+        lambda: kernels.scaled_add(*tensors, found_inf=found),
+        lambda: kernels.adasum(*tensors, found_inf=found),
+        lambda: kernels.combine(*tensors, kernels.dot_and_norms(*tensors), found_inf=found),
+        lambda: kernels.pack(tensors, layout=layout, found_inf=found),
+        lambda: kernels.unpack(kernels.pack(tensors), tensors, found_inf=found),
+    ]
+    for call in calls:
+        call()
+        assert found.item() == 0.0
+    for poison in (math.nan, math.inf, -math.inf):
+        # The last element lies in a tail of its own.
+        tensors[1][numel - 1] = poison
+        for call in calls:
+            found.zero_()
+            call()
+            assert found.item() == 1.0, call
+            call()
+            assert found.item() == 1.0
+    big = torch.full((numel,), torch.finfo(dtype).max, dtype=dtype, device=backend.device)
+    kernels.sum_n([big, big], scale=0.25, found_inf=found.zero_())
+    # Twice the largest float16 is no trouble in float32; every other dtype has its wide range.
+    assert found.item() == (0.0 if dtype == torch.float16 else 1.0)
+    kernels.sum_n([big, big], found_inf=found.zero_())
+    assert found.item() == 1.0
