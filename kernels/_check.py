@@ -58,8 +58,10 @@ def _all_sound(tensors: Sequence[Tensor]) -> bool:
         _PLAIN.issuperset(map(type, tensors))
         and _SUPPORTED.issuperset(map(_dtype, tensors))
         and set(map(_layout, tensors)) <= {torch.strided}
-        and (all(map(_is_cpu, tensors)) or all(map(_is_cuda, tensors)))
-        and len(set(map(Tensor.get_device, tensors))) <= 1
+        and (
+            all(map(_is_cpu, tensors))
+            or (all(map(_is_cuda, tensors)) and len(set(map(Tensor.get_device, tensors))) == 1)
+        )
         and all(map(Tensor.is_contiguous, tensors))
     )
 

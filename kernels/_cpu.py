@@ -14,13 +14,13 @@ from torch import Tensor
 
 from kernels.layout import Layout
 
-# Starting torch's threads costs more than leaving the cache of one core: bench/NOTES.md has the
-# times behind these three. Two float64 copies of a block for the dots,
+# An operation on both cores costs tens of microseconds to start and to end, so blocks are as large
+# as the shared cache lets them be: two float64 copies for the dots,
 _DOT_BLOCK = 1 << 18
-# one float32 intermediate beside its inputs,
-_MAP_BLOCK = 1 << 17
-# and sums that accumulate in their output.
-_SUM_BLOCK = 1 << 20
+# one intermediate beside inputs and output,
+_MAP_BLOCK = 1 << 19
+# and no intermediate but the output. bench/NOTES.md has the times behind the three.
+_SUM_BLOCK = 1 << 21
 # Coefficients inside this range times any float32 lose nothing to float32's exponent.
 _SAFE_LOW, _SAFE_HIGH = 2.0**-60, 2.0**60
 _memory = threading.local()
@@ -41,6 +41,11 @@ def _scratch(slot: int, numel: int, dtype: torch.dtype) -> Tensor:
             memory = torch.empty(numel, dtype=dtype)
         setattr(_memory, name, memory)
     return memory[:numel]
+
+
+def _part(flat: Tensor, low: int, high: int) -> Tensor:
+    """flat[low:high], without the cost of a view where that is all of it."""
+    return flat if high - low == flat.numel() else flat[low:high]
 
 
 def _blocks(start: int, stop: int, block: int) -> Iterator[tuple[int, int]]:
@@ -77,14 +82,13 @@ def _flat(tensor: Tensor) -> Tensor:
 
 def _slots(layout: Layout, buffer: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     """The 1-D places of the tensors in `buffer`, and those of the padding."""
-    ends = layout.segments[1:]
-    sizes = [end - offset for offset, end in zip(layout.offsets, ends, strict=True)]
-    slots = list(buffer.split(sizes))
+    slots = list(buffer.split(layout.slots))
     padding = []
-    for i, (size, numel) in enumerate(zip(sizes, layout.numels, strict=True)):
-        if size != numel:
-            padding.append(slots[i][numel:])
-            slots[i] = slots[i][:numel]
+    if not layout.dense:
+        for i, (size, numel) in enumerate(zip(layout.slots, layout.numels, strict=True)):
+            if size != numel:
+                padding.append(slots[i][numel:])
+                slots[i] = slots[i][:numel]
     return slots, padding
 
 
@@ -100,7 +104,7 @@ def pack(
     if not tensors:
         return
     flat = [_flat(tensor) for tensor in tensors]
-    if scale == 1.0 and sum(layout.numels) == layout.numel:
+    if scale == 1.0 and layout.dense:
         torch.cat(flat, out=out)
     else:
         slots, padding = _slots(layout, out)
@@ -126,11 +130,12 @@ def unpack(
     if not tensors:
         return
     flat = [_flat(tensor) for tensor in tensors]
-    slots, _ = _slots(layout, buffer)
-    if scale == 1.0:
-        torch._foreach_copy_(flat, slots)
+    if scale == 1.0 and layout.dense and all(t.dtype == buffer.dtype for t in flat):
+        torch.split_with_sizes_copy(buffer, layout.slots, out=flat)
+    elif scale == 1.0:
+        torch._foreach_copy_(flat, _slots(layout, buffer)[0])
     else:
-        for slot, tensor in zip(slots, flat, strict=True):
+        for slot, tensor in zip(_slots(layout, buffer)[0], flat, strict=True):
             _scaled_copy(tensor, slot, scale)
     _flag_non_finite(found_inf, *flat)
 
@@ -140,25 +145,27 @@ def sum_n(tensors: Sequence[Tensor], out: Tensor, scale: float, found_inf: Tenso
     """out = scale * (t0 + t1 + ...), in list order; `out` may be any of the tensors."""
     dtype = tensors[0].dtype
     wide = compute_dtype(dtype, out.dtype)
-    flat = [tensor.view(-1) for tensor in tensors]
-    target = out.view(-1)
+    flat = [_flat(tensor) for tensor in tensors]
+    target = _flat(out)
     # Accumulating in the output itself saves a copy where no later input is the output.
     direct = out.dtype == wide and all(t.data_ptr() != out.data_ptr() for t in tensors[2:])
     for low, high in _blocks(0, out.numel(), _SUM_BLOCK if direct else _MAP_BLOCK):
-        block = target[low:high] if direct else _scratch(0, high - low, wide)
-        if len(flat) > 1 and dtype == wide:
-            torch.add(flat[0][low:high], flat[1][low:high], out=block)
+        parts = [_part(tensor, low, high) for tensor in flat]
+        to = _part(target, low, high)
+        block = to if direct else _scratch(0, high - low, wide)
+        if len(parts) > 1 and dtype == wide:
+            torch.add(parts[0], parts[1], out=block)
         else:
-            block.copy_(flat[0][low:high])
-            for tensor in flat[1:2]:
-                _accumulate(block, tensor[low:high])
-        for tensor in flat[2:]:
-            _accumulate(block, tensor[low:high])
+            block.copy_(parts[0])
+            for part in parts[1:2]:
+                _accumulate(block, part)
+        for part in parts[2:]:
+            _accumulate(block, part)
         if not direct:
-            _scaled_copy(target[low:high], block, scale)
+            _scaled_copy(to, block, scale)
         elif scale != 1.0:
             block.mul_(scale)
-        _flag_non_finite(found_inf, target[low:high])
+        _flag_non_finite(found_inf, to)
 
 
 def _accumulate(total: Tensor, tensor: Tensor) -> None:
@@ -188,16 +195,18 @@ def scaled_add(
     ):
         wide = torch.float64
     x, y, target = _flat(a), _flat(b), _flat(out)
-    for low, high in _blocks(0, target.numel(), _MAP_BLOCK):
-        block = _scratch(0, high - low, wide)
-        left, right, to = x[low:high], y[low:high], target[low:high]
-        if right.dtype == wide:
-            torch.mul(right, beta, out=block)
+    # The output can hold the intermediate result unless it is b.
+    direct = out.dtype == wide and out.data_ptr() != b.data_ptr()
+    for low, high in _blocks(0, target.numel(), _SUM_BLOCK if direct else _MAP_BLOCK):
+        left, right, to = (_part(flat, low, high) for flat in (x, y, target))
+        block = to if direct else _scratch(0, high - low, wide)
+        if left.dtype == wide:
+            torch.mul(left, alpha, out=block)
         else:
-            block.copy_(right).mul_(beta)
-        if left.dtype != wide:
-            left = _scratch(1, high - low, wide).copy_(left)
-        torch.add(block, left, alpha=alpha, out=to)
+            block.copy_(left).mul_(alpha)
+        if right.dtype != wide:
+            right = _scratch(1, high - low, wide).copy_(right)
+        torch.add(block, right, alpha=beta, out=to)
         _flag_non_finite(found_inf, to)
 
 

@@ -6,6 +6,7 @@ import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -37,6 +38,16 @@ class Layout:
     def segments(self) -> tuple[int, ...]:
         """Boundaries (0, ..., numel), one segment a tensor with its padding; (0,) for none."""
         return (*self.offsets, self.numel)
+
+    @cached_property
+    def slots(self) -> tuple[int, ...]:
+        """Elements of every slot: a tensor and the padding behind it."""
+        return tuple(map(operator.sub, self.segments[1:], self.offsets))
+
+    @cached_property
+    def dense(self) -> bool:
+        """Whether there is no padding at all."""
+        return sum(self.numels) == self.numel
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Views of `buffer` (1-D, `numel` elements), shaped as the original tensors."""
