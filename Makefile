@@ -16,7 +16,7 @@ TORCH := $(shell grep -o '^torch==[^;]*' constraints.txt)
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench bench-gpu clean
+.PHONY: help demo test lint bench bench-gpu bench-compiled clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -40,6 +40,9 @@ bench-gpu: $(READY)  ## the same benchmarks; an error where torch sees no GPU
 	@$(PY) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("bench-gpu: torch sees no GPU here")'
 	@mkdir -p $(OUT)
 	$(PY) -m pytest bench --benchmark-only --benchmark-json=$(OUT)/bench-gpu.json $(PYTEST_ARGS)
+
+bench-compiled: $(READY)  ## what the compiler makes of each kernel, no GPU needed: a table in bench/results
+	$(PY) -m bench.compiled
 
 clean:  ## remove .venv, out/ and caches
 	rm -rf $(VENV) $(OUT) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
