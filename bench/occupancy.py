@@ -1,0 +1,87 @@
+"""What one multiprocessor (SM) holds at once, and what it must have in flight to be fast."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+THREADS = 2048
+PROGRAMS = 32
+REGISTERS = 65536
+SCHEDULERS = 4
+REGISTER_UNIT = 256
+SHARED_RESERVED = 1024
+SHARED_UNIT = 128
+
+# Assumption, not a measurement: from a load's issue to its data, in nanoseconds, with the memory
+# near its limit. NVIDIA's talk "CUDA Techniques to Maximize Memory Bandwidth and Hide Latency"
+# (GTC 2025, S72683) asks for more than 32 KiB in flight per SM on Hopper and 40 KiB on Blackwell;
+# by Little's law with the figures below that is 1300 and 760 ns.
+LATENCY_NS = 1000.0
+
+
+class Architecture(NamedTuple):
+    """A compute capability and the part its speed is taken from.
+
+    shared: bytes of shared memory per SM. sms, gigabytes_per_second, gigahertz: of the part named;
+    data sheet figures, the clock an assumption about what it sustains.
+    """
+
+    part: str
+    shared: int
+    sms: int
+    gigabytes_per_second: float
+    gigahertz: float
+
+    @property
+    def bytes_needed(self) -> float:
+        """Little's law: bytes in flight per SM = bandwidth * latency / SMs."""
+        return self.gigabytes_per_second * LATENCY_NS / self.sms
+
+    @property
+    def instructions_per_byte(self) -> float:
+        """Thread instructions that an SM can issue in the time in which it moves one byte.
+
+        One warp instruction of 32 threads a cycle and scheduler.
+        """
+        return 32 * SCHEDULERS * self.gigahertz / (self.gigabytes_per_second / self.sms)
+
+
+ARCHITECTURES = {
+    80: Architecture("A100 SXM 80 GB", 164 << 10, 108, 2039.0, 1.41),
+    90: Architecture("H100 SXM", 228 << 10, 132, 3350.0, 1.755),
+    100: Architecture("B200", 228 << 10, 148, 8000.0, 1.85),
+}
+
+
+class Residency(NamedTuple):
+    """Programs resident on one SM, and what keeps it from holding more."""
+
+    programs: int
+    limit: str
+
+
+def residency(capability: int, registers: int, warps: int, shared: int) -> Residency:
+    """Programs of `warps` warps, `registers` a thread and `shared` bytes that one SM holds at once.
+
+    The least of four:
+      by threads:   2048 // (32 * warps)
+      by slots:     32
+      by registers: each of four schedulers owns 16384, a warp takes 32 * registers of them rounded
+                    up to 256, so 4 * (16384 // that) warps, // warps rounded up to a multiple of 4
+      by shared:    the SM's bytes // (shared + 1024 for the system, rounded up to 128)
+
+    Source: CUDA C++ Programming Guide, "Compute Capabilities", "Technical Specifications per
+    Compute Capability"; the allocation units are those of the toolkit's cuda_occupancy.h. They are
+    the same for 8.0, 9.0 and 10.0 but for the shared memory.
+    """
+    a_warp = -(-32 * registers // REGISTER_UNIT) * REGISTER_UNIT
+    warps_by_registers = SCHEDULERS * (REGISTERS // SCHEDULERS // a_warp)
+    a_program = -(-(shared + SHARED_RESERVED) // SHARED_UNIT) * SHARED_UNIT
+    limits = {
+        "registers": warps_by_registers // (-(-warps // SCHEDULERS) * SCHEDULERS),
+        "threads": THREADS // (32 * warps),
+        "shared": ARCHITECTURES[capability].shared // a_program,
+        "slots": PROGRAMS,
+    }
+    limit = min(limits, key=lambda name: limits[name])
+    return Residency(limits[limit], limit)

@@ -1,0 +1,262 @@
+"""Reading a kernel's machine code: what it loads, stores and issues, and how much it has in flight.
+
+The code is read as nvdisasm prints it: one instruction a line, `/*0160*/ @!P1 BRA `(.L_x_0) ;`,
+and labels on lines of their own. Opcodes are those of NVIDIA's "CUDA Binary Utilities" guide,
+section "Instruction Set Reference". One thread is looked at throughout: counts are per thread.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Set
+from typing import NamedTuple
+
+_LINE = re.compile(
+    r"/\*[0-9a-f]{4,}\*/\s+\{?\s*(?:@(?P<predicate>!?U?P\w+)\s+)?(?P<opcode>[A-Z][\w.]*)"
+    r"\s*(?P<operands>[^;]*?)\s*\}?\s*;"
+)
+_LABEL = re.compile(r"^(\.L_\w+):")
+_TARGET = re.compile(r"\((\.L_\w+)\)")
+_REGISTER = re.compile(r"\bR(\d+)\b")
+_JUMPS = ("BRA", "CALL", "BRX", "JMP", "JMX", "EXIT", "RET", "KILL")
+VECTOR_SIZES = frozenset({16, 32})
+
+
+class Instruction(NamedTuple):
+    """predicate: "" where it always runs. target: the label a branch goes to, or "".
+
+    ptxas also jumps by CALL, to a label of the kernel's own that never returns.
+    """
+
+    predicate: str
+    opcode: str
+    operands: str
+
+    @property
+    def target(self) -> str:
+        found = _TARGET.search(self.operands)
+        return found.group(1) if found and self.opcode.startswith(("BRA", "CALL")) else ""
+
+    @property
+    def registers(self) -> list[int]:
+        return [int(number) for number in _REGISTER.findall(self.operands)]
+
+    @property
+    def access_bytes(self) -> int:
+        """Bytes a thread moves in a global load or store; 0 for any other instruction."""
+        name, *modifiers = self.opcode.split(".")
+        if name not in ("LDG", "STG"):
+            return 0
+        sizes = [int(m.lstrip("SU")) for m in modifiers if re.fullmatch(r"[SU]?\d+", m)]
+        return max(sizes) // 8 if sizes else 4
+
+    @property
+    def is_load(self) -> bool:
+        return self.opcode.startswith("LDG")
+
+    @property
+    def is_fp64(self) -> bool:
+        """Arithmetic, comparison or conversion on the float64 units."""
+        name = self.opcode.split(".")[0]
+        return name in ("DADD", "DMUL", "DFMA", "DSETP", "DMNMX") or (
+            name not in ("LDG", "STG", "ATOMG", "RED") and bool(re.search(r"F64|64H", self.opcode))
+        )
+
+
+class Block(NamedTuple):
+    """Instructions that run from first to last, and the numbers of the blocks that may follow."""
+
+    instructions: list[Instruction]
+    successors: list[int]
+
+
+class Path(NamedTuple):
+    """One way from entry to exit, each loop body at most once.
+
+    moved: bytes of global accesses of the path's widths. in_flight: the most bytes of such loads
+    requested before the first of them is used. shared: accesses of shared memory. barriers:
+    BAR.SYNC. All per thread; all 0 where there is no such path.
+    """
+
+    instructions: int
+    moved: int
+    in_flight: int
+    fp64: int
+    shared: int
+    barriers: int
+
+
+NO_PATH = Path(0, 0, 0, 0, 0, 0)
+
+
+def parse(text: str) -> list[Block]:
+    """The kernel's basic blocks, in address order, entry first.
+
+    text: nvdisasm's output for one kernel. Subroutines called from it are blocks that nothing
+    leads to. Raises ValueError where there is no instruction or a branch with no known target.
+    """
+    blocks: list[Block] = []
+    labels: dict[str, int] = {}
+    current: list[Instruction] = []
+
+    def close() -> None:
+        nonlocal current
+        if current:
+            blocks.append(Block(current, []))
+            current = []
+
+    for line in text.splitlines():
+        label = _LABEL.match(line.strip())
+        if label:
+            close()
+            labels[label.group(1)] = len(blocks)
+        found = _LINE.search(line)
+        if found:
+            fields = found.groupdict(default="")
+            current.append(Instruction(fields["predicate"], fields["opcode"], fields["operands"]))
+            if fields["opcode"].startswith(_JUMPS):
+                close()
+    close()
+    if not blocks:
+        raise ValueError("no instruction found: pass the output of `nvdisasm -c` for a cubin")
+    for i, block in enumerate(blocks):
+        last = block.instructions[-1]
+        if last.target:
+            block.successors.append(labels[last.target])
+        elif last.opcode.startswith(("BRX", "JMP", "JMX", "BRA")):
+            raise ValueError(f"{last.opcode} {last.operands}: only direct branches are known")
+        conditional = last.predicate or (last.target and not last.operands.startswith("`("))
+        if (
+            conditional or last.opcode.startswith("CALL") or not last.opcode.startswith(_JUMPS)
+        ) and i + 1 < len(blocks):
+            block.successors.append(i + 1)
+    return blocks
+
+
+def _search(successors: list[set[int]]) -> tuple[list[int], list[tuple[int, int]]]:
+    """Blocks reachable from the entry, those that lead on first, and the edges closing loops."""
+    order: list[int] = []
+    back: list[tuple[int, int]] = []
+    on_stack: set[int] = {0}
+    done: set[int] = set()
+    stack = [(0, iter(sorted(successors[0])))]
+    while stack:
+        node, rest = stack[-1]
+        for follower in rest:
+            if follower in on_stack:
+                back.append((node, follower))
+            elif follower not in done:
+                on_stack.add(follower)
+                stack.append((follower, iter(sorted(successors[follower]))))
+                break
+        else:
+            stack.pop()
+            on_stack.discard(node)
+            done.add(node)
+            order.append(node)
+    return order[::-1], back
+
+
+def _acyclic(blocks: list[Block]) -> tuple[list[int], list[set[int]]]:
+    """Topological order and successors, where the end of a loop's body leads out of the loop."""
+    successors = [set(block.successors) for block in blocks]
+    _, back = _search(successors)
+    result = [set(followers) for followers in successors]
+    for last, head in back:
+        loop, found = {head, last}, [last]
+        while found:
+            node = found.pop()
+            before = {i for i, followers in enumerate(successors) if node in followers} - loop
+            if node != head:
+                loop |= before
+                found += before
+        outside = successors[head] - loop
+        for node in loop if not outside else ():
+            outside |= successors[node] - loop
+        result[last] = (result[last] - {head}) | outside
+    order, left = _search(result)
+    if left:
+        raise ValueError(f"the loops of blocks {left} are entangled: no order of blocks is known")
+    return order, result
+
+
+def _in_flight(instructions: list[Instruction], sizes: Set[int]) -> int:
+    """Most bytes of loads of these sizes requested before the first of them is used.
+
+    Loads are taken to return in order: using one waits for all before it. A register that is
+    named again, as source or destination, is used.
+    """
+    waiting: list[tuple[set[int], int]] = []
+    most = 0
+    for instruction in instructions:
+        named = set(instruction.registers)
+        size = instruction.access_bytes
+        loads = instruction.is_load and size in sizes
+        if loads:
+            first, *addresses = instruction.registers
+            named = set(addresses)
+        used = [k for k, (registers, _) in enumerate(waiting) if registers & named]
+        if used:
+            del waiting[: used[-1] + 1]
+        if loads:
+            waiting.append((set(range(first, first + max(1, size // 4))), size))
+            most = max(most, sum(held for _, held in waiting))
+    return most
+
+
+def _best(blocks: list[Block], counted: Set[int], barred: Set[int]) -> list[Instruction]:
+    """Instructions of the path that moves most bytes in accesses of `counted` bytes and enters no
+    block of `barred`; of those, the shortest. Empty where every path is barred."""
+    order, successors = _acyclic(blocks)
+    best: dict[int, tuple[int, int]] = {}
+    following: dict[int, int] = {}
+    for i in reversed(order):
+        if i in barred:
+            continue
+        instructions = blocks[i].instructions
+        ways = [(best[j], j) for j in successors[i] if j in best]
+        (moved, length), follower = max(ways, default=((0, 0), -1))
+        ends = instructions[-1].opcode.startswith("EXIT")
+        if not ways and not ends:
+            continue
+        if ends and (moved, length) <= (0, 0):
+            moved, length, follower = 0, 0, -1
+        here = sum(x.access_bytes for x in instructions if x.access_bytes in counted)
+        best[i] = (moved + here, length - len(instructions))
+        following[i] = follower
+    taken: list[Instruction] = []
+    node = 0 if 0 in best else -1
+    while node >= 0:
+        taken += blocks[node].instructions
+        node = following[node]
+    return taken
+
+
+def _summary(taken: list[Instruction], counted: Set[int], loads: Set[int]) -> Path:
+    sizes = [x.access_bytes for x in taken if x.access_bytes in counted]
+    return Path(
+        instructions=len(taken) if sizes else 0,
+        moved=sum(sizes),
+        in_flight=_in_flight(taken, loads),
+        fp64=sum(x.is_fp64 for x in taken) if sizes else 0,
+        shared=sum(x.opcode.startswith(("LDS", "STS")) for x in taken) if sizes else 0,
+        barriers=sum(x.opcode.startswith("BAR.SYNC") for x in taken) if sizes else 0,
+    )
+
+
+def vector_path(blocks: list[Block]) -> Path:
+    """The path of tiles that are read and written in 16-byte accesses."""
+    return _summary(_best(blocks, VECTOR_SIZES, frozenset()), VECTOR_SIZES, VECTOR_SIZES)
+
+
+def scalar_path(blocks: list[Block], itemsizes: Set[int]) -> Path:
+    """The path of tiles that are read element by element, of these sizes in bytes, and written
+    so or in 16-byte accesses. Other accesses of an element's size, of tables say, count as well.
+    """
+    counted = itemsizes | VECTOR_SIZES
+    vectors = {
+        i
+        for i, block in enumerate(blocks)
+        if any(x.is_load and x.access_bytes in VECTOR_SIZES for x in block.instructions)
+    }
+    return _summary(_best(blocks, counted, vectors), counted, itemsizes)
