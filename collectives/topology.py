@@ -1,0 +1,124 @@
+"""Where ranks are: equal nodes of consecutive ranks, and the orders that rings visit them in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Topology:
+    """`size` ranks on nodes of `local_size` each; node w holds [w·local_size, (w+1)·local_size).
+
+    local_order: the local ranks in the order in which a ring visits them (next to each other:
+    joined by the fastest links); 0, 1, 2, ... unless given.
+
+    Raises TypeError or ValueError naming the field for ranks that do not fill equal nodes.
+    """
+
+    size: int
+    local_size: int
+    local_order: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        _require_int("size", self.size, 1)
+        _require_int("local_size", self.local_size, 1)
+        if self.size % self.local_size:
+            raise ValueError(
+                f"local_size {self.local_size} does not divide size {self.size}: "
+                "every node must hold as many ranks"
+            )
+        order = tuple(self.local_order) or tuple(range(self.local_size))
+        _require_order(order, self.local_size)
+        object.__setattr__(self, "local_order", order)
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes, all equally filled."""
+        return self.size // self.local_size
+
+    def node_of(self, rank: int) -> int:
+        """The node a rank is on."""
+        return self._require_rank(rank) // self.local_size
+
+    def local_rank_of(self, rank: int) -> int:
+        """A rank's place on its node, from 0."""
+        return self._require_rank(rank) % self.local_size
+
+    def ranks_of(self, node: int) -> range:
+        """The ranks on a node."""
+        if not 0 <= node < self.num_nodes:
+            raise ValueError(f"node must be from 0 to {self.num_nodes - 1}, got {node}")
+        return range(node * self.local_size, (node + 1) * self.local_size)
+
+    def ring_orders(self, shards: int = 1) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each of `shards` rings, position by position; as `ring_permutations`."""
+        return _ring_orders(self.num_nodes, shards, self.local_order)
+
+    def _require_rank(self, rank: int) -> int:
+        if not 0 <= rank < self.size:
+            raise ValueError(f"rank must be from 0 to {self.size - 1}, got {rank}")
+        return rank
+
+
+def ring_permutations(
+    num_nodes: int, shards: int, local_order: Sequence[int]
+) -> tuple[list[list[int]], list[list[int]]]:
+    """The rings of `shards` shards over `num_nodes` nodes: (pred, rank).
+
+    Both are indexed [shard][global rank]: the rank before this one on the shard's ring, and this
+    rank's position on it. Node w contributes w·n + i for i in `local_order` (a permutation of
+    0, ..., n - 1), rotated left by shard · max(1, n // shards), so that shards cross from node to
+    node at different local ranks.
+
+    Raises TypeError for what is no int, ValueError for a `local_order` that is no permutation and
+    for more shards than n (unless there is but one rank in all).
+    """
+    orders = _ring_orders(num_nodes, shards, tuple(local_order))
+    pred = [[0] * len(order) for order in orders]
+    position = [[0] * len(order) for order in orders]
+    for shard, order in enumerate(orders):
+        for place, rank in enumerate(order):
+            pred[shard][rank] = order[place - 1]
+            position[shard][rank] = place
+    return pred, position
+
+
+def _ring_orders(
+    num_nodes: int, shards: int, local_order: tuple[int, ...]
+) -> tuple[tuple[int, ...], ...]:
+    _require_int("num_nodes", num_nodes, 1)
+    _require_int("shards", shards, 0)
+    local_size = len(local_order)
+    _require_order(local_order, local_size)
+    require_ring_shards(shards, num_nodes, local_size)
+    turn = max(1, local_size // max(1, shards))
+    orders = []
+    for shard in range(shards):
+        first = shard * turn % max(1, local_size)
+        rotated = local_order[first:] + local_order[:first]
+        orders.append(tuple(w * local_size + i for w in range(num_nodes) for i in rotated))
+    return tuple(orders)
+
+
+def require_ring_shards(shards: int, num_nodes: int, local_size: int) -> None:
+    """ValueError naming both numbers for more rings than a node has ranks to start them at."""
+    if shards > local_size and num_nodes * local_size > 1:
+        raise ValueError(
+            f"{shards} ring shards need as many ranks on every node, which has {local_size}: "
+            f"use at most {local_size}"
+        )
+
+
+def _require_int(field: str, value: int, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{field} must be an int, got {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{field} must be at least {least}, got {value}")
+
+
+def _require_order(order: tuple[int, ...], size: int) -> None:
+    for i in order:
+        _require_int("local_order's members", i, 0)
+    if sorted(order) != list(range(size)):
+        raise ValueError(f"local_order must be a permutation of 0 to {size - 1}, got {order}")
