@@ -59,12 +59,12 @@ class AdasumReducer(Reducer):
         return "rd" if nbytes <= _SMALL_BYTES else "vhdd"
 
     def reduce(self, operands: Operands) -> None:
-        """out = adasum(left, right) on this rank's piece.
+        """out = adasum(left, right) on this rank's piece of the two parts.
 
         The partial dot products of the piece go into a full [S, 3] float64 table, so that the ranks
         of the step sum one shape wherever the pieces were cut, inside a segment or not.
         """
-        left, right = operands.left, operands.right
+        left, right = operands.parts
         segments = (0, operands.numel) if operands.segments is None else tuple(operands.segments)
         dots = torch.zeros(len(segments) - 1, 3, dtype=torch.float64, device=left.device)
         if left.numel() == 0:

@@ -9,7 +9,7 @@ import torch
 from .algorithms import doubling
 from .reducers import Operands, Reducer, Sum
 from .schedule import Action, Schedule, Step, Transfer, steps_of
-from .split import split_bounds
+from .split import segment_bounds, split_bounds
 from .transport.base import Message, Transport
 
 
@@ -33,7 +33,7 @@ def execute(
     schedule: Schedule,
     buffer: torch.Tensor,
     transport: Transport,
-    reducer: Reducer,
+    reducer: Reducer | Sequence[Reducer],
     *,
     label: str,
     timeout: float,
@@ -44,14 +44,16 @@ def execute(
 ) -> None:
     """Run this rank's steps of `schedule` in place on `buffer` (1-D, contiguous).
 
-    bounds: element boundaries of the schedule's chunks; nearly equal pieces unless given.
-    ranks: the transport's ranks that stand for the schedule's ranks 0, 1, ...; all of them unless
-    given. label: what an error calls this collective. timeout: seconds for each step.
+    reducer: what REDUCE means, one for all phases or one a phase. bounds: element boundaries of
+    the schedule's chunks; nearly equal pieces unless given, of whole segments where the schedule
+    asks for them. ranks: the transport's ranks that stand for the schedule's ranks 0, 1, ...; all
+    of them unless given. label: what an error calls this collective. timeout: seconds for each
+    step.
     """
     members = range(transport.size) if ranks is None else ranks
     if len(members) != schedule.size:
         raise ValueError(f"schedule is for {schedule.size} ranks, got {len(members)}")
-    cuts = split_bounds(buffer.numel(), schedule.chunks) if bounds is None else bounds
+    cuts = _cuts(schedule, buffer.numel(), segments) if bounds is None else bounds
     rank = members.index(transport.rank)
     for number, step in enumerate(steps_of(schedule, rank)):
         where = f"step {number} ({schedule.name}) of {label}"
@@ -67,25 +69,44 @@ def execute(
             recvs.append(Message(members[transfer.peer], target))
         transport.exchange(sends, recvs, where, timeout)
 
-        sum_partials = _partial_sum(
-            tuple(members[r] for r in step.group), transport, where, timeout
-        )
-        for transfer, message in zip(step.recvs, recvs, strict=True):
-            if transfer.action is Action.COPY:
-                continue
-            mine = _piece(buffer, cuts, transfer)
-            from_left = transfer.action is Action.REDUCE_LEFT
-            reducer.reduce(
+        operator = reducer if isinstance(reducer, Reducer) else reducer[step.phase]
+        group = tuple(members[r] for r in step.group)
+        if schedule.whole_segments:
+            group = (transport.rank,)
+        sum_partials = _partial_sum(group, transport, where, timeout)
+        for (start, stop), (before, after) in _reductions(step, recvs).items():
+            mine = buffer[cuts[start] : cuts[stop]]
+            operator.reduce(
                 Operands(
-                    left=message.tensor if from_left else mine,
-                    right=mine if from_left else message.tensor,
+                    parts=(*before, mine, *after),
                     out=mine,
-                    start=cuts[transfer.start],
+                    start=cuts[start],
                     numel=buffer.numel(),
                     segments=segments,
                     sum_partials=sum_partials,
                 )
             )
+
+
+def _cuts(schedule: Schedule, numel: int, segments: Sequence[int] | None) -> Sequence[int]:
+    if schedule.whole_segments:
+        return segment_bounds((0, numel) if segments is None else segments, schedule.chunks)
+    return split_bounds(numel, schedule.chunks)
+
+
+_Tensors = list[torch.Tensor]
+
+
+def _reductions(
+    step: Step, recvs: Sequence[Message]
+) -> dict[tuple[int, int], tuple[_Tensors, _Tensors]]:
+    """Chunk range -> what was received to be reduced before and after the rank's own value."""
+    found: dict[tuple[int, int], tuple[_Tensors, _Tensors]] = {}
+    for transfer, message in zip(step.recvs, recvs, strict=True):
+        if transfer.action is not Action.COPY:
+            sides = found.setdefault((transfer.start, transfer.stop), ([], []))
+            sides[transfer.action is Action.REDUCE_RIGHT].append(message.tensor)
+    return found
 
 
 def _piece(buffer: torch.Tensor, cuts: Sequence[int], transfer: Transfer) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 
@@ -17,17 +18,16 @@ _RING_BYTES = 4 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Operands:
-    """One reduction of a step: the same piece of two vectors.
+    """One reduction of a step: the same piece of two or more vectors.
 
-    left, right, out: 1-D tensors of equal length; `out` is `left` or `right`.
+    parts: 1-D tensors of equal length, in the order of the reduction. out: one of them.
     start: where the piece lies in the whole buffer, in elements; numel: the whole buffer's length.
     segments: element boundaries (0, ..., numel) over the whole buffer, None for one segment.
     sum_partials: sums a float64 tensor in place over the ranks that together hold both operands;
     all of them get the same bits.
     """
 
-    left: torch.Tensor
-    right: torch.Tensor
+    parts: tuple[torch.Tensor, ...]
     out: torch.Tensor
     start: int
     numel: int
@@ -57,7 +57,7 @@ class Reducer:
         raise NotImplementedError
 
     def reduce(self, operands: Operands) -> None:
-        """Write left (op) right to out."""
+        """Write parts[0] (op) parts[1] (op) ... to out."""
         raise NotImplementedError
 
     def finish(self, buffer: torch.Tensor, size: int) -> None:
@@ -80,10 +80,10 @@ class SumReducer(Reducer):
 
     def reduce(self, operands: Operands) -> None:
         # Sums of integers and complex numbers are torch's own.
-        if operands.left.dtype in kernels.DTYPES:
-            kernels.sum_n([operands.left, operands.right], out=operands.out)
+        if operands.out.dtype in kernels.DTYPES:
+            kernels.sum_n(operands.parts, out=operands.out)
         else:
-            torch.add(operands.left, operands.right, out=operands.out)
+            _fold(torch.add, operands)
 
 
 class AverageReducer(SumReducer):
@@ -113,7 +113,13 @@ class MaxReducer(Reducer):
         return "rd" if nbytes <= _SMALL_BYTES else "rechd"
 
     def reduce(self, operands: Operands) -> None:
-        torch.maximum(operands.left, operands.right, out=operands.out)
+        _fold(torch.maximum, operands)
+
+
+def _fold(operator: Callable[..., torch.Tensor], operands: Operands) -> None:
+    """out = the parts joined by a binary operator, left to right."""
+    *first, last = operands.parts
+    operator(reduce(operator, first), last, out=operands.out)
 
 
 Sum = SumReducer()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
+
 
 def split_bounds(numel: int, pieces: int) -> list[int]:
     """Boundaries of `pieces` consecutive pieces of `numel` elements: `pieces + 1` offsets.
@@ -15,3 +18,18 @@ def split_bounds(numel: int, pieces: int) -> list[int]:
         raise ValueError(f"pieces must be at least 1, got {pieces}")
     base, longer = divmod(numel, pieces)
     return [i * base + min(i, longer) for i in range(pieces + 1)]
+
+
+def segment_bounds(segments: Sequence[int], pieces: int) -> list[int]:
+    """Boundaries of `pieces` consecutive pieces of whole segments, as equal as those allow.
+
+    segments: element boundaries (0, ..., numel), not descending. Each boundary of `split_bounds`
+    moves to the nearest one of a segment, so pieces may be empty.
+    """
+    cuts = []
+    for ideal in split_bounds(segments[-1], pieces):
+        above = bisect_left(segments, ideal)
+        below = max(above - 1, 0)
+        nearer = ideal - segments[below] < segments[above] - ideal
+        cuts.append(segments[below if nearer else above])
+    return cuts
