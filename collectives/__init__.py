@@ -4,7 +4,7 @@
     collectives.all_reduce(tensor)          # in place, op=Sum
     collectives.run_threads(4, fn)          # four ranks in one process
 
-Schedules (`schedule`, `algorithms`) are plain data and proved by `schedule.verify`; `executor` runs
+Schedules (`schedule`, `algorithms`) are plain data and proved by `proof.verify`; `executor` runs
 them over a transport (`transport`) with a reducer (`reducers`).
 """
 
@@ -22,8 +22,9 @@ from .errors import (
     TransportError,
 )
 from .group import Group
+from .proof import verify
 from .reducers import Average, Operands, Reducer, Sum
-from .schedule import Action, Schedule, Step, Transfer, verify
+from .schedule import Action, Schedule, Step, Transfer
 from .split import split_bounds
 from .work import Work
 from .world import default_group, init, is_initialized, run_threads, shutdown

@@ -8,15 +8,14 @@ import pytest
 
 from collectives.algorithms import ALL_REDUCE, UNIFORM, doubling, halving, ring, tree
 from collectives.algorithms.folding import Fold
+from collectives.proof import ScheduleError, verify
 from collectives.schedule import (
     IDLE,
     Action,
     Collective,
     Schedule,
-    ScheduleError,
     Step,
     Transfer,
-    verify,
 )
 
 SIZES = [*range(1, 65), 96, 128]
@@ -30,11 +29,11 @@ def test_all_reduce_is_proved_for_every_size(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(ALL_REDUCE))
-def test_all_reduce_is_proved_for_a_thousand_ranks(name: str) -> None:
-    proof = verify(ALL_REDUCE[name](1000))
-    assert (
-        proof.steps == {"xring": 2 * 999, "rechd": 2 * 9 + 2, "vhdd": 2 * 9 + 2, "rd": 9 + 2}[name]
-    )
+def test_all_reduce_is_proved_for_many_ranks(name: str) -> None:
+    # A proof of a ring takes size³ operations, the others size² log size.
+    size = 200 if name == "xring" else 1000
+    steps = {"xring": 2 * 199, "rechd": 2 * 9 + 2, "vhdd": 2 * 9 + 2, "rd": 9 + 2}[name]
+    assert verify(ALL_REDUCE[name](size)).steps == steps
 
 
 def test_the_other_collectives_are_proved() -> None:
