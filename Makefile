@@ -12,6 +12,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 OUT := out
+BENCH = $(PY) -m pytest bench --benchmark-only --benchmark-quiet --bench-results=bench/results
 TORCH := $(shell grep -o '^torch==[^;]*' constraints.txt)
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
@@ -32,14 +33,14 @@ lint: $(READY)  ## ruff and mypy
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-bench: $(READY)  ## benchmarks, on the GPU where there is one
+bench: $(READY)  ## the kernels beside their peers, on the GPU where there is one; writes bench/results/
 	@mkdir -p $(OUT)
-	$(PY) -m pytest bench --benchmark-only --benchmark-json=$(OUT)/bench.json $(PYTEST_ARGS)
+	$(BENCH) --benchmark-json=$(OUT)/bench.json $(PYTEST_ARGS)
 
-bench-gpu: $(READY)  ## the same benchmarks; an error where torch sees no GPU
+bench-gpu: $(READY)  ## the same; an error where torch sees no GPU
 	@$(PY) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("bench-gpu: torch sees no GPU here")'
 	@mkdir -p $(OUT)
-	$(PY) -m pytest bench --benchmark-only --benchmark-json=$(OUT)/bench-gpu.json $(PYTEST_ARGS)
+	$(BENCH) --benchmark-json=$(OUT)/bench-gpu.json --bench-seconds=420 $(PYTEST_ARGS)
 
 bench-compiled: $(READY)  ## what the compiler makes of each kernel, no GPU needed: a table in bench/results
 	$(PY) -m bench.compiled

@@ -1,39 +1,31 @@
-"""The roof: what a plain copy reaches on this device in this run."""
+"""The roof: what a plain copy reaches on this device, timed beside the kernels in each row."""
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable
+import functools
 
 import torch
 
-# Far beyond any cache on a GPU; beyond a core's own caches on a CPU.
-_ROOF_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
+from bench.timing import DEVICE, Call
+
+# Far beyond any cache: H200 has 60 MB of L2; two of these are four times a server core's L3.
+LARGE = {"cuda": 1 << 30, "cpu": 1 << 26}
 
 
-def seconds(call: Callable[[], object], device: str, repeats: int = 9) -> float:
-    """Median seconds of `call()`, after two unmeasured runs; device time on CUDA."""
-    for _ in range(2):
-        call()
-    times = []
-    for _ in range(repeats):
-        if device == "cuda":
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            call()
-            stop.record()
-            stop.synchronize()
-            times.append(start.elapsed_time(stop) / 1e3)
-        else:
-            begin = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - begin)
-    return statistics.median(times)
+def copy_roof(traffic: int, device: str = DEVICE) -> tuple[Call, int]:
+    """A copy to time beside a kernel that moves `traffic` bytes, and the bytes it moves itself.
+
+    CUDA: always the large one. CPU: as much traffic as the kernel has, so that a kernel whose data
+    stay in a cache is held against that cache, up to the large one.
+    """
+    size = LARGE[device]
+    if device == "cpu":
+        size = max(4096, min(size, traffic // 2 // 4 * 4))
+    return _copy(size, device), 2 * size
 
 
-def copy_roof(device: str) -> float:
-    """Bytes a second, read plus written, of one large copy within `device`."""
-    source = torch.rand(_ROOF_BYTES[device] // 4, device=device)
+@functools.lru_cache(maxsize=1)
+def _copy(size: int, device: str) -> Call:
+    source = torch.rand(size // 4, device=device)
     target = torch.empty_like(source)
-    return 2 * _ROOF_BYTES[device] / seconds(lambda: target.copy_(source), device)
+    return lambda: target.copy_(source)

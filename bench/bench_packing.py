@@ -1,0 +1,197 @@
+"""pack and unpack beside every way torch has to do the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kernels
+from bench import peers
+from bench.case import (
+    Answer,
+    Case,
+    Contender,
+    Expected,
+    WrongAnswer,
+    check_flag,
+    rounded,
+    wide_of,
+)
+from bench.inputs import FEW_SIZES, KIB, SIZES, normal, size_label
+from bench.shapes import MODELS, Shape
+from bench.timing import DEVICE
+
+FP32, BF16 = torch.float32, torch.bfloat16
+SCALE = 1 / 3
+# No step of a comparison in float64 takes more memory than a few times these elements.
+_GROUP = 1 << 24
+
+
+@dataclass(frozen=True)
+class Spec:
+    """tensor, buffer: dtypes. misaligned: tensors start 4 bytes off a 16-byte boundary."""
+
+    kernel: str
+    series: str
+    label: str
+    shapes: tuple[Shape, ...]
+    tensor: torch.dtype = FP32
+    buffer: torch.dtype = FP32
+    scale: float = 1.0
+    misaligned: bool = False
+    checked: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.kernel} {self.label}"
+
+
+SERIES: dict[str, dict[str, Any]] = {
+    "aligned": {},
+    "misaligned": {"misaligned": True},
+    "scaled": {"scale": SCALE},
+    "bf16": {"tensor": BF16, "buffer": BF16},
+    "bf16 buffer": {"buffer": BF16},
+    "bf16 tensors": {"tensor": BF16},
+    "bf16 buffer, scaled": {"buffer": BF16, "scale": SCALE},
+    "scaled, found_inf": {"scale": SCALE, "checked": True},
+}
+# The two others would take more memory than a shared machine can spare.
+LISTS = {"cuda": list(MODELS), "cpu": ["ResNet-50", "Llama-7B layer"]}[DEVICE]
+
+
+def _specs(kernel: str) -> Iterator[Spec]:
+    shapes: tuple[Shape, ...]
+    for series, options in SERIES.items():
+        for size in SIZES if series == "aligned" else FEW_SIZES:
+            # 16 tensors, of `size` bytes in all.
+            numel = size // 16 // options.get("tensor", FP32).itemsize
+            shapes = ((numel,),) * 16
+            yield Spec(kernel, series, f"{series} {size_label(size)}", shapes, **options)
+    yield Spec(kernel, "many small", "1,000 x 1 KiB", ((KIB // 4,),) * 1000)
+    yield Spec(kernel, "many small", "10,000 x 64 B", ((16,),) * 10_000)
+    for name in LISTS:
+        shapes = tuple(MODELS[name])
+        yield Spec(kernel, "models", f"{name} ({len(shapes)} tensors)", shapes)
+
+
+SPECS = [*_specs("pack"), *_specs("unpack")]
+
+
+def case_of(spec: Spec) -> Case:
+    tensors = [normal(shape, spec.tensor, spec.misaligned) for shape in spec.shapes]
+    layout = kernels.layout_of(tensors, dtype=spec.buffer)
+    tight = torch.empty(sum(layout.numels), dtype=spec.buffer, device=DEVICE)
+    flag = torch.zeros((), device=DEVICE) if spec.checked else None
+    options = {"layout": layout, "scale": spec.scale}
+    if flag is not None:
+        options["found_inf"] = flag
+    source, target = spec.tensor, spec.buffer
+    if spec.kernel == "unpack":
+        source, target = target, source
+    exact = spec.scale == 1.0 and target.itemsize >= source.itemsize
+    bound = 0.0 if exact else rounded(target, wide_of(source, target), 1)
+    make = _pack if spec.kernel == "pack" else _unpack
+    ours, traffic, values = make(tensors, layout, tight, options, bound)
+    job = peers.Packing(tensors, tight, spec.scale, flag, bound)
+    return Case(
+        kernel=spec.kernel,
+        series=spec.series,
+        label=spec.label,
+        size=sum(layout.numels) * spec.tensor.itemsize,
+        traffic=traffic,
+        elements=sum(layout.numels),
+        tensors=len(tensors),
+        ours=ours,
+        rivals=peers.pack(job) if spec.kernel == "pack" else peers.unpack(job),
+        expected=[
+            Expected(first, last, partial(values, first, last))
+            for first, last in _groups(layout.numels)
+        ],
+    )
+
+
+Values = Callable[[int, int], Answer]
+Made = tuple[Contender, int, Values]
+
+
+def _pack(
+    tensors: list[Tensor],
+    layout: kernels.Layout,
+    tight: Tensor,
+    options: dict[str, Any],
+    bound: float,
+) -> Made:
+    out = torch.empty(layout.numel, dtype=layout.dtype, device=DEVICE)
+
+    def call() -> Tensor:
+        return kernels.pack(tensors, out=out, **options)
+
+    def also() -> None:
+        ends = layout.segments[1:]
+        padding = [
+            out[offset + count : end]
+            for offset, count, end in zip(layout.offsets, layout.numels, ends, strict=True)
+        ]
+        if torch.cat(padding).count_nonzero():
+            raise WrongAnswer("ours: the padding is not zero")
+        if "found_inf" in options:
+            check_flag(call, options["found_inf"], tensors[-1])
+
+    def values(first: int, last: int) -> Answer:
+        group = tensors[first:last]
+        tight_layout = kernels.layout_of(group, dtype=torch.float64, alignment=8)
+        return kernels.pack_reference(group, layout=tight_layout, scale=options["scale"]), None
+
+    ours = Contender("ours", call, bound, layout.views, [out], also)
+    return ours, kernels.pack_bytes(tensors, layout=layout), values
+
+
+def _unpack(
+    tensors: list[Tensor],
+    layout: kernels.Layout,
+    tight: Tensor,
+    options: dict[str, Any],
+    bound: float,
+) -> Made:
+    buffer = normal(layout.numel, layout.dtype)
+    torch.cat([view.reshape(-1) for view in layout.views(buffer)], out=tight)
+
+    def call() -> list[Tensor]:
+        return kernels.unpack(buffer, tensors, **options)
+
+    def also() -> None:
+        if "found_inf" in options:
+            check_flag(call, options["found_inf"], layout.views(buffer)[-1])
+
+    def values(first: int, last: int) -> Answer:
+        part = kernels.layout_of(
+            tensors[first:last], dtype=layout.dtype, alignment=layout.alignment
+        )
+        slots = buffer[layout.segments[first] : layout.segments[last]]
+        views = kernels.unpack_reference(slots, part, scale=options["scale"])
+        return torch.cat([view.reshape(-1) for view in views]), None
+
+    ours = Contender("ours", call, bound, list, tensors, also)
+    return ours, kernels.unpack_bytes(buffer, tensors, layout=layout), values
+
+
+def _groups(numels: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """Runs [first, last) of tensors that are compared at once."""
+    first = held = 0
+    for i, numel in enumerate(numels):
+        if held and held + numel > _GROUP:
+            yield first, i
+            first, held = i, 0
+        held += numel
+    yield first, len(numels)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_packing(spec: Spec, record: Callable[[Case], None]) -> None:
+    record(case_of(spec))

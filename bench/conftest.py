@@ -1,0 +1,180 @@
+"""From cases to rows to the report: the fixture `record`, and what happens when all have run.
+
+    --bench-results DIR   write results.json, tables.md and plots below DIR/<device>
+    --bench-compile       torch.compile as a peer on the CPU, too (there it takes minutes)
+    --bench-seconds N     skip what has not begun N seconds after the start
+
+Without --bench-results the tables are printed and nothing is written. A run that did not measure
+every row - a selection, or one with a wrong answer - is written to DIR/<device>/partial, so it
+never takes the place of a full one.
+"""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench import bench_packing, bench_projection, bench_reduction, report
+from bench.case import Case
+from bench.measure import measure
+from bench.row import Row
+from bench.timing import DEVICE
+
+ROWS = pytest.StashKey[list[Row]]()
+BEGAN = pytest.StashKey[tuple[float, float]]()
+PLANNED = {
+    str(spec)
+    for module in (bench_packing, bench_reduction, bench_projection)
+    for spec in module.SPECS
+}
+_played = {"now": 0.0}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("bench")
+    group.addoption("--bench-results", type=Path, metavar="DIR", help="write the report there")
+    group.addoption(
+        "--bench-compile",
+        action="store_true",
+        default=DEVICE == "cuda",
+        help="time torch.compile on the CPU, too",
+    )
+    group.addoption("--bench-seconds", type=float, metavar="N", help="begin no row after N seconds")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[ROWS] = []
+    config.stash[BEGAN] = time.time(), os.getloadavg()[0]
+
+
+def read_played() -> float:
+    """The clock of the `benchmark` fixture: it advances by what `measure` has measured."""
+    return _played["now"]
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    item.add_marker(pytest.mark.benchmark(timer=read_played))
+
+
+def pytest_collection_finish() -> None:
+    if DEVICE == "cuda":
+        # Each capture of a graph and each row collects garbage: let it skip what is imported.
+        gc.collect()
+        gc.freeze()
+
+
+@pytest.fixture
+def record(benchmark: Any, request: pytest.FixtureRequest) -> Iterator[Callable[[Case], None]]:
+    """Measure a case, keep its row, and play its samples to the `benchmark` fixture.
+
+    Fails on a wrong answer. With --benchmark-disable the answer is all that is looked at.
+    """
+
+    limit = request.config.getoption("bench_seconds")
+    if limit is not None and time.time() - request.config.stash[BEGAN][0] > limit:
+        pytest.skip(f"--bench-seconds {limit:g} have passed")
+
+    def run(case: Case) -> None:
+        if benchmark.disabled:
+            benchmark(case.ours.check, case.expected)
+            return
+        row, samples = measure(case)
+        left = iter(samples)
+
+        def play() -> None:
+            _played["now"] += next(left)
+
+        _played["now"] = 0.0
+        benchmark.pedantic(play, rounds=len(samples))
+        benchmark.extra_info.update(
+            bytes=row.traffic,
+            gigabytes_per_second=row.bandwidth / 1e9,
+            fraction_of_copy_roof=row.fraction,
+            best_peer=row.best_rival,
+            best_peer_over_ours=row.ratio,
+            peer_seconds={name: row.times[name].median for name in row.rivals},
+            notes=row.notes,
+        )
+        request.config.stash[ROWS].append(row)
+
+    yield run
+    if DEVICE == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    rows = config.stash[ROWS]
+    if not rows:
+        return
+    meta = _meta(rows, *config.stash[BEGAN])
+    terminalreporter.section("kernels beside their peers")
+    for line in report.report(rows, meta):
+        terminalreporter.write_line(line)
+    folder = config.getoption("bench_results")
+    if folder is not None:
+        folder = folder / (report.slug(meta["device"]) if DEVICE == "cuda" else "cpu")
+        if {row.key for row in rows} != PLANNED:
+            folder = folder / "partial"
+        for path in report.write(rows, meta, folder):
+            terminalreporter.write_line(f"wrote {path}")
+
+
+def _meta(rows: list[Row], began: float, load: float) -> dict[str, Any]:
+    on_gpu = DEVICE == "cuda"
+    return {
+        "device": torch.cuda.get_device_name() if on_gpu else _processor(),
+        "kind": DEVICE,
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "cuda": torch.version.cuda if on_gpu else "none",
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+        "load": f"{load:.1f} before and {os.getloadavg()[0]:.1f} after, {os.cpu_count()} cores",
+        "date": datetime.date.today().isoformat(),
+        "commit": _commit(),
+        "rows": f"{len(rows)} of {len(PLANNED)} in {time.time() - began:.0f} s",
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or "unknown CPU"
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def _commit() -> str:
+    """The commit, and whether tracked files differ from it."""
+
+    def git(*arguments: str) -> str:
+        root = Path(__file__).resolve().parent
+        return subprocess.run(
+            ["git", *arguments], cwd=root, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "--short", "HEAD") + (" and changes" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

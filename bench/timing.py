@@ -1,0 +1,192 @@
+"""The one way in which everything is timed: all functions of a row in turn, round by round.
+
+What drifts - clocks, other users of the machine - then reaches all of them alike. Times are
+seconds of one call.
+
+CUDA: two device events around the call. Before it, the L2 cache is filled with other data by
+reading it, and the device is kept busy for longer than the host needs to issue the call, so the
+host's time is not in the figure; `host_seconds` measures that on its own. Small calls are timed a
+second way as well, replayed from a CUDA graph. `empty_launch` shows what the method itself costs.
+
+CPU: perf_counter around a loop of calls that lasts at least half a millisecond, so inputs that fit
+in a cache are in it.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+Call = Callable[[], Any]
+
+_CPU_LOOP = 5e-4
+# What the host's time for a call may be off by, and what issuing two events takes.
+_HOST_FACTOR, _HOST_EXTRA = 1.5, 3e-5
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Rounds go on until `seconds` have passed, but are at least `fewest` and at most `most`."""
+
+    seconds: float
+    fewest: int
+    most: int
+
+
+LIMITS = {"cuda": Limits(0.3, 11, 101), "cpu": Limits(0.5, 5, 61)}[DEVICE]
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one call over the rounds: median and quartiles."""
+
+    median: float
+    low: float
+    high: float
+    rounds: int
+
+    @classmethod
+    def of(cls, samples: list[float]) -> Times:
+        if len(samples) == 1:
+            return cls(samples[0], samples[0], samples[0], 1)
+        low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
+        return cls(median, low, high, len(samples))
+
+
+def time_together(
+    calls: Mapping[str, Call], hosts: Mapping[str, float], limits: Limits = LIMITS
+) -> dict[str, list[float]]:
+    """Seconds of each call, one sample a round.
+
+    hosts: what `host_seconds` gave for each call; used on CUDA alone.
+    """
+    one_round = _cuda_rounds(calls, hosts) if DEVICE == "cuda" else _cpu_rounds(calls)
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    with _no_collection():
+        begin = time.perf_counter()
+        for done in range(limits.most):
+            if done >= limits.fewest and time.perf_counter() - begin > limits.seconds:
+                break
+            # Each goes first in turn: what ran before a call decides what it finds in a cache.
+            first = done % len(calls)
+            order = [*calls][first:] + [*calls][:first]
+            for name, value in one_round(order).items():
+                samples[name].append(value)
+    return samples
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _cpu_rounds(calls: Mapping[str, Call]) -> Callable[[list[str]], dict[str, float]]:
+    def loop(call: Call, count: int) -> float:
+        begin = time.perf_counter()
+        for _ in range(count):
+            call()
+        return (time.perf_counter() - begin) / count
+
+    counts = {}
+    for name, call in calls.items():
+        call()
+        counts[name] = max(1, int(_CPU_LOOP / min(loop(call, 1) for _ in range(3))))
+    return lambda order: {name: loop(calls[name], counts[name]) for name in order}
+
+
+def _cuda_rounds(
+    calls: Mapping[str, Call], hosts: Mapping[str, float]
+) -> Callable[[list[str]], dict[str, float]]:
+    events = {name: tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for name in calls}
+    spins = {
+        name: int((_HOST_FACTOR * hosts[name] + _HOST_EXTRA) * _cycles_per_second())
+        for name in calls
+    }
+
+    def one_round(order: list[str]) -> dict[str, float]:
+        for name in order:
+            start, stop = events[name]
+            _flush()
+            torch.cuda._sleep(spins[name])
+            start.record()
+            calls[name]()
+            stop.record()
+        torch.cuda.synchronize()
+        return {name: events[name][0].elapsed_time(events[name][1]) / 1e3 for name in order}
+
+    return one_round
+
+
+@functools.cache
+def _flush_buffers() -> tuple[Tensor, Tensor]:
+    cached = torch.cuda.get_device_properties(0).L2_cache_size
+    return torch.ones(cached, dtype=torch.float32, device="cuda"), torch.empty((), device="cuda")
+
+
+def _flush() -> None:
+    """Read four times what L2 holds: it is then full of lines that need no writing back."""
+    source, target = _flush_buffers()
+    torch.sum(source, 0, out=target)
+
+
+@functools.cache
+def _cycles_per_second() -> float:
+    """Of the device's clock, once it is out of its idle state."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    cycles = 50_000_000
+    for _ in range(10):
+        start.record()
+        torch.cuda._sleep(cycles)
+        stop.record()
+    stop.synchronize()
+    return cycles / (start.elapsed_time(stop) / 1e3)
+
+
+def host_seconds(call: Call) -> float:
+    """Median host time of a call in steady state, nothing waited for. CUDA only."""
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    samples = []
+    with _no_collection():
+        for _ in range(20):
+            begin = time.perf_counter()
+            call()
+            samples.append(time.perf_counter() - begin)
+    torch.cuda.synchronize()
+    return statistics.median(samples)
+
+
+def empty_launch() -> None:
+    """A kernel that does nothing: it spins for no cycles."""
+    torch.cuda._sleep(0)
+
+
+def captured(call: Call) -> tuple[Call, Any]:
+    """A CUDA graph's replay of `call`, and the result that each replay writes anew."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    return graph.replay, result
