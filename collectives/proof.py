@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from .schedule import Action, Collective, Schedule, Step
 
@@ -74,8 +75,9 @@ def verify(schedule: Schedule) -> Proof:
     Proved: every send has its receive in the same step and of the same chunks, and the reverse;
     no chunk is read before it is written, nor received into while it is being sent; every rank
     ends with every contribution exactly once where the collective says so; all ranks hold the same
-    expression tree for a chunk; no phase reduces what a later one answered; and every non-empty
-    `group` holds one pair of operands, each chunk once.
+    expression tree for a chunk; no phase reduces what a later one answered; what a rank reduces in
+    a step is equal or disjoint ranges; and every non-empty `group` holds one pair of operands, each
+    chunk once, every rank's part of it in one range.
     """
     size, chunks = schedule.size, schedule.chunks
     expressions = _Expressions(size // schedule.replicas)
@@ -92,6 +94,7 @@ def verify(schedule: Schedule) -> Proof:
         if len(present) != size:
             raise ScheduleError(f"{where}: rank {steps.index(None)} has no step while others do")
         reductions = _run_step(present, state, expressions, chunks, where)
+        _check_ranges(present, where)
         _check_groups(present, reductions, chunks, where)
         for step, reduced in zip(present, reductions, strict=True):
             if reduced:
@@ -181,6 +184,17 @@ def _check_transfer(
         raise ScheduleError(f"{where}: rank {rank} names rank {peer} as its peer")
     if not 0 <= start < stop <= chunks:
         raise ScheduleError(f"{where}: rank {rank} names chunks [{start}, {stop}) of {chunks}")
+
+
+def _check_ranges(steps: Sequence[Step], where: str) -> None:
+    """What a rank reduces is equal or disjoint ranges, and one range where the step has a group."""
+    for rank, step in enumerate(steps):
+        recvs = [r for r in step.recvs if r.action is not Action.COPY]
+        ranges = list(dict.fromkeys((start, stop) for _, start, stop, _ in recvs))
+        if any(b[0] < a[1] for a, b in pairwise(sorted(ranges))):
+            raise ScheduleError(f"{where}: rank {rank} reduces ranges that overlap: {ranges}")
+        if step.group and any(b[0] != a[1] for a, b in pairwise(ranges)):
+            raise ScheduleError(f"{where}: rank {rank} has a group but not one range: {ranges}")
 
 
 def _check_groups(

@@ -17,7 +17,7 @@ from typing import NamedTuple
 class Action(Enum):
     """What a receiver does with a message; the side says which operand the message is.
 
-    Several REDUCE receives of one chunk in one step are one n-way reduction, left to right: those
+    Several REDUCE receives of one range in one step are one n-way reduction, left to right: those
     LEFT in the order listed, the receiver's own value, those RIGHT in the order listed.
     """
 
@@ -54,6 +54,7 @@ class Step(NamedTuple):
     `group` names, in ascending order, the ranks whose reductions of this step together cover both
     whole operands; empty when the operands are not one pair of vectors (a ring reduces another
     pair in every chunk), in which case reducers that need whole-vector sums cannot use the step.
+    What a rank with a group reduces is one range, in ascending order where it comes in pieces.
     `phase` says which of the run's reducers the REDUCE receives use: a two-level Adasum sums within
     a node in phase 0 and projects across nodes in phase 1.
     """

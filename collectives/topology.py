@@ -51,6 +51,10 @@ class Topology:
             raise ValueError(f"node must be from 0 to {self.num_nodes - 1}, got {node}")
         return range(node * self.local_size, (node + 1) * self.local_size)
 
+    def node(self) -> Topology:
+        """One node by itself."""
+        return Topology(self.local_size, self.local_size, self.local_order)
+
     def ring_orders(self, shards: int = 1) -> tuple[tuple[int, ...], ...]:
         """The ranks of each of `shards` rings, position by position; as `ring_permutations`."""
         return _ring_orders(self.num_nodes, shards, self.local_order)

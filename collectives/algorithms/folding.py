@@ -21,6 +21,10 @@ class Fold:
 
     size: int
 
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"size must be at least 1, got {self.size}")
+
     @property
     def leaves(self) -> int:
         """P, the largest power of two that is no more than `size`."""
@@ -47,32 +51,35 @@ class Fold:
         return tuple(self.rank(other) for other in range(first, first + width))
 
 
-def folded(
-    size: int,
-    rank: int,
-    chunks: int,
-    inner_steps: int,
-    inner: Callable[[Fold, int], Iterator[Step]],
+def fold_in(fold: Fold, rank: int, chunks: int) -> Iterator[Step]:
+    """The step in which the odd ranks of the pairs are reduced into the even ones, if any."""
+    if fold.extra:
+        if rank >= 2 * fold.extra:
+            yield IDLE
+        elif rank % 2:
+            yield Step(sends=(Transfer(rank - 1, 0, chunks),))
+        else:
+            recv = Transfer(rank + 1, 0, chunks, Action.REDUCE_RIGHT)
+            yield Step(recvs=(recv,), group=(rank,))
+
+
+def fold_out(fold: Fold, rank: int, chunks: int) -> Iterator[Step]:
+    """The step in which the odd ranks of the pairs are sent the result, if any."""
+    if fold.extra:
+        if rank >= 2 * fold.extra:
+            yield IDLE
+        elif rank % 2:
+            yield Step(recvs=(Transfer(rank - 1, 0, chunks),))
+        else:
+            yield Step(sends=(Transfer(rank + 1, 0, chunks),))
+
+
+def on_leaves(
+    fold: Fold, rank: int, count: int, steps: Callable[[Fold, int], Iterator[Step]]
 ) -> Iterator[Step]:
-    """The steps of `rank`: fold in, the `inner_steps` steps of `inner(fold, leaf)`, fold out."""
-    fold = Fold(size)
-    if not fold.extra:
-        yield from inner(fold, rank)
-        return
+    """The `count` steps of `steps(fold, leaf)`; ranks that are no leaf stay idle as long."""
     leaf = fold.leaf(rank)
     if leaf is None:
-        yield Step(sends=(Transfer(rank - 1, 0, chunks),))
-        for _ in range(inner_steps):
-            yield IDLE
-        yield Step(recvs=(Transfer(rank - 1, 0, chunks),))
-        return
-    pair = leaf < fold.extra
-    if pair:
-        yield Step(
-            recvs=(Transfer(rank + 1, 0, chunks, Action.REDUCE_RIGHT),),
-            group=(rank,),
-        )
+        yield from [IDLE] * count
     else:
-        yield IDLE
-    yield from inner(fold, leaf)
-    yield Step(sends=(Transfer(rank + 1, 0, chunks),)) if pair else IDLE
+        yield from steps(fold, leaf)

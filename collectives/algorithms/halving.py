@@ -1,69 +1,93 @@
 """Recursive halving, then doubling: reduce half of what is left with ever farther partners.
 
-Wins on medium and large buffers where latency matters: 2 log2 n steps and 2 (n - 1) / n of the
-buffer each way (powers of two; folding adds two steps). The tree is the same for every element:
-adjacent ranks first, then adjacent pairs, and so on (distance doubling), so the same schedule
-carries Adasum, under the name `vhdd`: at the level of distance d the aligned block of 2d ranks
-holds both operands in pieces. Sources: Rabenseifner, "Optimization of collective reduction
-operations", ICCS 2004; Maleki et al., "Scaling distributed training with adaptive summation",
-arXiv 2006.02924, algorithm 1.
+Wins on medium and large buffers where latency matters: 2 log2 n steps, 2 (n - 1) / n of the buffer
+each way and half of it as extra memory (powers of two; folding adds two steps, and the whole buffer
+as extra memory on the ranks folded into). The tree is the same for every element: adjacent ranks
+first, then adjacent pairs, and so on (distance doubling), so the same schedule carries Adasum,
+under the name `vhdd`: at the level of distance d the aligned block of 2d ranks holds both operands
+in pieces. Sources: Rabenseifner, "Optimization of collective reduction operations", ICCS 2004;
+Maleki et al., "Scaling distributed training with adaptive summation", arXiv 2006.02924,
+algorithm 1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import NamedTuple
 
-from ..schedule import Action, Collective, Schedule, Step, Transfer
-from .folding import Fold, folded
+from ..schedule import Action, Schedule, Step, Transfer
+from .folding import Fold, fold_in, fold_out, on_leaves
+from .halves import Halves
 
 
-def _steps(fold: Fold, leaf: int) -> Iterator[Step]:
+class _Level(NamedTuple):
+    """One halving of a leaf's chunks: with whom, what it keeps and what it gives away."""
+
+    distance: int
+    keep: tuple[int, int]
+    give: tuple[int, int]
+
+
+def _levels(fold: Fold, leaf: int) -> list[_Level]:
     start, stop = 0, fold.leaves
-    ranges: list[tuple[int, int, int]] = []
+    levels = []
     distance = 1
     while distance < fold.leaves:
-        ranges.append((distance, start, stop))
-        partner = fold.rank(leaf ^ distance)
         middle = (start + stop) // 2
-        if leaf & distance:
-            out, action = (start, middle), Action.REDUCE_LEFT
-            start = middle
-        else:
-            out, action = (middle, stop), Action.REDUCE_RIGHT
-            stop = middle
+        low, high = (start, middle), (middle, stop)
+        keep, give = (high, low) if leaf & distance else (low, high)
+        levels.append(_Level(distance, keep, give))
+        start, stop = keep
+        distance *= 2
+    return levels
+
+
+def _halving(fold: Fold, leaf: int) -> Iterator[Step]:
+    for distance, keep, give in _levels(fold, leaf):
+        partner = fold.rank(leaf ^ distance)
+        action = Action.REDUCE_LEFT if leaf & distance else Action.REDUCE_RIGHT
         yield Step(
-            sends=(Transfer(partner, *out),),
-            recvs=(Transfer(partner, start, stop, action),),
+            sends=(Transfer(partner, *give),),
+            recvs=(Transfer(partner, *keep, action),),
             group=fold.block(leaf, 2 * distance),
         )
-        distance *= 2
-    for distance, whole_start, whole_stop in reversed(ranges):
+
+
+def _doubling(fold: Fold, leaf: int) -> Iterator[Step]:
+    for distance, keep, give in reversed(_levels(fold, leaf)):
         partner = fold.rank(leaf ^ distance)
-        other = (whole_start, start) if start > whole_start else (stop, whole_stop)
-        yield Step(sends=(Transfer(partner, start, stop),), recvs=(Transfer(partner, *other),))
-        start, stop = whole_start, whole_stop
+        yield Step(sends=(Transfer(partner, *keep),), recvs=(Transfer(partner, *give),))
 
 
-def _schedule(name: str, size: int) -> Schedule:
-    leaves = Fold(size).leaves
-    inner_steps = 2 * (leaves.bit_length() - 1)
-    return Schedule(
-        name,
-        size,
-        leaves,
-        Collective.ALL_REDUCE,
-        lambda rank: folded(size, rank, leaves, inner_steps, _steps),
-    )
+@lru_cache(maxsize=64)
+def halves(size: int, name: str = "rechd") -> Halves:
+    """Recursive halving and recursive doubling; ranks folded away own nothing."""
+    fold = Fold(size)
+    count = fold.leaves.bit_length() - 1
+    owners = [0] * fold.leaves
+    for leaf in range(fold.leaves):
+        levels = _levels(fold, leaf)
+        owners[levels[-1].keep[0] if levels else 0] = fold.rank(leaf)
+
+    def scatter(rank: int) -> Iterator[Step]:
+        yield from fold_in(fold, rank, fold.leaves)
+        yield from on_leaves(fold, rank, count, _halving)
+
+    def gather(rank: int) -> Iterator[Step]:
+        yield from on_leaves(fold, rank, count, _doubling)
+        yield from fold_out(fold, rank, fold.leaves)
+
+    return Halves(name, size, tuple(owners), 1, scatter, gather)
 
 
 @lru_cache(maxsize=64)
 def all_reduce(size: int) -> Schedule:
     """`rechd`: 2 log2 n steps, 2 (n - 1) / n of the buffer each way."""
-    return _schedule("rechd", size)
+    return halves(size).all_reduce()
 
 
 @lru_cache(maxsize=64)
 def adasum_all_reduce(size: int) -> Schedule:
     """`vhdd`: the same steps, named for the operator that needs their groups."""
-    return _schedule("vhdd", size)
+    return halves(size, "vhdd").all_reduce()
