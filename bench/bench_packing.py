@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from torch import Tensor
 import kernels
 from bench import peers
 from bench.case import (
+    CHUNK,
     Answer,
     Case,
     Contender,
@@ -29,8 +29,6 @@ from bench.timing import DEVICE
 
 FP32, BF16 = torch.float32, torch.bfloat16
 SCALE = 1 / 3
-# No step of a comparison in float64 takes more memory than a few times these elements.
-_GROUP = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ def case_of(spec: Spec) -> Case:
     exact = spec.scale == 1.0 and target.itemsize >= source.itemsize
     bound = 0.0 if exact else rounded(target, wide_of(source, target), 1)
     make = _pack if spec.kernel == "pack" else _unpack
-    ours, traffic, values = make(tensors, layout, tight, options, bound)
+    ours, traffic, expected = make(tensors, layout, tight, options, bound)
     job = peers.Packing(tensors, tight, spec.scale, flag, bound)
     return Case(
         kernel=spec.kernel,
@@ -109,15 +107,11 @@ def case_of(spec: Spec) -> Case:
         tensors=len(tensors),
         ours=ours,
         rivals=peers.pack(job) if spec.kernel == "pack" else peers.unpack(job),
-        expected=[
-            Expected(first, last, partial(values, first, last))
-            for first, last in _groups(layout.numels)
-        ],
+        expected=expected,
     )
 
 
-Values = Callable[[int, int], Answer]
-Made = tuple[Contender, int, Values]
+Made = tuple[Contender, int, Expected]
 
 
 def _pack(
@@ -143,13 +137,13 @@ def _pack(
         if "found_inf" in options:
             check_flag(call, options["found_inf"], tensors[-1])
 
-    def values(first: int, last: int) -> Answer:
-        group = tensors[first:last]
-        tight_layout = kernels.layout_of(group, dtype=torch.float64, alignment=8)
-        return kernels.pack_reference(group, layout=tight_layout, scale=options["scale"]), None
+    def expected() -> Iterator[Answer]:
+        for group in _groups(tensors):
+            end_to_end = kernels.layout_of(group, dtype=torch.float64, alignment=8)
+            yield kernels.pack_reference(group, layout=end_to_end, scale=options["scale"]), None
 
     ours = Contender("ours", call, bound, layout.views, [out], also)
-    return ours, kernels.pack_bytes(tensors, layout=layout), values
+    return ours, kernels.pack_bytes(tensors, layout=layout), expected
 
 
 def _unpack(
@@ -169,27 +163,28 @@ def _unpack(
         if "found_inf" in options:
             check_flag(call, options["found_inf"], layout.views(buffer)[-1])
 
-    def values(first: int, last: int) -> Answer:
-        part = kernels.layout_of(
-            tensors[first:last], dtype=layout.dtype, alignment=layout.alignment
-        )
-        slots = buffer[layout.segments[first] : layout.segments[last]]
-        views = kernels.unpack_reference(slots, part, scale=options["scale"])
-        return torch.cat([view.reshape(-1) for view in views]), None
+    def expected() -> Iterator[Answer]:
+        for group in _groups(layout.views(buffer)):
+            joined = torch.cat(group)
+            whole = kernels.layout_of([joined], alignment=joined.element_size())
+            yield kernels.unpack_reference(joined, whole, scale=options["scale"])[0], None
 
     ours = Contender("ours", call, bound, list, tensors, also)
-    return ours, kernels.unpack_bytes(buffer, tensors, layout=layout), values
+    return ours, kernels.unpack_bytes(buffer, tensors, layout=layout), expected
 
 
-def _groups(numels: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """Runs [first, last) of tensors that are compared at once."""
-    first = held = 0
-    for i, numel in enumerate(numels):
-        if held and held + numel > _GROUP:
-            yield first, i
-            first, held = i, 0
-        held += numel
-    yield first, len(numels)
+def _groups(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """The tensors as 1-D parts, end to end, in groups of at most CHUNK elements."""
+    group: list[Tensor] = []
+    held = 0
+    for tensor in tensors:
+        for part in tensor.view(-1).split(CHUNK):
+            if group and held + part.numel() > CHUNK:
+                yield group
+                group, held = [], 0
+            group.append(part)
+            held += part.numel()
+    yield group
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)

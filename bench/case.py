@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bench.timing import Call
+from bench.timing import DEVICE, Call
 
+# The next elements of an answer, end to end: values and magnitudes, 1-D float64; None for |values|.
 Answer = tuple[Tensor, Tensor | None]
+Expected = Callable[[], Iterable[Answer]]
+# Elements compared at once: their float64 forms fit in what the allocator gives without asking the
+# system for fresh pages, which on a CPU takes longer than the comparison.
+CHUNK = {"cuda": 1 << 24, "cpu": 1 << 20}[DEVICE]
 
 
 class WrongAnswer(AssertionError):
     """A result further from float64 than its bound allows: nothing of it is timed."""
-
-
-@dataclass(frozen=True)
-class Expected:
-    """The float64 answer to the pieces [first, last) of a result, end to end.
-
-    make: returns (values, magnitudes), 1-D float64; magnitudes None stands for |values|. An element
-    may be off by the contender's bound times its magnitude, and by one subnormal of its dtype.
-    """
-
-    first: int
-    last: int
-    make: Callable[[], Answer]
 
 
 def itself(result: Any) -> Sequence[Tensor]:
@@ -40,9 +32,10 @@ def itself(result: Any) -> Sequence[Tensor]:
 class Contender:
     """One way to do the job of a row.
 
-    pieces: the parts of what `call` returns that `Expected` counts. bound: see there. written:
-    memory that `call` writes, NaN before each check. also: further demands, raising WrongAnswer.
-    capturable: whether a CUDA graph may hold it. caveat: why its answer is worth less, if it is.
+    bound: an element may be off by this times its magnitude, and by one subnormal of its dtype.
+    pieces: the tensors of the answer in what `call` returns. written: memory that `call` writes,
+    NaN before each check. also: further demands, raising WrongAnswer. capturable: whether a CUDA
+    graph may hold it. caveat: why its answer is worth less, if it is.
     """
 
     name: str
@@ -54,7 +47,7 @@ class Contender:
     capturable: bool = True
     caveat: str = ""
 
-    def check(self, expected: Sequence[Expected], replay: tuple[Call, Any] | None = None) -> None:
+    def check(self, expected: Expected, replay: tuple[Call, Any] | None = None) -> None:
         """Run once on poisoned outputs and compare; WrongAnswer where an element is off.
 
         replay: a graph's replay and its static result, in place of `call`.
@@ -66,32 +59,46 @@ class Contender:
         else:
             replay[0]()
             result = replay[1]
-        pieces = self.pieces(result)
-        for part in expected:
-            self._compare(pieces[part.first : part.last], *part.make())
+        left = [piece.reshape(-1) for piece in reversed(self.pieces(result))]
+        for values, magnitudes in expected():
+            scales = values if magnitudes is None else magnitudes
+            for value, scale in zip(values.split(CHUNK), scales.split(CHUNK), strict=True):
+                self._compare(_take(left, value.numel()), value, scale)
+        if any(piece.numel() for piece in left):
+            raise WrongAnswer(f"{self.name}: more elements than expected")
         if self.also is not None:
             self.also()
 
-    def _compare(self, pieces: Sequence[Tensor], values: Tensor, magnitudes: Tensor | None) -> None:
-        flat = [piece.reshape(-1) for piece in pieces]
-        got = flat[0] if len(flat) == 1 else torch.cat(flat)
+    def _compare(self, got: Tensor, values: Tensor, scales: Tensor) -> None:
         if got.shape != values.shape:
-            raise WrongAnswer(f"{self.name}: {got.numel()} elements, not {values.numel()}")
-        if self.bound == 0.0 and torch.equal(got.double(), values):
+            raise WrongAnswer(f"{self.name}: fewer elements than expected")
+        wide = got.double()
+        if self.bound == 0.0 and torch.equal(wide, values):
             return
         finfo = torch.finfo(got.dtype)
-        allowed = (values.abs() if magnitudes is None else magnitudes) * self.bound
-        allowed += finfo.smallest_normal * finfo.eps
-        error = got.double().sub_(values).abs_()
+        allowed = scales.abs() * self.bound + finfo.smallest_normal * finfo.eps
         # A NaN is not below anything, so it is wrong, too.
-        wrong = (error <= allowed).logical_not_()
+        wrong = ((wide - values).abs_() <= allowed).logical_not_()
         if wrong.any():
             i = int(wrong.nonzero()[0])
             raise WrongAnswer(
-                f"{self.name}: element {i} is {got[i].item():.9g}, float64 gives "
+                f"{self.name}: an element is {got[i].item():.9g}, float64 gives "
                 f"{values[i].item():.9g} (allowed error {allowed[i].item():.3g}); "
                 f"{int(wrong.sum())} of {wrong.numel()} are wrong"
             )
+
+
+def _take(pieces: list[Tensor], count: int) -> Tensor:
+    """The next `count` elements of `pieces`, 1-D tensors in reverse order, taken from its end."""
+    taken: list[Tensor] = []
+    while pieces and (count or not taken):
+        piece = pieces.pop()
+        if piece.numel() > count:
+            pieces.append(piece[count:])
+            piece = piece[:count]
+        taken.append(piece)
+        count -= piece.numel()
+    return taken[0] if len(taken) == 1 else torch.cat(taken)
 
 
 @dataclass(frozen=True)
@@ -111,7 +118,7 @@ class Case:
     tensors: int
     ours: Contender
     rivals: Sequence[Contender]
-    expected: Sequence[Expected]
+    expected: Expected
     beside: Mapping[str, Call] = field(default_factory=dict)
 
 

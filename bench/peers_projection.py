@@ -124,8 +124,8 @@ def _joined(results: list[Tensor]) -> list[Tensor]:
 
 
 def _formula(a: Tensor, b: Tensor) -> Tensor:
-    """Adasum of one segment as the paper has it, in float32 for narrower dtypes."""
-    x, y = (each.float() if each.element_size() < 4 else each for each in (a, b))
+    """Adasum of one segment as the paper has it, in float32."""
+    x, y = a.float(), b.float()
     dot, norm_a, norm_b = ((u * v).sum() for u, v in _pairs(x, y))
     return ((1 - dot / (2 * norm_a)) * x + (1 - dot / (2 * norm_b)) * y).to(a.dtype)
 

@@ -77,7 +77,7 @@ def goal_lines(rows: Sequence[Row], device: str) -> list[str]:
     return [
         "## Goals",
         "",
-        *table(["goal", "asked", "got", "rows", "below", "verdict", "worst row"], lines),
+        *table(["goal", "asked", "got", "rows", "missed", "verdict", "worst row"], lines),
         "",
     ]
 

@@ -63,7 +63,7 @@ def test_a_kernel_that_writes_nothing_is_refused(case):
     timed = []
     idle = dataclasses.replace(case.ours, call=lambda: result)
     rival = dataclasses.replace(case.rivals[0], call=lambda: timed.append(1))
-    with pytest.raises(WrongAnswer, match="ours: element"):
+    with pytest.raises(WrongAnswer, match="ours: an element"):
         measure(dataclasses.replace(case, ours=idle, rivals=[rival]), FAST)
     assert not timed
 
@@ -80,6 +80,15 @@ def test_one_element_off_is_wrong(case):
 
     wrong = dataclasses.replace(case.ours, call=off)
     with pytest.raises(WrongAnswer, match=r"1 of \d+ are wrong"):
+        measure(dataclasses.replace(case, ours=wrong), FAST)
+
+
+@pytest.mark.parametrize(("extra", "complaint"), [(1, "more elements"), (-1, "fewer elements")])
+def test_an_answer_of_another_length_is_wrong(extra, complaint):
+    case = next(case for case in small_cases() if case.kernel == "sum_n")
+    longer = torch.cat([case.ours.call(), case.ours.call()])[: 1000 + extra]
+    wrong = dataclasses.replace(case.ours, call=lambda: longer)
+    with pytest.raises(WrongAnswer, match=complaint):
         measure(dataclasses.replace(case, ours=wrong), FAST)
 
 
@@ -110,7 +119,7 @@ def test_a_wrong_or_failing_rival_is_left_out_and_named():
     row, _ = measure(dataclasses.replace(case, rivals=rivals), FAST)
     assert row.rivals == [case.rivals[1].name]
     assert row.notes["missing"] == "left out: not built in"
-    assert row.notes["idle"].startswith("left out: idle: element 0 is nan")
+    assert row.notes["idle"].startswith("left out: idle: an element is nan")
 
 
 @pytest.mark.parametrize("answers", [(0.0, 0.0), (1.0, 1.0)])
