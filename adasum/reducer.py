@@ -59,22 +59,33 @@ class AdasumReducer(Reducer):
         return "rd" if nbytes <= _SMALL_BYTES else "vhdd"
 
     def reduce(self, operands: Operands) -> None:
-        """out = adasum(left, right) on this rank's piece of the two parts.
+        """out = adasum(left, right) on this rank's pieces of the two vectors.
 
-        The partial dot products of the piece go into a full [S, 3] float64 table, so that the ranks
-        of the step sum one shape wherever the pieces were cut, inside a segment or not.
+        The partial dot products of the pieces go into a full [S, 3] float64 table, so that the
+        ranks of the step sum one shape wherever the pieces were cut, inside a segment or not. More
+        than two vectors are folded from the left.
         """
-        left, right = operands.parts
-        segments = (0, operands.numel) if operands.segments is None else tuple(operands.segments)
-        dots = torch.zeros(len(segments) - 1, 3, dtype=torch.float64, device=left.device)
-        if left.numel() == 0:
+        whole = operands.segments
+        segments = (0, operands.numel) if whole is None else tuple(whole)
+        device = operands.pieces[0].out.device if operands.pieces else torch.device("cpu")
+        folds = max((len(parts) for parts, _, _ in operands.pieces), default=2) - 1
+        left = [parts[0] for parts, _, _ in operands.pieces]
+        for k in range(1, folds + 1):
+            dots = torch.zeros(len(segments) - 1, 3, dtype=torch.float64, device=device)
+            places = [
+                _clip(segments, start, out.numel()) if out.numel() else (0, 0, (0,))
+                for _, out, start in operands.pieces
+            ]
+            for mine, (parts, _, _), (first, last, cuts) in zip(
+                left, operands.pieces, places, strict=True
+            ):
+                dots[first:last] += kernels.dot_and_norms(mine, parts[k], cuts)
             operands.sum_partials(dots)
-            return
-        first, last, piece = _clip(segments, operands.start, left.numel())
-        own = dots[first:last]
-        own.copy_(kernels.dot_and_norms(left, right, piece))
-        operands.sum_partials(dots)
-        kernels.combine(left, right, own, piece, out=operands.out)
+            for i, ((parts, out, _), (first, last, cuts)) in enumerate(
+                zip(operands.pieces, places, strict=True)
+            ):
+                target = out if k == folds else None
+                left[i] = kernels.combine(left[i], parts[k], dots[first:last], cuts, out=target)
 
     def finish(self, buffer: Tensor, size: int) -> None:
         """Nothing: Adasum is not divided by the number of ranks."""

@@ -23,9 +23,11 @@ from .errors import (
 )
 from .group import Group
 from .proof import verify
-from .reducers import Average, Operands, Reducer, Sum
+from .reducers import Average, Operands, Piece, Reducer, Sum
 from .schedule import Action, Schedule, Step, Transfer
+from .spec import AllReduceSpec, parse_all_reduce_spec, parse_general_int
 from .split import split_bounds
+from .topology import Topology, ring_permutations
 from .work import Work
 from .world import default_group, init, is_initialized, run_threads, shutdown
 
@@ -42,6 +44,32 @@ def grouped_all_reduce(
 ) -> list[Tensor] | Work:
     """`Group.grouped_all_reduce` on `group`, or on the default group."""
     return (group or default_group()).grouped_all_reduce(tensors, op, **options)
+
+
+def reduce(
+    tensor: Tensor, dst: int = 0, op: Reducer = Sum, *, group: Group | None = None, **options: Any
+) -> Tensor | Work:
+    """`Group.reduce` on `group`, or on the default group."""
+    return (group or default_group()).reduce(tensor, dst, op, **options)
+
+
+def owners(numels: Sequence[int], *, group: Group | None = None) -> list[int]:
+    """`Group.owners` on `group`, or on the default group."""
+    return (group or default_group()).owners(numels)
+
+
+def reduce_to_owners(
+    tensors: Sequence[Tensor], op: Reducer = Sum, *, group: Group | None = None, **options: Any
+) -> list[int]:
+    """`Group.reduce_to_owners` on `group`, or on the default group."""
+    return (group or default_group()).reduce_to_owners(tensors, op, **options)
+
+
+def broadcast_from_owners(
+    tensors: Sequence[Tensor], *, group: Group | None = None, **options: Any
+) -> list[Tensor]:
+    """`Group.broadcast_from_owners` on `group`, or on the default group."""
+    return (group or default_group()).broadcast_from_owners(tensors, **options)
 
 
 def reduce_scatter(
@@ -70,16 +98,19 @@ def barrier(*, group: Group | None = None) -> None:
 
 __all__ = [
     "Action",
+    "AllReduceSpec",
     "Average",
     "CollectiveError",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
     "Group",
     "Operands",
+    "Piece",
     "Reducer",
     "Schedule",
     "Step",
     "Sum",
+    "Topology",
     "Transfer",
     "TransportError",
     "Work",
@@ -87,11 +118,18 @@ __all__ = [
     "all_reduce",
     "barrier",
     "broadcast",
+    "broadcast_from_owners",
     "default_group",
     "grouped_all_reduce",
     "init",
     "is_initialized",
+    "owners",
+    "parse_all_reduce_spec",
+    "parse_general_int",
+    "reduce",
     "reduce_scatter",
+    "reduce_to_owners",
+    "ring_permutations",
     "run_threads",
     "shutdown",
     "split_bounds",

@@ -8,8 +8,8 @@ from itertools import pairwise
 
 import torch
 
-from .algorithms import ALL_REDUCE, UNIFORM
 from .reducers import Reducer
+from .spec import AllReduceSpec, parse_all_reduce_spec
 
 
 def tensor(argument: str, value: torch.Tensor) -> None:
@@ -71,17 +71,12 @@ def reducer(argument: str, value: Reducer) -> None:
         )
 
 
-def algorithm(argument: str, value: str | None, op: Reducer) -> None:
-    """A known algorithm that can carry `op`."""
-    if value is None:
-        return
-    if value not in ALL_REDUCE:
-        raise ValueError(f"{argument} {value!r} is not one of {', '.join(sorted(ALL_REDUCE))}")
-    if op.uniform and value not in UNIFORM:
-        raise ValueError(
-            f"{argument} {value!r} reduces every chunk in another order, which {op} forbids: "
-            f"use one of {', '.join(sorted(UNIFORM))}"
-        )
+def algorithm(argument: str, value: str | None) -> tuple[AllReduceSpec, ...]:
+    """A specification string, "auto" for None; ValueError naming what is wrong with it."""
+    try:
+        return parse_all_reduce_spec("auto" if value is None else value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{argument}: {error}") from None
 
 
 def scale(argument: str, value: float) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from .algorithms import doubling
-from .reducers import Operands, Reducer, Sum
+from .reducers import Operands, Piece, Reducer, Sum
 from .schedule import Action, Schedule, Step, Transfer, steps_of
 from .split import segment_bounds, split_bounds
 from .transport.base import Message, Transport
@@ -69,23 +69,15 @@ def execute(
             recvs.append(Message(members[transfer.peer], target))
         transport.exchange(sends, recvs, where, timeout)
 
+        pieces = _pieces(step, recvs, buffer, cuts)
+        if not pieces and not step.group:
+            continue
         operator = reducer if isinstance(reducer, Reducer) else reducer[step.phase]
         group = tuple(members[r] for r in step.group)
         if schedule.whole_segments:
             group = (transport.rank,)
         sum_partials = _partial_sum(group, transport, where, timeout)
-        for (start, stop), (before, after) in _reductions(step, recvs).items():
-            mine = buffer[cuts[start] : cuts[stop]]
-            operator.reduce(
-                Operands(
-                    parts=(*before, mine, *after),
-                    out=mine,
-                    start=cuts[start],
-                    numel=buffer.numel(),
-                    segments=segments,
-                    sum_partials=sum_partials,
-                )
-            )
+        operator.reduce(Operands(pieces, buffer.numel(), segments, sum_partials))
 
 
 def _cuts(schedule: Schedule, numel: int, segments: Sequence[int] | None) -> Sequence[int]:
@@ -94,19 +86,20 @@ def _cuts(schedule: Schedule, numel: int, segments: Sequence[int] | None) -> Seq
     return split_bounds(numel, schedule.chunks)
 
 
-_Tensors = list[torch.Tensor]
-
-
-def _reductions(
-    step: Step, recvs: Sequence[Message]
-) -> dict[tuple[int, int], tuple[_Tensors, _Tensors]]:
-    """Chunk range -> what was received to be reduced before and after the rank's own value."""
-    found: dict[tuple[int, int], tuple[_Tensors, _Tensors]] = {}
+def _pieces(
+    step: Step, recvs: Sequence[Message], buffer: torch.Tensor, cuts: Sequence[int]
+) -> tuple[Piece, ...]:
+    """What a step reduces: for each range of chunks what was received, and the rank's own value."""
+    found: dict[tuple[int, int], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for transfer, message in zip(step.recvs, recvs, strict=True):
         if transfer.action is not Action.COPY:
             sides = found.setdefault((transfer.start, transfer.stop), ([], []))
             sides[transfer.action is Action.REDUCE_RIGHT].append(message.tensor)
-    return found
+    pieces = []
+    for (start, stop), (before, after) in found.items():
+        mine = buffer[cuts[start] : cuts[stop]]
+        pieces.append(Piece((*before, mine, *after), mine, cuts[start]))
+    return tuple(pieces)
 
 
 def _piece(buffer: torch.Tensor, cuts: Sequence[int], transfer: Transfer) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,12 +10,15 @@ import torch
 
 from . import checks
 from .agreement import agree, gather_bytes, gather_pieces
-from .algorithms import ALL_REDUCE, ring, tree
+from .algorithms import ring, tree
 from .errors import CollectiveMismatchError, TransportError
-from .executor import Workspace, execute
-from .reducers import Reducer, Sum, kernels
-from .schedule import Schedule
+from .owners import owners
+from .place import agreed_topology, find_place
+from .reducers import Reducer, Sum
+from .runner import Runner, Specs
+from .spec import format_all_reduce_spec
 from .split import split_bounds
+from .topology import Topology
 from .transport.base import Transport
 from .work import Work, Worker
 
@@ -33,7 +35,9 @@ class Group:
     while a call runs it is not. Any number of asynchronous calls may be under way; they run in the
     order in which they were made.
 
-    timeout: seconds any one step may wait for a peer.
+    timeout: seconds any one step may wait for a peer. local_rank, local_size: this rank's place on
+    its host; found from the hosts' names unless given. topology: the nodes that algorithms see;
+    the hosts unless given, and one rank a node where hosts do not hold equal runs of ranks.
     """
 
     def __init__(
@@ -43,6 +47,7 @@ class Group:
         timeout: float,
         local_rank: int | None = None,
         local_size: int | None = None,
+        topology: Topology | None = None,
     ) -> None:
         if not timeout > 0:
             raise ValueError(f"timeout must be a positive number of seconds, got {timeout}")
@@ -50,15 +55,18 @@ class Group:
         self.rank = transport.rank
         self.size = transport.size
         self.timeout = timeout
-        self._workspace = Workspace()
         self._worker = Worker(f"collectives-{self.rank}")
         self._calls = 0
         self._failure: BaseException | None = None
         self._closed = False
         if local_rank is None or local_size is None:
-            local_rank, local_size = self._find_local()
+            local_rank, local_size, topology = find_place(transport, timeout, topology)
+        elif topology is None:
+            topology = agreed_topology(transport, timeout, local_rank, local_size)
         self.local_rank = local_rank
         self.local_size = local_size
+        self.topology = topology
+        self._runner = Runner(transport, topology, timeout)
 
     def __repr__(self) -> str:
         return f"Group(rank={self.rank}, size={self.size})"
@@ -67,14 +75,6 @@ class Group:
     def num_nodes(self) -> int:
         """Hosts that the group's ranks are on, taken as equally filled."""
         return math.ceil(self.size / self.local_size)
-
-    def _find_local(self) -> tuple[int, int]:
-        host = os.uname().nodename.encode()
-        if self.size == 1:
-            return 0, 1
-        hosts = gather_bytes(host, self.transport, "start-up", self.timeout, self._workspace)
-        same = [rank for rank, other in enumerate(hosts) if other == host]
-        return same.index(self.rank), len(same)
 
     def all_reduce(
         self,
@@ -90,26 +90,27 @@ class Group:
     ) -> Tensor | Work:
         """Reduce a contiguous tensor of any shape over all ranks, in place, and return it.
 
-        op: Sum, Average, or another Reducer. algorithm: "xring", "rechd", "rd" or "vhdd"; chosen by
-        size unless given. prescale, postscale: factors applied before and after. segments: element
-        boundaries (0, ..., numel) for operators that work per segment. With async_op a Work is
-        returned whose wait() returns the tensor.
+        op: Sum, Average, or another Reducer. algorithm: a specification string such as "xring#2",
+        "rd:16k:rechd" or "rechd/vhdd" (`collectives.spec`); "auto" unless given. prescale,
+        postscale: factors applied before and after. segments: element boundaries (0, ..., numel)
+        for operators that work per segment. With async_op a Work is returned whose wait() returns
+        the tensor.
 
         Raises TypeError or ValueError, before anything is sent, for arguments that are not valid.
         """
         checks.tensor("tensor", tensor)
         if segments is not None:
             segments = checks.segments(segments, tensor.numel())
-        choice = self._reduction([tensor], op, algorithm, prescale, postscale)
+        specs = self._reduction([tensor], op, algorithm, prescale, postscale)
         entries = [
-            *_header("all_reduce", name, op, choice, prescale, postscale),
+            *_header("all_reduce", name, op, specs, prescale, postscale),
             f"segments={None if segments is None else tuple(segments)}",
             _describe(tensor),
         ]
 
         def run(label: str) -> Tensor:
             flat = tensor.detach().view(-1)
-            self._reduce_flat(flat, op, algorithm, segments, prescale, postscale, label)
+            self._runner.all_reduce(flat, op, specs, segments, prescale, postscale, label)
             return tensor
 
         return self._call("all_reduce", name, entries, run, tensor.device, async_op)
@@ -132,8 +133,8 @@ class Group:
         memory are a ValueError.
         """
         tensors = checks.tensor_list("tensors", tensors)
-        choice = self._reduction(tensors, op, algorithm, prescale, postscale)
-        entries = _header("grouped_all_reduce", name, op, choice, prescale, postscale)
+        specs = self._reduction(tensors, op, algorithm, prescale, postscale)
+        entries = _header("grouped_all_reduce", name, op, specs, prescale, postscale)
         entries += [f"tensors[{i}]: {_describe(t)}" for i, t in enumerate(tensors)]
         parts: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for tensor in tensors:
@@ -141,11 +142,98 @@ class Group:
 
         def run(label: str) -> list[Tensor]:
             for part in parts.values():
-                self._reduce_packed(part, op, algorithm, prescale, postscale, label)
+                self._runner.all_reduce_packed(part, op, specs, prescale, postscale, label)
             return tensors
 
         device = tensors[0].device if tensors else _CPU
         return self._call("grouped_all_reduce", name, entries, run, device, async_op)
+
+    def reduce(
+        self,
+        tensor: Tensor,
+        dst: int = 0,
+        op: Reducer = Sum,
+        *,
+        name: str | None = None,
+        async_op: bool = False,
+    ) -> Tensor | Work:
+        """Reduce a contiguous tensor onto rank `dst`, in place, and return it.
+
+        No rank allocates more than one n-th of the tensor. On the other ranks the tensor holds
+        partial results afterwards, as torch.distributed's does. Sum and Average only: Adasum's
+        answer needs all ranks (all_reduce).
+        """
+        checks.tensor("tensor", tensor)
+        checks.rank("dst", dst, self.size)
+        specs = self._owned([tensor], op)
+        entries = _header("reduce", name, op, specs, 1.0, 1.0)
+        entries += [f"dst={dst}", _describe(tensor)]
+
+        def run(label: str) -> Tensor:
+            self._reduce_onto(tensor, dst, op, label)
+            return tensor
+
+        return self._call("reduce", name, entries, run, tensor.device, async_op)
+
+    def owners(self, numels: Sequence[int]) -> list[int]:
+        """The owner of each variable: the rank with the least so far, the lowest of equals."""
+        return owners(numels, self.size)
+
+    def reduce_to_owners(
+        self, tensors: Sequence[Tensor], op: Reducer = Sum, *, name: str | None = None
+    ) -> list[int]:
+        """Reduce each tensor onto its owner alone, in place; return the owners.
+
+        Owners are chosen by bytes, in list order. Arguments and other ranks' tensors as in reduce.
+        """
+        tensors = checks.tensor_list("tensors", tensors)
+        specs = self._owned(tensors, op)
+        chosen = self.owners([tensor.nbytes for tensor in tensors])
+        entries = _header("reduce_to_owners", name, op, specs, 1.0, 1.0)
+        entries += [f"tensors[{i}]: {_describe(t)}" for i, t in enumerate(tensors)]
+
+        def run(label: str) -> list[int]:
+            for tensor, owner in zip(tensors, chosen, strict=True):
+                self._reduce_onto(tensor, owner, op, label)
+            return chosen
+
+        device = tensors[0].device if tensors else _CPU
+        return self._call("reduce_to_owners", name, entries, run, device, False)
+
+    def broadcast_from_owners(
+        self, tensors: Sequence[Tensor], *, name: str | None = None
+    ) -> list[Tensor]:
+        """Copy each tensor to every rank, in place, from the owner that reduce_to_owners chose."""
+        tensors = checks.tensor_list("tensors", tensors)
+        for tensor in tensors:
+            self.transport.check_device(tensor.device)
+        chosen = self.owners([tensor.nbytes for tensor in tensors])
+        entries = [f"broadcast_from_owners({name or ''})"]
+        entries += [f"tensors[{i}]: {_describe(t)}" for i, t in enumerate(tensors)]
+
+        def run(label: str) -> list[Tensor]:
+            for tensor, owner in zip(tensors, chosen, strict=True):
+                if self.size > 1:
+                    flat = tensor.detach().view(-1)
+                    self._runner.execute(tree.broadcast(self.size, owner), flat, Sum, label)
+            return tensors
+
+        device = tensors[0].device if tensors else _CPU
+        return self._call("broadcast_from_owners", name, entries, run, device, False)
+
+    def _owned(self, tensors: Sequence[Tensor], op: Reducer) -> Specs:
+        """Check the arguments of a reduction onto single ranks."""
+        specs = self._reduction(tensors, op, None, 1.0, 1.0)
+        if op.uniform:
+            raise ValueError(f"op {op} needs all ranks: use all_reduce")
+        return specs
+
+    def _reduce_onto(self, tensor: Tensor, dst: int, op: Reducer, label: str) -> None:
+        flat = tensor.detach().view(-1)
+        if self.size > 1:
+            self._runner.execute(ring.reduce(self.size, dst), flat, op, label)
+        if self.rank == dst:
+            op.finish(flat, self.size)
 
     def reduce_scatter(
         self,
@@ -161,16 +249,16 @@ class Group:
         ones first; rank r gets piece r.
         """
         checks.tensor("tensor", tensor)
-        choice = self._reduction([tensor], op, None, 1.0, 1.0)
-        entries = [*_header("reduce_scatter", name, op, choice, 1.0, 1.0), _describe(tensor)]
+        specs = self._reduction([tensor], op, None, 1.0, 1.0)
+        entries = [*_header("reduce_scatter", name, op, specs, 1.0, 1.0), _describe(tensor)]
 
         def run(label: str) -> Tensor:
             flat = tensor.detach().clone().view(-1)
             cuts = split_bounds(flat.numel(), self.size)
             if self.size > 1 and op.uniform:
-                self._reduce_flat(flat, op, None, None, 1.0, 1.0, label)
+                self._runner.all_reduce(flat, op, specs, None, 1.0, 1.0, label)
             elif self.size > 1:
-                self._execute(ring.reduce_scatter(self.size), flat, op, label)
+                self._runner.execute(ring.reduce_scatter(self.size), flat, op, label)
             piece = flat[cuts[self.rank] : cuts[self.rank + 1]].clone()
             if not op.uniform:
                 op.finish(piece, self.size)
@@ -200,8 +288,9 @@ class Group:
             if self.size == 1:
                 return tensor.detach().clone()
             rows = torch.tensor([tensor.shape[0]])
-            counts, _ = gather_pieces(rows, self.transport, label, self.timeout, self._workspace)
-            whole, _ = gather_pieces(flat, self.transport, label, self.timeout, self._workspace)
+            workspace = self._runner.workspace
+            counts, _ = gather_pieces(rows, self.transport, label, self.timeout, workspace)
+            whole, _ = gather_pieces(flat, self.transport, label, self.timeout, workspace)
             return whole.view(int(counts.sum()), *trailing)
 
         return self._call("all_gather", name, entries, run, tensor.device, async_op)
@@ -218,7 +307,7 @@ class Group:
         def run(label: str) -> Tensor:
             if self.size > 1:
                 flat = tensor.detach().view(-1)
-                self._execute(tree.broadcast(self.size, root), flat, Sum, label)
+                self._runner.execute(tree.broadcast(self.size, root), flat, Sum, label)
             return tensor
 
         return self._call("broadcast", name, entries, run, tensor.device, async_op)
@@ -229,7 +318,8 @@ class Group:
         def run(label: str) -> list[bytes]:
             if self.size == 1:
                 return [payload]
-            return gather_bytes(payload, self.transport, label, self.timeout, self._workspace)
+            workspace = self._runner.workspace
+            return gather_bytes(payload, self.transport, label, self.timeout, workspace)
 
         entries = [f"all_gather_bytes({name or ''})"]
         return self._call("all_gather_bytes", name, entries, run, _CPU, False)
@@ -252,10 +342,10 @@ class Group:
         algorithm: str | None,
         prescale: float,
         postscale: float,
-    ) -> str:
-        """Check the arguments that all reductions share; return the algorithm's name for people."""
+    ) -> Specs:
+        """Check the arguments that all reductions share; return the algorithm's ranges."""
         checks.reducer("op", op)
-        checks.algorithm("algorithm", algorithm, op)
+        specs = checks.algorithm("algorithm", algorithm)
         checks.scale("prescale", prescale)
         checks.scale("postscale", postscale)
         for tensor in tensors:
@@ -265,65 +355,8 @@ class Group:
                 tensor.dtype.is_floating_point or tensor.dtype.is_complex
             ):
                 raise TypeError(f"prescale and postscale need a floating dtype, got {tensor.dtype}")
-        return algorithm or "auto"
-
-    def _reduce_flat(
-        self,
-        flat: Tensor,
-        op: Reducer,
-        algorithm: str | None,
-        segments: Sequence[int] | None,
-        prescale: float,
-        postscale: float,
-        label: str,
-    ) -> None:
-        if prescale != 1.0:
-            flat.mul_(prescale)
-        if self.size > 1:
-            nbytes = flat.numel() * flat.element_size()
-            chosen = algorithm or op.algorithm(nbytes, self.size)
-            self._execute(ALL_REDUCE[chosen](self.size), flat, op, label, segments)
-        op.finish(flat, self.size)
-        if postscale != 1.0:
-            flat.mul_(postscale)
-
-    def _reduce_packed(
-        self,
-        tensors: list[Tensor],
-        op: Reducer,
-        algorithm: str | None,
-        prescale: float,
-        postscale: float,
-        label: str,
-    ) -> None:
-        if self.size == 1 or len(tensors) == 1 or tensors[0].dtype not in kernels.DTYPES:
-            for tensor in tensors:
-                flat = tensor.view(-1)
-                self._reduce_flat(flat, op, algorithm, None, prescale, postscale, label)
-            return
-        layout = kernels.layout_of(tensors)
-        buffer = kernels.pack(tensors, layout=layout, scale=prescale)
-        self._reduce_flat(buffer, op, algorithm, layout.segments, 1.0, 1.0, label)
-        kernels.unpack(buffer, tensors, layout=layout, scale=postscale)
-
-    def _execute(
-        self,
-        schedule: Schedule,
-        flat: Tensor,
-        op: Reducer,
-        label: str,
-        segments: Sequence[int] | None = None,
-    ) -> None:
-        execute(
-            schedule,
-            flat,
-            self.transport,
-            op,
-            label=label,
-            timeout=self.timeout,
-            workspace=self._workspace,
-            segments=segments,
-        )
+        self._runner.check(specs, op, tensors)
+        return specs
 
     def _call(
         self,
@@ -347,7 +380,7 @@ class Group:
             self._calls += 1
             try:
                 if self.size > 1:
-                    agree(entries, self.transport, label, self.timeout, self._workspace)
+                    agree(entries, self.transport, label, self.timeout, self._runner.workspace)
                 return run(label)
             except CollectiveMismatchError:
                 raise
@@ -362,12 +395,12 @@ class Group:
 
 
 def _header(
-    kind: str, name: str | None, op: Reducer, algorithm: str, prescale: float, postscale: float
+    kind: str, name: str | None, op: Reducer, specs: Specs, prescale: float, postscale: float
 ) -> list[str]:
     return [
         f"{kind}({name or ''})",
         f"op={op}",
-        f"algorithm={algorithm}",
+        f"algorithm={format_all_reduce_spec(specs)}",
         f"prescale={prescale!r}",
         f"postscale={postscale!r}",
     ]

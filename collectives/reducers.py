@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from typing import NamedTuple
 
 import torch
 
@@ -16,20 +17,29 @@ _SMALL_BYTES = 64 * 1024
 _RING_BYTES = 4 * 1024 * 1024
 
 
-@dataclass(frozen=True)
-class Operands:
-    """One reduction of a step: the same piece of two or more vectors.
+class Piece(NamedTuple):
+    """The same elements of two or more vectors.
 
-    parts: 1-D tensors of equal length, in the order of the reduction. out: one of them.
-    start: where the piece lies in the whole buffer, in elements; numel: the whole buffer's length.
-    segments: element boundaries (0, ..., numel) over the whole buffer, None for one segment.
-    sum_partials: sums a float64 tensor in place over the ranks that together hold both operands;
-    all of them get the same bits.
+    parts: 1-D tensors of equal length, in the order of the reduction. out: one of them. start:
+    where they lie in the whole buffer, in elements.
     """
 
     parts: tuple[torch.Tensor, ...]
     out: torch.Tensor
     start: int
+
+
+@dataclass(frozen=True)
+class Operands:
+    """All that one rank reduces in a step.
+
+    pieces: the parts of the vectors that this rank holds. numel: the whole buffer's length.
+    segments: element boundaries (0, ..., numel) over the whole buffer, None for one segment.
+    sum_partials: sums a float64 tensor in place over the ranks that together hold both vectors;
+    all of them get the same bits. Each of them must call it as often.
+    """
+
+    pieces: tuple[Piece, ...]
     numel: int
     segments: Sequence[int] | None
     sum_partials: Callable[[torch.Tensor], None]
@@ -57,7 +67,7 @@ class Reducer:
         raise NotImplementedError
 
     def reduce(self, operands: Operands) -> None:
-        """Write parts[0] (op) parts[1] (op) ... to out."""
+        """Write parts[0] (op) parts[1] (op) ... to out, in every piece."""
         raise NotImplementedError
 
     def finish(self, buffer: torch.Tensor, size: int) -> None:
@@ -79,11 +89,12 @@ class SumReducer(Reducer):
         return "rechd" if nbytes <= _RING_BYTES else "xring"
 
     def reduce(self, operands: Operands) -> None:
-        # Sums of integers and complex numbers are torch's own.
-        if operands.out.dtype in kernels.DTYPES:
-            kernels.sum_n(operands.parts, out=operands.out)
-        else:
-            _fold(torch.add, operands)
+        for parts, out, _ in operands.pieces:
+            # Sums of integers and complex numbers are torch's own.
+            if out.dtype in kernels.DTYPES:
+                kernels.sum_n(parts, out=out)
+            else:
+                _fold(torch.add, parts, out)
 
 
 class AverageReducer(SumReducer):
@@ -113,13 +124,16 @@ class MaxReducer(Reducer):
         return "rd" if nbytes <= _SMALL_BYTES else "rechd"
 
     def reduce(self, operands: Operands) -> None:
-        _fold(torch.maximum, operands)
+        for parts, out, _ in operands.pieces:
+            _fold(torch.maximum, parts, out)
 
 
-def _fold(operator: Callable[..., torch.Tensor], operands: Operands) -> None:
+def _fold(
+    operator: Callable[..., torch.Tensor], parts: Sequence[torch.Tensor], out: torch.Tensor
+) -> None:
     """out = the parts joined by a binary operator, left to right."""
-    *first, last = operands.parts
-    operator(reduce(operator, first), last, out=operands.out)
+    *first, last = parts
+    operator(reduce(operator, first), last, out=out)
 
 
 Sum = SumReducer()

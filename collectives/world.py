@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from .errors import CollectiveTimeoutError
 from .group import Group
+from .topology import Topology
 from .transport.gloo import GlooTransport
 from .transport.threads import ThreadWorld
 
@@ -139,18 +140,32 @@ def default_group() -> Group:
     return group
 
 
-def run_threads(size: int, fn: Callable[[Group], T], *, timeout: float = 60.0) -> list[T]:
+def run_threads(
+    size: int,
+    fn: Callable[[Group], T],
+    *,
+    timeout: float = 60.0,
+    local_size: int | None = None,
+) -> list[T]:
     """Run `fn(group)` on `size` ranks, each a thread of this process; return the results by rank.
 
     In each thread the default group is that thread's. The first rank's error is raised, after all
     threads have ended; the others' collectives fail as soon as they need a rank that has ended.
-    timeout: seconds any one step of a collective may wait.
+    timeout: seconds any one step of a collective may wait. local_size: play nodes of so many
+    ranks; all ranks are on one unless given. Raises ValueError where it does not divide size.
     """
     world = ThreadWorld(size)
+    topology = Topology(size, size if local_size is None else local_size)
     results: dict[int, T] = {}
     errors: list[BaseException] = []
     groups = [
-        Group(world.transport(rank), timeout=timeout, local_rank=rank, local_size=size)
+        Group(
+            world.transport(rank),
+            timeout=timeout,
+            local_rank=topology.local_rank_of(rank),
+            local_size=topology.local_size,
+            topology=topology,
+        )
         for rank in range(size)
     ]
 

@@ -27,7 +27,7 @@ class GlooTransport:
     """Point-to-point messages of a `torch.distributed` process group."""
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
-        self._group = process_group
+        self.process_group = process_group
         self.rank = dist.get_rank(process_group)
         self.size = dist.get_world_size(process_group)
         self._backends = _backends(process_group)
@@ -61,11 +61,11 @@ class GlooTransport:
             for message in recvs:
                 if message.tensor.numel():
                     peer = message.peer
-                    posted.append((peer, self._group.recv([_bytes(message.tensor)], peer, 0)))
+                    posted.append((peer, self.process_group.recv([_bytes(message.tensor)], peer, 0)))
             for message in sends:
                 if message.tensor.numel():
                     peer = message.peer
-                    posted.append((peer, self._group.send([_bytes(message.tensor)], peer, 0)))
+                    posted.append((peer, self.process_group.send([_bytes(message.tensor)], peer, 0)))
             for other, work in posted:
                 peer = other
                 left = max(deadline - time.monotonic(), 1e-3)
@@ -79,12 +79,12 @@ class GlooTransport:
 
     def _exchange_nccl(self, sends: Sequence[Message], recvs: Sequence[Message], step: str) -> None:
         ops = [
-            dist.P2POp(dist.irecv, m.tensor, group=self._group, group_peer=m.peer)
+            dist.P2POp(dist.irecv, m.tensor, group=self.process_group, group_peer=m.peer)
             for m in recvs
             if m.tensor.numel()
         ]
         ops += [
-            dist.P2POp(dist.isend, m.tensor, group=self._group, group_peer=m.peer)
+            dist.P2POp(dist.isend, m.tensor, group=self.process_group, group_peer=m.peer)
             for m in sends
             if m.tensor.numel()
         ]

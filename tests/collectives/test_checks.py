@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from collectives import Average, Group, Reducer, Sum
+from collectives.topology import Topology
 from collectives.transport import ThreadWorld
 
 
@@ -29,7 +30,7 @@ class _Silent:
 
 @pytest.fixture
 def group() -> Iterator[Group]:
-    silent = Group(_Silent(), timeout=1.0, local_rank=0, local_size=2)
+    silent = Group(_Silent(), timeout=1.0, local_rank=0, local_size=2, topology=Topology(2, 2))
     yield silent
     silent.close()
 
@@ -41,6 +42,9 @@ class _Uniform(Reducer):
     def check(self, dtype: torch.dtype) -> None:
         if dtype is not torch.float32:
             raise TypeError(f"{self.name} has no meaning on {dtype}")
+
+    def algorithm(self, nbytes: int, size: int) -> str:
+        raise AssertionError("nothing is reduced here")
 
 
 T = torch.Tensor
@@ -58,9 +62,36 @@ CASES: dict[str, Case] = {
     "op dtype": (lambda g, t: g.all_reduce(t.double(), _Uniform()), TypeError, r"torch\.float64"),
     "algorithm": (lambda g, t: g.all_reduce(t, algorithm="bogus"), ValueError, "rd, rechd, vhdd"),
     "uniform": (
-        lambda g, t: g.all_reduce(t, _Uniform(), algorithm="xring"),
+        lambda g, t: g.all_reduce(t, _Uniform(), algorithm="rd:8:collective"),
         ValueError,
-        "'xring' reduces every chunk in another order",
+        "'collective' is a library's own sum, which cannot do Ordered",
+    ),
+    "specification": (
+        lambda g, t: g.all_reduce(t, algorithm="xring:64k:nccl:2k:pscpu"),
+        ValueError,
+        "limits must be positive and ascending",
+    ),
+    "specification type": (lambda g, t: g.all_reduce(t, algorithm=3), TypeError, "must be a str"),
+    "rings": (lambda g, t: g.all_reduce(t, algorithm="xring#3"), ValueError, "3 ring shards.* 2"),
+    "servers": (lambda g, t: g.all_reduce(t, algorithm="psgpu#3"), ValueError, "1 to 2 shards"),
+    "a range not taken": (
+        lambda g, t: g.all_reduce(t, algorithm="rd:1k:xring#3"),
+        ValueError,
+        "3 ring shards",
+    ),
+    "nccl": (lambda g, t: g.all_reduce(t, algorithm="nccl"), ValueError, "use 'collective'"),
+    "collective": (
+        lambda g, t: g.all_reduce(t, algorithm="collective"),
+        ValueError,
+        "has no process group",
+    ),
+    "reduce dst": (lambda g, t: g.reduce(t, 2), ValueError, "dst must be a rank from 0 to 1"),
+    "reduce op": (lambda g, t: g.reduce(t, 0, _Uniform()), ValueError, "Ordered needs all ranks"),
+    "owners": (lambda g, t: g.reduce_to_owners(t), TypeError, "sequence of tensors"),
+    "owners' tensors": (
+        lambda g, t: g.broadcast_from_owners([t.t()]),
+        ValueError,
+        r"tensors\[0\] must be contiguous",
     ),
     "prescale": (
         lambda g, t: g.all_reduce(t, prescale="2"),

@@ -1,0 +1,133 @@
+"""How a group's reductions run: a plan's phases on a flat buffer, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .executor import Workspace, execute
+from .libraries import Libraries
+from .plan import Plan, plan_of
+from .reducers import Reducer, Sum, kernels
+from .schedule import Schedule
+from .spec import AllReduceSpec, spec_for
+from .topology import Topology
+from .transport.base import Transport
+
+Tensor = torch.Tensor
+Specs = tuple[AllReduceSpec, ...]
+
+
+class Runner:
+    """One rank's transport, memory and libraries, and what they do to a buffer together."""
+
+    def __init__(self, transport: Transport, topology: Topology, timeout: float) -> None:
+        self.transport = transport
+        self.topology = topology
+        self.timeout = timeout
+        self.workspace = Workspace()
+        self.libraries = Libraries(transport)
+
+    def check(self, specs: Specs, op: Reducer, tensors: Sequence[Tensor]) -> None:
+        """Raise ValueError where one of the ranges cannot reduce such tensors here."""
+        devices = {tensor.device for tensor in tensors}
+        for spec in specs:
+            if spec.outer == "auto":
+                continue
+            plan = plan_of(spec, op, self.topology)
+            for phase in plan.phases:
+                if phase.library is not None:
+                    for device in devices:
+                        self.libraries.check(phase.library, device)
+
+    def execute(
+        self,
+        schedule: Schedule,
+        flat: Tensor,
+        op: Reducer | Sequence[Reducer],
+        label: str,
+        segments: Sequence[int] | None = None,
+    ) -> None:
+        """Run one schedule in place."""
+        execute(
+            schedule,
+            flat,
+            self.transport,
+            op,
+            label=label,
+            timeout=self.timeout,
+            workspace=self.workspace,
+            segments=segments,
+        )
+
+    def all_reduce(
+        self,
+        flat: Tensor,
+        op: Reducer,
+        specs: Specs,
+        segments: Sequence[int] | None,
+        prescale: float,
+        postscale: float,
+        label: str,
+    ) -> None:
+        """Reduce a 1-D tensor over all ranks, in place."""
+        size = self.transport.size
+        if size > 1:
+            spec = spec_for(specs, flat.numel())
+            if spec.outer == "auto":
+                chosen = op.algorithm(flat.numel() * flat.element_size(), size)
+                spec = AllReduceSpec(chosen, 1, -1)
+            plan = plan_of(spec, op, self.topology)
+            prescale *= plan.prescale
+        if prescale != 1.0:
+            flat.mul_(prescale)
+        if size > 1:
+            self._run(plan, flat, op, segments, label)
+        op.finish(flat, size)
+        if postscale != 1.0:
+            flat.mul_(postscale)
+
+    def all_reduce_packed(
+        self,
+        tensors: Sequence[Tensor],
+        op: Reducer,
+        specs: Specs,
+        prescale: float,
+        postscale: float,
+        label: str,
+    ) -> None:
+        """Reduce tensors of one dtype and device as one buffer, each a segment of it, in place."""
+        if self.transport.size == 1 or len(tensors) == 1 or tensors[0].dtype not in kernels.DTYPES:
+            for tensor in tensors:
+                flat = tensor.view(-1)
+                self.all_reduce(flat, op, specs, None, prescale, postscale, label)
+            return
+        layout = kernels.layout_of(tensors)
+        buffer = kernels.pack(tensors, layout=layout, scale=prescale)
+        self.all_reduce(buffer, op, specs, layout.segments, 1.0, 1.0, label)
+        kernels.unpack(buffer, tensors, layout=layout, scale=postscale)
+
+    def _run(
+        self, plan: Plan, flat: Tensor, op: Reducer, segments: Sequence[int] | None, label: str
+    ) -> None:
+        buffer = flat
+        if plan.host and flat.is_cuda:
+            buffer = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
+            buffer.copy_(flat)
+        for phase in plan.phases:
+            if phase.schedule is not None:
+                self.execute(
+                    phase.schedule, buffer, (Sum, op) if plan.two_levels else op, label, segments
+                )
+            elif phase.library is not None and not (phase.local and self.topology.local_size == 1):
+                self.libraries.all_reduce(
+                    phase.library,
+                    buffer,
+                    phase.shards,
+                    self.topology if phase.local else None,
+                    label,
+                    self.timeout,
+                )
+        if buffer is not flat:
+            flat.copy_(buffer)
