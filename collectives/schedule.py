@@ -90,6 +90,8 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.size < 1:
             raise ValueError(f"size must be at least 1, got {self.size}")
+        if self.chunks < 1:
+            raise ValueError(f"chunks must be at least 1, got {self.chunks}")
         if not 0 <= self.root < self.size:
             raise ValueError(f"root must be a rank from 0 to {self.size - 1}, got {self.root}")
         if self.replicas < 1 or self.size % self.replicas:

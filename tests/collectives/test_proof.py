@@ -168,3 +168,33 @@ def test_a_reduce_answers_on_its_root_alone() -> None:
             verify(dataclasses.replace(schedule, root=root))
     with pytest.raises(ScheduleError, match="rank 0 chunk 0 misses"):
         verify(made(chain))
+
+
+def test_ranges_that_a_rank_reduces_do_not_overlap() -> None:
+    wide, narrow = Transfer(1, 0, 2), Transfer(1, 0, 1)
+    steps = [
+        [Step(sends=(wide,)), Step(recvs=(wide,))],
+        [
+            Step(recvs=(Transfer(0, 0, 2, LEFT), Transfer(2, 0, 1, RIGHT))),
+            Step(sends=(Transfer(0, 0, 2), Transfer(2, 0, 2))),
+        ],
+        [Step(sends=(narrow,)), Step(recvs=(wide,))],
+    ]
+    with pytest.raises(ScheduleError, match="rank 1 reduces ranges that overlap"):
+        verify(made(steps, 2))
+
+
+def in_pieces(pieces: Sequence[tuple[int, int]]) -> Schedule:
+    """Two ranks, all reduced on rank 0 in pieces under a group of its own, and sent back."""
+    chunks = max(stop for _, stop in pieces)
+    there = Step(sends=tuple(Transfer(0, *piece) for piece in pieces))
+    here = Step(recvs=tuple(Transfer(1, *piece, RIGHT) for piece in pieces), group=(0,))
+    back = Step(sends=(Transfer(1, 0, chunks),)), Step(recvs=(Transfer(0, 0, chunks),))
+    return made([[here, back[0]], [there, back[1]]], chunks)
+
+
+def test_what_a_rank_with_a_group_reduces_is_one_range() -> None:
+    assert verify(in_pieces([(0, 1), (1, 3)])).uniform
+    for pieces in ([(1, 3), (0, 1)], [(0, 1), (2, 3), (1, 2)]):
+        with pytest.raises(ScheduleError, match="rank 0 has a group but not one range"):
+            verify(in_pieces(pieces))
