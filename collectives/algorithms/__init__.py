@@ -55,10 +55,12 @@ def two_levels(
     An `inner` of LIBRARY is run before the schedule, which starts from its answer. uniform: as for
     one_level, of the outer level; the leaves of the tree are then the nodes in their order.
 
-    Raises ValueError as one_level.
+    Raises ValueError as one_level; a level of one rank takes any number of shards.
     """
-    across = _across(outer, outer_shards, topology.num_nodes, topology, uniform)
-    return two_level.all_reduce(topology, _inside(inner, inner_shards, topology.node()), across)
+    node, nodes = topology.node(), topology.num_nodes
+    inside = _inside(inner, inner_shards if node.size > 1 else 1, node)
+    across = _across(outer, outer_shards if nodes > 1 else 1, nodes, topology, uniform)
+    return two_level.all_reduce(topology, inside, across)
 
 
 def _inside(name: str, shards: int, node: Topology) -> Halves | None:

@@ -16,7 +16,6 @@ Maleki et al., arXiv 2006.02924 (Adasum across nodes).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
 
 from ..schedule import IDLE, Collective, Schedule, Step, Transfer
 from ..topology import Topology
@@ -24,7 +23,6 @@ from . import ring
 from .halves import Halves
 
 
-@lru_cache(maxsize=64)
 def all_reduce(topology: Topology, inner: Halves | None, outer: Schedule) -> Schedule:
     """`inner` on every node's local ranks, `outer` on the nodes.
 

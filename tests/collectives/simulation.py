@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -38,6 +38,18 @@ def _received(step: Step, arrived: list[list[Tree]], chunk: int, mine: Tree) -> 
                 return value
             (after if recv.action is Action.REDUCE_RIGHT else before).append(value)
     return folded([*before, mine, *after])
+
+
+def with_step(schedule: Schedule, rank: int, number: int, step: Step) -> Schedule:
+    """The schedule with one step of one rank replaced."""
+
+    def steps(r: int) -> list[Step]:
+        result = list(schedule.steps(r))
+        if r == rank:
+            result[number] = step
+        return result
+
+    return replace(schedule, steps=steps)
 
 
 def folded(trees: list[Tree]) -> Tree:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from fractions import Fraction
 
 import pytest
@@ -18,10 +17,10 @@ from collectives.algorithms import (
     tree,
 )
 from collectives.proof import ScheduleError, verify
-from collectives.schedule import Schedule, Step
+from collectives.schedule import Schedule
 from collectives.topology import Topology
 
-from .simulation import answers, balanced, cost, folded, ranks_in
+from .simulation import answers, balanced, cost, folded, ranks_in, with_step
 
 SIZES = range(1, 65)
 
@@ -170,16 +169,6 @@ def test_costs_of_halving_and_doubling_are_as_documented(n: int) -> None:
         assert folded_costs.staged == 1
 
 
-def _changed(schedule: Schedule, rank: int, number: int, step: Step) -> Schedule:
-    def steps(r: int) -> list[Step]:
-        result = list(schedule.steps(r))
-        if r == rank:
-            result[number] = step
-        return result
-
-    return dataclasses.replace(schedule, steps=steps)
-
-
 @pytest.mark.parametrize(
     "schedule",
     [
@@ -201,7 +190,7 @@ def test_every_lost_or_misplaced_message_is_found(schedule: Schedule) -> None:
                     kept = transfers[:i] + transfers[i + 1 :]
                     moved = transfer._replace(peer=(transfer.peer + 1) % schedule.size)
                     for wrong in (kept, (*transfers[:i], moved, *transfers[i + 1 :])):
-                        bad = _changed(schedule, rank, number, step._replace(**{side: wrong}))
+                        bad = with_step(schedule, rank, number, step._replace(**{side: wrong}))
                         with pytest.raises(ScheduleError):
                             verify(bad)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from collectives.algorithms import ALL_REDUCE, UNIFORM, doubling, halving, ring, tree
@@ -17,6 +15,8 @@ from collectives.schedule import (
     Step,
     Transfer,
 )
+
+from .simulation import with_step
 
 SIZES = [*range(1, 65), 96, 128]
 
@@ -61,16 +61,6 @@ def test_fold_maps_leaves_and_ranks_both_ways() -> None:
     assert [Fold(6).rank(leaf) for leaf in range(4)] == [0, 2, 4, 5]
 
 
-def _tampered(schedule: Schedule, rank: int, number: int, step: Step) -> Schedule:
-    def steps(r: int) -> list[Step]:
-        result = list(schedule.steps(r))
-        if r == rank:
-            result[number] = step
-        return result
-
-    return dataclasses.replace(schedule, steps=steps)
-
-
 @pytest.mark.parametrize("size", [2, 3, 6, 8])
 def test_every_lost_message_is_found(size: int) -> None:
     for make in (ring.all_reduce, halving.all_reduce, doubling.all_reduce):
@@ -79,10 +69,10 @@ def test_every_lost_message_is_found(size: int) -> None:
             for number, step in enumerate(schedule.steps(rank)):
                 if step.sends:
                     with pytest.raises(ScheduleError):
-                        verify(_tampered(schedule, rank, number, step._replace(sends=())))
+                        verify(with_step(schedule, rank, number, step._replace(sends=())))
                 if step.recvs:
                     with pytest.raises(ScheduleError):
-                        verify(_tampered(schedule, rank, number, step._replace(recvs=())))
+                        verify(with_step(schedule, rank, number, step._replace(recvs=())))
 
 
 def test_swapped_operands_are_found() -> None:
@@ -90,14 +80,14 @@ def test_swapped_operands_are_found() -> None:
     step = next(iter(schedule.steps(1)))
     flipped = step.recvs[0]._replace(action=Action.REDUCE_RIGHT)
     with pytest.raises(ScheduleError, match=r"whole vectors|another order"):
-        verify(_tampered(schedule, 1, 0, step._replace(recvs=(flipped,))))
+        verify(with_step(schedule, 1, 0, step._replace(recvs=(flipped,))))
 
 
 def test_wrong_group_is_found() -> None:
     schedule = halving.all_reduce(4)
     step = next(iter(schedule.steps(0)))
     with pytest.raises(ScheduleError, match="group"):
-        verify(_tampered(schedule, 0, 0, step._replace(group=(0,))))
+        verify(with_step(schedule, 0, 0, step._replace(group=(0,))))
 
 
 def _pair(steps: dict[int, list[Step]], chunks: int = 1) -> Schedule:
@@ -167,7 +157,7 @@ def test_unwritten_chunks_are_not_sent() -> None:
     schedule = tree.broadcast(4, 0)
     early = Step(sends=(Transfer(2, 0, 1),))
     with pytest.raises(ScheduleError, match="does not have yet"):
-        verify(_tampered(schedule, 3, 0, early))
+        verify(with_step(schedule, 3, 0, early))
 
 
 def test_schedule_arguments() -> None:

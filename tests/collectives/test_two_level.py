@@ -12,11 +12,11 @@ import pytest
 
 from collectives.algorithms import LIBRARY, halving, one_level, ring, two_level, two_levels
 from collectives.proof import Proof, ScheduleError, verify
-from collectives.schedule import Schedule, Step
+from collectives.schedule import Schedule
 from collectives.spec import INNER, OUTER
 from collectives.topology import Topology
 
-from .simulation import answers, balanced, cost, folded, ranks_in
+from .simulation import answers, balanced, cost, folded, ranks_in, with_step
 
 WHOLE = ("xring", "pscpu", "psgpu")
 """Outer algorithms that carry Adasum on whole segments; the others name groups."""
@@ -199,17 +199,16 @@ def test_faults_are_found(pair: Pair) -> None:
                 wrong += [step._replace(phase=0), step._replace(group=step.group[:-1])]
             for other in wrong:
                 with pytest.raises(ScheduleError):
-                    verify(_changed(schedule, rank, number, other))
+                    verify(with_step(schedule, rank, number, other))
 
 
-def _changed(schedule: Schedule, rank: int, number: int, step: Step) -> Schedule:
-    def steps(r: int) -> list[Step]:
-        result = list(schedule.steps(r))
-        if r == rank:
-            result[number] = step
-        return result
-
-    return dataclasses.replace(schedule, steps=steps)
+def test_a_level_of_one_rank_takes_any_number_of_shards() -> None:
+    for pair, topology in (
+        (Pair("pscpu", 5, "rd", 1), Topology(4, 1)),
+        (Pair("rechd", 1, "psgpu", 5), Topology(4, 4)),
+        (Pair("xring", 5, "xring", 5), Topology(1, 1)),
+    ):
+        prove(pair, topology)
 
 
 def test_faults_of_the_replicas_are_found() -> None:
