@@ -197,7 +197,10 @@ def to_json(records: dict[str, Record]) -> str:
         | {"vector": record.vector._asdict(), "scalar": record.scalar._asdict()}
         for name, record in records.items()
     }
-    return json.dumps({"triton": _launch.triton.__version__, "cases": plain}, indent=1) + "\n"
+    # A case a line, so that a difference between two versions can be read.
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(plain[name])}" for name in plain)
+    version = json.dumps(_launch.triton.__version__)
+    return f'{{"triton": {version}, "cases": {{\n{lines}\n}}}}\n'
 
 
 def from_json(text: str) -> tuple[str, dict[str, Record]]:
