@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import threading
 from collections.abc import Callable
@@ -12,28 +13,48 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from .errors import CollectiveTimeoutError
+from .agreement import gather_bytes
+from .errors import CollectiveTimeoutError, TransportError
+from .executor import Workspace
 from .group import Group
 from .topology import Topology
-from .transport.gloo import GlooTransport
-from .transport.threads import ThreadWorld
+from .transport import (
+    GlooTransport,
+    HybridTransport,
+    ShmTransport,
+    ThreadWorld,
+    Transport,
+    open_links,
+)
 
 T = TypeVar("T")
+
+TRANSPORTS = ("auto", "gloo", "shm")
 
 _group: Group | None = None
 _owns_process_group = False
 _thread = threading.local()
 
 
-def init(*, timeout: float = 300.0, process_group: dist.ProcessGroup | None = None) -> Group:
+def init(
+    *,
+    timeout: float = 300.0,
+    process_group: dist.ProcessGroup | None = None,
+    transport: str | None = None,
+) -> Group:
     """Join the ranks that torchrun started, and return their group; alone without torchrun.
 
     Reads RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and, where set, LOCAL_RANK and
     LOCAL_WORLD_SIZE. With torch.distributed already initialised its ranks are used; then, and with
     `process_group`, messages travel on that group. A second call returns the first one's group.
 
-    timeout: seconds any one step of a collective may wait for a peer. Raises ValueError where the
-    environment variables are incomplete.
+    timeout: seconds any one step of a collective may wait for a peer. transport: how CPU tensors
+    travel; unless given, the environment variable ADASUM_TRANSPORT says it, else it is "auto":
+    through shared memory between ranks of one host, by gloo between hosts and where shared memory
+    is not to be had. "gloo": by gloo alone; on some ranks only, for messages to and from those.
+    "shm" on any rank: a TransportError on all where any two ranks share no memory.
+
+    Raises ValueError where the environment variables are incomplete or `transport` is unknown.
     """
     global _group, _owns_process_group
     if getattr(_thread, "group", None) is not None:
@@ -42,6 +63,7 @@ def init(*, timeout: float = 300.0, process_group: dist.ProcessGroup | None = No
         return _group
     if not timeout > 0:
         raise ValueError(f"timeout must be a positive number of seconds, got {timeout}")
+    choice = _transport_choice(transport)
     if process_group is None and not _distributed():
         if _world_size() == 1:
             _group = Group(ThreadWorld(1).transport(0), timeout=timeout, local_rank=0, local_size=1)
@@ -52,7 +74,11 @@ def init(*, timeout: float = 300.0, process_group: dist.ProcessGroup | None = No
     elif process_group is None:
         process_group = dist.new_group(timeout=timedelta(seconds=timeout), backend=_backend())
     assert process_group is not None
-    _group = _from_process_group(process_group, timeout)
+    try:
+        _group = _from_process_group(process_group, timeout, choice)
+    except BaseException:
+        _leave_process_group()
+        raise
     atexit.register(shutdown)
     return _group
 
@@ -103,28 +129,66 @@ def _backend() -> str:
     return "cpu:gloo,cuda:nccl" if dist.is_nccl_available() and gpus >= local_size else "gloo"
 
 
-def _from_process_group(process_group: dist.ProcessGroup, timeout: float) -> Group:
+def _transport_choice(transport: str | None) -> str:
+    source, choice = "transport", transport
+    if choice is None:
+        source, choice = "ADASUM_TRANSPORT", os.environ.get("ADASUM_TRANSPORT") or "auto"
+    if choice not in TRANSPORTS:
+        raise ValueError(f"{source} must be one of {', '.join(TRANSPORTS)}, got {choice!r}")
+    return choice
+
+
+def _from_process_group(process_group: dist.ProcessGroup, timeout: float, choice: str) -> Group:
     whole = dist.get_world_size(process_group) == dist.get_world_size()
     local_rank, local_size = _local() if whole else (None, None)
     return Group(
-        GlooTransport(process_group),
+        _transport(GlooTransport(process_group), timeout, choice),
         timeout=timeout,
         local_rank=local_rank,
         local_size=local_size,
     )
 
 
+def _transport(gloo: GlooTransport, timeout: float, choice: str) -> Transport:
+    """`gloo`, with shared memory to the ranks of this host where they are not alone."""
+    if gloo.size == 1:
+        return gloo
+
+    def gather(data: bytes) -> list[bytes]:
+        return gather_bytes(data, gloo, "start-up", timeout, Workspace())
+
+    links = open_links(gloo.rank, gather, timeout, willing=choice != "gloo")
+    missing = sorted(set(range(gloo.size)) - {gloo.rank, *links})
+    reports = [json.loads(data) for data in gather(json.dumps([choice, missing]).encode())]
+    if any(demand == "shm" for demand, _ in reports):
+        for rank, (_, others) in enumerate(reports):
+            if others:
+                raise TransportError(
+                    f'transport="shm": rank {rank} shares no memory with ranks {others}: they are '
+                    "on different hosts, or one asked for gloo, or the system refused it; "
+                    'transport="auto" uses gloo there'
+                )
+    if not links:
+        return gloo
+    return HybridTransport(ShmTransport(gloo.rank, gloo.size, links), gloo)
+
+
 def shutdown() -> None:
     """Close the group that init made, if any; init may be called again."""
-    global _group, _owns_process_group
+    global _group
     if _group is None:
         return
     group, _group = _group, None
     group.close()
+    _leave_process_group()
+    atexit.unregister(shutdown)
+
+
+def _leave_process_group() -> None:
+    global _owns_process_group
     if _owns_process_group and dist.is_initialized():
         dist.destroy_process_group()
     _owns_process_group = False
-    atexit.unregister(shutdown)
 
 
 def is_initialized() -> bool:

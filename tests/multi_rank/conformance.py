@@ -17,7 +17,13 @@ import torch
 import collectives
 from collectives import Average, CollectiveMismatchError, Group, Sum
 from collectives.algorithms import ALL_REDUCE
-from collectives.transport import Message
+from collectives.transport import (
+    GlooTransport,
+    HybridTransport,
+    Message,
+    ShmTransport,
+    open_links,
+)
 
 Check = Callable[[Group], None]
 
@@ -224,11 +230,36 @@ def run_checks(group: Group) -> dict[str, str]:
     return results
 
 
-def run_checks_in_process(rank: int) -> dict[str, str]:
-    """The same, as one of several processes."""
-    group = collectives.init(timeout=60.0)
+def run_checks_in_process(rank: int, transport: str) -> dict[str, str]:
+    """The same, as one of several processes, over "gloo", "shm" or "hybrid"."""
+    group = pretend_two_hosts() if transport == "hybrid" else start(transport)
     assert (group.rank, group.size) == (rank, group.transport.size)
     results = run_checks(group)
+    group.close()
     collectives.shutdown()
     assert not collectives.is_initialized()
     return results
+
+
+def start(transport: str, timeout: float = 60.0) -> Group:
+    """collectives.init, with a look at what it chose."""
+    group = collectives.init(timeout=timeout, transport=transport)
+    assert isinstance(group.transport, HybridTransport if transport == "shm" else GlooTransport)
+    return group
+
+
+def pretend_two_hosts(timeout: float = 60.0) -> Group:
+    """A group whose even ranks share memory, and whose odd ones do; gloo between the two."""
+    transport = start("gloo", timeout).transport
+    assert isinstance(transport, GlooTransport)
+    rank, size = transport.rank, transport.size
+
+    def gather(data: bytes) -> list[bytes]:
+        return collectives.default_group().all_gather_bytes(data)
+
+    links = open_links(rank, gather, timeout)
+    for peer in [peer for peer in links if (peer - rank) % 2]:
+        links.pop(peer).close()
+    assert len(links) == len(range(rank % 2, size, 2)) - 1
+    hybrid = HybridTransport(ShmTransport(rank, size, links), transport)
+    return Group(hybrid, timeout=timeout, local_rank=rank, local_size=size)

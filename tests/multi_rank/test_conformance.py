@@ -16,13 +16,16 @@ from .harness import run_ranks
 def _results(transport: str, size: int) -> list[dict[str, str]]:
     if transport == "threads":
         return collectives.run_threads(size, run_checks)
-    return run_ranks(size, run_checks_in_process)
+    return run_ranks(size, run_checks_in_process, transport)
 
 
 @pytest.mark.parametrize("check", sorted(CHECKS))
 @pytest.mark.parametrize(
     ("transport", "size"),
-    [("threads", n) for n in (1, 2, 3, 4, 5, 6, 7, 8)] + [("gloo", n) for n in (2, 3, 4, 5, 8)],
+    [("threads", n) for n in (1, 2, 3, 4, 5, 6, 7, 8)]
+    + [("gloo", n) for n in (3, 5)]
+    + [("shm", n) for n in (2, 4)]
+    + [("hybrid", 5)],
 )
 def test_transport(transport: str, size: int, check: str) -> None:
     failures = [

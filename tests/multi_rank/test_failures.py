@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import collectives
 from collectives import CollectiveTimeoutError, Group, TransportError
 
+from .conformance import start
 from .harness import run_ranks
 
 TIMEOUT = 3.0
@@ -27,21 +29,25 @@ def _survive(group: Group) -> tuple[str, float]:
     return str(caught.value), waited
 
 
-def _rank(rank: int, how: str) -> tuple[str, float] | None:
-    group = collectives.init(timeout=TIMEOUT)
+def _rank(rank: int, transport: str, how: str) -> tuple[str, float] | None:
+    group = start(transport, TIMEOUT)
     group.all_reduce(torch.ones(10))
     if rank == 2:
         if how == "stall":
             time.sleep(4 * TIMEOUT)
-        os._exit(3)
+        os.kill(os.getpid(), signal.SIGKILL)
     return _survive(group)
 
 
 @pytest.mark.parametrize("how", ["die", "stall"])
-def test_process(how: str) -> None:
-    results = run_ranks(3, _rank, how, timeout=60.0, may_die=frozenset({2}))
+@pytest.mark.parametrize("transport", ["gloo", "shm"])
+def test_process(transport: str, how: str) -> None:
+    results = run_ranks(3, _rank, transport, how, timeout=60.0, may_die=frozenset({2}))
     texts = [result[0] for result in results[:2]]
     assert any("rank 2" in text for text in texts)
+    if transport == "shm" and how == "die":
+        # It is seen at once, and who sees it tells the rank that waits for him.
+        assert all("rank 2" in text and waited < TIMEOUT / 2 for text, waited in results[:2])
     for text, waited in results[:2]:
         assert "step" in text and "all_reduce 'w'" in text
         assert waited < TIMEOUT + 5.0

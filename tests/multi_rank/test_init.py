@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import collectives
+from collectives.transport import HybridTransport
 
 from .harness import run_ranks
 
@@ -111,6 +112,48 @@ def test_incomplete_environment(
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=message):
         collectives.init()
+
+
+def _choose(rank: int) -> list[str]:
+    """What each choice gives: the transport and its shared memory, or the error."""
+    dist.init_process_group("gloo")
+    said = []
+    for variable, argument in [
+        (None, None),
+        ("auto", "gloo"),
+        ("gloo" if rank == 1 else "", None),
+        ("gloo" if rank == 1 else "shm", None),
+    ]:
+        os.environ.pop("ADASUM_TRANSPORT", None)
+        if variable is not None:
+            os.environ["ADASUM_TRANSPORT"] = variable
+        try:
+            transport = collectives.init(timeout=30.0, transport=argument).transport
+            collectives.barrier()
+            peers = transport.local_peers if isinstance(transport, HybridTransport) else ()
+            said.append(f"{type(transport).__name__} {sorted(peers)}")
+            collectives.shutdown()
+        except collectives.TransportError as error:
+            said.append(str(error))
+    dist.destroy_process_group()
+    return said
+
+
+def test_the_transport_can_be_chosen() -> None:
+    first, second, third = run_ranks(3, _choose)
+    assert first[:3] == ["HybridTransport [1, 2]", "GlooTransport []", "HybridTransport [2]"]
+    assert second[:3] == ["HybridTransport [0, 2]", "GlooTransport []", "GlooTransport []"]
+    assert third[:3] == ["HybridTransport [0, 1]", "GlooTransport []", "HybridTransport [0]"]
+    assert first[3] == second[3] == third[3]
+    assert "rank 0 shares no memory with ranks [1]" in first[3] and '"auto"' in first[3]
+
+
+@pytest.mark.parametrize("source", ["transport", "ADASUM_TRANSPORT"])
+def test_an_unknown_transport_is_named(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if source == "ADASUM_TRANSPORT":
+        monkeypatch.setenv(source, "mpi")
+    with pytest.raises(ValueError, match=f"{source} must be one of auto, gloo, shm, got 'mpi'"):
+        collectives.init(transport="mpi" if source == "transport" else None)
 
 
 def test_timeout_is_checked() -> None:

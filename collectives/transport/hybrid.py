@@ -1,0 +1,61 @@
+"""Ranks of one host exchange through shared memory, others through another transport."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from .base import Message, Transport
+from .shm import ShmTransport
+
+
+class HybridTransport:
+    """CPU messages to the peers of `local` go through it, all others through `other`.
+
+    Both know the same ranks. One exchange may use both: first `other`, then `local`, which cannot
+    deadlock, because every rank does it in this order and neither waits for the other.
+    """
+
+    def __init__(self, local: ShmTransport, other: Transport) -> None:
+        self.rank = other.rank
+        self.size = other.size
+        # What library collectives run on, where `other` has one.
+        self.process_group = getattr(other, "process_group", None)
+        self._local = local
+        self._other = other
+
+    @property
+    def local_peers(self) -> frozenset[int]:
+        """The ranks that are reached through shared memory."""
+        return self._local.peers
+
+    def check_device(self, device: torch.device) -> None:
+        self._other.check_device(device)
+
+    def exchange(
+        self, sends: Sequence[Message], recvs: Sequence[Message], step: str, timeout: float
+    ) -> None:
+        far_sends = [message for message in sends if not self._near(message)]
+        far_recvs = [message for message in recvs if not self._near(message)]
+        if far_sends or far_recvs:
+            start = time.monotonic()
+            try:
+                self._other.exchange(far_sends, far_recvs, step, timeout)
+            except BaseException as error:
+                self._local.abandon(str(error) or type(error).__name__)
+                raise
+            sends = [message for message in sends if self._near(message)]
+            recvs = [message for message in recvs if self._near(message)]
+            timeout -= time.monotonic() - start
+        if sends or recvs:
+            self._local.exchange(sends, recvs, step, max(timeout, 0.0))
+
+    def _near(self, message: Message) -> bool:
+        return message.peer in self._local.peers and message.tensor.is_cpu
+
+    def close(self) -> None:
+        """Close both."""
+        self._local.close()
+        self._other.close()

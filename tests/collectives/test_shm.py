@@ -1,0 +1,355 @@
+"""Shared-memory links between threads of one process: lengths, order, failures, forks."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from collectives import CollectiveTimeoutError, TransportError
+from collectives.transport import HybridTransport, Message, ShmTransport, ThreadWorld, open_links
+from collectives.transport.channel import INLINE_BYTES, RING_BYTES, SLOT_BYTES, SLOTS, Link
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(os, "memfd_create"), reason="shared memory between ranks needs Linux's memfd"
+)
+
+TIMEOUT = 20.0
+# Around every boundary of the protocol; the last is more than the ring holds.
+LENGTHS = (0, 1, INLINE_BYTES, INLINE_BYTES + 1, SLOT_BYTES, SLOT_BYTES + 1, RING_BYTES)
+LONG = 2 * RING_BYTES + 12345
+
+
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    """Each call in a thread of its own; their results, or the first one's error."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        futures = [pool.submit(call) for call in calls]
+        return [future.result(timeout=60.0) for future in futures]
+
+
+def meet(size: int, unwilling: tuple[int, ...] = ()) -> list[ShmTransport]:
+    """The ranks' transports, found as processes find each other."""
+    said = [b""] * size
+    barrier = threading.Barrier(size, timeout=TIMEOUT)
+
+    def find(rank: int) -> ShmTransport:
+        def gather(data: bytes) -> list[bytes]:
+            said[rank] = data
+            barrier.wait()
+            everything = list(said)
+            barrier.wait()
+            return everything
+
+        links = open_links(rank, gather, TIMEOUT, willing=rank not in unwilling)
+        return ShmTransport(rank, size, links)
+
+    return together(*(lambda rank=rank: find(rank) for rank in range(size)))
+
+
+def exchange(
+    transport: ShmTransport,
+    sends: list[tuple[int, torch.Tensor]],
+    recvs: list[tuple[int, torch.Tensor]],
+    timeout: float = TIMEOUT,
+) -> None:
+    transport.exchange(
+        [Message(*send) for send in sends], [Message(*recv) for recv in recvs], "a step", timeout
+    )
+
+
+def noise(length: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (length,), dtype=torch.uint8, generator=generator)
+
+
+def poisoned(length: int) -> torch.Tensor:
+    return torch.full((length,), 0xA5, dtype=torch.uint8)
+
+
+def test_every_length_both_ways_in_one_exchange() -> None:
+    """Both sides send far more than the ring holds before either could have received."""
+    lengths = [*LENGTHS, LONG, *LENGTHS]
+    first, second = meet(2)
+
+    def swap(transport: ShmTransport) -> None:
+        peer = 1 - transport.rank
+        sends = [(peer, noise(n, 100 * transport.rank + i)) for i, n in enumerate(lengths)]
+        recvs = [(peer, poisoned(n)) for n in lengths]
+        exchange(transport, sends, recvs)
+        for i, (_, got) in enumerate(recvs):
+            assert torch.equal(got, noise(lengths[i], 100 * peer + i)), lengths[i]
+
+    together(lambda: swap(first), lambda: swap(second))
+
+
+def test_many_exchanges_between_three() -> None:
+    """Random lengths and partners; one side may run ahead of another by what the ring holds."""
+    plan = random.Random(5)
+    rounds = [
+        {
+            (a, b): plan.choice([0, 3, INLINE_BYTES, SLOT_BYTES + 7])
+            for a in range(3)
+            for b in range(3)
+            if a != b and plan.random() < 0.6
+        }
+        for _ in range(120)
+    ]
+
+    def play(transport: ShmTransport) -> None:
+        me = transport.rank
+        for number, lengths in enumerate(rounds):
+            sends = [(b, noise(n, number)) for (a, b), n in lengths.items() if a == me]
+            recvs = [(a, poisoned(n)) for (a, b), n in lengths.items() if b == me]
+            exchange(transport, sends, recvs)
+            for _, got in recvs:
+                assert torch.equal(got, noise(len(got), number))
+
+    together(*(lambda t=t: play(t) for t in meet(3)))
+
+
+def test_one_direction_alone() -> None:
+    """Nothing is sent back but slots, and the sender is done before the last are read."""
+    first, second = meet(2)
+    count = 10 * SLOTS
+    for n in range(SLOTS):
+        exchange(first, [(1, noise(5, n))], [])
+    got = [poisoned(5) for _ in range(count)]
+
+    def send() -> None:
+        for n in range(SLOTS, count):
+            exchange(first, [(1, noise(5, n))], [])
+
+    def receive() -> None:
+        for tensor in got:
+            exchange(second, [], [(0, tensor)])
+
+    together(send, receive)
+    assert all(torch.equal(tensor, noise(5, n)) for n, tensor in enumerate(got))
+
+
+def test_every_layout_of_a_tensor_travels() -> None:
+    first, second = meet(2)
+    for tensor in (
+        torch.tensor(2.5),
+        torch.randn(3, 5, dtype=torch.bfloat16),
+        torch.tensor([True, False]),
+        torch.randn(4, dtype=torch.complex64, requires_grad=True),
+        torch.arange(10)[3:7],
+    ):
+        got = torch.zeros_like(tensor, requires_grad=False)
+        together(
+            lambda tensor=tensor: exchange(first, [(1, tensor)], []),
+            lambda got=got: exchange(second, [], [(0, got)]),
+        )
+        assert torch.equal(got, tensor)
+
+
+def test_a_message_of_another_length_is_an_error() -> None:
+    first, second = meet(2)
+    exchange(first, [(1, noise(4, 0))], [])
+    with pytest.raises(TransportError, match="rank 0 sent 4 bytes where 5 of a message of 5"):
+        exchange(second, [], [(0, poisoned(5))])
+    with pytest.raises(TransportError, match="cannot be used in a step: rank 0 sent 4 bytes"):
+        exchange(second, [], [(0, poisoned(4))])
+
+
+def test_a_missing_link_is_named() -> None:
+    transports = meet(3, unwilling=(1,))
+    assert [t.peers for t in transports] == [{2}, set(), {0}]
+    with pytest.raises(TransportError, match=r"rank 0 shares no memory with rank 1.*a step"):
+        exchange(transports[0], [(1, noise(4, 0))], [])
+
+
+def test_cuda_is_refused() -> None:
+    first, _ = meet(2)
+    with pytest.raises(ValueError, match=r"cuda:0.*move it"):
+        first.check_device(torch.device("cuda:0"))
+    first.check_device(torch.device("cpu"))
+
+
+def test_a_late_rank_is_named() -> None:
+    first, _, third = meet(3)
+    start = time.monotonic()
+    with pytest.raises(CollectiveTimeoutError, match=r"rank 2 got .* rank 1 in a step .* 0\.3 s"):
+        exchange(third, [], [(1, poisoned(4))], timeout=0.3)
+    assert 0.3 <= time.monotonic() - start < 2.0
+    # The cause reaches those who wait for the one who gave up, at once.
+    with pytest.raises(CollectiveTimeoutError, match=r"from rank 2 in a step: rank 2 .* rank 1"):
+        exchange(first, [], [(2, poisoned(4))])
+    assert time.monotonic() - start < 2.0
+
+
+def test_a_receiver_that_takes_nothing_is_named() -> None:
+    first, _ = meet(2)
+    with pytest.raises(CollectiveTimeoutError, match="rank 0 got no answer from rank 1"):
+        exchange(first, [(1, noise(RING_BYTES + 1, 0))], [], timeout=0.2)
+
+
+@pytest.mark.parametrize("length", [5, 3 * SLOT_BYTES])
+def test_what_was_sent_before_the_end_arrives(length: int) -> None:
+    """The sender closes with records of its peer unread, which resets the connection."""
+    first, second = meet(2)
+    exchange(second, [(0, noise(7, 1))], [])
+    exchange(first, [(1, noise(length, 2)), (1, noise(9, 3))], [])
+    first.close()
+    got = [poisoned(length), poisoned(9)]
+    for tensor in got:
+        exchange(second, [], [(0, tensor)])
+    assert torch.equal(got[0], noise(length, 2)) and torch.equal(got[1], noise(9, 3))
+    start = time.monotonic()
+    with pytest.raises(CollectiveTimeoutError, match="rank 0 has ended"):
+        exchange(second, [], [(0, poisoned(1))])
+    assert time.monotonic() - start < 1.0
+    with pytest.raises(TransportError, match="cannot be used"):
+        exchange(first, [(1, noise(1, 0))], [])
+
+
+def test_sending_to_a_rank_that_has_ended() -> None:
+    first, second = meet(2)
+    first.close()
+    with pytest.raises(CollectiveTimeoutError, match="from rank 0 in a step: rank 0 has ended"):
+        exchange(second, [(0, noise(5, 0))], [])
+
+
+def test_an_interrupt_is_told_to_the_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = meet(2)
+
+    def interrupt(link: Link) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Link, "advance", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        exchange(first, [(1, noise(5, 0))], [])
+    monkeypatch.undo()
+    with pytest.raises(CollectiveTimeoutError, match="KeyboardInterrupt"):
+        exchange(second, [(0, noise(5, 0))], [(0, poisoned(5))])
+
+
+def test_a_forked_child_leaves_the_parents_links_alone() -> None:
+    """And does not keep them open: the peer sees the end of the parent while the child lives."""
+    first, second = meet(2)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            exchange(first, [(1, noise(5, 0))], [])
+        except TransportError as error:
+            os.write(writing, str(error).encode())
+        time.sleep(5.0)
+        os._exit(0)
+    try:
+        assert b"forked from a rank" in os.read(reading, 1000)
+        got = poisoned(5)
+        exchange(first, [(1, noise(5, 1))], [])
+        exchange(second, [], [(0, got)])
+        assert torch.equal(got, noise(5, 1))
+        first.close()
+        with pytest.raises(CollectiveTimeoutError, match="rank 0 has ended"):
+            exchange(second, [], [(0, got)])
+    finally:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+        os.close(reading)
+        os.close(writing)
+
+
+def rings() -> int:
+    """Rings that this process maps."""
+    return Path("/proc/self/maps").read_text().count("adasum-ring")
+
+
+def test_nothing_is_left_behind() -> None:
+    names, mapped, files = os.listdir("/dev/shm"), rings(), len(os.listdir("/proc/self/fd"))
+    transports = meet(3)
+    assert os.listdir("/dev/shm") == names
+    # Six ends of links: a ring each way, and three descriptors, since mmap keeps the rings'.
+    assert rings() - mapped == 12 and len(os.listdir("/proc/self/fd")) - files == 18
+    for transport in transports:
+        transport.close()
+    assert rings() == mapped and len(os.listdir("/proc/self/fd")) == files
+
+
+def test_strangers_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anyone in the network namespace can see the name and connect; the secret is what counts."""
+    strangers: list[socket.socket] = []
+    listen = socket.socket.listen
+
+    def crowded(sock: socket.socket, backlog: int) -> None:
+        listen(sock, backlog)
+        for text in (b"", b"[]", json.dumps(["0" * 32, 1]).encode(), b"\xff"):
+            stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            stranger.connect(sock.getsockname())
+            if text:
+                fd = os.memfd_create("stranger")
+                os.ftruncate(fd, RING_BYTES)
+                socket.send_fds(stranger, [text], [fd])
+                os.close(fd)
+            strangers.append(stranger)
+
+    monkeypatch.setattr(socket.socket, "listen", crowded)
+    first, second = meet(2)
+    assert first.peers == {1} and second.peers == {0}
+    for stranger in strangers:
+        stranger.close()
+
+
+@pytest.mark.parametrize("refused", ["mmap", "memfd", "socket"])
+def test_where_the_system_refuses_there_is_no_link(
+    refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For neither of the two ranks, and nothing is left open."""
+    count = iter(range(100))
+
+    def sometimes(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            if next(count) == 1:
+                raise OSError("refused")
+            return real(*arguments, **options)
+
+        return call
+
+    files = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        if refused == "mmap":
+            patch.setattr(mmap, "mmap", sometimes(mmap.mmap))
+        elif refused == "memfd":
+            patch.setattr(os, "memfd_create", sometimes(os.memfd_create))
+        else:
+            patch.setattr(socket, "socket", sometimes(socket.socket))
+        first, second = meet(2)
+    assert first.peers == second.peers == set()
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+def test_hybrid_divides_an_exchange() -> None:
+    """Ranks 0 and 1 share memory; messages to and from rank 2 go the other way."""
+    world = ThreadWorld(3)
+    local = meet(3, unwilling=(2,))
+    hybrids = [HybridTransport(local[rank], world.transport(rank)) for rank in range(3)]
+    assert [h.local_peers for h in hybrids] == [{1}, {0}, set()]
+
+    def swap(transport: HybridTransport) -> None:
+        peers = [peer for peer in range(3) if peer != transport.rank]
+        recvs = [Message(peer, poisoned(LONG)) for peer in peers]
+        sends = [Message(peer, noise(LONG, transport.rank)) for peer in peers]
+        transport.exchange(sends, recvs, "a step", TIMEOUT)
+        for peer, got in recvs:
+            assert torch.equal(got, noise(LONG, peer))
+
+    together(*(lambda h=h: swap(h) for h in hybrids))
+    hybrids[2].close()
+    with pytest.raises(CollectiveTimeoutError, match="rank 2"):
+        hybrids[0].exchange([], [Message(2, poisoned(1))], "a step", TIMEOUT)
+    with pytest.raises(CollectiveTimeoutError, match="rank 2"):
+        hybrids[1].exchange([], [Message(0, poisoned(1))], "a step", TIMEOUT)
