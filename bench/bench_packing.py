@@ -84,7 +84,6 @@ SPECS = [*_specs("pack"), *_specs("unpack")]
 def case_of(spec: Spec) -> Case:
     tensors = [normal(shape, spec.tensor, spec.misaligned) for shape in spec.shapes]
     layout = kernels.layout_of(tensors, dtype=spec.buffer)
-    tight = torch.empty(sum(layout.numels), dtype=spec.buffer, device=DEVICE)
     flag = torch.zeros((), device=DEVICE) if spec.checked else None
     options = {"layout": layout, "scale": spec.scale}
     if flag is not None:
@@ -95,7 +94,7 @@ def case_of(spec: Spec) -> Case:
     exact = spec.scale == 1.0 and target.itemsize >= source.itemsize
     bound = 0.0 if exact else rounded(target, wide_of(source, target), 1)
     make = _pack if spec.kernel == "pack" else _unpack
-    ours, traffic, expected = make(tensors, layout, tight, options, bound)
+    ours, tight, traffic, expected = make(tensors, layout, options, bound)
     job = peers.Packing(tensors, tight, spec.scale, flag, bound)
     return Case(
         kernel=spec.kernel,
@@ -111,15 +110,13 @@ def case_of(spec: Spec) -> Case:
     )
 
 
-Made = tuple[Contender, int, Expected]
+# Ours, the rivals' buffer without padding, bytes, and the answer. Where it can be, that buffer is
+# ours, too: what lies in a cache when its turn comes is then the same for all.
+Made = tuple[Contender, Tensor, int, Expected]
 
 
 def _pack(
-    tensors: list[Tensor],
-    layout: kernels.Layout,
-    tight: Tensor,
-    options: dict[str, Any],
-    bound: float,
+    tensors: list[Tensor], layout: kernels.Layout, options: dict[str, Any], bound: float
 ) -> Made:
     out = torch.empty(layout.numel, dtype=layout.dtype, device=DEVICE)
 
@@ -143,18 +140,16 @@ def _pack(
             yield kernels.pack_reference(group, layout=end_to_end, scale=options["scale"]), None
 
     ours = Contender("ours", call, bound, layout.views, [out], also)
-    return ours, kernels.pack_bytes(tensors, layout=layout), expected
+    return ours, out[: sum(layout.numels)], kernels.pack_bytes(tensors, layout=layout), expected
 
 
 def _unpack(
-    tensors: list[Tensor],
-    layout: kernels.Layout,
-    tight: Tensor,
-    options: dict[str, Any],
-    bound: float,
+    tensors: list[Tensor], layout: kernels.Layout, options: dict[str, Any], bound: float
 ) -> Made:
     buffer = normal(layout.numel, layout.dtype)
-    torch.cat([view.reshape(-1) for view in layout.views(buffer)], out=tight)
+    tight = buffer
+    if sum(layout.numels) < layout.numel:
+        tight = torch.cat([view.reshape(-1) for view in layout.views(buffer)])
 
     def call() -> list[Tensor]:
         return kernels.unpack(buffer, tensors, **options)
@@ -170,7 +165,7 @@ def _unpack(
             yield kernels.unpack_reference(joined, whole, scale=options["scale"])[0], None
 
     ours = Contender("ours", call, bound, list, tensors, also)
-    return ours, kernels.unpack_bytes(buffer, tensors, layout=layout), expected
+    return ours, tight, kernels.unpack_bytes(buffer, tensors, layout=layout), expected
 
 
 def _groups(tensors: list[Tensor]) -> Iterator[list[Tensor]]:

@@ -8,8 +8,8 @@ reading it, and the device is kept busy for longer than the host needs to issue 
 host's time is not in the figure; `host_seconds` measures that on its own. Small calls are timed a
 second way as well, replayed from a CUDA graph. `empty_launch` shows what the method itself costs.
 
-CPU: perf_counter around a loop of calls that lasts at least half a millisecond, after one call that
-is not timed, so that what fits in a cache is in it.
+CPU: perf_counter around a loop of calls that lasts at least half a millisecond, after calls that
+are not timed, so that what fits in a cache is in it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Call = Callable[[], Any]
 
 _CPU_LOOP = 5e-4
-# A longer call moves more than a cache holds: there is nothing to warm.
-_CPU_WARM = 1e-2
+# (seconds, calls before a sample for calls shorter than that): a copy of 4 MiB took four to come
+# down to its time in a loop. What takes longer than all of these moves more than a cache holds.
+_CPU_WARM = ((1e-3, 4), (1e-2, 1))
 # What the host's time for a call may be off by, and what issuing two events takes.
 _HOST_FACTOR, _HOST_EXTRA = 1.5, 3e-5
 
@@ -106,11 +107,15 @@ def _cpu_rounds(calls: Mapping[str, Call]) -> Callable[[list[str]], dict[str, fl
         return (time.perf_counter() - begin) / count
 
     once = {name: min(loop(call, 1) for _ in range(3)) for name, call in calls.items()}
+    warming = {
+        name: next((count for limit, count in _CPU_WARM if seconds < limit), 0)
+        for name, seconds in once.items()
+    }
 
     def one_round(order: list[str]) -> dict[str, float]:
         seconds = {}
         for name in order:
-            if once[name] < _CPU_WARM:
+            for _ in range(warming[name]):
                 calls[name]()
             seconds[name] = loop(calls[name], max(1, int(_CPU_LOOP / once[name])))
         return seconds
