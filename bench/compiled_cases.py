@@ -34,7 +34,7 @@ _CAST = {"fp16": "fp32", "fp32": "fp16"}
 _COPY = Kernel(
     packing._copy_kernel,
     _launch.block_of,
-    {"PACK": True, "SCALED": False, "CHECKED": False},
+    {"PACK": True, "SCALED": False, "FINITE": True, "CHECKED": False},
     {
         "scaled": {"SCALED": True},
         "checked": {"SCALED": True, "CHECKED": True},
@@ -72,9 +72,8 @@ KERNELS = {
     "one_launch": Kernel(
         _projection._one_launch_kernel,
         _plan.tile_of,
-        {"VECTORS": True, "CHECKED": False, "NUMEL": _LARGEST_TILES},
+        {"CHECKED": False, "NUMEL": _LARGEST_TILES},
         {
-            "odd_bounds": {"VECTORS": False},
             "checked": {"CHECKED": True},
             "beyond_registers": {"NUMEL": 3 << 20},
         },

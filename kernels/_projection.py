@@ -53,8 +53,14 @@ def _tile_dots(x, y, WIDE: tl.constexpr):
     """float64 (x.y, |x|^2, |y|^2) of one tile."""
     if tl.float64 == WIDE:
         return tl.sum(x * y, axis=0), tl.sum(x * x, axis=0), tl.sum(y * y, axis=0)
-    u, p = _normalised(x)
-    v, q = _normalised(y)
+    if x.dtype == tl.float16:
+        # Products of float16, 2**-48 to 2**32, and sums of a tile of them stay within float32.
+        u, v = x.to(tl.float32), y.to(tl.float32)
+        p = tl.full([], 1.0, tl.float64)
+        q = p
+    else:
+        u, p = _normalised(x)
+        v, q = _normalised(y)
     dot = tl.sum(u * v, axis=0).to(tl.float64) * p * q
     return (
         dot,
@@ -211,7 +217,6 @@ def _finish_chunk(
     found_inf,
     DTYPE: tl.constexpr,
     WIDE: tl.constexpr,
-    VECTORS: tl.constexpr,
     CHECKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -224,11 +229,8 @@ def _finish_chunk(
     to = out.to(tl.int64) + tl.load(table + 3 * chunk) * (DTYPE.primitive_bitwidth // 8)
     count = tl.load(table + 3 * chunk + 1)
     i = tl.arange(0, BLOCK)
-    if VECTORS:
-        inside = i < vector_count(count, 128 // DTYPE.primitive_bitwidth)
-        tl.store(vector_pointer(to, DTYPE) + i, z, mask=inside)
-    else:
-        tl.store(to.to(tl.pointer_type(DTYPE)) + i, z, mask=i < count)
+    inside = i < vector_count(count, 128 // DTYPE.primitive_bitwidth)
+    tl.store(vector_pointer(to, DTYPE) + i, z, mask=inside)
 
 
 @jit
@@ -243,7 +245,6 @@ def _one_launch_kernel(
     chunk_count,
     DTYPE: tl.constexpr,
     WIDE: tl.constexpr,
-    VECTORS: tl.constexpr,
     CHECKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -255,7 +256,8 @@ def _one_launch_kernel(
     Protocol: the counter only ever rises, by one a program and launch, so launch n releases when
     it reaches n times the grid. All programs must be resident at once, which a cooperative launch
     grants; the count of arrivals releases this program's partials and acquires all others.
-    VECTORS: every chunk starts and ends on a 16-byte boundary in a, b and out.
+    Every chunk starts and ends on a 16-byte boundary in a, b and out: elementwise accesses would
+    need more registers than a thread may have.
     """
     BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
     programs = tl.num_programs(0)
@@ -265,8 +267,8 @@ def _one_launch_kernel(
     for current in range(chunk, chunk_count, programs):
         offset = tl.load(table + 3 * current) * BYTES
         count = tl.load(table + 3 * current + 1)
-        x = _load_tile(a.to(tl.int64) + offset, count, DTYPE, VECTORS, BLOCK)
-        y = _load_tile(b.to(tl.int64) + offset, count, DTYPE, VECTORS, BLOCK)
+        x = _load_tile(a.to(tl.int64) + offset, count, DTYPE, True, BLOCK)
+        y = _load_tile(b.to(tl.int64) + offset, count, DTYPE, True, BLOCK)
         dot, norm_a, norm_b = _tile_dots(x, y, WIDE)
         _store_row(partials + 3 * current, dot, norm_a, norm_b)
     tl.debug_barrier()
@@ -279,17 +281,17 @@ def _one_launch_kernel(
     last = chunk + earlier * programs
     _finish_chunk(
         x, y, last, chunk_count, table, partials, out, found_inf,
-        DTYPE, WIDE, VECTORS, CHECKED, BLOCK,
+        DTYPE, WIDE, CHECKED, BLOCK,
     )  # fmt: skip
     for k in range(earlier):
         current = last - (k + 1) * programs
         offset = tl.load(table + 3 * current) * BYTES
         count = tl.load(table + 3 * current + 1)
-        x = _load_tile(a.to(tl.int64) + offset, count, DTYPE, VECTORS, BLOCK)
-        y = _load_tile(b.to(tl.int64) + offset, count, DTYPE, VECTORS, BLOCK)
+        x = _load_tile(a.to(tl.int64) + offset, count, DTYPE, True, BLOCK)
+        y = _load_tile(b.to(tl.int64) + offset, count, DTYPE, True, BLOCK)
         _finish_chunk(
             x, y, current, chunk_count, table, partials, out, found_inf,
-            DTYPE, WIDE, VECTORS, CHECKED, BLOCK,
+            DTYPE, WIDE, CHECKED, BLOCK,
         )  # fmt: skip
 
 
@@ -380,7 +382,7 @@ def _programs(a: Tensor, plan: Plan) -> int:
     there. Interpreted programs run one after the other: a barrier among several would never
     release.
     """
-    if not plan.one_tile:
+    if not (plan.one_tile and plan.vector_bounds):
         return 0
     if not a.is_cuda:
         return 1
@@ -412,7 +414,6 @@ def adasum(
             out,
             out if found_inf is None else found_inf,
             plan.chunks,
-            VECTORS=plan.vector_bounds,
             CHECKED=found_inf is not None,
             launch_cooperative_grid=True,
             maxnreg=REGISTERS,

@@ -37,13 +37,28 @@ def flag_non_finite(x, found_inf):
 
 
 @jit
-def rescale(x, bits, WIDE: tl.constexpr, TARGET: tl.constexpr, SCALED: tl.constexpr):
-    """x times the float64 of `bits`, taken in WIDE, in TARGET; a cast alone unless SCALED."""
+def rescale(
+    x,
+    used,
+    bits,
+    WIDE: tl.constexpr,
+    TARGET: tl.constexpr,
+    SCALED: tl.constexpr,
+    FINITE: tl.constexpr,
+):
+    """x times the float64 of `bits`, taken in WIDE, in TARGET; a cast alone unless SCALED.
+
+    Where not `used`, x is zero and stays so: 0 times a factor that is not FINITE would be NaN.
+    """
+    # One return: Triton types all of them, even those behind a constexpr condition.
     if SCALED:
-        return convert(convert(x, WIDE) * float_of(bits).to(WIDE), TARGET)
-    if x.dtype != TARGET:
-        return convert(convert(x, WIDE), TARGET)
-    return x
+        scaled = convert(x, WIDE) * float_of(bits).to(WIDE)
+        y = convert(scaled if FINITE else tl.where(used, scaled, 0.0), TARGET)
+    elif x.dtype != TARGET:
+        y = convert(convert(x, WIDE), TARGET)
+    else:
+        y = x
+    return y
 
 
 @jit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -33,6 +34,7 @@ def _copy_kernel(
     WIDE: tl.constexpr,
     PACK: tl.constexpr,
     SCALED: tl.constexpr,
+    FINITE: tl.constexpr,
     CHECKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -63,25 +65,29 @@ def _copy_kernel(
         x = tl.load(
             vector_pointer(source, SOURCE) + i, mask=i < vector_count(reads, VECTOR), other=0.0
         )
-        x = rescale(x, scale_bits, WIDE, TARGET, SCALED)
+        x = rescale(x, i < body, scale_bits, WIDE, TARGET, SCALED, FINITE)
         if CHECKED:
             flag_non_finite(x, found_inf)
         tl.store(vector_pointer(target, TARGET) + i, x, mask=i < vector_count(writes, VECTOR))
-        if reads != body:
-            # One vector's worth, element by element. The store above has put zeros into it.
+        if (reads | writes) % VECTOR != 0:
+            # One vector's worth, element by element, where the store above may have put zeros.
             tl.debug_barrier()
             j = body + tl.arange(0, VECTOR)
-            x = tl.load(source.to(tl.pointer_type(SOURCE)) + j, mask=j < reads, other=0.0)
-            x = rescale(x, scale_bits, WIDE, TARGET, SCALED)
+            tail = tl.load(source.to(tl.pointer_type(SOURCE)) + j, mask=j < reads, other=0.0)
+            tail = rescale(tail, j < reads, scale_bits, WIDE, TARGET, SCALED, FINITE)
             if CHECKED:
-                flag_non_finite(x, found_inf)
-            tl.store(target.to(tl.pointer_type(TARGET)) + j, x, mask=j < writes)
+                flag_non_finite(tail, found_inf)
+            tl.store(target.to(tl.pointer_type(TARGET)) + j, tail, mask=j < writes)
     else:
         x = tl.load(source.to(tl.pointer_type(SOURCE)) + i, mask=i < reads, other=0.0)
-        x = rescale(x, scale_bits, WIDE, TARGET, SCALED)
+        x = rescale(x, i < reads, scale_bits, WIDE, TARGET, SCALED, FINITE)
         if CHECKED:
             flag_non_finite(x, found_inf)
-        tl.store(target.to(tl.pointer_type(TARGET)) + i, x, mask=i < writes)
+        if PACK and target % 16 == 0 and writes % VECTOR == 0:
+            to = vector_pointer(target, TARGET) + i
+            tl.store(to, x, mask=i < vector_count(writes, VECTOR))
+        else:
+            tl.store(target.to(tl.pointer_type(TARGET)) + i, x, mask=i < writes)
 
 
 def _copy(
@@ -114,6 +120,7 @@ def _copy(
                 WIDE=_launch.dtype_in_triton(wide),
                 PACK=packing,
                 SCALED=scale != 1.0,
+                FINITE=math.isfinite(scale),
                 CHECKED=found_inf is not None,
                 BLOCK=block,
                 num_warps=warps,
@@ -133,7 +140,7 @@ def _table(
 
     def make() -> tuple[Tensor, int, Tensor]:
         offsets = np.array(layout.offsets, dtype=np.int64)
-        slots = np.diff(np.array(layout.segments, dtype=np.int64))
+        slots = np.array(layout.slots, dtype=np.int64)
         index = np.array(chosen)
         tiles = -(-slots[index] // block)
         ends = np.cumsum(tiles)

@@ -55,9 +55,15 @@ def _sum_kernel(
     if ALIGNED and count % VECTOR == 0:
         inside = i < vector_count(count, VECTOR)
         total = tl.zeros([BLOCK], WIDE)
-        for k in range(tensor_count):
+        # One tensor ahead: ptxas would else use two registers' worth of loads again and again.
+        source = vector_pointer(tl.load(addresses) + first * BYTES, DTYPE)
+        x = tl.load(source + i, mask=inside, other=0.0)
+        for k in range(1, tensor_count):
             source = vector_pointer(tl.load(addresses + k) + first * BYTES, DTYPE)
-            total += convert(tl.load(source + i, mask=inside, other=0.0), WIDE)
+            following = tl.load(source + i, mask=inside, other=0.0)
+            total += convert(x, WIDE)
+            x = following
+        total += convert(x, WIDE)
         z = convert(total * scale, OUT)
         if CHECKED:
             flag_non_finite(z, found_inf)

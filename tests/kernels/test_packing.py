@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -79,3 +81,26 @@ def test_a_grad_requiring_leaf_is_unpacked_in_place(backend):
     kernels.unpack(buffer, [leaf])
     assert torch.equal(leaf.detach(), expected)
     assert not buffer.requires_grad
+
+
+@pytest.mark.parametrize("alignment", [4, 12, 20, 64])
+def test_slots_of_any_alignment(backend, alignment):
+    """Padding ends inside a vector, at its end or behind it, and tensors do as well."""
+    tensors = [
+        random(numel, torch.float32, backend.device, numel) for numel in (1, 4, 5, 8, 10, 16)
+    ]
+    layout = kernels.layout_of(tensors, alignment=alignment)
+    out = poisoned(layout.numel, torch.float32, backend.device)
+    kernels.pack(tensors, layout=layout, out=out)
+    assert torch.equal(out.double(), kernels.pack_reference(tensors, layout=layout))
+
+
+@pytest.mark.parametrize("scale", [math.inf, math.nan])
+def test_padding_is_zero_whatever_the_scale(backend, scale):
+    tensors = [torch.ones(5, device=backend.device), torch.ones(3, device=backend.device)]
+    layout = kernels.layout_of(tensors)
+    out = poisoned(layout.numel, torch.float32, backend.device)
+    kernels.pack(tensors, layout=layout, out=out, scale=scale)
+    for offset, numel, end in zip(layout.offsets, layout.numels, layout.segments[1:], strict=True):
+        assert not out[offset : offset + numel].isfinite().any()
+        assert torch.equal(out[offset + numel : end], torch.zeros_like(out[offset + numel : end]))
