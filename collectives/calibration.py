@@ -1,0 +1,219 @@
+"""What messages and reductions cost on this machine, measured, and the algorithm that follows.
+
+`calibrate` runs the schedules' own executor on the group's transport, all ranks at once as in an
+all-reduce, for a fraction of a second; every rank gets rank 0's numbers, so that all of them choose
+alike.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import torch
+
+from .agreement import gather_bytes
+from .algorithms import doubling, ring, tree
+from .cost import Links, Rate, estimate
+from .executor import Workspace, execute
+from .group import Group
+from .reducers import Reducer, Sum, kernels
+from .schedule import Schedule
+from .topology import Topology
+
+_LABEL = "calibration"
+_SIZES = (64, 4 << 10, 64 << 10, 512 << 10, 2 << 20, 8 << 20)
+# A size is measured 3 to 15 times, for about so many seconds; a call that takes longer than _SLOW
+# is the last, larger sizes are left out.
+_BUDGET, _FEWEST, _MOST, _SLOW = 0.02, 3, 15, 0.25
+
+_Key = tuple[str, str, tuple[bytes, ...]]
+_known: dict[_Key, Links] = {}
+
+
+def calibrate(group: Group, device: torch.device | str = "cpu", *, renew: bool = False) -> Links:
+    """Measure the group's links and `device`'s reductions; the same answer on every rank.
+
+    A collective of all ranks with nothing else under way on the group. Where every node has one
+    rank, or where there is one node, both kinds of link get what the other was found to be. The
+    answer is kept for the process, by the transport's kind, the device's and the host of every
+    rank. renew: measure all the same.
+
+    Raises ValueError where the group's transport does not carry `device`'s tensors.
+    """
+    device = torch.device(device)
+    group.transport.check_device(device)
+    bench = _Bench(group, device)
+    key = (type(group.transport).__name__, device.type, tuple(bench.hosts()))
+    # A rank that was in another group on these hosts may know what others do not.
+    if bench.sum(int(key in _known and not renew)) < group.size:
+        _known[key] = bench.links()
+    return _known[key]
+
+
+def candidates(op: Reducer, topology: Topology) -> tuple[str, ...]:
+    """The specifications that give the same mathematics as `op` over all ranks.
+
+    Sums may be grouped in any way, on two levels too. Adasum's order is part of its answer: `rd`
+    and `vhdd` are the same tree, two levels and the ring's line are others.
+    """
+    if op.uniform:
+        return ("rd", "vhdd")
+    flat = ("rd", "rechd", "xring")
+    if topology.num_nodes == 1 or topology.local_size == 1:
+        return flat
+    pairs = tuple(f"{inner}/{outer}" for inner in ("rechd", "xring") for outer in flat)
+    return (*flat, f"xring#{topology.local_size}", *pairs)
+
+
+@lru_cache(maxsize=4096)
+def choose(op: Reducer, nbytes: int, links: Links, topology: Topology) -> str:
+    """The candidate that costs least for a buffer of nbytes; of equal ones the first."""
+    kind = "adasum" if op.uniform else "sum"
+    specs = candidates(op, topology)
+    return min(specs, key=lambda spec: estimate(spec, nbytes, links, topology, kind).seconds)
+
+
+class _Bench:
+    """The measurements of one rank; every method is a collective of the group."""
+
+    def __init__(self, group: Group, device: torch.device) -> None:
+        self._transport = group.transport
+        self._topology = group.topology
+        self._timeout = group.timeout
+        self._device = device
+        self._workspace = Workspace()
+
+    def hosts(self) -> list[bytes]:
+        """The name of every rank's host."""
+        name = os.uname().nodename.encode()
+        if self._transport.size == 1:
+            return [name]
+        return gather_bytes(name, self._transport, _LABEL, self._timeout, self._workspace)
+
+    def sum(self, value: int) -> int:
+        """Of all ranks' values."""
+        return int(self._control(doubling.all_reduce(self._transport.size), [value])[0])
+
+    def told(self, values: Sequence[float]) -> list[float]:
+        """Rank 0's values."""
+        return self._control(tree.broadcast(self._transport.size, 0), values)
+
+    def links(self) -> Links:
+        """Everything, as rank 0 measured it."""
+        local, rank = self._topology.local_size, self._transport.rank
+        first, place = rank - rank % local, rank % local
+        intra = self._message(range(first, first + local))
+        inter = self._message(range(place, self._topology.size, local))
+        found = (
+            intra or inter or Rate(0.0, 0.0),
+            inter or intra or Rate(0.0, 0.0),
+            self._reduction(_sum),
+            self._reduction(_adasum),
+        )
+        agreed = self.told([part for rate in found for part in rate])
+        intra, inter, plain, adasum = (Rate(*agreed[i : i + 2]) for i in range(0, 8, 2))
+        return Links(intra, inter, plain, adasum)
+
+    def _control(self, schedule: Schedule, values: Sequence[float]) -> list[float]:
+        buffer = torch.tensor(values, dtype=torch.float64)
+        self._execute(schedule, buffer)
+        return buffer.tolist()
+
+    def _execute(
+        self, schedule: Schedule, buffer: torch.Tensor, ranks: Sequence[int] | None = None
+    ) -> None:
+        execute(
+            schedule,
+            buffer,
+            self._transport,
+            Sum,
+            label=_LABEL,
+            timeout=self._timeout,
+            workspace=self._workspace,
+            ranks=ranks,
+        )
+
+    def _message(self, ranks: range) -> Rate | None:
+        """One message each way between every two of `ranks`; None for a single rank."""
+        if len(ranks) == 1:
+            return None
+        pair = _pair(ranks, self._transport.rank)
+        schedule = ring.all_gather(len(pair))
+
+        def prepare(nbytes: int) -> Callable[[], None]:
+            buffer = torch.ones(nbytes * len(pair), dtype=torch.uint8, device=self._device)
+            return lambda: self._execute(schedule, buffer, pair)
+
+        return self._rate(prepare, steps=len(pair) - 1)
+
+    def _reduction(self, reduce: Callable[[torch.Tensor, torch.Tensor], object]) -> Rate:
+        """One reduction of a received buffer."""
+
+        def prepare(nbytes: int) -> Callable[[], object]:
+            mine, theirs = (torch.ones(nbytes // 4, device=self._device) for _ in range(2))
+            return lambda: reduce(mine, theirs)
+
+        return self._rate(prepare, steps=1)
+
+    def _rate(self, prepare: Callable[[int], Callable[[], object]], steps: int) -> Rate:
+        """alpha and beta of a step; prepare(bytes) gives a call of so many steps."""
+        points: list[tuple[int, float]] = []
+        for nbytes in _SIZES:
+            call = prepare(nbytes)
+            call()
+            (first,) = self.told([self._timed(call)])
+            times = round(min(max(_BUDGET / first, _FEWEST), _MOST))
+            samples = [self._timed(call) for _ in range(times if first < _SLOW else 0)]
+            points.append((nbytes, statistics.median(samples or [first]) / steps))
+            if first >= _SLOW:
+                break
+        return fit(points)
+
+    def _timed(self, call: Callable[[], object]) -> float:
+        begin = time.perf_counter()
+        call()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter() - begin
+
+
+def fit(points: Sequence[tuple[int, float]]) -> Rate:
+    """The line alpha + beta·bytes through (bytes, seconds), nearest in relative error, none < 0."""
+    weights = [(1 / t, n / t) for n, t in points]
+    aa = sum(a * a for a, _ in weights)
+    ab = sum(a * b for a, b in weights)
+    bb = sum(b * b for _, b in weights)
+    a, b = sum(a for a, _ in weights), sum(b for _, b in weights)
+    determinant = aa * bb - ab * ab
+    if determinant > 0:
+        alpha, beta = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
+        if alpha >= 0 and beta >= 0:
+            return Rate(alpha, beta)
+        if beta >= 0:
+            return Rate(0.0, b / bb)
+    return Rate(a / aa, 0.0)
+
+
+def _pair(ranks: range, rank: int) -> range:
+    """`rank` and its neighbour; the last three where their number is odd.
+
+    No rank of a pair waits for a third, so that a step is one message and nothing else.
+    """
+    place = ranks.index(rank)
+    begin = min(place - place % 2, len(ranks) - 2 - len(ranks) % 2)
+    end = len(ranks) if begin + 3 == len(ranks) else begin + 2
+    return ranks[begin:end]
+
+
+def _sum(mine: torch.Tensor, theirs: torch.Tensor) -> object:
+    return kernels.sum_n([mine, theirs], out=mine)
+
+
+def _adasum(mine: torch.Tensor, theirs: torch.Tensor) -> object:
+    whole = (0, mine.numel())
+    dots = kernels.dot_and_norms(mine, theirs, whole)
+    return kernels.combine(mine, theirs, dots, whole, out=mine)

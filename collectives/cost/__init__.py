@@ -1,0 +1,100 @@
+"""The α-β-γ cost of an all-reduce on a machine, for up to 65,536 ranks no one has here.
+
+    python -m collectives.cost --nodes 128 --local 8 --bytes 256M
+
+`walk` goes through a schedule's own steps, rank by rank; `closed` says the same of the algorithms
+of the specification string for all ranks at once; `estimate` takes the one that fits the size.
+
+The model: a schedule runs in lockstep, a step ends when its messages have and what they brought is
+reduced. What a rank sends in a step to one class of peers, in its node or on other nodes, takes
+alpha for every peer and beta for every byte; so does what it receives, at the same time. Source:
+Thakur, Rabenseifner and Gropp, IJHPCA 2005, for one peer a step; several are taken one by one.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from ..algorithms import LIBRARY, one_level, two_levels
+from ..schedule import Schedule
+from ..spec import AllReduceSpec, parse_all_reduce_spec
+from ..topology import Topology
+from .closed_forms import closed
+from .links import ASSUMED, Links, Rate, read_topology, with_rates
+from .profiles import Cost, Profile
+from .walker import walk
+
+OPS = ("sum", "adasum")
+WALKED = 64
+"""The most ranks for which `estimate` walks the schedule itself."""
+
+
+def estimate(
+    spec: str, nbytes: float, links: Links, topology: Topology, op: str = "sum", segments: int = 1
+) -> Cost:
+    """The cost of an all-reduce of nbytes by one range of a specification ("rechd/xring#2").
+
+    op: "sum" or "adasum"; Average costs what Sum does. segments: how many tensors Adasum projects
+    on their own. Raises ValueError for algorithms that are a library's, whose steps are not known.
+    """
+    return profile(spec, topology, op).cost(nbytes, links, segments)
+
+
+@lru_cache(maxsize=512)
+def profile(spec: str, topology: Topology, op: str = "sum") -> Profile:
+    """What `estimate` multiplies with the links and the bytes; kept, since it is the slow part."""
+    (only,) = _one_range(spec)
+    _check(only, op)
+    if topology.size <= WALKED:
+        return walk(schedule(only, topology, op), topology, reductions(only, op))
+    return closed(only, topology, op)
+
+
+def schedule(spec: AllReduceSpec, topology: Topology, op: str) -> Schedule:
+    """The schedule that a range of a specification stands for."""
+    _check(spec, op)
+    uniform = op == "adasum"
+    if spec.inner is None:
+        return one_level(spec.outer, spec.shards, topology, uniform=uniform)
+    return two_levels(
+        spec.inner, spec.inner_shards, spec.outer, spec.shards, topology, uniform=uniform
+    )
+
+
+def reductions(spec: AllReduceSpec, op: str) -> tuple[str, ...]:
+    """What the schedule's phases reduce with: Adasum works across nodes, a sum inside them."""
+    return (op,) if spec.inner is None else ("sum", op)
+
+
+def _one_range(spec: str) -> tuple[AllReduceSpec, ...]:
+    ranges = parse_all_reduce_spec(spec)
+    if len(ranges) != 1:
+        raise ValueError(f"spec {spec!r} has {len(ranges)} ranges: ask for one at a time")
+    return ranges
+
+
+def _check(spec: AllReduceSpec, op: str) -> None:
+    if op not in OPS:
+        raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
+    for name in (spec.inner, spec.outer):
+        if name in LIBRARY or name == "auto":
+            raise ValueError(f"{name!r} is no schedule, so its steps are not known")
+
+
+__all__ = [
+    "ASSUMED",
+    "OPS",
+    "WALKED",
+    "Cost",
+    "Links",
+    "Profile",
+    "Rate",
+    "closed",
+    "estimate",
+    "profile",
+    "read_topology",
+    "reductions",
+    "schedule",
+    "walk",
+    "with_rates",
+]

@@ -1,0 +1,203 @@
+"""What a collective asks of a machine, apart from how fast the machine and how long the buffer is.
+
+A profile holds the distinct loads of a node's ranks in every step, so that the cost for any buffer
+and any links is a few operations on small arrays, for 65,536 ranks too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..topology import Topology
+from .links import Links
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+DOTS_BYTES = 24
+"""What Adasum's partial products of one segment take: dot and two squared norms in float64."""
+
+# Columns of a rank's load in one step: for each class and direction the peers and the share of the
+# buffer in their messages, then the reductions and the share received for them.
+_INTRA, _INTER, _REDUCE = 0, 4, 8
+_COLUMNS = 10
+
+
+class Transfers(NamedTuple):
+    """Messages of one step, one a row. Arrays of equal length, or numbers that stand for all.
+
+    share: of the whole buffer. ways: how many received messages make one reduction with this one
+    (1 where ranks reduce in pairs), 0 for a copy.
+    """
+
+    source: Ints
+    target: Ints
+    share: Floats | float
+    ways: Ints | int = 0
+
+
+@dataclass(frozen=True)
+class Round:
+    """Steps that cost the same. nodes: [distinct nodes, local ranks, columns], `times` such steps.
+
+    reduction: "sum" or "adasum". dots: shares are of the partial products, not of the buffer.
+    """
+
+    nodes: Floats
+    times: int
+    reduction: str
+    dots: bool
+
+
+@dataclass(frozen=True)
+class Cost:
+    """seconds of one collective; steps of its schedule; bytes.
+
+    intra, inter: bytes sent inside nodes and between nodes, by all ranks. busiest_intra: the most
+    that one rank sends or receives inside its node; busiest_inter: the most that one node sends to
+    or receives from others. memory: the most that a rank holds received and not yet reduced.
+    """
+
+    seconds: float
+    steps: int
+    intra: float
+    inter: float
+    busiest_intra: float
+    busiest_inter: float
+    memory: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """rounds; steps of the schedule; what links carry, in shares of (buffer, partial products).
+
+    busiest_*: [links that differ, 2], the same links as in Cost. total_*: [2].
+    """
+
+    rounds: tuple[Round, ...]
+    steps: int
+    busiest_intra: Floats
+    busiest_inter: Floats
+    total_intra: Floats
+    total_inter: Floats
+
+    def cost(self, nbytes: float, links: Links, segments: int = 1) -> Cost:
+        """Of a buffer of nbytes, cut in pieces of equal length without regard for elements.
+
+        segments: how many Adasum projects on their own.
+        """
+        sizes = np.array([nbytes, DOTS_BYTES * segments])
+        seconds = links.call + sum(
+            each.times * _seconds(each, float(sizes[int(each.dots)]), links) for each in self.rounds
+        )
+        staged = [each.nodes[:, :, _REDUCE + 1].max() for each in self.rounds if not each.dots]
+        return Cost(
+            seconds=float(seconds),
+            steps=self.steps,
+            intra=float(self.total_intra @ sizes),
+            inter=float(self.total_inter @ sizes),
+            busiest_intra=float((self.busiest_intra @ sizes).max()),
+            busiest_inter=float((self.busiest_inter @ sizes).max()),
+            memory=float(max(staged, default=0.0) * nbytes),
+        )
+
+
+def _seconds(each: Round, nbytes: float, links: Links) -> float:
+    """One step: until the last rank is ready."""
+    nodes = each.nodes
+    times = {}
+    for start, rate in ((_INTRA, links.intra), (_INTER, links.inter)):
+        ways = [rate.alpha * nodes[:, :, i] + rate.beta * nbytes * nodes[:, :, i + 1]
+                for i in (start, start + 2)]  # fmt: skip
+        times[start] = np.maximum(*ways)
+    if links.nic is not None:
+        shared = np.maximum(nodes[:, :, _INTER + 1].sum(1), nodes[:, :, _INTER + 3].sum(1))
+        queued = links.inter.alpha + links.nic * nbytes * shared[:, None]
+        times[_INTER] = np.where(times[_INTER] > 0, np.maximum(times[_INTER], queued), 0.0)
+    rate = getattr(links, each.reduction)
+    busy = np.maximum(times[_INTRA], times[_INTER])
+    busy += rate.alpha * nodes[:, :, _REDUCE] + rate.beta * nbytes * nodes[:, :, _REDUCE + 1]
+    return float(busy.max())
+
+
+class Profiler:
+    """Gathers steps, one after the other, into a Profile."""
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+        self._rounds: dict[tuple[Any, ...], tuple[Floats, int]] = {}
+        self._steps = 0
+        # [of the buffer or of the partial products, intra or inter, sent or received, rank]
+        self._loads = np.zeros((2, 2, 2, topology.size))
+
+    def add(self, transfers: Transfers, *, times: int = 1, reduction: str = "sum") -> None:
+        """`times` steps of the schedule with these messages."""
+        self._steps += times
+        self._add(transfers, times, reduction, dots=False)
+
+    def add_dots(self, transfers: Transfers) -> None:
+        """Messages of partial products that a step of the schedule needs beside its own."""
+        self._add(transfers, 1, "sum", dots=True)
+
+    def profile(self) -> Profile:
+        local = self._topology.local_size
+        ranks, nodes = self._loads[:, 0], self._loads[:, 1].reshape(2, 2, -1, local).sum(axis=3)
+        return Profile(
+            rounds=tuple(
+                Round(matrix, times, reduction, dots)
+                for (reduction, dots, *_), (matrix, times) in self._rounds.items()
+            ),
+            steps=self._steps,
+            busiest_intra=_distinct(ranks.reshape(2, -1).T),
+            busiest_inter=_distinct(nodes.reshape(2, -1).T),
+            total_intra=ranks[:, 0].sum(axis=1),
+            total_inter=nodes[:, 0].sum(axis=1),
+        )
+
+    def _add(self, transfers: Transfers, times: int, reduction: str, *, dots: bool) -> None:
+        if not len(transfers.source) or not times:
+            return
+        size, local = self._topology.size, self._topology.local_size
+        table = np.zeros((size, _COLUMNS))
+        for column, values in _columns(transfers, size, local):
+            table[:, column] += values
+        for kind, start in enumerate((_INTRA, _INTER)):
+            for way in (0, 1):
+                self._loads[int(dots), kind, way] += times * table[:, start + 2 * way + 1]
+        matrix = _distinct(table.reshape(-1, local * _COLUMNS)).reshape(-1, local, _COLUMNS)
+        key = (reduction, dots, matrix.shape[0], matrix.tobytes())
+        _, before = self._rounds.get(key, (matrix, 0))
+        self._rounds[key] = (matrix, before + times)
+
+
+def _columns(transfers: Transfers, size: int, local: int) -> Iterator[tuple[int, Floats]]:
+    """(column, values by rank); columns may come more than once, to be added."""
+    source, target, *rest = np.broadcast_arrays(*transfers)
+    share, ways = rest[0].astype(float), rest[1]
+    one_source, one_target = np.divmod(np.unique(source * size + target), size)
+    within, met = source // local == target // local, one_source // local == one_target // local
+    for start, messages, pairs in ((_INTRA, within, met), (_INTER, ~within, ~met)):
+        for way, ranks, ends in ((0, source, one_source), (2, target, one_target)):
+            yield start + way, _by_rank(ends[pairs], np.ones(int(pairs.sum())), size)
+            yield start + way + 1, _by_rank(ranks[messages], share[messages], size)
+    reduced = ways > 0
+    yield _REDUCE, _by_rank(target[reduced], 1.0 / ways[reduced], size)
+    yield _REDUCE + 1, _by_rank(target[reduced], share[reduced], size)
+
+
+def _by_rank(ranks: Ints, values: Floats, size: int) -> Floats:
+    return np.bincount(ranks, values, size).astype(np.float64)
+
+
+def _distinct(rows: Floats) -> Floats:
+    # Sums of shares that are equal but for rounding count as one. Rows are compared as bytes:
+    # np.unique(axis=0) makes a structure of every column, which is slow for hundreds of them.
+    rounded = np.ascontiguousarray(np.round(rows, 15))
+    row = np.dtype((np.void, rounded.shape[1] * rounded.itemsize))
+    _, first = np.unique(rounded.view(row).reshape(-1), return_index=True)
+    return rows[first]
