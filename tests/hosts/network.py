@@ -112,13 +112,19 @@ class Hosts:
             *("--mount-proc", "sh", "-c", _START, f"host{host}", *command),
         ]
 
-    def torchrun(self, module: str, *arguments: str, local_size: int, logs: Path) -> None:
-        """Start torchrun on every host: `local_size` ranks each, gloo over the hosts' links."""
+    def torchrun(
+        self, module: str, *arguments: str, local_size: int, transport: str, logs: Path
+    ) -> None:
+        """Start torchrun on every host: `local_size` ranks each, gloo over the hosts' links.
+
+        transport: how ranks of one host exchange, as collectives.init's.
+        """
         environment = {
             **os.environ,
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": LINK,
+            "ADASUM_TRANSPORT": transport,
         }
         for host in range(self.count):
             launch = [

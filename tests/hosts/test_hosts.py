@@ -48,7 +48,8 @@ TWO_LEVEL = [
 ]
 SMALL = 10_007
 LARGE = 1 << 20
-SHAPES = [(2, 2), (3, 2)]
+# Hosts, ranks on each, and how those of one host exchange.
+SHAPES = [(2, 2, "gloo"), (3, 2, "auto")]
 CUT = 1
 TIMEOUT = 3.0
 # Starting nine processes that import torch takes 10 to 40 s on two cores that others use too.
@@ -61,6 +62,7 @@ class Outcome:
 
     hosts: int
     local_size: int
+    transport: str
     ranks: list[dict[str, Any]]
     cut: list[dict[str, Any]]
 
@@ -78,7 +80,7 @@ def _cases() -> list[tuple[str, str, int]]:
     return [*small, *(("Sum", algorithm, LARGE) for algorithm in ("xring", "rechd", "xring/xring"))]
 
 
-def _run(hosts_count: int, local_size: int, directory: Path) -> Outcome:
+def _run(hosts_count: int, local_size: int, transport: str, directory: Path) -> Outcome:
     ranks = range(hosts_count * local_size)
     plan = {"timeout": TIMEOUT, "cases": _cases(), "cut": LARGE}
 
@@ -93,6 +95,7 @@ def _run(hosts_count: int, local_size: int, directory: Path) -> Outcome:
             str(directory),
             json.dumps(plan),
             local_size=local_size,
+            transport=transport,
             logs=directory,
         )
         said = collect(hosts, "cases", START)
@@ -105,15 +108,15 @@ def _run(hosts_count: int, local_size: int, directory: Path) -> Outcome:
         for rank in after:
             rank["waited"] = rank["when"] - when
         collect(hosts, "ended", TIMEOUT + 10.0)
-    return Outcome(hosts_count, local_size, said, after)
+    return Outcome(hosts_count, local_size, transport, said, after)
 
 
-@pytest.fixture(scope="module", params=SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
+@pytest.fixture(scope="module", params=SHAPES, ids=lambda s: f"{s[0]}x{s[1]}-{s[2]}")
 def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     if reason := why_not():
         pytest.skip(reason)
-    hosts, local_size = request.param
-    return _run(hosts, local_size, tmp_path_factory.mktemp(f"hosts{hosts}x{local_size}"))
+    hosts, local_size, transport = request.param
+    return _run(hosts, local_size, transport, tmp_path_factory.mktemp("hosts"))
 
 
 @pytest.fixture(autouse=True)
@@ -126,6 +129,9 @@ def test_ranks_know_their_hosts(outcome: Outcome) -> None:
     for rank, said in enumerate(outcome.ranks):
         assert said["host"] == f"host{rank // outcome.local_size}"
         assert said["shape"] == (outcome.hosts, outcome.local_size)
+        first = rank // outcome.local_size * outcome.local_size
+        near = set(range(first, first + outcome.local_size)) - {rank}
+        assert said["neighbours"] == ([] if outcome.transport == "gloo" else sorted(near))
 
 
 def _linear(vectors: list[torch.Tensor]) -> torch.Tensor:
@@ -155,14 +161,16 @@ def test_answer(outcome: Outcome, op: str, algorithm: str) -> None:
     assert ((answers[0].double() - total).abs() <= bound).all()
 
 
-@pytest.mark.parametrize(("op", "algorithm"), FLAT)
+@pytest.mark.parametrize(
+    ("op", "algorithm"), [*FLAT, *(case for case in TWO_LEVEL if "collective" not in case[1])]
+)
 def test_same_bits_as_in_one_process(outcome: Outcome, op: str, algorithm: str) -> None:
     def work(group: collectives.Group) -> torch.Tensor:
         tensor = rank_input(group.rank, SMALL)
         group.all_reduce(tensor, OPS[op], algorithm=algorithm)
         return tensor
 
-    expected = collectives.run_threads(outcome.size, work)
+    expected = collectives.run_threads(outcome.size, work, local_size=outcome.local_size)
     for result, one in zip(outcome.case(op, algorithm, SMALL), expected, strict=True):
         assert torch.equal(result["answer"], one)
 
