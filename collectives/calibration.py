@@ -1,4 +1,4 @@
-"""What messages and reductions cost on this machine, measured, and the algorithm that follows.
+"""What messages and reductions cost on this machine, measured.
 
 `calibrate` runs the schedules' own executor on the group's transport, all ranks at once as in an
 all-reduce, for a fraction of a second; every rank gets rank 0's numbers, so that all of them choose
@@ -11,18 +11,16 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 
 import torch
 
 from .agreement import gather_bytes
 from .algorithms import doubling, ring, tree
-from .cost import Links, Rate, estimate
+from .cost import Links, Rate
 from .executor import Workspace, execute
 from .group import Group
-from .reducers import Reducer, Sum, kernels
+from .reducers import Sum, kernels
 from .schedule import Schedule
-from .topology import Topology
 
 _LABEL = "calibration"
 _SIZES = (64, 4 << 10, 64 << 10, 512 << 10, 2 << 20, 8 << 20)
@@ -52,29 +50,6 @@ def calibrate(group: Group, device: torch.device | str = "cpu", *, renew: bool =
     if bench.sum(int(key in _known and not renew)) < group.size:
         _known[key] = bench.links()
     return _known[key]
-
-
-def candidates(op: Reducer, topology: Topology) -> tuple[str, ...]:
-    """The specifications that give the same mathematics as `op` over all ranks.
-
-    Sums may be grouped in any way, on two levels too. Adasum's order is part of its answer: `rd`
-    and `vhdd` are the same tree, two levels and the ring's line are others.
-    """
-    if op.uniform:
-        return ("rd", "vhdd")
-    flat = ("rd", "rechd", "xring")
-    if topology.num_nodes == 1 or topology.local_size == 1:
-        return flat
-    pairs = tuple(f"{inner}/{outer}" for inner in ("rechd", "xring") for outer in flat)
-    return (*flat, f"xring#{topology.local_size}", *pairs)
-
-
-@lru_cache(maxsize=4096)
-def choose(op: Reducer, nbytes: int, links: Links, topology: Topology) -> str:
-    """The candidate that costs least for a buffer of nbytes; of equal ones the first."""
-    kind = "adasum" if op.uniform else "sum"
-    specs = candidates(op, topology)
-    return min(specs, key=lambda spec: estimate(spec, nbytes, links, topology, kind).seconds)
 
 
 class _Bench:

@@ -11,6 +11,7 @@ import torch
 from . import checks
 from .agreement import agree, gather_bytes, gather_pieces
 from .algorithms import ring, tree
+from .cost import Links
 from .errors import CollectiveMismatchError, TransportError
 from .owners import owners
 from .place import agreed_topology, find_place
@@ -75,6 +76,13 @@ class Group:
     def num_nodes(self) -> int:
         """Hosts that the group's ranks are on, taken as equally filled."""
         return math.ceil(self.size / self.local_size)
+
+    def use_links(self, links: Links | None) -> None:
+        """Let `auto` choose by these measured costs, which must be the same on every rank.
+
+        None: by size alone, the same algorithms in every run of the program.
+        """
+        self._runner.links = links
 
     def all_reduce(
         self,

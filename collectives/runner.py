@@ -6,12 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
+from .choice import choose
+from .cost import Links
 from .executor import Workspace, execute
 from .libraries import Libraries
 from .plan import Plan, plan_of
 from .reducers import Reducer, Sum, kernels
 from .schedule import Schedule
-from .spec import AllReduceSpec, spec_for
+from .spec import AllReduceSpec, parse_all_reduce_spec, spec_for
 from .topology import Topology
 from .transport.base import Transport
 
@@ -28,6 +30,7 @@ class Runner:
         self.timeout = timeout
         self.workspace = Workspace()
         self.libraries = Libraries(transport)
+        self.links: Links | None = None
 
     def check(self, specs: Specs, op: Reducer, tensors: Sequence[Tensor]) -> None:
         """Raise ValueError where one of the ranges cannot reduce such tensors here."""
@@ -76,8 +79,7 @@ class Runner:
         if size > 1:
             spec = spec_for(specs, flat.numel())
             if spec.outer == "auto":
-                chosen = op.algorithm(flat.numel() * flat.element_size(), size)
-                spec = AllReduceSpec(chosen, 1, -1)
+                spec = self._choose(flat, op)
             plan = plan_of(spec, op, self.topology)
             prescale *= plan.prescale
         if prescale != 1.0:
@@ -107,6 +109,18 @@ class Runner:
         buffer = kernels.pack(tensors, layout=layout, scale=prescale)
         self.all_reduce(buffer, op, specs, layout.segments, 1.0, 1.0, label)
         kernels.unpack(buffer, tensors, layout=layout, scale=postscale)
+
+    def _choose(self, flat: Tensor, op: Reducer) -> AllReduceSpec:
+        """What `auto` stands for: by the measured costs where there are any.
+
+        The order of Adasum's partial sums must not depend on a measurement: a second run of the
+        program has to give the same bits. Its choice is by size alone.
+        """
+        nbytes = flat.numel() * flat.element_size()
+        if self.links is None or op.uniform or flat.is_cuda:
+            return AllReduceSpec(op.algorithm(nbytes, self.transport.size), 1, -1)
+        (spec,) = parse_all_reduce_spec(choose(op, nbytes, self.links, self.topology))
+        return spec
 
     def _run(
         self, plan: Plan, flat: Tensor, op: Reducer, segments: Sequence[int] | None, label: str

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from .agreement import gather_bytes
+from .calibration import calibrate as measure_links
 from .errors import CollectiveTimeoutError, TransportError
 from .executor import Workspace
 from .group import Group
@@ -41,6 +42,7 @@ def init(
     timeout: float = 300.0,
     process_group: dist.ProcessGroup | None = None,
     transport: str | None = None,
+    calibrate: bool = True,
 ) -> Group:
     """Join the ranks that torchrun started, and return their group; alone without torchrun.
 
@@ -52,7 +54,9 @@ def init(
     travel; unless given, the environment variable ADASUM_TRANSPORT says it, else it is "auto":
     through shared memory between ranks of one host, by gloo between hosts and where shared memory
     is not to be had. "gloo": by gloo alone; on some ranks only, for messages to and from those.
-    "shm" on any rank: a TransportError on all where any two ranks share no memory.
+    "shm" on any rank: a TransportError on all where any two ranks share no memory. calibrate:
+    measure for a fraction of a second, so that "auto" can choose the algorithm of a Sum or Average
+    by it; False, on all ranks alike: by size alone, the same in every run of the program.
 
     Raises ValueError where the environment variables are incomplete or `transport` is unknown.
     """
@@ -76,6 +80,8 @@ def init(
     assert process_group is not None
     try:
         _group = _from_process_group(process_group, timeout, choice)
+        if calibrate and _group.size > 1:
+            _group.use_links(measure_links(_group))
     except BaseException:
         _leave_process_group()
         raise

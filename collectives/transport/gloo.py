@@ -61,11 +61,13 @@ class GlooTransport:
             for message in recvs:
                 if message.tensor.numel():
                     peer = message.peer
-                    posted.append((peer, self.process_group.recv([_bytes(message.tensor)], peer, 0)))
+                    work = self.process_group.recv([_bytes(message.tensor)], peer, 0)
+                    posted.append((peer, work))
             for message in sends:
                 if message.tensor.numel():
                     peer = message.peer
-                    posted.append((peer, self.process_group.send([_bytes(message.tensor)], peer, 0)))
+                    work = self.process_group.send([_bytes(message.tensor)], peer, 0)
+                    posted.append((peer, work))
             for other, work in posted:
                 peer = other
                 left = max(deadline - time.monotonic(), 1e-3)

@@ -7,7 +7,8 @@ import pytest
 import collectives
 from adasum.reducer import Adasum
 from collectives import calibration
-from collectives.calibration import _pair, calibrate, candidates, choose, fit
+from collectives.calibration import _pair, calibrate, fit
+from collectives.choice import candidates, choose
 from collectives.cost import ASSUMED, Links, Rate, estimate, with_rates
 from collectives.topology import Topology
 
