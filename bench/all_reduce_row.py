@@ -1,0 +1,91 @@
+"""One line of the all-reduce bench, as a number, as text and for JSON."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender at one size.
+
+    size: bytes of a rank's buffer; count: its elements; type, redop, algorithm: their names; ranks:
+    how many; seconds: of a call, by iteration; wrong: elements, None where not checked.
+    """
+
+    size: int
+    count: int
+    type: str
+    redop: str
+    algorithm: str
+    ranks: int
+    seconds: list[float]
+    wrong: int | None
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def algbw(self) -> float:
+        """Bytes a second."""
+        return self.size / self.median
+
+    @property
+    def busbw(self) -> float:
+        """As nccl-tests': what the busiest link carries in the best all-reduce, over time."""
+        return self.algbw * 2 * (self.ranks - 1) / self.ranks
+
+    def record(self) -> dict[str, Any]:
+        """For JSON, in nccl-tests' units: microseconds and GB/s."""
+        low, middle, high = (value * 1e6 for value in quartiles(self.seconds))
+        return {
+            "size": self.size,
+            "count": self.count,
+            "type": self.type,
+            "redop": self.redop,
+            "algorithm": self.algorithm,
+            "time": middle,
+            "time_low": low,
+            "time_high": high,
+            "algbw": self.algbw / 1e9,
+            "busbw": self.busbw / 1e9,
+            "wrong": self.wrong,
+        }
+
+
+def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
+    """Lower quartile, median, upper quartile."""
+    if len(samples) == 1:
+        return samples[0], samples[0], samples[0]
+    low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return low, middle, high
+
+
+def header(width: int) -> list[str]:
+    """nccl-tests' heading, with columns for the algorithm, the quartiles and the peer.
+
+    width: characters of the algorithm's column.
+    """
+    names = f"{'size':>12} {'count':>12} {'type':>9} {'redop':>7} {'algorithm':>{width}}"
+    units = f"{'(B)':>12} {'(elements)':>12} {'':>9} {'':>7} {'':>{width}}"
+    names += (
+        f" {'time':>10} {'quartiles':>17} {'algbw':>7} {'busbw':>7} {'#wrong':>7} {'vs torch':>8}"
+    )
+    units += f" {'(us)':>10} {'(us)':>17} {'(GB/s)':>7} {'(GB/s)':>7}"
+    return [f"# {names}", f"# {units}"]
+
+
+def line(row: Row, torchs: Row, width: int) -> str:
+    """The row under `header`; vs torch: torch's time over this one."""
+    low, middle, high = (1e6 * value for value in quartiles(row.seconds))
+    wrong = "N/A" if row.wrong is None else str(row.wrong)
+    ratio = "" if row is torchs else f"{torchs.median / row.median:.2f}"
+    return (
+        f"  {row.size:12d} {row.count:12d} {row.type:>9} {row.redop:>7} {row.algorithm:>{width}}"
+        f" {middle:10.1f} {f'{low:.1f}-{high:.1f}':>17} {row.algbw / 1e9:7.2f}"
+        f" {row.busbw / 1e9:7.2f} {wrong:>7} {ratio:>8}"
+    )
