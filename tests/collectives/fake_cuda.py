@@ -1,0 +1,179 @@
+"""A stand-in for the part of `torch.cuda` that a transport uses: GPU memory is the CPU's.
+
+Streams are threads that run late, so a missing event shows as wrong data. In a capture nothing may
+wait on the host, and all streams must join again. It cannot show that CUDA does as modelled here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+
+_Op = Callable[[], None]
+
+
+class Broken(AssertionError):
+    """A rule of NCCL's or CUDA's was broken."""
+
+
+class DeviceTensor(torch.Tensor):
+    """A CPU tensor that says it is on a GPU and notes the streams it is kept for."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda", 0)
+
+    def record_stream(self, stream: FakeStream) -> None:  # type: ignore[override]
+        stream.kept.add(self.data_ptr())
+
+
+def device_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, on the pretended GPU."""
+    return tensor.as_subclass(DeviceTensor)
+
+
+class FakeStream:
+    """Runs what is put on it in order, in a thread of its own; while captured, into a graph."""
+
+    _handles = itertools.count(1)
+    by_handle: ClassVar[dict[int, FakeStream]] = {}
+
+    def __init__(self, device: Any = None) -> None:
+        self.cuda_stream = next(self._handles)
+        self.by_handle[self.cuda_stream] = self
+        self.capture: FakeGraph | None = None
+        self.kept: set[int] = set()
+        self._work: queue.SimpleQueue[_Op | None] = queue.SimpleQueue()
+        threading.Thread(target=self._loop, daemon=True).start()
+
+    def _loop(self) -> None:
+        while (op := self._work.get()) is not None:
+            op()
+
+    @classmethod
+    def stop_all(cls) -> None:
+        """End the threads of all streams so far."""
+        while cls.by_handle:
+            cls.by_handle.popitem()[1]._work.put(None)
+
+    def put(self, op: _Op) -> None:
+        if self.capture is not None:
+            self.capture.add(self, op)
+        else:
+            self._work.put(op)
+
+    def wait_event(self, event: FakeEvent) -> None:
+        if event.capture is not None:
+            event.capture.join(self, event)
+        elif self.capture is not None:
+            raise Broken("a captured stream waits for an event from outside the capture")
+        else:
+            self._work.put(event.wait)
+
+    def synchronize(self) -> None:
+        event = FakeEvent()
+        event.record(self)
+        event.synchronize()
+
+
+class FakeEvent:
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self.capture: FakeGraph | None = None
+        self.stream: FakeStream | None = None
+        self.position = 0
+
+    def record(self, stream: FakeStream) -> None:
+        self.stream, self.capture = stream, stream.capture
+        if self.capture is not None:
+            self.position = self.capture.counts[stream]
+        else:
+            stream.put(self._done.set)
+
+    def query(self) -> bool:
+        if threading.get_ident() in FakeGraph.under_way:
+            raise Broken("an event was queried while a stream is captured")
+        return self._done.is_set()
+
+    def wait(self) -> None:
+        self._done.wait()
+
+    def synchronize(self) -> None:
+        if threading.get_ident() in FakeGraph.under_way:
+            raise Broken("an event was waited for while a stream is captured")
+        if not self._done.wait(30.0):
+            raise Broken("an event never came")
+
+
+class FakeGraph:
+    """What a rank's captured streams were given; one order that satisfies all its events."""
+
+    under_way: ClassVar[set[int]] = set()  # threads that capture
+
+    def __init__(self, origin: FakeStream) -> None:
+        self.origin = origin
+        self.counts: dict[FakeStream, int] = defaultdict(int)
+        self._joined: dict[FakeStream, int] = {}
+        self._ops: list[_Op] = []
+        origin.capture = self
+        FakeGraph.under_way.add(threading.get_ident())
+
+    def add(self, stream: FakeStream, op: _Op) -> None:
+        self.counts[stream] += 1
+        self._ops.append(op)
+
+    def join(self, stream: FakeStream, event: FakeEvent) -> None:
+        stream.capture = self
+        if stream is self.origin and event.stream is not None:
+            self._joined[event.stream] = event.position
+
+    def end(self) -> None:
+        FakeGraph.under_way.remove(threading.get_ident())
+        self.origin.capture = None
+        for stream, count in self.counts.items():
+            stream.capture = None
+            if stream is not self.origin and self._joined.get(stream) != count:
+                raise Broken("a captured stream never joined the one the capture began on")
+
+    def replay(self) -> None:
+        for op in self._ops:
+            self.origin.put(op)
+
+
+class FakeCuda:
+    """The part of `torch.cuda` that the transport uses; every thread has a current stream."""
+
+    Stream = FakeStream
+    Event = FakeEvent
+
+    def __init__(self, *, available: bool = True) -> None:
+        self._thread = threading.local()
+        self._available = available
+
+    def is_available(self) -> bool:
+        return self._available
+
+    def current_device(self) -> int:
+        return 0
+
+    def set_device(self, device: torch.device) -> None:
+        self._thread.device = device
+
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        yield
+
+    def current_stream(self, device: Any = None) -> FakeStream:
+        if not hasattr(self._thread, "stream"):
+            self._thread.stream = FakeStream()
+        return self._thread.stream
+
+    def is_current_stream_capturing(self) -> bool:
+        return self.current_stream().capture is not None
