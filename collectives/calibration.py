@@ -28,7 +28,7 @@ _SIZES = (64, 4 << 10, 64 << 10, 512 << 10, 2 << 20, 8 << 20)
 # is the last, larger sizes are left out.
 _BUDGET, _FEWEST, _MOST, _SLOW = 0.02, 3, 15, 0.25
 
-_Key = tuple[str, str, tuple[bytes, ...]]
+_Key = tuple[str, str, int, tuple[bytes, ...]]
 _known: dict[_Key, Links] = {}
 
 
@@ -37,15 +37,16 @@ def calibrate(group: Group, device: torch.device | str = "cpu", *, renew: bool =
 
     A collective of all ranks with nothing else under way on the group. Where every node has one
     rank, or where there is one node, both kinds of link get what the other was found to be. The
-    answer is kept for the process, by the transport's kind, the device's and the host of every
-    rank. renew: measure all the same.
+    answer is kept for the process, by the transport's kind, the device's, the ranks a node and the
+    host of every rank. renew: measure all the same.
 
     Raises ValueError where the group's transport does not carry `device`'s tensors.
     """
     device = torch.device(device)
     group.transport.check_device(device)
     bench = _Bench(group, device)
-    key = (type(group.transport).__name__, device.type, tuple(bench.hosts()))
+    kind, local_size = type(group.transport).__name__, group.topology.local_size
+    key = (kind, device.type, local_size, tuple(bench.hosts()))
     # A rank that was in another group on these hosts may know what others do not.
     if bench.sum(int(key in _known and not renew)) < group.size:
         _known[key] = bench.links()

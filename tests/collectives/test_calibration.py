@@ -53,8 +53,8 @@ def test_a_rank_that_knows_more_than_others_measures_with_them() -> None:
 
     collectives.run_threads(2, work)
     (key,) = calibration._known
-    name, device, hosts = key
-    calibration._known = {(name, device, hosts[:1] * 3): ASSUMED}
+    name, device, _, hosts = key
+    calibration._known = {(name, device, 3, hosts[:1] * 3): ASSUMED}
     # Threads share what is known; it is known to all three, and so is not measured.
     assert collectives.run_threads(3, work) == [ASSUMED] * 3
 
