@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import cast
 
 import torch
 
@@ -129,6 +131,19 @@ class Runner:
         if plan.host and flat.is_cuda:
             buffer = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
             buffer.copy_(flat)
+        with self._deferred():
+            self._run_phases(plan, buffer, op, segments, label)
+        if buffer is not flat:
+            flat.copy_(buffer)
+
+    def _deferred(self) -> AbstractContextManager[object]:
+        """Put all steps on the streams and wait at the end, where the transport can do that."""
+        deferred = getattr(self.transport, "deferred", nullcontext)
+        return cast(AbstractContextManager[object], deferred())
+
+    def _run_phases(
+        self, plan: Plan, buffer: Tensor, op: Reducer, segments: Sequence[int] | None, label: str
+    ) -> None:
         for phase in plan.phases:
             if phase.schedule is not None:
                 self.execute(
@@ -143,5 +158,3 @@ class Runner:
                     label,
                     self.timeout,
                 )
-        if buffer is not flat:
-            flat.copy_(buffer)

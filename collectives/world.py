@@ -22,15 +22,18 @@ from .topology import Topology
 from .transport import (
     GlooTransport,
     HybridTransport,
+    NcclTransport,
     ShmTransport,
     ThreadWorld,
     Transport,
+    load_nccl,
     open_links,
+    store_of,
 )
 
 T = TypeVar("T")
 
-TRANSPORTS = ("auto", "gloo", "shm")
+TRANSPORTS = ("auto", "gloo", "shm", "nccl")
 
 _group: Group | None = None
 _owns_process_group = False
@@ -54,7 +57,10 @@ def init(
     travel; unless given, the environment variable ADASUM_TRANSPORT says it, else it is "auto":
     through shared memory between ranks of one host, by gloo between hosts and where shared memory
     is not to be had. "gloo": by gloo alone; on some ranks only, for messages to and from those.
-    "shm" on any rank: a TransportError on all where any two ranks share no memory. calibrate:
+    "shm" on any rank: a TransportError on all where any two ranks share no memory. "nccl" on any
+    rank: CPU tensors as with "auto", CUDA tensors through cupy's NCCL on each rank's current
+    device; a TransportError on all that says what one of them lacks. CUDA tensors otherwise travel
+    over torch.distributed. calibrate:
     measure for a fraction of a second, so that "auto" can choose the algorithm of a Sum or Average
     by it; False, on all ranks alike: by size alone, the same in every run of the program.
 
@@ -164,6 +170,9 @@ def _transport(gloo: GlooTransport, timeout: float, choice: str) -> Transport:
         return gather_bytes(data, gloo, "start-up", timeout, Workspace())
 
     links = open_links(gloo.rank, gather, timeout, willing=choice != "gloo")
+    host: Transport = gloo
+    if links:
+        host = HybridTransport(ShmTransport(gloo.rank, gloo.size, links), gloo)
     missing = sorted(set(range(gloo.size)) - {gloo.rank, *links})
     reports = [json.loads(data) for data in gather(json.dumps([choice, missing]).encode())]
     if any(demand == "shm" for demand, _ in reports):
@@ -174,9 +183,21 @@ def _transport(gloo: GlooTransport, timeout: float, choice: str) -> Transport:
                     "on different hosts, or one asked for gloo, or the system refused it; "
                     'transport="auto" uses gloo there'
                 )
-    if not links:
-        return gloo
-    return HybridTransport(ShmTransport(gloo.rank, gloo.size, links), gloo)
+    if not any(demand == "nccl" for demand, _ in reports):
+        return host
+    for rank, lack in enumerate(gather(_lacks_for_nccl().encode())):
+        if lack:
+            raise TransportError(f'transport="nccl": rank {rank}: {lack.decode()}')
+    return NcclTransport(host, store_of(gloo.process_group), timeout=timeout)
+
+
+def _lacks_for_nccl() -> str:
+    """What this rank needs before it can use NCCL; "" where it has all."""
+    try:
+        load_nccl()
+    except (ImportError, RuntimeError) as error:
+        return str(error)
+    return ""
 
 
 def shutdown() -> None:

@@ -3,6 +3,8 @@
 from .base import Message, Transport
 from .gloo import GlooTransport
 from .hybrid import HybridTransport
+from .nccl import NcclTransport, store_of
+from .nccl_calls import load_nccl
 from .rendezvous import open_links
 from .shm import ShmTransport
 from .threads import ThreadTransport, ThreadWorld
@@ -11,9 +13,12 @@ __all__ = [
     "GlooTransport",
     "HybridTransport",
     "Message",
+    "NcclTransport",
     "ShmTransport",
     "ThreadTransport",
     "ThreadWorld",
     "Transport",
+    "load_nccl",
     "open_links",
+    "store_of",
 ]

@@ -123,6 +123,7 @@ def _choose(rank: int) -> list[str]:
         ("auto", "gloo"),
         ("gloo" if rank == 1 else "", None),
         ("gloo" if rank == 1 else "shm", None),
+        ("nccl" if rank == 1 else "auto", None),
     ]:
         os.environ.pop("ADASUM_TRANSPORT", None)
         if variable is not None:
@@ -146,13 +147,16 @@ def test_the_transport_can_be_chosen() -> None:
     assert third[:3] == ["HybridTransport [0, 1]", "GlooTransport []", "HybridTransport [0]"]
     assert first[3] == second[3] == third[3]
     assert "rank 0 shares no memory with ranks [1]" in first[3] and '"auto"' in first[3]
+    assert first[4] == second[4] == third[4]
+    if not torch.cuda.is_available():
+        assert 'transport="nccl": rank 0: NCCL needs a GPU that torch sees' in first[4]
 
 
 @pytest.mark.parametrize("source", ["transport", "ADASUM_TRANSPORT"])
 def test_an_unknown_transport_is_named(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if source == "ADASUM_TRANSPORT":
         monkeypatch.setenv(source, "mpi")
-    with pytest.raises(ValueError, match=f"{source} must be one of auto, gloo, shm, got 'mpi'"):
+    with pytest.raises(ValueError, match=f"{source} must be one of auto, gloo, shm, nccl, got 'mpi'"):
         collectives.init(transport="mpi" if source == "transport" else None)
 
 
