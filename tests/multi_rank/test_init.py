@@ -156,7 +156,8 @@ def test_the_transport_can_be_chosen() -> None:
 def test_an_unknown_transport_is_named(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if source == "ADASUM_TRANSPORT":
         monkeypatch.setenv(source, "mpi")
-    with pytest.raises(ValueError, match=f"{source} must be one of auto, gloo, shm, nccl, got 'mpi'"):
+    words = f"{source} must be one of auto, gloo, shm, nccl, got 'mpi'"
+    with pytest.raises(ValueError, match=words):
         collectives.init(transport="mpi" if source == "transport" else None)
 
 
