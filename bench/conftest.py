@@ -67,6 +67,12 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     item.add_marker(pytest.mark.benchmark(timer=read_played))
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    limit = item.config.getoption("bench_seconds")
+    if limit is not None and time.time() - item.config.stash[BEGAN][0] > limit:
+        pytest.skip(f"--bench-seconds {limit:g} have passed")
+
+
 def pytest_collection_finish() -> None:
     if DEVICE == "cuda":
         # Each capture of a graph and each row collects garbage: let it skip what is imported.
@@ -80,10 +86,6 @@ def record(benchmark: Any, request: pytest.FixtureRequest) -> Iterator[Callable[
 
     Fails on a wrong answer. With --benchmark-disable the answer is all that is looked at.
     """
-
-    limit = request.config.getoption("bench_seconds")
-    if limit is not None and time.time() - request.config.stash[BEGAN][0] > limit:
-        pytest.skip(f"--bench-seconds {limit:g} have passed")
 
     def run(case: Case) -> None:
         if benchmark.disabled:

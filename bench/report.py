@@ -123,6 +123,12 @@ def slug(device: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
+def _json(row: Row) -> str:
+    """One line; five digits of every figure, more than any of them is good for."""
+    exact = json.dumps(asdict(row))
+    return json.dumps(json.loads(exact, parse_float=lambda text: float(f"{float(text):.5g}")))
+
+
 def write(rows: Sequence[Row], meta: dict[str, Any], folder: Path) -> list[Path]:
     """results.json, tables.md and a plot a kernel; returns what was written."""
     # matplotlib is an extra, and nothing else here needs it.
@@ -130,11 +136,8 @@ def write(rows: Sequence[Row], meta: dict[str, Any], folder: Path) -> list[Path]
 
     folder.mkdir(parents=True, exist_ok=True)
     data, text = folder / "results.json", folder / "tables.md"
-    rounded = json.loads(
-        json.dumps({"meta": meta, "rows": [asdict(row) for row in rows]}),
-        parse_float=lambda digits: float(f"{float(digits):.5g}"),
-    )
-    data.write_text(json.dumps(rounded, indent=1) + "\n")
+    lines = ",\n".join(map(_json, rows))
+    data.write_text(f'{{"meta": {json.dumps(meta, indent=1)},\n"rows": [\n{lines}\n]}}\n')
     text.write_text("\n".join(report(rows, meta)) + "\n")
     plots = [plot(kernel, rows, meta, folder) for kernel in KERNELS]
     return [data, text, *(path for path in plots if path is not None)]
