@@ -12,7 +12,7 @@ from bench.bench_packing import Spec
 from bench.case import Case, WrongAnswer, check_flag
 from bench.measure import measure
 from bench.row import COPY, EMPTY, OURS
-from bench.timing import Limits, Times
+from bench.timing import DEVICE, Limits, Times
 
 FAST = Limits(seconds=0.0, fewest=2, most=2)
 SHAPES = ((5, 3), (), (70,))
@@ -47,8 +47,10 @@ def small_cases() -> list[Case]:
 def test_kernels_and_rivals_are_right_and_timed_together(case):
     row, samples = measure(case, FAST)
     left_out = {name: note for name, note in row.notes.items() if note.startswith("left out")}
-    assert left_out == {}
-    assert row.rivals == [rival.name for rival in case.rivals] and row.rivals
+    # On CUDA torch has no _chunk_cat from every dtype to every other.
+    assert {name for name in left_out if DEVICE == "cpu" or "_chunk_cat" not in name} == set()
+    assert row.rivals == [rival.name for rival in case.rivals if rival.name not in left_out]
+    assert row.rivals
     assert set(row.times) - {EMPTY} == {OURS, COPY, *row.rivals, *case.beside}
     assert all(times.rounds == 2 and times.median > 0 for times in row.times.values())
     assert len(samples) == 2 and Times.of(samples) == row.times[OURS]

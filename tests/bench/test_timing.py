@@ -123,7 +123,8 @@ def test_calls_take_turns_in_going_first(monkeypatch):
     assert samples == {"a": [1.0] * 3, "b": [1.0] * 3, "c": [1.0] * 3}
 
 
-def test_rounds_keep_to_their_limits():
+def test_rounds_keep_to_their_limits(monkeypatch):
+    monkeypatch.setattr(timing, "DEVICE", "cpu")
     calls = {"a": lambda: None}
     assert len(timing.time_together(calls, {}, Limits(0.0, 4, 9))["a"]) == 4
     assert len(timing.time_together(calls, {}, Limits(60.0, 4, 9))["a"]) == 9
