@@ -84,21 +84,24 @@ def _sound(rival: Contender, case: Case, notes: dict[str, str]) -> bool:
 def _replays(
     case: Case, rivals: list[Contender], calls: dict[str, Call], notes: dict[str, str]
 ) -> list[tuple[str, tuple[Call, Any]]]:
-    """Graphs of all that can be captured; a replay of ours with a wrong answer fails the row."""
+    """Graphs of all that can be captured: ours, rivals, what is timed beside, an empty launch.
+
+    A replay of ours with a wrong answer fails the row.
+    """
+    checks = {each.name: each.check for each in (case.ours, *rivals) if each.capturable}
     graphs: list[tuple[str, tuple[Call, Any]]] = []
-    for contender in (case.ours, *rivals):
-        if not contender.capturable:
-            continue
+    for name in (*checks, *case.beside, EMPTY):
         try:
-            graph = captured(contender.call)
-            contender.check(case.expected, graph)
+            graph = captured(calls[name])
+            if name in checks:
+                checks[name](case.expected, graph)
         except (WrongAnswer, RuntimeError) as error:
-            if contender is case.ours and isinstance(error, WrongAnswer):
+            if name == OURS and isinstance(error, WrongAnswer):
                 raise
-            notes[contender.name] = f"no graph: {_first_line(error)}"
+            notes[name] = f"no graph: {_first_line(error)}"
         else:
-            graphs.append((contender.name, graph))
-    return graphs + [(name, captured(calls[name])) for name in (*case.beside, EMPTY)]
+            graphs.append((name, graph))
+    return graphs
 
 
 def _faster_way(samples: dict[str, list[float]]) -> tuple[dict[str, list[float]], list[str]]:
