@@ -11,11 +11,19 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kernels._check import check_dtype, check_tensors, round_up
+from kernels._check import check_dtype, round_up
+from kernels._ops import check_list, tracing
 
 CUDA_ALIGNMENT = 256
 CPU_ALIGNMENT = 64
 _shape = operator.attrgetter("shape")
+
+
+def _shapes(tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
+    # `map` over a C function is faster, and dynamo cannot read it.
+    if tracing():
+        return tuple([tensor.shape for tensor in tensors])
+    return tuple(map(_shape, tensors))
 
 
 @dataclass(frozen=True)
@@ -62,7 +70,7 @@ class Layout:
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
         """Whether `tensors` have, one by one, the shapes of this layout."""
-        return tuple(map(_shape, tensors)) == self.shapes
+        return _shapes(tensors) == self.shapes
 
 
 def layout_of(
@@ -75,7 +83,7 @@ def layout_of(
     tensors and 64 for CPU ones. Raises TypeError (dtypes) or ValueError (alignment, devices,
     contiguity).
     """
-    checked = check_tensors("tensors", tensors)
+    checked = check_list("tensors", tensors)
     if dtype is None:
         dtypes = [tensor.dtype for tensor in checked] or [torch.float32]
         dtype = dtypes[0]
@@ -98,7 +106,7 @@ def layout_of(
     ends = list(itertools.accumulate((round_up(numel, step) for numel in numels), initial=0))
     return Layout(
         dtype=dtype,
-        shapes=tuple(map(tuple, map(_shape, checked))),
+        shapes=tuple(map(tuple, _shapes(checked))),
         numels=numels,
         offsets=tuple(ends[:-1]),
         numel=ends[-1],

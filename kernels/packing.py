@@ -16,9 +16,9 @@ from kernels._check import (
     check_found_inf,
     check_scalar,
     check_tensor,
-    check_tensors,
 )
 from kernels._launch import CACHE, jit, tl
+from kernels._ops import call, check_list, operator, returns_nothing, tracing
 from kernels._tiles import flag_non_finite, rescale, vector_count, vector_pointer
 from kernels.layout import Layout, layout_of
 
@@ -157,6 +157,80 @@ def _table(
     return table, tiles
 
 
+def _pack(
+    tensors: list[Tensor],
+    layout: Layout,
+    scale: float,
+    out: Tensor,
+    found_inf: Tensor | None,
+    new: bool = False,
+) -> None:
+    """new: whether `out` was allocated for this call and so overlaps nothing."""
+    if not new:
+        check_apart("tensors", tensors, "out", out)
+    if _launch.on_triton(out):
+        _copy(tensors, layout, out, scale, found_inf, packing=True)
+    else:
+        _cpu.pack(tensors, layout, out, scale, found_inf)
+
+
+def _unpack(
+    buffer: Tensor, layout: Layout, scale: float, tensors: list[Tensor], found_inf: Tensor | None
+) -> None:
+    check_apart("tensors", tensors, "buffer", buffer)
+    check_disjoint("tensors", tensors)
+    if _launch.on_triton(buffer):
+        _copy(tensors, layout, buffer, scale, found_inf, packing=False)
+    else:
+        _cpu.unpack(buffer, tensors, layout, scale, found_inf)
+
+
+@operator(
+    "pack(Tensor[] tensors, SymInt[] offsets, int alignment, float scale, Tensor(a!) out, "
+    "Tensor(b!)? found_inf) -> ()",
+    fake=returns_nothing,
+)
+def _pack_op(
+    tensors: list[Tensor],
+    offsets: list[int],
+    alignment: int,
+    scale: float,
+    out: Tensor,
+    found_inf: Tensor | None,
+) -> None:
+    _pack(tensors, _layout_within(out, tensors, offsets, alignment), scale, out, found_inf)
+
+
+@operator(
+    "unpack(Tensor buffer, SymInt[] offsets, int alignment, float scale, Tensor(a!)[] tensors, "
+    "Tensor(b!)? found_inf) -> ()",
+    fake=returns_nothing,
+)
+def _unpack_op(
+    buffer: Tensor,
+    offsets: list[int],
+    alignment: int,
+    scale: float,
+    tensors: list[Tensor],
+    found_inf: Tensor | None,
+) -> None:
+    _unpack(buffer, _layout_within(buffer, tensors, offsets, alignment), scale, tensors, found_inf)
+
+
+def _layout_within(
+    buffer: Tensor, tensors: list[Tensor], offsets: list[int], alignment: int
+) -> Layout:
+    """The layout of an operator's tensors in its buffer."""
+    return Layout(
+        dtype=buffer.dtype,
+        shapes=tuple([tuple(tensor.shape) for tensor in tensors]),
+        numels=tuple(map(Tensor.numel, tensors)),
+        offsets=tuple(offsets),
+        numel=buffer.numel(),
+        alignment=alignment,
+    )
+
+
 def pack(
     tensors: Sequence[Tensor],
     *,
@@ -176,17 +250,17 @@ def pack(
     checked, layout = _check_list(tensors, layout, None)
     scale = check_scalar("scale", scale)
     device = checked[0].device if checked else torch.device("cpu")
+    new = out is None
     if out is None:
         out = torch.empty(layout.numel, dtype=layout.dtype, device=device)
     else:
         device = device if checked else out.device
         _check_buffer("out", out, layout, device)
-        check_apart("tensors", checked, "out", out)
     flag = check_found_inf(found_inf, out.device)
-    if _launch.on_triton(out):
-        _copy(checked, layout, out, scale, flag, packing=True)
+    if tracing():
+        call("pack", checked, layout.offsets, layout.alignment, scale, out, flag)
     else:
-        _cpu.pack(checked, layout, out, scale, flag)
+        _pack(checked, layout, scale, out, flag, new)
     return out
 
 
@@ -208,13 +282,11 @@ def unpack(
     checked, layout = _check_list(tensors, layout, buffer.dtype)
     scale = check_scalar("scale", scale)
     _check_buffer("buffer", buffer, layout, checked[0].device if checked else buffer.device)
-    check_apart("tensors", checked, "buffer", buffer)
-    check_disjoint("tensors", checked)
     flag = check_found_inf(found_inf, buffer.device)
-    if _launch.on_triton(buffer):
-        _copy(checked, layout, buffer, scale, flag, packing=False)
+    if tracing():
+        call("unpack", buffer, layout.offsets, layout.alignment, scale, checked, flag)
     else:
-        _cpu.unpack(buffer, checked, layout, scale, flag)
+        _unpack(buffer, layout, scale, checked, flag)
     return checked
 
 
@@ -226,7 +298,7 @@ def _check_list(
         return list(tensors), layout
     if not isinstance(layout, Layout):
         raise TypeError(f"layout must be a kernels.Layout, not {type(layout).__name__}")
-    checked = check_tensors("tensors", tensors)
+    checked = check_list("tensors", tensors)
     if not layout.fits(checked):
         raise ValueError(
             f"layout holds {len(layout.shapes)} tensors of other shapes than the {len(checked)} "

@@ -17,11 +17,13 @@ from kernels import _cpu, _launch, _projection
 from kernels._check import (
     check_dots,
     check_found_inf,
+    check_in_place,
     check_like,
     check_pair,
     check_segments,
     check_tensor,
 )
+from kernels._ops import call, operator, returns_nothing, tracing
 from kernels._projection import TINY
 
 
@@ -34,6 +36,72 @@ def coefficients(dots: Tensor) -> Tensor:
     return torch.where(norms < TINY, 1.0, 1.0 - dots[:, :1] / (2.0 * norms))
 
 
+def _no_dots(a: Tensor, b: Tensor, bounds: Sequence[int]) -> Tensor:
+    return a.new_empty((len(bounds) - 1, 3), dtype=torch.float64)
+
+
+@operator("dot_and_norms(Tensor a, Tensor b, SymInt[] bounds) -> Tensor", fake=_no_dots)
+def _dot_and_norms(a: Tensor, b: Tensor, bounds: Sequence[int]) -> Tensor:
+    if _launch.on_triton(a):
+        return _projection.dot_and_norms(a, b, tuple(bounds))
+    return _cpu.dot_and_norms(a, b, bounds)
+
+
+@operator(
+    "combine(Tensor a, Tensor b, Tensor dots, SymInt[] bounds, Tensor(a!) out, "
+    "Tensor(b!)? found_inf) -> ()",
+    fake=returns_nothing,
+)
+def _combine(
+    a: Tensor,
+    b: Tensor,
+    dots: Tensor,
+    bounds: Sequence[int],
+    out: Tensor,
+    found_inf: Tensor | None,
+    checked: bool = False,
+) -> None:
+    """checked: whether `check_pair` has seen the addresses."""
+    if not checked:
+        check_in_place("out", out, "a", a)
+        check_in_place("out", out, "b", b)
+    if _launch.on_triton(a):
+        _projection.combine(a, b, dots, tuple(bounds), out, found_inf)
+    else:
+        _cpu.combine(a, b, coefficients(dots), bounds, out, found_inf)
+
+
+@operator(
+    "adasum(Tensor a, Tensor b, SymInt[] bounds, Tensor(a!) out, Tensor(b!)? found_inf) -> ()",
+    fake=returns_nothing,
+)
+def _adasum(
+    a: Tensor,
+    b: Tensor,
+    bounds: Sequence[int],
+    out: Tensor,
+    found_inf: Tensor | None,
+    checked: bool = False,
+) -> None:
+    """checked: as in `_combine`."""
+    if not checked:
+        check_in_place("out", out, "a", a)
+        check_in_place("out", out, "b", b)
+    if _launch.on_triton(a):
+        _projection.adasum(a, b, tuple(bounds), out, found_inf)
+    else:
+        dots = _cpu.dot_and_norms(a, b, bounds)
+        _cpu.combine(a, b, coefficients(dots), bounds, out, found_inf)
+
+
+def _check_pair(a: object, b: object, out: object | None) -> tuple[Tensor, Tensor, Tensor]:
+    """`check_pair`, in traced code without the overlap of `out`: nothing has an address there."""
+    if out is None or not tracing():
+        return check_pair(a, b, out)
+    left = check_tensor("a", a)
+    return left, check_like("b", b, "a", left), check_like("out", out, "a", left)
+
+
 def dot_and_norms(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -> Tensor:
     """float64 [S, 3] on the tensors' device, rows (a.b, |a|^2, |b|^2) a segment.
 
@@ -44,9 +112,10 @@ def dot_and_norms(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -
     left = check_tensor("a", a)
     right = check_like("b", b, "a", left)
     bounds = check_segments(segments, left.numel())
-    if _launch.on_triton(left):
-        return _projection.dot_and_norms(left, right, bounds)
-    return _cpu.dot_and_norms(left, right, bounds)
+    if tracing():
+        dots: Tensor = call("dot_and_norms", left, right, bounds)
+        return dots
+    return _dot_and_norms(left, right, bounds)
 
 
 def combine(
@@ -69,12 +138,12 @@ def combine(
     left = check_tensor("a", a)
     bounds = check_segments(segments, left.numel())
     dots = check_dots(dots, len(bounds) - 1, left)
-    left, right, target = check_pair(a, b, out)
+    left, right, target = _check_pair(a, b, out)
     flag = check_found_inf(found_inf, left.device)
-    if _launch.on_triton(left):
-        _projection.combine(left, right, dots, bounds, target, flag)
+    if tracing():
+        call("combine", left, right, dots, bounds, target, flag)
     else:
-        _cpu.combine(left, right, coefficients(dots), bounds, target, flag)
+        _combine(left, right, dots, bounds, target, flag, checked=True)
     return target
 
 
@@ -90,14 +159,13 @@ def adasum(
 
     Arguments and errors as there. NaN or Inf in a segment reaches that segment alone.
     """
-    left, right, target = check_pair(a, b, out)
+    left, right, target = _check_pair(a, b, out)
     bounds = check_segments(segments, left.numel())
     flag = check_found_inf(found_inf, left.device)
-    if _launch.on_triton(left):
-        _projection.adasum(left, right, bounds, target, flag)
+    if tracing():
+        call("adasum", left, right, bounds, target, flag)
     else:
-        dots = _cpu.dot_and_norms(left, right, bounds)
-        _cpu.combine(left, right, coefficients(dots), bounds, target, flag)
+        _adasum(left, right, bounds, target, flag, checked=True)
     return target
 
 

@@ -16,9 +16,9 @@ from kernels._check import (
     check_scalar,
     check_target,
     check_tensor,
-    check_tensors,
 )
 from kernels._launch import jit, tl
+from kernels._ops import call, check_list, operator, returns_nothing, tracing
 from kernels._tiles import (
     convert,
     flag_non_finite,
@@ -183,6 +183,43 @@ def _scaled_add(
     _launch.mark_written(out, found_inf)
 
 
+@operator(
+    "sum_n(Tensor[] tensors, float scale, Tensor(a!) out, Tensor(b!)? found_inf) -> ()",
+    fake=returns_nothing,
+)
+def _run_sum_n(
+    tensors: list[Tensor],
+    scale: float,
+    out: Tensor,
+    found_inf: Tensor | None,
+    new: bool = False,
+) -> None:
+    """new: whether `out` was allocated for this call and so overlaps nothing."""
+    if not new:
+        for i, tensor in enumerate(tensors):
+            check_in_place("out", out, f"tensors[{i}]", tensor)
+    if _launch.on_triton(out):
+        _sum(tensors, out, scale, found_inf)
+    else:
+        _cpu.sum_n(tensors, out, scale, found_inf)
+
+
+@operator(
+    "scaled_add(Tensor a, Tensor b, float alpha, float beta, Tensor(a!) out, "
+    "Tensor(b!)? found_inf) -> ()",
+    fake=returns_nothing,
+)
+def _run_scaled_add(
+    a: Tensor, b: Tensor, alpha: float, beta: float, out: Tensor, found_inf: Tensor | None
+) -> None:
+    check_in_place("out", out, "a", a)
+    check_in_place("out", out, "b", b)
+    if _launch.on_triton(out):
+        _scaled_add(a, b, alpha, beta, out, found_inf)
+    else:
+        _cpu.scaled_add(a, b, alpha, beta, out, found_inf)
+
+
 def sum_n(
     tensors: Sequence[Tensor],
     *,
@@ -202,10 +239,10 @@ def sum_n(
     checked, target = _check_sum(tensors, out, dtype)
     scale = check_scalar("scale", scale)
     flag = check_found_inf(found_inf, target.device)
-    if _launch.on_triton(target):
-        _sum(checked, target, scale, flag)
+    if tracing():
+        call("sum_n", checked, scale, target, flag)
     else:
-        _cpu.sum_n(checked, target, scale, flag)
+        _run_sum_n(checked, scale, target, flag, new=out is None)
     return target
 
 
@@ -228,32 +265,26 @@ def scaled_add(
     left = check_tensor("a", a)
     right = check_place("b", b, "a", left)
     target = check_target(out, "a", left, dtype)
-    check_in_place("out", target, "a", left)
-    check_in_place("out", target, "b", right)
     alpha, beta = check_scalar("alpha", alpha), check_scalar("beta", beta)
     flag = check_found_inf(found_inf, target.device)
-    if _launch.on_triton(target):
-        _scaled_add(left, right, alpha, beta, target, flag)
+    if tracing():
+        call("scaled_add", left, right, alpha, beta, target, flag)
     else:
-        _cpu.scaled_add(left, right, alpha, beta, target, flag)
+        _run_scaled_add(left, right, alpha, beta, target, flag)
     return target
 
 
 def _check_sum(
     tensors: Sequence[Tensor], out: Tensor | None, dtype: torch.dtype | None
 ) -> tuple[list[Tensor], Tensor]:
-    checked = check_tensors("tensors", tensors)
+    checked = check_list("tensors", tensors)
     if not checked:
         raise ValueError("tensors is empty: pass at least one tensor to sum")
     first = checked[0]
     for i in range(1, len(checked)):
         if checked[i].dtype != first.dtype or checked[i].shape != first.shape:
             check_like(f"tensors[{i}]", checked[i], "tensors[0]", first)
-    target = check_target(out, "tensors[0]", first, dtype)
-    if out is not None:
-        for i, tensor in enumerate(checked):
-            check_in_place("out", target, f"tensors[{i}]", tensor)
-    return checked, target
+    return checked, check_target(out, "tensors[0]", first, dtype)
 
 
 def sum_n_bytes(tensors: Sequence[Tensor], *, dtype: torch.dtype | None = None) -> int:
