@@ -54,13 +54,15 @@ def _blocks(start: int, stop: int, block: int) -> Iterator[tuple[int, int]]:
 
 
 def _flag_non_finite(found_inf: Tensor | None, *written: Tensor) -> None:
-    """Set `found_inf` to 1 if any of the tensors holds Inf or NaN: its extremes show them."""
+    """Set `found_inf` to 1 if any of the tensors holds Inf or NaN.
+
+    torch's own pass for GradScaler, one call for a list; times one it leaves the tensors alone.
+    """
     if found_inf is None:
         return
-    for tensor in written:
-        if tensor.numel() and not all(end.isfinite() for end in torch.aminmax(tensor)):
-            found_inf.fill_(1.0)
-            return
+    for dtype in dict.fromkeys(tensor.dtype for tensor in written):
+        same = [tensor for tensor in written if tensor.dtype == dtype]
+        torch._amp_foreach_non_finite_check_and_unscale_(same, found_inf, found_inf.new_ones(()))
 
 
 def _scaled_copy(target: Tensor, source: Tensor, scale: float) -> None:
