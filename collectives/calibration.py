@@ -91,7 +91,10 @@ class _Bench:
             self._reduction(_adasum),
         )
         agreed = self.told([part for rate in found for part in rate])
-        intra, inter, plain, adasum = (Rate(*agreed[i : i + 2]) for i in range(0, 8, 2))
+        width = len(Rate._fields)
+        intra, inter, plain, adasum = (
+            Rate(*agreed[i : i + width]) for i in range(0, len(agreed), width)
+        )
         return Links(intra, inter, plain, adasum)
 
     def _control(self, schedule: Schedule, values: Sequence[float]) -> list[float]:
@@ -158,14 +161,27 @@ class _Bench:
 
 
 def fit(points: Sequence[tuple[int, float]]) -> Rate:
-    """The line alpha + beta·bytes through (bytes, seconds), nearest in relative error, none < 0."""
+    """The rate of (bytes, seconds), sizes ascending; none of its parts is negative.
+
+    A line through all but the last, nearest in relative error; the last, which is larger than a
+    core's caches, says how it goes on.
+    """
+    near = _line(points[:-1] or points)
+    (knee, _), (nbytes, seconds) = points[-2:] if len(points) > 1 else (points[0], points[0])
+    if nbytes == knee:
+        return near
+    far = (seconds - near.alpha - near.beta * knee) / (nbytes - knee)
+    return near._replace(knee=float(knee), far=max(0.0, far))
+
+
+def _line(points: Sequence[tuple[int, float]]) -> Rate:
     weights = [(1 / t, n / t) for n, t in points]
     aa = sum(a * a for a, _ in weights)
     ab = sum(a * b for a, b in weights)
     bb = sum(b * b for _, b in weights)
     a, b = sum(a for a, _ in weights), sum(b for _, b in weights)
     determinant = aa * bb - ab * ab
-    if determinant > 0:
+    if len(points) > 1 and determinant > 0:
         alpha, beta = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
         if alpha >= 0 and beta >= 0:
             return Rate(alpha, beta)

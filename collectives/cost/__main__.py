@@ -11,7 +11,6 @@ than Adasum over all ranks, so its time is no reason to prefer it.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from collections.abc import Sequence
 
@@ -155,7 +154,7 @@ def _machine(args: argparse.Namespace) -> tuple[Topology, Links]:
                 rates[name] = rates[name]._replace(**{part: value})
     given: dict[str, Rate | float] = dict(rates)
     if args.gamma is not None:
-        given["sum"] = Rate(links.sum.alpha, args.gamma)
+        given["sum"] = links.sum._replace(beta=args.gamma)
     if args.nic is not None:
         given["nic"] = args.nic
     return Topology(nodes * local, local), with_rates(links, given)
@@ -174,14 +173,18 @@ def _one_or_two(option: str, text: str) -> tuple[float, float]:
 def _links_line(links: Links) -> str:
     kind = "assumed" if links == ASSUMED else "given"
     parts = []
-    for name, value in dataclasses.asdict(links).items():
-        if isinstance(value, tuple):
-            alpha, beta = value
-            rate = f"{1e-9 / beta:.4g} GB/s" if beta else "no time a byte"
-            parts.append(f"{name} {alpha * 1e6:.4g} µs + {rate}")
+    for name, value in vars(links).items():
+        if isinstance(value, Rate):
+            parts.append(f"{name} {value.alpha * 1e6:.4g} µs + {_bandwidth(value.beta)}")
+            if value.far:
+                parts[-1] += f" ({_bandwidth(value.far)} beyond {_bytes(value.knee)})"
         elif value:
             parts.append(f"{name} {value:.4g} s")
     return f"{kind}: {', '.join(parts)}"
+
+
+def _bandwidth(beta: float) -> str:
+    return f"{1e-9 / beta:.4g} GB/s" if beta else "no time a byte"
 
 
 def _seconds(value: float) -> str:

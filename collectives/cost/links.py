@@ -9,14 +9,33 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..topology import Topology
+
+Floats = NDArray[np.float64]
 
 
 class Rate(NamedTuple):
-    """alpha seconds for each, and beta seconds a byte."""
+    """alpha seconds for each, beta seconds a byte, and `far` a byte for those beyond `knee` bytes.
+
+    On a CPU the knee is where buffers no longer fit in the caches.
+    """
 
     alpha: float
     beta: float
+    knee: float = math.inf
+    far: float = 0.0
+
+    def seconds(self, count: Floats, nbytes: Floats) -> Floats:
+        """Of so many, with so many bytes in all."""
+        near = self.alpha * count + self.beta * np.minimum(nbytes, self.knee)
+        return near + self.far * np.maximum(nbytes - self.knee, 0.0)
+
+    def scaled(self, factor: float) -> Rate:
+        """The same, in that many times the time."""
+        return Rate(self.alpha * factor, self.beta * factor, self.knee, self.far * factor)
 
 
 @dataclass(frozen=True)
@@ -39,11 +58,13 @@ class Links:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            numbers = value if isinstance(value, tuple) else (value,)
+            numbers = (value.alpha, value.beta, value.far) if isinstance(value, Rate) else (value,)
             if any(n is not None and not (n >= 0 and math.isfinite(n)) for n in numbers):
                 raise ValueError(
                     f"{field.name} must be finite seconds and not negative, got {value}"
                 )
+            if isinstance(value, Rate) and not value.knee > 0:
+                raise ValueError(f"{field.name} must have a knee of more than 0 bytes, got {value}")
 
 
 ASSUMED = Links(
@@ -64,7 +85,7 @@ a half times that, for five units of traffic in two launches and their dot produ
 def read_topology(path: str | Path) -> tuple[Topology, Links]:
     """A machine described by a .json or .toml file.
 
-    Keys: nodes, local; intra, inter, sum and adasum, each {alpha, beta}; nic, call. All but
+    Keys: nodes, local; intra, inter, sum and adasum, each a Rate's fields; nic, call. All but
     nodes and local have ASSUMED's values unless given, adasum two and a half times sum's. Raises
     ValueError naming the file and the key that is wrong.
     """
@@ -80,7 +101,7 @@ def with_rates(links: Links, given: Mapping[str, Any]) -> Links:
     values = {field.name: getattr(links, field.name) for field in fields(Links)}
     values.update(given)
     if "sum" in given and "adasum" not in given:
-        values["adasum"] = Rate(*(2.5 * part for part in given["sum"]))
+        values["adasum"] = given["sum"].scaled(2.5)
     return Links(**values)
 
 
@@ -125,6 +146,6 @@ def _number(key: str, value: Any) -> float:
 
 
 def _rate(key: str, value: Any) -> Rate:
-    if not isinstance(value, dict) or set(value) != {"alpha", "beta"}:
-        raise ValueError(f"{key} must have alpha and beta, got {value!r}")
-    return Rate(_number(f"{key}.alpha", value["alpha"]), _number(f"{key}.beta", value["beta"]))
+    if not isinstance(value, dict) or not {"alpha", "beta"} <= set(value) <= set(Rate._fields):
+        raise ValueError(f"{key} must have alpha and beta, may have knee and far, got {value!r}")
+    return Rate(**{name: _number(f"{key}.{name}", number) for name, number in value.items()})

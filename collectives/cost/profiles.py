@@ -14,10 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..topology import Topology
-from .links import Links
+from .links import Floats, Links, Rate
 
 Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 DOTS_BYTES = 24
 """What Adasum's partial products of one segment take: dot and two squared norms in float64."""
@@ -110,18 +109,19 @@ class Profile:
 def _seconds(each: Round, nbytes: float, links: Links) -> float:
     """One step: until the last rank is ready."""
     nodes = each.nodes
-    times = {}
-    for start, rate in ((_INTRA, links.intra), (_INTER, links.inter)):
-        ways = [rate.alpha * nodes[:, :, i] + rate.beta * nbytes * nodes[:, :, i + 1]
-                for i in (start, start + 2)]  # fmt: skip
-        times[start] = np.maximum(*ways)
+    intra, inter = (
+        np.maximum(
+            *(rate.seconds(nodes[:, :, i], nbytes * nodes[:, :, i + 1]) for i in (start, start + 2))
+        )
+        for start, rate in ((_INTRA, links.intra), (_INTER, links.inter))
+    )
     if links.nic is not None:
         shared = np.maximum(nodes[:, :, _INTER + 1].sum(1), nodes[:, :, _INTER + 3].sum(1))
         queued = links.inter.alpha + links.nic * nbytes * shared[:, None]
-        times[_INTER] = np.where(times[_INTER] > 0, np.maximum(times[_INTER], queued), 0.0)
-    rate = getattr(links, each.reduction)
-    busy = np.maximum(times[_INTRA], times[_INTER])
-    busy += rate.alpha * nodes[:, :, _REDUCE] + rate.beta * nbytes * nodes[:, :, _REDUCE + 1]
+        inter = np.where(inter > 0, np.maximum(inter, queued), 0.0)
+    rate: Rate = getattr(links, each.reduction)
+    busy = np.maximum(intra, inter)
+    busy += rate.seconds(nodes[:, :, _REDUCE], nbytes * nodes[:, :, _REDUCE + 1])
     return float(busy.max())
 
 

@@ -69,12 +69,15 @@ def test_pairs_cover_all_ranks() -> None:
 
 
 def test_fit() -> None:
-    points = [(n, 3e-6 + 2e-9 * n) for n in (64, 4096, 1 << 20)]
-    assert fit(points) == pytest.approx(Rate(3e-6, 2e-9))
+    near = [(n, 3e-6 + 2e-9 * n) for n in (64, 4096, 1 << 20)]
+    last = (1 << 22, near[-1][1] + 5e-9 * 3 * (1 << 20))
+    assert fit([*near, last]) == pytest.approx(Rate(3e-6, 2e-9, 1 << 20, 5e-9))
     # One size tells no slope; times that fall with the size, and an origin below zero, do not fit.
     assert fit([(64, 1e-6)]) == Rate(pytest.approx(1e-6), 0.0)
-    assert fit([(64, 2e-6), (4096, 1e-6)]).beta == 0
-    assert fit([(64, 1e-9), (4096, 1e-6)]).alpha == 0
+    assert fit([(64, 1e-6), (128, 3e-6)]) == pytest.approx(Rate(1e-6, 0.0, 64, 2e-6 / 64))
+    assert fit([(64, 2e-6), (4096, 1e-6), last]).beta == 0
+    assert fit([(64, 1e-9), (4096, 1e-6), last]).alpha == 0
+    assert fit([(64, 2e-6), (4096, 3e-6), (8192, 1e-6)]).far == 0
 
 
 def test_candidates_have_one_mathematics() -> None:

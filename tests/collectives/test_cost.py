@@ -99,7 +99,7 @@ def test_closed_forms_agree_with_a_walk_of_every_pair(nodes: int, local_size: in
 @pytest.mark.parametrize("size", [2, 4, 8, 64, 1024])
 def test_one_level_costs_what_its_arithmetic_says(size: int) -> None:
     nbytes = float(1 << 20)
-    (alpha, beta), (call, gamma) = LINKS.intra, LINKS.sum
+    (alpha, beta), (call, gamma) = LINKS.intra[:2], LINKS.sum[:2]
     levels = size.bit_length() - 1
     moved = nbytes * (size - 1) / size
     assert _flat("xring", size, nbytes) == pytest.approx(
@@ -119,7 +119,7 @@ def test_one_level_costs_what_its_arithmetic_says(size: int) -> None:
 
 def test_adasum_pays_for_its_dots() -> None:
     nbytes, segments = float(1 << 20), 100
-    (alpha, beta), (call, gamma) = LINKS.intra, LINKS.adasum
+    (alpha, beta), (call, gamma) = LINKS.intra[:2], LINKS.adasum[:2]
     dots = alpha + LINKS.sum.alpha + 24 * segments * (beta + LINKS.sum.beta)
     for levels in (1, 2, 3, 6):
         size = 1 << levels
@@ -168,6 +168,17 @@ def test_ranks_of_a_node_share_its_connection() -> None:
     shared = estimate("rd", nbytes, with_rates(LINKS, {"nic": LINKS.inter.beta}), topology)
     # Of rd's three steps the last crosses nodes, with four ranks on each side.
     assert shared.seconds - own.seconds == pytest.approx(3 * nbytes * LINKS.inter.beta)
+
+
+def test_beyond_the_knee_bytes_take_another_time() -> None:
+    bent = LINKS.intra._replace(knee=1000.0, far=1e-9)
+    links = with_rates(LINKS, {"intra": bent, "sum": LINKS.sum._replace(knee=2000.0, far=1e-8)})
+    topology = Topology(2, 2)
+    (alpha, beta), (call, gamma) = LINKS.intra[:2], LINKS.sum[:2]
+    assert estimate("rd", 800, links, topology) == estimate("rd", 800, LINKS, topology)
+    assert estimate("rd", 5000, links, topology).seconds == pytest.approx(
+        alpha + 1000 * beta + 4000 * 1e-9 + call + 2000 * gamma + 3000 * 1e-8
+    )
 
 
 def test_other_schedules_can_be_walked() -> None:
@@ -229,9 +240,8 @@ def test_a_machine_from_a_file(tmp_path: Path) -> None:
     path.write_text(json.dumps({"nodes": 3, "local": 4, "sum": {"alpha": 1e-6, "beta": 2e-12}}))
     topology, links = read_topology(path)
     assert topology == Topology(12, 4)
-    assert links == with_rates(
-        ASSUMED, {"sum": Rate(1e-6, 2e-12), "adasum": Rate(2.5 * 1e-6, 2.5 * 2e-12)}
-    )
+    given = {"sum": Rate(1e-6, 2e-12), "adasum": Rate(2.5 * 1e-6, 2.5 * 2e-12)}
+    assert links == with_rates(ASSUMED, given)
     for data, text in (
         ([1], "expected keys and values"),
         ({"node": 3}, "unknown key 'node'"),
@@ -239,6 +249,7 @@ def test_a_machine_from_a_file(tmp_path: Path) -> None:
         ({"nic": "fast"}, "nic must be a number"),
         ({"intra": {"alpha": 1}}, "intra must have alpha and beta"),
         ({"intra": {"alpha": -1, "beta": 0}}, "intra must be finite"),
+        ({"intra": {"alpha": 0, "beta": 0, "knee": 0}}, "intra must have a knee"),
     ):
         path.write_text(json.dumps(data))
         with pytest.raises(ValueError, match=text) as caught:
