@@ -198,18 +198,24 @@ def check_target(
 
 
 def check_pair(a: object, b: object, out: object | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Check two equal-shaped inputs and their output, which may be either of them.
+    """Check two equal inputs and their output, allocated here when `out` is None.
 
-    Returns a, b and the output, allocated here when `out` is None.
+    Returns a, b and the output. Where they overlap is for `check_written`.
     """
     left = check_tensor("a", a)
     right = check_like("b", b, "a", left)
     if out is None:
         return left, right, torch.empty_like(left, memory_format=torch.contiguous_format)
-    target = check_like("out", out, "a", left)
-    check_in_place("out", target, "a", left)
-    check_in_place("out", target, "b", right)
-    return left, right, target
+    return left, right, check_like("out", out, "a", left)
+
+
+def check_written(out: Tensor, found_inf: Tensor | None, **inputs: Tensor) -> None:
+    """Raise ValueError unless `out` is an input or apart from it, and `found_inf` from all."""
+    for name, tensor in inputs.items():
+        check_in_place("out", out, name, tensor)
+    if found_inf is not None:
+        for name, tensor in {"out": out, **inputs}.items():
+            check_no_overlap("found_inf", found_inf, name, tensor)
 
 
 def check_segments(segments: object, numel: int) -> tuple[int, ...]:

@@ -38,7 +38,7 @@ def _scratch(slot: int, numel: int, dtype: torch.dtype) -> Tensor:
     if memory is None or memory.numel() < numel:
         # Nobody may write outside inference mode to a tensor made inside it.
         with torch.inference_mode(False):
-            memory = torch.empty(numel, dtype=dtype)
+            memory = torch.empty(numel, dtype=dtype, device="cpu")
         setattr(_memory, name, memory)
     return memory[:numel]
 
@@ -188,7 +188,7 @@ def scaled_add(
 ) -> None:
     """out = alpha*a + beta*b, elementwise; `out` may be a or b.
 
-    The same bits whichever it is: two ranks with the operands the other way round must agree.
+    The same bits whichever it is: ranks that reduce the same pair write into one or the other.
     """
     wide = compute_dtype(a.dtype, b.dtype, out.dtype)
     if wide == torch.float32 and not all(
@@ -233,7 +233,7 @@ def dot_and_norms(a: Tensor, b: Tensor, bounds: Sequence[int]) -> Tensor:
                 row[1] += torch.dot(u, u).item()
                 row[2] += torch.dot(v, v).item()
             here += 1
-    return torch.tensor(rows, dtype=torch.float64).view(count, 3)
+    return torch.tensor(rows, dtype=torch.float64, device="cpu").view(count, 3)
 
 
 @torch.no_grad()

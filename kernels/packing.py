@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,6 +13,7 @@ from kernels._check import (
     check_apart,
     check_disjoint,
     check_found_inf,
+    check_no_overlap,
     check_scalar,
     check_tensor,
 )
@@ -120,7 +120,7 @@ def _copy(
                 WIDE=_launch.dtype_in_triton(wide),
                 PACK=packing,
                 SCALED=scale != 1.0,
-                FINITE=math.isfinite(scale),
+                FINITE=abs(scale) <= torch.finfo(wide).max,
                 CHECKED=found_inf is not None,
                 BLOCK=block,
                 num_warps=warps,
@@ -163,15 +163,21 @@ def _pack(
     scale: float,
     out: Tensor,
     found_inf: Tensor | None,
-    new: bool = False,
 ) -> None:
-    """new: whether `out` was allocated for this call and so overlaps nothing."""
-    if not new:
-        check_apart("tensors", tensors, "out", out)
+    check_apart("tensors", tensors, "out", out)
+    _check_flag(found_inf, tensors, "out", out)
     if _launch.on_triton(out):
         _copy(tensors, layout, out, scale, found_inf, packing=True)
     else:
         _cpu.pack(tensors, layout, out, scale, found_inf)
+
+
+def _check_flag(
+    found_inf: Tensor | None, tensors: list[Tensor], buffer_name: str, buffer: Tensor
+) -> None:
+    if found_inf is not None:
+        check_apart("tensors", tensors, "found_inf", found_inf)
+        check_no_overlap("found_inf", found_inf, buffer_name, buffer)
 
 
 def _unpack(
@@ -179,6 +185,7 @@ def _unpack(
 ) -> None:
     check_apart("tensors", tensors, "buffer", buffer)
     check_disjoint("tensors", tensors)
+    _check_flag(found_inf, tensors, "buffer", buffer)
     if _launch.on_triton(buffer):
         _copy(tensors, layout, buffer, scale, found_inf, packing=False)
     else:
@@ -250,7 +257,6 @@ def pack(
     checked, layout = _check_list(tensors, layout, None)
     scale = check_scalar("scale", scale)
     device = checked[0].device if checked else torch.device("cpu")
-    new = out is None
     if out is None:
         out = torch.empty(layout.numel, dtype=layout.dtype, device=device)
     else:
@@ -260,7 +266,7 @@ def pack(
     if tracing():
         call("pack", checked, layout.offsets, layout.alignment, scale, out, flag)
     else:
-        _pack(checked, layout, scale, out, flag, new)
+        _pack(checked, layout, scale, out, flag)
     return out
 
 

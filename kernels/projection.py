@@ -17,11 +17,12 @@ from kernels import _cpu, _launch, _projection
 from kernels._check import (
     check_dots,
     check_found_inf,
-    check_in_place,
     check_like,
+    check_no_overlap,
     check_pair,
     check_segments,
     check_tensor,
+    check_written,
 )
 from kernels._ops import call, operator, returns_nothing, tracing
 from kernels._projection import TINY
@@ -59,12 +60,9 @@ def _combine(
     bounds: Sequence[int],
     out: Tensor,
     found_inf: Tensor | None,
-    checked: bool = False,
 ) -> None:
-    """checked: whether `check_pair` has seen the addresses."""
-    if not checked:
-        check_in_place("out", out, "a", a)
-        check_in_place("out", out, "b", b)
+    check_written(out, found_inf, a=a, b=b)
+    check_no_overlap("out", out, "dots", dots)
     if _launch.on_triton(a):
         _projection.combine(a, b, dots, tuple(bounds), out, found_inf)
     else:
@@ -81,25 +79,13 @@ def _adasum(
     bounds: Sequence[int],
     out: Tensor,
     found_inf: Tensor | None,
-    checked: bool = False,
 ) -> None:
-    """checked: as in `_combine`."""
-    if not checked:
-        check_in_place("out", out, "a", a)
-        check_in_place("out", out, "b", b)
+    check_written(out, found_inf, a=a, b=b)
     if _launch.on_triton(a):
         _projection.adasum(a, b, tuple(bounds), out, found_inf)
     else:
         dots = _cpu.dot_and_norms(a, b, bounds)
         _cpu.combine(a, b, coefficients(dots), bounds, out, found_inf)
-
-
-def _check_pair(a: object, b: object, out: object | None) -> tuple[Tensor, Tensor, Tensor]:
-    """`check_pair`, in traced code without the overlap of `out`: nothing has an address there."""
-    if out is None or not tracing():
-        return check_pair(a, b, out)
-    left = check_tensor("a", a)
-    return left, check_like("b", b, "a", left), check_like("out", out, "a", left)
 
 
 def dot_and_norms(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -> Tensor:
@@ -138,12 +124,12 @@ def combine(
     left = check_tensor("a", a)
     bounds = check_segments(segments, left.numel())
     dots = check_dots(dots, len(bounds) - 1, left)
-    left, right, target = _check_pair(a, b, out)
+    left, right, target = check_pair(a, b, out)
     flag = check_found_inf(found_inf, left.device)
     if tracing():
         call("combine", left, right, dots, bounds, target, flag)
     else:
-        _combine(left, right, dots, bounds, target, flag, checked=True)
+        _combine(left, right, dots, bounds, target, flag)
     return target
 
 
@@ -159,13 +145,13 @@ def adasum(
 
     Arguments and errors as there. NaN or Inf in a segment reaches that segment alone.
     """
-    left, right, target = _check_pair(a, b, out)
+    left, right, target = check_pair(a, b, out)
     bounds = check_segments(segments, left.numel())
     flag = check_found_inf(found_inf, left.device)
     if tracing():
         call("adasum", left, right, bounds, target, flag)
     else:
-        _adasum(left, right, bounds, target, flag, checked=True)
+        _adasum(left, right, bounds, target, flag)
     return target
 
 

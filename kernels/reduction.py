@@ -10,12 +10,12 @@ from torch import Tensor
 from kernels import _cpu, _launch
 from kernels._check import (
     check_found_inf,
-    check_in_place,
     check_like,
     check_place,
     check_scalar,
     check_target,
     check_tensor,
+    check_written,
 )
 from kernels._launch import jit, tl
 from kernels._ops import call, check_list, operator, returns_nothing, tracing
@@ -192,12 +192,8 @@ def _run_sum_n(
     scale: float,
     out: Tensor,
     found_inf: Tensor | None,
-    new: bool = False,
 ) -> None:
-    """new: whether `out` was allocated for this call and so overlaps nothing."""
-    if not new:
-        for i, tensor in enumerate(tensors):
-            check_in_place("out", out, f"tensors[{i}]", tensor)
+    check_written(out, found_inf, **{f"tensors[{i}]": t for i, t in enumerate(tensors)})
     if _launch.on_triton(out):
         _sum(tensors, out, scale, found_inf)
     else:
@@ -212,8 +208,7 @@ def _run_sum_n(
 def _run_scaled_add(
     a: Tensor, b: Tensor, alpha: float, beta: float, out: Tensor, found_inf: Tensor | None
 ) -> None:
-    check_in_place("out", out, "a", a)
-    check_in_place("out", out, "b", b)
+    check_written(out, found_inf, a=a, b=b)
     if _launch.on_triton(out):
         _scaled_add(a, b, alpha, beta, out, found_inf)
     else:
@@ -242,7 +237,7 @@ def sum_n(
     if tracing():
         call("sum_n", checked, scale, target, flag)
     else:
-        _run_sum_n(checked, scale, target, flag, new=out is None)
+        _run_sum_n(checked, scale, target, flag)
     return target
 
 

@@ -155,3 +155,44 @@ except ImportError as error:
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == "kernels on CUDA tensors need Triton: pip install 'triton>=3.3'"
+
+
+def test_found_inf_and_dots_must_be_apart_from_what_is_read_or_written():
+    memory = torch.zeros(16)
+    inside, rest, other = memory[3], memory[:8], torch.ones(8)
+    layout = kernels.layout_of([other])
+    calls = [
+        lambda: kernels.sum_n([other, rest], found_inf=inside),
+        lambda: kernels.scaled_add(other, other, out=rest, found_inf=inside),
+        lambda: kernels.adasum(rest, other, found_inf=inside),
+        lambda: kernels.combine(
+            other, other, torch.ones(1, 3).double(), out=rest, found_inf=inside
+        ),
+        lambda: kernels.pack([rest], found_inf=inside),
+        lambda: kernels.unpack(memory, [other], layout=layout, found_inf=inside),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="found_inf overlaps"):
+            call()
+    dots = torch.ones(1, 3, dtype=torch.float64)
+    pair = torch.ones(3, dtype=torch.float64)
+    with pytest.raises(ValueError, match="out overlaps dots"):
+        kernels.combine(pair, pair, dots, out=dots.view(3))
+    assert torch.equal(memory, torch.zeros(16)) and torch.equal(other, torch.ones(8))
+
+
+def test_a_default_device_changes_nothing():
+    code = """
+import torch, kernels
+x = torch.arange(8.0)
+h = x.half()
+torch.set_default_device("meta")
+assert kernels.adasum(x, x).tolist() == x.tolist()
+assert kernels.dot_and_norms(x, x).device.type == "cpu"
+assert kernels.sum_n([h, h]).tolist() == (2 * x).tolist()
+assert kernels.pack([h], scale=2.0).device.type == "cpu"
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr

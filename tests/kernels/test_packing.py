@@ -95,7 +95,7 @@ def test_slots_of_any_alignment(backend, alignment):
     assert torch.equal(out.double(), kernels.pack_reference(tensors, layout=layout))
 
 
-@pytest.mark.parametrize("scale", [math.inf, math.nan])
+@pytest.mark.parametrize("scale", [math.inf, math.nan, 1e39])
 def test_padding_is_zero_whatever_the_scale(backend, scale):
     tensors = [torch.ones(5, device=backend.device), torch.ones(3, device=backend.device)]
     layout = kernels.layout_of(tensors)
