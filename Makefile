@@ -17,16 +17,19 @@ TORCH := $(shell grep -o '^torch==[^;]*' constraints.txt)
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench bench-gpu bench-compiled clean
+.PHONY: help demo test test-timing lint bench bench-gpu bench-compiled clean
 
 help:  ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 16
 
 demo: $(READY)  ## train on handwritten digits: Sum, Average, Adasum at 1, 2, 4, 8 ranks
 	$(PY) examples/compare_digits.py --out $(OUT)
 
 test: $(READY)  ## every test
 	$(PY) -m pytest tests $(PYTEST_ARGS)
+
+test-timing: $(READY)  ## tests of measured times, for a machine with nothing else to do
+	$(PY) -m pytest tests -m timing $(PYTEST_ARGS)
 
 lint: $(READY)  ## ruff and mypy
 	$(PY) -m ruff check .

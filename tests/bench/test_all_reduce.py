@@ -251,6 +251,7 @@ def _disagreements(found: dict[str, Any]) -> tuple[set[tuple[Any, ...]], int]:
     return wrong, decided
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_model_agrees_with_gloo(size: int, tmp_path: Path) -> None:
     """By the rule of all_reduce_model; a disagreement counts if a second run repeats it."""
