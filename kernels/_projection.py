@@ -8,106 +8,18 @@ never from the device: the one-launch and the two-launch path cut alike.
 
 from __future__ import annotations
 
-import math
-import sys
-
 import torch
 from torch import Tensor
 
 from kernels import _launch
 from kernels._cpu import compute_dtype
-from kernels._launch import CACHE, jit, tl, triton
+from kernels._dots import add_partials, coefficient, load_tile, store_row, tile_dots
+from kernels._launch import CACHE, jit, tl
 from kernels._plan import Plan, plan_of
-from kernels._tiles import (
-    double_power_of_two,
-    flag_non_finite,
-    power_of_two,
-    vector_count,
-    vector_pointer,
-    weigh,
-)
+from kernels._tiles import flag_non_finite, vector_count, vector_pointer, weigh
 
-# A squared norm below this has no meaningful direction: its vector is taken as it is.
-TINY = math.sqrt(sys.float_info.min)
-_TINY = TINY if triton is None else tl.constexpr(TINY)
 # Registers a thread of the one-launch kernel: it tells how many programs are resident at once.
 REGISTERS = 128
-_SUM_BLOCK = 256 if triton is None else tl.constexpr(256)
-
-
-@jit
-def _normalised(x):
-    """(x / 2**e in float32, 2**e in float64), e the exponent of the largest magnitude in x.
-
-    Scaled so, neither squares nor products of a tile leave float32. NaN and Inf keep e = 0.
-    """
-    x = x.to(tl.float32)
-    field = tl.max(tl.abs(x), axis=0).to(tl.int32, bitcast=True) >> 23
-    # 2**-127 is no normal number: the two largest exponents share a scale.
-    exponent = tl.where(field == 255, 0, tl.minimum(field - 127, 126))
-    return x * power_of_two(-exponent), double_power_of_two(exponent)
-
-
-@jit
-def _tile_dots(x, y, WIDE: tl.constexpr):
-    """float64 (x.y, |x|^2, |y|^2) of one tile."""
-    if tl.float64 == WIDE:
-        return tl.sum(x * y, axis=0), tl.sum(x * x, axis=0), tl.sum(y * y, axis=0)
-    if x.dtype == tl.float16:
-        # Products of float16, 2**-48 to 2**32, and sums of a tile of them stay within float32.
-        u, v = x.to(tl.float32), y.to(tl.float32)
-        p = tl.full([], 1.0, tl.float64)
-        q = p
-    else:
-        u, p = _normalised(x)
-        v, q = _normalised(y)
-    dot = tl.sum(u * v, axis=0).to(tl.float64) * p * q
-    return (
-        dot,
-        tl.sum(u * u, axis=0).to(tl.float64) * p * p,
-        tl.sum(v * v, axis=0).to(tl.float64) * q * q,
-    )
-
-
-@jit
-def _coefficient(dot, norm):
-    """1 - dot / (2 norm); 1 for a tiny norm, and NaN, which is not below anything, for NaN."""
-    tiny = norm < _TINY
-    return tl.where(tiny, 1.0, 1.0 - dot / (2.0 * tl.where(tiny, 1.0, norm)))
-
-
-@jit
-def _add_partials(partials, first, chunk_count):
-    """The sums, in chunk order, of the partials of one segment. Read past the L1 cache."""
-    k = tl.arange(0, _SUM_BLOCK)
-    dot = tl.zeros([_SUM_BLOCK], tl.float64)
-    norm_a = tl.zeros([_SUM_BLOCK], tl.float64)
-    norm_b = tl.zeros([_SUM_BLOCK], tl.float64)
-    for done in range(0, chunk_count, _SUM_BLOCK):
-        inside = done + k < chunk_count
-        row = partials + 3 * (first + done + k)
-        dot += tl.load(row, mask=inside, other=0.0, cache_modifier=".cg")
-        norm_a += tl.load(row + 1, mask=inside, other=0.0, cache_modifier=".cg")
-        norm_b += tl.load(row + 2, mask=inside, other=0.0, cache_modifier=".cg")
-    return tl.sum(dot, axis=0), tl.sum(norm_a, axis=0), tl.sum(norm_b, axis=0)
-
-
-@jit
-def _store_row(row, dot, norm_a, norm_b):
-    tl.store(row, dot)
-    tl.store(row + 1, norm_a)
-    tl.store(row + 2, norm_b)
-
-
-@jit
-def _load_tile(address, count, DTYPE: tl.constexpr, VECTORS: tl.constexpr, BLOCK: tl.constexpr):
-    """The first `count` elements at `address`, zeros behind them. With VECTORS both are multiples
-    of 16 bytes."""
-    i = tl.arange(0, BLOCK)
-    if VECTORS:
-        inside = i < vector_count(count, 128 // DTYPE.primitive_bitwidth)
-        return tl.load(vector_pointer(address, DTYPE) + i, mask=inside, other=0.0)
-    return tl.load(address.to(tl.pointer_type(DTYPE)) + i, mask=i < count, other=0.0)
 
 
 @jit
@@ -141,19 +53,19 @@ def _dots_kernel(
     norm_b = tl.full([], 0.0, tl.float64)
     for done in range(0, length, BLOCK):
         count = tl.minimum(length - done, BLOCK)
-        x = _load_tile(from_a + done * BYTES, count, DTYPE, VECTORS, BLOCK)
-        y = _load_tile(from_b + done * BYTES, count, DTYPE, VECTORS, BLOCK)
-        d, p, q = _tile_dots(x, y, WIDE)
+        x = load_tile(from_a + done * BYTES, count, DTYPE, VECTORS, BLOCK)
+        y = load_tile(from_b + done * BYTES, count, DTYPE, VECTORS, BLOCK)
+        d, p, q = tile_dots(x, y, WIDE)
         dot += d
         norm_a += p
         norm_b += q
-    _store_row(partials + 3 * chunk, dot, norm_a, norm_b)
+    store_row(partials + 3 * chunk, dot, norm_a, norm_b)
     share = table + 3 * tl.num_programs(0) + 2 * segment
     chunk_count = tl.load(share + 1)
     tl.debug_barrier()
     if tl.atomic_add(arrivals + segment, 1, sem="acq_rel") == chunk_count - 1:
-        dot, norm_a, norm_b = _add_partials(partials, tl.load(share), chunk_count)
-        _store_row(dots + 3 * segment, dot, norm_a, norm_b)
+        dot, norm_a, norm_b = add_partials(partials, tl.load(share), chunk_count)
+        store_row(dots + 3 * segment, dot, norm_a, norm_b)
         tl.store(arrivals + segment, tl.full([], 0, tl.int64))
 
 
@@ -178,8 +90,8 @@ def _combine_kernel(
     length = tl.load(table + 3 * chunk + 1)
     segment = tl.load(table + 3 * chunk + 2)
     dot = tl.load(dots + 3 * segment)
-    alpha = _coefficient(dot, tl.load(dots + 3 * segment + 1))
-    beta = _coefficient(dot, tl.load(dots + 3 * segment + 2))
+    alpha = coefficient(dot, tl.load(dots + 3 * segment + 1))
+    beta = coefficient(dot, tl.load(dots + 3 * segment + 2))
     tiles = (length + BLOCK - 1) // BLOCK
     i = tl.arange(0, BLOCK)
     for k in range(tiles):
@@ -190,15 +102,15 @@ def _combine_kernel(
         at_b = b.to(tl.int64) + offset
         to = out.to(tl.int64) + offset
         if (at_a | at_b | to) % 16 == 0 and count % VECTOR == 0:
-            x = _load_tile(at_a, count, DTYPE, True, BLOCK)
-            y = _load_tile(at_b, count, DTYPE, True, BLOCK)
+            x = load_tile(at_a, count, DTYPE, True, BLOCK)
+            y = load_tile(at_b, count, DTYPE, True, BLOCK)
             z = weigh(x, y, alpha, beta, WIDE).to(DTYPE)
             if CHECKED:
                 flag_non_finite(z, found_inf)
             tl.store(vector_pointer(to, DTYPE) + i, z, mask=i < vector_count(count, VECTOR))
         else:
-            x = _load_tile(at_a, count, DTYPE, False, BLOCK)
-            y = _load_tile(at_b, count, DTYPE, False, BLOCK)
+            x = load_tile(at_a, count, DTYPE, False, BLOCK)
+            y = load_tile(at_b, count, DTYPE, False, BLOCK)
             z = weigh(x, y, alpha, beta, WIDE).to(DTYPE)
             if CHECKED:
                 flag_non_finite(z, found_inf)
@@ -222,8 +134,8 @@ def _finish_chunk(
 ):
     """Write one chunk of the result from its tiles of a and b and all partials of its segment."""
     share = table + 3 * chunk_count + 2 * tl.load(table + 3 * chunk + 2)
-    dot, norm_a, norm_b = _add_partials(partials, tl.load(share), tl.load(share + 1))
-    z = weigh(x, y, _coefficient(dot, norm_a), _coefficient(dot, norm_b), WIDE).to(DTYPE)
+    dot, norm_a, norm_b = add_partials(partials, tl.load(share), tl.load(share + 1))
+    z = weigh(x, y, coefficient(dot, norm_a), coefficient(dot, norm_b), WIDE).to(DTYPE)
     if CHECKED:
         flag_non_finite(z, found_inf)
     to = out.to(tl.int64) + tl.load(table + 3 * chunk) * (DTYPE.primitive_bitwidth // 8)
@@ -267,10 +179,10 @@ def _one_launch_kernel(
     for current in range(chunk, chunk_count, programs):
         offset = tl.load(table + 3 * current) * BYTES
         count = tl.load(table + 3 * current + 1)
-        x = _load_tile(a.to(tl.int64) + offset, count, DTYPE, True, BLOCK)
-        y = _load_tile(b.to(tl.int64) + offset, count, DTYPE, True, BLOCK)
-        dot, norm_a, norm_b = _tile_dots(x, y, WIDE)
-        _store_row(partials + 3 * current, dot, norm_a, norm_b)
+        x = load_tile(a.to(tl.int64) + offset, count, DTYPE, True, BLOCK)
+        y = load_tile(b.to(tl.int64) + offset, count, DTYPE, True, BLOCK)
+        dot, norm_a, norm_b = tile_dots(x, y, WIDE)
+        store_row(partials + 3 * current, dot, norm_a, norm_b)
     tl.debug_barrier()
     grid = programs.to(tl.int64)
     seen = tl.atomic_add(arrivals, 1, sem="acq_rel") + 1
@@ -287,8 +199,8 @@ def _one_launch_kernel(
         current = last - (k + 1) * programs
         offset = tl.load(table + 3 * current) * BYTES
         count = tl.load(table + 3 * current + 1)
-        x = _load_tile(a.to(tl.int64) + offset, count, DTYPE, True, BLOCK)
-        y = _load_tile(b.to(tl.int64) + offset, count, DTYPE, True, BLOCK)
+        x = load_tile(a.to(tl.int64) + offset, count, DTYPE, True, BLOCK)
+        y = load_tile(b.to(tl.int64) + offset, count, DTYPE, True, BLOCK)
         _finish_chunk(
             x, y, current, chunk_count, table, partials, out, found_inf,
             DTYPE, WIDE, CHECKED, BLOCK,

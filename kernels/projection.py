@@ -24,8 +24,8 @@ from kernels._check import (
     check_tensor,
     check_written,
 )
+from kernels._dots import TINY
 from kernels._ops import call, operator, returns_nothing, tracing
-from kernels._projection import TINY
 
 
 def coefficients(dots: Tensor) -> Tensor:
