@@ -25,6 +25,7 @@ from collections import deque
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from ..errors import TransportError
 
@@ -42,6 +43,7 @@ SOCKET_BYTES = 2 * SLOTS * INLINE_BYTES
 # Pieces taken from the peer so far; bytes of the piece sent, 0 where there is none.
 _HEADER = struct.Struct("<QQ")
 _FAREWELL = (1 << 64) - 1
+_CACHE_LINE = 64
 # What send(2) raises where the peer's end is closed.
 _CLOSED = (BrokenPipeError, ConnectionResetError)
 
@@ -132,7 +134,7 @@ class Link:
         inline = data.size <= INLINE_BYTES
         stop = data.size if inline else min(start + SLOT_BYTES, data.size)
         if not inline:
-            np.copyto(_slot(self._outgoing, self._sent, stop - start), data[start:stop])
+            _copy(_slot(self._outgoing, self._sent, stop - start), data[start:stop])
         try:
             if not self._post(stop - start, data if inline else None):
                 return False
@@ -213,8 +215,10 @@ class Link:
                 f"rank {self.peer} sent {length} bytes where {expected} of a message of "
                 f"{target.size} were expected"
             )
-        piece = _slot(self._incoming, self._taken, length) if inline is None else inline
-        np.copyto(target[start:stop], piece)
+        if inline is None:
+            _copy(target[start:stop], _slot(self._incoming, self._taken, length))
+        else:
+            np.copyto(target, inline)
         self._taken += 1
         self._recv_at = stop
         if stop == target.size:
@@ -236,3 +240,16 @@ def _slot(ring: Bytes, number: int, length: int) -> Bytes:
     """The first `length` bytes of the slot of piece `number`."""
     start = number % SLOTS * SLOT_BYTES
     return ring[start : start + length]
+
+
+def _copy(target: Bytes, source: Bytes) -> None:
+    """Copy bytes by memmove, except where the processor would take ten times as long for it.
+
+    Zen 4's string instruction does where the target's place in its page is a few bytes behind the
+    source's, as it can be with pieces of odd lengths (glibc bug 30994); torch's loop does not.
+    """
+    behind = (target.ctypes.data - source.ctypes.data) % mmap.PAGESIZE
+    if 0 < behind < _CACHE_LINE:
+        torch.from_numpy(target).copy_(torch.from_numpy(source))
+    else:
+        np.copyto(target, source)

@@ -136,7 +136,7 @@ def _receive_ring(sock: socket.socket) -> tuple[bytes, mmap.mmap]:
     try:
         if len(fds) != 1 or os.fstat(fds[0]).st_size != RING_BYTES:
             raise OSError("the peer sent no ring")
-        return text, mmap.mmap(fds[0], RING_BYTES, prot=mmap.PROT_READ)
+        return text, mmap.mmap(fds[0], RING_BYTES)
     finally:
         for fd in fds:
             os.close(fd)

@@ -155,6 +155,34 @@ def test_every_layout_of_a_tensor_travels() -> None:
         assert torch.equal(got, tensor)
 
 
+@pytest.mark.parametrize("offset", [1, 4, 15, 64])
+def test_every_place_in_a_page(offset: int) -> None:
+    """Pieces of odd lengths begin anywhere; a few bytes behind a page's start are copied apart."""
+    first, second = meet(2)
+    for ours, theirs in ((0, offset), (offset, 0)):
+        sent = torch.cat([poisoned(ours), noise(2 * SLOT_BYTES, offset)])[ours:]
+        whole = poisoned(theirs + 2 * SLOT_BYTES + 1)
+        got = whole[theirs:-1]
+        together(
+            lambda sent=sent: exchange(first, [(1, sent)], []),
+            lambda got=got: exchange(second, [], [(0, got)]),
+        )
+        assert torch.equal(got, sent)
+        assert torch.equal(whole[:theirs], poisoned(theirs)) and whole[-1] == 0xA5
+
+
+def test_tensors_of_inference_mode_travel() -> None:
+    first, second = meet(2)
+    for length in (5, SLOT_BYTES):
+        with torch.inference_mode():
+            sent, got = noise(length, 1), poisoned(length)
+        together(
+            lambda sent=sent: exchange(first, [(1, sent)], []),
+            lambda got=got: exchange(second, [], [(0, got)]),
+        )
+        assert torch.equal(got, sent)
+
+
 def test_a_message_of_another_length_is_an_error() -> None:
     first, second = meet(2)
     exchange(first, [(1, noise(4, 0))], [])
