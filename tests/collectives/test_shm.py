@@ -2,79 +2,29 @@
 
 from __future__ import annotations
 
-import json
-import mmap
 import os
 import random
 import socket
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from collectives import CollectiveTimeoutError, TransportError
-from collectives.transport import HybridTransport, Message, ShmTransport, ThreadWorld, open_links
+from collectives.transport import HybridTransport, Message, ShmTransport, ThreadWorld
 from collectives.transport.channel import INLINE_BYTES, RING_BYTES, SLOT_BYTES, SLOTS, Link
+
+from .neighbours import TIMEOUT, exchange, meet, noise, poisoned, together
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "memfd_create"), reason="shared memory between ranks needs Linux's memfd"
 )
 
-TIMEOUT = 20.0
 # Around every boundary of the protocol; the last is more than the ring holds.
 LENGTHS = (0, 1, INLINE_BYTES, INLINE_BYTES + 1, SLOT_BYTES, SLOT_BYTES + 1, RING_BYTES)
 LONG = 2 * RING_BYTES + 12345
-
-
-def together(*calls: Callable[[], Any]) -> list[Any]:
-    """Each call in a thread of its own; their results, or the first one's error."""
-    with ThreadPoolExecutor(len(calls)) as pool:
-        futures = [pool.submit(call) for call in calls]
-        return [future.result(timeout=60.0) for future in futures]
-
-
-def meet(size: int, unwilling: tuple[int, ...] = ()) -> list[ShmTransport]:
-    """The ranks' transports, found as processes find each other."""
-    said = [b""] * size
-    barrier = threading.Barrier(size, timeout=TIMEOUT)
-
-    def find(rank: int) -> ShmTransport:
-        def gather(data: bytes) -> list[bytes]:
-            said[rank] = data
-            barrier.wait()
-            everything = list(said)
-            barrier.wait()
-            return everything
-
-        links = open_links(rank, gather, TIMEOUT, willing=rank not in unwilling)
-        return ShmTransport(rank, size, links)
-
-    return together(*(lambda rank=rank: find(rank) for rank in range(size)))
-
-
-def exchange(
-    transport: ShmTransport,
-    sends: list[tuple[int, torch.Tensor]],
-    recvs: list[tuple[int, torch.Tensor]],
-    timeout: float = TIMEOUT,
-) -> None:
-    transport.exchange(
-        [Message(*send) for send in sends], [Message(*recv) for recv in recvs], "a step", timeout
-    )
-
-
-def noise(length: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (length,), dtype=torch.uint8, generator=generator)
-
-
-def poisoned(length: int) -> torch.Tensor:
-    return torch.full((length,), 0xA5, dtype=torch.uint8)
 
 
 def test_every_length_both_ways_in_one_exchange() -> None:
@@ -91,6 +41,41 @@ def test_every_length_both_ways_in_one_exchange() -> None:
             assert torch.equal(got, noise(lengths[i], 100 * peer + i)), lengths[i]
 
     together(lambda: swap(first), lambda: swap(second))
+
+
+class FullQueue:
+    """A socket whose queue is full at every other record, as the kernel may say at any time."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(self._socket, name)
+        return real if not name.startswith("send") else lambda *given: self._send(real, *given)
+
+    def _send(self, real: Callable[..., int], *given: Any) -> int:
+        self._calls += 1
+        if self._calls % 2:
+            raise BlockingIOError
+        return real(*given)
+
+
+def test_a_full_queue_delays_but_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = meet(2)
+    for transport in (first, second):
+        for link in transport._links.values():
+            monkeypatch.setattr(link, "_socket", FullQueue(link._socket))
+    sent = [noise(n, i) for i, n in enumerate((3, LONG, *[7] * (3 * SLOTS), SLOT_BYTES))]
+    got = [poisoned(len(data)) for data in sent]
+
+    back = poisoned(5)
+    together(
+        lambda: exchange(first, [(1, data) for data in sent], [(1, back)]),
+        lambda: exchange(second, [(0, noise(5, 9))], [(0, data) for data in got]),
+    )
+    assert all(torch.equal(a, b) for a, b in zip(got, sent, strict=True))
+    assert torch.equal(back, noise(5, 9))
 
 
 def test_many_exchanges_between_three() -> None:
@@ -290,74 +275,6 @@ def test_a_forked_child_leaves_the_parents_links_alone() -> None:
         os.waitpid(child, 0)
         os.close(reading)
         os.close(writing)
-
-
-def rings() -> int:
-    """Rings that this process maps."""
-    return Path("/proc/self/maps").read_text().count("adasum-ring")
-
-
-def test_nothing_is_left_behind() -> None:
-    names, mapped, files = os.listdir("/dev/shm"), rings(), len(os.listdir("/proc/self/fd"))
-    transports = meet(3)
-    assert os.listdir("/dev/shm") == names
-    # Six ends of links: a ring each way, and three descriptors, since mmap keeps the rings'.
-    assert rings() - mapped == 12 and len(os.listdir("/proc/self/fd")) - files == 18
-    for transport in transports:
-        transport.close()
-    assert rings() == mapped and len(os.listdir("/proc/self/fd")) == files
-
-
-def test_strangers_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Anyone in the network namespace can see the name and connect; the secret is what counts."""
-    strangers: list[socket.socket] = []
-    listen = socket.socket.listen
-
-    def crowded(sock: socket.socket, backlog: int) -> None:
-        listen(sock, backlog)
-        for text in (b"", b"[]", json.dumps(["0" * 32, 1]).encode(), b"\xff"):
-            stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            stranger.connect(sock.getsockname())
-            if text:
-                fd = os.memfd_create("stranger")
-                os.ftruncate(fd, RING_BYTES)
-                socket.send_fds(stranger, [text], [fd])
-                os.close(fd)
-            strangers.append(stranger)
-
-    monkeypatch.setattr(socket.socket, "listen", crowded)
-    first, second = meet(2)
-    assert first.peers == {1} and second.peers == {0}
-    for stranger in strangers:
-        stranger.close()
-
-
-@pytest.mark.parametrize("refused", ["mmap", "memfd", "socket"])
-def test_where_the_system_refuses_there_is_no_link(
-    refused: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """For neither of the two ranks, and nothing is left open."""
-    count = iter(range(100))
-
-    def sometimes(real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            if next(count) == 1:
-                raise OSError("refused")
-            return real(*arguments, **options)
-
-        return call
-
-    files = len(os.listdir("/proc/self/fd"))
-    with monkeypatch.context() as patch:
-        if refused == "mmap":
-            patch.setattr(mmap, "mmap", sometimes(mmap.mmap))
-        elif refused == "memfd":
-            patch.setattr(os, "memfd_create", sometimes(os.memfd_create))
-        else:
-            patch.setattr(socket, "socket", sometimes(socket.socket))
-        first, second = meet(2)
-    assert first.peers == second.peers == set()
-    assert len(os.listdir("/proc/self/fd")) == files
 
 
 def test_hybrid_divides_an_exchange() -> None:

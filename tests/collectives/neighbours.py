@@ -1,0 +1,60 @@
+"""Ranks of one host as threads of one process, joined by real links."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from collectives.transport import Message, ShmTransport, open_links
+
+TIMEOUT = 20.0
+
+
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    """Each call in a thread of its own; their results, or the first one's error."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        futures = [pool.submit(call) for call in calls]
+        return [future.result(timeout=60.0) for future in futures]
+
+
+def meet(size: int, unwilling: tuple[int, ...] = ()) -> list[ShmTransport]:
+    """The ranks' transports, found as processes find each other."""
+    said = [b""] * size
+    barrier = threading.Barrier(size, timeout=TIMEOUT)
+
+    def find(rank: int) -> ShmTransport:
+        def gather(data: bytes) -> list[bytes]:
+            said[rank] = data
+            barrier.wait()
+            everything = list(said)
+            barrier.wait()
+            return everything
+
+        links = open_links(rank, gather, TIMEOUT, willing=rank not in unwilling)
+        return ShmTransport(rank, size, links)
+
+    return together(*(lambda rank=rank: find(rank) for rank in range(size)))
+
+
+def exchange(
+    transport: ShmTransport,
+    sends: list[tuple[int, torch.Tensor]],
+    recvs: list[tuple[int, torch.Tensor]],
+    timeout: float = TIMEOUT,
+) -> None:
+    transport.exchange(
+        [Message(*send) for send in sends], [Message(*recv) for recv in recvs], "a step", timeout
+    )
+
+
+def noise(length: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (length,), dtype=torch.uint8, generator=generator)
+
+
+def poisoned(length: int) -> torch.Tensor:
+    return torch.full((length,), 0xA5, dtype=torch.uint8)
