@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
 import torch
@@ -21,12 +22,16 @@ from .executor import Workspace, execute
 from .group import Group
 from .reducers import Sum, kernels
 from .schedule import Schedule
+from .split import split_bounds
 
 _LABEL = "calibration"
 _SIZES = (64, 4 << 10, 64 << 10, 512 << 10, 2 << 20, 8 << 20)
-# A size is measured 3 to 15 times, for about so many seconds; a call that takes longer than _SLOW
-# is the last, larger sizes are left out.
-_BUDGET, _FEWEST, _MOST, _SLOW = 0.02, 3, 15, 0.25
+# A message's size is measured 2 to 14 times more, for about _BUDGET seconds; a call that takes
+# longer than _SLOW is the last, larger sizes are left out.
+_BUDGET, _FEWEST, _MOST, _SLOW = 0.02, 2, 14, 0.25
+# Reductions are repeated for so long, several turns of ranks that share a processor.
+_BLOCK, _MOST_REDUCTIONS = 0.012, 1000
+_RING = 4
 
 _Key = tuple[str, str, int, tuple[bytes, ...]]
 _known: dict[_Key, Links] = {}
@@ -117,37 +122,54 @@ class _Bench:
         )
 
     def _message(self, ranks: range) -> Rate | None:
-        """One message each way between every two of `ranks`; None for a single rank."""
+        """A step in which each of `ranks` sends to the next; None for a single rank.
+
+        The steps of small rings, so that a rank's step waits for its neighbour's as in a schedule.
+        """
         if len(ranks) == 1:
             return None
-        pair = _pair(ranks, self._transport.rank)
-        schedule = ring.all_gather(len(pair))
+        members = _ring(ranks, self._transport.rank)
+        schedule = ring.all_gather(len(members))
 
         def prepare(nbytes: int) -> Callable[[], None]:
-            buffer = torch.ones(nbytes * len(pair), dtype=torch.uint8, device=self._device)
-            return lambda: self._execute(schedule, buffer, pair)
+            buffer = torch.ones(nbytes * len(members), dtype=torch.uint8, device=self._device)
+            return lambda: self._execute(schedule, buffer, members)
 
-        return self._rate(prepare, steps=len(pair) - 1)
+        def measure(call: Callable[[], object], first: float) -> float:
+            if first >= _SLOW:
+                return first
+            times = round(min(max(_BUDGET / first, _FEWEST), _MOST))
+            return statistics.median([first, *(self._timed(call) for _ in range(times))])
+
+        rate = self._rate(prepare, measure)
+        return rate.scaled(1 / (len(members) - 1))
 
     def _reduction(self, reduce: Callable[[torch.Tensor, torch.Tensor], object]) -> Rate:
-        """One reduction of a received buffer."""
+        """One reduction of a received buffer, while all other ranks reduce as well."""
 
         def prepare(nbytes: int) -> Callable[[], object]:
             mine, theirs = (torch.ones(nbytes // 4, device=self._device) for _ in range(2))
             return lambda: reduce(mine, theirs)
 
-        return self._rate(prepare, steps=1)
+        def measure(call: Callable[[], object], first: float) -> float:
+            # The mean, since a rank that has to wait for a processor waits now and then.
+            times = round(min(max(_BLOCK / first, _FEWEST), _MOST_REDUCTIONS))
+            return statistics.fmean(self._timed(call) for _ in range(times))
 
-    def _rate(self, prepare: Callable[[int], Callable[[], object]], steps: int) -> Rate:
-        """alpha and beta of a step; prepare(bytes) gives a call of so many steps."""
+        return self._rate(prepare, measure)
+
+    def _rate(
+        self,
+        prepare: Callable[[int], Callable[[], object]],
+        measure: Callable[[Callable[[], object], float], float],
+    ) -> Rate:
+        """The rate of prepare(bytes)'s calls. measure: seconds of a call, given those of one."""
         points: list[tuple[int, float]] = []
         for nbytes in _SIZES:
             call = prepare(nbytes)
             call()
             (first,) = self.told([self._timed(call)])
-            times = round(min(max(_BUDGET / first, _FEWEST), _MOST))
-            samples = [self._timed(call) for _ in range(times if first < _SLOW else 0)]
-            points.append((nbytes, statistics.median(samples or [first]) / steps))
+            points.append((nbytes, measure(call, first)))
             if first >= _SLOW:
                 break
         return fit(points)
@@ -190,15 +212,12 @@ def _line(points: Sequence[tuple[int, float]]) -> Rate:
     return Rate(a / aa, 0.0)
 
 
-def _pair(ranks: range, rank: int) -> range:
-    """`rank` and its neighbour; the last three where their number is odd.
-
-    No rank of a pair waits for a third, so that a step is one message and nothing else.
-    """
-    place = ranks.index(rank)
-    begin = min(place - place % 2, len(ranks) - 2 - len(ranks) % 2)
-    end = len(ranks) if begin + 3 == len(ranks) else begin + 2
-    return ranks[begin:end]
+def _ring(ranks: range, rank: int) -> range:
+    """The run of at least two and at most _RING neighbours that `rank` is in, none shorter by
+    more than one than another."""
+    bounds = split_bounds(len(ranks), -(-len(ranks) // _RING))
+    begin = bisect_right(bounds, ranks.index(rank)) - 1
+    return ranks[bounds[begin] : bounds[begin + 1]]
 
 
 def _sum(mine: torch.Tensor, theirs: torch.Tensor) -> object:
