@@ -26,11 +26,9 @@ from .split import split_bounds
 
 _LABEL = "calibration"
 _SIZES = (64, 4 << 10, 64 << 10, 512 << 10, 2 << 20, 8 << 20)
-# A message's size is measured 2 to 14 times more, for about _BUDGET seconds; a call that takes
-# longer than _SLOW is the last, larger sizes are left out.
-_BUDGET, _FEWEST, _MOST, _SLOW = 0.02, 2, 14, 0.25
-# Reductions are repeated for so long, several turns of ranks that share a processor.
-_BLOCK, _MOST_REDUCTIONS = 0.012, 1000
+# A size is measured 3 to 50 times, for about _BUDGET seconds; a call that takes longer than _SLOW
+# is measured once and is the last, larger sizes are left out.
+_BUDGET, _FEWEST, _MOST, _SLOW = 0.02, 3, 50, 0.25
 _RING = 4
 
 _Key = tuple[str, str, int, tuple[bytes, ...]]
@@ -135,14 +133,7 @@ class _Bench:
             buffer = torch.ones(nbytes * len(members), dtype=torch.uint8, device=self._device)
             return lambda: self._execute(schedule, buffer, members)
 
-        def measure(call: Callable[[], object], first: float) -> float:
-            if first >= _SLOW:
-                return first
-            times = round(min(max(_BUDGET / first, _FEWEST), _MOST))
-            return statistics.median([first, *(self._timed(call) for _ in range(times))])
-
-        rate = self._rate(prepare, measure)
-        return rate.scaled(1 / (len(members) - 1))
+        return self._rate(prepare).scaled(1 / (len(members) - 1))
 
     def _reduction(self, reduce: Callable[[torch.Tensor, torch.Tensor], object]) -> Rate:
         """One reduction of a received buffer, while all other ranks reduce as well."""
@@ -151,26 +142,22 @@ class _Bench:
             mine, theirs = (torch.ones(nbytes // 4, device=self._device) for _ in range(2))
             return lambda: reduce(mine, theirs)
 
-        def measure(call: Callable[[], object], first: float) -> float:
-            # The mean, since a rank that has to wait for a processor waits now and then.
-            times = round(min(max(_BLOCK / first, _FEWEST), _MOST_REDUCTIONS))
-            return statistics.fmean(self._timed(call) for _ in range(times))
+        return self._rate(prepare)
 
-        return self._rate(prepare, measure)
+    def _rate(self, prepare: Callable[[int], Callable[[], object]]) -> Rate:
+        """The rate of prepare(bytes)'s calls.
 
-    def _rate(
-        self,
-        prepare: Callable[[int], Callable[[], object]],
-        measure: Callable[[Callable[[], object], float], float],
-    ) -> Rate:
-        """The rate of prepare(bytes)'s calls. measure: seconds of a call, given those of one."""
+        From means: the times of steps add up, and a rank that shares a processor waits for it, or
+        is woken late, now and then.
+        """
         points: list[tuple[int, float]] = []
         for nbytes in _SIZES:
             call = prepare(nbytes)
             call()
-            (first,) = self.told([self._timed(call)])
-            points.append((nbytes, measure(call, first)))
-            if first >= _SLOW:
+            (once,) = self.told([min(self._timed(call) for _ in range(2))])
+            times = 1 if once > _SLOW else round(min(max(_BUDGET / once, _FEWEST), _MOST))
+            points.append((nbytes, statistics.fmean(self._timed(call) for _ in range(times))))
+            if once > _SLOW:
                 break
         return fit(points)
 
