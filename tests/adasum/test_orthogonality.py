@@ -1,0 +1,192 @@
+"""The diagnostic of how far ranks' gradients disagree. Ranks are threads."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+import adasum
+import collectives
+from adasum.orthogonality import Recorder, Row, orthogonality
+from tests.adasum.definition import tolerance, tree
+
+# One per layer: 0-d, matrix, more than a cache line, and none of them a multiple of a slot.
+SHAPES = [(), (3, 5), (1000,), (7,)]
+
+
+def gradients(rank: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """A layer is zero on rank 1 alone, and the last one on every rank."""
+    generator = torch.Generator().manual_seed(rank)
+    tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
+    if rank == 1:
+        tensors[1].zero_()
+    tensors[3].zero_()
+    return [tensor.to(dtype) for tensor in tensors]
+
+
+def definition(size: int, of: Callable[[int], Sequence[Tensor]]) -> list[float]:
+    """|Adasum|^2 / sum of |g|^2 a layer, from the formula in float64."""
+    ratios = []
+    for column in zip(*(of(rank) for rank in range(size)), strict=True):
+        vectors = [tensor.double().reshape(-1) for tensor in column]
+        total = sum(vector.square().sum().item() for vector in vectors)
+        answer = tree(vectors).square().sum().item()
+        ratios.append(answer / total if total else math.nan)
+    return ratios
+
+
+def assert_close(got: Sequence[float], want: Sequence[float], dtype: torch.dtype) -> None:
+    # The answer's relative error twice, since it is squared; everything else is float64.
+    assert list(got) == pytest.approx(list(want), rel=2 * tolerance(dtype), nan_ok=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_function_equals_the_definition_and_leaves_its_input(size: int, dtype: torch.dtype) -> None:
+    def run(group: collectives.Group) -> Tensor:
+        mine = gradients(group.rank, dtype)
+        ratios = orthogonality(mine)
+        assert all(map(torch.equal, mine, gradients(group.rank, dtype)))
+        return ratios
+
+    results = collectives.run_threads(size, run)
+    assert_close(results[0].tolist(), definition(size, lambda r: gradients(r, dtype)), dtype)
+    assert all(torch.equal(result[:3], results[0][:3]) for result in results)
+    assert all(math.isnan(result[3]) for result in results)
+    assert results[0].dtype == torch.float64
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_orthogonal_is_one_and_equal_is_one_nth(size: int) -> None:
+    def run(group: collectives.Group) -> list[float]:
+        unit = torch.eye(size)[group.rank] * (group.rank + 1)
+        return orthogonality([unit, torch.ones(5)]).tolist()
+
+    for first, second in collectives.run_threads(size, run):
+        assert first == pytest.approx(1.0, rel=2 * tolerance(torch.float32))
+        assert second == pytest.approx(1.0 / size, rel=2 * tolerance(torch.float32))
+
+
+def test_squares_do_not_leave_float32s_range() -> None:
+    def run(group: collectives.Group) -> list[float]:
+        unit = torch.eye(2)[group.rank]
+        return orthogonality([1e-30 * unit, 1e30 * unit]).tolist()
+
+    for ratios in collectives.run_threads(2, run):
+        assert_close(ratios, [1.0, 1.0], torch.float32)
+
+
+def test_a_value_that_is_not_finite_makes_its_layer_nan_alone() -> None:
+    def run(group: collectives.Group) -> list[float]:
+        broken = torch.tensor([math.inf if group.rank else 1.0, 1.0])
+        return orthogonality([broken, torch.eye(2)[group.rank]]).tolist()
+
+    for ratios in collectives.run_threads(2, run):
+        assert math.isnan(ratios[0])
+        assert_close(ratios[1:], [1.0], torch.float32)
+
+
+def test_function_works_on_another_group_and_on_no_tensor() -> None:
+    def run(group: collectives.Group) -> tuple[int, tuple[int, ...]]:
+        return len(orthogonality([])), tuple(orthogonality([torch.ones(2)], group).shape)
+
+    assert collectives.run_threads(2, run) == [(0, (1,))] * 2
+
+
+def test_dtypes_adasum_does_not_take_are_refused_before_anything_is_sent() -> None:
+    def run(group: collectives.Group) -> float:
+        with pytest.raises(TypeError, match="int64"):
+            orthogonality([torch.ones(2, dtype=torch.int64)])
+        return orthogonality([torch.ones(2)]).item()
+
+    assert collectives.run_threads(2, run) == [0.5, 0.5]
+
+
+def reduce(group: collectives.Group, recorder: Recorder, op: collectives.Reducer) -> None:
+    """What an optimizer does in a step: two buckets sent, then both waited for."""
+    mine = gradients(group.rank)
+    buckets = [(["d", "c"], [mine[3], mine[2]]), (["b", "a"], [mine[1], mine[0]])]
+    tokens = [recorder.sent(names, tensors) for names, tensors in buckets]
+    works = [group.grouped_all_reduce(tensors, op, async_op=True) for _, tensors in buckets]
+    for token, work, (_, tensors) in zip(tokens, works, buckets, strict=True):
+        work.wait()
+        recorder.reduced(token, tensors)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_recorder_takes_every_so_many_steps(size: int) -> None:
+    def run(group: collectives.Group) -> list[Row]:
+        recorder = Recorder(every=3)
+        for _ in range(5):
+            reduce(group, recorder, adasum.Adasum)
+        return recorder.rows
+
+    results = collectives.run_threads(size, run)
+    a, b, c, d = definition(size, gradients)
+    assert [row[:2] for row in results[0]] == [(s, n) for s in (0, 3) for n in ("d", "c", "b", "a")]
+    assert_close([row.ratio for row in results[0]], [d, c, b, a] * 2, torch.float64)
+    # json, since NaN is not equal to itself.
+    assert all(json.dumps(rows) == json.dumps(results[0]) for rows in results)
+
+
+@pytest.mark.parametrize("op", [collectives.Sum, collectives.Average, adasum.Adasum])
+def test_copies_give_adasums_ratio_under_any_op(op: collectives.Reducer) -> None:
+    def run(group: collectives.Group) -> list[float]:
+        recorder = Recorder(every=1, copies=True)
+        reduce(group, recorder, op)
+        return [row.ratio for row in recorder.rows]
+
+    a, b, c, d = definition(3, gradients)
+    for ratios in collectives.run_threads(3, run):
+        assert_close(ratios, [d, c, b, a], torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("op", "orthogonal", "equal"),
+    [(collectives.Sum, 1.0, 4.0), (collectives.Average, 1 / 16, 1 / 4)],
+)
+def test_without_copies_the_ratio_is_of_the_watched_reduction(
+    op: collectives.Reducer, orthogonal: float, equal: float
+) -> None:
+    def run(group: collectives.Group) -> list[float]:
+        recorder = Recorder()
+        tensors = [torch.eye(4)[group.rank], torch.ones(3)]
+        token = recorder.sent(["orthogonal", "equal"], tensors)
+        recorder.reduced(token, group.grouped_all_reduce(tensors, op))
+        return [row.ratio for row in recorder.rows]
+
+    assert collectives.run_threads(4, run) == [[orthogonal, equal]] * 4
+
+
+def test_under_two_levels_orthogonal_gives_one_over_the_nodes_size_squared() -> None:
+    def run(group: collectives.Group) -> list[float]:
+        recorder = Recorder()
+        tensors = [torch.eye(4)[group.rank], torch.ones(3)]
+        token = recorder.sent(["orthogonal", "equal"], tensors)
+        group.grouped_all_reduce(tensors, adasum.Adasum, algorithm="rechd/vhdd")
+        recorder.reduced(token, tensors)
+        return [row.ratio for row in recorder.rows]
+
+    for ratios in collectives.run_threads(4, run, local_size=2):
+        assert_close(ratios, [1 / 4, 1 / 4], torch.float32)
+
+
+def test_a_tensor_absent_in_some_steps_is_counted_by_its_own_steps() -> None:
+    recorder = Recorder(every=2, group=collectives.run_threads(1, lambda group: group)[0])
+    for names in (["a", "b"], ["a"], ["a", "b"], ["b"]):
+        recorder.sent(names, [torch.ones(1)] * len(names))
+    assert recorder.sent(["a"], [torch.ones(1)]) is None
+    token = recorder.sent(["a", "b"], [torch.ones(1)] * 2)
+    assert token is not None
+    assert token.places == [(4, "a")]
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5, True])
+def test_every_is_a_positive_int(every: object) -> None:
+    with pytest.raises(ValueError, match="every must be an int >= 1"):
+        Recorder(every)  # type: ignore[arg-type]
