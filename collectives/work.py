@@ -22,6 +22,8 @@ class Work:
         self._result: Any = None
         self._error: BaseException | None = None
         self._event: torch.cuda.Event | None = None
+        self._callbacks: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
 
     def wait(self) -> Any:
         """Block until the collective has ended; every wait is bounded by the group's timeout."""
@@ -36,18 +38,35 @@ class Work:
         """Whether `wait()` would return or raise without waiting."""
         return self._finished.is_set() and (self._event is None or self._event.query())
 
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Call `callback()` once when the collective has ended, well or not.
+
+        In the communication thread, with the collective's CUDA stream current; at once in this
+        thread where it has ended already. It must not raise, nor wait for a collective of the same
+        group.
+        """
+        with self._lock:
+            if not self._finished.is_set():
+                self._callbacks.append(callback)
+                return
+        callback()
+
     def run(self, call: Callable[[], Any], stream: torch.cuda.Stream | None) -> None:
         """Carry out the call and keep its result or its error for `wait()`."""
-        try:
-            with torch.no_grad(), torch.cuda.stream(stream):
+        with torch.no_grad(), torch.cuda.stream(stream):
+            try:
                 self._result = call()
                 if stream is not None:
                     self._event = torch.cuda.Event()
                     self._event.record(stream)
-        except Exception as error:  # noqa: BLE001 - wait() raises it
-            self._error = error
-        finally:
-            self._finished.set()
+            except Exception as error:  # noqa: BLE001 - wait() raises it
+                self._error = error
+            finally:
+                with self._lock:
+                    self._finished.set()
+                    callbacks, self._callbacks = self._callbacks, []
+            for callback in callbacks:
+                callback()
 
 
 class Worker:

@@ -1,0 +1,52 @@
+"""What a Work tells those who do not wait for it."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from collectives.work import Work, Worker
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def worker():
+    worker = Worker("test")
+    yield worker
+    worker.close(10.0)
+
+
+def test_callbacks_run_once_in_the_communication_thread_in_order(worker):
+    gate, seen = threading.Event(), []
+    work = worker.submit(lambda: gate.wait(10.0), CPU)
+    for number in range(3):
+        work.add_done_callback(
+            lambda n=number: seen.append((n, work.is_completed(), threading.current_thread().name))
+        )
+    assert seen == []
+    gate.set()
+    worker.call(lambda: None, CPU)
+    assert seen == [(n, True, "test") for n in range(3)]
+
+
+def test_a_callback_added_afterwards_runs_at_once():
+    work = Work()
+    work.run(lambda: 7, None)
+    seen = []
+    work.add_done_callback(lambda: seen.append(threading.current_thread()))
+    assert seen == [threading.current_thread()]
+
+
+def test_callbacks_run_after_an_error_too(worker):
+    def fail() -> None:
+        raise RuntimeError("broken")
+
+    seen = threading.Event()
+    work = worker.submit(fail, CPU)
+    work.add_done_callback(seen.set)
+    assert seen.wait(10.0)
+    with pytest.raises(RuntimeError, match="broken"):
+        work.wait()
