@@ -29,7 +29,15 @@ from .spec import AllReduceSpec, parse_all_reduce_spec, parse_general_int
 from .split import split_bounds
 from .topology import Topology, ring_permutations
 from .work import Work
-from .world import default_group, init, is_initialized, run_threads, shutdown
+from .world import (
+    default_group,
+    from_process_group,
+    init,
+    is_initialized,
+    new_group,
+    run_threads,
+    shutdown,
+)
 
 
 def all_reduce(
@@ -120,9 +128,11 @@ __all__ = [
     "broadcast",
     "broadcast_from_owners",
     "default_group",
+    "from_process_group",
     "grouped_all_reduce",
     "init",
     "is_initialized",
+    "new_group",
     "owners",
     "parse_all_reduce_spec",
     "parse_general_int",

@@ -63,6 +63,18 @@ def rank(argument: str, value: int, size: int) -> None:
         raise ValueError(f"{argument} must be a rank from 0 to {size - 1}, got {value}")
 
 
+def distinct_ranks(argument: str, values: object, size: int) -> tuple[int, ...]:
+    """One or more different ranks of the group."""
+    if not isinstance(values, Iterable) or isinstance(values, str):
+        raise TypeError(f"{argument} must be a sequence of ranks, got {type(values).__name__}")
+    members = tuple(values)
+    for i, value in enumerate(members):
+        rank(f"{argument}[{i}]", value, size)
+    if not members or len({*members}) < len(members):
+        raise ValueError(f"{argument} must be one or more different ranks, got {list(members)}")
+    return members
+
+
 def reducer(argument: str, value: Reducer) -> None:
     """Sum, Average or another instance of Reducer."""
     if not isinstance(value, Reducer):

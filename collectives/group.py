@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from . import checks
-from .agreement import agree, gather_bytes, gather_pieces
+from .agreement import gather_bytes, gather_pieces
 from .algorithms import ring, tree
+from .calls import Calls
 from .cost import Links
-from .errors import CollectiveMismatchError, TransportError
 from .owners import owners
-from .place import agreed_topology, find_place
+from .place import find_place, place_of
 from .reducers import Reducer, Sum
 from .runner import Runner, Specs
 from .spec import format_all_reduce_spec
 from .split import split_bounds
 from .topology import Topology
 from .transport.base import Transport
-from .work import Work, Worker
+from .work import Work
 
 Tensor = torch.Tensor
 _CPU = torch.device("cpu")
@@ -56,18 +55,14 @@ class Group:
         self.rank = transport.rank
         self.size = transport.size
         self.timeout = timeout
-        self._worker = Worker(f"collectives-{self.rank}")
-        self._calls = 0
-        self._failure: BaseException | None = None
-        self._closed = False
-        if local_rank is None or local_size is None:
-            local_rank, local_size, topology = find_place(transport, timeout, topology)
-        elif topology is None:
-            topology = agreed_topology(transport, timeout, local_rank, local_size)
-        self.local_rank = local_rank
-        self.local_size = local_size
-        self.topology = topology
-        self._runner = Runner(transport, topology, timeout)
+        place = find_place(transport, timeout, local_rank, local_size, topology)
+        self.local_rank = place.local_rank
+        self.local_size = place.local_size
+        self.topology = place.topology
+        self._hosts = place.hosts
+        self._runner = Runner(transport, place.topology, timeout)
+        self._call = Calls(self._runner)
+        self._parts: list[Group] = []
 
     def __repr__(self) -> str:
         return f"Group(rank={self.rank}, size={self.size})"
@@ -336,11 +331,52 @@ class Group:
         """Return when every rank has called it: the agreement alone does that."""
         self._call("barrier", None, ["barrier()"], lambda label: None, _CPU, False)
 
+    def split(self, ranks: Sequence[int]) -> Group | None:
+        """A group of some of the ranks, whose rank i is `ranks[i]` here; None on the others.
+
+        Every rank of this group calls it, with the same ranks in the same order, which is the order
+        that Adasum and all_gather take. The new group has messages of its own: both may be used at
+        the same time, from different threads. It has this group's timeout, hosts and links, and
+        ends with it, or with its own close().
+
+        TypeError or ValueError for ranks that are not distinct ranks of this group.
+        """
+        members = checks.distinct_ranks("ranks", ranks, self.size)
+
+        def run(label: str) -> Group | None:
+            if self.rank not in members:
+                return None
+            place = place_of([self._hosts[rank] for rank in members], members.index(self.rank))
+            part = Group(
+                self.transport.split(members, self.timeout),
+                timeout=self.timeout,
+                local_rank=place.local_rank,
+                local_size=place.local_size,
+                topology=place.topology,
+            )
+            part._hosts = place.hosts
+            part.use_links(self._runner.links)
+            self._parts.append(part)
+            return part
+
+        entries = ["split()", f"ranks={members}"]
+        part: Group | None = self._call("split", None, entries, run, _CPU, False)
+        return part
+
+    @property
+    def closed(self) -> bool:
+        """Whether close() was called."""
+        return self._call.closed
+
     def close(self) -> None:
-        """Let queued calls finish, then end the communication thread and close the transport."""
-        if not self._closed:
-            self._closed = True
-            self._worker.close(self.timeout)
+        """Let queued calls finish, then end the communication thread and close the transport.
+
+        Groups that were split from this one are closed first.
+        """
+        if not self.closed:
+            for part in self._parts:
+                part.close()
+            self._call.close()
             self.transport.close()
 
     def _reduction(
@@ -365,41 +401,6 @@ class Group:
                 raise TypeError(f"prescale and postscale need a floating dtype, got {tensor.dtype}")
         self._runner.check(specs, op, tensors)
         return specs
-
-    def _call(
-        self,
-        kind: str,
-        name: str | None,
-        entries: list[str],
-        run: Callable[[str], Any],
-        device: torch.device,
-        async_op: bool,
-    ) -> Any:
-        """Agree, then run, in the group's order; remember a failure that leaves it unusable."""
-        if self._closed:
-            raise TransportError(f"{kind}: this group was shut down; call init() again")
-
-        def call() -> Any:
-            if self._failure is not None:
-                raise TransportError(
-                    f"{kind}: this group is unusable since an earlier failure: {self._failure}"
-                ) from self._failure
-            label = f"{kind} {name!r} (call {self._calls})" if name else f"{kind} {self._calls}"
-            self._calls += 1
-            try:
-                if self.size > 1:
-                    agree(entries, self.transport, label, self.timeout, self._runner.workspace)
-                return run(label)
-            except CollectiveMismatchError:
-                raise
-            except Exception as error:
-                # The peers are in the middle of this call: the next one would meet its messages.
-                self._failure = error
-                raise
-
-        if async_op:
-            return self._worker.submit(call, device)
-        return self._worker.call(call, device)
 
 
 def _header(

@@ -18,6 +18,7 @@ from .errors import CollectiveTimeoutError
 from .split import split_bounds
 from .topology import Topology
 from .transport.base import Transport
+from .transport.process_groups import subgroup
 
 
 class NcclSum(Protocol):
@@ -97,10 +98,6 @@ class Libraries:
         """The process group of this node, made by its ranks together at the first use."""
         if self._of_node is None:
             assert self._process_group is not None
-            names = [dist.get_global_rank(self._process_group, rank) for rank in ranks]
-            made = dist.new_group(
-                names, timeout=timedelta(seconds=timeout), use_local_synchronization=True
-            )
-            assert isinstance(made, dist.ProcessGroup)
-            self._of_node = made
+            backend = dist.get_backend_config(self._process_group)
+            self._of_node = subgroup(self._process_group, ranks, backend, timeout)
         return self._of_node

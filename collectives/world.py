@@ -6,7 +6,8 @@ import atexit
 import json
 import os
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
@@ -29,6 +30,7 @@ from .transport import (
     load_nccl,
     open_links,
     store_of,
+    subgroup,
 )
 
 T = TypeVar("T")
@@ -38,6 +40,7 @@ TRANSPORTS = ("auto", "gloo", "shm", "nccl")
 _group: Group | None = None
 _owns_process_group = False
 _thread = threading.local()
+_adopted: weakref.WeakKeyDictionary[dist.ProcessGroup, Group] = weakref.WeakKeyDictionary()
 
 
 def init(
@@ -85,7 +88,7 @@ def init(
         process_group = dist.new_group(timeout=timedelta(seconds=timeout), backend=_backend())
     assert process_group is not None
     try:
-        _group = _from_process_group(process_group, timeout, choice)
+        _group = _over_gloo(GlooTransport(process_group), timeout, choice)
         if calibrate and _group.size > 1:
             _group.use_links(measure_links(_group))
     except BaseException:
@@ -150,11 +153,52 @@ def _transport_choice(transport: str | None) -> str:
     return choice
 
 
-def _from_process_group(process_group: dist.ProcessGroup, timeout: float, choice: str) -> Group:
-    whole = dist.get_world_size(process_group) == dist.get_world_size()
+def new_group(ranks: Sequence[int]) -> Group | None:
+    """`Group.split` of the default group: a group of some of its ranks, None on the others."""
+    return default_group().split(ranks)
+
+
+def from_process_group(process_group: dist.ProcessGroup, *, timeout: float = 300.0) -> Group:
+    """A group of the ranks of a torch.distributed process group, in its order; init is not needed.
+
+    Messages travel on a process group of their own, so they never meet torch's, and through shared
+    memory inside a host. Called by exactly these ranks. A second call for the same process group
+    returns the first one's Group, unless that was closed; it lasts until it or the process ends.
+
+    timeout: seconds any one step of a collective may wait for a peer. Raises RuntimeError where
+    torch.distributed is not initialised, TypeError or ValueError for what is no process group that
+    this rank is in.
+    """
+    if not _distributed():
+        raise RuntimeError("torch.distributed is not initialised: call init_process_group first")
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise TypeError(
+            "process_group must be a torch.distributed.ProcessGroup that this rank is in, got "
+            f"{type(process_group).__name__}"
+        )
+    if not timeout > 0:
+        raise ValueError(f"timeout must be a positive number of seconds, got {timeout}")
+    known = _adopted.get(process_group)
+    if known is None or known.closed:
+        ranks = range(dist.get_world_size(process_group))
+        own = GlooTransport(subgroup(process_group, ranks, _backend(), timeout), owned=True)
+        known = _over_gloo(own, timeout, _transport_choice(None))
+        if not _adopted:
+            atexit.register(_close_adopted)
+        _adopted[process_group] = known
+    return known
+
+
+def _close_adopted() -> None:
+    for group in list(_adopted.values()):
+        group.close()
+
+
+def _over_gloo(gloo: GlooTransport, timeout: float, choice: str) -> Group:
+    whole = gloo.size == dist.get_world_size()
     local_rank, local_size = _local() if whole else (None, None)
     return Group(
-        _transport(GlooTransport(process_group), timeout, choice),
+        _transport(gloo, timeout, choice),
         timeout=timeout,
         local_rank=local_rank,
         local_size=local_size,
@@ -171,10 +215,11 @@ def _transport(gloo: GlooTransport, timeout: float, choice: str) -> Transport:
 
     links = open_links(gloo.rank, gather, timeout, willing=choice != "gloo")
     host: Transport = gloo
-    if links:
-        host = HybridTransport(ShmTransport(gloo.rank, gloo.size, links), gloo)
     missing = sorted(set(range(gloo.size)) - {gloo.rank, *links})
     reports = [json.loads(data) for data in gather(json.dumps([choice, missing]).encode())]
+    if any(len(others) < gloo.size - 1 for _, others in reports):
+        # Also on a rank without links: splitting must be the same work on all.
+        host = HybridTransport(ShmTransport(gloo.rank, gloo.size, links), gloo)
     if any(demand == "shm" for demand, _ in reports):
         for rank, (_, others) in enumerate(reports):
             if others:

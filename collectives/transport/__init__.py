@@ -3,8 +3,9 @@
 from .base import Message, Transport
 from .gloo import GlooTransport
 from .hybrid import HybridTransport
-from .nccl import NcclTransport, store_of
+from .nccl import NcclTransport
 from .nccl_calls import load_nccl
+from .process_groups import store_of, subgroup
 from .rendezvous import open_links
 from .shm import ShmTransport
 from .threads import ThreadTransport, ThreadWorld
@@ -21,4 +22,5 @@ __all__ = [
     "load_nccl",
     "open_links",
     "store_of",
+    "subgroup",
 ]

@@ -40,6 +40,15 @@ class Transport(Protocol):
         """
         ...
 
+    def split(self, ranks: Sequence[int], timeout: float) -> Transport:
+        """A transport of its own between some of the ranks: its rank i is `ranks[i]` of this one.
+
+        A collective of exactly these ranks, which several can make at a time where they have no
+        rank in common. The two may then be used at the same time, from different threads.
+        timeout: seconds that the other ranks may take to come.
+        """
+        ...
+
     def close(self) -> None:
         """Let go of what the transport holds; it cannot be used afterwards."""
         ...

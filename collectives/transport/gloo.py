@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ..errors import CollectiveTimeoutError, TransportError
 from .base import Message
+from .process_groups import leave, subgroup
 
 
 def _backends(process_group: dist.ProcessGroup) -> dict[str, str]:
@@ -24,10 +25,14 @@ def _backends(process_group: dist.ProcessGroup) -> dict[str, str]:
 
 
 class GlooTransport:
-    """Point-to-point messages of a `torch.distributed` process group."""
+    """Point-to-point messages of a `torch.distributed` process group.
 
-    def __init__(self, process_group: dist.ProcessGroup) -> None:
+    owned: whether closing this transport destroys the process group.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, *, owned: bool = False) -> None:
         self.process_group = process_group
+        self._owned = owned
         self.rank = dist.get_rank(process_group)
         self.size = dist.get_world_size(process_group)
         self._backends = _backends(process_group)
@@ -98,8 +103,14 @@ class GlooTransport:
         except RuntimeError as error:
             raise TransportError(f"NCCL failed in {step}: {_first_line(error)}") from error
 
+    def split(self, ranks: Sequence[int], timeout: float) -> GlooTransport:
+        backend = dist.get_backend_config(self.process_group)
+        return GlooTransport(subgroup(self.process_group, ranks, backend, timeout), owned=True)
+
     def close(self) -> None:
-        """The process group belongs to whoever made it."""
+        """A process group that is not `owned` belongs to whoever made it."""
+        if self._owned:
+            leave(self.process_group)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

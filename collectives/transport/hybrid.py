@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from .base import Message, Transport
+from .rendezvous import open_links
 from .shm import ShmTransport
 
 
@@ -51,6 +52,25 @@ class HybridTransport:
             timeout -= time.monotonic() - start
         if sends or recvs:
             self._local.exchange(sends, recvs, step, max(timeout, 0.0))
+
+    def split(self, ranks: Sequence[int], timeout: float) -> HybridTransport:
+        """Shared memory between the same ranks as here, `other` split for the rest."""
+        # The agreement stands on the transports, so it cannot be imported above.
+        from ..agreement import gather_bytes
+        from ..executor import Workspace
+
+        other = self._other.split(ranks, timeout)
+
+        def gather(data: bytes) -> list[bytes]:
+            return gather_bytes(data, other, "start-up", timeout, Workspace())
+
+        near = {place for place, rank in enumerate(ranks) if rank in self._local.peers}
+        links = (
+            open_links(other.rank, gather, timeout, willing=bool(near)) if other.size > 1 else {}
+        )
+        for place in links.keys() - near:
+            links.pop(place).close()
+        return HybridTransport(ShmTransport(other.rank, other.size, links), other)
 
     def _near(self, message: Message) -> bool:
         return message.peer in self._local.peers and message.tensor.is_cpu

@@ -177,6 +177,11 @@ class NcclTransport:
         for item in posted:
             self._await(item, time.monotonic())
 
+    def split(self, ranks: Sequence[int], timeout: float) -> NcclTransport:
+        """With communicators of its own on the same device."""
+        store = dist.PrefixStore(f"ranks {tuple(ranks)}", self._store)
+        return NcclTransport(self._host.split(ranks, timeout), store, self.device, timeout=timeout)
+
     def close(self) -> None:
         """Destroy the communicators, in bounded time also when ranks are gone; close `host`."""
         self._failure = self._failure or TransportError("it was closed")
@@ -325,8 +330,3 @@ class NcclTransport:
             step,
             timeout,
         )
-
-
-def store_of(process_group: dist.ProcessGroup) -> dist.Store:
-    """The store through which the ranks of a torch.distributed process group met."""
-    return dist.distributed_c10d._world.pg_map[process_group][1]

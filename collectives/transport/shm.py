@@ -12,6 +12,7 @@ import select
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 import torch
 
@@ -96,6 +97,9 @@ class ShmTransport:
                 raise CollectiveTimeoutError(
                     f"rank {self.rank} got no answer from {late} in {step} within {timeout:.3g} s"
                 )
+
+    def split(self, ranks: Sequence[int], timeout: float) -> NoReturn:
+        raise TransportError("shared memory alone cannot be split: HybridTransport finds new links")
 
     def abandon(self, reason: str) -> None:
         """Close every link and tell the peers why; what is under way here is lost."""

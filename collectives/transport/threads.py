@@ -8,6 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -42,10 +43,17 @@ class ThreadWorld:
             if source != target
         }
         self._gone: set[int] = set()
+        self._parts: dict[tuple[tuple[int, ...], int], ThreadWorld] = {}
+        self._lock = threading.Lock()
 
     def transport(self, rank: int) -> ThreadTransport:
         """The transport of one rank."""
         return ThreadTransport(self, rank)
+
+    def part(self, ranks: tuple[int, ...], number: int) -> ThreadWorld:
+        """The `number`th world of these ranks: one object for all that ask."""
+        with self._lock:
+            return self._parts.setdefault((ranks, number), ThreadWorld(len(ranks)))
 
     def box(self, source: int, target: int) -> queue.SimpleQueue[_Parcel]:
         return self._boxes[source, target]
@@ -65,6 +73,7 @@ class ThreadTransport:
         self._world = world
         self.rank = rank
         self.size = world.size
+        self._made: Counter[tuple[int, ...]] = Counter()
 
     def check_device(self, device: torch.device) -> None:
         if device.type not in ("cpu", "cuda"):
@@ -114,6 +123,12 @@ class ThreadTransport:
             raise CollectiveTimeoutError(
                 f"rank {self.rank} waited {timeout:g} s for rank {peer} in {step}"
             )
+
+    def split(self, ranks: Sequence[int], timeout: float) -> ThreadTransport:
+        members = tuple(ranks)
+        self._made[members] += 1
+        world = self._world.part(members, self._made[members])
+        return world.transport(members.index(self.rank))
 
     def close(self) -> None:
         self._world.leave(self.rank)

@@ -143,7 +143,7 @@ def _choose(rank: int) -> list[str]:
 def test_the_transport_can_be_chosen() -> None:
     first, second, third = run_ranks(3, _choose)
     assert first[:3] == ["HybridTransport [1, 2]", "GlooTransport []", "HybridTransport [2]"]
-    assert second[:3] == ["HybridTransport [0, 2]", "GlooTransport []", "GlooTransport []"]
+    assert second[:3] == ["HybridTransport [0, 2]", "GlooTransport []", "HybridTransport []"]
     assert third[:3] == ["HybridTransport [0, 1]", "GlooTransport []", "HybridTransport [0]"]
     assert first[3] == second[3] == third[3]
     assert "rank 0 shares no memory with ranks [1]" in first[3] and '"auto"' in first[3]

@@ -22,8 +22,9 @@ from collectives.algorithms import doubling, halving, ring
 from collectives.executor import Workspace, execute
 from collectives.schedule import Schedule
 from collectives.transport import GlooTransport, Message
-from collectives.transport.nccl import NcclTransport, store_of
+from collectives.transport.nccl import NcclTransport
 from collectives.transport.nccl_calls import load_nccl
+from collectives.transport.process_groups import store_of
 
 from ..adasum import definition
 from .harness import run_ranks

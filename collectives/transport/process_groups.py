@@ -1,0 +1,62 @@
+"""Process groups of torch.distributed for some of another one's ranks.
+
+`dist.new_group` with `use_local_synchronization=True` names a group by how many this process is in
+already, which differs between ranks that are in different groups: they would wait for each other
+under different names. Here the name follows from what all members know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, cast
+
+import torch.distributed as dist
+
+from ..errors import CollectiveTimeoutError
+
+_c10d = dist.distributed_c10d
+
+
+def store_of(process_group: dist.ProcessGroup) -> dist.Store:
+    """The store through which the ranks of a torch.distributed process group met."""
+    return _c10d._world.pg_map[process_group][1]
+
+
+def subgroup(
+    parent: dist.ProcessGroup, ranks: Sequence[int], backend: str, timeout: float
+) -> dist.ProcessGroup:
+    """A new process group of `ranks` of `parent`, in this order; its messages are its own.
+
+    Called by exactly these ranks, by all of them in one order where they make several. backend:
+    as `dist.new_group` takes it. timeout: seconds, for making it and for each operation on it.
+    CollectiveTimeoutError where a rank does not come.
+    """
+    store = store_of(parent)
+    names = [dist.get_global_rank(parent, rank) for rank in ranks]
+    key = f"adasum {'-'.join(map(str, names))}"
+    # Each rank counts for itself, and all make their groups in one order.
+    count = store.add(f"{key} made by {dist.get_rank()}", 1)
+    try:
+        made, _ = _c10d._new_process_group_helper(
+            len(names),
+            names.index(dist.get_rank()),
+            names,
+            dist.Backend(backend),
+            store,
+            cast(Any, f"{parent.group_name} {key} {count}"),
+            timeout=timedelta(seconds=timeout),
+        )
+    except RuntimeError as error:
+        reason = str(error).strip().split("\n", 1)[0]
+        raise CollectiveTimeoutError(
+            f"rank {dist.get_rank()} could not make a group with ranks {names}: {reason}"
+        ) from error
+    _c10d._world.pg_group_ranks[made] = {name: place for place, name in enumerate(names)}
+    return made
+
+
+def leave(process_group: dist.ProcessGroup) -> None:
+    """Destroy a process group, unless torch.distributed was ended before."""
+    if dist.is_initialized() and process_group in _c10d._world.pg_map:
+        dist.destroy_process_group(process_group)
