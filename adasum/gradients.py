@@ -1,20 +1,20 @@
-"""Gradients reduced in buckets while backward produces them."""
+"""Which gradients are ready, counted while backward produces them, and sent bucket by bucket."""
 
 from __future__ import annotations
 
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from adasum.compression import Compressor
 from adasum.parameters import Groups, Named, plan_buckets
-from collectives import Group, Reducer, Work
 
-__all__ = ["GradientReducer", "InFlight", "OptimizerOrderError", "Wire"]
+__all__ = ["Flight", "GradientReducer", "OptimizerOrderError"]
+
+_engine = torch.autograd.Variable._execution_engine
 
 
 class OptimizerOrderError(RuntimeError, AssertionError):
@@ -24,53 +24,15 @@ class OptimizerOrderError(RuntimeError, AssertionError):
     """
 
 
-class Wire:
-    """How tensors travel: the group, the operation, the scales and the compression."""
-
-    def __init__(
-        self,
-        group: Group,
-        op: Reducer,
-        compression: type[Compressor],
-        prescale: float = 1.0,
-        postscale: float = 1.0,
-    ) -> None:
-        self.group = group
-        self.op = op
-        self.compression = compression
-        self.prescale = prescale
-        self.postscale = postscale
-
-    def reduce_async(self, tensors: Sequence[Tensor], name: str) -> InFlight:
-        """Starts reducing the tensors in place, all in one group; strided ones travel as copies."""
-        return InFlight(self, tensors, name)
-
-
-class InFlight:
-    """A reduction under way; the tensors hold the answer after `wait`."""
-
-    def __init__(self, wire: Wire, tensors: Sequence[Tensor], name: str) -> None:
-        self._compression = wire.compression
-        self._tensors = [tensor.detach() for tensor in tensors]
-        self._sent: list[tuple[Tensor, Any]] = []
-        for tensor in self._tensors:
-            short, ctx = wire.compression.compress(tensor)
-            self._sent.append((short.contiguous(), ctx))
-        self._work: Work | Any = wire.group.grouped_all_reduce(
-            [short for short, _ in self._sent],
-            wire.op,
-            name=name,
-            prescale=wire.prescale,
-            postscale=wire.postscale,
-            async_op=True,
-        )
+class Flight(Protocol):
+    """What is under way for one bucket."""
 
     def wait(self) -> None:
-        """Blocks until the answer is in the tensors; raises what went wrong on the way."""
-        self._work.wait()
-        for tensor, (short, ctx) in zip(self._tensors, self._sent, strict=True):
-            if short is not tensor:
-                tensor.copy_(self._compression.decompress(short, ctx))
+        """Blocks until it has arrived; raises what went wrong on the way."""
+        ...
+
+
+Send = Callable[[Sequence[Named], str], Flight | None]
 
 
 class _Bucket:
@@ -81,28 +43,34 @@ class _Bucket:
 
 
 class GradientReducer:
-    """Counts backward passes and, where `wire` is given, reduces each bucket as it completes.
+    """Counts backward passes and sends each bucket once: early, as it completes, or when asked.
 
     A bucket is complete when each of its parameters has seen `passes` backward passes since
-    `restart`. Buckets are issued in one order on every rank: a complete one waits for those before
+    `restart`. Buckets are sent in one order on every rank: a complete one waits for those before
     it. Hooks may run in any of autograd's threads.
 
-    wire: None where nothing travels (one rank; or Adasum's delta method, which reduces after the
-    step): then only the number of passes is checked, and gradients are never touched.
+    send: called with a bucket's (name, parameter) pairs and its label. early: send while backward
+    runs. final: backward returns only when what it has sent has arrived, so that its caller finds
+    gradients that are final. one_rank: nothing is sent at all, only passes are counted.
     """
 
     def __init__(
         self,
         named: Sequence[Named],
+        send: Send,
         *,
-        wire: Wire | None,
+        early: bool,
+        final: bool = False,
+        one_rank: bool = False,
         passes: int = 1,
         groups: Groups = None,
-        sparse_as_dense: bool = False,
     ) -> None:
         self.passes = passes
-        self._wire = wire
-        self._sparse_as_dense = sparse_as_dense
+        self.synchronized = False
+        self._send = send
+        self._early = early and not one_rank
+        self._final = final
+        self._one_rank = one_rank
         self._lock = threading.RLock()
         self._names: dict[Tensor, str] = {}
         self._counts: dict[Tensor, int] = {}
@@ -111,20 +79,20 @@ class GradientReducer:
         self._hooked: set[Tensor] = set()
         self._handles: list[Any] = []
         self._issued = 0
-        self._in_flight: list[InFlight] = []
-        self.synchronized = False
+        self._in_flight: list[Flight] = []
+        self._awaited = False
         # A hook must not keep a dropped optimizer alive, nor go on counting for it.
         weakref.finalize(self, _remove_all, self._handles)
         self.add(named, groups)
 
     @property
-    def buckets(self) -> list[list[Named]]:
-        """The buckets in the order in which they are issued."""
-        return [bucket.members for bucket in self._buckets]
+    def named(self) -> list[Named]:
+        """(name, parameter) of every parameter, in registration order."""
+        return [(name, parameter) for parameter, name in self._names.items()]
 
     @property
     def busy(self) -> bool:
-        """True from the first bucket issued until `synchronize`."""
+        """Whether anything sent has not been waited for."""
         return bool(self._in_flight)
 
     def add(self, named: Sequence[Named], groups: Groups = None) -> None:
@@ -146,33 +114,54 @@ class GradientReducer:
             self._counts = dict.fromkeys(self._counts, 0)
             self._issued = 0
             self.synchronized = False
+            self._awaited = False
             self._hook_trainable()
             self._expect()
 
-    def synchronize(self) -> None:
-        """Issues the buckets not issued yet, in their order, and waits for all.
+    def synchronize(self, most: int | None = None) -> None:
+        """Sends the buckets not sent yet, in their order, and waits for all.
 
-        A trainable parameter without a gradient contributes zeros and gets the reduced one, so that
-        ranks on which backward took another way still agree. A second call does nothing.
+        A second call does nothing. most: at most so many buckets are under way at once.
         """
         if self.synchronized:
             return
-        with self._lock:
-            if self._wire is not None:
-                while self._issued < len(self._buckets):
-                    self._issue_next()
-                self._issue_late()
-            flights, self._in_flight = self._in_flight, []
-            self.synchronized = True
-        for flight in flights:
-            flight.wait()
+        if not self._one_rank:
+            try:
+                with self._lock:
+                    while self._issued < len(self._buckets):
+                        self._issue_next()
+                        if most is not None and len(self._in_flight) > most:
+                            self._in_flight.pop(0).wait()
+                    if self._early:
+                        self._issue_late()
+            except BaseException as error:
+                self._abandon(error)
+                raise
+        self.settle()
+        self.synchronized = True
 
-    def densify(self) -> None:
-        """With sparse_as_dense: turns sparse gradients into dense ones."""
-        if self._sparse_as_dense:
-            for parameter in self._names:
-                if parameter.grad is not None and parameter.grad.is_sparse:
-                    parameter.grad = parameter.grad.to_dense()
+    def settle(self) -> None:
+        """Waits for all that was sent; the first error is raised once nothing is under way."""
+        with self._lock:
+            flights, self._in_flight = self._in_flight, []
+        for i, flight in enumerate(flights):
+            try:
+                flight.wait()
+            except BaseException as error:
+                self._in_flight = flights[i + 1 :]
+                self._abandon(error)
+                raise
+
+    def _abandon(self, error: BaseException) -> None:
+        """Waits for the rest after an error, without acting on it: memory must not be in use."""
+        with self._lock:
+            flights, self._in_flight = self._in_flight, []
+        for flight in flights:
+            drop = getattr(flight, "drop", flight.wait)
+            try:
+                drop()
+            except Exception as other:  # noqa: BLE001 - told along with the first
+                _add_note(error, f"after it: {type(other).__name__}: {other}")
 
     def _hook_trainable(self) -> None:
         for parameter in self._names:
@@ -201,46 +190,50 @@ class GradientReducer:
                     f"the gradient of {self._names[parameter]} was computed after synchronize() "
                     "and before step(): it would be left out of the reduction"
                 )
-            if self._wire is None or count < self.passes:
+            if not self._early or count < self.passes:
                 return
             self._bucket_of[parameter].waiting -= 1
             while self._issued < len(self._buckets) and self._buckets[self._issued].waiting == 0:
                 self._issue_next()
+                self._await_at_the_end()
+
+    def _await_at_the_end(self) -> None:
+        """Once a backward: asks autograd's engine to call at its end, as torch's DDP does."""
+        if self._final and not self._awaited:
+            self._awaited = True
+            _engine.queue_callback(self._backward_has_ended)
+
+    def _backward_has_ended(self) -> None:
+        self._awaited = False
+        if self._issued == len(self._buckets) and self._hooked.issuperset(
+            parameter for parameter in self._names if parameter.requires_grad
+        ):
+            self.synchronize()
+        else:
+            self.settle()
 
     def _issue_next(self) -> None:
         bucket = self._buckets[self._issued]
         self._issued += 1
-        self._send(
-            [
-                entry
-                for entry in bucket.members
-                if entry[1].requires_grad and entry[1] in self._hooked
-            ],
-            bucket.name,
-        )
+        members = bucket.members
+        if self._early:
+            members = [entry for entry in members if entry[1] in self._hooked]
+        self._issue(members, bucket.name)
 
     def _issue_late(self) -> None:
         """Parameters made trainable since `restart`: no hook has told when they were ready."""
-        members = [entry for bucket in self._buckets for entry in bucket.members]
-        late = [(n, p) for n, p in members if p.requires_grad and p not in self._hooked]
-        self._send(late, "parameters made trainable since the last step")
+        late = [
+            (name, parameter)
+            for bucket in self._buckets
+            for name, parameter in bucket.members
+            if parameter.requires_grad and parameter not in self._hooked
+        ]
+        self._issue(late, "parameters made trainable since the last step")
 
-    def _send(self, members: Sequence[Named], name: str) -> None:
-        if members and self._wire is not None:
-            gradients = [self._gradient(each, parameter) for each, parameter in members]
-            self._in_flight.append(self._wire.reduce_async(gradients, name))
-
-    def _gradient(self, name: str, parameter: Tensor) -> Tensor:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        elif parameter.grad.is_sparse:
-            if not self._sparse_as_dense:
-                raise NotImplementedError(
-                    f"the gradient of {name} is sparse: reducing it as such is not supported yet; "
-                    "pass sparse_as_dense=True"
-                )
-            parameter.grad = parameter.grad.to_dense()
-        return parameter.grad
+    def _issue(self, members: Sequence[Named], label: str) -> None:
+        flight = self._send(members, label) if members else None
+        if flight is not None:
+            self._in_flight.append(flight)
 
 
 def _hook(owner: weakref.ref[GradientReducer]) -> Callable[[Tensor], None]:
@@ -255,3 +248,8 @@ def _hook(owner: weakref.ref[GradientReducer]) -> Callable[[Tensor], None]:
 def _remove_all(handles: list[Any]) -> None:
     for handle in handles:
         handle.remove()
+
+
+def _add_note(error: BaseException, text: str) -> None:
+    if hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(text)

@@ -10,7 +10,7 @@ import torch
 import adasum as hvd
 import collectives
 from adasum import DistributedOptimizer, OptimizerOrderError
-from tests.adasum.definition import loss_of, make_model
+from tests.adasum.definition import flat, loss_of, make_model
 from tests.adasum.jobs import OPS
 
 
@@ -112,11 +112,13 @@ def test_too_many_backward_passes_name_the_parameter(op: str, size: int) -> None
     collectives.run_threads(size, run)
 
 
-def test_zero_grad_while_gradients_are_reduced() -> None:
+def test_a_backward_broken_off_leaves_gradients_under_way() -> None:
     def run(group: collectives.Group) -> None:
         model = make_model()
-        optimizer: Any = DistributedOptimizer(_sgd(model))
-        loss_of(model, group.rank, 0).backward()
+        optimizer: Any = DistributedOptimizer(_sgd(model), groups=4)
+        broken = model[0].weight.register_hook(lambda gradient: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loss_of(model, group.rank, 0).backward()
         with pytest.raises(OptimizerOrderError, match=r"zero_grad\(\) was called after"):
             optimizer.zero_grad()
         with pytest.raises(OptimizerOrderError, match=r"add_param_group\(\) was called after"):
@@ -128,10 +130,33 @@ def test_zero_grad_while_gradients_are_reduced() -> None:
             optimizer.step()
         optimizer.synchronize()
         optimizer.zero_grad()
+        broken.remove()
         loss_of(model, group.rank, 1).backward()
         optimizer.step()
 
     collectives.run_threads(2, run)
+
+
+def test_a_batch_can_be_passed_over() -> None:
+    """zero_grad() after backward begins the step anew, as with a plain optimizer."""
+
+    def run(group: collectives.Group, op: Any, passed_over: bool) -> torch.Tensor:
+        model = make_model()
+        optimizer: Any = DistributedOptimizer(_sgd(model), op=op)
+        if passed_over:
+            loss_of(model, group.rank, 7).backward()
+            optimizer.zero_grad()
+        loss_of(model, group.rank, 0).backward()
+        optimizer.step()
+        return flat(model)
+
+    for op in OPS.values():
+        results = [
+            collectives.run_threads(2, lambda group, op=op, over=over: run(group, op, over))
+            for over in (False, True)
+        ]
+        assert torch.equal(results[0][0], results[1][0])
+        assert torch.equal(results[1][0], results[1][1])
 
 
 def test_backward_after_synchronize() -> None:
@@ -171,10 +196,13 @@ def test_closure_within_skip_synchronize() -> None:
     collectives.run_threads(1, run)
 
 
-def test_grad_scaler_before_synchronize() -> None:
+def test_grad_scaler_where_backward_did_not_reach_every_parameter() -> None:
     def run(group: collectives.Group) -> None:
         model = make_model().float()
-        optimizer: Any = DistributedOptimizer(_sgd(model))
+        unused = torch.nn.Parameter(torch.ones(2))
+        optimizer: Any = DistributedOptimizer(
+            torch.optim.SGD([unused, *model.parameters()], lr=0.1)
+        )
         scaler = torch.amp.GradScaler("cpu")
         scaler.scale(model(torch.ones(1, 6)).sum()).backward()
         with pytest.raises(OptimizerOrderError, match=r"synchronize\(\) before scaler"):

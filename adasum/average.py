@@ -1,0 +1,57 @@
+"""The mean of an optimizer's state over the ranks."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+
+from collectives import Group, Sum
+
+__all__ = ["average_state"]
+
+_Entry = tuple[int, str]
+
+
+def average_state(optimizer: torch.optim.Optimizer, group: Group) -> None:
+    """Averages, in place, every floating-point tensor of the state over the ranks that have it."""
+    parameters = [p for each in optimizer.param_groups for p in each["params"]]
+    mine = {
+        (i, key): value
+        for i, parameter in enumerate(parameters)
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and not value.is_sparse
+    }
+    described = [
+        [i, key, list(value.shape), str(value.dtype).removeprefix("torch."), value.device.type]
+        for (i, key), value in mine.items()
+    ]
+    answers = group.all_gather_bytes(json.dumps(described).encode(), name="average_state")
+    kinds: dict[_Entry, list[Any]] = {}
+    holders: dict[_Entry, int] = {}
+    for rank, answer in enumerate(answers):
+        for i, key, *kind in json.loads(answer):
+            first = kinds.setdefault((i, key), kind)
+            if kind != first:
+                raise ValueError(
+                    f"average_state: {key} of parameter {i} is {kind} on rank {rank} and {first} "
+                    "on a lower one"
+                )
+            holders[i, key] = holders.get((i, key), 0) + 1
+    entries = sorted(kinds)
+    for i, key in entries:
+        if (i, key) not in mine:
+            shape, dtype, device = kinds[i, key]
+            place = "cpu" if device == "cpu" else parameters[i].device
+            mine[i, key] = torch.zeros(shape, dtype=getattr(torch, dtype), device=place)
+            optimizer.state[parameters[i]][key] = mine[i, key]
+    # Half precision would lose what the ranks have in common.
+    wide = [
+        mine[entry].to(torch.promote_types(mine[entry].dtype, torch.float32), copy=True)
+        for entry in entries
+    ]
+    wide = [value.contiguous() for value in wide]
+    group.grouped_all_reduce(wide, Sum, name="average_state")
+    for entry, total in zip(entries, wide, strict=True):
+        mine[entry].copy_(total.div_(holders[entry]))

@@ -1,0 +1,121 @@
+"""The gradients themselves are reduced, while backward produces them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adasum.gradients import Flight, OptimizerOrderError
+from adasum.parameters import Named
+from adasum.wrapper import Distributed, densify
+from collectives import Average, Sum
+
+__all__ = ["GradientMethod"]
+
+
+class GradientMethod(Distributed):
+    """Each step sees the reduced gradients."""
+
+    _adasum_asked = False
+
+    def synchronize(self) -> None:
+        """Waits until every gradient is the reduced one, issuing what backward left over.
+
+        backward waits for what it sent before it returns: where it produced every gradient, they
+        are final without this call. A trainable parameter without a gradient contributes zeros and
+        gets the reduced one, so that ranks on which backward took another way still agree.
+        """
+        self._adasum_asked = True
+        self._adasum_gradients.synchronize()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step with the reduced gradients.
+
+        A closure is evaluated as often as the wrapped optimizer asks; each time its gradients are
+        reduced, and so is a loss returned as a floating-point tensor, so that optimizers that
+        decide by the loss decide alike on every rank.
+        """
+        gradients = self._adasum_gradients
+        if closure is not None and self._adasum_skip:
+            raise ValueError(
+                "step(closure) within skip_synchronize() would leave its gradients unreduced"
+            )
+        amp = "found_inf" in self.__dict__
+        if not self._adasum_alone and amp and not gradients.synchronized:
+            raise OptimizerOrderError(
+                "GradScaler looked at gradients that were not all reduced yet, since backward did "
+                "not reach every parameter: call optimizer.synchronize() before scaler.unscale_() "
+                "or scaler.step()"
+            )
+        if closure is not None:
+            answer = self._local_step(self._reduced(closure))
+        else:
+            if self._adasum_skip:
+                if not gradients.synchronized:
+                    raise OptimizerOrderError(
+                        "step() within skip_synchronize() needs synchronize() before it: the "
+                        "gradients were not reduced"
+                    )
+            else:
+                if self._adasum_asked and not amp:
+                    warnings.warn(
+                        "optimizer.step() called without optimizer.skip_synchronize() after "
+                        "optimizer.synchronize(); the gradients are not reduced a second time",
+                        stacklevel=3,
+                    )
+                gradients.synchronize()
+            answer = self._local_step()
+        self._adasum_asked = False
+        gradients.restart()
+        return answer
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        super().zero_grad(*args, **kwargs)
+        self._adasum_asked = False
+
+    def _reduced(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def evaluate() -> Any:
+            loss = closure()
+            self._adasum_gradients.synchronize()
+            if (
+                isinstance(loss, Tensor)
+                and loss.is_floating_point()
+                and self._adasum_group is not None
+                and self._adasum_group.size > 1
+            ):
+                # Adasum of one number is no measure of progress.
+                op = self._adasum_wire.op if self._adasum_wire.op in (Sum, Average) else Average
+                loss = loss.detach().clone()
+                self._adasum_group.all_reduce(loss, op, name="closure's loss")
+            return loss
+
+        return evaluate
+
+    def _send(self, members: Sequence[Named], label: str) -> Flight | None:
+        trainable = [entry for entry in members if entry[1].requires_grad]
+        if not trainable:
+            return None
+        names = [name for name, _ in trainable]
+        return self._adasum_wire.reduce_async(
+            names, [self._gradient(name, parameter) for name, parameter in trainable], label
+        )
+
+    def _gradient(self, name: str, parameter: Tensor) -> Tensor:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        elif parameter.grad.is_sparse:
+            if not self._adasum_sparse_as_dense:
+                raise NotImplementedError(
+                    f"the gradient of {name} is sparse: reducing it as such is not supported yet; "
+                    "pass sparse_as_dense=True"
+                )
+            densify(parameter)
+        return parameter.grad
+
+
+# torch wraps the step of any optimizer class not so marked, and would run step hooks twice.
+vars(GradientMethod)["step"].hooked = True

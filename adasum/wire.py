@@ -1,0 +1,79 @@
+"""How gradients and differences travel: the group, the operation, scales and compression."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from adasum.compression import Compression, Compressor
+from adasum.watch import Watcher
+from collectives import Group, Reducer, Work, parse_all_reduce_spec
+from collectives.plan import plan_of
+
+__all__ = ["InFlight", "Wire"]
+
+
+@dataclass
+class Wire:
+    """What one optimizer's reductions have in common.
+
+    spec: the algorithm, as `collectives` takes it; None is "auto". watch: sees every reduction.
+    """
+
+    group: Group
+    op: Reducer
+    compression: type[Compressor] = Compression.none
+    spec: str | None = None
+    prescale: float = 1.0
+    postscale: float = 1.0
+    watch: Watcher | None = None
+
+    def check(self) -> None:
+        """ValueError naming `spec` where it is no algorithm, or none for `op` on these ranks."""
+        try:
+            for part in parse_all_reduce_spec(self.spec or "auto"):
+                if part.outer != "auto":
+                    plan_of(part, self.op, self.group.topology)
+        except ValueError as error:
+            raise ValueError(f"spec={self.spec!r}: {error}") from None
+
+    def reduce_async(self, names: Sequence[str], tensors: Sequence[Tensor], label: str) -> InFlight:
+        """Starts reducing the tensors in place, all in one group; strided ones travel as copies."""
+        return InFlight(self, names, tensors, label)
+
+
+class InFlight:
+    """A reduction under way; the tensors hold the answer after `wait`."""
+
+    def __init__(
+        self, wire: Wire, names: Sequence[str], tensors: Sequence[Tensor], label: str
+    ) -> None:
+        self._compression = wire.compression
+        self._tensors = [tensor.detach() for tensor in tensors]
+        self._watch = wire.watch
+        self._token = self._watch.sent(names, self._tensors) if self._watch else None
+        self._sent: list[tuple[Tensor, Any]] = []
+        for tensor in self._tensors:
+            short, ctx = wire.compression.compress(tensor)
+            self._sent.append((short.contiguous(), ctx))
+        self._work: Work | Any = wire.group.grouped_all_reduce(
+            [short for short, _ in self._sent],
+            wire.op,
+            algorithm=wire.spec,
+            name=label,
+            prescale=wire.prescale,
+            postscale=wire.postscale,
+            async_op=True,
+        )
+
+    def wait(self) -> None:
+        """Blocks until the answer is in the tensors; raises what went wrong on the way."""
+        self._work.wait()
+        for tensor, (short, ctx) in zip(self._tensors, self._sent, strict=True):
+            if short is not tensor:
+                tensor.copy_(self._compression.decompress(short, ctx))
+        if self._watch:
+            self._watch.reduced(self._token, self._tensors)
