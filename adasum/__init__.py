@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import collectives
+from adasum import orthogonality
 from adasum.compression import Compression
 from adasum.gradients import OptimizerOrderError
 from adasum.ops import (
@@ -83,6 +84,7 @@ __all__ = [
     "is_initialized",
     "local_rank",
     "local_size",
+    "orthogonality",
     "poll",
     "rank",
     "shutdown",

@@ -13,7 +13,7 @@ from torch import Tensor
 import adasum
 import collectives
 from adasum.orthogonality import Recorder, Row, orthogonality
-from tests.adasum.definition import tolerance, tree
+from tests.adasum.definition import OPTIMIZERS, loss_of, make_model, tolerance, tree
 
 # One per layer: 0-d, matrix, more than a cache line, and none of them a multiple of a slot.
 SHAPES = [(), (3, 5), (1000,), (7,)]
@@ -184,6 +184,57 @@ def test_a_tensor_absent_in_some_steps_is_counted_by_its_own_steps() -> None:
     token = recorder.sent(["a", "b"], [torch.ones(1)] * 2)
     assert token is not None
     assert token.places == [(4, "a")]
+
+
+def of_step(rank: int, method: str) -> list[Tensor]:
+    """What this rank sends in its first step: gradients, or the local step's differences."""
+    model = make_model()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    loss_of(model, rank, 0).backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    optimizer.step()
+    differences = [p.detach() - old for p, old in zip(model.parameters(), before, strict=True)]
+    return gradients if method == "gradient" else differences
+
+
+@pytest.mark.parametrize(
+    ("op", "method", "copies"),
+    [
+        (adasum.Adasum, "gradient", False),
+        (adasum.Adasum, "delta", False),
+        (adasum.Adasum, "delta", True),
+        (adasum.Average, "gradient", True),
+    ],
+)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_it_watches_an_optimizer(
+    size: int, op: collectives.Reducer, method: str, copies: bool
+) -> None:
+    def run(group: collectives.Group) -> list[Row]:
+        model = make_model()
+        optimizer = adasum.DistributedOptimizer(
+            OPTIMIZERS["adamw"](model.parameters()),
+            model.named_parameters(),
+            op=op,
+            groups=2,
+            **({"method": method} if op is adasum.Adasum else {}),
+        )
+        recorder = Recorder(every=2, copies=copies)
+        optimizer.watch(recorder)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss_of(model, group.rank, step).backward()
+            optimizer.step()
+        return recorder.rows
+
+    results = collectives.run_threads(size, run)
+    assert all(rows == results[0] for rows in results)
+    assert [row.step for row in results[0]] == [0] * 4 + [2] * 4
+    first = {row.name: row.ratio for row in results[0][:4]}
+    names = [name for name, _ in make_model().named_parameters()]
+    want = definition(size, lambda rank: of_step(rank, method))
+    assert_close([first[name] for name in names], want, torch.float64)
 
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, True])
