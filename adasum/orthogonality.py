@@ -5,8 +5,9 @@ For one layer with gradients g_1 .. g_n on n ranks the ratio is
     |Adasum(g_1 .. g_n)|^2 / (|g_1|^2 + .. + |g_n|^2)
 
 1 when they are orthogonal, 1/n when they are equal: there Adasum is the average, and more ranks
-buy no longer steps. Source: Maleki et al., "Scaling Distributed Training with Adaptive Summation",
-arXiv 2006.02924, the section on the orthogonality of gradients.
+buy no longer steps. It is never above 1; opposed gradients bring it to 0. Source: Maleki et al.,
+"Scaling Distributed Training with Adaptive Summation", arXiv 2006.02924, the section on the
+orthogonality of gradients.
 
     recorder = adasum.orthogonality.Recorder(every=10)
     optimizer.watch(recorder)

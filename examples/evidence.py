@@ -1,0 +1,83 @@
+"""What the evidence_*.py scripts share: work on all cores, files of numbers, the machine's name."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+FOLDER = Path(__file__).parents[1] / "docs" / "evidence"
+
+Job = TypeVar("Job")
+Answer = TypeVar("Answer")
+
+
+def in_parallel(
+    function: Callable[[Job], Answer], jobs: Sequence[Job], workers: int
+) -> list[Answer]:
+    """The answers in the order of jobs, from processes of one thread each; prints as it goes.
+
+    One worker is this process.
+    """
+    started = time.perf_counter()
+    with ExitStack() as stack:
+        answers: Iterable[Answer] = map(function, jobs)
+        if workers > 1:
+            pool = ProcessPoolExecutor(
+                workers, get_context("spawn"), torch.set_num_threads, initargs=(1,)
+            )
+            answers = stack.enter_context(pool).map(function, jobs)
+        done = []
+        for job, answer in zip(jobs, answers, strict=True):
+            done.append(answer)
+            seconds = time.perf_counter() - started
+            print(f"{len(done)}/{len(jobs)}, {seconds:.0f} s: {job}", flush=True)
+    return done
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers were made on."""
+    return {
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def save(path: Path, content: dict[str, Any]) -> None:
+    """`content` and the machine as JSON; one line a row where a list of rows is deep inside."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [f"  {json.dumps(key)}: {_value(value)}" for key, value in content.items()]
+    lines.append(f'  "machine": {json.dumps(machine())}')
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def mean_and_spread(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and standard deviation; the latter 0 for a single value."""
+    return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, list):
+        return "[\n    " + ",\n    ".join(json.dumps(row) for row in value) + "\n  ]"
+    return json.dumps(value)
+
+
+def _cpu() -> str:
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        for line in information.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

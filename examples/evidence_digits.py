@@ -1,0 +1,204 @@
+"""The digits experiment of `compare_digits.py`, on up to 32 ranks and with more seeds.
+
+    python examples/evidence_digits.py            # docs/evidence/digits.json, .md and .png
+    python examples/evidence_digits.py --quick    # the same in small, for a test
+
+Model, data, rate and schedule are those of `train_digits.py`: plain SGD, for which Adasum of deltas
+is Adasum of gradients. Two rules for how long: EPOCHS epochs on any number of ranks, so n ranks
+make one n-th of the steps; and as many epochs as ranks, so 16 and 32 ranks make as many steps as 8.
+Ranks are played in one process (`one_process`); one seed of CHECKED is trained by
+DistributedOptimizer on as many threads too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import matplotlib
+import torch
+from compare_digits import COLOURS, grouped, table
+from evidence import FOLDER, in_parallel, mean_and_spread, save
+from one_process import Ranks, Reduction
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from train_digits import (
+    BATCH,
+    EPOCHS,
+    EXAMPLES_PER_LOOK,
+    LEARNING_RATE,
+    OPS,
+    TARGET,
+    Digits,
+    LeNet,
+    Run,
+    accuracy_on_test,
+    schedule,
+)
+from train_digits import train as train_on_ranks
+
+import collectives
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+RANKS = (1, 2, 4, 8, 16, 32)
+LONGER = (8, 16, 32)
+SEEDS = (0, 1, 2, 3, 4)
+CHECKED = ((16, "sum"), (16, "average"), (16, "adasum"), (32, "adasum"))
+
+
+@dataclass(frozen=True)
+class Job:
+    op: str
+    ranks: int
+    seed: int
+    epochs: int = EPOCHS
+    learning_rate: float = LEARNING_RATE
+    momentum: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.ranks} ranks, {self.op}, seed {self.seed}, {self.epochs} epochs"
+
+
+@lru_cache(maxsize=1)
+def data() -> Digits:
+    return Digits.load(torch.device("cpu"))
+
+
+def batches(examples: int, ranks: int, epochs: int, seed: int) -> Tensor:
+    """Numbers of images [steps, ranks, BATCH]: those that `train_digits.train` gives each rank."""
+    steps_an_epoch = examples // (ranks * BATCH)
+    shuffle = torch.Generator().manual_seed(seed + 1000)
+    orders = [torch.randperm(examples, generator=shuffle) for _ in range(epochs)]
+    shares = [order[rank::ranks] for order in orders for rank in range(ranks)]
+    whole = torch.stack([share[: steps_an_epoch * BATCH] for share in shares])
+    return whole.view(epochs, ranks, steps_an_epoch, BATCH).transpose(1, 2).flatten(0, 1)
+
+
+def train(job: Job) -> Run:
+    """What `train_digits.train` does, with all ranks in this process."""
+    started = time.perf_counter()
+    digits = data()
+    torch.manual_seed(job.seed)
+    ranks = Ranks(
+        LeNet(),
+        lambda parameters: torch.optim.SGD(parameters, lr=job.learning_rate, momentum=job.momentum),
+        job.ranks,
+        Reduction(job.op, "delta" if job.op == "adasum" else "gradient"),
+    )
+    images = batches(len(digits.labels), job.ranks, job.epochs, job.seed)
+    steps = len(images)
+    run = Run(job.op, job.ranks, job.seed, job.learning_rate, steps)
+    looks_every = max(1, EXAMPLES_PER_LOOK // (job.ranks * BATCH))
+    for step in range(steps):
+
+        def loss_of(model: nn.Module, rank: int, step: int = step) -> Tensor:
+            mine = images[step, rank]
+            return cross_entropy(model(digits.images[mine]), digits.labels[mine])
+
+        ranks.step(loss_of, job.learning_rate * schedule(step, steps))
+        if (step + 1) % looks_every == 0 or step + 1 == steps:
+            run.looks.append((step + 1, accuracy_on_test(ranks.model, digits)))
+    run.seconds = time.perf_counter() - started
+    return run
+
+
+def jobs_of(ranks: tuple[int, ...], seeds: tuple[int, ...], *, longer: bool) -> list[Job]:
+    return [
+        Job(op, count, seed, count if longer else EPOCHS)
+        for count in ranks
+        for op in (OPS if count > 1 else ("average",))
+        for seed in seeds
+    ]
+
+
+def check(pairs: tuple[tuple[int, str], ...], runs: list[Run], seed: int) -> list[dict[str, float]]:
+    """The final accuracy of one seed in one process, and of DistributedOptimizer on threads."""
+    rows = []
+    for ranks, op in pairs:
+        played = next(r for r in runs if (r.ranks, r.op, r.seed) == (ranks, op, seed))
+        real = collectives.run_threads(
+            ranks, lambda group, op=op: train_on_ranks(data(), op, seed), timeout=600.0
+        )[0]
+        row = {
+            "ranks": ranks,
+            "op": op,
+            "seed": seed,
+            "one_process": played.accuracy,
+            "threads": real.accuracy,
+        }
+        rows.append(row)
+        print(row, flush=True)
+    return rows
+
+
+def plot(runs: list[Run], longer: list[Run], path: Path) -> None:
+    """Final accuracy against ranks, mean and standard deviation, under either rule."""
+    figure, panels = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
+    titles = (f"{EPOCHS} epochs on any number of ranks", "as many epochs as ranks")
+    for panel, group, title in zip(panels, (runs, longer), titles, strict=True):
+        alone = [run.accuracy for run in runs if run.ranks == 1]
+        by_op: dict[str, list[tuple[int, float, float]]] = {
+            op: [(1, *mean_and_spread(alone))] if group is runs else [] for op in OPS
+        }
+        for (count, op), members in grouped(group).items():
+            if count > 1:
+                by_op[op].append((count, *mean_and_spread([run.accuracy for run in members])))
+        for op, points in by_op.items():
+            x, mean, spread = zip(*points, strict=True)
+            panel.errorbar(
+                x, mean, spread, marker="o", capsize=4, color=COLOURS[op], label=op.capitalize()
+            )
+        counts = sorted({run.ranks for run in group})
+        panel.set(title=title, xlabel="ranks", xscale="log", ylim=(0, 1.02))
+        panel.set_xticks(counts, [str(count) for count in counts])
+        panel.minorticks_off()
+        panel.axhline(TARGET, color="grey", linewidth=0.8, linestyle=":")
+        panel.axhline(0.1, color="grey", linewidth=0.8, linestyle="--")
+        panel.legend(loc="center left")
+    panels[0].set_ylabel("final test accuracy")
+    figure.suptitle("Handwritten digits, SGD, one learning rate, tuned for one rank")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the three files")
+    parser.add_argument("--workers", type=int, default=2, help="processes")
+    parser.add_argument("--quick", action="store_true", help="few ranks, one seed")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    started = time.perf_counter()
+    counts, longer_counts, seeds, checked = RANKS, LONGER, SEEDS, CHECKED
+    if options.quick:
+        counts, longer_counts, seeds, checked = (1, 4), (2,), (0,), ((4, "adasum"),)
+    jobs = jobs_of(counts, seeds, longer=False)
+    longer_jobs = jobs_of(longer_counts, seeds, longer=True)
+    both = in_parallel(train, [*jobs, *longer_jobs], options.workers)
+    runs, longer = both[: len(jobs)], both[len(jobs) :]
+    rows = check(checked, runs, seeds[0])
+    options.out.mkdir(parents=True, exist_ok=True)
+    save(
+        options.out / "digits.json",
+        {
+            "rate": LEARNING_RATE,
+            "batch": BATCH,
+            "checked_on_threads": rows,
+            "same_epochs": [asdict(run) for run in runs],
+            "epochs_as_ranks": [asdict(run) for run in longer],
+        },
+    )
+    text = f"{EPOCHS} epochs:\n\n{table(runs)}\n\nAs many epochs as ranks:\n\n{table(longer)}\n"
+    (options.out / "digits.md").write_text(text)
+    plot(runs, longer, options.out / "digits.png")
+    print(f"\n{text}\n{time.perf_counter() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
