@@ -79,12 +79,28 @@ def flat(model: torch.nn.Module) -> Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
-def trajectory(op: str, kind: str, size: int, passes: int, steps: int) -> Tensor:
+def trajectory(
+    op: str,
+    kind: str,
+    size: int,
+    passes: int,
+    steps: int,
+    *,
+    method: str = "delta",
+    local_size: int = 1,
+) -> Tensor:
     """Parameters [steps, P] after each step by the definition, no communication involved.
 
-    Sum, Average: one plain optimizer stepping by the reduced gradients. Adasum: every rank's own
-    plain optimizer steps from the common parameters, and the tree of the differences is added.
+    Sum, Average, and Adasum's gradient method: one plain optimizer stepping by the reduced
+    gradients. Adasum's delta method: every rank's own plain optimizer steps from the common
+    parameters, and the tree of the differences is added. local_size: Adasum of the averages over
+    so many neighbours.
     """
+
+    def adasum(vectors: Sequence[Tensor]) -> Tensor:
+        nodes = [vectors[i : i + local_size] for i in range(0, size, local_size)]
+        return tree([torch.stack(list(node)).mean(0) for node in nodes])
+
     replicas = [make_model() for _ in range(size)]
     optimizers = [OPTIMIZERS[kind](model.parameters()) for model in replicas]
     rows = []
@@ -94,18 +110,24 @@ def trajectory(op: str, kind: str, size: int, passes: int, steps: int) -> Tensor
             for turn in range(passes):
                 loss_of(model, rank, step, turn).backward()
         columns = list(zip(*(model.parameters() for model in replicas), strict=True))
-        if op != "Adasum":
+        by_delta = op == "Adasum" and method == "delta"
+        if not by_delta:
             for column in columns:
-                total = torch.stack([p.grad for p in column]).sum(0)
+                gradients = [p.grad for p in column]
+                reduced = torch.stack(gradients).sum(0)
+                if op == "Average":
+                    reduced = reduced / size
+                elif op == "Adasum":
+                    reduced = adasum([g.reshape(-1) for g in gradients]).view(reduced.shape)
                 for p in column:
-                    p.grad = total / size if op == "Average" else total.clone()
+                    p.grad = reduced.clone()
         before = [column[0].detach().clone() for column in columns]
         for optimizer in optimizers:
             optimizer.step()
-        if op == "Adasum":
+        if by_delta:
             with torch.no_grad():
                 for old, column in zip(before, columns, strict=True):
-                    delta = tree([(p - old).reshape(-1) for p in column]).view(old.shape)
+                    delta = adasum([(p - old).reshape(-1) for p in column]).view(old.shape)
                     for p in column:
                         p.copy_(old + delta)
         rows.append(flat(replicas[0]))

@@ -1,0 +1,277 @@
+"""One training a line of what the optimizer promises; ranks are threads or processes.
+
+Each function trains on the default group and returns the parameters it ends with, which are the
+same bits on every rank, and the same whichever way the ranks are connected.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import adasum as hvd
+from adasum import Compression, DistributedOptimizer
+from tests.adasum.definition import OPTIMIZERS, flat, loss_of, make_model
+from tests.adasum.jobs import OPS
+
+STEPS, STOP = 4, 2
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "sum": ("Sum", {}),
+    "average": ("Average", {}),
+    "delta": ("Adasum", {}),
+    "gradient": ("Adasum", {"method": "gradient"}),
+    "in backward": ("Adasum", {"step_in_backward": True}),
+}
+Wrap = Callable[..., Any]
+
+
+def _lbfgs(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(parameters, max_iter=3, line_search_fn="strong_wolfe")
+
+
+def _wrap(way: str) -> Wrap:
+    op, fixed = WAYS[way]
+
+    def wrap(kind: Any, model: torch.nn.Module, **options: Any) -> Any:
+        make = OPTIMIZERS[kind] if isinstance(kind, str) else kind
+        return DistributedOptimizer(
+            make(model.parameters()), model.named_parameters(), op=OPS[op], **fixed, **options
+        )
+
+    return wrap
+
+
+def _train(model: torch.nn.Module, optimizer: Any, passes: int = 1) -> Tensor:
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for turn in range(passes):
+            loss_of(model, hvd.rank(), step, turn).backward()
+        optimizer.step()
+    return flat(model)
+
+
+def groups(wrap: Wrap) -> Tensor:
+    model = make_model()
+    return _train(model, wrap("adam", model, groups=3))
+
+
+def accumulation(wrap: Wrap) -> Tensor:
+    model = make_model()
+    return _train(model, wrap("momentum", model, backward_passes_per_step=2), passes=2)
+
+
+def compressed(wrap: Wrap) -> Tensor:
+    parts = []
+    for compression in (Compression.fp16, Compression.bf16):
+        model = make_model()
+        parts.append(_train(model, wrap("sgd", model, compression=compression)))
+    return torch.cat(parts)
+
+
+def closures(wrap: Wrap) -> Tensor:
+    model = make_model()
+    optimizer = wrap("adam", model)
+
+    def closure(step: int) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, hvd.rank(), step)
+        loss.backward()
+        return loss
+
+    for step in range(STEPS):
+        assert optimizer.step(lambda step=step: closure(step)) is not None
+    return flat(model)
+
+
+def line_search(wrap: Wrap) -> Tensor:
+    model = make_model()
+    optimizer = wrap(_lbfgs, model)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, hvd.rank(), 0)
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+    return flat(model)
+
+
+def clipped(wrap: Wrap) -> Tensor:
+    model = make_model()
+    optimizer = wrap("momentum", model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, hvd.rank(), step).backward()
+        optimizer.synchronize()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    return flat(model)
+
+
+def scaled(wrap: Wrap) -> Tensor:
+    model = make_model().float()
+    optimizer = wrap("adamw", model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(torch.full((2, 6), 0.1 * (hvd.rank() + 1 + step))).square().mean()
+        if step == 1 and hvd.rank() == hvd.size() - 1:
+            loss = loss * float("inf")
+        before = flat(model)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(before, flat(model)) == (step == 1)
+    # Under the delta method the other ranks' scalers saw finite gradients of their own.
+    assert scaler.get_scale() == 4.0 or hvd.rank() < hvd.size() - 1
+    return flat(model)
+
+
+def autocast(wrap: Wrap) -> Tensor:
+    model = make_model().float()
+    optimizer = wrap("adamw", model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + hvd.rank()))
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+    return flat(model)
+
+
+def unused_parameters(wrap: Wrap) -> Tensor:
+    """Backward takes another way on every rank."""
+    branches = torch.nn.ModuleList([make_model(1), make_model(2)])
+    optimizer = wrap("momentum", branches)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(branches[(hvd.rank() + step) % 2], hvd.rank(), step).backward()
+        optimizer.step()
+    return flat(branches)
+
+
+def frozen_shared_and_added(wrap: Wrap) -> Tensor:
+    first, second, extra = make_model(1), make_model(2), make_model(3)
+    second[2].weight = first[2].weight
+    second[0].requires_grad_(False)
+    both = torch.nn.ModuleList([first, second])
+    optimizer = wrap("sgd", both)
+    for step in range(STEPS):
+        if step == 1:
+            second[0].requires_grad_(True)
+        if step == 2:
+            optimizer.add_param_group({"params": list(extra.parameters())})
+        loss = sum(loss_of(model, hvd.rank(), step) for model in (first, second, extra))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return flat(torch.nn.ModuleList([both, extra]))
+
+
+def two_optimizers(wrap: Wrap) -> Tensor:
+    first, second = make_model(1), make_model(2)
+    optimizers = [wrap("adam", first), wrap("momentum", second)]
+    for step in range(STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for model, optimizer in zip((first, second), optimizers, strict=True):
+            loss_of(model, hvd.rank(), step).backward()
+            optimizer.step()
+    return flat(torch.nn.ModuleList([first, second]))
+
+
+def sparse(wrap: Wrap) -> Tensor:
+    parts = []
+    for as_dense in (True,):
+        # Not by the global seed, which ranks that are threads share.
+        weights = torch.randn(7, 3, generator=torch.Generator().manual_seed(0))
+        table = torch.nn.Embedding.from_pretrained(weights.double(), freeze=False, sparse=True)
+        optimizer = wrap(lambda p: torch.optim.SGD(p, lr=0.5), table, sparse_as_dense=as_dense)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            table(torch.tensor([hvd.rank(), 2, 2, step])).square().sum().backward()
+            optimizer.step()
+        parts.append(flat(table))
+    return torch.cat(parts)
+
+
+def resumed(wrap: Wrap) -> Tensor:
+    """The same bits as without the interruption."""
+    runs = [_interrupted(wrap, stop, averaged=False) for stop in (None, STOP)]
+    assert torch.equal(*runs)
+    return runs[0]
+
+
+def resumed_from_one_rank(wrap: Wrap) -> Tensor:
+    """The same, all ranks resuming from rank 0's checkpoint of averaged state."""
+    runs = [_interrupted(wrap, stop, averaged=True) for stop in (None, STOP)]
+    assert torch.equal(*runs)
+    return runs[0]
+
+
+def _interrupted(wrap: Wrap, stop: int | None, averaged: bool) -> Tensor:
+    def begin(seed: int) -> tuple[torch.nn.Module, Any, Any]:
+        model = make_model(seed)
+        optimizer = wrap("adamw", model)
+        return model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+    model, optimizer, rates = begin(0)
+    for step in range(STEPS):
+        if step == STOP and averaged:
+            optimizer.average_state()
+        if step == stop:
+            parts = [each.state_dict() for each in (model, optimizer, rates)]
+            if averaged:
+                mine = copy.deepcopy(parts) if hvd.rank() == 0 else None
+                parts = hvd.broadcast_object(mine, root_rank=0)
+            file = io.BytesIO()
+            torch.save(parts, file)
+            file.seek(0)
+            model, optimizer, rates = begin(99)
+            for each, part in zip(
+                (model, optimizer, rates), torch.load(file, weights_only=True), strict=True
+            ):
+                each.load_state_dict(part)
+        optimizer.zero_grad()
+        loss_of(model, hvd.rank(), step).backward()
+        optimizer.step()
+        rates.step()
+    return flat(model)
+
+
+_EVERY = tuple(WAYS)
+_AFTER_BACKWARD = tuple(way for way in WAYS if way != "in backward")
+LINES: dict[Callable[[Wrap], Tensor], tuple[str, ...]] = {
+    groups: _EVERY,
+    accumulation: _EVERY,
+    compressed: _EVERY,
+    closures: _EVERY,
+    line_search: _AFTER_BACKWARD,
+    clipped: _AFTER_BACKWARD,
+    scaled: _AFTER_BACKWARD,
+    autocast: _EVERY,
+    unused_parameters: _EVERY,
+    frozen_shared_and_added: _EVERY,
+    two_optimizers: _EVERY,
+    sparse: ("sum", "average", "delta", "in backward"),
+    resumed: _EVERY,
+    resumed_from_one_rank: _EVERY,
+}
+
+
+def every_line() -> dict[str, Tensor]:
+    """Each line in each of its ways: the parameters it ends with."""
+    return {
+        f"{line.__name__}, {way}": line(_wrap(way)) for line, ways in LINES.items() for way in ways
+    }
