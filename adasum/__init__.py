@@ -5,32 +5,48 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import collectives
 from adasum import orthogonality
+from adasum.basics import (
+    cross_rank,
+    cross_size,
+    init,
+    is_homogeneous,
+    local_rank,
+    local_size,
+    rank,
+    size,
+)
 from adasum.compression import Compression
-from adasum.gradients import OptimizerOrderError
-from adasum.ops import (
+from adasum.gathering import (
     allgather,
     allgather_async,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+)
+from adasum.gradients import OptimizerOrderError
+from adasum.handles import poll, synchronize
+from adasum.ops import (
     allreduce,
     allreduce_,
     allreduce_async,
     allreduce_async_,
     barrier,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
     grouped_allreduce,
     grouped_allreduce_,
     grouped_allreduce_async,
     grouped_allreduce_async_,
-    poll,
-    synchronize,
 )
 from adasum.optimizer import DistributedOptimizer
+from adasum.process_sets import (
+    ProcessSet,
+    add_process_set,
+    get_process_set_ids_and_ranks,
+    global_process_set,
+    process_set_by_id,
+    remove_process_set,
+)
 from adasum.reducer import Adasum, AdasumReducer
 from adasum.state import (
     allgather_object,
@@ -59,8 +75,10 @@ __all__ = [
     "Compression",
     "DistributedOptimizer",
     "OptimizerOrderError",
+    "ProcessSet",
     "Sum",
     "TransportError",
+    "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -76,52 +94,25 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "cross_rank",
+    "cross_size",
+    "get_process_set_ids_and_ranks",
+    "global_process_set",
     "grouped_allreduce",
     "grouped_allreduce_",
     "grouped_allreduce_async",
     "grouped_allreduce_async_",
     "init",
+    "is_homogeneous",
     "is_initialized",
     "local_rank",
     "local_size",
     "orthogonality",
     "poll",
+    "process_set_by_id",
     "rank",
+    "remove_process_set",
     "shutdown",
     "size",
     "synchronize",
 ]
-
-
-def init(comm: None = None, process_sets: None = None, **options: Any) -> None:
-    """Joins the ranks that torchrun started, or stands alone; a second call does nothing.
-
-    options: timeout (seconds, 300.0) and process_group, as `collectives.init` takes them.
-    NotImplementedError for Horovod's comm and process_sets.
-    """
-    if comm is not None:
-        raise NotImplementedError("comm is not supported: ranks are started by torchrun")
-    if process_sets is not None:
-        raise NotImplementedError("process_sets are not supported yet")
-    if not is_initialized():
-        collectives.init(**options)
-
-
-def rank() -> int:
-    """This rank's number, 0..size()-1."""
-    return collectives.default_group().rank
-
-
-def size() -> int:
-    """The number of ranks."""
-    return collectives.default_group().size
-
-
-def local_rank() -> int:
-    """This rank's number on its host, 0..local_size()-1."""
-    return collectives.default_group().local_rank
-
-
-def local_size() -> int:
-    """The number of ranks on this host."""
-    return collectives.default_group().local_size

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collectives import default_group
+from adasum.process_sets import ProcessSet, members_of, root_of
+from collectives import Group
 
 __all__ = [
     "allgather_object",
@@ -24,9 +25,11 @@ __all__ = [
 
 
 def broadcast_parameters(
-    params: Mapping[str, Any] | Iterable[Tensor | tuple[str, Tensor | None]], root_rank: int
+    params: Mapping[str, Any] | Iterable[Tensor | tuple[str, Tensor | None]],
+    root_rank: int,
+    process_set: ProcessSet | None = None,
 ) -> None:
-    """Overwrites every parameter with that of `root_rank`; collective.
+    """Overwrites every parameter with that of `root_rank`, a global rank; collective.
 
     params: model.state_dict(), model.named_parameters(), model.parameters() or a list of tensors,
     with the same names, shapes and dtypes on every rank. None is passed over.
@@ -44,34 +47,42 @@ def broadcast_parameters(
     for name, value in entries:
         if value is not None and not isinstance(value, Tensor):
             raise TypeError(f"params[{name!r}] must be a tensor, not {type(value).__name__}")
-    _broadcast_tensors([(name, value) for name, value in entries if value is not None], root_rank)
+    tensors = [(name, value) for name, value in entries if value is not None]
+    _broadcast_tensors(tensors, *_place(process_set, root_rank))
 
 
-def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int) -> None:
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    root_rank: int,
+    model: torch.nn.Module | None = None,
+    process_set: ProcessSet | None = None,
+) -> None:
     """Gives every rank the state and the hyperparameters of `root_rank`'s optimizer; collective.
 
     Works when only the root has state (resumed from a checkpoint) or only others have. Tensors keep
     the root's dtype, and lie on the device of their parameter (on the CPU where the root's do).
+    model: not needed; Horovod has it.
     ValueError on every rank when the ranks' parameter groups differ in number or length.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
             f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}"
         )
-    lengths = allgather_object([len(group["params"]) for group in optimizer.param_groups])
+    group, root = _place(process_set, root_rank)
+    mine = [len(each["params"]) for each in optimizer.param_groups]
+    lengths = allgather_object(mine, process_set=process_set)
     for rank, other in enumerate(lengths):
-        if other != lengths[root_rank]:
+        if other != lengths[root]:
             raise ValueError(
-                f"the optimizer has parameter groups of {lengths[root_rank]} parameters on rank "
-                f"{root_rank} and of {other} on rank {rank}"
+                f"the optimizer has parameter groups of {lengths[root]} parameters on rank "
+                f"{root} and of {other} on rank {rank}"
             )
-    group = default_group()
-    at_root = group.rank == root_rank
+    at_root = group.rank == root
     parameters = [p for each in optimizer.param_groups for p in each["params"]]
     tensors: list[Tensor] = []
     skeleton = _take_out(optimizer.state_dict(), tensors) if at_root else None
     shapes = [(list(t.shape), str(t.dtype), t.device.type) for t in tensors]
-    skeleton, shapes = broadcast_object([skeleton, shapes], root_rank)
+    skeleton, shapes = broadcast_object([skeleton, shapes], root_rank, None, process_set)
     if not at_root:
         owners = _owners(skeleton["state"])
         tensors = [
@@ -82,7 +93,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int) 
             )
             for i, (shape, dtype, device) in enumerate(shapes)
         ]
-    _broadcast_tensors([(f"state {i}", tensor) for i, tensor in enumerate(tensors)], root_rank)
+    _broadcast_tensors([(f"state {i}", tensor) for i, tensor in enumerate(tensors)], group, root)
     if not at_root:
         received = _put_back(skeleton, tensors)
         optimizer.load_state_dict(received)
@@ -92,34 +103,38 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int) 
 
 
 def broadcast_object(
-    obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: None = None
+    obj: Any = None,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet | None = None,
 ) -> Any:
     """The root's object, on every rank; tensors in it arrive on the CPU. Collective.
 
+    root_rank: a global rank.
     TypeError on every rank when the root's object holds more than the safe kinds (see the module).
     """
-    _refuse_process_set(process_set)
-    group = default_group()
+    group, root = _place(process_set, root_rank)
     name = name or "object"
-    at_root = group.rank == root_rank
+    at_root = group.rank == root
     ok, payload = _encode(obj) if at_root else (True, b"")
     header = torch.tensor([ok, len(payload)], dtype=torch.int64)
-    group.broadcast(header, root=root_rank, name=f"{name}: length")
+    group.broadcast(header, root=root, name=f"{name}: length")
     ok, length = bool(header[0]), int(header[1])
     content = _to_tensor(payload) if at_root else torch.empty(length, dtype=torch.uint8)
-    group.broadcast(content, root=root_rank, name=f"{name}: content")
+    group.broadcast(content, root=root, name=f"{name}: content")
     if not ok:
         raise TypeError(f"rank {root_rank}: {_to_bytes(content).decode()}")
     return obj if at_root else _decode(_to_bytes(content))
 
 
-def allgather_object(obj: Any, name: str | None = None, process_set: None = None) -> list[Any]:
+def allgather_object(
+    obj: Any, name: str | None = None, process_set: ProcessSet | None = None
+) -> list[Any]:
     """Every rank's object, in rank order, on every rank; tensors arrive on the CPU. Collective.
 
     TypeError on every rank when one rank's object holds more than the safe kinds.
     """
-    _refuse_process_set(process_set)
-    group = default_group()
+    group = members_of(process_set)
     name = name or "object"
     ok, payload = _encode(obj)
     header = torch.tensor([[ok, len(payload)]], dtype=torch.int64)
@@ -137,15 +152,20 @@ def allgather_object(obj: Any, name: str | None = None, process_set: None = None
     return [_decode(piece) for piece in pieces]
 
 
-def _broadcast_tensors(entries: list[tuple[str, Tensor]], root_rank: int) -> None:
-    group = default_group()
-    if not 0 <= root_rank < group.size:
+def _place(process_set: ProcessSet | None, root_rank: int) -> tuple[Group, int]:
+    """The group of the set, and the number of the root in it."""
+    group, root = members_of(process_set), root_of(process_set, root_rank)
+    if not 0 <= root < group.size:
         raise ValueError(f"root_rank must be in 0..{group.size - 1}, not {root_rank}")
+    return group, root
+
+
+def _broadcast_tensors(entries: list[tuple[str, Tensor]], group: Group, root: int) -> None:
     under_way = []
     for name, tensor in entries:
         target = tensor.detach()
         dense = target.contiguous()
-        work: Any = group.broadcast(dense, root=root_rank, name=name, async_op=True)
+        work: Any = group.broadcast(dense, root=root, name=name, async_op=True)
         under_way.append((work, target, dense))
     for work, target, dense in under_way:
         work.wait()
@@ -225,8 +245,3 @@ def _owners(state: Any) -> dict[int, int]:
     for index, each in state.items():
         walk(each, index)
     return owners
-
-
-def _refuse_process_set(process_set: None) -> None:
-    if process_set is not None:
-        raise NotImplementedError("process_set is not supported yet: pass process_set=None")

@@ -36,7 +36,8 @@ class Group:
     order in which they were made.
 
     timeout: seconds any one step may wait for a peer. local_rank, local_size: this rank's place on
-    its host; found from the hosts' names unless given. topology: the nodes that algorithms see;
+    its host; found from the hosts' names unless given. hosts: a number for every rank's host.
+    topology: the nodes that algorithms see;
     the hosts unless given, and one rank a node where hosts do not hold equal runs of ranks.
     """
 
@@ -59,7 +60,7 @@ class Group:
         self.local_rank = place.local_rank
         self.local_size = place.local_size
         self.topology = place.topology
-        self._hosts = place.hosts
+        self.hosts = place.hosts
         self._runner = Runner(transport, place.topology, timeout)
         self._call = Calls(self._runner)
         self._parts: list[Group] = []
@@ -327,9 +328,9 @@ class Group:
         entries = [f"all_gather_bytes({name or ''})"]
         return self._call("all_gather_bytes", name, entries, run, _CPU, False)
 
-    def barrier(self) -> None:
+    def barrier(self, name: str | None = None) -> None:
         """Return when every rank has called it: the agreement alone does that."""
-        self._call("barrier", None, ["barrier()"], lambda label: None, _CPU, False)
+        self._call("barrier", name, [f"barrier({name or ''})"], lambda label: None, _CPU, False)
 
     def split(self, ranks: Sequence[int]) -> Group | None:
         """A group of some of the ranks, whose rank i is `ranks[i]` here; None on the others.
@@ -346,7 +347,7 @@ class Group:
         def run(label: str) -> Group | None:
             if self.rank not in members:
                 return None
-            place = place_of([self._hosts[rank] for rank in members], members.index(self.rank))
+            place = place_of([self.hosts[rank] for rank in members], members.index(self.rank))
             part = Group(
                 self.transport.split(members, self.timeout),
                 timeout=self.timeout,
@@ -354,7 +355,7 @@ class Group:
                 local_size=place.local_size,
                 topology=place.topology,
             )
-            part._hosts = place.hosts
+            part.hosts = place.hosts
             part.use_links(self._runner.links)
             self._parts.append(part)
             return part

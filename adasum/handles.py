@@ -1,0 +1,93 @@
+"""Operations under way, and what all of Horovod's functions check of their arguments."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from collectives import Average, Reducer, Sum, Work
+
+__all__ = ["Handle", "poll", "synchronize"]
+
+
+class Handle:
+    """An operation under way, as the `_async` functions return it."""
+
+    def __init__(self, work: Work | Any, finish: Callable[[Any], Any]) -> None:
+        self._work = work
+        self._finish = finish
+
+    def wait(self) -> Any:
+        """The answer; raises what went wrong. May be called again."""
+        return self._finish(self._work.wait())
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._work.is_completed()
+
+
+def synchronize(handle: Handle) -> Any:
+    """Waits for an asynchronous operation; returns its answer."""
+    return handle.wait()
+
+
+def poll(handle: Handle) -> bool:
+    """True once `synchronize(handle)` would not block."""
+    return handle.is_completed()
+
+
+def checked(tensor: Tensor) -> Tensor:
+    """The tensor; TypeError for what is no dense tensor."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"tensor must be a torch.Tensor, not {type(tensor).__name__}")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"tensor must be dense, not {tensor.layout}: pass tensor.to_dense()")
+    return tensor
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """A contiguous copy outside autograd."""
+    return checked(tensor).detach().clone(memory_format=torch.contiguous_format)
+
+
+def operation(op: Reducer | None, average: bool | None = None) -> Reducer:
+    """What `op`, or Horovod's deprecated `average`, stands for; Average where neither is given."""
+    if average is not None:
+        if op is not None:
+            raise ValueError("the op parameter supersedes average: give only op")
+        warnings.warn(
+            "parameter average is deprecated: use op=Average or op=Sum",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+        return Average if average else Sum
+    if op is None:
+        return Average
+    if not isinstance(op, Reducer):
+        raise TypeError(f"op must be Sum, Average or Adasum, not {op!r}")
+    return op
+
+
+def differentiable(*tensors: Tensor) -> bool:
+    """Whether autograd is to record what happens to one of these."""
+    return torch.is_grad_enabled() and any(
+        isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors
+    )
+
+
+def refuse_gradient(what: str, *tensors: Tensor) -> None:
+    """NotImplementedError where a gradient would silently be lost."""
+    if differentiable(*tensors):
+        raise NotImplementedError(
+            f"gradients through {what}_async are not supported: pass tensor.detach(), or call "
+            f"{what}"
+        )
+
+
+def backward_name(name: str | None) -> str | None:
+    """What the reduction of the gradient of `name` is called."""
+    return None if name is None else f"{name}.backward"

@@ -1,0 +1,141 @@
+"""Gradients through Horovod's functions against differences of the losses. Ranks are threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import adasum as hvd
+from collectives import Group, run_threads
+
+Function = Callable[[Tensor], Tensor]
+
+
+def whole(seed: int, *shape: int) -> Tensor:
+    """Multiples of 36: their sums, and halves and thirds of those, are exact."""
+    generator = torch.Generator().manual_seed(seed)
+    return 36.0 * torch.randint(-9, 10, shape, generator=generator).double()
+
+
+def total_loss(function: Function, tensor: Tensor, rank: int) -> float:
+    """The sum of the ranks' losses."""
+    answer = function(tensor)
+    loss = (answer * whole(100 + rank, *answer.shape)).sum().reshape(1)
+    return hvd.allreduce(loss, op=hvd.Sum).item()
+
+
+def check(function: Function, tensor: Tensor, group: Group, divisor: int = 1) -> None:
+    """The gradient on every rank is the derivative of the sum of all losses, divided.
+
+    The functions are linear and the numbers exact, so differences of any width are the derivative.
+    """
+    given = tensor.clone().requires_grad_()
+    answer = function(given)
+    (answer * whole(100 + group.rank, *answer.shape)).sum().backward()
+    assert given.grad is not None
+    sizes = [int(n) for n in hvd.allgather(torch.tensor([tensor.numel()]))]
+    for rank, size in enumerate(sizes):
+        for element in range(size):
+            sides = []
+            for step in (6.0, -6.0):
+                moved = tensor.clone()
+                if group.rank == rank:
+                    moved[divmod(element, tensor.shape[1])] += step
+                sides.append(total_loss(function, moved, group.rank))
+            if group.rank == rank:
+                derivative = (sides[0] - sides[1]) / 12.0
+                assert given.grad[divmod(element, tensor.shape[1])].item() == derivative / divisor
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_linear_functions(size: int) -> None:
+    def run(group: Group) -> None:
+        tensor = whole(group.rank, 2, 2)
+        for op in (hvd.Sum, hvd.Average):
+            check(lambda t, op=op: hvd.allreduce(t, op=op), tensor, group)
+        check(
+            lambda t: hvd.allreduce(t, op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0),
+            tensor.t(),
+            group,
+        )
+
+        def two(t: Tensor) -> Tensor:
+            # Only the first answer is used, and one has no gradient at all.
+            first, *_ = hvd.grouped_allreduce([2.0 * t, t.detach(), torch.arange(3)], op=hvd.Sum)
+            return first
+
+        check(two, tensor, group)
+        rows = whole(group.rank, group.rank + 1, 2)
+        check(lambda t: hvd.allgather(t), rows, group, size)
+        for root in range(size):
+            check(lambda t, root=root: hvd.broadcast(t, root, name="b"), tensor, group, size)
+
+    run_threads(size, run)
+
+
+def test_in_a_process_set() -> None:
+    def run(group: Group) -> None:
+        some = hvd.add_process_set([0, 2])
+        if group.rank == 1:
+            return
+        weights = [whole(100, 2), whole(102, 2)]
+
+        def gradient(function: Function) -> Tensor:
+            given = whole(group.rank, 2).requires_grad_()
+            answer = function(given)
+            (answer * weights[some.rank()].repeat(len(answer) // 2)).sum().backward()
+            assert given.grad is not None
+            return given.grad
+
+        both = weights[0] + weights[1]
+        assert torch.equal(gradient(lambda t: hvd.allreduce(t, process_set=some)), both / 2)
+        assert torch.equal(gradient(lambda t: hvd.allgather(t, process_set=some)), both / 2)
+        want = both / 2 if group.rank == 2 else torch.zeros(2).double()
+        assert torch.equal(gradient(lambda t: hvd.broadcast(t, 2, process_set=some)), want)
+
+    run_threads(3, run)
+
+
+def test_adasums_gradient_is_reduced_by_adasum() -> None:
+    """As Horovod does it; no derivative."""
+
+    def run(group: Group) -> None:
+        mine, weight = whole(group.rank, 5), whole(100 + group.rank, 5)
+        given = mine.clone().requires_grad_()
+        other = mine.clone().requires_grad_()
+        answer, second = hvd.grouped_allreduce([given, other], op=hvd.Adasum)
+        (answer * weight + 2.0 * second * weight).sum().backward()
+        want = hvd.grouped_allreduce([weight, 2.0 * weight], op=hvd.Adasum)
+        assert given.grad is not None and other.grad is not None
+        assert torch.equal(given.grad, want[0])
+        assert torch.equal(other.grad, want[1])
+
+    run_threads(2, run)
+
+
+def test_compression_and_second_derivative() -> None:
+    def run(group: Group) -> None:
+        given = torch.full((3,), 2.0, requires_grad=True)
+        hvd.allreduce(given, compression=hvd.Compression.bf16).sum().backward()
+        assert given.grad is not None and given.grad.dtype == torch.float32
+        assert given.grad.tolist() == [1.0, 1.0, 1.0]
+        point = torch.tensor([float(group.rank + 1)], requires_grad=True)
+        value = hvd.allreduce(point, op=hvd.Sum) ** 3
+        (slope,) = torch.autograd.grad(value, point, create_graph=True)
+        (curve,) = torch.autograd.grad(slope, point)
+        # Both ranks' losses are s^3 with s = 1 + 2: 2 * 3 s^2, and 2 * 2 * 6 s.
+        assert (slope.item(), curve.item()) == (54.0, 72.0)
+
+    run_threads(2, run)
+
+
+def test_only_some_ranks_want_a_gradient() -> None:
+    def run(group: Group) -> Any:
+        given = torch.ones(2, requires_grad=group.rank == 0)
+        return hvd.allreduce(given).requires_grad
+
+    assert run_threads(2, run) == [True, False]
