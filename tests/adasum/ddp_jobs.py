@@ -1,0 +1,304 @@
+"""What ranks do under DistributedDataParallel: every way to train, against the definition."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+import adasum as hvd
+from adasum.ddp import HookState, ddp_hook
+from collectives import Reducer
+from tests.adasum import ddp_rest as rest
+from tests.adasum.ddp_model import (
+    HUGE,
+    OPS,
+    STEPS,
+    TINY,
+    Net,
+    columns_of,
+    compare,
+    defined,
+    gradients,
+    loss_of,
+    plain,
+    wrap,
+)
+from tests.adasum.definition import relative_error, tolerance, trajectory_tolerance
+
+
+def check_options(rank: int) -> None:
+    """Every op under every way to lay out buckets, before and after DDP rebuilds them."""
+    model = Net()
+    columns = [columns_of(model, step) for step in range(STEPS)]
+    layouts: list[dict[str, Any]] = [
+        {"bucket_cap_mb": TINY},
+        {"bucket_cap_mb": HUGE},
+        {"bucket_cap_mb": 0.05, "static_graph": True},
+        {"bucket_cap_mb": 0.05, "gradient_as_bucket_view": True},
+        {"find_unused_parameters": True, "gradient_as_bucket_view": True},
+    ]
+    for op in OPS:
+        for layout in layouts:
+            wrapped = wrap(model, op, **layout)
+            for step in range(STEPS):
+                wrapped.zero_grad()
+                loss_of(wrapped, rank, step).backward()
+                compare(gradients(wrapped), op, columns[step], torch.float32)
+
+
+def check_bits(rank: int) -> None:
+    """With "rd" the bits depend neither on the buckets nor on DDP's rebuilding them."""
+    model = Net()
+    for op in OPS:
+        answers = []
+        for cap in (TINY, 0.05, HUGE):
+            wrapped = wrap(model, op, spec="rd", bucket_cap_mb=cap)
+            for _ in range(2):
+                wrapped.zero_grad()
+                loss_of(wrapped, rank, 0).backward()
+                answers.append(gradients(wrapped))
+        for other in answers[1:]:
+            for a, b in zip(answers[0], other, strict=True):
+                assert a is not None and b is not None and torch.equal(a, b), op
+
+
+def check_ddp_itself(rank: int) -> None:
+    """Average is what DDP computes without a hook, to rounding."""
+    model = Net()
+    ours, theirs = wrap(model, "Average"), wrap(model, None)
+    columns = columns_of(model, 0)
+    for wrapped in (ours, theirs):
+        loss_of(wrapped, rank, 0).backward()
+        compare(gradients(wrapped), "Average", columns, torch.float32)
+
+
+def check_unused(rank: int) -> None:
+    """A parameter unused on some ranks gets zeros from them; unused on all, it has none."""
+    model = Net()
+    model.never = nn.Linear(2, 2)
+    used = [p for n, p in enumerate(model.parameters()) if n < len(list(model.parameters())) - 2]
+
+    def backward(replica: nn.Module, r: int) -> None:
+        loss_of(replica, r, 0, side=r != 0).backward()
+
+    columns = columns_of(model, 0, backward)[: len(used)]
+    for op in OPS:
+        wrapped = wrap(model, op, find_unused_parameters=True, bucket_cap_mb=0.05)
+        for _ in range(2):
+            wrapped.zero_grad()
+            backward(wrapped, rank)
+            got = gradients(wrapped)
+            compare(got[: len(used)], op, columns, torch.float32)
+            assert got[len(used) :] == [None, None]
+
+
+def check_no_sync(rank: int) -> None:
+    """What no_sync adds up travels with the first backward outside of it."""
+    model = Net()
+
+    def backward(replica: nn.Module, r: int) -> None:
+        for step in range(STEPS):
+            last = step == STEPS - 1
+            with replica.no_sync() if hasattr(replica, "no_sync") and not last else nullcontext():
+                loss_of(replica, r, step).backward()
+
+    columns = columns_of(model, 0, backward)
+    for op in OPS:
+        for view in (False, True):
+            wrapped = wrap(model, op, gradient_as_bucket_view=view)
+            backward(wrapped, rank)
+            compare(gradients(wrapped), op, columns, torch.float32)
+
+
+def check_join(rank: int) -> None:
+    """Rank r has 1 + r batches: those that have joined contribute zeros, and Average divides by
+    all ranks."""
+    model, size = Net(), dist.get_world_size()
+    rows = [columns_of(model, step) for step in range(size)]
+    for op in OPS:
+        wrapped = wrap(model, op, bucket_cap_mb=0.05)
+        with Join([wrapped]):
+            for step in range(1 + rank):
+                wrapped.zero_grad()
+                loss_of(wrapped, rank, step).backward()
+                # compare() is a collective; those that joined are not there to take part.
+                live = [[g if r >= step else 0 * g for r, g in enumerate(c)] for c in rows[step]]
+                for mine, want in zip(gradients(wrapped), defined(op, live), strict=True):
+                    assert mine is not None
+                    assert relative_error(mine, want) <= tolerance(torch.float32), (op, step)
+
+
+def check_compression(rank: int) -> None:
+    """Under torch's wrappers the halves of the gradients travel, and are what is reduced."""
+    model = Net()
+    columns = columns_of(model, 0)
+    for dtype, wrapper in (
+        (torch.float16, default_hooks.fp16_compress_wrapper),
+        (torch.bfloat16, default_hooks.bf16_compress_wrapper),
+    ):
+        short = [[g.to(dtype) for g in column] for column in columns]
+        for op in OPS:
+            for view in (False, True):
+                wrapped = DistributedDataParallel(
+                    copy.deepcopy(model), gradient_as_bucket_view=view, bucket_cap_mb=0.05
+                )
+                hook = wrapper(ddp_hook)
+                # DDP refuses the bfloat16 one by its name where there is no NCCL.
+                hook.__name__ = "wrapped_hook"
+                wrapped.register_comm_hook(HookState(op=OPS[op]), hook)
+                for _ in range(2):
+                    wrapped.zero_grad()
+                    loss_of(wrapped, rank, 0).backward()
+                    got = gradients(wrapped)
+                    assert all(g is not None and g.dtype == torch.float32 for g in got)
+                    compare(got, op, short, dtype)
+
+
+def check_precision(rank: int) -> None:
+    """bfloat16 autocast over float32 parameters; bfloat16 and float64 parameters."""
+    model = Net()
+
+    def backward(replica: nn.Module, r: int) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(replica, r, 0)
+        loss.backward()
+
+    wrapped = wrap(model, "Adasum")
+    backward(wrapped, rank)
+    compare(gradients(wrapped), "Adasum", columns_of(model, 0, backward), torch.float32)
+    for dtype in (torch.bfloat16, torch.float64):
+        model = Net().to(dtype)
+        wrapped = wrap(model, "Adasum")
+        loss_of(wrapped, rank, 0).backward()
+        compare(gradients(wrapped), "Adasum", columns_of(model, 0), dtype)
+
+
+def check_scaler(rank: int) -> None:
+    """A gradient that overflows on one rank skips the step on every rank; others step."""
+    for op in OPS:
+        wrapped = wrap(Net(), op)
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = loss_of(wrapped, rank, step)
+            if step == 1 and rank == dist.get_world_size() - 1:
+                loss = loss * 1e38 * 1e38
+            before = [p.detach().clone() for p in wrapped.parameters()]
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            after = list(wrapped.parameters())
+            same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+            assert same == (step == 1), (op, step)
+        assert scaler.get_scale() == 512.0
+
+
+def check_adamw(rank: int) -> None:
+    """AdamW by the reduced gradients is AdamW by the definition's, step after step, in float64."""
+    for op in OPS:
+        wrapped, model = wrap(Net().double(), op), Net().double()
+        ours = torch.optim.AdamW(wrapped.parameters(), lr=0.01, weight_decay=0.1)
+        theirs = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+        for step in range(STEPS):
+            answer = defined(op, columns_of(model, step))
+            for parameter, gradient in zip(model.parameters(), answer, strict=True):
+                parameter.grad = gradient
+            theirs.step()
+            ours.zero_grad()
+            loss_of(wrapped, rank, step).backward()
+            ours.step()
+        for a, b in zip(wrapped.parameters(), model.parameters(), strict=True):
+            assert relative_error(a.detach(), b.detach()) <= trajectory_tolerance(STEPS), op
+
+
+def check_two_models(rank: int) -> None:
+    """Two models in one backward, each with a state, and one state for two models."""
+    models = [Net(), Net()]
+    with torch.no_grad():
+        models[1].last.bias.add_(1.0)
+    columns = [columns_of(model, 0) for model in models]
+    shared = HookState(op=hvd.Adasum)
+    for states in ([HookState(op=hvd.Adasum), HookState(op=hvd.Average)], [shared, shared]):
+        both = [DistributedDataParallel(copy.deepcopy(model)) for model in models]
+        for wrapped, state in zip(both, states, strict=True):
+            wrapped.register_comm_hook(state, ddp_hook)
+        (loss_of(both[0], rank, 0) + loss_of(both[1], rank, 0)).backward()
+        for wrapped, state, column in zip(both, states, columns, strict=True):
+            compare(gradients(wrapped), repr(state.op), column, torch.float32)
+
+
+# Called in this order; what is not here does not run.
+CHECKS: list[Callable[[int], None]] = [
+    check_options,
+    check_bits,
+    check_ddp_itself,
+    check_unused,
+    check_no_sync,
+    check_join,
+    check_compression,
+    check_precision,
+    check_scaler,
+    check_adamw,
+    check_two_models,
+    rest.check_watch,
+    rest.check_pickle,
+    rest.check_two_levels,
+    rest.check_sparse,
+    rest.check_process_group,
+    rest.check_mismatch,
+    rest.check_mismatch_after_join,
+    rest.check_absent_rank,
+]
+# These are about what a rank is told, whatever the number of ranks.
+ONLY_TWO = (rest.check_mismatch_after_join, rest.check_absent_rank)
+
+
+def selected(size: int) -> list[Callable[[int], None]]:
+    """The checks that run on so many ranks."""
+    return [check for check in CHECKS if size == 2 or check not in ONLY_TWO]
+
+
+def ddp_job(rank: int, size: int) -> list[str]:
+    """All checks, one after the other; the names of those that passed.
+
+    The first runs without adasum.init(), over torch.distributed's world.
+    """
+    dist.init_process_group("gloo")
+    passed = []
+    for check in selected(size):
+        try:
+            check(rank)
+        except BaseException as error:
+            raise AssertionError(f"{check.__name__}: {error!r}") from error
+        passed.append(check.__name__)
+        if len(passed) == 1:
+            assert not hvd.is_initialized()
+            hvd.init(timeout=60.0, calibrate=False)
+    return passed
+
+
+def alone_job(rank: int) -> None:
+    """One rank: the gradients are the plain ones, bit for bit."""
+    dist.init_process_group("gloo")
+    ops: list[Reducer] = list(OPS.values())
+    for op in ops:
+        for cap in (TINY, HUGE):
+            model = Net()
+            wrapped = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=cap)
+            wrapped.register_comm_hook(HookState(op=op), ddp_hook)
+            for _ in range(2):
+                wrapped.zero_grad()
+                loss_of(wrapped, 0, 0).backward()
+                want = plain(model, lambda replica: loss_of(replica, 0, 0).backward())
+                for a, b in zip(gradients(wrapped), want, strict=True):
+                    assert a is not None and torch.equal(a, b)

@@ -1,0 +1,153 @@
+"""What else ranks do under DistributedDataParallel: watching, pickling, groups, failures."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+import adasum as hvd
+from adasum.ddp import HookState, ddp_hook
+from collectives import CollectiveMismatchError, CollectiveTimeoutError
+from tests.adasum.ddp_model import (
+    Net,
+    columns_of,
+    compare,
+    defined,
+    gradients,
+    loss_of,
+    plain,
+    wrap,
+)
+from tests.adasum.definition import relative_error, tolerance
+
+
+class Recorder:
+    """Keeps what it is shown."""
+
+    def __init__(self) -> None:
+        self.before: dict[str, Tensor] = {}
+        self.after: dict[str, Tensor] = {}
+
+    def sent(self, names: Sequence[str], tensors: Sequence[Tensor]) -> Any:
+        self.before.update({n: t.clone() for n, t in zip(names, tensors, strict=True)})
+        return list(names)
+
+    def reduced(self, token: Any, tensors: Sequence[Tensor]) -> None:
+        self.after.update({n: t.clone() for n, t in zip(token, tensors, strict=True)})
+
+
+def check_watch(rank: int) -> None:
+    """A watcher sees each parameter's gradient by name, this rank's own and then the answer."""
+    model = DistributedDataParallel(Net(), bucket_cap_mb=0.05)
+    watch = Recorder()
+    state = HookState(op=hvd.Adasum, watch=watch, named_parameters=model.module.named_parameters())
+    model.register_comm_hook(state, ddp_hook)
+    mine = plain(model.module, lambda replica: loss_of(replica, rank, 0).backward())
+    for _ in range(2):
+        model.zero_grad()
+        watch.before, watch.after = {}, {}
+        loss_of(model, rank, 0).backward()
+        for (name, parameter), own in zip(model.module.named_parameters(), mine, strict=True):
+            assert parameter.grad is not None
+            assert torch.equal(watch.before.pop(name), own)
+            assert torch.equal(watch.after.pop(name), parameter.grad)
+        assert not watch.before and not watch.after
+
+
+def check_pickle(rank: int) -> None:
+    """A wrapped model and its state come out of pickle; the hook DDP itself drops there."""
+    model = Net()
+    columns = columns_of(model, 0)
+    state = HookState(op=hvd.Adasum)
+    wrapped = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=0.05)
+    wrapped.register_comm_hook(state, ddp_hook)
+    wrapped, state = pickle.loads(pickle.dumps((wrapped, state)))
+    wrapped.register_comm_hook(state, ddp_hook)
+    loss_of(wrapped, rank, 0).backward()
+    compare(gradients(wrapped), "Adasum", columns, torch.float32)
+
+
+def check_two_levels(rank: int) -> None:
+    """On one host "inner/outer" averages inside it: there is nothing left to project."""
+    model = Net()
+    wrapped = wrap(model, "Adasum", spec="rechd/vhdd")
+    loss_of(wrapped, rank, 0).backward()
+    compare(gradients(wrapped), "Average", columns_of(model, 0), torch.float32)
+
+
+def check_sparse(rank: int) -> None:
+    model = DistributedDataParallel(nn.Embedding(5, 3, sparse=True))
+    model.register_comm_hook(HookState(op=hvd.Adasum), ddp_hook)
+    with pytest.raises(TypeError, match="bucket 0 holds sparse gradients"):
+        model(torch.tensor([rank])).sum().backward()
+
+
+def check_mismatch(rank: int) -> None:
+    """Ranks that disagree: backward raises the collective's own error, and the model goes on."""
+    model = Net()
+    wrapped = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=0.05)
+    state = HookState(op=hvd.Adasum, spec="rd" if rank == 1 else "vhdd")
+    wrapped.register_comm_hook(state, ddp_hook)
+    for _ in range(2):
+        with pytest.raises(CollectiveMismatchError, match=r"DDP bucket .*algorithm=rd"):
+            loss_of(wrapped, rank, 0).backward()
+    state.spec = "vhdd"
+    wrapped.zero_grad()
+    loss_of(wrapped, rank, 0).backward()
+    compare(gradients(wrapped), "Adasum", columns_of(model, 0), torch.float32)
+
+
+def check_mismatch_after_join(rank: int) -> None:
+    """The same where rank 0 has joined: its part of the error comes out of the Join context."""
+    wrapped = DistributedDataParallel(Net())
+    state = HookState(op=hvd.Adasum, spec="rd" if rank == 0 else "vhdd")
+    wrapped.register_comm_hook(state, ddp_hook)
+
+    def train() -> None:
+        with Join([wrapped]):
+            if rank != 0:
+                loss_of(wrapped, rank, 0).backward()
+
+    with pytest.raises(CollectiveMismatchError, match="DDP bucket 0"):
+        train()
+
+
+def check_process_group(rank: int) -> None:
+    """Ranks 0 and 1 alone, by a process group of theirs given to DDP and to the state."""
+    pair = dist.new_group([0, 1])
+    if rank > 1:
+        return
+    model = Net()
+    wrapped = DistributedDataParallel(copy.deepcopy(model), process_group=pair)
+    wrapped.register_comm_hook(HookState(op=hvd.Adasum, process_group=pair), ddp_hook)
+    loss_of(wrapped, rank, 0).backward()
+    columns = [column[:2] for column in columns_of(model, 0)]
+    for mine, want in zip(gradients(wrapped), defined("Adasum", columns), strict=True):
+        assert mine is not None and relative_error(mine, want) <= tolerance(torch.float32)
+
+
+def check_absent_rank(rank: int) -> None:
+    """A rank that never comes: backward raises the timeout that names it, in time."""
+    own = dist.new_group()
+    wrapped = DistributedDataParallel(Net())
+    state = HookState(op=hvd.Adasum, process_group=own, timeout=1.0)
+    wrapped.register_comm_hook(state, ddp_hook)
+    for _ in range(2):  # DDP itself talks while it rebuilds its buckets, before the second
+        loss_of(wrapped, rank, 0).backward()
+    if rank != 0:
+        loss = loss_of(wrapped, rank, 0)
+        started = time.monotonic()
+        with pytest.raises(CollectiveTimeoutError, match=r"rank 0.*DDP bucket"):
+            loss.backward()
+        assert time.monotonic() - started < 1.0 + 5.0
+    dist.barrier()

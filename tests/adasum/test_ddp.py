@@ -1,0 +1,62 @@
+"""The hook for DistributedDataParallel, between real processes over gloo."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+
+import pytest
+import torch
+
+import adasum as hvd
+from adasum.ddp import HookState
+from collectives import run_threads
+from tests.adasum.ddp_jobs import alone_job, ddp_job, selected
+from tests.multi_rank.harness import run_ranks
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_way_to_train_equals_the_definition(size: int) -> None:
+    names = [check.__name__ for check in selected(size)]
+    assert run_ranks(size, ddp_job, size, timeout=150.0) == [names] * size
+
+
+def test_one_rank_changes_no_bit() -> None:
+    run_ranks(1, alone_job)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"op": "Adasum"}, TypeError, "op must be Sum, Average or Adasum"),
+        ({"spec": "bogus"}, ValueError, "bogus"),
+        ({"timeout": 0.0}, ValueError, "timeout must be a positive number"),
+    ],
+)
+def test_arguments_are_named(options, error, match):
+    with pytest.raises(error, match=match):
+        HookState(**options)
+
+
+def test_without_ranks_the_error_says_what_to_call():
+    with pytest.raises(RuntimeError, match=r"call adasum.init\(\)"):
+        _ = HookState().group
+
+
+def test_pickling_leaves_out_the_ranks_and_says_so(caplog):
+    def check(group):
+        state = HookState(op=hvd.Adasum, spec="rd", process_group=group)
+        assert state.group is group
+        with caplog.at_level(logging.WARNING):
+            again = pickle.loads(pickle.dumps(state))
+        assert "process_group cannot be pickled" in caplog.text
+        assert again.process_group is None
+        assert (repr(again.op), again.spec, again.timeout) == ("Adasum", "rd", state.timeout)
+
+    run_threads(1, check)
+
+
+def test_a_watcher_is_told_the_shape_of_a_parameter_without_a_name():
+    parameter = torch.zeros(2, 3)
+    assert HookState().name_of(parameter) == "unnamed (2, 3)"
+    assert HookState(named_parameters=[("weight", parameter)]).name_of(parameter) == "weight"
