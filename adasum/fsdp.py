@@ -1,0 +1,145 @@
+"""Sum, Average or Adasum across the replicas of a model that FSDP2 (`fully_shard`) shards.
+
+mesh = init_device_mesh("cuda", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+for block in model.blocks:
+    fully_shard(block, mesh=mesh["shard"])
+fully_shard(model, mesh=mesh["shard"])
+state = adasum.HookState(op=adasum.Adasum, process_group=mesh.get_group("replicate"))
+adasum.register_fsdp_hook(model, state)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import collectives
+from adasum.ddp import HookState
+from collectives import Group, Operands, Reducer, Sum
+
+__all__ = ["register_fsdp_hook"]
+
+
+def register_fsdp_hook(model: nn.Module, state: HookState) -> None:
+    """Reduces the gradients of every `fully_shard` unit of `model` over its replicas, in backward.
+
+    Within the shards of a replica FSDP averages, then `state.op` runs across the replicas: with
+    Adasum that is the two-level form, so the learning rate may grow with the number of shards.
+    Every parameter is a segment of its own, whole: its dot products are summed over the shards too,
+    two small messages a level.
+
+    Shard on a 1-D mesh (`mesh["shard"]`) and give the state the replicas' process group. Replicas
+    must start with equal parameters: seed them alike, or load the same checkpoint. A trainable
+    parameter without a gradient counts as zeros and is given the answer, because FSDP does not say
+    which ones it left out (an error under a torch that has no set_reduce_scatter_unused_params).
+    Each unit's backward waits for its reduction: FSDP hands out the gradients right after it.
+
+    Collective: every rank of the mesh calls it. ValueError where the model has no unit, is sharded
+    over a mesh of more dimensions (FSDP's own all-reduce would run before this one), the state has
+    no process_group, or a watcher, which would be shown shards as if they were gradients.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    if state.process_group is None:
+        raise ValueError(
+            'state needs process_group, the replicas of a shard: mesh.get_group("replicate")'
+        )
+    if state.watch is not None:
+        raise ValueError("watch: cannot be used with FSDP, whose tensors are shards of gradients")
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not units:
+        raise ValueError("model has no fully_shard module: call fully_shard first")
+    found = [(unit, group) for unit in units for group in _parameter_groups(unit)]
+    meshes = [_mesh_of(group) for _, group in found]
+    replicas = state.group
+    for (unit, group), mesh in zip(found, meshes, strict=True):
+        shards = collectives.from_process_group(mesh.get_group(), timeout=state.timeout)
+        if hasattr(unit, "set_reduce_scatter_unused_params"):
+            unit.set_reduce_scatter_unused_params(True, recurse=False)
+        unit.set_all_reduce_hook(_Hook(group, state, replicas, shards))
+
+
+def _parameter_groups(unit: Any) -> Sequence[Any]:
+    """What FSDP reduces at once; it has no public name for it."""
+    state = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return list(groups)
+
+
+def _mesh_of(group: Any) -> Any:
+    mesh = group.fsdp_params[0].sharded_param.device_mesh
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"model is sharded over a mesh of {mesh.ndim} dimensions: FSDP would reduce over the "
+            'replicas itself; call fully_shard(module, mesh=mesh["shard"]) with the shards alone'
+        )
+    return mesh
+
+
+class _Hook:
+    """What FSDP calls with a unit's reduce-scattered gradients, one after the other, flat."""
+
+    def __init__(self, group: Any, state: HookState, replicas: Group, shards: Group) -> None:
+        self._group = group
+        self._state = state
+        self._replicas = replicas
+        self._shards = shards
+
+    def __call__(self, gradients: Tensor) -> None:
+        # Padded to equal sizes on all shards, with zeros: every shard cuts its tensor alike.
+        parameters = [p for p in self._group.fsdp_params if p.sharded_param.requires_grad]
+        segments = [0, *accumulate(p.padded_sharded_param_size.numel() for p in parameters)]
+        if segments[-1] != gradients.numel():
+            raise RuntimeError(
+                f"FSDP hands over {gradients.numel()} elements of gradients where the unit's "
+                f"parameters have {segments[-1]}: some had no gradient, which this torch's FSDP "
+                "cannot fill with zeros; leave them out of the unit or use a newer torch"
+            )
+        op = self._state.op
+        if op.uniform and self._shards.size > 1:
+            op = _OverShards(op, self._shards)
+        self._replicas.all_reduce(
+            gradients,
+            op,
+            algorithm=self._state.spec,
+            name=f"FSDP unit {parameters[0]._param_fqn}...",
+            segments=segments,
+        )
+
+
+class _OverShards(Reducer):
+    """An operator whose partial sums also run over the shards of each parameter.
+
+    The ranks of a shard group hold the same place among their replicas, so they reduce in the same
+    steps and need the same sums.
+    """
+
+    uniform = True
+
+    def __init__(self, op: Reducer, shards: Group) -> None:
+        self.name = op.name
+        self._op = op
+        self._shards = shards
+
+    def check(self, dtype: torch.dtype) -> None:
+        self._op.check(dtype)
+
+    def algorithm(self, nbytes: int, size: int) -> str:
+        return self._op.algorithm(nbytes, size)
+
+    def reduce(self, operands: Operands) -> None:
+        def sum_partials(partials: Tensor) -> None:
+            operands.sum_partials(partials)
+            self._shards.all_reduce(partials, Sum, name="dot products over shards")
+
+        self._op.reduce(replace(operands, sum_partials=sum_partials))
+
+    def finish(self, buffer: Tensor, size: int) -> None:
+        self._op.finish(buffer, size)
