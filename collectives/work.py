@@ -120,12 +120,17 @@ class Worker:
         with self._lock:
             self._pending += 1
             if self._thread is None:
-                self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
+                self._thread = threading.Thread(
+                    target=self._loop, args=(torch.get_num_threads(),), name=self._name, daemon=True
+                )
                 self._thread.start()
             self._queue.put(job)
         return work
 
-    def _loop(self) -> None:
+    def _loop(self, threads: int) -> None:
+        # BLAS in a new thread would start as many of its own as there are processors, whatever the
+        # caller set: ranks that share a host then wait for each other's.
+        torch.set_num_threads(threads)
         while (job := self._queue.get()) is not None:
             job()
 

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from threadpoolctl import threadpool_info
 
 from collectives.work import Work, Worker
 
@@ -50,3 +51,15 @@ def test_callbacks_run_after_an_error_too(worker):
     assert seen.wait(10.0)
     with pytest.raises(RuntimeError, match="broken"):
         work.wait()
+
+
+def test_the_communication_thread_starts_no_more_threads_than_its_caller(worker):
+    def openmp_threads():
+        return {each["num_threads"] for each in threadpool_info() if each["user_api"] == "openmp"}
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert worker.submit(openmp_threads, CPU).wait() == {1}
+    finally:
+        torch.set_num_threads(before)
