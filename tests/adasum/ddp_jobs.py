@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import adasum as hvd
 from adasum.ddp import HookState, ddp_hook
-from collectives import Reducer
 from tests.adasum import ddp_rest as rest
 from tests.adasum.ddp_model import (
     HUGE,
@@ -29,7 +28,6 @@ from tests.adasum.ddp_model import (
     defined,
     gradients,
     loss_of,
-    plain,
     wrap,
 )
 from tests.adasum.definition import relative_error, tolerance, trajectory_tolerance
@@ -255,12 +253,13 @@ CHECKS: list[Callable[[int], None]] = [
     rest.check_two_levels,
     rest.check_sparse,
     rest.check_process_group,
+    rest.check_alone,
     rest.check_mismatch,
     rest.check_mismatch_after_join,
     rest.check_absent_rank,
 ]
 # These are about what a rank is told, whatever the number of ranks.
-ONLY_TWO = (rest.check_mismatch_after_join, rest.check_absent_rank)
+ONLY_TWO = (rest.check_alone, rest.check_mismatch_after_join, rest.check_absent_rank)
 
 
 def selected(size: int) -> list[Callable[[int], None]]:
@@ -285,20 +284,3 @@ def ddp_job(rank: int, size: int) -> list[str]:
             assert not hvd.is_initialized()
             hvd.init(timeout=60.0, calibrate=False)
     return passed
-
-
-def alone_job(rank: int) -> None:
-    """One rank: the gradients are the plain ones, bit for bit."""
-    dist.init_process_group("gloo")
-    ops: list[Reducer] = list(OPS.values())
-    for op in ops:
-        for cap in (TINY, HUGE):
-            model = Net()
-            wrapped = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=cap)
-            wrapped.register_comm_hook(HookState(op=op), ddp_hook)
-            for _ in range(2):
-                wrapped.zero_grad()
-                loss_of(wrapped, 0, 0).backward()
-                want = plain(model, lambda replica: loss_of(replica, 0, 0).backward())
-                for a, b in zip(gradients(wrapped), want, strict=True):
-                    assert a is not None and torch.equal(a, b)

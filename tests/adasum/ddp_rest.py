@@ -19,6 +19,9 @@ import adasum as hvd
 from adasum.ddp import HookState, ddp_hook
 from collectives import CollectiveMismatchError, CollectiveTimeoutError
 from tests.adasum.ddp_model import (
+    HUGE,
+    OPS,
+    TINY,
     Net,
     columns_of,
     compare,
@@ -134,6 +137,24 @@ def check_process_group(rank: int) -> None:
     columns = [column[:2] for column in columns_of(model, 0)]
     for mine, want in zip(gradients(wrapped), defined("Adasum", columns), strict=True):
         assert mine is not None and relative_error(mine, want) <= tolerance(torch.float32)
+
+
+def check_alone(rank: int) -> None:
+    """In a group of one rank the gradients are the plain ones, bit for bit."""
+    alone = [dist.new_group([r]) for r in range(dist.get_world_size())][rank]
+    model = Net()
+    want = plain(model, lambda replica: loss_of(replica, rank, 0).backward())
+    for op in OPS.values():
+        for cap in (TINY, HUGE):
+            wrapped = DistributedDataParallel(
+                copy.deepcopy(model), process_group=alone, bucket_cap_mb=cap
+            )
+            wrapped.register_comm_hook(HookState(op=op, process_group=alone), ddp_hook)
+            for _ in range(2):
+                wrapped.zero_grad()
+                loss_of(wrapped, rank, 0).backward()
+                for a, b in zip(gradients(wrapped), want, strict=True):
+                    assert a is not None and torch.equal(a, b)
 
 
 def check_absent_rank(rank: int) -> None:

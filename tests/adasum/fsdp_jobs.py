@@ -221,14 +221,13 @@ CHECKS: list[Callable[[Ranks], None]] = [
 
 
 def fsdp_job(rank: int, replicas: int, shards: int) -> list[str]:
-    """All checks, one after the other; the names of those that passed."""
-    dist.init_process_group("gloo")
+    """All checks, over torch.distributed's world; the names of those that passed."""
     ranks = Ranks(replicas, shards)
     passed = []
     for check in CHECKS:
         try:
             check(ranks)
         except BaseException as error:
-            raise AssertionError(f"{check.__name__}: {error!r}") from error
+            raise AssertionError(f"FSDP {check.__name__}: {error!r}") from error
         passed.append(check.__name__)
     return passed

@@ -1,4 +1,4 @@
-"""The hook for DistributedDataParallel, between real processes over gloo."""
+"""The hooks for DistributedDataParallel and FSDP2, between real processes over gloo."""
 
 from __future__ import annotations
 
@@ -11,18 +11,25 @@ import torch
 import adasum as hvd
 from adasum.ddp import HookState
 from collectives import run_threads
-from tests.adasum.ddp_jobs import alone_job, ddp_job, selected
+from tests.adasum import fsdp_jobs
+from tests.adasum.ddp_jobs import ddp_job, selected
+from tests.adasum.fsdp_jobs import fsdp_job
 from tests.multi_rank.harness import run_ranks
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_every_way_to_train_equals_the_definition(size: int) -> None:
-    names = [check.__name__ for check in selected(size)]
-    assert run_ranks(size, ddp_job, size, timeout=150.0) == [names] * size
+def job(rank: int, replicas: int, shards: int) -> tuple[list[str], list[str]]:
+    """Both wrappers in one set of processes: starting one costs seconds."""
+    return ddp_job(rank, replicas * shards), fsdp_job(rank, replicas, shards)
 
 
-def test_one_rank_changes_no_bit() -> None:
-    run_ranks(1, alone_job)
+@pytest.mark.parametrize(("replicas", "shards"), [(2, 1), (3, 1), (2, 2)])
+def test_every_way_to_train_equals_the_definition(replicas: int, shards: int) -> None:
+    size = replicas * shards
+    names = (
+        [check.__name__ for check in selected(size)],
+        [check.__name__ for check in fsdp_jobs.CHECKS],
+    )
+    assert run_ranks(size, job, replicas, shards, timeout=150.0) == [names] * size
 
 
 @pytest.mark.parametrize(
