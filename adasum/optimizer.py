@@ -10,6 +10,7 @@ from adasum.compression import Compression, Compressor
 from adasum.delta_method import DeltaMethod, InBackward, steps_by_parameter
 from adasum.gradient_method import GradientMethod
 from adasum.parameters import Groups, Named, name_parameters
+from adasum.process_sets import ProcessSet, group_of
 from adasum.reducer import Adasum
 from adasum.wire import Wire
 from adasum.wrapper import Distributed, check_passes, wrap
@@ -29,7 +30,7 @@ def DistributedOptimizer(
     gradient_predivide_factor: float = 1.0,
     groups: Groups = None,
     sparse_as_dense: bool = False,
-    process_set: None = None,
+    process_set: ProcessSet | None = None,
     *,
     spec: str | None = None,
     method: str = "delta",
@@ -82,9 +83,7 @@ def DistributedOptimizer(
             f"gradient_predivide_factor must be positive, not {gradient_predivide_factor!r}"
         )
     kind = _method(optimizer, op, method, step_in_backward)
-    if process_set is not None:
-        raise NotImplementedError("process_set is not supported yet: pass process_set=None")
-    group = default_group()
+    group = default_group() if process_set is None else group_of(process_set)
     wire = Wire(group or default_group(), op, compression, spec)
     if gradient_predivide_factor != 1.0:
         wire.op = Sum

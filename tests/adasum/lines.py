@@ -206,6 +206,24 @@ def sparse(wrap: Wrap) -> Tensor:
     return torch.cat(parts)
 
 
+def process_sets(wrap: Wrap) -> Tensor:
+    """All ranks but the first train together, the first by itself."""
+    others = hvd.add_process_set(range(1, hvd.size()))
+    model = make_model()
+    mine = _train(model, wrap("adam", model, process_set=others))
+    rows = hvd.allgather(mine.unsqueeze(0))
+    alone = make_model()
+    plain = OPTIMIZERS["adam"](alone.parameters())
+    for step in range(STEPS):
+        plain.zero_grad()
+        loss_of(alone, 0, step).backward()
+        plain.step()
+    assert torch.equal(rows[0], flat(alone))
+    assert all(torch.equal(row, rows[1]) for row in rows[1:])
+    assert not torch.equal(rows[0], rows[1])
+    return rows.view(-1)
+
+
 def resumed(wrap: Wrap) -> Tensor:
     """The same bits as without the interruption."""
     runs = [_interrupted(wrap, stop, averaged=False) for stop in (None, STOP)]
@@ -264,6 +282,7 @@ LINES: dict[Callable[[Wrap], Tensor], tuple[str, ...]] = {
     unused_parameters: _EVERY,
     frozen_shared_and_added: _EVERY,
     two_optimizers: _EVERY,
+    process_sets: _EVERY,
     sparse: ("sum", "average", "delta", "in backward"),
     resumed: _EVERY,
     resumed_from_one_rank: _EVERY,

@@ -55,7 +55,12 @@ def test_names_must_be_pairs_unique_and_complete() -> None:
         ({"groups": ["weight"]}, ValueError, r"groups\[0\] must be a list of parameters"),
         ({"groups": [["weight"]]}, ValueError, r"groups\[0\] must hold parameters, not str"),
         ({"groups": [[torch.zeros(2)]]}, ValueError, "the optimizer does not have"),
-        ({"process_set": 1}, NotImplementedError, "process_set"),
+        ({"process_set": 1}, TypeError, "process_set"),
+        ({"process_set": hvd.ProcessSet([0])}, ValueError, "add_process_set"),
+        ({"spec": "bogus"}, ValueError, "spec='bogus': .* invalid algorithm 'bogus'"),
+        ({"spec": "collective", "op": hvd.Adasum}, ValueError, "cannot do Adasum: use vhdd"),
+        ({"method": "deltas"}, ValueError, "method must be 'delta' or 'gradient', not 'deltas'"),
+        ({"step_in_backward": True}, ValueError, "step_in_backward needs op=Adasum"),
     ],
 )
 def test_arguments(options: dict[str, Any], error: type[Exception], text: str) -> None:
