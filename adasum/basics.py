@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 import collectives
 from adasum.process_sets import ProcessSet, add_process_set
+from adasum.reducer import Adasum
 from collectives import default_group, is_initialized
 
 __all__ = [
@@ -14,6 +17,7 @@ __all__ = [
     "cross_size",
     "init",
     "is_homogeneous",
+    "join",
     "local_rank",
     "local_size",
     "rank",
@@ -41,6 +45,19 @@ def init(
     if process_sets is not None and not isinstance(process_sets, str):
         for process_set in process_sets:
             add_process_set(process_set)
+
+
+def join(device: int = -1) -> int:
+    """Waits until every rank has joined; returns the rank that was the last to.
+
+    For a rank that has run out of data: it takes part in what the others still call (all but
+    broadcasts from it) with zeros, Adasum's identity; averages are still over all ranks, and
+    allgather gets no rows from it. After it the ranks' models differ: broadcast the last rank's.
+
+    device: the GPU on which zeros for CUDA tensors are made; the current one for -1.
+    """
+    place = None if device < 0 else torch.device("cuda", device)
+    return default_group().join([Adasum], device=place)
 
 
 def rank() -> int:

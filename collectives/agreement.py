@@ -1,32 +1,72 @@
 """Ranks agree on what they are about to do before they do it.
 
-One 16-byte all-reduce: the largest and the smallest hash of all ranks' descriptions. Equal: go on.
-Otherwise the descriptions themselves are gathered, and every rank raises the same error.
+One 24-byte all-reduce: the largest and the smallest hash of the descriptions of all ranks that are
+at work, and whether any rank has joined. Equal hashes, none joined: go on. Otherwise the
+descriptions themselves are gathered, and every rank raises the same error, or knows what the joined
+ranks have to take part in.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from .algorithms import doubling, ring
+from .description import Description, difference
 from .errors import CollectiveMismatchError
 from .executor import Workspace, execute
 from .reducers import Max, Sum
 from .transport.base import Transport
 
+_NO_CODE = torch.iinfo(torch.int64).min
+
+
+class Joined(NamedTuple):
+    """A rank that takes part in the others' calls until all have joined.
+
+    since: the number of the first call that it only joined. operators: the names of the reducers
+    that it can carry out. kinds: the calls that it can take part in.
+    """
+
+    since: int
+    operators: Collection[str]
+    kinds: Collection[str]
+
+
+class Agreed(NamedTuple):
+    """joined: the ranks that have joined. last: where all have, the rank that was the last to.
+    call: what the others do, told where any has joined."""
+
+    joined: Sequence[int] = ()
+    last: int | None = None
+    call: Description | None = None
+
 
 def agree(
-    entries: Sequence[str], transport: Transport, label: str, timeout: float, workspace: Workspace
-) -> None:
-    """Return when all ranks gave the same `entries`; raise CollectiveMismatchError otherwise."""
-    text = json.dumps(list(entries))
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    code = int.from_bytes(digest, "little") >> 1
-    extremes = torch.tensor([code, -code])
+    mine: Description | Joined,
+    transport: Transport,
+    label: str,
+    timeout: float,
+    workspace: Workspace,
+) -> Agreed:
+    """Return when all ranks that have not joined make one call, or all have joined.
+
+    Raises CollectiveMismatchError, on every rank with the same text, where the calls differ or the
+    joined ranks cannot take part.
+    """
+    if isinstance(mine, Joined):
+        text = ""
+        codes = [_NO_CODE, _NO_CODE, mine.since * transport.size + transport.rank + 1]
+    else:
+        text = mine.to_json()
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        code = int.from_bytes(digest, "little") >> 1
+        codes = [code, -code, 0]
+    extremes = torch.tensor(codes)
     label = f"the agreement on {label}"
     execute(
         doubling.all_reduce(transport.size),
@@ -37,10 +77,37 @@ def agree(
         timeout=timeout,
         workspace=workspace,
     )
-    if extremes[0] == -extremes[1]:
-        return
-    texts = gather_bytes(text.encode(), transport, label, timeout, workspace)
-    raise CollectiveMismatchError(_difference([json.loads(other) for other in texts]))
+    most, least, since = extremes.tolist()
+    if most == _NO_CODE:
+        return Agreed(last=(since - 1) % transport.size)
+    if most == -least and not since:
+        return Agreed()
+    said: list[Any] = [text]
+    if isinstance(mine, Joined):
+        said += [sorted(mine.operators), sorted(mine.kinds)]
+    told = gather_bytes(json.dumps(said).encode(), transport, label, timeout, workspace)
+    return _verdict([json.loads(other) for other in told])
+
+
+def _verdict(said: list[list[Any]]) -> Agreed:
+    """What all ranks conclude from what all ranks said."""
+    calls = {r: Description.from_json(text) for r, (text, *_) in enumerate(said) if text}
+    joined = [rank for rank in range(len(said)) if rank not in calls]
+    call = calls[min(calls)]
+    if any(other != call for other in calls.values()):
+        raise CollectiveMismatchError(difference(calls))
+    for rank in joined:
+        _, operators, kinds = said[rank]
+        what = None
+        if call.kind not in kinds:
+            what = "cannot be called"
+        elif rank in (call.options.get("root"), call.options.get("dst")):
+            what = f"needs rank {rank}"
+        elif call.options.get("op", operators[0]) not in operators:
+            what = f"needs op {call.options['op']}, which join was not given there,"
+        if what:
+            raise CollectiveMismatchError(f"{call} {what} while rank {rank} has joined")
+    return Agreed(joined, call=call)
 
 
 def gather_bytes(
@@ -82,20 +149,3 @@ def gather_pieces(
 
 def _no_bytes() -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8)
-
-
-def _difference(calls: list[list[str]]) -> str:
-    """The first difference from rank 0, the same text on every rank."""
-    first = calls[0]
-    rank = next(r for r, entries in enumerate(calls) if entries != first)
-    other = calls[rank]
-    for mine, theirs in zip(first, other, strict=False):
-        if mine != theirs:
-            return (
-                f"ranks disagree: rank 0 calls {first[0]} with {mine}, "
-                f"rank {rank} calls {other[0]} with {theirs}"
-            )
-    return (
-        f"ranks disagree: rank 0 calls {first[0]} with {len(first) - 1} entries, "
-        f"rank {rank} with {len(other) - 1} entries"
-    )

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
-from .agreement import agree
+from .agreement import Agreed, Joined, agree
+from .description import Description
 from .errors import CollectiveMismatchError, TransportError
+from .operations import OPERATIONS, WITH_JOINED
+from .reducers import Average, Max, Reducer, Sum
 from .runner import Runner
 from .work import Worker
+
+_CPU = torch.device("cpu")
 
 
 class Calls:
@@ -30,29 +35,77 @@ class Calls:
 
     def __call__(
         self,
-        kind: str,
-        name: str | None,
-        entries: list[str],
-        run: Callable[[str], Any],
-        device: torch.device,
-        async_op: bool,
+        call: Description,
+        tensors: list[torch.Tensor],
+        op: Reducer = Sum,
+        *,
+        run: Callable[[], Any] | None = None,
+        async_op: bool = False,
     ) -> Any:
-        """Agree on `entries` with the other ranks, then return what `run` returns, or a Work."""
+        """Agree on `call` with the other ranks, then return what its operation returns, or a Work.
+
+        run: instead of an operation, for a call that no rank can have joined.
+        """
+
+        def work() -> Any:
+            label = self._label(f"{call.kind} {call.name!r}" if call.name else call.kind)
+            self._agree(call, label)
+            if run is not None:
+                return run()
+            return OPERATIONS[call.kind](self._runner, call, tensors, op, label)
+
+        return self._in_order(call.kind, work, tensors[0].device if tensors else _CPU, async_op)
+
+    def join(self, operators: Iterable[Reducer], device: torch.device | None) -> int:
+        """Take part in the other ranks' calls, with zeros, until all ranks have joined.
+
+        Returns the rank that was the last to join, the highest of those that joined at once.
+        """
+        known = {str(op): op for op in (Sum, Average, Max, *operators)}
+
+        def work() -> int:
+            if self._transport.size == 1:
+                return self._transport.rank
+            mine = Joined(self._count, known, WITH_JOINED)
+            while True:
+                agreed = self._agree(mine, self._label("join"))
+                if agreed.last is not None:
+                    return agreed.last
+                assert agreed.call is not None
+                call = agreed.call
+                zeros = [look.zeros(device) for look in call.tensors]
+                op = known[call.options.get("op", str(Sum))]
+                label = f"{call} (call {self._count - 1}, joined)"
+                WITH_JOINED[call.kind](self._runner, call, zeros, op, label)
+
+        answer: int = self._in_order("join", work, _CPU, False)
+        return answer
+
+    def _label(self, what: str) -> str:
+        label = f"{what} (call {self._count})"
+        self._count += 1
+        return label
+
+    def _agree(self, mine: Description | Joined, label: str) -> Agreed:
+        if self._transport.size == 1:
+            return Agreed()
+        runner = self._runner
+        return agree(mine, self._transport, label, runner.timeout, runner.workspace)
+
+    def _in_order(
+        self, kind: str, work: Callable[[], Any], device: torch.device, async_op: bool
+    ) -> Any:
+        """Do the work when its turn comes; remember a failure that leaves the group unusable."""
         if self.closed:
             raise TransportError(f"{kind}: this group was shut down; call init() again")
 
-        def call() -> Any:
+        def guarded() -> Any:
             if self._failure is not None:
                 raise TransportError(
                     f"{kind}: this group is unusable since an earlier failure: {self._failure}"
                 ) from self._failure
-            label = f"{kind} {name!r} (call {self._count})" if name else f"{kind} {self._count}"
-            self._count += 1
-            runner = self._runner
             try:
-                if self._transport.size > 1:
-                    agree(entries, self._transport, label, runner.timeout, runner.workspace)
-                return run(label)
+                return work()
             except CollectiveMismatchError:
                 raise
             except Exception as error:
@@ -61,8 +114,8 @@ class Calls:
                 raise
 
         if async_op:
-            return self._worker.submit(call, device)
-        return self._worker.call(call, device)
+            return self._worker.submit(guarded, device)
+        return self._worker.call(guarded, device)
 
     def close(self) -> None:
         """Take no more calls; let the queued ones finish, and end the communication thread."""

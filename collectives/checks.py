@@ -75,6 +75,27 @@ def distinct_ranks(argument: str, values: object, size: int) -> tuple[int, ...]:
     return members
 
 
+def row_splits(
+    argument: str, values: Sequence[int] | torch.Tensor | None, rows: int, size: int
+) -> torch.Tensor:
+    """How many of a tensor's rows go to each rank: int64 [size] on the CPU."""
+    if values is None:
+        if rows % size:
+            raise ValueError(
+                f"{argument} must say which rows go to which of {size} ranks: "
+                f"{rows} rows are not equally many for each"
+            )
+        return torch.full((size,), rows // size)
+    counts = torch.as_tensor(values, device="cpu")
+    if counts.is_floating_point() or counts.is_complex() or counts.dtype == torch.bool:
+        raise TypeError(f"{argument} must be ints, got {counts.dtype}")
+    if counts.shape != (size,) or bool((counts < 0).any()):
+        raise ValueError(f"{argument} must be {size} numbers of rows, got {counts.tolist()}")
+    if int(counts.sum()) > rows:
+        raise ValueError(f"{argument} are {int(counts.sum())} rows in all, tensor has {rows}")
+    return counts.to(torch.int64)
+
+
 def reducer(argument: str, value: Reducer) -> None:
     """Sum, Average or another instance of Reducer."""
     if not isinstance(value, Reducer):

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
 from . import checks
-from .agreement import gather_bytes, gather_pieces
-from .algorithms import ring, tree
 from .calls import Calls
 from .cost import Links
+from .description import Description, like
 from .owners import owners
 from .place import find_place, place_of
 from .reducers import Reducer, Sum
 from .runner import Runner, Specs
 from .spec import format_all_reduce_spec
-from .split import split_bounds
 from .topology import Topology
 from .transport.base import Transport
 from .work import Work
 
 Tensor = torch.Tensor
-_CPU = torch.device("cpu")
 
 
 class Group:
@@ -106,18 +104,9 @@ class Group:
         if segments is not None:
             segments = checks.segments(segments, tensor.numel())
         specs = self._reduction([tensor], op, algorithm, prescale, postscale)
-        entries = [
-            *_header("all_reduce", name, op, specs, prescale, postscale),
-            f"segments={None if segments is None else tuple(segments)}",
-            _describe(tensor),
-        ]
-
-        def run(label: str) -> Tensor:
-            flat = tensor.detach().view(-1)
-            self._runner.all_reduce(flat, op, specs, segments, prescale, postscale, label)
-            return tensor
-
-        return self._call("all_reduce", name, entries, run, tensor.device, async_op)
+        options = _options(op, specs, prescale, postscale)
+        call = Description("all_reduce", name, {**options, "segments": segments}, [like(tensor)])
+        return self._call(call, [tensor], op, async_op=async_op)
 
     def grouped_all_reduce(
         self,
@@ -138,19 +127,9 @@ class Group:
         """
         tensors = checks.tensor_list("tensors", tensors)
         specs = self._reduction(tensors, op, algorithm, prescale, postscale)
-        entries = _header("grouped_all_reduce", name, op, specs, prescale, postscale)
-        entries += [f"tensors[{i}]: {_describe(t)}" for i, t in enumerate(tensors)]
-        parts: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for tensor in tensors:
-            parts.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
-
-        def run(label: str) -> list[Tensor]:
-            for part in parts.values():
-                self._runner.all_reduce_packed(part, op, specs, prescale, postscale, label)
-            return tensors
-
-        device = tensors[0].device if tensors else _CPU
-        return self._call("grouped_all_reduce", name, entries, run, device, async_op)
+        options = _options(op, specs, prescale, postscale)
+        call = Description("grouped_all_reduce", name, options, list(map(like, tensors)))
+        return self._call(call, tensors, op, async_op=async_op)
 
     def reduce(
         self,
@@ -169,15 +148,9 @@ class Group:
         """
         checks.tensor("tensor", tensor)
         checks.rank("dst", dst, self.size)
-        specs = self._owned([tensor], op)
-        entries = _header("reduce", name, op, specs, 1.0, 1.0)
-        entries += [f"dst={dst}", _describe(tensor)]
-
-        def run(label: str) -> Tensor:
-            self._reduce_onto(tensor, dst, op, label)
-            return tensor
-
-        return self._call("reduce", name, entries, run, tensor.device, async_op)
+        self._owned([tensor], op)
+        call = Description("reduce", name, {"op": str(op), "dst": dst}, [like(tensor)])
+        return self._call(call, [tensor], op, async_op=async_op)
 
     def owners(self, numels: Sequence[int]) -> list[int]:
         """The owner of each variable: the rank with the least so far, the lowest of equals."""
@@ -191,18 +164,11 @@ class Group:
         Owners are chosen by bytes, in list order. Arguments and other ranks' tensors as in reduce.
         """
         tensors = checks.tensor_list("tensors", tensors)
-        specs = self._owned(tensors, op)
-        chosen = self.owners([tensor.nbytes for tensor in tensors])
-        entries = _header("reduce_to_owners", name, op, specs, 1.0, 1.0)
-        entries += [f"tensors[{i}]: {_describe(t)}" for i, t in enumerate(tensors)]
-
-        def run(label: str) -> list[int]:
-            for tensor, owner in zip(tensors, chosen, strict=True):
-                self._reduce_onto(tensor, owner, op, label)
-            return chosen
-
-        device = tensors[0].device if tensors else _CPU
-        return self._call("reduce_to_owners", name, entries, run, device, False)
+        self._owned(tensors, op)
+        looks = list(map(like, tensors))
+        call = Description("reduce_to_owners", name, {"op": str(op)}, looks)
+        chosen: list[int] = self._call(call, tensors, op)
+        return chosen
 
     def broadcast_from_owners(
         self, tensors: Sequence[Tensor], *, name: str | None = None
@@ -211,64 +177,38 @@ class Group:
         tensors = checks.tensor_list("tensors", tensors)
         for tensor in tensors:
             self.transport.check_device(tensor.device)
-        chosen = self.owners([tensor.nbytes for tensor in tensors])
-        entries = [f"broadcast_from_owners({name or ''})"]
-        entries += [f"tensors[{i}]: {_describe(t)}" for i, t in enumerate(tensors)]
+        call = Description("broadcast_from_owners", name, {}, list(map(like, tensors)))
+        self._call(call, tensors)
+        return tensors
 
-        def run(label: str) -> list[Tensor]:
-            for tensor, owner in zip(tensors, chosen, strict=True):
-                if self.size > 1:
-                    flat = tensor.detach().view(-1)
-                    self._runner.execute(tree.broadcast(self.size, owner), flat, Sum, label)
-            return tensors
-
-        device = tensors[0].device if tensors else _CPU
-        return self._call("broadcast_from_owners", name, entries, run, device, False)
-
-    def _owned(self, tensors: Sequence[Tensor], op: Reducer) -> Specs:
+    def _owned(self, tensors: Sequence[Tensor], op: Reducer) -> None:
         """Check the arguments of a reduction onto single ranks."""
-        specs = self._reduction(tensors, op, None, 1.0, 1.0)
+        self._reduction(tensors, op, None, 1.0, 1.0)
         if op.uniform:
             raise ValueError(f"op {op} needs all ranks: use all_reduce")
-        return specs
-
-    def _reduce_onto(self, tensor: Tensor, dst: int, op: Reducer, label: str) -> None:
-        flat = tensor.detach().view(-1)
-        if self.size > 1:
-            self._runner.execute(ring.reduce(self.size, dst), flat, op, label)
-        if self.rank == dst:
-            op.finish(flat, self.size)
 
     def reduce_scatter(
         self,
         tensor: Tensor,
         op: Reducer = Sum,
         *,
+        by_rows: bool = False,
         name: str | None = None,
         async_op: bool = False,
     ) -> Tensor | Work:
-        """Reduce over all ranks and return this rank's piece, 1-D; `tensor` is left as it is.
+        """Reduce over all ranks and return this rank's piece; `tensor` is left as it is.
 
         The flattened tensor is cut in `size` pieces that differ by at most one element, the larger
-        ones first; rank r gets piece r.
+        ones first; rank r gets piece r, 1-D. by_rows: the first dimension is cut in the same way,
+        and pieces have all others.
         """
         checks.tensor("tensor", tensor)
-        specs = self._reduction([tensor], op, None, 1.0, 1.0)
-        entries = [*_header("reduce_scatter", name, op, specs, 1.0, 1.0), _describe(tensor)]
-
-        def run(label: str) -> Tensor:
-            flat = tensor.detach().clone().view(-1)
-            cuts = split_bounds(flat.numel(), self.size)
-            if self.size > 1 and op.uniform:
-                self._runner.all_reduce(flat, op, specs, None, 1.0, 1.0, label)
-            elif self.size > 1:
-                self._runner.execute(ring.reduce_scatter(self.size), flat, op, label)
-            piece = flat[cuts[self.rank] : cuts[self.rank + 1]].clone()
-            if not op.uniform:
-                op.finish(piece, self.size)
-            return piece
-
-        return self._call("reduce_scatter", name, entries, run, tensor.device, async_op)
+        if by_rows:
+            _check_rows(tensor)
+        self._reduction([tensor], op, None, 1.0, 1.0)
+        options = {"op": str(op), "by_rows": by_rows}
+        call = Description("reduce_scatter", name, options, [like(tensor)])
+        return self._call(call, [tensor], op, async_op=async_op)
 
     def all_gather(
         self, tensor: Tensor, *, name: str | None = None, async_op: bool = False
@@ -278,26 +218,32 @@ class Group:
         First dimensions may differ between ranks, the others may not; 0-d tensors are a ValueError.
         """
         checks.tensor("tensor", tensor)
-        if tensor.dim() == 0:
-            raise ValueError("tensor must have a first dimension to join along: use reshape(1)")
+        _check_rows(tensor)
         self.transport.check_device(tensor.device)
-        trailing = tuple(tensor.shape[1:])
-        entries = [
-            f"all_gather({name or ''})",
-            f"trailing shape {trailing} {tensor.dtype} {tensor.device.type}",
-        ]
+        call = Description("all_gather", name, {}, [like(tensor, any_rows=True)])
+        return self._call(call, [tensor], async_op=async_op)
 
-        def run(label: str) -> Tensor:
-            flat = tensor.detach().view(-1)
-            if self.size == 1:
-                return tensor.detach().clone()
-            rows = torch.tensor([tensor.shape[0]])
-            workspace = self._runner.workspace
-            counts, _ = gather_pieces(rows, self.transport, label, self.timeout, workspace)
-            whole, _ = gather_pieces(flat, self.transport, label, self.timeout, workspace)
-            return whole.view(int(counts.sum()), *trailing)
+    def all_to_all(
+        self,
+        tensor: Tensor,
+        splits: Sequence[int] | Tensor | None = None,
+        *,
+        name: str | None = None,
+        async_op: bool = False,
+    ) -> tuple[Tensor, Tensor] | Work:
+        """Send rows of the tensor to every rank; return what came, in rank order, and how much.
 
-        return self._call("all_gather", name, entries, run, tensor.device, async_op)
+        splits: how many rows go to each rank, the first ones to rank 0; equally many unless given.
+        Rows beyond their sum are not sent. The second answer has the numbers of rows that came from
+        each rank, int64. First dimensions may differ between ranks, the others may not.
+        """
+        checks.tensor("tensor", tensor)
+        _check_rows(tensor)
+        self.transport.check_device(tensor.device)
+        counts = checks.row_splits("splits", splits, tensor.shape[0], self.size)
+        looks = [like(tensor, any_rows=True), like(counts)]
+        call = Description("all_to_all", name, {}, looks)
+        return self._call(call, [tensor, counts], async_op=async_op)
 
     def broadcast(
         self, tensor: Tensor, root: int = 0, *, name: str | None = None, async_op: bool = False
@@ -306,31 +252,37 @@ class Group:
         checks.tensor("tensor", tensor)
         checks.rank("root", root, self.size)
         self.transport.check_device(tensor.device)
-        entries = [f"broadcast({name or ''})", f"root={root}", _describe(tensor)]
-
-        def run(label: str) -> Tensor:
-            if self.size > 1:
-                flat = tensor.detach().view(-1)
-                self._runner.execute(tree.broadcast(self.size, root), flat, Sum, label)
-            return tensor
-
-        return self._call("broadcast", name, entries, run, tensor.device, async_op)
+        call = Description("broadcast", name, {"root": root}, [like(tensor)])
+        return self._call(call, [tensor], async_op=async_op)
 
     def all_gather_bytes(self, payload: bytes, *, name: str | None = None) -> list[bytes]:
         """Every rank's bytes, by rank; lengths may differ."""
-
-        def run(label: str) -> list[bytes]:
-            if self.size == 1:
-                return [payload]
-            workspace = self._runner.workspace
-            return gather_bytes(payload, self.transport, label, self.timeout, workspace)
-
-        entries = [f"all_gather_bytes({name or ''})"]
-        return self._call("all_gather_bytes", name, entries, run, _CPU, False)
+        data = torch.tensor(list(payload), dtype=torch.uint8)
+        call = Description("all_gather_bytes", name, {}, [like(data, any_rows=True)])
+        pieces: list[bytes] = self._call(call, [data])
+        return pieces
 
     def barrier(self, name: str | None = None) -> None:
         """Return when every rank has called it: the agreement alone does that."""
-        self._call("barrier", name, [f"barrier({name or ''})"], lambda label: None, _CPU, False)
+        self._call(Description("barrier", name), [])
+
+    def join(self, operators: Iterable[Reducer] = (), *, device: torch.device | None = None) -> int:
+        """Wait until every rank has joined, taking part in what the others still call.
+
+        For ranks that run out of data early: they add zeros to reductions (an Average is still
+        divided by all ranks), no rows to gathers, and get nothing. Returns the rank that joined
+        last, the highest of those that did at once.
+
+        operators: what the others may reduce with, beside Sum and Average. device: where zeros for
+        CUDA tensors are made, the current one unless given. A broadcast from a rank that has
+        joined, and whatever else needs one, is a CollectiveMismatchError on all ranks, as is any
+        difference between the calls of the others; a rank that had joined has not after that.
+        """
+        if device is None and torch.cuda.is_available():
+            device = torch.device("cuda", torch.cuda.current_device())
+        for op in operators:
+            checks.reducer("operators", op)
+        return self._call.join(operators, device)
 
     def split(self, ranks: Sequence[int]) -> Group | None:
         """A group of some of the ranks, whose rank i is `ranks[i]` here; None on the others.
@@ -344,7 +296,7 @@ class Group:
         """
         members = checks.distinct_ranks("ranks", ranks, self.size)
 
-        def run(label: str) -> Group | None:
+        def run() -> Group | None:
             if self.rank not in members:
                 return None
             place = place_of([self.hosts[rank] for rank in members], members.index(self.rank))
@@ -360,8 +312,8 @@ class Group:
             self._parts.append(part)
             return part
 
-        entries = ["split()", f"ranks={members}"]
-        part: Group | None = self._call("split", None, entries, run, _CPU, False)
+        call = Description("split", options={"ranks": members})
+        part: Group | None = self._call(call, [], run=run)
         return part
 
     @property
@@ -404,17 +356,15 @@ class Group:
         return specs
 
 
-def _header(
-    kind: str, name: str | None, op: Reducer, specs: Specs, prescale: float, postscale: float
-) -> list[str]:
-    return [
-        f"{kind}({name or ''})",
-        f"op={op}",
-        f"algorithm={format_all_reduce_spec(specs)}",
-        f"prescale={prescale!r}",
-        f"postscale={postscale!r}",
-    ]
+def _options(op: Reducer, specs: Specs, prescale: float, postscale: float) -> dict[str, Any]:
+    return {
+        "op": str(op),
+        "algorithm": format_all_reduce_spec(specs),
+        "prescale": prescale,
+        "postscale": postscale,
+    }
 
 
-def _describe(tensor: Tensor) -> str:
-    return f"shape {tuple(tensor.shape)} {tensor.dtype} {tensor.device.type}"
+def _check_rows(tensor: Tensor) -> None:
+    if tensor.dim() == 0:
+        raise ValueError("tensor must have a first dimension: use reshape(1)")

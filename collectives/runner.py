@@ -53,6 +53,7 @@ class Runner:
         op: Reducer | Sequence[Reducer],
         label: str,
         segments: Sequence[int] | None = None,
+        bounds: Sequence[int] | None = None,
     ) -> None:
         """Run one schedule in place."""
         execute(
@@ -64,6 +65,7 @@ class Runner:
             timeout=self.timeout,
             workspace=self.workspace,
             segments=segments,
+            bounds=bounds,
         )
 
     def all_reduce(

@@ -94,9 +94,9 @@ def check_errors(whole: Group) -> None:
     ):
         with pytest.raises(kind, match="ranks"):
             whole.split(bad)  # type: ignore[arg-type]
-    with pytest.raises(CollectiveMismatchError, match=r"ranks=\(0,\).*ranks=\(1,\)"):
+    with pytest.raises(CollectiveMismatchError, match=r"ranks=\[0\].*ranks=\[1\]"):
         whole.split([min(whole.rank, 1)])
-    with pytest.raises(CollectiveMismatchError, match=r"ranks=\(0, 1\).*ranks=\(1, 0\)"):
+    with pytest.raises(CollectiveMismatchError, match=r"ranks=\[0, 1\].*ranks=\[1, 0\]"):
         whole.split([1, 0] if whole.rank == 1 else [0, 1])
     assert total(whole, 1.0) == whole.size
 

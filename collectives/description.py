@@ -1,0 +1,90 @@
+"""What a call of a collective is, as ranks tell each other: plain data that JSON carries."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+ANY = -1
+
+
+class Like(NamedTuple):
+    """What a tensor looks like. ANY as the first dimension: ranks may differ in it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+
+    def __str__(self) -> str:
+        shape = str(self.shape).replace(str(ANY), "any", 1)
+        return f"shape {shape} {self.dtype} {self.device}"
+
+    def zeros(self, device: torch.device | None = None) -> torch.Tensor:
+        """Zeros of this look, with no rows for ANY; of CUDA tensors on `device`."""
+        shape = [0 if n == ANY else n for n in self.shape]
+        dtype = getattr(torch, self.dtype.removeprefix("torch."))
+        place = device if device is not None and self.device == device.type else self.device
+        return torch.zeros(shape, dtype=dtype, device=place)
+
+
+def like(tensor: torch.Tensor, *, any_rows: bool = False) -> Like:
+    """What `tensor` looks like."""
+    shape = (ANY, *tensor.shape[1:]) if any_rows else tuple(tensor.shape)
+    return Like(shape, str(tensor.dtype), tensor.device.type)
+
+
+@dataclass(frozen=True)
+class Description:
+    """A call as all ranks must make it.
+
+    kind: what is called. name: what the user calls it. options: every other argument that ranks
+    must agree on, as JSON keeps it. tensors: what the tensors look like.
+    """
+
+    kind: str
+    name: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    tensors: Sequence[Like] = ()
+
+    def __str__(self) -> str:
+        return f"{self.kind}({self.name or ''})"
+
+    def to_json(self) -> str:
+        """One text for equal descriptions, another one for others."""
+        return json.dumps([self.kind, self.name, self.options, self.tensors])
+
+    @staticmethod
+    def from_json(text: str) -> Description:
+        """The description that `to_json` wrote."""
+        kind, name, options, tensors = json.loads(text)
+        looks = [Like(tuple(shape), dtype, device) for shape, dtype, device in tensors]
+        return Description(kind, name, options, looks)
+
+    def entries(self) -> list[str]:
+        """The call and its parts, in words."""
+        options = [f"{key}={value}" for key, value in self.options.items()]
+        looks = [f"tensor {i}: {look}" for i, look in enumerate(self.tensors)]
+        return [str(self), *options, *looks]
+
+
+def difference(calls: Mapping[int, Description]) -> str:
+    """The first difference between the calls, by rank, from the lowest rank's: the same text
+    wherever it is asked for."""
+    lowest = min(calls)
+    first = calls[lowest].entries()
+    rank = next(r for r in sorted(calls) if calls[r].entries() != first)
+    other = calls[rank].entries()
+    for mine, theirs in zip(first, other, strict=False):
+        if mine != theirs:
+            return (
+                f"ranks disagree: rank {lowest} calls {first[0]} with {mine}, "
+                f"rank {rank} calls {other[0]} with {theirs}"
+            )
+    return (
+        f"ranks disagree: rank {lowest} calls {first[0]} with {len(first) - 1} entries, "
+        f"rank {rank} with {len(other) - 1} entries"
+    )
