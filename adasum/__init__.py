@@ -49,6 +49,7 @@ from adasum.process_sets import (
     remove_process_set,
 )
 from adasum.reducer import Adasum, AdasumReducer
+from adasum.sparse import sparse_allreduce_async
 from adasum.state import (
     allgather_object,
     broadcast_object,
@@ -116,5 +117,6 @@ __all__ = [
     "remove_process_set",
     "shutdown",
     "size",
+    "sparse_allreduce_async",
     "synchronize",
 ]

@@ -1,0 +1,131 @@
+"""Sums and averages of sparse tensors against their dense ones. Ranks are threads and processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import adasum as hvd
+from adasum.sparse import sparse_all_reduce_async
+from collectives import Group, default_group, run_threads
+from tests.multi_rank.harness import run_ranks
+
+
+def draw(rank: int, shape: tuple[int, ...], sparse_dim: int, dtype: torch.dtype) -> Tensor:
+    """3 * rank entries, some of them twice; small integers, whose sums are exact."""
+    generator = torch.Generator().manual_seed(7 + rank)
+    count = 3 * rank
+    indices = [torch.randint(n, (count,), generator=generator) for n in shape[:sparse_dim]]
+    values = torch.randint(-8, 9, (count, *shape[sparse_dim:]), generator=generator).to(dtype)
+    where = torch.stack(indices) if indices else torch.empty(0, count).long()
+    return torch.sparse_coo_tensor(where, 12 * values, shape, check_invariants=True)
+
+
+CASES = [
+    ((9, 4), 1, torch.float32),
+    ((9, 4), 2, torch.float64),
+    ((6,), 1, torch.int64),
+    ((3, 4, 5), 2, torch.float16),
+    ((3, 4, 5), 1, torch.bfloat16),
+    ((1, 1), 2, torch.float32),
+]
+
+
+def every_case(rank: int) -> list[bytes]:
+    size = hvd.size()
+    group = default_group()
+    said = []
+    for shape, sparse_dim, dtype in CASES:
+        total = sum(draw(r, shape, sparse_dim, dtype).to_dense().double() for r in range(size))
+        mine = draw(rank, shape, sparse_dim, dtype)
+        for op in (hvd.Sum, hvd.Average):
+            if op is hvd.Average and not dtype.is_floating_point:
+                continue
+            handle = sparse_all_reduce_async(group, mine, op, "embedding")
+            answer = handle.wait()
+            assert handle.is_completed()
+            assert answer.is_coalesced() and answer.dtype == dtype and answer.shape == shape
+            assert answer.sparse_dim() == sparse_dim
+            # Built as coalesced: what torch itself makes of the entries must be no other tensor.
+            again = torch.sparse_coo_tensor(answer.indices(), answer.values(), shape).coalesce()
+            assert torch.equal(again.indices(), answer.indices())
+            assert torch.equal(again.values(), answer.values())
+            # 12 divides by 2 and 3 and 4, so only the last rounding is left.
+            want = (total / size if op is hvd.Average else total).to(dtype)
+            assert torch.equal(answer.to_dense(), want)
+            said.append(answer.values().contiguous().view(torch.uint8).numpy().tobytes())
+        assert torch.equal(mine.to_dense(), draw(rank, shape, sparse_dim, dtype).to_dense())
+    # No entries anywhere.
+    none = torch.sparse_coo_tensor(size=(5, 2))
+    assert sparse_all_reduce_async(group, none, hvd.Sum).wait().to_dense().abs().sum() == 0.0
+    return said
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_threads(size: int) -> None:
+    first, *others = run_threads(size, lambda group: every_case(group.rank))
+    assert all(other == first for other in others)
+
+
+def _process(rank: int) -> list[bytes]:
+    hvd.init(timeout=60.0)
+    said = every_case(rank)
+    hvd.shutdown()
+    return said
+
+
+def test_processes() -> None:
+    first, *others = run_ranks(3, _process)
+    assert all(other == first for other in others)
+
+
+def test_rounding_follows_the_ranks_order() -> None:
+    """1e8 + 1 - 1e8 is 0 or 1 by the order; and a second run gives the same bits."""
+
+    def run(group: Group) -> float:
+        value = [1e8, 1.0, -1e8][group.rank]
+        tensor = torch.sparse_coo_tensor([[3]], [value], (5,))
+        return sparse_all_reduce_async(group, tensor, hvd.Sum).wait()[3].item()
+
+    assert run_threads(3, run) == [float(torch.tensor(1e8) + 1.0) - 1e8] * 3
+
+
+def test_horovods_name_and_process_sets() -> None:
+    def run(group: Group) -> None:
+        some = hvd.add_process_set([0, 2])
+        tensor = torch.sparse_coo_tensor([[group.rank]], [1.0 + group.rank], (3,))
+        if group.rank == 1:
+            with pytest.raises(ValueError, match="rank 1 is not part"):
+                hvd.sparse_allreduce_async(tensor, "e", hvd.Sum, some)
+            return
+        handle = hvd.sparse_allreduce_async(tensor, name="e", op=hvd.Average, process_set=some)
+        assert handle().to_dense().tolist() == [0.5, 0.0, 1.5]
+
+    run_threads(3, run)
+
+
+def test_joined_ranks_add_nothing() -> None:
+    def run(group: Group) -> None:
+        tensor = torch.sparse_coo_tensor([[group.rank]], [6.0], (3,))
+        if group.rank:
+            answer = sparse_all_reduce_async(group, tensor, hvd.Average).wait()
+            assert answer.to_dense().tolist() == [0.0, 2.0, 2.0]
+        hvd.join()
+
+    run_threads(3, run)
+
+
+def test_refused() -> None:
+    def run(group: Group) -> None:
+        entry = torch.sparse_coo_tensor([[0]], [1.0], (3 + group.rank,))
+        with pytest.raises(TypeError, match=r"sparse COO tensor, not torch\.strided"):
+            sparse_all_reduce_async(group, torch.ones(2))
+        with pytest.raises(TypeError, match=r"torch\.int64"):
+            sparse_all_reduce_async(group, entry.long(), hvd.Average)
+        with pytest.raises(NotImplementedError, match="Adasum of sparse"):
+            sparse_all_reduce_async(group, entry, hvd.Adasum)
+        with pytest.raises(hvd.CollectiveMismatchError, match=r"e \(3,\).*e \(4,\)"):
+            sparse_all_reduce_async(group, entry, hvd.Sum, "e").wait()
+
+    run_threads(2, run)
