@@ -288,7 +288,8 @@ def run_threads(
     In each thread the default group is that thread's. The first rank's error is raised, after all
     threads have ended; the others' collectives fail as soon as they need a rank that has ended.
     timeout: seconds any one step of a collective may wait. local_size: play nodes of so many
-    ranks; all ranks are on one unless given. Raises ValueError where it does not divide size.
+    ranks; all ranks are on one unless given. Raises ValueError where it does not divide size. The
+    ranks share out torch's number of threads.
     """
     world = ThreadWorld(size)
     topology = Topology(size, size if local_size is None else local_size)
@@ -305,8 +306,12 @@ def run_threads(
         for rank in range(size)
     ]
 
+    cores = torch.get_num_threads()
+
     def main(group: Group) -> None:
         _thread.group = group
+        # A new thread's BLAS would start as many threads as there are processors, in every rank.
+        torch.set_num_threads(max(1, cores // size))
         try:
             results[group.rank] = fn(group)
         except BaseException as error:  # noqa: BLE001 - raised below, for all threads
@@ -322,6 +327,8 @@ def run_threads(
         thread.start()
     for thread in threads:
         thread.join()
+    # Part of what it sets is the process's, not the thread's.
+    torch.set_num_threads(cores)
     if errors:
         raise next((e for e in errors if not isinstance(e, CollectiveTimeoutError)), errors[0])
     return [results[rank] for rank in range(size)]
