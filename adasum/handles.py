@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,24 @@ class Handle:
     def is_completed(self) -> bool:
         """Whether `wait` would return at once."""
         return self._work.is_completed()
+
+
+class _Several:
+    """What a Handle needs of a Work, for many."""
+
+    def __init__(self, handles: Sequence[Handle]) -> None:
+        self._handles = handles
+
+    def wait(self) -> list[Any]:
+        return [handle.wait() for handle in self._handles]
+
+    def is_completed(self) -> bool:
+        return all(handle.is_completed() for handle in self._handles)
+
+
+def together(handles: Sequence[Handle]) -> Handle:
+    """One handle for the list of all answers."""
+    return Handle(_Several(handles), lambda answers: answers)
 
 
 def synchronize(handle: Handle) -> Any:

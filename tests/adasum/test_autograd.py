@@ -28,8 +28,10 @@ def total_loss(function: Function, tensor: Tensor, rank: int) -> float:
     return hvd.allreduce(loss, op=hvd.Sum).item()
 
 
-def check(function: Function, tensor: Tensor, group: Group, divisor: int = 1) -> None:
-    """The gradient on every rank is the derivative of the sum of all losses, divided.
+def check(
+    function: Function, tensor: Tensor, group: Group, divisor: int = 1, factor: int = 1
+) -> None:
+    """The gradient on every rank is factor / divisor times the derivative of the sum of all losses.
 
     The functions are linear and the numbers exact, so differences of any width are the derivative.
     """
@@ -48,7 +50,10 @@ def check(function: Function, tensor: Tensor, group: Group, divisor: int = 1) ->
                 sides.append(total_loss(function, moved, group.rank))
             if group.rank == rank:
                 derivative = (sides[0] - sides[1]) / 12.0
-                assert given.grad[divmod(element, tensor.shape[1])].item() == derivative / divisor
+                assert (
+                    given.grad[divmod(element, tensor.shape[1])].item()
+                    == derivative * factor / divisor
+                )
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -73,6 +78,12 @@ def test_linear_functions(size: int) -> None:
         check(lambda t: hvd.allgather(t), rows, group, size)
         for root in range(size):
             check(lambda t, root=root: hvd.broadcast(t, root, name="b"), tensor, group, size)
+        rows = whole(group.rank, size + 2, 2)
+        check(lambda t: hvd.alltoall(t[:size]), rows, group)
+        splits = [(group.rank + r) % 2 for r in range(size)]
+        check(lambda t: hvd.alltoall(t, splits)[0], rows, group)
+        for op in (hvd.Sum, hvd.Average):
+            check(lambda t, op=op: hvd.reducescatter(t, op=op), rows, group, factor=size)
 
     run_threads(size, run)
 
