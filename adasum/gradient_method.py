@@ -21,6 +21,8 @@ class GradientMethod(Distributed):
     """Each step sees the reduced gradients."""
 
     _adasum_asked = False
+    # The sparse dimensions of gradients seen so far: where there is none, it counts as such zeros.
+    _adasum_sparse: dict[Tensor, int]
 
     def synchronize(self) -> None:
         """Waits until every gradient is the reduced one, issuing what backward left over.
@@ -96,25 +98,45 @@ class GradientMethod(Distributed):
         return evaluate
 
     def _send(self, members: Sequence[Named], label: str) -> Flight | None:
-        trainable = [entry for entry in members if entry[1].requires_grad]
-        if not trainable:
-            return None
-        names = [name for name, _ in trainable]
-        return self._adasum_wire.reduce_async(
-            names, [self._gradient(name, parameter) for name, parameter in trainable], label
-        )
+        dense: list[tuple[str, Tensor]] = []
+        flights: list[Flight] = []
+        for name, parameter in members:
+            if not parameter.requires_grad:
+                continue
+            if self._adasum_sparse_as_dense:
+                densify(parameter)
+            if parameter.grad is None:
+                parameter.grad = _zeros(parameter, self._adasum_sparse.get(parameter))
+            if parameter.grad.is_sparse:
+                self._adasum_sparse[parameter] = parameter.grad.sparse_dim()
+                flights.append(self._adasum_wire.reduce_sparse_async(name, parameter, label))
+            else:
+                dense.append((name, parameter.grad))
+        if dense:
+            names, gradients = zip(*dense, strict=True)
+            flights.append(self._adasum_wire.reduce_async(names, gradients, label))
+        return _Together(flights) if flights else None
 
-    def _gradient(self, name: str, parameter: Tensor) -> Tensor:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        elif parameter.grad.is_sparse:
-            if not self._adasum_sparse_as_dense:
-                raise NotImplementedError(
-                    f"the gradient of {name} is sparse: reducing it as such is not supported yet; "
-                    "pass sparse_as_dense=True"
-                )
-            densify(parameter)
-        return parameter.grad
+
+class _Together:
+    """What is under way for one bucket: its dense gradients, and each sparse one."""
+
+    def __init__(self, flights: Sequence[Flight]) -> None:
+        self._flights = flights
+
+    def wait(self) -> None:
+        for flight in self._flights:
+            flight.wait()
+
+
+def _zeros(parameter: Tensor, sparse_dim: int | None) -> Tensor:
+    if sparse_dim is None:
+        return torch.zeros_like(parameter)
+    indices = torch.empty(sparse_dim, 0, dtype=torch.int64, device=parameter.device)
+    values = torch.empty(
+        0, *parameter.shape[sparse_dim:], dtype=parameter.dtype, device=parameter.device
+    )
+    return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=True)
 
 
 # torch wraps the step of any optimizer class not so marked, and would run step hooks twice.

@@ -9,11 +9,12 @@ from typing import Any
 from torch import Tensor
 
 from adasum.compression import Compression, Compressor
+from adasum.sparse import sparse_all_reduce_async
 from adasum.watch import Watcher
-from collectives import Group, Reducer, Work, parse_all_reduce_spec
+from collectives import Average, Group, Reducer, Sum, Work, parse_all_reduce_spec
 from collectives.plan import plan_of
 
-__all__ = ["InFlight", "Wire"]
+__all__ = ["InFlight", "SparseInFlight", "Wire"]
 
 
 @dataclass
@@ -43,6 +44,13 @@ class Wire:
     def reduce_async(self, names: Sequence[str], tensors: Sequence[Tensor], label: str) -> InFlight:
         """Starts reducing the tensors in place, all in one group; strided ones travel as copies."""
         return InFlight(self, names, tensors, label)
+
+    def reduce_sparse_async(self, name: str, parameter: Tensor, label: str) -> SparseInFlight:
+        """Starts reducing a sparse gradient, which `wait` replaces by the answer.
+
+        NotImplementedError naming the parameter for Adasum. Values travel uncompressed.
+        """
+        return SparseInFlight(self, name, parameter, label)
 
 
 class InFlight:
@@ -77,3 +85,26 @@ class InFlight:
                 tensor.copy_(self._compression.decompress(short, ctx))
         if self._watch:
             self._watch.reduced(self._token, self._tensors)
+
+
+class SparseInFlight:
+    """A sparse gradient under way; the parameter's `grad` is the answer after `wait`."""
+
+    def __init__(self, wire: Wire, name: str, parameter: Tensor, label: str) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        if wire.op not in (Sum, Average):
+            raise NotImplementedError(
+                f"the gradient of {name} is sparse, of which {wire.op} is not defined: pass "
+                "sparse_as_dense=True, or method='delta'"
+            )
+        self._parameter = parameter
+        self._postscale = wire.postscale
+        if wire.prescale != 1.0:
+            gradient = gradient * wire.prescale
+        self._handle = sparse_all_reduce_async(wire.group, gradient, wire.op, f"{label}: {name}")
+
+    def wait(self) -> None:
+        """Blocks until the answer is there; raises what went wrong on the way."""
+        answer = self._handle.wait()
+        self._parameter.grad = answer * self._postscale if self._postscale != 1.0 else answer

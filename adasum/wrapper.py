@@ -159,6 +159,7 @@ def wrap(
     wrapper._adasum_native_amp = native_amp
     wrapper._adasum_sparse_as_dense = sparse_as_dense
     wrapper._adasum_skip = False
+    wrapper._adasum_sparse = {}
     reference = weakref.ref(wrapper)
 
     def send(members: Sequence[Named], label: str) -> Any:

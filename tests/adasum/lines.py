@@ -193,7 +193,7 @@ def two_optimizers(wrap: Wrap) -> Tensor:
 
 def sparse(wrap: Wrap) -> Tensor:
     parts = []
-    for as_dense in (True,):
+    for as_dense in (True, False):
         # Not by the global seed, which ranks that are threads share.
         weights = torch.randn(7, 3, generator=torch.Generator().manual_seed(0))
         table = torch.nn.Embedding.from_pretrained(weights.double(), freeze=False, sparse=True)
@@ -204,6 +204,11 @@ def sparse(wrap: Wrap) -> Tensor:
             optimizer.step()
         parts.append(flat(table))
     return torch.cat(parts)
+
+
+def predivided(wrap: Wrap) -> Tensor:
+    model = make_model()
+    return _train(model, wrap("sgd", model, gradient_predivide_factor=4.0))
 
 
 def process_sets(wrap: Wrap) -> Tensor:
@@ -282,6 +287,7 @@ LINES: dict[Callable[[Wrap], Tensor], tuple[str, ...]] = {
     unused_parameters: _EVERY,
     frozen_shared_and_added: _EVERY,
     two_optimizers: _EVERY,
+    predivided: ("average",),
     process_sets: _EVERY,
     sparse: ("sum", "average", "delta", "in backward"),
     resumed: _EVERY,

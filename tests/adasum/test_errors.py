@@ -217,10 +217,12 @@ def test_grad_scaler_where_backward_did_not_reach_every_parameter() -> None:
     collectives.run_threads(2, run)
 
 
-def test_sparse_gradient() -> None:
+def test_adasum_of_a_sparse_gradient() -> None:
     def run(group: collectives.Group) -> None:
         table = torch.nn.Embedding(4, 2, sparse=True)
-        optimizer: Any = DistributedOptimizer(_sgd(table), table.named_parameters())
+        optimizer: Any = DistributedOptimizer(
+            _sgd(table), table.named_parameters(), op=hvd.Adasum, method="gradient"
+        )
         with pytest.raises(NotImplementedError, match=r"of weight is sparse.*sparse_as_dense=True"):
             table(torch.tensor([1])).sum().backward()
         optimizer.zero_grad()
