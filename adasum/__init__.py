@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+# First: it says what is wrong where another package is called kernels.
+import collectives  # noqa: F401
 from adasum import orthogonality
 from adasum.basics import (
     cross_rank,
@@ -30,6 +32,8 @@ from adasum.builds import (
     rocm_built,
 )
 from adasum.compression import Compression
+from adasum.ddp import HookState, ddp_hook
+from adasum.fsdp import register_fsdp_hook
 from adasum.gathering import (
     allgather,
     allgather_async,
@@ -98,6 +102,7 @@ __all__ = [
     "CollectiveTimeoutError",
     "Compression",
     "DistributedOptimizer",
+    "HookState",
     "OptimizerOrderError",
     "ProcessSet",
     "Sum",
@@ -125,6 +130,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "ddp_hook",
     "get_process_set_ids_and_ranks",
     "global_process_set",
     "gloo_built",
@@ -153,6 +159,7 @@ __all__ = [
     "rank",
     "reducescatter",
     "reducescatter_async",
+    "register_fsdp_hook",
     "remove_process_set",
     "rocm_built",
     "shutdown",
