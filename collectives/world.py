@@ -39,6 +39,8 @@ TRANSPORTS = ("auto", "gloo", "shm", "nccl")
 
 _group: Group | None = None
 _owns_process_group = False
+_store: dist.Store | None = None
+_starts = 0
 _thread = threading.local()
 _adopted: weakref.WeakKeyDictionary[dist.ProcessGroup, Group] = weakref.WeakKeyDictionary()
 
@@ -81,7 +83,7 @@ def init(
         if _world_size() == 1:
             _group = Group(ThreadWorld(1).transport(0), timeout=timeout, local_rank=0, local_size=1)
             return _group
-        dist.init_process_group(_backend(), timeout=timedelta(seconds=timeout))
+        _start_torch_distributed(timedelta(seconds=timeout))
         _owns_process_group = True
         process_group = dist.group.WORLD
     elif process_group is None:
@@ -96,6 +98,25 @@ def init(
         raise
     atexit.register(shutdown)
     return _group
+
+
+def _start_torch_distributed(timeout: timedelta) -> None:
+    """As init_process_group does by the environment, but any number of times.
+
+    The store outlives shut-down, and each start has its own part of it: with a new store on the old
+    port, a rank that is quick could meet the old one, or find the old keys in torchrun's.
+    """
+    global _store, _starts
+    if _store is None:
+        _store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    _starts += 1
+    dist.init_process_group(
+        _backend(),
+        store=dist.PrefixStore(f"adasum {_starts}", _store),
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timeout,
+    )
 
 
 def _distributed() -> bool:

@@ -168,6 +168,9 @@ def process(rank: int) -> list[tuple[int, int]]:
     sizes = [hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=even) for _ in range(rank != 1)]
     hvd.barrier()
     hvd.shutdown()
+    hvd.init(timeout=60.0)
+    assert even.process_set_id is None
+    hvd.shutdown()
     return [place, (len(sizes), sum(int(s) for s in sizes))]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -46,10 +47,34 @@ def test_torch_distributed_is_adopted() -> None:
     assert run_ranks(3, _adopt) == [[3.0, 2.0], [3.0], [3.0, 2.0]]
 
 
+def _again(rank: int) -> list[float]:
+    """Started and shut down many times, by ranks of which some are late, and then by torch."""
+    answers = []
+    for turn in range(4):
+        group = collectives.init(timeout=20.0, calibrate=False)
+        value = torch.tensor(float(rank + turn))
+        collectives.all_reduce(value)
+        answers.append(value.item())
+        part = group.split([0, 2])
+        collectives.shutdown()
+        assert part is None or part.closed
+        time.sleep(0.2 * ((rank + turn) % 3))
+    dist.init_process_group("gloo")
+    dist.barrier()
+    dist.destroy_process_group()
+    return answers
+
+
+def test_init_again_after_shutdown() -> None:
+    assert run_ranks(3, _again, timeout=60.0) == [[3.0, 6.0, 9.0, 12.0]] * 3
+
+
 def test_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(
         "import pathlib, torch, collectives\n"
+        "collectives.init(timeout=30).barrier()\n"
+        "collectives.shutdown()\n"
         "g = collectives.init(timeout=30)\n"
         "t = torch.tensor([float(g.rank + 1)])\n"
         "collectives.all_reduce(t)\n"
