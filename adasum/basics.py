@@ -52,7 +52,8 @@ def join(device: int = -1) -> int:
 
     For a rank that has run out of data: it takes part in what the others still call (all but
     broadcasts from it) with zeros, Adasum's identity; averages are still over all ranks, and
-    allgather gets no rows from it. After it the ranks' models differ: broadcast the last rank's.
+    allgather gets no rows from it. After it the ranks' models differ: broadcast the last rank's. No
+    more than the timeout may pass between two calls of the others.
 
     device: the GPU on which zeros for CUDA tensors are made; the current one for -1.
     """

@@ -92,6 +92,17 @@ def all_gather(tensor: Tensor, *, group: Group | None = None, **options: Any) ->
     return (group or default_group()).all_gather(tensor, **options)
 
 
+def all_to_all(
+    tensor: Tensor,
+    splits: Sequence[int] | Tensor | None = None,
+    *,
+    group: Group | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor] | Work:
+    """`Group.all_to_all` on `group`, or on the default group."""
+    return (group or default_group()).all_to_all(tensor, splits, **options)
+
+
 def broadcast(
     tensor: Tensor, root: int = 0, *, group: Group | None = None, **options: Any
 ) -> Tensor | Work:
@@ -124,6 +135,7 @@ __all__ = [
     "Work",
     "all_gather",
     "all_reduce",
+    "all_to_all",
     "barrier",
     "broadcast",
     "broadcast_from_owners",

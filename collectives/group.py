@@ -271,7 +271,8 @@ class Group:
 
         For ranks that run out of data early: they add zeros to reductions (an Average is still
         divided by all ranks), no rows to gathers, and get nothing. Returns the rank that joined
-        last, the highest of those that did at once.
+        last, the highest of those that did at once. Between the others' calls no more than the
+        group's timeout may pass.
 
         operators: what the others may reduce with, beside Sum and Average. device: where zeros for
         CUDA tensors are made, the current one unless given. A broadcast from a rank that has
@@ -289,8 +290,9 @@ class Group:
 
         Every rank of this group calls it, with the same ranks in the same order, which is the order
         that Adasum and all_gather take. The new group has messages of its own: both may be used at
-        the same time, from different threads. It has this group's timeout, hosts and links, and
-        ends with it, or with its own close().
+        the same time, from different threads (not with CUDA tensors over NCCL, which wants one
+        order of all work on a device). It has this group's timeout, hosts and links, and ends with
+        it, or with its own close().
 
         TypeError or ValueError for ranks that are not distinct ranks of this group.
         """

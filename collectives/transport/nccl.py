@@ -178,7 +178,11 @@ class NcclTransport:
             self._await(item, time.monotonic())
 
     def split(self, ranks: Sequence[int], timeout: float) -> NcclTransport:
-        """With communicators of its own on the same device."""
+        """With communicators of its own on the same device.
+
+        As NCCL demands, work on the two must not be under way at once, unless all ranks start it
+        in one order.
+        """
         store = dist.PrefixStore(f"ranks {tuple(ranks)}", self._store)
         return NcclTransport(self._host.split(ranks, timeout), store, self.device, timeout=timeout)
 

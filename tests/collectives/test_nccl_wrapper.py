@@ -196,6 +196,32 @@ def test_parts_where_cupy_cannot_split(machine_without_split: Machine) -> None:
     assert _sums_of_parts(machine_without_split) == [[*part, 5.0] for part in PARTS]
 
 
+def test_split(machine: Machine) -> None:
+    """Parts that overlap, in any order, made one after the other; the whole goes on."""
+
+    def work(transport: nccl.NcclTransport) -> None:
+        made = []
+        for ranks in ([2, 0], [0, 1], [2, 0]):
+            if transport.rank in ranks:
+                part = transport.split(ranks, 10.0)
+                assert (part.rank, part.size) == (ranks.index(transport.rank), 2)
+                made.append((ranks, part))
+        for ranks, part in made:
+            got = full(5, float("nan"))
+            swap(part, full(5, float(transport.rank)), got, "a swap")
+            assert torch.equal(machine.read(got), torch.full((5,), float(ranks[1 - part.rank])))
+            total = full(4, 1.0 + transport.rank)
+            part.all_reduce(total, None, "a sum", 10.0)
+            assert torch.equal(machine.read(total), torch.full((4,), 2.0 + sum(ranks)))
+            part.close()
+        total = full(4, 1.0)
+        transport.all_reduce(total, None, "the sum of all", 10.0)
+        assert torch.equal(machine.read(total), torch.full((4,), 3.0))
+
+    all_good(machine.run(3, work))
+    assert machine.nccl.destroyed and not machine.nccl.aborted
+
+
 def test_captured_once_and_replayed(machine: Machine) -> None:
     """Nothing waits on the host in a capture, all streams join, and a replay moves fresh data."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -252,3 +253,20 @@ def test_from_process_group() -> None:
         [1.0, 10.0, 3.0, 30.0, 3.0],
         [3.0, 30.0, 3.0, 2.0],
     ]
+
+
+def absent(rank: int) -> str:
+    """One rank of a pair makes no group, so the other one waits for it in vain."""
+    dist.init_process_group("gloo")
+    if rank:
+        time.sleep(8.0)
+        return ""
+    start = time.monotonic()
+    with pytest.raises(collectives.CollectiveTimeoutError) as caught:
+        collectives.from_process_group(dist.group.WORLD, timeout=2.0)
+    assert time.monotonic() - start < 7.0
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_come_is_an_error() -> None:
+    assert "rank 0" in run_ranks(2, absent)[0]
