@@ -34,6 +34,8 @@ from adasum.builds import (
 from adasum.compression import Compression
 from adasum.ddp import HookState, ddp_hook
 from adasum.fsdp import register_fsdp_hook
+from adasum.ddp import HookState, ddp_hook
+from adasum.fsdp import register_fsdp_hook
 from adasum.gathering import (
     allgather,
     allgather_async,
@@ -103,6 +105,7 @@ __all__ = [
     "Compression",
     "DistributedOptimizer",
     "HookState",
+    "HookState",
     "OptimizerOrderError",
     "ProcessSet",
     "Sum",
@@ -128,6 +131,7 @@ __all__ = [
     "ccl_built",
     "cross_rank",
     "cross_size",
+    "ddp_hook",
     "cuda_built",
     "ddl_built",
     "ddp_hook",
@@ -157,6 +161,7 @@ __all__ = [
     "poll",
     "process_set_by_id",
     "rank",
+    "register_fsdp_hook",
     "reducescatter",
     "reducescatter_async",
     "register_fsdp_hook",
