@@ -34,8 +34,6 @@ from adasum.builds import (
 from adasum.compression import Compression
 from adasum.ddp import HookState, ddp_hook
 from adasum.fsdp import register_fsdp_hook
-from adasum.ddp import HookState, ddp_hook
-from adasum.fsdp import register_fsdp_hook
 from adasum.gathering import (
     allgather,
     allgather_async,
@@ -105,7 +103,6 @@ __all__ = [
     "Compression",
     "DistributedOptimizer",
     "HookState",
-    "HookState",
     "OptimizerOrderError",
     "ProcessSet",
     "Sum",
@@ -131,7 +128,6 @@ __all__ = [
     "ccl_built",
     "cross_rank",
     "cross_size",
-    "ddp_hook",
     "cuda_built",
     "ddl_built",
     "ddp_hook",
@@ -161,7 +157,6 @@ __all__ = [
     "poll",
     "process_set_by_id",
     "rank",
-    "register_fsdp_hook",
     "reducescatter",
     "reducescatter_async",
     "register_fsdp_hook",
