@@ -281,9 +281,10 @@ class Group:
         """
         if device is None and torch.cuda.is_available():
             device = torch.device("cuda", torch.cuda.current_device())
-        for op in operators:
+        known = list(operators)
+        for op in known:
             checks.reducer("operators", op)
-        return self._call.join(operators, device)
+        return self._call.join(known, device)
 
     def split(self, ranks: Sequence[int]) -> Group | None:
         """A group of some of the ranks, whose rank i is `ranks[i]` here; None on the others.

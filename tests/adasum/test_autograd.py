@@ -56,36 +56,38 @@ def check(
                 )
 
 
+def linear_functions(group: Group) -> None:
+    size = group.size
+    tensor = whole(group.rank, 2, 2)
+    for op in (hvd.Sum, hvd.Average):
+        check(lambda t, op=op: hvd.allreduce(t, op=op), tensor, group)
+    check(
+        lambda t: hvd.allreduce(t, op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0),
+        tensor.t(),
+        group,
+    )
+
+    def two(t: Tensor) -> Tensor:
+        # Only the first answer is used, and one has no gradient at all.
+        first, *_ = hvd.grouped_allreduce([2.0 * t, t.detach(), torch.arange(3)], op=hvd.Sum)
+        return first
+
+    check(two, tensor, group)
+    rows = whole(group.rank, group.rank + 1, 2)
+    check(lambda t: hvd.allgather(t), rows, group, size)
+    for root in range(size):
+        check(lambda t, root=root: hvd.broadcast(t, root, name="b"), tensor, group, size)
+    rows = whole(group.rank, size + 2, 2)
+    check(lambda t: hvd.alltoall(t[:size]), rows, group)
+    splits = [(group.rank + r) % 2 for r in range(size)]
+    check(lambda t: hvd.alltoall(t, splits)[0], rows, group)
+    for op in (hvd.Sum, hvd.Average):
+        check(lambda t, op=op: hvd.reducescatter(t, op=op), rows, group, factor=size)
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_linear_functions(size: int) -> None:
-    def run(group: Group) -> None:
-        tensor = whole(group.rank, 2, 2)
-        for op in (hvd.Sum, hvd.Average):
-            check(lambda t, op=op: hvd.allreduce(t, op=op), tensor, group)
-        check(
-            lambda t: hvd.allreduce(t, op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0),
-            tensor.t(),
-            group,
-        )
-
-        def two(t: Tensor) -> Tensor:
-            # Only the first answer is used, and one has no gradient at all.
-            first, *_ = hvd.grouped_allreduce([2.0 * t, t.detach(), torch.arange(3)], op=hvd.Sum)
-            return first
-
-        check(two, tensor, group)
-        rows = whole(group.rank, group.rank + 1, 2)
-        check(lambda t: hvd.allgather(t), rows, group, size)
-        for root in range(size):
-            check(lambda t, root=root: hvd.broadcast(t, root, name="b"), tensor, group, size)
-        rows = whole(group.rank, size + 2, 2)
-        check(lambda t: hvd.alltoall(t[:size]), rows, group)
-        splits = [(group.rank + r) % 2 for r in range(size)]
-        check(lambda t: hvd.alltoall(t, splits)[0], rows, group)
-        for op in (hvd.Sum, hvd.Average):
-            check(lambda t, op=op: hvd.reducescatter(t, op=op), rows, group, factor=size)
-
-    run_threads(size, run)
+    run_threads(size, linear_functions)
 
 
 def test_in_a_process_set() -> None:

@@ -85,11 +85,14 @@ def test_uneven_in_processes(steps: list[int]) -> None:
 OPS = {"Sum": hvd.Sum, "Average": hvd.Average, "Adasum": hvd.Adasum}
 
 
-def train(rank: int, steps: Sequence[int], op: str, kind: str) -> int:
+def train(rank: int, steps: Sequence[int], op: str, kind: str, **options: Any) -> int:
     """An epoch of steps[r] steps on rank r, then join and the last rank's model for all."""
     model = make_model()
     optimizer = hvd.DistributedOptimizer(
-        OPTIMIZERS[kind](model.parameters()), model.named_parameters(), op=OPS[op]
+        OPTIMIZERS[kind](model.parameters()),
+        model.named_parameters(),
+        op=OPS[op],
+        **options,
     )
     plain = make_model()
     shadow = OPTIMIZERS[kind](plain.parameters())
@@ -121,10 +124,20 @@ def train(rank: int, steps: Sequence[int], op: str, kind: str) -> int:
     return last
 
 
-@pytest.mark.parametrize("op", ["Sum", "Average", "Adasum"])
-def test_the_optimizer_goes_on_alone(op: str) -> None:
+@pytest.mark.parametrize(
+    ("op", "options"),
+    [
+        ("Sum", {}),
+        ("Average", {"groups": 2}),
+        ("Adasum", {}),
+        ("Adasum", {"method": "gradient"}),
+        ("Adasum", {"step_in_backward": True}),
+        ("Adasum", {"spec": "xring"}),
+    ],
+)
+def test_the_optimizer_goes_on_alone(op: str, options: dict[str, Any]) -> None:
     def run(group: Group) -> int:
-        return train(group.rank, [2, 4, 1], op, "momentum")
+        return train(group.rank, [2, 4, 1], op, "momentum", **options)
 
     assert run_threads(3, run) == [1, 1, 1]
 

@@ -11,7 +11,6 @@ import torch
 import adasum as hvd
 from collectives import CollectiveMismatchError, Group, run_threads, split_bounds
 from tests.adasum.definition import tree
-from tests.multi_rank.harness import run_ranks
 
 
 def rows_of(rank: int, rows: int) -> torch.Tensor:
@@ -90,27 +89,6 @@ def everything(rank: int, size: int) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_threads(size: int) -> None:
     run_threads(size, lambda group: everything(group.rank, size))
-
-
-def _process(rank: int, size: int) -> list[Any]:
-    hvd.init(timeout=60.0)
-    everything(rank, size)
-    # A rank that has joined sends nothing and gets nothing.
-    if rank:
-        rows, counts = hvd.alltoall(torch.full((size - 1,), rank), [0, *[1] * (size - 1)])
-        assert counts.tolist() == [0, *[1] * (size - 1)]
-        assert rows.tolist() == list(range(1, size))
-        assert torch.equal(
-            hvd.reducescatter(torch.ones(size), op=hvd.Sum), torch.tensor([size - 1.0])
-        )
-    hvd.join()
-    answers = [hvd.gloo_built(), hvd.gloo_enabled(), hvd.mpi_built(), hvd.mpi_enabled()]
-    hvd.shutdown()
-    return answers
-
-
-def test_processes() -> None:
-    assert run_ranks(3, _process, 3) == [[True, True, False, False]] * 3
 
 
 @pytest.mark.parametrize(

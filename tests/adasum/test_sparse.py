@@ -9,7 +9,6 @@ from torch import Tensor
 import adasum as hvd
 from adasum.sparse import sparse_all_reduce_async
 from collectives import Group, default_group, run_threads
-from tests.multi_rank.harness import run_ranks
 
 
 def draw(rank: int, shape: tuple[int, ...], sparse_dim: int, dtype: torch.dtype) -> Tensor:
@@ -65,18 +64,6 @@ def every_case(rank: int) -> list[bytes]:
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_threads(size: int) -> None:
     first, *others = run_threads(size, lambda group: every_case(group.rank))
-    assert all(other == first for other in others)
-
-
-def _process(rank: int) -> list[bytes]:
-    hvd.init(timeout=60.0)
-    said = every_case(rank)
-    hvd.shutdown()
-    return said
-
-
-def test_processes() -> None:
-    first, *others = run_ranks(3, _process)
     assert all(other == first for other in others)
 
 

@@ -1,0 +1,45 @@
+"""What the tests of the functions check in threads, in real processes; and join with these."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import adasum as hvd
+from collectives import default_group
+from tests.adasum.test_autograd import linear_functions
+from tests.adasum.test_scattering import everything
+from tests.adasum.test_sparse import every_case
+from tests.multi_rank.harness import run_ranks
+
+
+def joined(rank: int, size: int) -> None:
+    """A rank that has joined sends nothing and gets nothing."""
+    if rank:
+        rows, counts = hvd.alltoall(torch.full((size - 1,), rank), [0, *[1] * (size - 1)])
+        assert counts.tolist() == [0, *[1] * (size - 1)]
+        assert rows.tolist() == list(range(1, size))
+        total = hvd.reducescatter(torch.ones(size), op=hvd.Sum)
+        assert total.tolist() == [size - 1.0]
+    assert hvd.join() == size - 1
+
+
+def process(rank: int, size: int) -> list[Any]:
+    hvd.init(timeout=60.0)
+    everything(rank, size)
+    bits = every_case(rank)
+    if size < 4:
+        linear_functions(default_group())
+    joined(rank, size)
+    built = [hvd.gloo_built(), hvd.gloo_enabled(), hvd.mpi_built(), hvd.mpi_enabled()]
+    hvd.shutdown()
+    return [bits, built]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_processes(size: int) -> None:
+    first, *others = run_ranks(size, process, size)
+    assert first[1] == [True, True, False, False]
+    assert all(other == first for other in others)
