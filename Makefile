@@ -11,13 +11,14 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
+DOCS := $(VENV)/.docs
 OUT := out
 BENCH = $(PY) -m pytest bench --benchmark-only --benchmark-quiet --bench-results=bench/results
 TORCH := $(shell grep -o '^torch==[^;]*' constraints.txt)
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-timing lint bench bench-gpu bench-compiled clean
+.PHONY: help demo test test-timing lint docs docs-links bench bench-gpu bench-compiled clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 16
@@ -35,6 +36,12 @@ lint: $(READY)  ## ruff and mypy
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+
+docs: $(DOCS)  ## the guide and the reference in out/docs; a warning is an error
+	$(PY) -m sphinx -b html -W --keep-going -n -E -q docs $(OUT)/docs
+
+docs-links: $(DOCS)  ## the same, following links to other sites
+	$(PY) -m sphinx -b linkcheck -E -q docs $(OUT)/docs-links
 
 bench: $(READY)  ## the kernels beside their peers, on the GPU where there is one; writes bench/results/
 	@mkdir -p $(OUT)
@@ -68,3 +75,7 @@ $(READY): pyproject.toml constraints.txt
 		!(name in there)' $(VENV)/present.txt constraints.txt >$(VENV)/rest.txt
 	$(PY) -m pip install -qq $(PIP_ARGS) -c $(VENV)/rest.txt -e '.[dev]'
 	@touch $(READY)
+
+$(DOCS): $(READY)
+	$(PY) -m pip install -qq $(PIP_ARGS) -c $(VENV)/rest.txt -e '.[docs]'
+	@touch $(DOCS)

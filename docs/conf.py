@@ -1,0 +1,43 @@
+"""Sphinx's settings: `make docs` builds docs/ into out/docs, and a warning is an error."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
+
+project = "adasum"
+author = copyright = "the adasum maintainers"
+release = version = next(
+    line.split('"')[1]
+    for line in (ROOT / "pyproject.toml").read_text().splitlines()
+    if line.startswith("version")
+)
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "plain_docstrings",
+    "public_names",
+    "readme_page",
+]
+templates_path: list[str] = []
+exclude_patterns: list[str] = []
+myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 3
+
+html_theme = "furo"
+html_title = f"adasum {release}"
+html_copy_source = False
+html_show_sphinx = False
+
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+autodoc_typehints = "signature"
+autodoc_default_options = {"members": True}
+smartquotes = False
+python_use_unqualified_type_names = True
+# A type in a signature is linked where it has a page. What the packages export must have one.
+nitpick_ignore_regex = [(r"py:.*", r"(?!(?:adasum|collectives|kernels)\.\w+$).*")]

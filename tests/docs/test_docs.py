@@ -1,0 +1,104 @@
+"""The guide is true to the code: its Python runs, its links lead somewhere, its names exist.
+
+Needs none of the tools that `make docs` installs.
+"""
+
+from __future__ import annotations
+
+import doctest
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import adasum
+
+ROOT = Path(__file__).parents[2]
+GUIDE = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def code_of(page: Path) -> str:
+    """The page's blocks of Python as one script, each on its own lines of the page."""
+    lines, inside, kept = page.read_text().splitlines(), False, []
+    for line in lines:
+        fence = line.startswith("```")
+        kept.append(line if inside and not fence else "")
+        inside = line == "```python" or (inside and not fence)
+    return "\n".join(kept)
+
+
+def run_guide() -> None:
+    """What each rank does: every page in turn, as a script with a namespace of its own."""
+    for page in GUIDE:
+        exec(compile(code_of(page), str(page), "exec"), {"__name__": page.stem})
+    print(f"rank {adasum.rank()} of {adasum.size()} ran the guide")
+
+
+def test_python_of_the_guide_runs_on_two_ranks() -> None:
+    assert sum(bool(code_of(page).strip()) for page in GUIDE) >= 8
+    done = subprocess.run(
+        [sys.executable, *LAUNCH, "-m", "tests.docs.test_docs"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 1):
+        assert f"rank {rank} of 2 ran the guide" in done.stdout
+
+
+def anchors_of(page: Path) -> set[str]:
+    """The anchors that GitHub and MyST make of a page's headings."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
+    headings = re.findall(r"^#+ +(.*)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_of_a_page_lead_somewhere(page: Path) -> None:
+    dead = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        if not file.exists() or (anchor and anchor not in anchors_of(file)):
+            dead.append(target)
+    assert dead == []
+
+
+def test_every_page_of_the_guide_is_reachable_from_its_index() -> None:
+    index = (ROOT / "docs" / "index.md").read_text()
+    linked = set(re.findall(r"\]\(([\w/-]+\.md)\)", index))
+    assert {page.name for page in GUIDE} - {"index.md", "readme.md"} <= linked
+
+
+def test_horovods_names_are_here_or_said_to_be_absent() -> None:
+    text = (ROOT / "docs" / "from-horovod.md").read_text()
+    rows = re.findall(r"^\| (`.*?) \| (same|differs|absent) \|", text, re.M)
+    said = {name: status for cell, status in rows for name in re.findall(r"`(\w+)`", cell)}
+    assert len(said) > 50
+    wrong = [name for name, status in said.items() if hasattr(adasum, name) == (status == "absent")]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("extension", ["plain_docstrings", "readme_page"])
+def test_examples_in_what_builds_the_reference(extension: str) -> None:
+    spec = importlib.util.spec_from_file_location(extension, ROOT / "docs" / f"{extension}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found = doctest.testmod(module)
+    assert found.attempted > 0
+    assert found.failed == 0
+
+
+if __name__ == "__main__":
+    run_guide()
