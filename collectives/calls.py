@@ -11,7 +11,7 @@ from .agreement import Agreed, Joined, agree
 from .description import Description
 from .errors import CollectiveMismatchError, TransportError
 from .operations import OPERATIONS, WITH_JOINED
-from .reducers import Average, Max, Reducer, Sum
+from .reducers import Average, Reducer, Sum
 from .runner import Runner
 from .work import Worker
 
@@ -61,7 +61,7 @@ class Calls:
 
         Returns the rank that was the last to join, the highest of those that joined at once.
         """
-        known = {str(op): op for op in (Sum, Average, Max, *operators)}
+        known = {str(op): op for op in (Sum, Average, *operators)}
 
         def work() -> int:
             if self._transport.size == 1:

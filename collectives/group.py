@@ -274,10 +274,11 @@ class Group:
         last, the highest of those that did at once. Between the others' calls no more than the
         group's timeout may pass.
 
-        operators: what the others may reduce with, beside Sum and Average. device: where zeros for
-        CUDA tensors are made, the current one unless given. A broadcast from a rank that has
-        joined, and whatever else needs one, is a CollectiveMismatchError on all ranks, as is any
-        difference between the calls of the others; a rank that had joined has not after that.
+        operators: what the others may reduce with, beside Sum and Average; zero must be their
+        identity. device: where zeros for CUDA tensors are made, the current one unless given. A
+        broadcast from a rank that has joined, and whatever else needs one, is a
+        CollectiveMismatchError on all ranks, as is any difference between the calls of the others;
+        a rank that had joined has not after that.
         """
         if device is None and torch.cuda.is_available():
             device = torch.device("cuda", torch.cuda.current_device())
