@@ -32,7 +32,8 @@ class HookState:
     process_group: the ranks that reduce, a torch ProcessGroup or a collectives.Group; unless given
     those of `adasum.init()`, or, without it, torch.distributed's world. watch: is shown every
     parameter's gradient before and after (DDP only; not on ranks that have joined).
-    named_parameters: the names a watcher is told, as model.named_parameters() gives them.
+    named_parameters: the names a watcher is told, as model.named_parameters() gives them; unless
+    given, parameters are numbered in the order in which they are first reduced.
     timeout: seconds a step may wait for a peer, where the hook makes the group.
 
     Holds nothing of any step: models may share one, and a checkpoint loses nothing without it.
@@ -82,8 +83,9 @@ class HookState:
         )
 
     def name_of(self, parameter: Tensor) -> str:
-        """The parameter's name from `named_parameters`; its shape where it has none."""
-        return self._names.get(id(parameter), f"unnamed {tuple(parameter.shape)}")
+        """The parameter's name, the same at every call and for no other parameter."""
+        number = f"parameter {len(self._names)} {tuple(parameter.shape)}"
+        return self._names.setdefault(id(parameter), number)
 
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group is not None:

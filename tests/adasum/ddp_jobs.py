@@ -249,6 +249,7 @@ CHECKS: list[Callable[[int], None]] = [
     check_adamw,
     check_two_models,
     rest.check_watch,
+    rest.check_orthogonality,
     rest.check_pickle,
     rest.check_two_levels,
     rest.check_sparse,

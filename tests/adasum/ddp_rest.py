@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
@@ -67,6 +68,30 @@ def check_watch(rank: int) -> None:
         assert not watch.before and not watch.after
 
 
+def check_orthogonality(rank: int) -> None:
+    """The diagnostic switched on: |Adasum(g)|^2 over the sum of the |g_i|^2, for each parameter."""
+    model = Net()
+    wrapped = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=0.05)
+    recorder = hvd.orthogonality.Recorder(every=1)
+    state = HookState(
+        op=hvd.Adasum, watch=recorder, named_parameters=wrapped.module.named_parameters()
+    )
+    wrapped.register_comm_hook(state, ddp_hook)
+    for step in range(3):
+        wrapped.zero_grad()
+        loss_of(wrapped, rank, step).backward()
+        columns = columns_of(model, step)
+        rows = {row.name: row.ratio for row in recorder.rows if row.step == step}
+        for (name, _), column, answer in zip(
+            model.named_parameters(), columns, defined("Adasum", columns), strict=True
+        ):
+            squares = sum(g.double().square().sum().item() for g in column)
+            want = answer.square().sum().item() / squares
+            # The square doubles the answer's relative error.
+            assert abs(rows.pop(name) - want) <= 2 * tolerance(torch.float32) * want, name
+        assert not rows
+
+
 def check_pickle(rank: int) -> None:
     """A wrapped model and its state come out of pickle; the hook DDP itself drops there."""
     model = Net()
@@ -98,16 +123,19 @@ def check_sparse(rank: int) -> None:
 def check_mismatch(rank: int) -> None:
     """Ranks that disagree: backward raises the collective's own error, and the model goes on."""
     model = Net()
-    wrapped = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=0.05)
-    state = HookState(op=hvd.Adasum, spec="rd" if rank == 1 else "vhdd")
-    wrapped.register_comm_hook(state, ddp_hook)
-    for _ in range(2):
-        with pytest.raises(CollectiveMismatchError, match=r"DDP bucket .*algorithm=rd"):
-            loss_of(wrapped, rank, 0).backward()
-    state.spec = "vhdd"
-    wrapped.zero_grad()
-    loss_of(wrapped, rank, 0).backward()
-    compare(gradients(wrapped), "Adasum", columns_of(model, 0), torch.float32)
+    for hook in (ddp_hook, default_hooks.fp16_compress_wrapper(ddp_hook)):
+        wrapped = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=0.05)
+        state = HookState(op=hvd.Adasum, spec="rd" if rank == 1 else "vhdd")
+        wrapped.register_comm_hook(state, hook)
+        for _ in range(2):
+            with pytest.raises(CollectiveMismatchError, match=r"DDP bucket .*algorithm=rd"):
+                loss_of(wrapped, rank, 0).backward()
+        state.spec = "vhdd"
+        wrapped.zero_grad()
+        loss_of(wrapped, rank, 0).backward()
+        dtype = torch.float32 if hook is ddp_hook else torch.float16
+        columns = [[g.to(dtype) for g in column] for column in columns_of(model, 0)]
+        compare(gradients(wrapped), "Adasum", columns, dtype)
 
 
 def check_mismatch_after_join(rank: int) -> None:

@@ -63,7 +63,11 @@ def test_pickling_leaves_out_the_ranks_and_says_so(caplog):
     run_threads(1, check)
 
 
-def test_a_watcher_is_told_the_shape_of_a_parameter_without_a_name():
-    parameter = torch.zeros(2, 3)
-    assert HookState().name_of(parameter) == "unnamed (2, 3)"
-    assert HookState(named_parameters=[("weight", parameter)]).name_of(parameter) == "weight"
+def test_parameters_without_a_name_are_numbered():
+    first, second = torch.zeros(2, 3), torch.zeros(2, 3)
+    state = HookState(named_parameters=[("weight", first)])
+    assert [state.name_of(p) for p in (second, first, second)] == [
+        "parameter 1 (2, 3)",
+        "weight",
+        "parameter 1 (2, 3)",
+    ]
