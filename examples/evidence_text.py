@@ -158,16 +158,50 @@ def final_losses(runs: list[Run]) -> dict[str, dict[int, list[float]]]:
 
 def table(runs: list[Run]) -> str:
     """In Markdown: a row for each way, a column for each number of ranks."""
-    counts = sorted({run.ranks for run in runs})
     steps = {run.ranks: run.steps for run in runs}
-    heads = [f"{count} rank{'s'[: count > 1]}, {steps[count]} steps" for count in counts]
-    lines = [f"| test loss | {' | '.join(heads)} |", "|---|" + "---|" * len(counts)]
+    heads = [f"{n} rank{'s'[: n > 1]}, {steps[n]} steps" for n in sorted(steps)]
+    lines = [f"| test loss | {' | '.join(heads)} |", "|---|" + "---|" * len(heads)]
     for label, by_ranks in final_losses(runs).items():
         cells = [
             "{:.3f} ± {:.3f}".format(*mean_and_spread(by_ranks[n])) if n in by_ranks else ""
-            for n in counts
+            for n in sorted(steps)
         ]
         lines.append(f"| {label} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def gains(runs: list[Run]) -> str:
+    """In Markdown, beside Average of the same seed: the same first weights and the same windows.
+
+    The difference of the final losses, and the steps to the loss that Average ends with.
+    """
+    by_key = {(run.label, run.ranks, run.seed): run for run in runs}
+    counts = sorted({run.ranks for run in runs} - {1})
+    seeds = sorted({run.seed for run in runs})
+    heads = [f"{n} ranks" for n in counts]
+    lines = [f"| beside Average | {' | '.join(heads)} |", "|---|" + "---|" * len(counts)]
+    for label in final_losses(runs):
+        cells = []
+        for n in counts:
+            if (label, n, seeds[0]) not in by_key:
+                cells.append("")
+                continue
+            pairs = [(by_key[label, n, s].looks, by_key["Average", n, s].looks) for s in seeds]
+            goals = [theirs[-1][1] for _, theirs in pairs]
+            mean, spread = mean_and_spread(
+                [mine[-1][1] - goal for (mine, _), goal in zip(pairs, goals, strict=True)]
+            )
+            reached = [
+                next((step for step, loss in mine if loss <= goal), None)
+                for (mine, _), goal in zip(pairs, goals, strict=True)
+            ]
+            steps = [step for step in reached if step is not None]
+            when = f"{mean_and_spread(steps)[0]:.0f} steps" if steps else "never"
+            if 0 < len(steps) < len(seeds):
+                when += f" ({len(steps)} of {len(seeds)} seeds)"
+            cells.append(f"{mean:+.3f} ± {spread:.3f}, {when}")
+        if any(cells) and label != "Average":
+            lines.append(f"| {label} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -200,9 +234,11 @@ def plot(runs: list[Run], path: Path) -> None:
             panel.plot(steps, means, **style(label))
         panel.set(title=f"{count} ranks", xlabel="steps", ylim=(0.95 * min(finals), 3.4))
     panels[0].set_ylabel("loss on test text, nats a character")
-    for label, by_ranks in final_losses(runs).items():
+    for i, (label, by_ranks) in enumerate(final_losses(runs).items()):
         points = [(n, *mean_and_spread(values)) for n, values in sorted(by_ranks.items())]
         x, mean, spread = zip(*points, strict=True)
+        # Side by side, so that no error bar hides another.
+        x = [count * (1 + 0.025 * (i - 5)) if count > 1 else 1 for count in x]
         marker = "o" if label == "one rank" else None
         panels[-1].errorbar(x, mean, spread, capsize=3, label=label, marker=marker, **style(label))
     panels[-1].set(title="at the end", xlabel="ranks", xscale="log")
@@ -244,9 +280,10 @@ def main() -> None:
             "runs": [asdict(run) for run in runs],
         },
     )
-    (options.out / "text.md").write_text(table(runs) + "\n")
+    tables = f"{table(runs)}\n\n{gains(runs)}\n"
+    (options.out / "text.md").write_text(tables)
     plot(runs, options.out / "text.png")
-    print(f"\nrate {rate:.5f}\n\n{table(runs)}\n\n{time.perf_counter() - started:.0f} s")
+    print(f"\nrate {rate:.5f}\n\n{tables}\n{time.perf_counter() - started:.0f} s")
 
 
 if __name__ == "__main__":

@@ -61,8 +61,31 @@ def test_text_compares_every_row(run, tmp_path, load):
     assert answer["rate"] == min(answer["tuning"], key=lambda row: row["mean"])["rate"]
     assert len(answer["text"]["sha256"]) == 64
     assert answer["machine"]["torch"] == torch.__version__
-    assert (tmp_path / "text.md").read_text().count("±") == len(final)
+    tables = (tmp_path / "text.md").read_text()
+    # Every final loss once, and all but one rank's and Average's own beside Average's.
+    assert tables.count("±") == len(final) + len(final) - 2
     assert is_picture(tmp_path / "text.png")
+
+
+def test_gains_are_seed_by_seed(load):
+    text = load("evidence_text")
+
+    def run(label: str, seed: int, *losses: float):
+        looks = [(10 * i, loss) for i, loss in enumerate(losses, 1)]
+        return text.Run(label, 4, seed, 0.1, 10 * len(losses), looks)
+
+    runs = [
+        *(run("Average", seed, 3.0, 2.0 + seed) for seed in (0, 1)),
+        run("Adasum of deltas", 0, 1.9, 1.5),
+        run("Adasum of deltas", 1, 4.0, 3.5),
+        run("Adasum of gradients", 0, 2.5, 2.25),
+        run("Adasum of gradients", 1, 3.5, 3.25),
+    ]
+    # Differences -0.5 and +0.5: mean 0, a standard deviation of sqrt(1/2).
+    assert text.gains(runs).splitlines()[2:] == [
+        "| Adasum of deltas | +0.000 ± 0.707, 10 steps (1 of 2 seeds) |",
+        "| Adasum of gradients | +0.250 ± 0.000, never |",
+    ]
 
 
 def test_text_is_split_without_a_paragraph_in_two_parts(load):
