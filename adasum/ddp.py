@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import collectives
+from adasum.sparse import sparse_all_reduce_async
 from adasum.watch import Watcher
 from collectives import Average, Group, Reducer, Work
 
@@ -106,20 +107,19 @@ def ddp_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[
 
     An error of the reduction is raised by backward as it is, after DDP has ended its own part, so
     that the model can go on where the group can. Ranks that have joined (`Join`) take part with
-    DDP's zeros, Adasum's identity. Sparse gradients are a TypeError.
+    DDP's zeros, Adasum's identity. Sparse gradients, which DDP hands over one by one, are reduced
+    before the hook returns and are not watched; with Adasum they are a NotImplementedError.
     """
     buffer = bucket.buffer()
-    if buffer.layout is not torch.strided:
-        raise TypeError(
-            f"DDP bucket {bucket.index()} holds sparse gradients: make them dense, as with "
-            "torch.nn.Embedding(sparse=False)"
-        )
+    name = f"DDP bucket {bucket.index()}"
+    if buffer.is_sparse:
+        return _completed(sparse_all_reduce_async(state.group, buffer, state.op, name).wait())
     gradients = bucket.gradients()
     segments = [0, *accumulate(gradient.numel() for gradient in gradients)]
     group = state.group
     options: dict[str, Any] = {
         "algorithm": state.spec,
-        "name": f"DDP bucket {bucket.index()}",
+        "name": name,
         "segments": segments,
     }
     if torch._C._current_graph_task_id() == -1:

@@ -114,10 +114,32 @@ def check_two_levels(rank: int) -> None:
 
 
 def check_sparse(rank: int) -> None:
-    model = DistributedDataParallel(nn.Embedding(5, 3, sparse=True))
-    model.register_comm_hook(HookState(op=hvd.Adasum), ddp_hook)
-    with pytest.raises(TypeError, match="bucket 0 holds sparse gradients"):
-        model(torch.tensor([rank])).sum().backward()
+    """A sparse gradient is summed or averaged; Adasum has no meaning on it."""
+    size = dist.get_world_size()
+    weights = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+    # Rows 0 and 1 + r, twice the latter: indices shared and not, and repeated.
+    places = [torch.tensor([0, 1 + r, 1 + r]) for r in range(size)]
+
+    def backward(model: nn.Module, r: int) -> Tensor:
+        model(places[r]).square().sum().backward()
+        return model.weight.grad if isinstance(model, nn.Embedding) else model.module.weight.grad
+
+    def embedding() -> nn.Embedding:
+        return nn.Embedding.from_pretrained(weights.clone(), freeze=False, sparse=True)
+
+    dense = [backward(embedding(), r).to_dense().double() for r in range(size)]
+    total = torch.stack(dense).sum(0)
+    for op, want in (("Sum", total), ("Average", total / size)):
+        wrapped = wrap(embedding(), op)
+        for _ in range(2):
+            wrapped.zero_grad()
+            got = backward(wrapped, rank)
+            assert got.is_sparse
+            error = relative_error(got.to_dense(), want)
+            # n additions and a division, no term opposed to another in row 0, the only shared one.
+            assert error <= size * torch.finfo(torch.float32).eps, (op, error)
+    with pytest.raises(NotImplementedError, match="Adasum of sparse tensors"):
+        backward(wrap(embedding(), "Adasum"), rank)
 
 
 def check_mismatch(rank: int) -> None:
