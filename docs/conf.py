@@ -23,9 +23,6 @@ extensions = [
     "public_names",
     "readme_page",
 ]
-templates_path: list[str] = []
-exclude_patterns: list[str] = []
-myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 
 html_theme = "furo"
@@ -39,5 +36,7 @@ autodoc_typehints = "signature"
 autodoc_default_options = {"members": True}
 smartquotes = False
 python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 88
+toc_object_entries_show_parents = "hide"
 # A type in a signature is linked where it has a page. What the packages export must have one.
 nitpick_ignore_regex = [(r"py:.*", r"(?!(?:adasum|collectives|kernels)\.\w+$).*")]
