@@ -35,6 +35,8 @@ autodoc_preserve_defaults = True
 autodoc_typehints = "signature"
 autodoc_default_options = {"members": True}
 smartquotes = False
+# docs/evidence is led to from the pages that cite its numbers.
+suppress_warnings = ["toc.not_included"]
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
 toc_object_entries_show_parents = "hide"
