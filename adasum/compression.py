@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Compression", "Compressor"]
+__all__ = ["LONG", "Compression", "Compressor"]
 
 
 class Compressor(Protocol):
@@ -34,13 +34,16 @@ class _NoneCompressor:
         return tensor
 
 
+# Between float16 and bfloat16 a cast would lose bits or range and send as many bytes.
+LONG = (torch.float32, torch.float64)
+
+
 class _CastCompressor:
     wire: torch.dtype
 
     @classmethod
     def compress(cls, tensor: Tensor) -> tuple[Tensor, torch.dtype | None]:
-        # Between float16 and bfloat16 a cast would lose bits or range and send as many bytes.
-        if tensor.dtype not in (torch.float32, torch.float64):
+        if tensor.dtype not in LONG:
             return tensor, None
         return tensor.to(cls.wire), tensor.dtype
 

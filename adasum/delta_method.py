@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from adasum.buffers import DeltaBuffers, travels
 from adasum.gradients import Flight, OptimizerOrderError
 from adasum.parameters import Named
 from adasum.wire import InFlight
@@ -88,6 +89,10 @@ class DeltaMethod(Distributed):
     """
 
     _adasum_before: dict[Tensor, Tensor] | None = None
+    _adasum_buffers: DeltaBuffers
+
+    def _prepare(self) -> None:
+        self._adasum_buffers = DeltaBuffers(_IN_FLIGHT + 1)
 
     def synchronize(self) -> None:
         """Nothing to wait for: gradients stay this rank's own, and the step's differences travel.
@@ -112,6 +117,7 @@ class DeltaMethod(Distributed):
             else:
                 answer = self._step_as_a_whole(closure)
         gradients.restart()
+        self._adasum_buffers.restart()
         return answer
 
     def _step_as_a_whole(self, closure: Callable[[], Any] | None) -> Any:
@@ -150,17 +156,26 @@ class DeltaMethod(Distributed):
         ]
         if not moving:
             return None
-        parameters = [parameter.detach() for _, parameter in moving]
+        names, parameters = zip(*moving, strict=True)
+        values = [parameter.detach() for parameter in parameters]
+        if travels(values[0]):
+            saved, fused = self._adasum_buffers.of(label, parameters)
+            before, deltas, tensors = saved.views, fused.views, fused.tensors
+        else:
+            before, deltas = ([torch.empty_like(value) for value in values] for _ in range(2))
+            tensors = deltas
+        whole = self._adasum_before
         if whole is None:
-            before = [parameter.clone() for parameter in parameters]
-            with self._only([parameter for _, parameter in moving]):
+            torch._foreach_copy_(before, values)
+            with self._only(parameters):
                 self._local_step()
         else:
-            before = [whole.pop(parameter) for _, parameter in moving]
-        deltas = list(torch._foreach_sub(parameters, before))
-        torch._foreach_copy_(parameters, before)
-        flight = self._adasum_wire.reduce_async([name for name, _ in moving], deltas, label)
-        return _Delta(flight, parameters, deltas)
+            before = [whole.pop(parameter) for parameter in parameters]
+        torch._foreach_copy_(deltas, values)
+        torch._foreach_sub_(deltas, before)
+        torch._foreach_copy_(values, before)
+        flight = self._adasum_wire.reduce_async(names, tensors, label)
+        return _Delta(flight, values, deltas)
 
     @contextmanager
     def _only(self, parameters: Sequence[Tensor]) -> Iterator[None]:
@@ -185,6 +200,9 @@ class InBackward(DeltaMethod):
     Nothing can be done to the gradients between backward and step().
     """
 
+    def _prepare(self) -> None:
+        self._adasum_buffers = DeltaBuffers(None)
+
     def synchronize(self) -> None:
         """OptimizerOrderError: clipping would come too late."""
         raise OptimizerOrderError(
@@ -207,6 +225,7 @@ class InBackward(DeltaMethod):
                 answer = closure()
         self._adasum_gradients.synchronize()
         self._adasum_gradients.restart()
+        self._adasum_buffers.restart()
         return answer
 
     def _send(self, members: Sequence[Named], label: str) -> Flight | None:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adasum.gradients import Flight, OptimizerOrderError
+from adasum.buffers import GradientBuffers, travels
+from adasum.gradients import Flight, OptimizerOrderError, Together
 from adasum.parameters import Named
 from adasum.wrapper import Distributed, densify
 from collectives import Average, Sum
@@ -23,6 +24,11 @@ class GradientMethod(Distributed):
     _adasum_asked = False
     # The sparse dimensions of gradients seen so far: where there is none, it counts as such zeros.
     _adasum_sparse: dict[Tensor, int]
+    _adasum_buffers: GradientBuffers
+
+    def _prepare(self) -> None:
+        self._adasum_sparse = {}
+        self._adasum_buffers = GradientBuffers()
 
     def synchronize(self) -> None:
         """Waits until every gradient is the reduced one, issuing what backward left over.
@@ -76,8 +82,13 @@ class GradientMethod(Distributed):
         return answer
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """As the wrapped optimizer's, but gradients that lie in a bucket's buffer stay, as zeros.
+
+        So backward adds to them there, and nothing is packed.
+        """
         super().zero_grad(*args, **kwargs)
         self._adasum_asked = False
+        self._adasum_buffers.clear()
 
     def _reduced(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def evaluate() -> Any:
@@ -98,40 +109,43 @@ class GradientMethod(Distributed):
         return evaluate
 
     def _send(self, members: Sequence[Named], label: str) -> Flight | None:
-        dense: list[tuple[str, Tensor]] = []
+        fused: list[Named] = []
+        others: list[Named] = []
         flights: list[Flight] = []
         for name, parameter in members:
             if not parameter.requires_grad:
                 continue
             if self._adasum_sparse_as_dense:
                 densify(parameter)
-            if parameter.grad is None:
-                parameter.grad = _zeros(parameter, self._adasum_sparse.get(parameter))
-            if parameter.grad.is_sparse:
+            if parameter.grad is None and parameter in self._adasum_sparse:
+                parameter.grad = _sparse_zeros(parameter, self._adasum_sparse[parameter])
+            if parameter.grad is not None and parameter.grad.is_sparse:
                 self._adasum_sparse[parameter] = parameter.grad.sparse_dim()
                 flights.append(self._adasum_wire.reduce_sparse_async(name, parameter, label))
+            elif travels(parameter) and not _recorded(parameter):
+                fused.append((name, parameter))
             else:
-                dense.append((name, parameter.grad))
-        if dense:
-            names, gradients = zip(*dense, strict=True)
+                others.append((name, parameter))
+        if fused:
+            names, parameters = zip(*fused, strict=True)
+            gradients = self._adasum_buffers.place(label, parameters)
             flights.append(self._adasum_wire.reduce_async(names, gradients, label))
-        return _Together(flights) if flights else None
+        if others:
+            for _, parameter in others:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            names, parameters = zip(*others, strict=True)
+            gradients = [parameter.grad for parameter in parameters]
+            flights.append(self._adasum_wire.reduce_async(names, gradients, f"{label}, others"))
+        return Together(flights) if flights else None
 
 
-class _Together:
-    """What is under way for one bucket: its dense gradients, and each sparse one."""
-
-    def __init__(self, flights: Sequence[Flight]) -> None:
-        self._flights = flights
-
-    def wait(self) -> None:
-        for flight in self._flights:
-            flight.wait()
+def _recorded(parameter: Tensor) -> bool:
+    """Whether autograd goes on from the gradient (create_graph): it must not change places."""
+    return parameter.grad is not None and parameter.grad.requires_grad
 
 
-def _zeros(parameter: Tensor, sparse_dim: int | None) -> Tensor:
-    if sparse_dim is None:
-        return torch.zeros_like(parameter)
+def _sparse_zeros(parameter: Tensor, sparse_dim: int) -> Tensor:
     indices = torch.empty(sparse_dim, 0, dtype=torch.int64, device=parameter.device)
     values = torch.empty(
         0, *parameter.shape[sparse_dim:], dtype=parameter.dtype, device=parameter.device

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from adasum.parameters import Groups, Named, plan_buckets
+from adasum.parameters import Groups, Named, by_kind, plan_buckets
 
-__all__ = ["Flight", "GradientReducer", "OptimizerOrderError"]
+__all__ = ["Flight", "GradientReducer", "OptimizerOrderError", "Together"]
 
 _engine = torch.autograd.Variable._execution_engine
 
@@ -30,6 +30,18 @@ class Flight(Protocol):
     def wait(self) -> None:
         """Blocks until it has arrived; raises what went wrong on the way."""
         ...
+
+
+class Together:
+    """What is under way for one bucket, in several parts."""
+
+    def __init__(self, parts: Sequence[Flight]) -> None:
+        self._parts = parts
+
+    def wait(self) -> None:
+        """Blocks until all have arrived."""
+        for part in self._parts:
+            part.wait()
 
 
 Send = Callable[[Sequence[Named], str], Flight | None]
@@ -228,7 +240,8 @@ class GradientReducer:
             for name, parameter in bucket.members
             if parameter.requires_grad and parameter not in self._hooked
         ]
-        self._issue(late, "parameters made trainable since the last step")
+        for members in by_kind(late):
+            self._issue(members, f"made trainable since the last step: {members[0][0]}...")
 
     def _issue(self, members: Sequence[Named], label: str) -> None:
         flight = self._send(members, label) if members else None

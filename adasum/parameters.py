@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["BUCKET_BYTES", "Groups", "Named", "name_parameters", "plan_buckets"]
+__all__ = ["BUCKET_BYTES", "Groups", "Named", "by_kind", "name_parameters", "plan_buckets"]
 
 Named: TypeAlias = tuple[str, Tensor]
 Groups: TypeAlias = int | Sequence[Sequence[Tensor]] | None
@@ -95,7 +95,7 @@ def plan_buckets(
         share, extra = divmod(len(backwards), groups)
         cuts = [i * share + min(i, extra) for i in range(groups + 1)]
         lists = [backwards[cuts[i] : cuts[i + 1]] for i in range(groups)]
-        return _in_order([part for each in lists for part in _by_kind(each)], backwards)
+        return _in_order([part for each in lists for part in by_kind(each)], backwards)
     return _in_order(_listed(backwards, groups, max_bytes), backwards)
 
 
@@ -122,12 +122,13 @@ def _listed(
                 raise ValueError(f"groups[{number}] lists {name} that the optimizer does not have")
             taken.add(key)
             members.append((name, parameter))
-        buckets.extend(_by_kind(members))
+        buckets.extend(by_kind(members))
     rest = [entry for entry in backwards if id(entry[1]) not in taken]
     return buckets + _by_bytes(rest, max_bytes)
 
 
-def _by_kind(entries: Sequence[Named]) -> list[list[Named]]:
+def by_kind(entries: Sequence[Named]) -> list[list[Named]]:
+    """Parts of one dtype and one device each, in the order in which the first of each comes."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Named]] = {}
     for entry in entries:
         kinds.setdefault((entry[1].dtype, entry[1].device), []).append(entry)
@@ -136,7 +137,7 @@ def _by_kind(entries: Sequence[Named]) -> list[list[Named]]:
 
 def _by_bytes(entries: Sequence[Named], max_bytes: int) -> list[list[Named]]:
     buckets: list[list[Named]] = []
-    for kind in _by_kind(entries):
+    for kind in by_kind(entries):
         room = 0
         for name, parameter in kind:
             nbytes = parameter.numel() * parameter.element_size()

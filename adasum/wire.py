@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 
-from adasum.compression import Compression, Compressor
+from adasum.compression import LONG, Compression, Compressor
 from adasum.sparse import sparse_all_reduce_async
 from adasum.watch import Watcher
 from collectives import Average, Group, Reducer, Sum, Work, parse_all_reduce_spec
+from collectives.fused import FusedBuffer, buffer_of
 from collectives.plan import plan_of
 
 __all__ = ["InFlight", "SparseInFlight", "Wire"]
@@ -31,6 +34,7 @@ class Wire:
     prescale: float = 1.0
     postscale: float = 1.0
     watch: Watcher | None = None
+    _shorter: WeakKeyDictionary[FusedBuffer, FusedBuffer] = field(default_factory=WeakKeyDictionary)
 
     def check(self) -> None:
         """ValueError naming `spec` where it is no algorithm, or none for `op` on these ranks."""
@@ -40,6 +44,17 @@ class Wire:
                     plan_of(part, self.op, self.group.topology)
         except ValueError as error:
             raise ValueError(f"spec={self.spec!r}: {error}") from None
+
+    def shorter(self, tensors: Sequence[Tensor]) -> FusedBuffer | None:
+        """A buffer to cast them into, the same at every call; None unless that is all there is to
+        the compression and they lie in a buffer themselves."""
+        dtype = getattr(self.compression, "wire", None)
+        fused = buffer_of(tensors)
+        if fused is None or dtype is None or tensors[0].dtype not in LONG:
+            return None
+        if fused not in self._shorter:
+            self._shorter[fused] = FusedBuffer([each.to(dtype) for each in tensors])
+        return self._shorter[fused]
 
     def reduce_async(self, names: Sequence[str], tensors: Sequence[Tensor], label: str) -> InFlight:
         """Starts reducing the tensors in place, all in one group; strided ones travel as copies."""
@@ -64,9 +79,14 @@ class InFlight:
         self._watch = wire.watch
         self._token = self._watch.sent(names, self._tensors) if self._watch else None
         self._sent: list[tuple[Tensor, Any]] = []
-        for tensor in self._tensors:
-            short, ctx = wire.compression.compress(tensor)
-            self._sent.append((short.contiguous(), ctx))
+        short_buffer = wire.shorter(self._tensors)
+        if short_buffer is not None:
+            torch._foreach_copy_(short_buffer.tensors, self._tensors)
+            self._sent = [(short, None) for short in short_buffer.tensors]
+        else:
+            for tensor in self._tensors:
+                short, ctx = wire.compression.compress(tensor)
+                self._sent.append((short.contiguous(), ctx))
         self._work: Work | Any = wire.group.grouped_all_reduce(
             [short for short, _ in self._sent],
             wire.op,

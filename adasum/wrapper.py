@@ -48,6 +48,10 @@ class Distributed(_Base):
     def _adasum_alone(self) -> bool:
         return self._adasum_group is None or self._adasum_group.size == 1
 
+    def _prepare(self) -> None:
+        """What the method needs of its own."""
+        raise NotImplementedError
+
     def synchronize(self) -> None:
         raise NotImplementedError
 
@@ -159,7 +163,7 @@ def wrap(
     wrapper._adasum_native_amp = native_amp
     wrapper._adasum_sparse_as_dense = sparse_as_dense
     wrapper._adasum_skip = False
-    wrapper._adasum_sparse = {}
+    wrapper._prepare()
     reference = weakref.ref(wrapper)
 
     def send(members: Sequence[Named], label: str) -> Any:

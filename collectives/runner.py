@@ -11,6 +11,7 @@ import torch
 from .choice import choose
 from .cost import Links
 from .executor import Workspace, execute
+from .fused import buffer_of
 from .libraries import Libraries
 from .plan import Plan, plan_of
 from .reducers import Reducer, Sum, kernels
@@ -103,11 +104,19 @@ class Runner:
         postscale: float,
         label: str,
     ) -> None:
-        """Reduce tensors of one dtype and device as one buffer, each a segment of it, in place."""
+        """Reduce tensors of one dtype and device as one buffer, each a segment of it, in place.
+
+        Nothing is packed where they lie in a FusedBuffer.
+        """
         if self.transport.size == 1 or len(tensors) == 1 or tensors[0].dtype not in kernels.DTYPES:
             for tensor in tensors:
                 flat = tensor.view(-1)
                 self.all_reduce(flat, op, specs, None, prescale, postscale, label)
+            return
+        fused = buffer_of(tensors)
+        if fused is not None:
+            segments = fused.layout.segments
+            self.all_reduce(fused.buffer, op, specs, segments, prescale, postscale, label)
             return
         layout = kernels.layout_of(tensors)
         buffer = kernels.pack(tensors, layout=layout, scale=prescale)
