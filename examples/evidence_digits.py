@@ -79,10 +79,10 @@ def batches(examples: int, ranks: int, epochs: int, seed: int) -> Tensor:
     return whole.view(epochs, ranks, steps_an_epoch, BATCH).transpose(1, 2).flatten(0, 1)
 
 
-def train(job: Job) -> Run:
+def train(job: Job, digits: Digits | None = None) -> Run:
     """What `train_digits.train` does, with all ranks in this process."""
     started = time.perf_counter()
-    digits = data()
+    digits = digits or data()
     torch.manual_seed(job.seed)
     ranks = Ranks(
         LeNet(),

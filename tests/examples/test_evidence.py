@@ -136,6 +136,28 @@ def test_digits_has_both_rules(run, tmp_path):
     assert is_picture(tmp_path / "digits.png")
 
 
+def test_rates_are_multiples_of_the_tuned_ones(run, tmp_path):
+    answer = run("rates", "--workers", "1")
+
+    rates = {row["momentum"]: row["rate"] for row in answer["rates"]}
+    cells = {
+        (row["momentum"], row["op"], row["learning_rate"] / rates[row["momentum"]])
+        for row in answer["accuracies"]
+    }
+    assert cells == {(m, o, f) for m in (0.0, 0.9) for o in ("average", "adasum") for f in (1, 2)}
+    assert (tmp_path / "rates.md").read_text().count("±") == len(cells)
+    assert is_picture(tmp_path / "rates.png")
+
+
+def test_best_rate_gets_there_with_every_seed(load):
+    rows = [
+        {"rate": 0.3, "steps": [5, None]},
+        {"rate": 0.2, "steps": [30, 10]},
+        {"rate": 0.1, "steps": [22, 20]},
+    ]
+    assert load("evidence_rates").best(rows) == 0.2
+
+
 @pytest.mark.parametrize("op", ["average", "adasum"])
 def test_digits_in_one_process_are_the_digits_on_ranks(load, op):
     script, train_digits = load("evidence_digits"), load("train_digits")

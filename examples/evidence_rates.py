@@ -1,0 +1,154 @@
+"""Digits over learning rates: would another rate, or momentum, do for Average what Adasum does?
+
+    python examples/evidence_rates.py            # docs/evidence/rates.json, .md and .png
+    python examples/evidence_rates.py --quick    # the same in small, for a test
+
+Final test accuracy at 4 and 8 ranks over multiples of the rate that is best on one rank, plain and
+with momentum. Sum at a rate is Average at n times that rate, so Average's curve holds Sum too: at
+the multiple n. That rate for momentum is found as the plain one was (`compare_digits.py --tune`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import evidence_digits
+import matplotlib
+import torch
+from compare_digits import COLOURS, TUNING_SEEDS
+from evidence import FOLDER, in_parallel, mean_and_spread, save
+from evidence_digits import Job
+from train_digits import EPOCHS, LEARNING_RATE, Digits, Run
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+MOMENTUM = 0.9
+RANKS = (4, 8)
+SEEDS = (0, 1, 2)
+MULTIPLES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+TUNING_RATES = tuple(2 ** (-k / 2) for k in range(8, 16))
+Cell = tuple[float, int, str, float]
+
+
+def train_for_tuning(job: Job) -> Run:
+    """On the training images alone, some of them held back."""
+    return evidence_digits.train(job, Digits.load(torch.device("cpu")).for_tuning())
+
+
+def tune(epochs: int, rates: tuple[float, ...], workers: int) -> list[dict[str, object]]:
+    """Steps to the target with momentum on one rank, for each rate and seed."""
+    jobs = [
+        Job("average", 1, seed, epochs, rate, MOMENTUM) for rate in rates for seed in TUNING_SEEDS
+    ]
+    runs = in_parallel(train_for_tuning, jobs, workers)
+    return [
+        {"rate": rate, "steps": [run.steps_to_target for run in runs if run.learning_rate == rate]}
+        for rate in rates
+    ]
+
+
+def best(tuning: list[dict[str, object]]) -> float:
+    """The rate with the fewest steps, among those that get there with every seed."""
+    means = {row["rate"]: statistics.mean(row["steps"]) for row in tuning if all(row["steps"])}
+    return min(means, key=means.__getitem__)
+
+
+def table(cells: dict[Cell, list[float]]) -> str:
+    """In Markdown: a row for momentum, ranks and op, a column for each multiple."""
+    multiples = sorted({cell[3] for cell in cells})
+    heads = " | ".join(f"× {multiple:g}" for multiple in multiples)
+    lines = [
+        f"| momentum | ranks | op | {heads} |",
+        "|---:|---:|---|" + "---|" * len(multiples),
+    ]
+    for momentum, ranks, op in dict.fromkeys(cell[:3] for cell in cells):
+        row = [
+            "{:.1f} ± {:.1f}".format(
+                *mean_and_spread([100 * a for a in cells[momentum, ranks, op, multiple]])
+            )
+            for multiple in multiples
+        ]
+        lines.append(f"| {momentum:g} | {ranks} | {op.capitalize()} | {' | '.join(row)} |")
+    return "\n".join(lines)
+
+
+def plot(cells: dict[Cell, list[float]], path: Path) -> None:
+    """Accuracy over multiples of the rate, mean and standard deviation."""
+    places = list(dict.fromkeys(cell[:2] for cell in cells))
+    figure, panels = plt.subplots(
+        1, len(places), figsize=(3.6 * len(places), 3.8), sharey=True, squeeze=False
+    )
+    for panel, (momentum, ranks) in zip(panels[0], places, strict=True):
+        for op in ("average", "adasum"):
+            points = [
+                (multiple, *mean_and_spread(values))
+                for (m, n, o, multiple), values in cells.items()
+                if (m, n, o) == (momentum, ranks, op)
+            ]
+            x, mean, spread = zip(*points, strict=True)
+            panel.errorbar(
+                x, mean, spread, capsize=3, marker="o", color=COLOURS[op], label=op.capitalize()
+            )
+        panel.axvline(ranks, color=COLOURS["sum"], linestyle=":", label="Sum at × 1")
+        panel.set(xscale="log", ylim=(0, 1.02), xlabel="multiple of one rank's rate")
+        panel.set_xticks(x, [f"{multiple:g}" for multiple in x])
+        panel.minorticks_off()
+        panel.set_title(f"{ranks} ranks, momentum {momentum:g}")
+    panels[0][0].set_ylabel("final test accuracy")
+    panels[0][0].legend(loc="lower left", fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the three files")
+    parser.add_argument("--workers", type=int, default=2, help="processes")
+    parser.add_argument("--quick", action="store_true", help="few rates, one epoch, one seed")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    started = time.perf_counter()
+    counts, seeds, multiples, rates, epochs = RANKS, SEEDS, MULTIPLES, TUNING_RATES, EPOCHS
+    if options.quick:
+        counts, seeds, multiples, rates, epochs = (4,), (0,), (1.0, 2.0), (2**-5.5,), 1
+    tuning = tune(epochs, rates, options.workers)
+    base = {0.0: LEARNING_RATE, MOMENTUM: 2**-5.5 if options.quick else best(tuning)}
+    jobs = {
+        (momentum, ranks, op, multiple): [
+            Job(op, ranks, seed, epochs, multiple * base[momentum], momentum) for seed in seeds
+        ]
+        for momentum in base
+        for ranks in counts
+        for op in ("average", "adasum")
+        for multiple in multiples
+    }
+    flat = [job for cell in jobs.values() for job in cell]
+    accuracies = iter(
+        run.accuracy for run in in_parallel(evidence_digits.train, flat, options.workers)
+    )
+    cells = {cell: [next(accuracies) for _ in of_seeds] for cell, of_seeds in jobs.items()}
+    options.out.mkdir(parents=True, exist_ok=True)
+    save(
+        options.out / "rates.json",
+        {
+            "tuning_with_momentum": tuning,
+            "rates": [{"momentum": m, "rate": rate} for m, rate in base.items()],
+            "accuracies": [
+                {**asdict(of_seeds[0]), "seed": [job.seed for job in of_seeds], "accuracy": values}
+                for of_seeds, values in zip(jobs.values(), cells.values(), strict=True)
+            ],
+        },
+    )
+    (options.out / "rates.md").write_text(table(cells) + "\n")
+    plot(cells, options.out / "rates.png")
+    print(f"\n{base}\n\n{table(cells)}\n\n{time.perf_counter() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
