@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from adasum.parameters import Groups, Named, by_kind, plan_buckets
+from adasum.parameters import Named, PlanBuckets, by_kind, plan_buckets
 
 __all__ = ["Flight", "GradientReducer", "OptimizerOrderError", "Together"]
 
@@ -75,7 +75,7 @@ class GradientReducer:
         final: bool = False,
         one_rank: bool = False,
         passes: int = 1,
-        groups: Groups = None,
+        buckets: PlanBuckets = plan_buckets,
     ) -> None:
         self.passes = passes
         self.synchronized = False
@@ -95,7 +95,7 @@ class GradientReducer:
         self._awaited = False
         # A hook must not keep a dropped optimizer alive, nor go on counting for it.
         weakref.finalize(self, _remove_all, self._handles)
-        self.add(named, groups)
+        self.add(named, buckets)
 
     @property
     def named(self) -> list[Named]:
@@ -107,13 +107,13 @@ class GradientReducer:
         """Whether anything sent has not been waited for."""
         return bool(self._in_flight)
 
-    def add(self, named: Sequence[Named], groups: Groups = None) -> None:
+    def add(self, named: Sequence[Named], buckets: PlanBuckets = plan_buckets) -> None:
         """Takes in parameters (not yet known ones only); their buckets come after those before."""
         with self._lock:
             for name, parameter in named:
                 self._names[parameter] = name
                 self._counts[parameter] = 0
-            for members in plan_buckets(named, groups):
+            for members in buckets(named):
                 bucket = _Bucket(len(self._buckets), members)
                 self._buckets.append(bucket)
                 self._bucket_of.update((parameter, bucket) for _, parameter in members)

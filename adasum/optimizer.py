@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 
 from adasum.compression import Compression, Compressor
 from adasum.delta_method import DeltaMethod, InBackward, steps_by_parameter
 from adasum.gradient_method import GradientMethod
-from adasum.parameters import Groups, Named, name_parameters
+from adasum.parameters import Groups, Named, name_parameters, plan_buckets
 from adasum.process_sets import ProcessSet, group_of
 from adasum.reducer import Adasum
 from adasum.wire import Wire
@@ -35,6 +36,8 @@ def DistributedOptimizer(
     spec: str | None = None,
     method: str = "delta",
     step_in_backward: bool = False,
+    memory_size: float | None = None,
+    groups_size: int | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer, made to train one model on all ranks; Horovod's names and meaning.
 
@@ -61,6 +64,8 @@ def DistributedOptimizer(
         does: one optimizer state for all ranks, and clipping sees the reduced gradient.
     step_in_backward: with Adasum's delta method, takes each bucket's local step and sends its
         difference while backward runs; then nothing can be done to gradients before step().
+    memory_size, groups_size: buckets by size close before they grow past so many MiB (25 unless
+        either is given), or so many parameters.
 
     The group in use is the default group at this call. Errors: TypeError for no optimizer or no
     compression, ValueError for bad op, names, groups, counts, factors, spec and method.
@@ -98,7 +103,9 @@ def DistributedOptimizer(
         group,
         name_parameters(optimizer, named_parameters),
         passes=backward_passes_per_step,
-        groups=groups,
+        buckets=partial(
+            plan_buckets, groups=groups, memory_size=memory_size, groups_size=groups_size
+        ),
         sparse_as_dense=sparse_as_dense,
         early=kind is not DeltaMethod,
         final=kind is GradientMethod,

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-__all__ = ["BUCKET_BYTES", "Groups", "Named", "by_kind", "name_parameters", "plan_buckets"]
+from collectives import plan_groups
+
+__all__ = [
+    "BUCKET_MIB",
+    "Groups",
+    "Named",
+    "PlanBuckets",
+    "by_kind",
+    "name_parameters",
+    "plan_buckets",
+]
 
 Named: TypeAlias = tuple[str, Tensor]
+PlanBuckets: TypeAlias = Callable[[Sequence[Named]], list[list[Named]]]
 Groups: TypeAlias = int | Sequence[Sequence[Tensor]] | None
 
 # torch's DistributedDataParallel uses the same size: large enough that a message's latency is small
 # beside it, small enough that the first one leaves early in backward.
-BUCKET_BYTES = 25 * 1024 * 1024
+BUCKET_MIB = 25.0
 
 
 def name_parameters(
@@ -69,13 +80,18 @@ def name_parameters(
 
 
 def plan_buckets(
-    named: Sequence[Named], groups: Groups = None, *, max_bytes: int = BUCKET_BYTES
+    named: Sequence[Named],
+    groups: Groups = None,
+    *,
+    memory_size: float | None = None,
+    groups_size: int | None = None,
 ) -> list[list[Named]]:
     """Buckets of parameters in the order in which they are reduced, the same on every rank.
 
     Parameters are taken in reverse registration order, which is about the order in which backward
     produces their gradients. A bucket holds one dtype and one device, and closes before it grows
-    past `max_bytes` (a larger parameter has a bucket to itself).
+    past `memory_size` MiB or `groups_size` parameters (a larger parameter has a bucket to itself);
+    past 25 MiB where neither is given.
 
     groups: an int k >= 1 makes k buckets of about equally many parameters instead; a list of
     lists of parameters makes a bucket of each and fills the rest by size. Buckets so asked for are
@@ -83,8 +99,16 @@ def plan_buckets(
     naming a parameter that is listed twice.
     """
     backwards = list(reversed(named))
+    if memory_size is None and groups_size is None:
+        memory_size = BUCKET_MIB
+
+    def by_size(entries: Sequence[Named]) -> list[list[Named]]:
+        parameters = [parameter for _, parameter in entries]
+        plan = plan_groups(parameters, memory_size=memory_size, groups_size=groups_size)
+        return [[entries[i] for i in group] for group in plan]
+
     if groups is None:
-        return _in_order(_by_bytes(backwards, max_bytes), backwards)
+        return by_size(backwards)
     if isinstance(groups, bool) or not isinstance(groups, int | list | tuple):
         raise ValueError(
             f"groups must be a positive int or a list of lists of parameters, not {groups!r}"
@@ -96,12 +120,14 @@ def plan_buckets(
         cuts = [i * share + min(i, extra) for i in range(groups + 1)]
         lists = [backwards[cuts[i] : cuts[i + 1]] for i in range(groups)]
         return _in_order([part for each in lists for part in by_kind(each)], backwards)
-    return _in_order(_listed(backwards, groups, max_bytes), backwards)
+    listed, rest = _listed(backwards, groups)
+    return _in_order(listed + by_size(rest), backwards)
 
 
 def _listed(
-    backwards: list[Named], groups: Sequence[Sequence[Tensor]], max_bytes: int
-) -> list[list[Named]]:
+    backwards: list[Named], groups: Sequence[Sequence[Tensor]]
+) -> tuple[list[list[Named]], list[Named]]:
+    """(the buckets asked for, the parameters that are in none)."""
     names = {id(parameter): name for name, parameter in backwards}
     taken: set[int] = set()
     buckets: list[list[Named]] = []
@@ -123,8 +149,7 @@ def _listed(
             taken.add(key)
             members.append((name, parameter))
         buckets.extend(by_kind(members))
-    rest = [entry for entry in backwards if id(entry[1]) not in taken]
-    return buckets + _by_bytes(rest, max_bytes)
+    return buckets, [entry for entry in backwards if id(entry[1]) not in taken]
 
 
 def by_kind(entries: Sequence[Named]) -> list[list[Named]]:
@@ -133,20 +158,6 @@ def by_kind(entries: Sequence[Named]) -> list[list[Named]]:
     for entry in entries:
         kinds.setdefault((entry[1].dtype, entry[1].device), []).append(entry)
     return list(kinds.values())
-
-
-def _by_bytes(entries: Sequence[Named], max_bytes: int) -> list[list[Named]]:
-    buckets: list[list[Named]] = []
-    for kind in by_kind(entries):
-        room = 0
-        for name, parameter in kind:
-            nbytes = parameter.numel() * parameter.element_size()
-            if nbytes > room or not buckets[-1]:
-                buckets.append([])
-                room = max_bytes
-            buckets[-1].append((name, parameter))
-            room -= nbytes
-    return buckets
 
 
 def _in_order(buckets: list[list[Named]], backwards: Sequence[Named]) -> list[list[Named]]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from adasum.average import average_state
 from adasum.gradients import GradientReducer, OptimizerOrderError
-from adasum.parameters import Groups, Named
+from adasum.parameters import Named, PlanBuckets
 from adasum.watch import Watcher
 from adasum.wire import Wire
 from collectives import Group
@@ -146,7 +146,7 @@ def wrap(
     named: Sequence[Named],
     *,
     passes: int,
-    groups: Groups,
+    buckets: PlanBuckets,
     sparse_as_dense: bool,
     early: bool,
     final: bool,
@@ -177,7 +177,7 @@ def wrap(
         final=final,
         one_rank=wrapper._adasum_alone,
         passes=passes,
-        groups=groups,
+        buckets=buckets,
     )
     _keep_scheduler_patch(wrapper)
     return wrapper

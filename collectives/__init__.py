@@ -21,6 +21,16 @@ from .errors import (
     CollectiveTimeoutError,
     TransportError,
 )
+from .fused import FusedBuffer, buffer_of
+from .fusion import (
+    Packing,
+    extract_ranges,
+    group_devices,
+    pack_small_tensors,
+    plan_groups,
+    split_by_size,
+    unpack_small_tensors,
+)
 from .group import Group
 from .proof import verify
 from .reducers import Average, Operands, Piece, Reducer, Sum
@@ -122,8 +132,10 @@ __all__ = [
     "CollectiveError",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
+    "FusedBuffer",
     "Group",
     "Operands",
+    "Packing",
     "Piece",
     "Reducer",
     "Schedule",
@@ -139,15 +151,20 @@ __all__ = [
     "barrier",
     "broadcast",
     "broadcast_from_owners",
+    "buffer_of",
     "default_group",
+    "extract_ranges",
     "from_process_group",
+    "group_devices",
     "grouped_all_reduce",
     "init",
     "is_initialized",
     "new_group",
     "owners",
+    "pack_small_tensors",
     "parse_all_reduce_spec",
     "parse_general_int",
+    "plan_groups",
     "reduce",
     "reduce_scatter",
     "reduce_to_owners",
@@ -155,5 +172,7 @@ __all__ = [
     "run_threads",
     "shutdown",
     "split_bounds",
+    "split_by_size",
+    "unpack_small_tensors",
     "verify",
 ]

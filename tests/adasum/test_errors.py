@@ -57,6 +57,8 @@ def test_names_must_be_pairs_unique_and_complete() -> None:
         ({"groups": [[torch.zeros(2)]]}, ValueError, "the optimizer does not have"),
         ({"process_set": 1}, TypeError, "process_set"),
         ({"process_set": hvd.ProcessSet([0])}, ValueError, "add_process_set"),
+        ({"memory_size": 0.0}, ValueError, "memory_size must be a positive number of MiB"),
+        ({"groups_size": 0}, ValueError, "groups_size must be at least 1, got 0"),
         ({"spec": "bogus"}, ValueError, "spec='bogus': .* invalid algorithm 'bogus'"),
         ({"spec": "collective", "op": hvd.Adasum}, ValueError, "cannot do Adasum: use vhdd"),
         ({"method": "deltas"}, ValueError, "method must be 'delta' or 'gradient', not 'deltas'"),

@@ -17,8 +17,13 @@ def _names(buckets: list[list[tuple[str, torch.Tensor]]]) -> list[list[str]]:
 
 def test_by_bytes_in_reverse_order() -> None:
     # 4 bytes an element; a bucket holds 40 bytes: 10 elements, exactly full counts as fitting.
-    buckets = plan_buckets(_named(4, 6, 4, 30, 5, 5), max_bytes=40)
+    buckets = plan_buckets(_named(4, 6, 4, 30, 5, 5), memory_size=40 / 2**20)
     assert _names(buckets) == [["p5", "p4"], ["p3"], ["p2", "p1"], ["p0"]]
+
+
+def test_by_number() -> None:
+    named = _named(4, 6, 4, 30, 5)
+    assert _names(plan_buckets(named, groups_size=2)) == [["p4", "p3"], ["p2", "p1"], ["p0"]]
 
 
 def test_one_dtype_a_bucket_ordered_by_completion() -> None:
@@ -29,7 +34,7 @@ def test_one_dtype_a_bucket_ordered_by_completion() -> None:
 
 
 def test_zero_sized_parameters_and_none() -> None:
-    assert _names(plan_buckets(_named(0, 0, 3), max_bytes=1)) == [["p2"], ["p1", "p0"]]
+    assert _names(plan_buckets(_named(0, 0, 3), memory_size=1 / 2**20)) == [["p2"], ["p1", "p0"]]
     assert plan_buckets([]) == []
 
 

@@ -170,5 +170,5 @@ def test_a_steady_step_leaves_nothing_allocated(way):
     finally:
         tracemalloc.stop()
     # What one bucket's reduction leaves, were it kept (tensors, a Work, its event and closures), is
-    # some KiB; tracemalloc misses a free of 64 bytes now and then where torch frees without the GIL.
+    # some KiB; tracemalloc misses a free of 64 bytes now and then, where torch frees without GIL.
     assert growth < 128 * 2 * STEADY
