@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from adasum.parameters import Named, PlanBuckets, by_kind, plan_buckets
+from collectives.trace import span
 
 __all__ = ["Flight", "GradientReducer", "OptimizerOrderError", "Together"]
 
@@ -156,13 +157,16 @@ class GradientReducer:
         """Waits for all that was sent; the first error is raised once nothing is under way."""
         with self._lock:
             flights, self._in_flight = self._in_flight, []
-        for i, flight in enumerate(flights):
-            try:
-                flight.wait()
-            except BaseException as error:
-                self._in_flight = flights[i + 1 :]
-                self._abandon(error)
-                raise
+        if not flights:
+            return
+        with span(f"waiting for {len(flights)} buckets"):
+            for i, flight in enumerate(flights):
+                try:
+                    flight.wait()
+                except BaseException as error:
+                    self._in_flight = flights[i + 1 :]
+                    self._abandon(error)
+                    raise
 
     def _abandon(self, error: BaseException) -> None:
         """Waits for the rest after an error, without acting on it: memory must not be in use."""

@@ -18,6 +18,7 @@ from .reducers import Reducer, Sum, kernels
 from .schedule import Schedule
 from .spec import AllReduceSpec, parse_all_reduce_spec, spec_for
 from .topology import Topology
+from .trace import span
 from .transport.base import Transport
 
 Tensor = torch.Tensor
@@ -81,19 +82,23 @@ class Runner:
     ) -> None:
         """Reduce a 1-D tensor over all ranks, in place."""
         size = self.transport.size
+        algorithm = "alone"
         if size > 1:
             spec = spec_for(specs, flat.numel())
             if spec.outer == "auto":
                 spec = self._choose(flat, op)
             plan = plan_of(spec, op, self.topology)
             prescale *= plan.prescale
-        if prescale != 1.0:
-            flat.mul_(prescale)
-        if size > 1:
-            self._run(plan, flat, op, segments, label)
-        op.finish(flat, size)
-        if postscale != 1.0:
-            flat.mul_(postscale)
+            algorithm = str(spec)
+        what = label.partition(" (call ")[0]
+        with span(f"{what}: {op}, {algorithm}, {flat.nbytes} B", cuda=flat.is_cuda):
+            if prescale != 1.0:
+                flat.mul_(prescale)
+            if size > 1:
+                self._run(plan, flat, op, segments, label)
+            op.finish(flat, size)
+            if postscale != 1.0:
+                flat.mul_(postscale)
 
     def all_reduce_packed(
         self,

@@ -1,0 +1,38 @@
+"""The timeline of the digits example shows reductions beside backward."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "train_digits.py"
+
+
+def test_ranges_are_named_by_bucket_operator_algorithm_and_bytes(tmp_path):
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", "2", str(SCRIPT), "--op", "average", "--epochs", "1"),
+            *("--trace", str(tmp_path / "trace")),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        events = json.loads((tmp_path / f"trace.rank{rank}.json").read_text())["traceEvents"]
+        ranges = [each for each in events if each.get("cat") == "user_annotation"]
+        reductions = [each for each in ranges if each["name"].startswith("grouped_all_reduce")]
+        # 88 steps of 16 images, one bucket each: 6,058 float32 elements and their slots' padding.
+        buckets = [each for each in reductions if "bucket 0: 9.bias to 0.weight" in each["name"]]
+        assert len(buckets) == 88
+        name = buckets[0]["name"]
+        assert ": Average, " in name and name.endswith(" B")
+        assert int(name.split()[-2]) >= 4 * 6_058
+        # In a thread of its own, beside what autograd does.
+        steps = [each for each in ranges if each["name"].startswith("Optimizer.step")]
+        assert {each["tid"] for each in buckets}.isdisjoint(each["tid"] for each in steps)
