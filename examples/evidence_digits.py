@@ -17,6 +17,7 @@ import time
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import torch
@@ -116,7 +117,7 @@ def jobs_of(ranks: tuple[int, ...], seeds: tuple[int, ...], *, longer: bool) -> 
     ]
 
 
-def check(pairs: tuple[tuple[int, str], ...], runs: list[Run], seed: int) -> list[dict[str, float]]:
+def check(pairs: tuple[tuple[int, str], ...], runs: list[Run], seed: int) -> list[dict[str, Any]]:
     """The final accuracy of one seed in one process, and of DistributedOptimizer on threads."""
     rows = []
     for ranks, op in pairs:
@@ -124,16 +125,21 @@ def check(pairs: tuple[tuple[int, str], ...], runs: list[Run], seed: int) -> lis
         real = collectives.run_threads(
             ranks, lambda group, op=op: train_on_ranks(data(), op, seed), timeout=600.0
         )[0]
-        row = {
+        pair = {
             "ranks": ranks,
             "op": op,
             "seed": seed,
             "one_process": played.accuracy,
             "threads": real.accuracy,
         }
-        rows.append(row)
-        print(row, flush=True)
+        rows.append(pair)
+        print(pair, flush=True)
     return rows
+
+
+def row(run: Run) -> dict[str, Any]:
+    """For the file: of 389 images, four digits say all."""
+    return {**asdict(run), "looks": [(step, round(value, 4)) for step, value in run.looks]}
 
 
 def plot(runs: list[Run], longer: list[Run], path: Path) -> None:
@@ -190,8 +196,8 @@ def main() -> None:
             "rate": LEARNING_RATE,
             "batch": BATCH,
             "checked_on_threads": rows,
-            "same_epochs": [asdict(run) for run in runs],
-            "epochs_as_ranks": [asdict(run) for run in longer],
+            "same_epochs": [row(run) for run in runs],
+            "epochs_as_ranks": [row(run) for run in longer],
         },
     )
     text = f"{EPOCHS} epochs:\n\n{table(runs)}\n\nAs many epochs as ranks:\n\n{table(longer)}\n"
