@@ -132,7 +132,7 @@ class Bench:
         times = {}
         for name in calls:
             block(name, max(1, self._args.warmup))
-            (once,) = _slowest([block(name, 1)])
+            (once,) = slowest([block(name, 1)])
             times[name] = min(max(1, math.ceil(_BLOCK_SECONDS / once)), _BLOCK_CALLS)
         samples: dict[str, list[float]] = {name: [] for name in calls}
         names = [*calls]
@@ -140,15 +140,15 @@ class Bench:
             first = done % len(names)
             for name in names[first:] + names[:first]:
                 samples[name].append(block(name, times[name]))
-        return {name: _slowest(values) for name, values in samples.items()}
+        return {name: slowest(values) for name, values in samples.items()}
 
     def _wait(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
 
-def _slowest(seconds: Sequence[float]) -> list[float]:
-    """Of all ranks, one by one."""
+def slowest(seconds: Sequence[float]) -> list[float]:
+    """The largest of all ranks' numbers, one by one."""
     worst = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     return worst.tolist()

@@ -1,6 +1,6 @@
 """Named ranges in the profilers' timelines.
 
-Collectives run in a thread of their own, so torch.profiler shows them where it looks at all threads:
+Collectives run in a thread of their own: torch.profiler shows them if it looks at all threads, by
 `experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)`.
 On CUDA the same ranges are NVTX's, for Nsight.
 """
