@@ -158,12 +158,13 @@ def test_best_rate_gets_there_with_every_seed(load):
     assert load("evidence_rates").best(rows) == 0.2
 
 
-@pytest.mark.parametrize("op", ["average", "adasum"])
-def test_digits_in_one_process_are_the_digits_on_ranks(load, op):
+def test_digits_in_one_process_are_the_digits_on_ranks(load):
     script, train_digits = load("evidence_digits"), load("train_digits")
-    played = script.train(script.Job(op, 4, seed=3, epochs=1))
+    played = script.train(script.Job("adasum", 4, seed=3, epochs=1))
     digits = script.data()
-    real = collectives.run_threads(4, lambda group: train_digits.train(digits, op, 3, epochs=1))[0]
+    real = collectives.run_threads(
+        4, lambda group: train_digits.train(digits, "adasum", 3, epochs=1)
+    )[0]
 
     assert [step for step, _ in played.looks] == [step for step, _ in real.looks]
     # Another order of images moves these early accuracies by many of 389; rounding by one or two.
