@@ -6,6 +6,9 @@
 Final test accuracy at 4 and 8 ranks over multiples of the rate that is best on one rank, plain and
 with momentum. Sum at a rate is Average at n times that rate, so Average's curve holds Sum too: at
 the multiple n. That rate for momentum is found as the plain one was (`compare_digits.py --tune`).
+
+With a look at why: the loss's largest curvature λ after each epoch on one rank. On a quadratic,
+gradient descent with momentum β diverges at rates above 2(1+β)/λ.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -21,8 +25,10 @@ import matplotlib
 import torch
 from compare_digits import COLOURS, TUNING_SEEDS
 from evidence import FOLDER, in_parallel, mean_and_spread, save
-from evidence_digits import Job
-from train_digits import EPOCHS, LEARNING_RATE, Digits, Run
+from evidence_digits import Job, batches
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from train_digits import EPOCHS, LEARNING_RATE, Digits, LeNet, Run, schedule
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -32,6 +38,8 @@ RANKS = (4, 8)
 SEEDS = (0, 1, 2)
 MULTIPLES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 TUNING_RATES = tuple(2 ** (-k / 2) for k in range(8, 16))
+# Of power iteration; the estimate grows with each and settles well before.
+ITERATIONS = 30
 Cell = tuple[float, int, str, float]
 
 
@@ -56,6 +64,42 @@ def best(tuning: list[dict[str, object]]) -> float:
     """The rate with the fewest steps, among those that get there with every seed."""
     means = {row["rate"]: statistics.mean(row["steps"]) for row in tuning if all(row["steps"])}
     return min(means, key=means.__getitem__)
+
+
+def curvatures(job: Job) -> list[float]:
+    """The largest curvature at the start and after each epoch of training on one rank."""
+    digits = evidence_digits.data()
+    torch.manual_seed(job.seed)
+    model = LeNet()
+    optimizer = torch.optim.SGD(model.parameters(), lr=job.learning_rate, momentum=job.momentum)
+    images = batches(len(digits.labels), 1, job.epochs, job.seed)[:, 0]
+    answers = [largest_curvature(model, digits)]
+    for step, mine in enumerate(images):
+        optimizer.param_groups[0]["lr"] = job.learning_rate * schedule(step, len(images))
+        optimizer.zero_grad()
+        cross_entropy(model(digits.images[mine]), digits.labels[mine]).backward()
+        optimizer.step()
+        if (step + 1) % (len(images) // job.epochs) == 0:
+            answers.append(largest_curvature(model, digits))
+    return answers
+
+
+def largest_curvature(model: nn.Module, digits: Digits) -> float:
+    """The eigenvalue of largest size of the training loss's Hessian, by power iteration."""
+    parameters = list(model.parameters())
+    loss = cross_entropy(model(digits.images), digits.labels)
+    gradients = joined(torch.autograd.grad(loss, parameters, create_graph=True))
+    generator = torch.Generator().manual_seed(0)
+    direction = torch.randn(len(gradients), generator=generator)
+    for _ in range(ITERATIONS):
+        direction = direction / direction.norm()
+        product = joined(torch.autograd.grad(gradients @ direction, parameters, retain_graph=True))
+        value, direction = (direction @ product).item(), product
+    return value
+
+
+def joined(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def table(cells: dict[Cell, list[float]]) -> str:
@@ -133,12 +177,18 @@ def main() -> None:
         run.accuracy for run in in_parallel(evidence_digits.train, flat, options.workers)
     )
     cells = {cell: [next(accuracies) for _ in of_seeds] for cell, of_seeds in jobs.items()}
+    alone = [Job("average", 1, seed, epochs, base[m], m) for m in base for seed in seeds]
+    curved = in_parallel(curvatures, alone, options.workers)
     options.out.mkdir(parents=True, exist_ok=True)
     save(
         options.out / "rates.json",
         {
             "tuning_with_momentum": tuning,
             "rates": [{"momentum": m, "rate": rate} for m, rate in base.items()],
+            "curvature_by_epoch": [
+                {"momentum": job.momentum, "seed": job.seed, "values": values}
+                for job, values in zip(alone, curved, strict=True)
+            ],
             "accuracies": [
                 {**asdict(of_seeds[0]), "seed": [job.seed for job in of_seeds], "accuracy": values}
                 for of_seeds, values in zip(jobs.values(), cells.values(), strict=True)

@@ -145,8 +145,30 @@ def test_rates_are_multiples_of_the_tuned_ones(run, tmp_path):
         for row in answer["accuracies"]
     }
     assert cells == {(m, o, f) for m in (0.0, 0.9) for o in ("average", "adasum") for f in (1, 2)}
+    assert [len(row["values"]) for row in answer["curvature_by_epoch"]] == [2, 2]
     assert (tmp_path / "rates.md").read_text().count("±") == len(cells)
     assert is_picture(tmp_path / "rates.png")
+
+
+def test_largest_curvature_is_that_of_the_whole_hessian(load):
+    digits = load("evidence_digits").data()
+    few = type(digits)(digits.images[:40], digits.labels[:40], digits.images, digits.labels)
+    torch.manual_seed(0)
+    # So small that the Hessian, 650 by 650, can be written down.
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    names, values = zip(*model.named_parameters(), strict=True)
+    shapes = [value.shape for value in values]
+
+    def loss(flat: torch.Tensor) -> torch.Tensor:
+        parts = flat.split([shape.numel() for shape in shapes])
+        weights = {n: p.view(s) for n, p, s in zip(names, parts, shapes, strict=True)}
+        logits = torch.func.functional_call(model, weights, (few.images,))
+        return torch.nn.functional.cross_entropy(logits, few.labels)
+
+    flat = torch.cat([value.detach().reshape(-1) for value in values])
+    want = torch.linalg.eigvalsh(torch.autograd.functional.hessian(loss, flat))[-1].item()
+    # Power iteration comes from below; 1 % is where 30 iterations may leave it.
+    assert load("evidence_rates").largest_curvature(model, few) == pytest.approx(want, rel=0.01)
 
 
 def test_best_rate_gets_there_with_every_seed(load):
