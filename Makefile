@@ -18,13 +18,16 @@ TORCH := $(shell grep -o '^torch==[^;]*' constraints.txt)
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-timing lint docs docs-links bench bench-gpu bench-compiled clean
+.PHONY: help demo evidence test test-timing lint docs docs-links bench bench-gpu bench-compiled clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 16
 
 demo: $(READY)  ## train on handwritten digits: Sum, Average, Adasum at 1, 2, 4, 8 ranks
 	$(PY) examples/compare_digits.py --out $(OUT)
+
+evidence: $(READY)  ## the trainings behind docs/evidence: over an hour on two cores
+	for each in digits rates text orthogonality; do $(PY) examples/evidence_$$each.py || exit 1; done
 
 test: $(READY)  ## every test
 	$(PY) -m pytest tests $(PYTEST_ARGS)
