@@ -26,7 +26,7 @@ help:  ## this list
 demo: $(READY)  ## train on handwritten digits: Sum, Average, Adasum at 1, 2, 4, 8 ranks
 	$(PY) examples/compare_digits.py --out $(OUT)
 
-evidence: $(READY)  ## the trainings behind docs/evidence: over an hour on two cores
+evidence: $(READY)  ## the trainings behind docs/evidence: about an hour on two cores that others use, too
 	for each in digits rates text orthogonality; do $(PY) examples/evidence_$$each.py || exit 1; done
 
 test: $(READY)  ## every test
