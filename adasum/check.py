@@ -1,0 +1,202 @@
+"""A report for an issue: what is installed, what can carry tensors here, and whether it works.
+
+    python -m adasum.check                # with a self-test of two ranks
+    python -m adasum.check --no-self-test
+
+Exit status 0 where the self-test passed or was left out, 1 where it failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+import collectives
+import kernels
+from adasum.reducer import Adasum
+from collectives.transport import load_nccl
+
+_PACKAGES = ("torch", "triton", "numpy", "cupy-cuda12x", "cupy-cuda13x")
+_NCCL = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
+_VARIABLES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("ADASUM_TRANSPORT", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
+)
+_SELF_TEST_SECONDS = 120
+_NUMEL = 300_001
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the report; return the exit status."""
+    parser = argparse.ArgumentParser(prog="adasum.check", description=__doc__.splitlines()[0])
+    parser.add_argument("--no-self-test", action="store_true", help="start no ranks")
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.rank:
+        print(_rank(), flush=True)
+        return 0
+    for title, lines in (
+        ("versions", _versions()),
+        ("devices", _devices()),
+        ("what carries tensors", _carriers()),
+        ("environment", _environment()),
+    ):
+        print(f"{title}:")
+        for name, value in lines:
+            print(f"  {name:24} {value}")
+    if options.no_self_test:
+        print("self-test: left out")
+        return 0
+    good, words = _self_test()
+    print(f"self-test of two ranks: {'passed' if good else 'FAILED'}\n  {words}")
+    return 0 if good else 1
+
+
+def _versions() -> list[tuple[str, str]]:
+    lines = [
+        ("adasum", _version("adasum")),
+        ("python", f"{platform.python_version()} ({sys.executable})"),
+        ("system", f"{platform.platform()}, {platform.machine()}"),
+    ]
+    lines += [(name, _version(name)) for name in _PACKAGES]
+    lines += [(name, _version(name)) for name in _NCCL]
+    return [*lines, ("kernels imported from", os.path.dirname(kernels.__file__ or "?"))]
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _devices() -> list[tuple[str, str]]:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    lines = [
+        (
+            "processors",
+            f"{usable} usable of {os.cpu_count()}, torch threads {torch.get_num_threads()}",
+        ),
+        ("CUDA of torch", torch.version.cuda or "none: a CPU build"),
+    ]
+    if not torch.cuda.is_available():
+        return [*lines, ("GPUs", "none that torch sees: kernels run on the CPU")]
+    for i in range(torch.cuda.device_count()):
+        facts = torch.cuda.get_device_properties(i)
+        lines.append(
+            (
+                f"GPU {i}",
+                f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB, sm_{facts.major}"
+                f"{facts.minor}",
+            )
+        )
+    return lines
+
+
+def _carriers() -> list[tuple[str, str]]:
+    return [
+        ("shared memory", _or_why_not(_shared_memory)),
+        ("gloo", "yes" if dist.is_available() and dist.is_gloo_available() else "not in torch"),
+        ("NCCL through cupy", _or_why_not(_nccl_of_cupy)),
+        ("NCCL of torch", _or_why_not(_nccl_of_torch)),
+    ]
+
+
+def _or_why_not(find: Callable[[], str]) -> str:
+    try:
+        return find()
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        return f"no: {error}"
+
+
+def _shared_memory() -> str:
+    if not hasattr(os, "memfd_create"):
+        return f"no: {platform.system()} has no memfd_create"
+    os.close(os.memfd_create("adasum-check"))
+    return "yes"
+
+
+def _nccl_of_cupy() -> str:
+    nccl = load_nccl()
+    return f"yes, {nccl.get_version()}, on request: init(transport='nccl')"
+
+
+def _nccl_of_torch() -> str:
+    if not (dist.is_available() and dist.is_nccl_available()):
+        return "not in this build of torch"
+    return "yes, " + ".".join(map(str, torch.cuda.nccl.version()[:3]))
+
+
+def _environment() -> list[tuple[str, str]]:
+    names = [*_VARIABLES, *sorted(name for name in os.environ if name.startswith("NCCL_"))]
+    found = [(name, os.environ[name]) for name in names if name in os.environ]
+    return found or [("", "nothing set that matters here")]
+
+
+def _self_test() -> tuple[bool, str]:
+    """Two ranks of this machine reduce by Sum and by Adasum; (whether right, in words)."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", "-m", "adasum.check", "--rank"]
+    theirs = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+    }
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**theirs, "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        said, errors = process.communicate(timeout=_SELF_TEST_SECONDS)
+    except subprocess.TimeoutExpired:
+        # torchrun ends its ranks when it is asked to end; killed, it would leave them behind.
+        process.terminate()
+        process.communicate()
+        return False, f"no answer within {_SELF_TEST_SECONDS} s"
+    if process.returncode:
+        # A rank's own words come before torchrun's about the rank.
+        told = [line for line in errors.splitlines() if "Error: " in line]
+        return False, (told or errors.splitlines()[-1:] or ["no output"])[0]
+    return True, "\n  ".join(said.splitlines())
+
+
+def _rank() -> str:
+    """What one rank of the self-test found; AssertionError where an answer is wrong."""
+    group = collectives.init(timeout=30.0, calibrate=False)
+    inputs = [
+        torch.randn(_NUMEL, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+        for rank in range(group.size)
+    ]
+    a, b = inputs
+    adasum = (1 - a @ b / (2 * a @ a)) * a + (1 - a @ b / (2 * b @ b)) * b
+    words = []
+    for op, want in ((collectives.Sum, a + b), (Adasum, adasum)):
+        tensor = inputs[group.rank].float()
+        begin = time.perf_counter()
+        group.all_reduce(tensor, op)
+        seconds = time.perf_counter() - begin
+        error = ((tensor.double() - want).norm() / want.norm()).item()
+        # A handful of float32 roundings of either input.
+        if not error <= 10 * torch.finfo(torch.float32).eps:
+            raise AssertionError(f"{op}: relative error {error:.2g} against float64")
+        words.append(f"{op} {tensor.nbytes / 2**20:.1f} MiB in {seconds * 1e3:.1f} ms")
+    carrier = type(group.transport).__name__
+    answer = f"rank {group.rank}: {', '.join(words)}, right to {error:.1g}, over {carrier}"
+    collectives.shutdown()
+    return answer
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

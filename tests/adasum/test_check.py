@@ -1,0 +1,62 @@
+"""The report that users paste in an issue."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from adasum import check
+
+
+def report(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "adasum.check", *options],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        env={**os.environ, **environment},
+        check=False,
+    )
+
+
+def test_the_self_test_passes_and_the_report_says_what_is_there() -> None:
+    # As from within a job: what torchrun set there must not reach the self-test's own ranks.
+    done = report(RANK="3", WORLD_SIZE="4", NCCL_DEBUG="INFO")
+    assert done.returncode == 0, done.stderr
+    assert "self-test of two ranks: passed" in done.stdout
+    assert done.stdout.count("Adasum 1.1 MiB in") == 2
+    for line in ("torch ", "processors", "shared memory", "gloo ", "NCCL through cupy"):
+        assert f"\n  {line}" in done.stdout, line
+    assert torch.__version__ in done.stdout
+    assert "NCCL_DEBUG               INFO" in done.stdout
+
+
+def test_a_self_test_that_fails_is_an_exit_status() -> None:
+    done = report(ADASUM_TRANSPORT="pigeon")
+    assert done.returncode == 1
+    assert "self-test of two ranks: FAILED" in done.stdout
+    assert "ADASUM_TRANSPORT must be one of" in done.stdout
+
+
+def test_without_the_self_test(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check.main(["--no-self-test"]) == 0
+    assert "self-test: left out" in capsys.readouterr().out
+
+
+def test_what_is_missing_is_said_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: Any) -> Any:
+        raise OSError("not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    monkeypatch.setattr(check, "load_nccl", refuse)
+    check.main(["--no-self-test"])
+    said = capsys.readouterr().out.splitlines()
+    assert "  shared memory            no: not permitted" in said
+    assert "  NCCL through cupy        no: not permitted" in said
