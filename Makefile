@@ -29,8 +29,8 @@ demo: $(READY)  ## train on handwritten digits: Sum, Average, Adasum at 1, 2, 4,
 evidence: $(READY)  ## the trainings behind docs/evidence: about an hour on two cores that others use, too
 	for each in digits rates text orthogonality; do $(PY) examples/evidence_$$each.py || exit 1; done
 
-test: $(READY)  ## every test
-	$(PY) -m pytest tests $(PYTEST_ARGS)
+test: $(READY)  ## every test, two files at a time
+	$(PY) -m pytest tests -n 2 --dist loadfile $(PYTEST_ARGS)
 
 test-timing: $(READY)  ## tests of measured times, for a machine with nothing else to do
 	$(PY) -m pytest tests -m timing $(PYTEST_ARGS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,8 +22,14 @@ def test_a_selection_is_written_beside_a_full_run_and_not_over_it(tmp_path):
         "bench/bench_reduction.py::test_reduction[sum_n n=2 64 KiB]",
     ]
     command += ["-p", "no:cacheprovider", "--benchmark-quiet", f"--benchmark-json={own}"]
+    # Not as a worker of the pytest that runs this test: benchmarks are not timed in those.
+    env = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_XDIST")}
     run = subprocess.run(
-        [*command, f"--bench-results={results}"], cwd=ROOT, capture_output=True, text=True
+        [*command, f"--bench-results={results}"],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
     )
     assert run.returncode == 0, run.stdout + run.stderr
     assert "## sum_n" in run.stdout and "## Goals" in run.stdout
