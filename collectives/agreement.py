@@ -1,4 +1,4 @@
-"""Ranks agree on what they are about to do before they do it.
+"""Ranks agree by messages on what they are about to do before they do it.
 
 One 24-byte all-reduce: the largest and the smallest hash of the descriptions of all ranks that are
 at work, and whether any rank has joined. Equal hashes, none joined: go on. Otherwise the
@@ -63,8 +63,7 @@ def agree(
         codes = [_NO_CODE, _NO_CODE, mine.since * transport.size + transport.rank + 1]
     else:
         text = mine.to_json()
-        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-        code = int.from_bytes(digest, "little") >> 1
+        code = code_of(mine, 63)
         codes = [code, -code, 0]
     extremes = torch.tensor(codes)
     label = f"the agreement on {label}"
@@ -87,6 +86,12 @@ def agree(
         said += [sorted(mine.operators), sorted(mine.kinds)]
     told = gather_bytes(json.dumps(said).encode(), transport, label, timeout, workspace)
     return _verdict([json.loads(other) for other in told])
+
+
+def code_of(call: Description, bits: int) -> int:
+    """A hash of a call, the same in every process: `bits` bits, up to 64, and not 0."""
+    digest = hashlib.blake2b(call.to_json().encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> (64 - bits) or 1
 
 
 def _verdict(said: list[list[Any]]) -> Agreed:

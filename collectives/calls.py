@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from .agreement import Agreed, Joined, agree
+from .agreement import Joined
+from .consent import Consent
 from .description import Description
 from .errors import CollectiveMismatchError, TransportError
-from .operations import OPERATIONS, WITH_JOINED
+from .operations import OPERATIONS, WITH_JOINED, written_by
 from .reducers import Average, Reducer, Sum
 from .runner import Runner
 from .work import Worker
@@ -28,6 +29,7 @@ class Calls:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self._transport = runner.transport
+        self._consent = Consent(runner)
         self._worker = Worker(f"collectives-{self._transport.rank}")
         self._count = 0
         self._failure: BaseException | None = None
@@ -49,10 +51,13 @@ class Calls:
 
         def work() -> Any:
             label = self._label(f"{call.kind} {call.name!r}" if call.name else call.kind)
-            self._agree(call, label)
             if run is not None:
-                return run()
-            return OPERATIONS[call.kind](self._runner, call, tensors, op, label)
+                return self._consent.carry_out(call, label, run, None)
+
+            def operate() -> Any:
+                return OPERATIONS[call.kind](self._runner, call, tensors, op, label)
+
+            return self._consent.carry_out(call, label, operate, written_by(call, tensors))
 
         return self._in_order(call.kind, work, tensors[0].device if tensors else _CPU, async_op)
 
@@ -68,7 +73,7 @@ class Calls:
                 return self._transport.rank
             mine = Joined(self._count, known, WITH_JOINED)
             while True:
-                agreed = self._agree(mine, self._label("join"))
+                agreed = self._consent.agree(mine, self._label("join"))
                 if agreed.last is not None:
                     return agreed.last
                 assert agreed.call is not None
@@ -85,12 +90,6 @@ class Calls:
         label = f"{what} (call {self._count})"
         self._count += 1
         return label
-
-    def _agree(self, mine: Description | Joined, label: str) -> Agreed:
-        if self._transport.size == 1:
-            return Agreed()
-        runner = self._runner
-        return agree(mine, self._transport, label, runner.timeout, runner.workspace)
 
     def _in_order(
         self, kind: str, work: Callable[[], Any], device: torch.device, async_op: bool

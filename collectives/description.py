@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -52,6 +52,10 @@ class Description:
 
     def __str__(self) -> str:
         return f"{self.kind}({self.name or ''})"
+
+    def key(self) -> Hashable:
+        """Equal for equal descriptions, other for others; in this process alone."""
+        return self.kind, self.name, tuple(self.options.items()), tuple(self.tensors)
 
     def to_json(self) -> str:
         """One text for equal descriptions, another one for others."""

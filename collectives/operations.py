@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from .agreement import gather_pieces
-from .algorithms import ring, tree
+from .algorithms import LIBRARY, ring, tree
 from .description import Description
+from .fused import buffer_of
 from .owners import owners
 from .reducers import Reducer, Sum
 from .runner import Runner, Specs
@@ -213,3 +214,25 @@ OPERATIONS: dict[str, Operation] = {
     "reduce_to_owners": _reduce_to_owners,
     "broadcast_from_owners": _broadcast_from_owners,
 }
+
+
+def written_by(call: Description, tensors: Sequence[Tensor]) -> Tensor | None:
+    """The 1-D tensor that a call's operation writes to, before the end of the call.
+
+    None for a call that must not begin before the ranks agree: one whose waits do not look at the
+    board, as on CUDA and in libraries, that writes to more than one tensor, or in which messages
+    say how much memory is needed.
+    """
+    if not all(tensor.is_cpu for tensor in tensors):
+        return None
+    if call.kind == "reduce_scatter":
+        return tensors[0].detach().view(-1)[:0]
+    if call.kind not in ("all_reduce", "grouped_all_reduce"):
+        return None
+    specs = _specs(call.options["algorithm"])
+    if any({spec.inner, spec.outer} & LIBRARY for spec in specs):
+        return None
+    if len(tensors) == 1:
+        return tensors[0].detach().view(-1)
+    fused = buffer_of(tensors)
+    return None if fused is None else fused.buffer

@@ -234,13 +234,13 @@ def _transport(gloo: GlooTransport, timeout: float, choice: str) -> Transport:
     def gather(data: bytes) -> list[bytes]:
         return gather_bytes(data, gloo, "start-up", timeout, Workspace())
 
-    links = open_links(gloo.rank, gather, timeout, willing=choice != "gloo")
+    met = open_links(gloo.rank, gather, timeout, () if choice == "gloo" else None)
     host: Transport = gloo
-    missing = sorted(set(range(gloo.size)) - {gloo.rank, *links})
+    missing = sorted(set(range(gloo.size)) - {gloo.rank, *met.links})
     reports = [json.loads(data) for data in gather(json.dumps([choice, missing]).encode())]
     if any(len(others) < gloo.size - 1 for _, others in reports):
         # Also on a rank without links: splitting must be the same work on all.
-        host = HybridTransport(ShmTransport(gloo.rank, gloo.size, links), gloo)
+        host = HybridTransport(ShmTransport(gloo.rank, gloo.size, *met), gloo)
     if any(demand == "shm" for demand, _ in reports):
         for rank, (_, others) in enumerate(reports):
             if others:

@@ -7,6 +7,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from .board import Board
+
 
 class Message(NamedTuple):
     """A contiguous tensor to or from `peer` (a rank of the transport)."""
@@ -24,6 +26,12 @@ class Transport(Protocol):
 
     rank: int
     size: int
+
+    @property
+    def board(self) -> Board | None:
+        """What all ranks write to and read, where they share memory; else, and once it cannot be
+        used any more, None. A transport with a board calls its `glance` wherever it waits."""
+        ...
 
     def check_device(self, device: torch.device) -> None:
         """Raise ValueError, naming the device and the fix, where tensors on it cannot travel."""

@@ -112,6 +112,26 @@ class Link:
             moved = True
         return (self._owing() and self._hand_back()) or moved
 
+    def last_words(self) -> str:
+        """Why the peer's end, which is closed, was: what it sent before can still be received."""
+        try:
+            while self._pull():
+                pass
+        except PeerGone as gone:
+            return str(gone)
+        return str(PeerGone(self.peer))
+
+    def discard(self) -> None:
+        """Forget all that is under way both ways, as the peer does, while neither side sends."""
+        self._sends.clear()
+        self._recvs.clear()
+        while self._pull():
+            self._early.clear()
+        self._early.clear()
+        self._blocked = False
+        self._send_at = self._recv_at = 0
+        self._sent = self._returned = self._taken = self._told = 0
+
     def close(self, farewell: str = "") -> None:
         """End the link; `farewell` is what the peer's PeerGone says, where it still listens."""
         if farewell:

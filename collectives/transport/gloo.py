@@ -30,6 +30,8 @@ class GlooTransport:
     owned: whether closing this transport destroys the process group.
     """
 
+    board = None
+
     def __init__(self, process_group: dist.ProcessGroup, *, owned: bool = False) -> None:
         self.process_group = process_group
         self._owned = owned

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from .base import Message, Transport
-from .rendezvous import open_links
+from .board import Board
+from .rendezvous import Met, open_links
 from .shm import ShmTransport
 
 
@@ -31,6 +32,11 @@ class HybridTransport:
     def local_peers(self) -> frozenset[int]:
         """The ranks that are reached through shared memory."""
         return self._local.peers
+
+    @property
+    def board(self) -> Board | None:
+        """The board of the shared memory, where all ranks share it."""
+        return self._local.board
 
     def check_device(self, device: torch.device) -> None:
         self._other.check_device(device)
@@ -65,12 +71,10 @@ class HybridTransport:
             return gather_bytes(data, other, "start-up", timeout, Workspace())
 
         near = {place for place, rank in enumerate(ranks) if rank in self._local.peers}
-        links = (
-            open_links(other.rank, gather, timeout, willing=bool(near)) if other.size > 1 else {}
-        )
-        for place in links.keys() - near:
-            links.pop(place).close()
-        return HybridTransport(ShmTransport(other.rank, other.size, links), other)
+        met = Met({}, None)
+        if other.size > 1:
+            met = open_links(other.rank, gather, timeout, near)
+        return HybridTransport(ShmTransport(other.rank, other.size, *met), other)
 
     def _near(self, message: Message) -> bool:
         return message.peer in self._local.peers and message.tensor.is_cpu

@@ -18,11 +18,14 @@ import torch
 
 from ..errors import CollectiveTimeoutError, TransportError
 from .base import Message
+from .board import Board, RanksDiffer
 from .channel import Bytes, Link, PeerGone
 
 # Looks at the sockets before sleeping, some 20 us in all: a partner that works in step answers
 # within that, and its answer then costs neither side a wake-up.
 _LOOKS = 10
+# Sleeping no longer than this between two glances at the board, which wakes nobody.
+_GLANCE_SECONDS = 0.02
 
 
 class ShmTransport:
@@ -31,16 +34,28 @@ class ShmTransport:
     After a failed exchange it cannot be used, and the peers are told the cause, so that they fail
     with it at once instead of waiting. In a forked child it cannot be used; the parent's is not
     touched by that.
+
+    memory: what a Board of all ranks lies in, where there are links to all. board: that, until the
+    transport cannot be used any more.
     """
 
-    def __init__(self, rank: int, size: int, links: Mapping[int, Link]) -> None:
+    def __init__(
+        self, rank: int, size: int, links: Mapping[int, Link], memory: memoryview | None = None
+    ) -> None:
         self.rank = rank
         self.size = size
         self.peers = frozenset(links)
         self._links = dict(links)
         self._unusable = ""
         # With more ranks than cores a rank that looks again keeps its partner from working.
-        self._looks = _LOOKS if len(links) < _cores() else 0
+        spinning = len(links) < _cores()
+        self._looks = _LOOKS if spinning else 0
+        self.board: Board | None = None
+        if memory is not None:
+            self.board = Board(memory, rank, size, self, spinning=spinning)
+        self._hang_ups = select.poll()
+        for link in self._links.values():
+            self._hang_ups.register(link, 0)
         _transports.add(self)
 
     def check_device(self, device: torch.device) -> None:
@@ -64,6 +79,8 @@ class ShmTransport:
                     active[peer] = link = self._link(peer, step)
                     link.receive(_bytes(tensor))
             self._run(list(active.values()), step, deadline, timeout)
+        except RanksDiffer:
+            raise
         except PeerGone as gone:
             self.abandon(str(gone))
             raise CollectiveTimeoutError(
@@ -85,18 +102,50 @@ class ShmTransport:
         looks = self._looks
         while links:
             moved = False
-            for link in links:
-                moved = link.advance() or moved
+            try:
+                for link in links:
+                    moved = link.advance() or moved
+            except TransportError:
+                self._glance()
+                raise
             links = [link for link in links if link.busy]
             if moved or not links:
                 looks = self._looks
-            elif looks:
+                continue
+            if looks:
                 looks -= 1
-            elif not _wait(links, deadline):
+                continue
+            self._glance()
+            watched = self.board is not None and self.board.watched
+            if not _wait(links, deadline, _GLANCE_SECONDS if watched else None):
                 late = ", ".join(f"rank {link.peer}" for link in links)
                 raise CollectiveTimeoutError(
                     f"rank {self.rank} got no answer from {late} in {step} within {timeout:.3g} s"
                 )
+
+    def _glance(self) -> None:
+        if self.board is not None:
+            self.board.glance()
+
+    def gone(self) -> int | None:
+        """A peer whose end is closed, if any."""
+        if self._unusable:
+            raise TransportError(f"shared memory cannot be used: {self._unusable}")
+        closed = {fd for fd, _ in self._hang_ups.poll(0)}
+        return next((p for p, link in self._links.items() if link.fileno() in closed), None)
+
+    def last_words(self, peer: int) -> str:
+        """Why the end of a peer that is gone was closed."""
+        return self._links[peer].last_words()
+
+    def discard(self) -> None:
+        """Forget the messages under way: no rank sends any, and no other rank has begun to."""
+        try:
+            for link in self._links.values():
+                link.discard()
+        except PeerGone as gone:
+            self.abandon(str(gone))
+            raise CollectiveTimeoutError(f"rank {self.rank} cannot go on: {gone}") from None
 
     def split(self, ranks: Sequence[int], timeout: float) -> NoReturn:
         raise TransportError("shared memory alone cannot be split: HybridTransport finds new links")
@@ -104,18 +153,21 @@ class ShmTransport:
     def abandon(self, reason: str) -> None:
         """Close every link and tell the peers why; what is under way here is lost."""
         self._unusable = self._unusable or reason
+        self.board = None
         for link in self._links.values():
             link.close(reason)
 
     def close(self) -> None:
         """Close every link. What was sent before still arrives."""
         self._unusable = self._unusable or f"rank {self.rank} has closed it"
+        self.board = None
         for link in self._links.values():
             link.close()
 
     def forsake(self) -> None:
         """In a forked child: let go of the parent's sockets, which would outlive the parent."""
         self._unusable = "this process was forked from a rank; only the rank itself can use it"
+        self.board = None
         for link in self._links.values():
             link.close()
 
@@ -125,13 +177,18 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _wait(links: Sequence[Link], deadline: float) -> bool:
-    """Sleep until a link can go on; False when none could before the deadline."""
+def _wait(links: Sequence[Link], deadline: float, nap: float | None) -> bool:
+    """Sleep until a link can go on, or for `nap` seconds; False when the deadline is past."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        return False
     poller = select.poll()
     for link in links:
         poller.register(link, link.events)
-    left = deadline - time.monotonic()
-    return left > 0 and bool(poller.poll(math.ceil(left * 1e3)))
+    if nap is not None and nap < left:
+        poller.poll(math.ceil(nap * 1e3))
+        return True
+    return bool(poller.poll(math.ceil(left * 1e3)))
 
 
 def _bytes(tensor: torch.Tensor) -> Bytes:

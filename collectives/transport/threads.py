@@ -13,8 +13,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ..errors import CollectiveTimeoutError
+from ..errors import CollectiveTimeoutError, TransportError
 from .base import Message
+from .board import ROW_BYTES, Board
 
 _POLL = 0.05
 
@@ -42,6 +43,7 @@ class ThreadWorld:
             for target in range(size)
             if source != target
         }
+        self.memory = memoryview(bytearray(size * ROW_BYTES))
         self._gone: set[int] = set()
         self._parts: dict[tuple[tuple[int, ...], int], ThreadWorld] = {}
         self._lock = threading.Lock()
@@ -65,6 +67,10 @@ class ThreadWorld:
     def is_gone(self, rank: int) -> bool:
         return rank in self._gone
 
+    def gone(self) -> int | None:
+        """The lowest rank that will answer no more, if any."""
+        return min(self._gone, default=None)
+
 
 class ThreadTransport:
     """One rank's end of a ThreadWorld."""
@@ -74,6 +80,8 @@ class ThreadTransport:
         self.rank = rank
         self.size = world.size
         self._made: Counter[tuple[int, ...]] = Counter()
+        # The threads take turns as it is: one that looks again keeps the others from theirs.
+        self.board = Board(world.memory, rank, world.size, self, spinning=False)
 
     def check_device(self, device: torch.device) -> None:
         if device.type not in ("cpu", "cuda"):
@@ -108,6 +116,12 @@ class ThreadTransport:
                 break
             except queue.Empty:
                 self._check_waiting(peer, step, deadline, timeout)
+        if parcel.tensor.numel() != tensor.numel():
+            self.board.glance()
+            raise TransportError(
+                f"rank {peer} sent {parcel.tensor.numel()} elements in {step} where "
+                f"{tensor.numel()} were expected"
+            )
         if parcel.ready is not None:
             torch.cuda.current_stream(tensor.device).wait_event(parcel.ready)
         tensor.copy_(parcel.tensor)
@@ -115,6 +129,7 @@ class ThreadTransport:
         parcel.taken.set()
 
     def _check_waiting(self, peer: int, step: str, deadline: float, timeout: float) -> None:
+        self.board.glance()
         if self._world.is_gone(peer):
             raise CollectiveTimeoutError(
                 f"rank {self.rank} cannot go on in {step}: rank {peer} has ended"
@@ -123,6 +138,25 @@ class ThreadTransport:
             raise CollectiveTimeoutError(
                 f"rank {self.rank} waited {timeout:g} s for rank {peer} in {step}"
             )
+
+    def gone(self) -> int | None:
+        """A rank that has ended, if any."""
+        return self._world.gone()
+
+    def last_words(self, peer: int) -> str:
+        """That a rank has ended."""
+        return f"rank {peer} has ended"
+
+    def discard(self) -> None:
+        """Empty this rank's mailboxes, while no rank puts anything in one."""
+        for peer in range(self.size):
+            if peer != self.rank:
+                box = self._world.box(peer, self.rank)
+                while not box.empty():
+                    box.get_nowait()
+
+    def abandon(self, reason: str) -> None:
+        """Nothing to tell: the other threads' waits are bounded as well."""
 
     def split(self, ranks: Sequence[int], timeout: float) -> ThreadTransport:
         members = tuple(ranks)

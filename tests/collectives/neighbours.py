@@ -34,8 +34,8 @@ def meet(size: int, unwilling: tuple[int, ...] = ()) -> list[ShmTransport]:
             barrier.wait()
             return everything
 
-        links = open_links(rank, gather, TIMEOUT, willing=rank not in unwilling)
-        return ShmTransport(rank, size, links)
+        met = open_links(rank, gather, TIMEOUT, () if rank in unwilling else None)
+        return ShmTransport(rank, size, *met)
 
     return together(*(lambda rank=rank: find(rank) for rank in range(size)))
 

@@ -21,10 +21,10 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def rings() -> list[str]:
-    """What this process's memory map calls the rings in it."""
+def mapped(what: str = "adasum") -> list[str]:
+    """What this process's memory map calls the memory of links and boards in it."""
     with open("/proc/self/maps") as maps:
-        return [line.split(maxsplit=5)[-1].strip() for line in maps if "adasum-ring" in line]
+        return [line.split(maxsplit=5)[-1].strip() for line in maps if what in line]
 
 
 def descriptors() -> int:
@@ -33,14 +33,32 @@ def descriptors() -> int:
 
 def test_nothing_has_a_name_or_is_left_behind() -> None:
     gc.collect()
-    mapped, files = len(rings()), descriptors()
+    before, files = len(mapped()), descriptors()
     transports = meet(3)
-    # Six ends of links: a ring each way, and three descriptors, since mmap keeps the rings'.
-    assert len(rings()) - mapped == 12 and descriptors() - files == 18
-    assert set(rings()) == {"/memfd:adasum-ring (deleted)"}
+    # Six ends of links: a ring each way, and three descriptors, since mmap keeps the rings'; and a
+    # board a rank, which has one.
+    assert len(mapped("adasum-ring")) == 12 and len(mapped("adasum-board")) == 3
+    assert len(mapped()) - before == 15 and descriptors() - files == 21
+    assert set(mapped()) == {"/memfd:adasum-ring (deleted)", "/memfd:adasum-board (deleted)"}
     for transport in transports:
         transport.close()
-    assert len(rings()) == mapped and descriptors() == files
+    assert len(mapped()) == before and descriptors() == files
+
+
+def test_a_board_is_for_ranks_that_all_have_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(transport.board is not None for transport in meet(3))
+    assert [transport.board for transport in meet(3, unwilling=(1,))] == [None] * 3
+    real = os.memfd_create
+
+    def refused(name: str) -> int:
+        if name == "adasum-board":
+            raise OSError("refused")
+        return real(name)
+
+    monkeypatch.setattr(os, "memfd_create", refused)
+    transports = meet(3)
+    assert [transport.board for transport in transports] == [None] * 3
+    assert [len(transport.peers) for transport in transports] == [2] * 3
 
 
 def test_strangers_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:

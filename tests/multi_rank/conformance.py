@@ -257,9 +257,7 @@ def pretend_two_hosts(timeout: float = 60.0) -> Group:
     def gather(data: bytes) -> list[bytes]:
         return collectives.default_group().all_gather_bytes(data)
 
-    links = open_links(rank, gather, timeout)
-    for peer in [peer for peer in links if (peer - rank) % 2]:
-        links.pop(peer).close()
-    assert len(links) == len(range(rank % 2, size, 2)) - 1
+    links, board = open_links(rank, gather, timeout, [*range(rank % 2, size, 2)])
+    assert len(links) == len(range(rank % 2, size, 2)) - 1 and board is None
     hybrid = HybridTransport(ShmTransport(rank, size, links), transport)
     return Group(hybrid, timeout=timeout, local_rank=rank, local_size=size)

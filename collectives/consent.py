@@ -1,0 +1,134 @@
+"""How one rank comes to agree with the others on each of its group's calls, by the cheapest way.
+
+- Ranks that share memory post what they call on a board (transport/board.py) and wait until all
+  have posted the same: no message.
+- Where they have agreed on the same call before, in a step that repeats, they do not wait either:
+  the call runs at once, and its messages wait for the others as they do anyway. Its answer counts
+  only after all have posted the same, at the end. Until then what it writes can be undone.
+- By messages (agreement.py) where there is no board, where the board says that the ranks differ (to
+  tell how), and as long as any rank has joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+from .agreement import Agreed, Joined, agree, code_of
+from .description import Description
+from .executor import Workspace
+from .runner import Runner
+from .transport.board import HASH_BITS, JOINED, Board, RanksDiffer
+
+# Of the calls agreed on, how many are remembered. Ranks need not remember the same ones.
+_MOST = 4096
+# Up to here a copy to undo the call with costs a few microseconds; beyond, waiting for the others
+# first is little beside the call.
+UNDO_BYTES = 256 * 1024
+
+
+class Consent:
+    """One rank's agreements. `agree` or `carry_out` is called once for every call of the group."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._known: dict[Hashable, int] = {}
+        self._any_joined = False
+        self._memory = Workspace()
+
+    def agree(self, mine: Description | Joined, label: str) -> Agreed:
+        """Return when all ranks that have not joined make one call, or all have joined.
+
+        Raises CollectiveMismatchError, on every rank with the same text, where the calls differ or
+        the joined ranks cannot take part.
+        """
+        if self._runner.transport.size == 1:
+            return Agreed()
+        board = self._runner.transport.board
+        if board is None:
+            return self._by_messages(mine, label)
+        key, code = self._enter(board, mine)
+        if self._any_joined:
+            return self._by_messages(mine, label)
+        try:
+            if code == JOINED:
+                raise RanksDiffer
+            board.wait(_arrival(label), self._runner.timeout)
+        except RanksDiffer:
+            return self._settle(board, mine, label)
+        self._remember(key, code)
+        return Agreed()
+
+    def carry_out(
+        self,
+        call: Description,
+        label: str,
+        work: Callable[[], Any],
+        written: torch.Tensor | None,
+    ) -> Any:
+        """Agree on a call and return what `work()` returns, which may be called twice.
+
+        written: what it writes to, 1-D; None where it must not begin before there is an agreement.
+        """
+        transport = self._runner.transport
+        board = transport.board
+        hasty = (
+            written is not None
+            and transport.size > 1
+            and board is not None
+            and not self._any_joined
+            and call.key() in self._known
+            and written.nbytes <= UNDO_BYTES
+        )
+        if not hasty:
+            self.agree(call, label)
+            return work()
+        assert written is not None and board is not None
+        saved = self._memory.take(written.numel(), written).copy_(written)
+        self._enter(board, call)
+        board.watched = True
+        try:
+            result = work()
+            board.wait(_arrival(label), self._runner.timeout)
+            return result
+        except RanksDiffer:
+            board.watched = False
+            written.copy_(saved)
+            self._settle(board, call, label)
+            return work()
+        finally:
+            board.watched = False
+
+    def _enter(self, board: Board, mine: Description | Joined) -> tuple[Hashable, int]:
+        """Post the call. Its code is found by its key in a step that repeats."""
+        if isinstance(mine, Joined):
+            board.enter(JOINED)
+            return None, JOINED
+        key = mine.key()
+        code = self._known.get(key) or code_of(mine, HASH_BITS)
+        board.enter(code)
+        return key, code
+
+    def _remember(self, key: Hashable, code: int) -> None:
+        if len(self._known) >= _MOST:
+            self._known.clear()
+        self._known[key] = code
+
+    def _settle(self, board: Board, mine: Description | Joined, label: str) -> Agreed:
+        """The ranks differ: clear what is under way, and find out how by messages."""
+        board.clear(_arrival(label), self._runner.timeout)
+        return self._by_messages(mine, label)
+
+    def _by_messages(self, mine: Description | Joined, label: str) -> Agreed:
+        # A mismatch ends all joins.
+        self._any_joined = False
+        runner = self._runner
+        agreed = agree(mine, runner.transport, label, runner.timeout, runner.workspace)
+        self._any_joined = bool(agreed.joined)
+        return agreed
+
+
+def _arrival(label: str) -> str:
+    return f"step 0 (arrival) of the agreement on {label}"

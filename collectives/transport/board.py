@@ -1,0 +1,171 @@
+"""Where ranks that share memory tell each other what they are about to do, without a message.
+
+One row a rank, which it alone writes. Entering a call a rank posts one word: the call's number and
+a hash of its description. The ranks agree where all rows hold the same word, and no rank leaves a
+call before it has seen that. So none is ever more than one call ahead, and two words a row, used in
+turn, are enough.
+
+Where the words differ every rank sees it, for no word is lost; some may have sent messages of a
+call that will not be. Then all stop, none sends any more; when all have stopped each discards what
+has come to it; and when all have done that no message is under way and the group is as before the
+call.
+
+Order of memory accesses: a word is one aligned store, so nothing has to be ordered within a row. A
+rank posts before it sends a message of the call, and says that it stopped after its last one;
+send(2) and recv(2) take the lock of the socket's queue, and a thread's mailbox has one, which
+orders these on every processor.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from ..errors import CollectiveTimeoutError
+
+# A cache line: a rank that posts does not take the line that others write.
+ROW_BYTES = 64
+_ROW = ROW_BYTES // 8
+_STOPPED, _CLEAN = 2, 3
+# Above the hash, which is never 0 in what was posted: the call's number, from 1 to _NUMBERS.
+HASH_BITS = 56
+_NUMBERS = 255
+# What a rank that has joined posts: no hash of a description, so that it agrees with nobody.
+JOINED = 0
+# Looks before sleeping, which may give way to another rank: some 20 us.
+_LOOKS = 30
+_SHORTEST, _LONGEST = 20e-6, 1e-3
+
+
+class RanksDiffer(Exception):
+    """Another rank is in another call: what was sent in this one means nothing."""
+
+
+class Peers(Protocol):
+    """What the board needs of the transport whose ranks it joins."""
+
+    def gone(self) -> int | None:
+        """A rank whose end is closed, if any."""
+        ...
+
+    def last_words(self, peer: int) -> str:
+        """Why the end of a rank that is gone was closed."""
+        ...
+
+    def discard(self) -> None:
+        """Forget the messages under way: no rank sends any, and no other rank has begun to."""
+        ...
+
+    def abandon(self, reason: str) -> None:
+        """Be of no use any more, and tell the other ranks why."""
+        ...
+
+
+class Board:
+    """One rank's view. Every call of the group goes through `enter`, on all ranks.
+
+    memory: shared, all zeros at first, ROW_BYTES a rank or more. spinning: whether to look some
+    times before the first sleep: not where ranks share a core.
+    """
+
+    def __init__(
+        self, memory: memoryview, rank: int, size: int, peers: Peers, *, spinning: bool
+    ) -> None:
+        words = memory.cast("B").cast("Q")[: size * _ROW]
+        self._mine = words[rank * _ROW : (rank + 1) * _ROW]
+        self._columns = [words[column::_ROW] for column in range(_CLEAN + 1)]
+        self._rank = rank
+        self._size = size
+        self._peers = peers
+        self._looks = _LOOKS if spinning else 0
+        self._calls = 0
+        self._word = 0
+        self.watched = False
+
+    def enter(self, code: int) -> None:
+        """Post the next call: a hash of HASH_BITS bits, not 0, or JOINED."""
+        self._calls += 1
+        self._word = (self._calls % _NUMBERS + 1) << HASH_BITS | code
+        self._mine[self._calls % 2] = self._word
+
+    def agreed(self) -> bool:
+        """Whether all ranks have entered this call; RanksDiffer where one is in another."""
+        words = self._columns[self._calls % 2].tolist()
+        if words.count(self._word) == self._size:
+            return True
+        number = self._word >> HASH_BITS
+        if any(word != self._word and word >> HASH_BITS == number for word in words):
+            raise RanksDiffer
+        return False
+
+    def glance(self) -> None:
+        """For a transport that is about to wait, or has met a message it cannot take.
+
+        RanksDiffer where messages were sent in good faith (`watched`) and the ranks differ.
+        """
+        if self.watched:
+            self.agreed()
+
+    def wait(self, step: str, timeout: float) -> None:
+        """Return when all ranks have entered this call; RanksDiffer where one is in another.
+
+        Raises CollectiveTimeoutError naming the ranks that are missing after `timeout` seconds, or
+        one that is gone.
+        """
+        if self._size > 1 and not self.agreed():
+            self._until(self.agreed, self._calls % 2, step, timeout)
+
+    def clear(self, step: str, timeout: float) -> None:
+        """Once the ranks differ, on all of them: no message is under way when this returns."""
+        for column in (_STOPPED, _CLEAN):
+            if column == _CLEAN:
+                self._peers.discard()
+            self._mine[column] = self._calls
+            entries = self._columns[column]
+
+            def all_there(entries: memoryview = entries) -> bool:
+                return entries.tolist().count(self._calls) == self._size
+
+            self._until(all_there, column, step, timeout)
+
+    def _until(self, there: Callable[[], bool], column: int, step: str, timeout: float) -> None:
+        try:
+            self._sleep_until(there, column, step, timeout)
+        except RanksDiffer:
+            raise
+        except BaseException as error:
+            self._peers.abandon(str(error) or type(error).__name__)
+            raise
+
+    def _sleep_until(
+        self, there: Callable[[], bool], column: int, step: str, timeout: float
+    ) -> None:
+        for _ in range(self._looks):
+            if there():
+                return
+            os.sched_yield()
+        start = time.monotonic()
+        while not there():
+            # No rank leaves before all are there: one that is gone will never come. It may have
+            # been there, and the last of all, since the look.
+            gone = self._peers.gone()
+            if gone is not None and not there():
+                raise CollectiveTimeoutError(
+                    f"rank {self._rank} got no answer from rank {gone} in {step}: "
+                    f"{self._peers.last_words(gone)}"
+                )
+            waited = time.monotonic() - start
+            if waited > timeout:
+                raise CollectiveTimeoutError(
+                    f"rank {self._rank} got no answer from {self._late(column)} in {step} within "
+                    f"{timeout:.3g} s"
+                )
+            # Late by an eighth at most.
+            time.sleep(min(max(waited / 8, _SHORTEST), _LONGEST))
+
+    def _late(self, column: int) -> str:
+        entries = self._columns[column].tolist()
+        mine = entries[self._rank]
+        return ", ".join(f"rank {rank}" for rank, other in enumerate(entries) if other != mine)
