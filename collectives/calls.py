@@ -52,12 +52,14 @@ class Calls:
         def work() -> Any:
             label = self._label(f"{call.kind} {call.name!r}" if call.name else call.kind)
             if run is not None:
-                return self._consent.carry_out(call, label, run, None)
-
-            def operate() -> Any:
-                return OPERATIONS[call.kind](self._runner, call, tensors, op, label)
-
-            return self._consent.carry_out(call, label, operate, written_by(call, tensors))
+                self._consent.agree(call, label)
+                return run()
+            return self._consent.carry_out(
+                call,
+                label,
+                lambda: OPERATIONS[call.kind](self._runner, call, tensors, op, label),
+                lambda: written_by(call, tensors),
+            )
 
         return self._in_order(call.kind, work, tensors[0].device if tensors else _CPU, async_op)
 

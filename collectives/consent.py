@@ -49,7 +49,12 @@ class Consent:
         board = self._runner.transport.board
         if board is None:
             return self._by_messages(mine, label)
-        key, code = self._enter(board, mine)
+        key: Hashable = None
+        code = JOINED
+        if isinstance(mine, Description):
+            key = mine.key()
+            code = self._known.get(key) or code_of(mine, HASH_BITS)
+        board.enter(code)
         if self._any_joined:
             return self._by_messages(mine, label)
         try:
@@ -58,7 +63,9 @@ class Consent:
             board.wait(_arrival(label), self._runner.timeout)
         except RanksDiffer:
             return self._settle(board, mine, label)
-        self._remember(key, code)
+        if len(self._known) >= _MOST:
+            self._known.clear()
+        self._known[key] = code
         return Agreed()
 
     def carry_out(
@@ -66,55 +73,32 @@ class Consent:
         call: Description,
         label: str,
         work: Callable[[], Any],
-        written: torch.Tensor | None,
+        written: Callable[[], torch.Tensor | None],
     ) -> Any:
         """Agree on a call and return what `work()` returns, which may be called twice.
 
-        written: what it writes to, 1-D; None where it must not begin before there is an agreement.
+        written: tells what it writes to, 1-D; None where it must not begin before an agreement.
         """
-        transport = self._runner.transport
-        board = transport.board
-        hasty = (
-            written is not None
-            and transport.size > 1
-            and board is not None
-            and not self._any_joined
-            and call.key() in self._known
-            and written.nbytes <= UNDO_BYTES
-        )
-        if not hasty:
+        board = self._runner.transport.board
+        code = None if board is None or self._any_joined else self._known.get(call.key())
+        target = None if code is None else written()
+        if board is None or code is None or target is None or target.nbytes > UNDO_BYTES:
             self.agree(call, label)
             return work()
-        assert written is not None and board is not None
-        saved = self._memory.take(written.numel(), written).copy_(written)
-        self._enter(board, call)
+        saved = self._memory.take(target.numel(), target).copy_(target)
+        board.enter(code)
         board.watched = True
         try:
             result = work()
             board.wait(_arrival(label), self._runner.timeout)
-            return result
         except RanksDiffer:
             board.watched = False
-            written.copy_(saved)
+            target.copy_(saved)
             self._settle(board, call, label)
             return work()
         finally:
             board.watched = False
-
-    def _enter(self, board: Board, mine: Description | Joined) -> tuple[Hashable, int]:
-        """Post the call. Its code is found by its key in a step that repeats."""
-        if isinstance(mine, Joined):
-            board.enter(JOINED)
-            return None, JOINED
-        key = mine.key()
-        code = self._known.get(key) or code_of(mine, HASH_BITS)
-        board.enter(code)
-        return key, code
-
-    def _remember(self, key: Hashable, code: int) -> None:
-        if len(self._known) >= _MOST:
-            self._known.clear()
-        self._known[key] = code
+        return result
 
     def _settle(self, board: Board, mine: Description | Joined, label: str) -> Agreed:
         """The ranks differ: clear what is under way, and find out how by messages."""

@@ -59,7 +59,7 @@ class Peers(Protocol):
         ...
 
     def abandon(self, reason: str) -> None:
-        """Be of no use any more, and tell the other ranks why."""
+        """Withdraw, be of no use any more, and tell the other ranks why where that can be."""
         ...
 
 
@@ -89,6 +89,10 @@ class Board:
         self._calls += 1
         self._word = (self._calls % _NUMBERS + 1) << HASH_BITS | code
         self._mine[self._calls % 2] = self._word
+
+    def withdraw(self) -> None:
+        """Be missing from this call: a rank that comes late must not take this one for there."""
+        self._mine[self._calls % 2] = 0
 
     def agreed(self) -> bool:
         """Whether all ranks have entered this call; RanksDiffer where one is in another."""

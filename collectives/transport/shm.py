@@ -153,6 +153,8 @@ class ShmTransport:
     def abandon(self, reason: str) -> None:
         """Close every link and tell the peers why; what is under way here is lost."""
         self._unusable = self._unusable or reason
+        if self.board is not None:
+            self.board.withdraw()
         self.board = None
         for link in self._links.values():
             link.close(reason)

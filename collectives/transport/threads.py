@@ -156,7 +156,8 @@ class ThreadTransport:
                     box.get_nowait()
 
     def abandon(self, reason: str) -> None:
-        """Nothing to tell: the other threads' waits are bounded as well."""
+        """Withdraw; the other threads' waits are bounded as well."""
+        self.board.withdraw()
 
     def split(self, ranks: Sequence[int], timeout: float) -> ThreadTransport:
         members = tuple(ranks)

@@ -1,0 +1,209 @@
+"""The board: agreement without a message, and the way back from messages sent in good faith."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from collectives import CollectiveTimeoutError
+from collectives.transport import Message, ShmTransport, ThreadTransport, ThreadWorld
+from collectives.transport.board import JOINED, ROW_BYTES, Board, RanksDiffer
+from collectives.transport.channel import INLINE_BYTES, RING_BYTES
+
+from .neighbours import TIMEOUT, meet, noise, poisoned, together
+
+LENGTHS = (3, INLINE_BYTES + 1, 2 * RING_BYTES)
+
+
+def transports(kind: str, size: int) -> list[Any]:
+    if kind == "threads":
+        world = ThreadWorld(size)
+        return [world.transport(rank) for rank in range(size)]
+    if not hasattr(os, "memfd_create"):
+        pytest.skip("shared memory between ranks needs Linux's memfd")
+    return meet(size)
+
+
+def board_of(transport: ShmTransport | ThreadTransport) -> Board:
+    assert transport.board is not None
+    return transport.board
+
+
+both = pytest.mark.parametrize("kind", ["threads", "shm"])
+
+
+@both
+def test_all_wait_for_the_last(kind: str) -> None:
+    ranks = transports(kind, 3)
+    arrived: list[int] = []
+
+    def run(transport: Any) -> None:
+        for call in range(300):
+            if transport.rank == call % 3:
+                arrived.append(call)
+            board_of(transport).enter(call + 1)
+            board_of(transport).wait("a step", TIMEOUT)
+            # The late rank of this call wrote before it entered, and none is a call further.
+            assert len(arrived) in (call + 1, call + 2)
+
+    together(*(lambda t=t: run(t) for t in ranks))
+
+
+@both
+@pytest.mark.parametrize("codes", [(1, 1, 2), (2, 1, 1), (1, 2, 3), (JOINED, 1, 1)])
+def test_a_difference_is_seen_by_all(kind: str, codes: tuple[int, ...]) -> None:
+    """Also by a rank that comes last; the next call starts from nothing."""
+    ranks = transports(kind, 3)
+
+    def run(transport: Any) -> None:
+        board = board_of(transport)
+        for late in range(3):
+            if transport.rank == late:
+                time.sleep(0.05)
+            board.enter(codes[transport.rank])
+            with pytest.raises(RanksDiffer):
+                board.wait("a step", TIMEOUT)
+            board.clear("a step", TIMEOUT)
+            board.enter(7)
+            board.wait("a step", TIMEOUT)
+
+    together(*(lambda t=t: run(t) for t in ranks))
+
+
+@both
+@pytest.mark.parametrize("length", LENGTHS)
+def test_messages_sent_in_good_faith_are_discarded(kind: str, length: int) -> None:
+    """The ring full and more to come, a receiver that was sent another length, one that takes none;
+    afterwards every byte arrives."""
+    ranks = transports(kind, 3)
+
+    def call(transport: Any, *messages: list[Message]) -> None:
+        transport.exchange(*messages, "a step", TIMEOUT)
+        board_of(transport).wait("a step", TIMEOUT)
+
+    def run(transport: Any) -> None:
+        board, me = board_of(transport), transport.rank
+        peers = [peer for peer in range(3) if peer != me]
+        for turn in range(3):
+            # Rank 2 is in another call, and late.
+            if me == 2:
+                time.sleep(0.05)
+            board.enter(1 + (me == 2))
+            board.watched = True
+            mine = length if me < 2 else 5
+            sends = [Message(peer, noise(mine, 0)) for peer in peers for _ in range(2)]
+            recvs = [Message(peer, poisoned(mine)) for peer in peers]
+            if me == 1 and turn == 2:
+                sends = []
+            with pytest.raises(RanksDiffer):
+                call(transport, sends, recvs)
+            board.watched = False
+            board.clear("a step", TIMEOUT)
+            for size in (4, length, RING_BYTES + 5):
+                recvs = [Message(peer, poisoned(size)) for peer in peers]
+                sends = [Message(peer, noise(size, 10 * me + peer)) for peer in peers]
+                transport.exchange(sends, recvs, "another step", TIMEOUT)
+                for peer, got in recvs:
+                    assert torch.equal(got, noise(size, 10 * peer + me))
+
+    together(*(lambda t=t: run(t) for t in ranks))
+
+
+@both
+def test_a_rank_that_has_ended_is_seen_at_once(kind: str) -> None:
+    first, second, third = transports(kind, 3)
+    start = time.monotonic()
+    board_of(first).enter(1)
+    board_of(second).enter(1)
+    third.close()
+    with pytest.raises(
+        CollectiveTimeoutError, match=r"rank 0 .* rank 2 in a step: rank 2 has ended"
+    ):
+        board_of(first).wait("a step", TIMEOUT)
+    if kind == "shm":
+        # Its own waiting peer is told the cause.
+        with pytest.raises(
+            CollectiveTimeoutError, match=r"rank 1 .* in a step: .*rank 2 has ended"
+        ):
+            board_of(second).wait("a step", TIMEOUT)
+    assert time.monotonic() - start < 2.0
+
+
+@both
+def test_a_rank_that_ended_after_the_call_is_no_error(kind: str) -> None:
+    first, second = transports(kind, 2)
+    for transport in (second, first):
+        board_of(transport).enter(1)
+    second.close()
+    board_of(first).wait("a step", TIMEOUT)
+
+
+@both
+@pytest.mark.parametrize("differ", [False, True])
+def test_a_rank_that_does_not_come_is_named(kind: str, differ: bool) -> None:
+    """Also where the others differ already: they cannot go on without it."""
+    ranks = transports(kind, 3)
+
+    def run(transport: Any) -> float:
+        board = board_of(transport)
+        start = time.monotonic()
+        board.enter(1 + (transport.rank if differ else 0))
+        wait = board.wait
+        if differ:
+            with pytest.raises(RanksDiffer):
+                board.wait("a step", TIMEOUT)
+            wait = board.clear
+        with pytest.raises(CollectiveTimeoutError, match=r"rank 2 in a step within 0\.3 s"):
+            wait("a step", 0.3)
+        return time.monotonic() - start
+
+    assert all(0.3 <= waited < 2.0 for waited in together(*(lambda t=t: run(t) for t in ranks[:2])))
+    # The late one does not find the others there.
+    late = board_of(ranks[2])
+    late.enter(1)
+    with pytest.raises(CollectiveTimeoutError, match="rank 2 got no answer from rank 0"):
+        late.wait("a step", 0.1)
+
+
+def test_an_interrupt_is_told_to_the_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = transports("shm", 2)
+    board = board_of(first)
+    board.enter(1)
+
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        board.wait("a step", TIMEOUT)
+    monkeypatch.undo()
+    assert first.board is None
+    with pytest.raises(CollectiveTimeoutError, match="KeyboardInterrupt"):
+        second.exchange([], [Message(0, poisoned(5))], "a step", TIMEOUT)
+
+
+def test_numbers_come_round() -> None:
+    """What is left in a row from 255 calls ago is not taken for this call's."""
+
+    class Nobody:
+        def gone(self) -> None:
+            return None
+
+        def last_words(self, peer: int) -> str:
+            raise AssertionError
+
+        discard: Callable[[], None]
+        abandon: Callable[[str], None]
+
+    memory = memoryview(bytearray(2 * ROW_BYTES))
+    first, second = (Board(memory, r, 2, Nobody(), spinning=False) for r in range(2))
+    for call in range(1000):
+        first.enter(1 + call % 2)
+        assert not first.agreed(), call
+        second.enter(1 + call % 2)
+        assert first.agreed() and second.agreed()
