@@ -10,7 +10,7 @@ class CollectiveError(RuntimeError):
 class CollectiveMismatchError(CollectiveError):
     """Ranks called different collectives, or one with differing shapes, dtypes, ops or scales.
 
-    Raised on every rank with the same text, before any data is sent: the group stays usable.
+    Raised on every rank with the same text; tensors are as they were, and the group stays usable.
     """
 
 

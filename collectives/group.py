@@ -28,10 +28,10 @@ class Group:
     """Ranks that reduce together over one transport.
 
     Every method is a collective: all ranks of the group call the same ones in the same order. They
-    agree on the call before any data is sent, so a difference between ranks is a
-    CollectiveMismatchError on all of them and the group stays usable; after any other error raised
-    while a call runs it is not. Any number of asynchronous calls may be under way; they run in the
-    order in which they were made.
+    agree on each call, so a difference between ranks is a CollectiveMismatchError on all of them:
+    tensors are as they were before the call, and the group stays usable; after any other error
+    raised while a call runs it is not. Ranks that share memory agree without a message. Any number
+    of asynchronous calls may be under way; they run in the order in which they were made.
 
     timeout: seconds any one step may wait for a peer. local_rank, local_size: this rank's place on
     its host; found from the hosts' names unless given. hosts: a number for every rank's host.

@@ -29,8 +29,8 @@ class Transport(Protocol):
 
     @property
     def board(self) -> Board | None:
-        """What all ranks write to and read, where they share memory; else, and once it cannot be
-        used any more, None. A transport with a board calls its `glance` wherever it waits."""
+        """What all ranks write to and read, where they share memory; else, and once the transport
+        cannot be used any more, None. Waits for CPU messages call its `glance`."""
         ...
 
     def check_device(self, device: torch.device) -> None:

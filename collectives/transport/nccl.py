@@ -24,6 +24,7 @@ from torch import cuda
 
 from ..errors import CollectiveError, CollectiveTimeoutError, TransportError
 from .base import Message, Transport
+from .board import Board
 from .nccl_calls import Communicators, in_words, load_nccl
 
 _DTYPES = {
@@ -96,8 +97,10 @@ class NcclTransport:
         others = tuple(r for r in range(self.size) if r != self.rank)
         self._whole = self._join("all", self.rank, self.size, others, "start-up", timeout)
 
-    # Steps on the streams do not look at one while they wait.
-    board = None
+    @property
+    def board(self) -> Board | None:
+        """The host's. Steps on the streams do not look at it while they wait."""
+        return self._host.board
 
     def check_device(self, device: torch.device) -> None:
         if device.type == "cpu":
