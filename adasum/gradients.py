@@ -159,7 +159,7 @@ class GradientReducer:
             flights, self._in_flight = self._in_flight, []
         if not flights:
             return
-        with span(f"waiting for {len(flights)} buckets"):
+        with span(lambda: f"waiting for {len(flights)} buckets"):
             for i, flight in enumerate(flights):
                 try:
                     flight.wait()

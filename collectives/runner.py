@@ -82,16 +82,20 @@ class Runner:
     ) -> None:
         """Reduce a 1-D tensor over all ranks, in place."""
         size = self.transport.size
-        algorithm = "alone"
+        algorithm: AllReduceSpec | str = "alone"
         if size > 1:
             spec = spec_for(specs, flat.numel())
             if spec.outer == "auto":
                 spec = self._choose(flat, op)
             plan = plan_of(spec, op, self.topology)
             prescale *= plan.prescale
-            algorithm = str(spec)
-        what = label.partition(" (call ")[0]
-        with span(f"{what}: {op}, {algorithm}, {flat.nbytes} B", cuda=flat.is_cuda):
+            algorithm = spec
+
+        def name() -> str:
+            what = label.partition(" (call ")[0]
+            return f"{what}: {op}, {algorithm}, {flat.nbytes} B"
+
+        with span(name, cuda=flat.is_cuda):
             if prescale != 1.0:
                 flat.mul_(prescale)
             if size > 1:

@@ -7,15 +7,24 @@ On CUDA the same ranges are NVTX's, for Nsight.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
 
+def span(name: Callable[[], str], *, cuda: bool = False) -> AbstractContextManager[object]:
+    """A range over what runs within, named only where somebody looks. cuda: also an NVTX range."""
+    if not (cuda or torch.autograd.profiler._is_profiler_enabled):
+        return _NOTHING
+    return _ranges(name(), cuda)
+
+
+_NOTHING: AbstractContextManager[object] = nullcontext()
+
+
 @contextmanager
-def span(name: str, *, cuda: bool = False) -> Iterator[None]:
-    """A range over what runs within. cuda: also an NVTX range."""
+def _ranges(name: str, cuda: bool) -> Iterator[None]:
     with torch.profiler.record_function(name):
         if not cuda:
             yield
