@@ -1,0 +1,162 @@
+"""Carry out one case: start its ranks, do to them what they cannot do themselves, and report."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..multi_rank.harness import free_port
+from .cases import GRACE, Case
+from .nursery import Nursery, Rank
+
+# Starting forked ranks, with others on the same two cores.
+START = 40.0
+
+
+@dataclass
+class Report:
+    """What came of a case: the ranks' exit statuses, their diaries by rank, and what was left."""
+
+    statuses: list[int | None]
+    diaries: list[list[dict[str, Any]]]
+    ended: list[float | None]
+    said: list[str]
+    left: list[str]
+
+    def entries(self, rank: int, what: str) -> list[dict[str, Any]]:
+        """The diary's lines of one kind."""
+        return [line for line in self.diaries[rank] if line["what"] == what]
+
+    def one(self, rank: int, what: str) -> dict[str, Any]:
+        """The last line of one kind; an AssertionError with all that the rank said if none."""
+        found = self.entries(rank, what)
+        assert found, f"rank {rank} wrote no {what!r}: {self.diaries[rank]}\n{self.said[rank]}"
+        return found[-1]
+
+    @property
+    def fault(self) -> float:
+        """When it happened."""
+        return min(line["when"] for diary in self.diaries for line in diary
+                   if line["what"] == "fault")  # fmt: skip
+
+
+def environment(rank: int, size: int, port: int, directory: Path) -> dict[str, str]:
+    """torchrun's variables, on one node; temporary files go where they are seen."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TMPDIR": str(directory / "tmp"),
+        # torch's own, which stays.
+        "TORCHINDUCTOR_CACHE_DIR": str(directory / "inductor"),
+    }
+
+
+def carry_out(case: Case, nursery: Nursery, directory: Path) -> Report:
+    """Run the case to its end; every process of it has ended when this returns."""
+    (directory / "tmp").mkdir()
+    job = {**asdict(case), "directory": str(directory)}
+    port = free_port()
+    with ExitStack() as stack:
+        extra = {}
+        store: Rank | None = None
+        if case.where == "port taken":
+            taken = stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            assert taken.getsockname()[1] == port
+        if case.store == "agent":
+            extra["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+            store = nursery.start(
+                {**job, "use": "store"},
+                environment(0, case.size, port, directory),
+                directory / "store.log",
+            )
+            stack.callback(store.send, signal.SIGKILL)
+            _wait_for(directory / "store")
+        started = time.monotonic()
+        logs = [directory / f"rank{rank}.log" for rank in range(case.size)]
+        ranks = [
+            nursery.start(job, {**environment(rank, case.size, port, directory), **extra}, log)
+            for rank, log in enumerate(logs)
+        ]
+        if store is not None:
+            _wait_for(directory / "kill store")
+            store.send(signal.SIGKILL)
+            store.wait(time.monotonic() + GRACE)
+            (directory / "store is gone").touch()
+        # After the start and the fault, two waits for a peer at most: the error's, and the exit's.
+        _wait(case, ranks, started + START + case.late + 2 * (case.timeout + GRACE))
+        statuses = [rank.status() for rank in ranks]
+        left = _left(ranks, directory, port)
+        for rank in ranks:
+            rank.send(signal.SIGKILL)
+            rank.wait(time.monotonic() + GRACE)
+    return Report(
+        statuses,
+        [_read(directory / f"rank{rank}.jsonl") for rank in range(case.size)],
+        [rank.ended for rank in ranks],
+        [log.read_text(errors="replace")[-3000:] for log in logs],
+        left,
+    )
+
+
+def _wait(case: Case, ranks: list[Rank], deadline: float) -> None:
+    """Wait for the ranks' ends; then wake or kill the one that was stopped."""
+    others = [rank for i, rank in enumerate(ranks) if i != case.victim]
+    # Which end first decides the time that each is said to have ended.
+    while any(rank.status() is None for rank in others) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    if case.victim < 0:
+        return
+    victim = ranks[case.victim]
+    if case.what == "stop":
+        victim.send(signal.SIGKILL)
+    elif case.what == "stop and go on":
+        victim.send(signal.SIGCONT)
+        deadline = time.monotonic() + 2 * (case.timeout + GRACE)
+    victim.wait(deadline)
+
+
+def _left(ranks: list[Rank], directory: Path, port: int) -> list[str]:
+    """What the ranks should not have left: processes, files, a port."""
+    left = []
+    sessions = {rank.pid for rank in ranks}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) in sessions and fields[0] != "Z":
+            left.append(f"process {path.parent.name} {fields[0]}")
+    left += [str(path) for path in (directory / "tmp").iterdir()]
+    for place in ("/dev/shm", "/tmp"):
+        for name in os.listdir(place):
+            if name.startswith("adasum-") or any(f"_{pid}_" in name for pid in sessions):
+                left.append(f"{place}/{name}")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            left.append(f"port {port}: {error}")
+    return left
+
+
+def _wait_for(path: Path) -> None:
+    deadline = time.monotonic() + START
+    while not path.exists():
+        assert time.monotonic() < deadline, f"no {path.name}"
+        time.sleep(0.02)
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

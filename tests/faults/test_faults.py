@@ -1,0 +1,107 @@
+"""Faults of real processes, one group of three ranks each: the promised error, in time; no rest.
+
+The cases are in cases.py. They mostly wait, so several run at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from .cases import CASES, GRACE, Case
+from .nursery import Nursery
+from .ranks import Report, carry_out
+
+AT_ONCE = 5
+
+
+@pytest.fixture(scope="module")
+def reports(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[Case, Future[Report]]]:
+    """Every selected case's report, under way."""
+    wanted = [
+        item.callspec.params["case"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.originalname == test_fault.__name__
+    ]
+    with Nursery() as nursery, ThreadPoolExecutor(AT_ONCE) as pool:
+        futures = {
+            case: pool.submit(carry_out, case, nursery, tmp_path_factory.mktemp("fault"))
+            for case in wanted
+        }
+        yield futures
+        for future in futures.values():
+            future.cancel()
+
+
+def test_there_are_enough() -> None:
+    assert len({str(case) for case in CASES}) == len(CASES) >= 25
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_fault(case: Case, reports: dict[Case, Future[Report]]) -> None:
+    report = reports[case].result()
+    others = [rank for rank in range(case.size) if rank != case.victim]
+    for rank in others:
+        assert report.statuses[rank] == (1 if case.errors else 0), report.said[rank]
+        if case.errors:
+            _check_error(case, report, rank)
+        else:
+            _check_end(case, report, rank)
+    if case.victim >= 0:
+        _check_victim(case, report)
+    assert not report.left
+
+
+def _check_error(case: Case, report: Report, rank: int) -> None:
+    error = report.one(rank, "error")
+    text = error["text"]
+    assert set(case.errors) & set(error["kinds"]), report.said[rank]
+    began = [line["when"] for line in report.diaries[rank] if line["what"] in ("start", "step")]
+    # From the fault, or from the call that met it where the rank made that later.
+    since = max(report.fault, began[-1]) if case.victim >= 0 else began[-1]
+    if "CollectiveMismatchError" not in case.errors:
+        assert error["when"] - since <= case.timeout + GRACE, report.said[rank]
+    # Who: a rank, and in a call also which step of it.
+    assert re.search(r"\brank \d+", text), text
+    if report.entries(rank, "in") and case.where != "store gone" and case.victim >= 0:
+        assert re.search(r"in step \d|ranks disagree", text), text
+    ended = report.ended[rank]
+    assert ended is not None
+    assert ended - error["when"] <= GRACE, "it hung at exit"
+
+
+def _check_end(case: Case, report: Report, rank: int) -> None:
+    end = report.one(rank, "end")
+    began = report.one(rank, "step")["when"]
+    bound = case.timeout + GRACE
+    assert end["when"] - max(report.fault, began) <= bound, report.said[rank]
+    ended = report.ended[rank]
+    assert ended is not None
+    # What nobody waited for ends at exit, and is waited for no longer than its timeout.
+    assert ended - end["when"] <= (bound if case.where == "unwaited" else GRACE)
+
+
+def _check_victim(case: Case, report: Report) -> None:
+    assert report.statuses[case.victim] == case.victim_status, report.said[case.victim]
+    if case.what in ("late", "stop and go on") and case.errors:
+        error = report.one(case.victim, "error")
+        assert "CollectiveError" in error["kinds"], error
+        back = report.entries(case.victim, "goes on")
+        since = back[-1]["when"] if back else report.fault + case.late
+        assert error["when"] - since <= case.timeout + GRACE
+
+
+def test_someone_names_the_rank_that_died(reports: dict[Case, Future[Report]]) -> None:
+    """Each names whom it waits for; somebody waits for the one at fault."""
+    for case, future in reports.items():
+        if case.victim < 0 or not case.errors:
+            continue
+        report = future.result()
+        texts = [report.one(rank, "error")["text"] for rank in range(case.size)
+                 if rank != case.victim]  # fmt: skip
+        assert any(re.search(rf"\brank {case.victim}\b", text) for text in texts), (case, texts)

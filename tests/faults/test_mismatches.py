@@ -1,0 +1,49 @@
+"""Ranks that call different things: one group for all cases, by shared memory and by gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from . import mismatches
+from .cases import Case
+from .nursery import Nursery
+from .ranks import Report, carry_out
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    with Nursery() as made:
+        yield made
+
+
+@pytest.fixture(scope="module", params=["shm", "gloo"])
+def report(
+    request: pytest.FixtureRequest, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
+) -> Report:
+    directory: Path = tmp_path_factory.mktemp("mismatches")
+    case = Case("mismatch", "call", "", request.param, victim=-1, timeout=20.0, errors=())
+    return carry_out(case, nursery, directory)
+
+
+def test_all_ended_well(report: Report) -> None:
+    assert report.statuses == [0] * 3, report.said
+    assert not report.left
+
+
+@pytest.mark.parametrize("name", mismatches.CASES)
+def test_mismatch(report: Report, name: str) -> None:
+    lines = []
+    for rank in range(3):
+        found = [line for line in report.entries(rank, "mismatch") if line["case"] == name]
+        assert len(found) == 1, report.said[rank]
+        lines += found
+    assert [line["kind"] for line in lines] == ["CollectiveMismatchError"] * 3, lines
+    assert len({line["text"] for line in lines}) == 1, lines
+    text = lines[0]["text"]
+    # Both sides: the lowest rank's, and the first one's that differs.
+    assert "ranks disagree: rank 0 " in text and f"rank {mismatches.ODD} " in text
+    assert all(line["untouched"] for line in lines)
+    assert all(line["after"] == [6.0] * 5 for line in lines)
