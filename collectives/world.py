@@ -6,6 +6,7 @@ import atexit
 import json
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -16,9 +17,10 @@ import torch.distributed as dist
 
 from .agreement import gather_bytes
 from .calibration import calibrate as measure_links
-from .errors import CollectiveTimeoutError, TransportError
+from .errors import CollectiveError, CollectiveTimeoutError, TransportError
 from .executor import Workspace
 from .group import Group
+from .meeting import await_ranks, first_line, open_store
 from .topology import Topology
 from .transport import (
     GlooTransport,
@@ -69,7 +71,8 @@ def init(
     measure for a fraction of a second, so that "auto" can choose the algorithm of a Sum or Average
     by it; False, on all ranks alike: by size alone, the same in every run of the program.
 
-    Raises ValueError where the environment variables are incomplete or `transport` is unknown.
+    Raises ValueError where the environment variables are incomplete or `transport` is unknown,
+    CollectiveTimeoutError naming the ranks that did not come in time.
     """
     global _group, _owns_process_group
     if getattr(_thread, "group", None) is not None:
@@ -83,7 +86,7 @@ def init(
         if _world_size() == 1:
             _group = Group(ThreadWorld(1).transport(0), timeout=timeout, local_rank=0, local_size=1)
             return _group
-        _start_torch_distributed(timedelta(seconds=timeout))
+        _start_torch_distributed(timeout)
         _owns_process_group = True
         process_group = dist.group.WORLD
     elif process_group is None:
@@ -100,23 +103,38 @@ def init(
     return _group
 
 
-def _start_torch_distributed(timeout: timedelta) -> None:
+def _start_torch_distributed(timeout: float) -> None:
     """As init_process_group does by the environment, but any number of times.
 
     The store outlives shut-down, and each start has its own part of it: with a new store on the old
     port, a rank that is quick could meet the old one, or find the old keys in torchrun's.
+    CollectiveTimeoutError or TransportError where the ranks do not meet.
     """
     global _store, _starts
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    deadline = time.monotonic() + timeout
     if _store is None:
-        _store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+        _store = open_store(rank, timeout)
     _starts += 1
-    dist.init_process_group(
-        _backend(),
-        store=dist.PrefixStore(f"adasum {_starts}", _store),
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=timeout,
-    )
+    store = dist.PrefixStore(f"adasum {_starts}", _store)
+    try:
+        await_ranks(store, rank, size, max(deadline - time.monotonic(), 0.1))
+        dist.init_process_group(
+            _backend(),
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=timeout),
+        )
+    except RuntimeError as error:
+        # Rank 0 lets go of the port, too.
+        _store = None
+        if isinstance(error, CollectiveError):
+            raise
+        others = ", ".join(f"rank {peer}" for peer in range(size) if peer != rank)
+        raise CollectiveTimeoutError(
+            f"rank {rank} could not connect to all of {others}: {first_line(error)}"
+        ) from error
 
 
 def _distributed() -> bool:

@@ -30,14 +30,14 @@ def subgroup(
 
     Called by exactly these ranks, by all of them in one order where they make several. backend:
     as `dist.new_group` takes it. timeout: seconds, for making it and for each operation on it.
-    CollectiveTimeoutError where a rank does not come.
+    CollectiveTimeoutError where a rank does not come, or the ranks' store has ended.
     """
     store = store_of(parent)
     names = [dist.get_global_rank(parent, rank) for rank in ranks]
     key = f"adasum {'-'.join(map(str, names))}"
-    # Each rank counts for itself, and all make their groups in one order.
-    count = store.add(f"{key} made by {dist.get_rank()}", 1)
     try:
+        # Each rank counts for itself, and all make their groups in one order.
+        count = store.add(f"{key} made by {dist.get_rank()}", 1)
         made, _ = _c10d._new_process_group_helper(
             len(names),
             names.index(dist.get_rank()),

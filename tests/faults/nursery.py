@@ -8,6 +8,7 @@ hooks included. Starting one costs milliseconds instead of the seconds that impo
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import signal
@@ -133,10 +134,14 @@ def _become(environment: dict[str, str], log: str) -> None:
 
 if __name__ == "__main__":
     # What torch imports at an optimizer's first use.
-    import torch._dynamo
 
     from tests.faults import job as program
 
     assert len(os.listdir("/proc/self/task")) == 1, "a thread would not be there after fork"
+    # Else a rank would spend a second of its exit on copies of all that torch imported.
+    gc.collect()
+    gc.freeze()
     if (mine := _serve()) is not None:
         program.main(mine)
+    else:
+        os._exit(0)

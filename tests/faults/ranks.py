@@ -41,10 +41,12 @@ class Report:
         return found[-1]
 
     @property
-    def fault(self) -> float:
-        """When it happened."""
-        return min(line["when"] for diary in self.diaries for line in diary
-                   if line["what"] == "fault")  # fmt: skip
+    def fault(self) -> float | None:
+        """When it happened, where a rank was at fault."""
+        whens = [
+            line["when"] for diary in self.diaries for line in diary if line["what"] == "fault"
+        ]
+        return min(whens, default=None)
 
 
 def environment(rank: int, size: int, port: int, directory: Path) -> dict[str, str]:

@@ -63,7 +63,9 @@ def _check_error(case: Case, report: Report, rank: int) -> None:
     assert set(case.errors) & set(error["kinds"]), report.said[rank]
     began = [line["when"] for line in report.diaries[rank] if line["what"] in ("start", "step")]
     # From the fault, or from the call that met it where the rank made that later.
-    since = max(report.fault, began[-1]) if case.victim >= 0 else began[-1]
+    since = began[-1]
+    if report.fault is not None:
+        since = max(since, report.fault)
     if "CollectiveMismatchError" not in case.errors:
         assert error["when"] - since <= case.timeout + GRACE, report.said[rank]
     # Who: a rank, and in a call also which step of it.
@@ -79,7 +81,8 @@ def _check_end(case: Case, report: Report, rank: int) -> None:
     end = report.one(rank, "end")
     began = report.one(rank, "step")["when"]
     bound = case.timeout + GRACE
-    assert end["when"] - max(report.fault, began) <= bound, report.said[rank]
+    assert report.fault is not None
+    assert end["when"] - max(report.fault, began) <= bound + case.late, report.said[rank]
     ended = report.ended[rank]
     assert ended is not None
     # What nobody waited for ends at exit, and is waited for no longer than its timeout.
@@ -92,6 +95,7 @@ def _check_victim(case: Case, report: Report) -> None:
         error = report.one(case.victim, "error")
         assert "CollectiveError" in error["kinds"], error
         back = report.entries(case.victim, "goes on")
+        assert report.fault is not None
         since = back[-1]["when"] if back else report.fault + case.late
         assert error["when"] - since <= case.timeout + GRACE
 
