@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -23,12 +27,16 @@ def open_store(rank: int, timeout: float) -> dist.Store:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
             return store
-        return dist.TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=rank == 0,
-            timeout=timedelta(seconds=timeout),
-            wait_for_workers=False,
+        return _bounded(
+            lambda: dist.TCPStore(
+                os.environ["MASTER_ADDR"],
+                int(os.environ["MASTER_PORT"]),
+                is_master=rank == 0,
+                timeout=timedelta(seconds=timeout),
+                wait_for_workers=False,
+            ),
+            # torch says more about it, where it gives up by itself.
+            timeout + 2.0,
         )
     except dist.DistError as error:
         if "EADDRINUSE" in str(error):
@@ -40,6 +48,28 @@ def open_store(rank: int, timeout: float) -> dist.Store:
             f"rank {rank} got no answer from the store at {place}, which rank 0 or torchrun keeps, "
             f"within {timeout:g} s: {first_line(error)}"
         ) from error
+
+
+def _bounded(make: Callable[[], dist.Store], timeout: float) -> dist.Store:
+    """What `make` returns, or its error; DistNetworkError where there is neither in time.
+
+    torch bounds its wait for a listener, but not for a listener's first word: it would wait for
+    ever where something else listens.
+    """
+    future: Future[dist.Store] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(make())
+        except Exception as error:  # noqa: BLE001 - raised by result()
+            future.set_exception(error)
+
+    # Not a pool's, which the interpreter would wait for at exit.
+    threading.Thread(target=run, name="collectives-store", daemon=True).start()
+    try:
+        return future.result(timeout)
+    except FutureTimeout:
+        raise dist.DistNetworkError("what listens there does not answer as a store does") from None
 
 
 def await_ranks(store: dist.Store, rank: int, size: int, timeout: float) -> None:

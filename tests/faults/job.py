@@ -189,7 +189,8 @@ def _run(job: dict[str, Any], rank: int, directory: Path, diary: Diary) -> None:
         strike()
     if where in ("links", "calibration") and strike:
         _patch_init(where, strike)
-    hvd.init(timeout=job["timeout"], transport=job["transport"])
+    calibrate = where == "calibration"
+    hvd.init(timeout=job["timeout"], transport=job["transport"], calibrate=calibrate)
     diary("in")
     if job["use"] == "mismatch":
         mismatches.run(diary)

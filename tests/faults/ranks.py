@@ -98,10 +98,11 @@ def carry_out(case: Case, nursery: Nursery, directory: Path) -> Report:
         # After the start and the fault, two waits for a peer at most: the error's, and the exit's.
         _wait(case, ranks, started + START + case.late + 2 * (case.timeout + GRACE))
         statuses = [rank.status() for rank in ranks]
-        left = _left(ranks, directory, port)
+        left = _left(ranks, directory)
         for rank in ranks:
             rank.send(signal.SIGKILL)
             rank.wait(time.monotonic() + GRACE)
+    left += _taken(port)
     return Report(
         statuses,
         [_read(directory / f"rank{rank}.jsonl") for rank in range(case.size)],
@@ -114,8 +115,8 @@ def carry_out(case: Case, nursery: Nursery, directory: Path) -> Report:
 def _wait(case: Case, ranks: list[Rank], deadline: float) -> None:
     """Wait for the ranks' ends; then wake or kill the one that was stopped."""
     others = [rank for i, rank in enumerate(ranks) if i != case.victim]
-    # Which end first decides the time that each is said to have ended.
-    while any(rank.status() is None for rank in others) and time.monotonic() < deadline:
+    # All are asked each time, since that decides when each is said to have ended.
+    while None in [rank.status() for rank in others] and time.monotonic() < deadline:
         time.sleep(0.02)
     if case.victim < 0:
         return
@@ -128,8 +129,8 @@ def _wait(case: Case, ranks: list[Rank], deadline: float) -> None:
     victim.wait(deadline)
 
 
-def _left(ranks: list[Rank], directory: Path, port: int) -> list[str]:
-    """What the ranks should not have left: processes, files, a port."""
+def _left(ranks: list[Rank], directory: Path) -> list[str]:
+    """What the ranks should not have left: processes and files."""
     left = []
     sessions = {rank.pid for rank in ranks}
     for path in Path("/proc").glob("[0-9]*/stat"):
@@ -144,13 +145,18 @@ def _left(ranks: list[Rank], directory: Path, port: int) -> list[str]:
         for name in os.listdir(place):
             if name.startswith("adasum-") or any(f"_{pid}_" in name for pid in sessions):
                 left.append(f"{place}/{name}")
+    return left
+
+
+def _taken(port: int) -> list[str]:
     with socket.socket() as probe:
+        # Connections of ranks that have ended are no obstacle.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
-            left.append(f"port {port}: {error}")
-    return left
+            return [f"port {port}: {error}"]
+    return []
 
 
 def _wait_for(path: Path) -> None:
