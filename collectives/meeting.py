@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -12,14 +14,14 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from .errors import CollectiveError, CollectiveTimeoutError, TransportError
+from .errors import CollectiveTimeoutError, TransportError
 
 
 def open_store(rank: int, timeout: float) -> dist.Store:
     """The store at MASTER_ADDR and MASTER_PORT: torchrun's, else rank 0's own.
 
-    As torch's "env://", but it does not wait for the other ranks: `await_ranks` does, and can tell
-    who is missing. timeout: seconds. CollectiveTimeoutError where there is none in time,
+    As torch's "env://", but it does not wait for the other ranks: `meet` does, and can tell who is
+    missing. timeout: seconds. CollectiveTimeoutError where there is none in time,
     TransportError where the port is taken.
     """
     place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -72,36 +74,53 @@ def _bounded(make: Callable[[], dist.Store], timeout: float) -> dist.Store:
         raise dist.DistNetworkError("what listens there does not answer as a store does") from None
 
 
-def await_ranks(store: dist.Store, rank: int, size: int, timeout: float) -> None:
-    """Return when all ranks have called it; CollectiveTimeoutError naming those that have not."""
+def meet(store: dist.Store, rank: int, size: int, timeout: float) -> dist.Store:
+    """A part of the store for this start alone, once all ranks are there.
+
+    A store may outlive ranks: torchrun keeps one over its restarts, with what those before wrote.
+    So every rank says that it is there by a new token, and ranks meet under a name made of all
+    tokens that they see. Whoever has confirmed a name that holds another's token was started when
+    that one was; a name that holds a dead rank's token is confirmed by all but that rank.
+
+    CollectiveTimeoutError naming the ranks that have not come in `timeout` seconds.
+    """
     deadline = time.monotonic() + timeout
-    keys = [f"rank {peer} has come" for peer in range(size)]
+    tokens = [f"adasum: rank {peer}" for peer in range(size)]
+    names: list[str] = []
+    pause = 0.001
     try:
-        store.set(keys[rank], "")
-        store.wait(keys, timedelta(seconds=timeout))
-    except RuntimeError as error:
-        raise _missing(store, rank, keys, timeout, deadline, error) from error
+        store.set(tokens[rank], secrets.token_hex(16))
+        while True:
+            # The oldest first: a rank that is done with this start may have begun another.
+            for name in names:
+                if store.check(_confirmations(name, size)):
+                    return dist.PrefixStore(name, store)
+            if store.check(tokens):
+                seen = b" ".join(store.multi_get(tokens))
+                name = f"adasum {hashlib.blake2b(seen, digest_size=16).hexdigest()}"
+                if name not in names:
+                    store.set(_confirmations(name, size)[rank], "")
+                    names.append(name)
+                    continue
+            if time.monotonic() > deadline:
+                break
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+        said = _confirmations(names[-1], size) if names else tokens
+        missing = [peer for peer, key in enumerate(said) if not store.check([key])]
+    except dist.DistError as error:
+        raise CollectiveTimeoutError(
+            f"rank {rank} could not start: the store, which rank 0 or torchrun keeps, has ended "
+            f"(look at rank 0's own error): {first_line(error)}"
+        ) from error
+    late = ", ".join(f"rank {peer}" for peer in missing)
+    raise CollectiveTimeoutError(
+        f"rank {rank} could not start: {late or 'another rank'} did not come within {timeout:.3g} s"
+    )
 
 
-def _missing(
-    store: dist.Store,
-    rank: int,
-    keys: list[str],
-    timeout: float,
-    deadline: float,
-    error: RuntimeError,
-) -> CollectiveError:
-    start = f"rank {rank} could not start (gave up after "
-    start += f"{timeout - (deadline - time.monotonic()):.1f} s of {timeout:g} s): "
-    try:
-        late = [peer for peer, key in enumerate(keys) if not store.check([key])]
-    except RuntimeError:
-        return CollectiveTimeoutError(
-            f"{start}the store, which rank 0 or torchrun keeps, has ended; look at rank 0's own "
-            f"error: {first_line(error)}"
-        )
-    names = ", ".join(f"rank {peer}" for peer in late)
-    return CollectiveTimeoutError(f"{start}{names or 'another rank'} did not come")
+def _confirmations(name: str, size: int) -> list[str]:
+    return [f"{name}: rank {peer}" for peer in range(size)]
 
 
 def first_line(error: BaseException) -> str:

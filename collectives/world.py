@@ -20,7 +20,7 @@ from .calibration import calibrate as measure_links
 from .errors import CollectiveError, CollectiveTimeoutError, TransportError
 from .executor import Workspace
 from .group import Group
-from .meeting import await_ranks, first_line, open_store
+from .meeting import first_line, meet, open_store
 from .topology import Topology
 from .transport import (
     GlooTransport,
@@ -42,7 +42,6 @@ TRANSPORTS = ("auto", "gloo", "shm", "nccl")
 _group: Group | None = None
 _owns_process_group = False
 _store: dist.Store | None = None
-_starts = 0
 _thread = threading.local()
 _adopted: weakref.WeakKeyDictionary[dist.ProcessGroup, Group] = weakref.WeakKeyDictionary()
 
@@ -106,19 +105,17 @@ def init(
 def _start_torch_distributed(timeout: float) -> None:
     """As init_process_group does by the environment, but any number of times.
 
-    The store outlives shut-down, and each start has its own part of it: with a new store on the old
-    port, a rank that is quick could meet the old one, or find the old keys in torchrun's.
+    The store outlives shut-down: with a new one on the old port, a rank that is quick could meet
+    the old one. Each start has its own part of it.
     CollectiveTimeoutError or TransportError where the ranks do not meet.
     """
-    global _store, _starts
+    global _store
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     deadline = time.monotonic() + timeout
     if _store is None:
         _store = open_store(rank, timeout)
-    _starts += 1
-    store = dist.PrefixStore(f"adasum {_starts}", _store)
     try:
-        await_ranks(store, rank, size, max(deadline - time.monotonic(), 0.1))
+        store = meet(_store, rank, size, deadline - time.monotonic())
         dist.init_process_group(
             _backend(),
             store=store,
