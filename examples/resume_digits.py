@@ -1,4 +1,4 @@
-"""Train on digits through the deaths of ranks: torchrun starts them again, from the last checkpoint.
+"""Train on digits though ranks die: torchrun starts them again, from the last checkpoint.
 
     torchrun --nproc-per-node 2 --max-restarts 3 examples/resume_digits.py --directory out/resume
 
