@@ -199,6 +199,11 @@ def _run(job: dict[str, Any], rank: int, directory: Path, diary: Diary) -> None:
         _split_without_store(directory)
         return
     train = _trainer(job["use"])
+    if where in ("until cut", "after cut"):
+        train("", None)
+        (directory / f"rank{rank}.ready").touch()
+        _until_cut(train, diary, directory / ("begin" if where == "until cut" else "cut"))
+        return
     for step in range(STEPS):
         now = step >= FAULTY
         if now and where in ("shutdown", "unwaited"):
@@ -216,14 +221,26 @@ def _run(job: dict[str, Any], rank: int, directory: Path, diary: Diary) -> None:
     hvd.shutdown()
 
 
+def _await(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.02)
+
+
+def _until_cut(train: Callable[[str, Strike | None], None], diary: Diary, begin: Path) -> None:
+    """Steps that a cut link ends, or the first of them."""
+    _await(begin)
+    diary("step")
+    for _ in range(100_000):
+        train("", None)
+
+
 def _split_without_store(directory: Path) -> None:
     """The store's host is killed once rank 0 asks for it; collectives work, new groups cannot."""
     group = hvd_group()
     group.barrier()
     if group.rank == 0:
         (directory / "kill store").touch()
-    while not (directory / "store is gone").exists():
-        time.sleep(0.02)
+    _await(directory / "store is gone")
     tensor = torch.ones(3)
     group.all_reduce(tensor)
     assert tensor.tolist() == [group.size] * 3

@@ -83,7 +83,7 @@ def carry_out(case: Case, nursery: Nursery, directory: Path) -> Report:
                 directory / "store.log",
             )
             stack.callback(store.send, signal.SIGKILL)
-            _wait_for(directory / "store")
+            wait_for(directory / "store")
         started = time.monotonic()
         logs = [directory / f"rank{rank}.log" for rank in range(case.size)]
         ranks = [
@@ -91,7 +91,7 @@ def carry_out(case: Case, nursery: Nursery, directory: Path) -> Report:
             for rank, log in enumerate(logs)
         ]
         if store is not None:
-            _wait_for(directory / "kill store")
+            wait_for(directory / "kill store")
             store.send(signal.SIGKILL)
             store.wait(time.monotonic() + GRACE)
             (directory / "store is gone").touch()
@@ -105,7 +105,7 @@ def carry_out(case: Case, nursery: Nursery, directory: Path) -> Report:
     left += _taken(port)
     return Report(
         statuses,
-        [_read(directory / f"rank{rank}.jsonl") for rank in range(case.size)],
+        [read(directory / f"rank{rank}.jsonl") for rank in range(case.size)],
         [rank.ended for rank in ranks],
         [log.read_text(errors="replace")[-3000:] for log in logs],
         left,
@@ -159,12 +159,14 @@ def _taken(port: int) -> list[str]:
     return []
 
 
-def _wait_for(path: Path) -> None:
+def wait_for(path: Path) -> None:
+    """Return when the file is there."""
     deadline = time.monotonic() + START
     while not path.exists():
         assert time.monotonic() < deadline, f"no {path.name}"
         time.sleep(0.02)
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def read(path: Path) -> list[dict[str, Any]]:
+    """A diary; empty where there is none."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
