@@ -8,8 +8,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import Future, wait
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -29,16 +28,12 @@ def open_store(rank: int, timeout: float) -> dist.Store:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
             return store
-        return _bounded(
-            lambda: dist.TCPStore(
-                os.environ["MASTER_ADDR"],
-                int(os.environ["MASTER_PORT"]),
-                is_master=rank == 0,
-                timeout=timedelta(seconds=timeout),
-                wait_for_workers=False,
-            ),
-            # torch says more about it, where it gives up by itself.
-            timeout + 2.0,
+        return dist.TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=rank == 0,
+            timeout=timedelta(seconds=timeout),
+            wait_for_workers=False,
         )
     except dist.DistError as error:
         if "EADDRINUSE" in str(error):
@@ -52,26 +47,31 @@ def open_store(rank: int, timeout: float) -> dist.Store:
         ) from error
 
 
-def _bounded(make: Callable[[], dist.Store], timeout: float) -> dist.Store:
-    """What `make` returns, or its error; DistNetworkError where there is neither in time.
+def bounded(start: Callable[[], None], rank: int, timeout: float) -> None:
+    """Run `start`; CollectiveTimeoutError where it neither ends nor raises in `timeout` seconds.
 
-    torch bounds its wait for a listener, but not for a listener's first word: it would wait for
-    ever where something else listens.
+    torch waits without an end for the first word of what listens at a store's port, and, after a
+    wait has timed out, for the store to take note of that: both where the store's process was
+    stopped, the first also where something else took its port.
     """
-    future: Future[dist.Store] = Future()
+    future: Future[None] = Future()
 
     def run() -> None:
         try:
-            future.set_result(make())
-        except Exception as error:  # noqa: BLE001 - raised by result()
+            start()
+            future.set_result(None)
+        except BaseException as error:  # noqa: BLE001 - raised by result()
             future.set_exception(error)
 
     # Not a pool's, which the interpreter would wait for at exit.
-    threading.Thread(target=run, name="collectives-store", daemon=True).start()
-    try:
-        return future.result(timeout)
-    except FutureTimeout:
-        raise dist.DistNetworkError("what listens there does not answer as a store does") from None
+    threading.Thread(target=run, name="collectives-start", daemon=True).start()
+    if not wait([future], timeout).done:
+        raise CollectiveTimeoutError(
+            f"rank {rank} could not start within {timeout:g} s: what listens at "
+            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} is not the store that rank 0 "
+            "or torchrun keeps, or that has stopped"
+        )
+    future.result()
 
 
 def meet(store: dist.Store, rank: int, size: int, timeout: float) -> dist.Store:

@@ -20,7 +20,7 @@ from .calibration import calibrate as measure_links
 from .errors import CollectiveError, CollectiveTimeoutError, TransportError
 from .executor import Workspace
 from .group import Group
-from .meeting import first_line, meet, open_store
+from .meeting import bounded, first_line, meet, open_store
 from .topology import Topology
 from .transport import (
     GlooTransport,
@@ -85,7 +85,8 @@ def init(
         if _world_size() == 1:
             _group = Group(ThreadWorld(1).transport(0), timeout=timeout, local_rank=0, local_size=1)
             return _group
-        _start_torch_distributed(timeout)
+        # Enough for torch to give up by itself, and to say more about it.
+        bounded(lambda: _start_torch_distributed(timeout), int(os.environ["RANK"]), timeout + 3.0)
         _owns_process_group = True
         process_group = dist.group.WORLD
     elif process_group is None:
