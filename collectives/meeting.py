@@ -34,6 +34,8 @@ def open_store(rank: int, timeout: float) -> dist.Store:
             is_master=rank == 0,
             timeout=timedelta(seconds=timeout),
             wait_for_workers=False,
+            # As torch's own, so that torch can open one there, too.
+            multi_tenant=True,
         )
     except dist.DistError as error:
         if "EADDRINUSE" in str(error):

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 TIMEOUT = 2.0
 # Contract: the others have their error within the timeout plus this.
 GRACE = 5.0
+# From the error to the process's end. An interpreter that has imported torch needs a second of CPU
+# time for its exit, and twelve ranks share two cores; what hangs does so for ever.
+EXIT = 12.0
 LAST = 2
 
 _GONE = ("CollectiveTimeoutError",)

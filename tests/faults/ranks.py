@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..multi_rank.harness import free_port
-from .cases import GRACE, Case
+from .cases import EXIT, GRACE, Case
 from .nursery import Nursery, Rank
 
 # Starting forked ranks, with others on the same two cores.
@@ -96,7 +96,7 @@ def carry_out(case: Case, nursery: Nursery, directory: Path) -> Report:
             store.wait(time.monotonic() + GRACE)
             (directory / "store is gone").touch()
         # After the start and the fault, two waits for a peer at most: the error's, and the exit's.
-        _wait(case, ranks, started + START + case.late + 2 * (case.timeout + GRACE))
+        _wait(case, ranks, started + START + case.late + 2 * (case.timeout + GRACE) + EXIT)
         statuses = [rank.status() for rank in ranks]
         left = _left(ranks, directory)
         for rank in ranks:
@@ -125,7 +125,7 @@ def _wait(case: Case, ranks: list[Rank], deadline: float) -> None:
         victim.send(signal.SIGKILL)
     elif case.what == "stop and go on":
         victim.send(signal.SIGCONT)
-        deadline = time.monotonic() + 2 * (case.timeout + GRACE)
+        deadline = time.monotonic() + 2 * (case.timeout + GRACE) + EXIT
     victim.wait(deadline)
 
 

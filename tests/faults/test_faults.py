@@ -11,11 +11,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from .cases import CASES, GRACE, Case
+from .cases import CASES, EXIT, GRACE, Case
 from .nursery import Nursery
 from .ranks import Report, carry_out
 
-AT_ONCE = 5
+AT_ONCE = 4
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def _check_error(case: Case, report: Report, rank: int) -> None:
         assert re.search(r"in step \d|ranks disagree", text), text
     ended = report.ended[rank]
     assert ended is not None
-    assert ended - error["when"] <= GRACE, "it hung at exit"
+    assert ended - error["when"] <= EXIT, "it hung at exit"
 
 
 def _check_end(case: Case, report: Report, rank: int) -> None:
@@ -86,7 +86,7 @@ def _check_end(case: Case, report: Report, rank: int) -> None:
     ended = report.ended[rank]
     assert ended is not None
     # What nobody waited for ends at exit, and is waited for no longer than its timeout.
-    assert ended - end["when"] <= (bound if case.where == "unwaited" else GRACE)
+    assert ended - end["when"] <= (bound + EXIT if case.where == "unwaited" else EXIT)
 
 
 def _check_victim(case: Case, report: Report) -> None:

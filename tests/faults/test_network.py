@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ..hosts.network import LINK, Hosts, why_not
-from .cases import GRACE, TIMEOUT, Case
+from .cases import EXIT, GRACE, TIMEOUT, Case
 from .nursery import Nursery
 from .ranks import Report, environment, read, wait_for
 
@@ -69,7 +69,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Case, tup
         when = time.monotonic()
         for place in places:
             (place / "cut").touch()
-        deadline = when + 2 * (TIMEOUT + GRACE)
+        deadline = when + TIMEOUT + GRACE + EXIT
         for case in CASES:
             for rank in ranks[case]:
                 rank.wait(deadline)
@@ -102,5 +102,5 @@ def test_cut(case: Case, reports: dict[Case, tuple[Report, float]]) -> None:
         assert 0.0 < error["when"] - cut <= case.timeout + GRACE
         ended = report.ended[rank]
         assert ended is not None
-        assert ended - error["when"] <= GRACE, "it hung at exit"
+        assert ended - error["when"] <= EXIT, "it hung at exit"
     assert not report.left
