@@ -175,9 +175,6 @@ def main(job: dict[str, Any]) -> None:
     except BaseException as error:
         kinds = [kind.__name__ for kind in type(error).__mro__]
         diary("error", kinds=kinds, text=str(error))
-        if job["where"] == "caught":
-            hvd.shutdown()
-            return
         raise
     diary("end")
 
