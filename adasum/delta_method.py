@@ -164,7 +164,6 @@ class DeltaMethod(Distributed):
         else:
             before, deltas = ([torch.empty_like(value) for value in values] for _ in range(2))
             tensors = deltas
-        whole = self._adasum_before
         if whole is None:
             torch._foreach_copy_(before, values)
             with self._only(parameters):

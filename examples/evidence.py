@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -61,6 +62,19 @@ def save(path: Path, content: dict[str, Any]) -> None:
     lines = [f"  {json.dumps(key)}: {_value(value)}" for key, value in content.items()]
     lines.append(f'  "machine": {json.dumps(machine())}')
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def options_of(description: str, quick: str) -> argparse.Namespace:
+    """What every script takes on its command line: --out, --workers and --quick, which is `quick`.
+
+    Ranks are played in as many processes as there are workers, of one thread each.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the three files")
+    parser.add_argument("--workers", type=int, default=2, help="processes")
+    parser.add_argument("--quick", action="store_true", help=quick)
+    torch.set_num_threads(1)
+    return parser.parse_args()
 
 
 def mean_and_spread(values: Sequence[float]) -> tuple[float, float]:

@@ -12,7 +12,6 @@ DistributedOptimizer on as many threads too.
 
 from __future__ import annotations
 
-import argparse
 import time
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -22,7 +21,7 @@ from typing import Any
 import matplotlib
 import torch
 from compare_digits import COLOURS, grouped, table
-from evidence import FOLDER, in_parallel, mean_and_spread, save
+from evidence import in_parallel, mean_and_spread, options_of, save
 from one_process import Ranks, Reduction
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -174,12 +173,7 @@ def plot(runs: list[Run], longer: list[Run], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the three files")
-    parser.add_argument("--workers", type=int, default=2, help="processes")
-    parser.add_argument("--quick", action="store_true", help="few ranks, one seed")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+    options = options_of(__doc__.splitlines()[0], "few ranks, one seed")
     started = time.perf_counter()
     counts, longer_counts, seeds, checked = RANKS, LONGER, SEEDS, CHECKED
     if options.quick:

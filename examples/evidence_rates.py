@@ -13,7 +13,6 @@ gradient descent with momentum β diverges at rates above 2(1+β)/λ.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ import evidence_digits
 import matplotlib
 import torch
 from compare_digits import COLOURS, TUNING_SEEDS
-from evidence import FOLDER, in_parallel, mean_and_spread, save
+from evidence import in_parallel, mean_and_spread, options_of, save
 from evidence_digits import Job, batches
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -151,12 +150,7 @@ def plot(cells: dict[Cell, list[float]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the three files")
-    parser.add_argument("--workers", type=int, default=2, help="processes")
-    parser.add_argument("--quick", action="store_true", help="few rates, one epoch, one seed")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+    options = options_of(__doc__.splitlines()[0], "few rates, one epoch, one seed")
     started = time.perf_counter()
     counts, seeds, multiples, rates, epochs = RANKS, SEEDS, MULTIPLES, TUNING_RATES, EPOCHS
     if options.quick:

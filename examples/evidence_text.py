@@ -22,7 +22,7 @@ from typing import Any
 import matplotlib
 import torch
 from char_transformer import Text, Transformer, batches, held_out_loss, loss
-from evidence import FOLDER, in_parallel, mean_and_spread, save
+from evidence import in_parallel, mean_and_spread, options_of, save
 from one_process import Ranks, Reduction
 from torch import Tensor, nn
 from train_digits import schedule
@@ -253,12 +253,7 @@ def plot(runs: list[Run], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the three files")
-    parser.add_argument("--workers", type=int, default=2, help="processes")
-    parser.add_argument("--quick", action="store_true", help="few steps, ranks, rates, one seed")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
+    options = options_of(__doc__.splitlines()[0], "few steps, ranks, rates, one seed")
     started = time.perf_counter()
     options.batches, options.ranks, options.seeds = BATCHES, RANKS, SEEDS
     options.rates, options.tuning_seeds = TUNING_RATES, TUNING_SEEDS

@@ -1,0 +1,51 @@
+"""The optimizer on sparse gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import adasum as hvd
+import collectives
+from adasum import DistributedOptimizer
+from tests.adasum.definition import relative_error, trajectory_tolerance
+from tests.adasum.jobs import OPS
+
+STEPS = 4
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("predivide", [1.0, 4.0])
+def test_sparse_gradients(size: int, predivide: float) -> None:
+    """Gathered, or turned into dense ones, they train the same table."""
+
+    def run(group: collectives.Group, op: Any, way: str) -> torch.Tensor:
+        weights = torch.randn(7, 3, generator=torch.Generator().manual_seed(0)).double()
+        table = torch.nn.Embedding.from_pretrained(weights, freeze=False, sparse=way != "dense")
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(table.parameters(), lr=0.5),
+            op=op,
+            sparse_as_dense=way == "as dense",
+            gradient_predivide_factor=predivide if op is hvd.Average else 1.0,
+        )
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            # One rank has no gradient in the last step.
+            if step < STEPS - 1 or group.rank:
+                table(torch.tensor([group.rank, 2, 2, step])).square().sum().backward()
+            optimizer.step()
+            if way == "sparse" and op is not hvd.Adasum:
+                assert table.weight.grad.is_sparse
+        return table.weight.detach().clone()
+
+    for op in OPS.values():
+        answers = {
+            way: collectives.run_threads(size, lambda group, op=op, way=way: run(group, op, way))
+            for way in ("dense", "as dense", "sparse")
+        }
+        for way, results in answers.items():
+            assert all(torch.equal(result, results[0]) for result in results), (op, way)
+            error = relative_error(results[0], answers["dense"][0])
+            assert error <= trajectory_tolerance(STEPS), (op, way)
