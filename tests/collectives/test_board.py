@@ -162,7 +162,9 @@ def test_a_rank_that_does_not_come_is_named(kind: str, differ: bool) -> None:
             wait("a step", 0.3)
         return time.monotonic() - start
 
-    assert all(0.3 <= waited < 2.0 for waited in together(*(lambda t=t: run(t) for t in ranks[:2])))
+    waited = together(*(lambda t=t: run(t) for t in ranks[:2]))
+    # The one that began later is told by the other, whose time is up first.
+    assert 0.3 <= max(waited) < 2.0
     # The late one does not find the others there.
     late = board_of(ranks[2])
     late.enter(1)
