@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -89,11 +90,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _rows(group: collectives.Group, model: str, args: Any) -> list[dict[str, Any]]:
     dtype, op = getattr(torch, args.dtype), OPS[args.op]
     generator = torch.Generator().manual_seed(group.rank)
+    # Windows into one pool, since a large model's gradients lie twice in memory as it is.
+    counts = [math.prod(shape) for shape in reversed(MODELS[model]())]
+    pool = torch.randn(max(counts) + len(counts), generator=generator).to(dtype)
     source = [
-        torch.randn(shape, generator=generator).to(dtype) for shape in reversed(MODELS[model]())
+        pool[i : i + count].view(shape)
+        for i, (count, shape) in enumerate(zip(counts, reversed(MODELS[model]()), strict=True))
     ]
-    contenders = _contenders(group, source, op)
-    right = _check(group, contenders, source, op)
+    plan = collectives.plan_groups(source, memory_size=BUCKET_MIB)
+    contenders = _contenders(group, source, plan, op)
+    right = _check(group, contenders, source, plan, op)
     names = [*contenders]
     samples: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(args.iters):
@@ -124,10 +130,12 @@ def _rows(group: collectives.Group, model: str, args: Any) -> list[dict[str, Any
 
 
 def _contenders(
-    group: collectives.Group, source: Sequence[Tensor], op: collectives.Reducer
+    group: collectives.Group,
+    source: Sequence[Tensor],
+    plan: Sequence[Sequence[int]],
+    op: collectives.Reducer,
 ) -> dict[str, Contender]:
     """Each way's gradients, and one step, which reduces them where they are."""
-    plan = collectives.plan_groups(source, memory_size=BUCKET_MIB)
     mine = [each.clone() for each in source]
     buckets = [FusedBuffer([source[i] for i in members]) for members in plan]
     places = {
@@ -179,26 +187,25 @@ def _check(
     group: collectives.Group,
     contenders: dict[str, Contender],
     source: Sequence[Tensor],
+    plan: Sequence[Sequence[int]],
     op: collectives.Reducer,
 ) -> dict[str, bool]:
     """Whether each way gives what the gradients in float64, reduced as a group, give."""
-    want, sums, size = ([each.double() for each in source] for _ in range(3))
-    for each in size:
-        each.abs_()
-    for tensors, kind in ((want, op), (sums, collectives.Sum), (size, collectives.Sum)):
-        group.grouped_all_reduce(tensors, kind)
     # n additions, or Adasum's log2 n levels with their coefficients, round by half an eps each.
     slack = 10 * group.size * torch.finfo(source[0].dtype).eps
     right = {}
     for name, (tensors, step) in contenders.items():
         torch._foreach_copy_(tensors, list(source))
         step()
-        good = all(
-            bool((got.double() - exact).norm() <= slack * scale.norm())
-            for got, exact, scale in zip(
-                tensors, sums if name.startswith("torch") else want, size, strict=True
-            )
-        )
+        kind = collectives.Sum if name.startswith("torch") else op
+        good = True
+        for members in plan:
+            exact = [source[i].double() for i in members]
+            scale = [each.abs() for each in exact]
+            group.grouped_all_reduce(exact, kind)
+            group.grouped_all_reduce(scale, collectives.Sum)
+            for i, each, size in zip(members, exact, scale, strict=True):
+                good &= bool((tensors[i].double() - each).norm() <= slack * size.norm())
         verdict = torch.tensor([int(good)])
         dist.all_reduce(verdict, op=dist.ReduceOp.MIN)
         right[name] = bool(verdict.item())
