@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -24,6 +26,10 @@ class Calls:
 
     After a mismatch the ranks are still in step; after any other error raised while a call runs
     they are not, and every later call is a TransportError naming that error.
+
+    Threads take turns in the order in which they come, which may be another on each rank. Where
+    they do, calls with names are a mismatch on all ranks, but equal calls without names would get
+    each other's answers: so only one thread makes those, the first that did as long as it lives.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -33,6 +39,7 @@ class Calls:
         self._worker = Worker(f"collectives-{self._transport.rank}")
         self._count = 0
         self._failure: BaseException | None = None
+        self._unnamed_from: Callable[[], threading.Thread | None] = lambda: None
         self.closed = False
 
     def __call__(
@@ -48,6 +55,8 @@ class Calls:
 
         run: instead of an operation, for a call that no rank can have joined.
         """
+        if not call.name:
+            self._check_thread(call.kind)
 
         def work() -> Any:
             label = self._label(f"{call.kind} {call.name!r}" if call.name else call.kind)
@@ -69,6 +78,7 @@ class Calls:
         Returns the rank that was the last to join, the highest of those that joined at once.
         """
         known = {str(op): op for op in (Sum, Average, *operators)}
+        self._check_thread("join")
 
         def work() -> int:
             if self._transport.size == 1:
@@ -87,6 +97,20 @@ class Calls:
 
         answer: int = self._in_order("join", work, _CPU, False)
         return answer
+
+    def _check_thread(self, kind: str) -> None:
+        """Raise ValueError for a call without a name from a second thread."""
+        thread, first = threading.current_thread(), self._unnamed_from()
+        # In backward the first thread waits for autograd's, which come in one order.
+        if first is thread or torch._C._current_graph_task_id() != -1:
+            return
+        if first is not None and first.is_alive():
+            raise ValueError(
+                f"{kind} without a name from thread {thread.name!r}, while {first.name!r} makes "
+                "such calls on this group: threads may come in another order on each rank, and "
+                "equal calls would be mixed up; pass name=, or give each thread a group (split)"
+            )
+        self._unnamed_from = weakref.ref(thread)
 
     def _label(self, what: str) -> str:
         label = f"{what} (call {self._count})"

@@ -65,7 +65,8 @@ def check_two_at_once(whole: Group) -> None:
     def work(group: Group, value: float) -> None:
         for i in range(40):
             tensor = torch.full((1 + 97 * i,), value + i)
-            group.all_reduce(tensor)
+            # Named, since another thread made calls on the whole group before.
+            group.all_reduce(tensor, name="at once")
             if not torch.equal(tensor, torch.full_like(tensor, group.size * (value + i))):
                 wrong.append(f"{value} {i}")
 
