@@ -125,6 +125,7 @@ class _OverShards(Reducer):
     """
 
     uniform = True
+    alone = False
 
     def __init__(self, op: Reducer, shards: Group) -> None:
         self.name = op.name
@@ -139,7 +140,8 @@ class _OverShards(Reducer):
 
     def reduce(self, operands: Operands) -> None:
         def sum_partials(partials: Tensor) -> None:
-            operands.sum_partials(partials)
+            if operands.sum_partials is not None:
+                operands.sum_partials(partials)
             self._shards.all_reduce(partials, Sum, name="dot products over shards")
 
         self._op.reduce(replace(operands, sum_partials=sum_partials))

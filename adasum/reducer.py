@@ -7,6 +7,7 @@ algorithm 1 (vector halving, distance doubling).
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -17,9 +18,9 @@ from collectives import Operands, Reducer
 
 __all__ = ["Adasum", "AdasumReducer"]
 
-# Below this a message costs its latency: log2 n exchanges of the whole vector (rd) beat the
-# 2 log2 n exchanges and log2 n small sums of vhdd.
-_SMALL_BYTES = 64 * 1024
+# Below this a message costs its latency: log2 n exchanges of the whole vector (rd), or none where
+# ranks share a board, beat the 2 log2 n exchanges and log2 n small sums of vhdd.
+_SMALL_BYTES = 256 * 1024
 
 
 @lru_cache(maxsize=1024)
@@ -65,6 +66,11 @@ class AdasumReducer(Reducer):
         ranks of the step sum one shape wherever the pieces were cut, inside a segment or not. More
         than two vectors are folded from the left.
         """
+        add = operands.sum_partials
+        if add is None:
+            for parts, out, start in operands.pieces:
+                self._reduce_whole(parts, out, start, operands.segments)
+            return
         whole = operands.segments
         segments = (0, operands.numel) if whole is None else tuple(whole)
         device = operands.pieces[0].out.device if operands.pieces else torch.device("cpu")
@@ -80,12 +86,23 @@ class AdasumReducer(Reducer):
                 left, operands.pieces, places, strict=True
             ):
                 dots[first:last] += kernels.dot_and_norms(mine, parts[k], cuts)
-            operands.sum_partials(dots)
+            add(dots)
             for i, ((parts, out, _), (first, last, cuts)) in enumerate(
                 zip(operands.pieces, places, strict=True)
             ):
                 target = out if k == folds else None
                 left[i] = kernels.combine(left[i], parts[k], dots[first:last], cuts, out=target)
+
+    def _reduce_whole(
+        self, parts: Sequence[Tensor], out: Tensor, start: int, segments: Sequence[int] | None
+    ) -> None:
+        """The same of vectors whose segments lie whole in the parts."""
+        if not out.numel():
+            return
+        cuts = None if segments is None else _clip(tuple(segments), start, out.numel())[2]
+        left = parts[0]
+        for k, right in enumerate(parts[1:], 2):
+            left = kernels.adasum(left, right, cuts, out=out if k == len(parts) else None)
 
     def finish(self, buffer: Tensor, size: int) -> None:
         """Nothing: Adasum is not divided by the number of ranks."""

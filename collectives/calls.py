@@ -13,7 +13,7 @@ from .agreement import Joined
 from .consent import Consent
 from .description import Description
 from .errors import CollectiveMismatchError, TransportError
-from .operations import OPERATIONS, WITH_JOINED, written_by
+from .operations import OPERATIONS, WITH_JOINED, exhibit, written_by
 from .reducers import Average, Reducer, Sum
 from .runner import Runner
 from .work import Worker
@@ -68,6 +68,7 @@ class Calls:
                 label,
                 lambda: OPERATIONS[call.kind](self._runner, call, tensors, op, label),
                 lambda: written_by(call, tensors),
+                lambda: exhibit(self._runner, call, tensors, op),
             )
 
         return self._in_order(call.kind, work, tensors[0].device if tensors else _CPU, async_op)

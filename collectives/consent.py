@@ -5,6 +5,8 @@
 - Where they have agreed on the same call before, in a step that repeats, they do not wait either:
   the call runs at once, and its messages wait for the others as they do anyway. Its answer counts
   only after all have posted the same, at the end. Until then what it writes can be undone.
+- What a small all-reduce needs of the others they show there with the call (shown.py), so that no
+  message is left.
 - By messages (agreement.py) where there is no board, where the board says that the ranks differ (to
   tell how), and as long as any rank has joined.
 """
@@ -20,6 +22,7 @@ from .agreement import Agreed, Joined, agree, code_of
 from .description import Description
 from .executor import Workspace
 from .runner import Runner
+from .shown import Exhibit
 from .transport.board import HASH_BITS, JOINED, Board, RanksDiffer
 
 # Of the calls agreed on, how many are remembered. Ranks need not remember the same ones.
@@ -74,13 +77,17 @@ class Consent:
         label: str,
         work: Callable[[], Any],
         written: Callable[[], torch.Tensor | None],
+        exhibit: Callable[[], Exhibit | None],
     ) -> Any:
         """Agree on a call and return what `work()` returns, which may be called twice.
 
         written: tells what it writes to, 1-D; None where it must not begin before an agreement.
+        exhibit: tells what to show, where the call needs nothing else of the other ranks.
         """
-        board = self._runner.transport.board
-        code = None if board is None or self._any_joined else self._known.get(call.key())
+        board = None if self._any_joined else self._runner.transport.board
+        if board is not None and self._runner.transport.size > 1 and (show := exhibit()):
+            return self._show(board, show, call, label, work)
+        code = None if board is None else self._known.get(call.key())
         target = None if code is None else written()
         if board is None or code is None or target is None or target.nbytes > UNDO_BYTES:
             self.agree(call, label)
@@ -99,6 +106,23 @@ class Consent:
         finally:
             board.watched = False
         return result
+
+    def _show(
+        self,
+        board: Board,
+        show: Exhibit,
+        call: Description,
+        label: str,
+        work: Callable[[], Any],
+    ) -> Any:
+        show.fill(board.window(show.numel, show.dtype))
+        if self.agree(call, label).joined:
+            return work()
+        self._runner.shown = board.windows(show.numel, show.dtype)
+        try:
+            return work()
+        finally:
+            self._runner.shown = None
 
     def _settle(self, board: Board, mine: Description | Joined, label: str) -> Agreed:
         """The ranks differ: clear what is under way, and find out how by messages."""

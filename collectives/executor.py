@@ -113,22 +113,23 @@ def _staged(step: Step, cuts: Sequence[int]) -> int:
 
 def _partial_sum(
     group: tuple[int, ...], transport: Transport, where: str, timeout: float
-) -> Callable[[torch.Tensor], None]:
+) -> Callable[[torch.Tensor], None] | None:
     """Sums over `group` by recursive doubling: addition commutes, so all members get equal bits."""
+    if len(group) == 1:
+        return None
 
     def sum_partials(partials: torch.Tensor) -> None:
         if not group:
             raise ValueError(f"{where} names no group to sum over; use a uniform algorithm")
-        if len(group) > 1:
-            execute(
-                doubling.all_reduce(len(group)),
-                partials.view(-1),
-                transport,
-                Sum,
-                label=f"the dot products of {where}",
-                timeout=timeout,
-                workspace=Workspace(),
-                ranks=group,
-            )
+        execute(
+            doubling.all_reduce(len(group)),
+            partials.view(-1),
+            transport,
+            Sum,
+            label=f"the dot products of {where}",
+            timeout=timeout,
+            workspace=Workspace(),
+            ranks=group,
+        )
 
     return sum_partials

@@ -20,7 +20,8 @@ from .fused import buffer_of
 from .owners import owners
 from .reducers import Reducer, Sum
 from .runner import Runner, Specs
-from .spec import parse_all_reduce_spec
+from .shown import Exhibit, by_doubling, exhibit_of
+from .spec import parse_all_reduce_spec, spec_for
 from .split import split_bounds
 from .transport.base import Message
 
@@ -236,3 +237,22 @@ def written_by(call: Description, tensors: Sequence[Tensor]) -> Tensor | None:
         return tensors[0].detach().view(-1)
     fused = buffer_of(tensors)
     return None if fused is None else fused.buffer
+
+
+def exhibit(
+    runner: Runner, call: Description, tensors: Sequence[Tensor], op: Reducer
+) -> Exhibit | None:
+    """What to show of a call before the ranks agree on it, where that is all they need to send.
+
+    Every rank concludes the same from equal descriptions.
+    """
+    options = call.options
+    if call.kind not in ("all_reduce", "grouped_all_reduce") or not op.alone or not tensors:
+        return None
+    size = runner.transport.size
+    found = exhibit_of(tensors, size) if options["prescale"] == 1.0 else None
+    if found is None:
+        return None
+    spec = spec_for(_specs(options["algorithm"]), found.numel)
+    nbytes = found.numel * found.dtype.itemsize
+    return found if by_doubling(spec, nbytes, size, op, runner.links is not None) else None

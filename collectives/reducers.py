@@ -36,24 +36,27 @@ class Operands:
     pieces: the parts of the vectors that this rank holds. numel: the whole buffer's length.
     segments: element boundaries (0, ..., numel) over the whole buffer, None for one segment.
     sum_partials: sums a float64 tensor in place over the ranks that together hold both vectors;
-    all of them get the same bits. Each of them must call it as often.
+    all of them get the same bits. Each of them must call it as often. None where this rank holds
+    the pieces' segments whole.
     """
 
     pieces: tuple[Piece, ...]
     numel: int
     segments: Sequence[int] | None
-    sum_partials: Callable[[torch.Tensor], None]
+    sum_partials: Callable[[torch.Tensor], None] | None
 
 
 class Reducer:
     """An associative or tree-ordered binary operator on buffers.
 
     `uniform` says that it needs the same expression tree for the whole buffer, and so an algorithm
-    of `collectives.algorithms.UNIFORM`.
+    of `collectives.algorithms.UNIFORM`. `alone`, that whole vectors are all it needs: that `reduce`
+    calls no other rank but by `sum_partials`.
     """
 
     name = "Reducer"
     uniform = False
+    alone = True
 
     def __repr__(self) -> str:
         return self.name

@@ -16,6 +16,7 @@ from .libraries import Libraries
 from .plan import Plan, plan_of
 from .reducers import Reducer, Sum, kernels
 from .schedule import Schedule
+from .shown import reduce_shown
 from .spec import AllReduceSpec, parse_all_reduce_spec, spec_for
 from .topology import Topology
 from .trace import span
@@ -35,6 +36,8 @@ class Runner:
         self.workspace = Workspace()
         self.libraries = Libraries(transport)
         self.links: Links | None = None
+        # What all ranks show in this call, where its one all-reduce is to be made of that.
+        self.shown: Sequence[Tensor] | None = None
 
     def check(self, specs: Specs, op: Reducer, tensors: Sequence[Tensor]) -> None:
         """Raise ValueError where one of the ranges cannot reduce such tensors here."""
@@ -82,8 +85,8 @@ class Runner:
     ) -> None:
         """Reduce a 1-D tensor over all ranks, in place."""
         size = self.transport.size
-        algorithm: AllReduceSpec | str = "alone"
-        if size > 1:
+        algorithm: AllReduceSpec | str = "alone" if self.shown is None else "rd, shown"
+        if size > 1 and self.shown is None:
             spec = spec_for(specs, flat.numel())
             if spec.outer == "auto":
                 spec = self._choose(flat, op)
@@ -98,7 +101,9 @@ class Runner:
         with span(name, cuda=flat.is_cuda):
             if prescale != 1.0:
                 flat.mul_(prescale)
-            if size > 1:
+            if self.shown is not None:
+                reduce_shown(self.shown, flat, op, segments, self.workspace)
+            elif size > 1:
                 self._run(plan, flat, op, segments, label)
             op.finish(flat, size)
             if postscale != 1.0:
@@ -128,7 +133,10 @@ class Runner:
             self.all_reduce(fused.buffer, op, specs, segments, prescale, postscale, label)
             return
         layout = kernels.layout_of(tensors)
-        buffer = kernels.pack(tensors, layout=layout, scale=prescale)
+        if self.shown is None:
+            buffer = kernels.pack(tensors, layout=layout, scale=prescale)
+        else:
+            buffer = torch.empty(layout.numel, dtype=layout.dtype)
         self.all_reduce(buffer, op, specs, layout.segments, 1.0, 1.0, label)
         kernels.unpack(buffer, tensors, layout=layout, scale=postscale)
 

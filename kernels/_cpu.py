@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from kernels._dots import TINY
 from kernels.layout import Layout
 
 # An operation on both cores costs tens of microseconds to start and to end, so blocks are as large
@@ -213,8 +214,8 @@ def scaled_add(
 
 
 @torch.no_grad()
-def dot_and_norms(a: Tensor, b: Tensor, bounds: Sequence[int]) -> Tensor:
-    """float64 [S, 3] rows (a.b, |a|^2, |b|^2) of the flattened segments."""
+def dot_and_norms(a: Tensor, b: Tensor, bounds: Sequence[int]) -> list[list[float]]:
+    """S rows (a.b, |a|^2, |b|^2) of the flattened segments."""
     x, y = a.view(-1), b.view(-1)
     count = len(bounds) - 1
     rows = [[0.0, 0.0, 0.0] for _ in range(count)]
@@ -233,23 +234,27 @@ def dot_and_norms(a: Tensor, b: Tensor, bounds: Sequence[int]) -> Tensor:
                 row[1] += torch.dot(u, u).item()
                 row[2] += torch.dot(v, v).item()
             here += 1
-    return torch.tensor(rows, dtype=torch.float64, device="cpu").view(count, 3)
+    return rows
 
 
 @torch.no_grad()
 def combine(
     a: Tensor,
     b: Tensor,
-    coefficients: Tensor,
+    dots: Sequence[Sequence[float]],
     bounds: Sequence[int],
     out: Tensor,
     found_inf: Tensor | None = None,
 ) -> None:
-    """out = ca*a + cb*b a segment, with `coefficients` float64 [S, 2] rows (ca, cb)."""
+    """out = (1 - d/(2A)) a + (1 - d/(2B)) b a segment, with `dots` S rows (d, A, B)."""
     x, y, target = _flat(a), _flat(b), _flat(out)
-    for (alpha, beta), low, high in zip(
-        coefficients.tolist(), bounds[:-1], bounds[1:], strict=True
-    ):
+    for (dot, mine, theirs), low, high in zip(dots, bounds[:-1], bounds[1:], strict=True):
         if low < high:
-            span = slice(low, high)
-            scaled_add(x[span], y[span], alpha, beta, target[span], found_inf)
+            alpha, beta = _coefficient(dot, mine), _coefficient(dot, theirs)
+            left, right, to = (_part(flat, low, high) for flat in (x, y, target))
+            scaled_add(left, right, alpha, beta, to, found_inf)
+
+
+def _coefficient(dot: float, norm: float) -> float:
+    """1 - d/(2A); 1 below sqrt(DBL_MIN), which no NaN is."""
+    return 1.0 if norm < TINY else 1.0 - dot / (2.0 * norm)

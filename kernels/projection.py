@@ -45,7 +45,8 @@ def _no_dots(a: Tensor, b: Tensor, bounds: Sequence[int]) -> Tensor:
 def _dot_and_norms(a: Tensor, b: Tensor, bounds: Sequence[int]) -> Tensor:
     if _launch.on_triton(a):
         return _projection.dot_and_norms(a, b, tuple(bounds))
-    return _cpu.dot_and_norms(a, b, bounds)
+    rows = _cpu.dot_and_norms(a, b, bounds)
+    return torch.tensor(rows, dtype=torch.float64, device="cpu").view(-1, 3)
 
 
 @operator(
@@ -66,7 +67,7 @@ def _combine(
     if _launch.on_triton(a):
         _projection.combine(a, b, dots, tuple(bounds), out, found_inf)
     else:
-        _cpu.combine(a, b, coefficients(dots), bounds, out, found_inf)
+        _cpu.combine(a, b, dots.tolist(), bounds, out, found_inf)
 
 
 @operator(
@@ -84,8 +85,7 @@ def _adasum(
     if _launch.on_triton(a):
         _projection.adasum(a, b, tuple(bounds), out, found_inf)
     else:
-        dots = _cpu.dot_and_norms(a, b, bounds)
-        _cpu.combine(a, b, coefficients(dots), bounds, out, found_inf)
+        _cpu.combine(a, b, _cpu.dot_and_norms(a, b, bounds), bounds, out, found_inf)
 
 
 def dot_and_norms(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -> Tensor:

@@ -10,24 +10,34 @@ call that will not be. Then all stop, none sends any more; when all have stopped
 has come to it; and when all have done that no message is under way and the group is as before the
 call.
 
+Beside its row every rank has two windows, used in turn by calls: what it shows there before it
+enters a call the others may read once all have entered it, until it enters the next but one. Small
+data thus travel with the agreement.
+
 Order of memory accesses: a word is one aligned store, so nothing has to be ordered within a row. A
 rank posts before it sends a message of the call, and says that it stopped after its last one;
 send(2) and recv(2) take the lock of the socket's queue, and a thread's mailbox has one, which
-orders these on every processor.
+orders these on every processor. Between a window and its word stand `_fence`s.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
+import threading
 import time
 from collections.abc import Callable
 from typing import Protocol
+
+import torch
 
 from ..errors import CollectiveTimeoutError
 
 # A cache line: a rank that posts does not take the line that others write.
 ROW_BYTES = 64
 _ROW = ROW_BYTES // 8
+# What a rank can show in a call. Memory only where it is written to.
+WINDOW_BYTES = 256 * 1024
 _STOPPED, _CLEAN = 2, 3
 # Above the hash, which is never 0 in what was posted: the call's number, from 1 to _NUMBERS.
 HASH_BITS = 56
@@ -37,6 +47,15 @@ JOINED = 0
 # Looks before sleeping, which may give way to another rank: some 20 us.
 _LOOKS = 30
 _SHORTEST, _LONGEST = 20e-6, 1e-3
+
+
+def board_bytes(size: int) -> int:
+    """The memory of a board of `size` ranks."""
+    return _windows_at(size) + 2 * size * WINDOW_BYTES
+
+
+def _windows_at(size: int) -> int:
+    return -(-size * ROW_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class RanksDiffer(Exception):
@@ -66,8 +85,8 @@ class Peers(Protocol):
 class Board:
     """One rank's view. Every call of the group goes through `enter`, on all ranks.
 
-    memory: shared, all zeros at first, ROW_BYTES a rank or more. spinning: whether to look some
-    times before the first sleep: not where ranks share a core.
+    memory: shared, all zeros at first, board_bytes(size). spinning: whether to look some times
+    before the first sleep: not where ranks share a core.
     """
 
     def __init__(
@@ -76,6 +95,8 @@ class Board:
         words = memory.cast("B").cast("Q")[: size * _ROW]
         self._mine = words[rank * _ROW : (rank + 1) * _ROW]
         self._columns = [words[column::_ROW] for column in range(_CLEAN + 1)]
+        whole = torch.frombuffer(memory, dtype=torch.uint8, count=board_bytes(size))
+        self._windows = whole[_windows_at(size) :].view(2, size, WINDOW_BYTES)
         self._rank = rank
         self._size = size
         self._peers = peers
@@ -84,10 +105,21 @@ class Board:
         self._word = 0
         self.watched = False
 
+    def window(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Where this rank shows `numel` elements in the next call, before it enters that."""
+        mine = self._windows[(self._calls + 1) % 2, self._rank]
+        return mine[: numel * dtype.itemsize].view(dtype)
+
+    def windows(self, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """What all ranks show in this call, by rank, after `wait`: read-only."""
+        shown = self._windows[self._calls % 2, :, : numel * dtype.itemsize]
+        return list(shown.view(dtype).unbind())
+
     def enter(self, code: int) -> None:
         """Post the next call: a hash of HASH_BITS bits, not 0, or JOINED."""
         self._calls += 1
         self._word = (self._calls % _NUMBERS + 1) << HASH_BITS | code
+        _fence()
         self._mine[self._calls % 2] = self._word
 
     def withdraw(self) -> None:
@@ -120,6 +152,7 @@ class Board:
         """
         if self._size > 1 and not self.agreed():
             self._until(self.agreed, self._calls % 2, step, timeout)
+        _fence()
 
     def clear(self, step: str, timeout: float) -> None:
         """Once the ranks differ, on all of them: no message is under way when this returns."""
@@ -173,3 +206,18 @@ class Board:
         entries = self._columns[column].tolist()
         mine = entries[self._rank]
         return ", ".join(f"rank {rank}" for rank, other in enumerate(entries) if other != mine)
+
+
+_lock = threading.Lock()
+
+
+def _fence() -> None:
+    """Keep the processor from moving memory accesses across this.
+
+    What precedes a lock's release stays before it, what follows its acquisition stays after that,
+    and a lock is not acquired again before its release.
+    """
+    with _lock:
+        pass
+    with _lock:
+        pass

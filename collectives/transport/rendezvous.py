@@ -23,16 +23,14 @@ import socket
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
-from .board import ROW_BYTES
+from .board import WINDOW_BYTES, board_bytes
 from .channel import INLINE_BYTES, RING_BYTES, SLOT_BYTES, SOCKET_BYTES, Link
 
 Gather = Callable[[bytes], list[bytes]]
 
 # Ranks whose links would not understand each other open none.
-_FORMAT = [2, SLOT_BYTES, RING_BYTES, INLINE_BYTES]
+_FORMAT = [3, SLOT_BYTES, RING_BYTES, INLINE_BYTES, WINDOW_BYTES]
 _HELLO_BYTES = 256
-# More than one host has ranks; pages that no row is in take no memory.
-_BOARD_BYTES = 1024 * ROW_BYTES
 
 
 class Met(NamedTuple):
@@ -56,9 +54,10 @@ def open_links(
     secret = secrets.token_hex(16)
     with contextlib.ExitStack() as stack:
         listener = None if wanted is not None and not wanted else _listen(stack)
-        board = _new_board(stack) if rank == 0 and listener else None
         offer = None if listener is None else [_FORMAT, _name(listener), secret]
         offers = [json.loads(data) for data in gather(json.dumps(offer).encode())]
+        nbytes = board_bytes(len(offers))
+        board = _new_board(stack, nbytes) if rank == 0 and listener else None
         calls: dict[int, tuple[socket.socket, mmap.mmap]] = {}
         for peer in range(rank if offer else 0):
             if offers[peer] and offers[peer][0] == _FORMAT and (wanted is None or peer in wanted):
@@ -71,7 +70,7 @@ def open_links(
         shared = None if board is None else board[1]
         for peer, (sock, ring) in calls.items():
             try:
-                _, incoming, other = _receive_ring(sock)
+                _, incoming, other = _receive_ring(sock, nbytes)
                 links[peer] = Link(peer, sock, ring, incoming)
                 shared = other or shared
             except OSError:
@@ -81,8 +80,7 @@ def open_links(
         reports = [json.loads(data) for data in gather(report)]
         for peer in [peer for peer in links if rank not in reports[peer][0]]:
             links.pop(peer).close()
-    enough = len(reports) * ROW_BYTES <= _BOARD_BYTES
-    if not enough or any(len(peers) < len(reports) - 1 or not has for peers, has in reports):
+    if any(len(peers) < len(reports) - 1 or not has for peers, has in reports):
         shared = None
     return Met(dict(sorted(links.items())), None if shared is None else memoryview(shared))
 
@@ -101,13 +99,13 @@ def _listen(stack: contextlib.ExitStack) -> socket.socket | None:
     return listener
 
 
-def _new_board(stack: contextlib.ExitStack) -> tuple[int, mmap.mmap] | None:
+def _new_board(stack: contextlib.ExitStack, nbytes: int) -> tuple[int, mmap.mmap] | None:
     """Memory for a board and its descriptor, open as long as the stack; None where refused."""
     try:
         fd = os.memfd_create("adasum-board")
         stack.callback(os.close, fd)
-        os.ftruncate(fd, _BOARD_BYTES)
-        return fd, mmap.mmap(fd, _BOARD_BYTES)
+        os.ftruncate(fd, nbytes)
+        return fd, mmap.mmap(fd, nbytes)
     except OSError:
         return None
 
@@ -171,15 +169,15 @@ def _send_ring(sock: socket.socket, text: bytes, more: Sequence[int] = ()) -> mm
     return ring
 
 
-def _receive_ring(sock: socket.socket) -> tuple[bytes, mmap.mmap, mmap.mmap | None]:
-    """What the peer sent with its ring, the ring, and the board where it sent one."""
+def _receive_ring(sock: socket.socket, board: int = 0) -> tuple[bytes, mmap.mmap, mmap.mmap | None]:
+    """What the peer sent with its ring, the ring, and the board, of `board` bytes, if it did."""
     text, fds, _, _ = socket.recv_fds(sock, _HELLO_BYTES, 2)
     try:
         if not fds or os.fstat(fds[0]).st_size != RING_BYTES:
             raise OSError("the peer sent no ring")
         ring = mmap.mmap(fds[0], RING_BYTES)
-        shared = len(fds) > 1 and os.fstat(fds[1]).st_size == _BOARD_BYTES
-        return text, ring, mmap.mmap(fds[1], _BOARD_BYTES) if shared else None
+        shared = len(fds) > 1 and os.fstat(fds[1]).st_size == board
+        return text, ring, mmap.mmap(fds[1], board) if shared else None
     finally:
         for fd in fds:
             os.close(fd)

@@ -5,6 +5,7 @@ Runs on CPU tensors and, through stream events, on tensors of one GPU.
 
 from __future__ import annotations
 
+import mmap
 import queue
 import threading
 import time
@@ -15,7 +16,7 @@ import torch
 
 from ..errors import CollectiveTimeoutError, TransportError
 from .base import Message
-from .board import ROW_BYTES, Board
+from .board import Board, board_bytes
 
 _POLL = 0.05
 
@@ -43,7 +44,8 @@ class ThreadWorld:
             for target in range(size)
             if source != target
         }
-        self.memory = memoryview(bytearray(size * ROW_BYTES))
+        # Pages that nothing is written to take no memory.
+        self.memory = memoryview(mmap.mmap(-1, board_bytes(size)))
         self._gone: set[int] = set()
         self._parts: dict[tuple[tuple[int, ...], int], ThreadWorld] = {}
         self._lock = threading.Lock()

@@ -12,7 +12,7 @@ import torch
 
 from collectives import CollectiveTimeoutError
 from collectives.transport import Message, ShmTransport, ThreadTransport, ThreadWorld
-from collectives.transport.board import JOINED, ROW_BYTES, Board, RanksDiffer
+from collectives.transport.board import JOINED, Board, RanksDiffer, board_bytes
 from collectives.transport.channel import INLINE_BYTES, RING_BYTES
 
 from .neighbours import TIMEOUT, meet, noise, poisoned, together
@@ -202,7 +202,7 @@ def test_numbers_come_round() -> None:
         discard: Callable[[], None]
         abandon: Callable[[str], None]
 
-    memory = memoryview(bytearray(2 * ROW_BYTES))
+    memory = memoryview(bytearray(board_bytes(2)))
     first, second = (Board(memory, r, 2, Nobody(), spinning=False) for r in range(2))
     for call in range(1000):
         first.enter(1 + call % 2)

@@ -85,16 +85,18 @@ def test_strangers_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
         stranger.close()
 
 
-@pytest.mark.parametrize("refused", ["mmap", "memfd", "socket"])
+@pytest.mark.parametrize("refused", ["mmap", "memfd", "socket", "board"])
 def test_where_the_system_refuses_there_is_no_link(
     refused: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For neither of the two ranks, and nothing is left open."""
+    """For neither of the two ranks, and nothing is left open. Without a board there are links."""
     count = iter(range(100))
 
-    def sometimes(real: Callable[..., Any]) -> Callable[..., Any]:
+    def sometimes(
+        real: Callable[..., Any], here: Callable[..., bool] = lambda *_: True
+    ) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
-            if next(count) == 1:
+            if here(*arguments) and (refused == "board" or next(count) == 1):
                 raise OSError("refused")
             return real(*arguments, **options)
 
@@ -104,11 +106,18 @@ def test_where_the_system_refuses_there_is_no_link(
     files = descriptors()
     with monkeypatch.context() as patch:
         if refused == "mmap":
-            patch.setattr(mmap, "mmap", sometimes(mmap.mmap))
-        elif refused == "memfd":
-            patch.setattr(os, "memfd_create", sometimes(os.memfd_create))
+            patch.setattr(mmap, "mmap", sometimes(mmap.mmap, lambda _, size: size == RING_BYTES))
+        elif refused in ("memfd", "board"):
+            name = "adasum-ring" if refused == "memfd" else "adasum-board"
+            patch.setattr(os, "memfd_create", sometimes(os.memfd_create, name.__eq__))
         else:
             patch.setattr(socket, "socket", sometimes(socket.socket))
         first, second = meet(2)
-    assert first.peers == second.peers == set()
+    if refused == "board":
+        assert (first.peers, second.peers) == ({1}, {0})
+        assert first.board is second.board is None
+        first.close()
+        second.close()
+    else:
+        assert first.peers == second.peers == set()
     assert descriptors() == files
