@@ -1,9 +1,12 @@
 """Ranks agree by messages on what they are about to do before they do it.
 
-One 24-byte all-reduce: the largest and the smallest hash of the descriptions of all ranks that are
-at work, and whether any rank has joined. Equal hashes, none joined: go on. Otherwise the
-descriptions themselves are gathered, and every rank raises the same error, or knows what the joined
-ranks have to take part in.
+One all-reduce of some hundred bytes: the largest and the smallest hash of the descriptions of all
+ranks that are at work, and whether any rank has joined. Equal hashes, none joined: go on. Otherwise
+the descriptions themselves are gathered, and every rank raises the same error, or knows what the
+joined ranks have to take part in.
+
+The same message carries the hashes of the calls that each rank has queued behind: as far as they
+are equal, none needs a message of its own.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Sequence
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +27,9 @@ from .reducers import Max, Sum
 from .transport.base import Transport
 
 _NO_CODE = torch.iinfo(torch.int64).min
+CODE_BITS = 63
+# Queued calls that one message agrees on beside its own.
+AHEAD = 15
 
 
 class Joined(NamedTuple):
@@ -39,11 +46,13 @@ class Joined(NamedTuple):
 
 class Agreed(NamedTuple):
     """joined: the ranks that have joined. last: where all have, the rank that was the last to.
-    call: what the others do, told where any has joined."""
+    call: what the others do, told where any has joined. ahead: the number of calls after this one
+    that all ranks make alike, too."""
 
     joined: Sequence[int] = ()
     last: int | None = None
     call: Description | None = None
+    ahead: int = 0
 
 
 def agree(
@@ -52,8 +61,11 @@ def agree(
     label: str,
     timeout: float,
     workspace: Workspace,
+    queued: Sequence[int] = (),
 ) -> Agreed:
     """Return when all ranks that have not joined make one call, or all have joined.
+
+    queued: hashes of CODE_BITS of the calls after this one, up to AHEAD; 0 for what is none.
 
     Raises CollectiveMismatchError, on every rank with the same text, where the calls differ or the
     joined ranks cannot take part.
@@ -63,9 +75,10 @@ def agree(
         codes = [_NO_CODE, _NO_CODE, mine.since * transport.size + transport.rank + 1]
     else:
         text = mine.to_json()
-        code = code_of(mine, 63)
+        code = code_of(mine, CODE_BITS)
         codes = [code, -code, 0]
-    extremes = torch.tensor(codes)
+    later = [*queued, *[0] * (AHEAD - len(queued))]
+    extremes = torch.tensor([*codes, *later, *(-code for code in later)])
     label = f"the agreement on {label}"
     execute(
         doubling.all_reduce(transport.size),
@@ -76,11 +89,13 @@ def agree(
         timeout=timeout,
         workspace=workspace,
     )
-    most, least, since = extremes.tolist()
+    most, least, since, *others = extremes.tolist()
     if most == _NO_CODE:
         return Agreed(last=(since - 1) % transport.size)
     if most == -least and not since:
-        return Agreed()
+        alike = zip(others[:AHEAD], others[AHEAD:], strict=True)
+        same = takewhile(lambda pair: pair[0] == -pair[1] != 0, alike)
+        return Agreed(ahead=sum(1 for _ in same))
     said: list[Any] = [text]
     if isinstance(mine, Joined):
         said += [sorted(mine.operators), sorted(mine.kinds)]

@@ -35,8 +35,8 @@ class Calls:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self._transport = runner.transport
-        self._consent = Consent(runner)
         self._worker = Worker(f"collectives-{self._transport.rank}")
+        self._consent = Consent(runner, self._worker.upcoming)
         self._count = 0
         self._failure: BaseException | None = None
         self._unnamed_from: Callable[[], threading.Thread | None] = lambda: None
@@ -71,7 +71,8 @@ class Calls:
                 lambda: exhibit(self._runner, call, tensors, op),
             )
 
-        return self._in_order(call.kind, work, tensors[0].device if tensors else _CPU, async_op)
+        device = tensors[0].device if tensors else _CPU
+        return self._in_order(call.kind, work, device, async_op, call)
 
     def join(self, operators: Iterable[Reducer], device: torch.device | None) -> int:
         """Take part in the other ranks' calls, with zeros, until all ranks have joined.
@@ -119,7 +120,12 @@ class Calls:
         return label
 
     def _in_order(
-        self, kind: str, work: Callable[[], Any], device: torch.device, async_op: bool
+        self,
+        kind: str,
+        work: Callable[[], Any],
+        device: torch.device,
+        async_op: bool,
+        call: Description | None = None,
     ) -> Any:
         """Do the work when its turn comes; remember a failure that leaves the group unusable."""
         if self.closed:
@@ -140,8 +146,8 @@ class Calls:
                 raise
 
         if async_op:
-            return self._worker.submit(guarded, device)
-        return self._worker.call(guarded, device)
+            return self._worker.submit(guarded, device, call)
+        return self._worker.call(guarded, device, call)
 
     def close(self) -> None:
         """Take no more calls; let the queued ones finish, and end the communication thread."""

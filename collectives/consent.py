@@ -8,17 +8,18 @@
 - What a small all-reduce needs of the others they show there with the call (shown.py), so that no
   message is left.
 - By messages (agreement.py) where there is no board, where the board says that the ranks differ (to
-  tell how), and as long as any rank has joined.
+  tell how), and as long as any rank has joined. One message agrees on the calls that are queued,
+  too, where there is no board: a step that queues its buckets while they travel needs few.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 
-from .agreement import Agreed, Joined, agree, code_of
+from .agreement import AHEAD, CODE_BITS, Agreed, Joined, agree, code_of
 from .description import Description
 from .executor import Workspace
 from .runner import Runner
@@ -33,10 +34,19 @@ UNDO_BYTES = 256 * 1024
 
 
 class Consent:
-    """One rank's agreements. `agree` or `carry_out` is called once for every call of the group."""
+    """One rank's agreements. `agree` or `carry_out` is called once for every call of the group.
 
-    def __init__(self, runner: Runner) -> None:
+    upcoming: tells the calls queued behind this one, up to a number; None for what is no call that
+    all ranks describe.
+    """
+
+    def __init__(
+        self, runner: Runner, upcoming: Callable[[int], Sequence[Description | None]]
+    ) -> None:
         self._runner = runner
+        self._upcoming = upcoming
+        self._ahead = 0
+        self._codes: dict[Hashable, int] = {}
         self._known: dict[Hashable, int] = {}
         self._any_joined = False
         self._memory = Workspace()
@@ -51,7 +61,10 @@ class Consent:
             return Agreed()
         board = self._runner.transport.board
         if board is None:
-            return self._by_messages(mine, label)
+            if self._ahead:
+                self._ahead -= 1
+                return Agreed()
+            return self._by_messages(mine, label, [self._code(c) for c in self._upcoming(AHEAD)])
         key: Hashable = None
         code = JOINED
         if isinstance(mine, Description):
@@ -129,13 +142,28 @@ class Consent:
         board.clear(_arrival(label), self._runner.timeout)
         return self._by_messages(mine, label)
 
-    def _by_messages(self, mine: Description | Joined, label: str) -> Agreed:
+    def _by_messages(
+        self, mine: Description | Joined, label: str, queued: Sequence[int] = ()
+    ) -> Agreed:
         # A mismatch ends all joins.
         self._any_joined = False
         runner = self._runner
-        agreed = agree(mine, runner.transport, label, runner.timeout, runner.workspace)
+        agreed = agree(mine, runner.transport, label, runner.timeout, runner.workspace, queued)
         self._any_joined = bool(agreed.joined)
+        self._ahead = agreed.ahead
         return agreed
+
+    def _code(self, call: Description | None) -> int:
+        """What the agreement knows a queued call by."""
+        if call is None:
+            return 0
+        key = call.key()
+        code = self._codes.get(key)
+        if code is None:
+            if len(self._codes) >= _MOST:
+                self._codes.clear()
+            code = self._codes[key] = code_of(call, CODE_BITS)
+        return code
 
 
 def _arrival(label: str) -> str:

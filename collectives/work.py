@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import torch
@@ -83,22 +85,31 @@ class Worker:
         self._stream: torch.cuda.Stream | None = None
         self._lock = threading.Lock()
         self._pending = 0
+        self._notes: deque[Any] = deque()
         self._running = threading.Lock()
 
-    def call(self, function: Callable[[], Any], device: torch.device) -> Any:
-        """Run `function` in order and return its result."""
+    def call(self, function: Callable[[], Any], device: torch.device, note: Any = None) -> Any:
+        """Run `function` in order and return its result. note: as in submit."""
         with self._lock:
             inline = self._pending == 0 and self._running.acquire(blocking=False)
         if not inline:
-            return self.submit(function, device).wait()
+            return self.submit(function, device, note).wait()
         try:
             with torch.no_grad():
                 return function()
         finally:
             self._running.release()
 
-    def submit(self, function: Callable[[], Any], device: torch.device) -> Work:
-        """Queue `function`; on CUDA it runs on a stream of its own, behind the caller's work."""
+    def upcoming(self, most: int) -> list[Any]:
+        """The notes of what is queued behind the running function, in order."""
+        with self._lock:
+            return list(islice(self._notes, most))
+
+    def submit(self, function: Callable[[], Any], device: torch.device, note: Any = None) -> Work:
+        """Queue `function`; on CUDA it runs on a stream of its own, behind the caller's work.
+
+        note: what `upcoming` says of it while it waits.
+        """
         work = Work()
         stream: torch.cuda.Stream | None = None
         before: torch.cuda.Event | None = None
@@ -113,12 +124,15 @@ class Worker:
             if stream is not None and before is not None:
                 stream.wait_event(before)
             with self._running:
+                with self._lock:
+                    self._notes.popleft()
                 work.run(function, stream)
             with self._lock:
                 self._pending -= 1
 
         with self._lock:
             self._pending += 1
+            self._notes.append(note)
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._loop, args=(torch.get_num_threads(),), name=self._name, daemon=True
