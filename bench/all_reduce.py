@@ -193,10 +193,10 @@ def environment(group: collectives.Group, device: torch.device) -> dict[str, Any
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run on every rank; rank 0 prints. Returns 1 where an element was wrong, 2 for bad options."""
-    parser = _parser()
+    parser = make_parser()
     args = parser.parse_args(argv)
     try:
-        sizes, ops = _plan(args)
+        sizes, ops = sizes_and_algorithms(args)
     except (TypeError, ValueError) as error:
         parser.error(str(error))
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
@@ -208,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     group = collectives.init()
     try:
         _check(args, group, device, ops)
-        return _run(args, group, device, sizes, ops)
+        return run(args, group, device, sizes, ops)
     except ValueError as error:
         # All ranks find the same fault; one line of it is enough.
         if group.rank == 0:
@@ -235,7 +235,7 @@ def _check(
                 model.check(name, op, group.topology)
 
 
-def _run(
+def run(
     args: Any,
     group: collectives.Group,
     device: torch.device,
@@ -282,7 +282,7 @@ def _run(
     return int(wrong > 0)
 
 
-def _plan(args: Any) -> tuple[list[int], dict[str, list[str]]]:
+def sizes_and_algorithms(args: Any) -> tuple[list[int], dict[str, list[str]]]:
     """Check the options; the sizes in bytes, and the algorithms of each operator."""
     args.datatype = _ALIASES.get(args.datatype, args.datatype)
     if args.datatype not in DTYPES:
@@ -309,7 +309,7 @@ def _plan(args: Any) -> tuple[list[int], dict[str, list[str]]]:
     return sizes, ops
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.all_reduce", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("-b", "--minbytes", default="32M", help="smallest size (32M)")

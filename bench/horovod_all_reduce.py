@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -134,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     turns: list[dict[str, Any]] = [{} for _ in range(args.turns)]
     for turn, results in enumerate(turns):
         for name in sorted(commands, reverse=turn % 2 > 0):
-            results[name] = _run(commands[name])
+            results[name] = _run(commands[name], args.limit)
             load = results[name]["environment"]["load"]
             print(f"# turn {turn + 1}, {name}: load {load:.1f}", flush=True)
     found = lines(turns)
@@ -149,31 +150,41 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _rank(argv: Sequence[str] | None) -> int:
     """One of mpirun's."""
     torch.set_num_threads(1)
-    args = all_reduce._parser().parse_args(argv)
+    args = all_reduce.make_parser().parse_args(argv)
     # Horovod's tree of ranks in Adasum is that of recursive halving.
     args.algorithm = "vhdd"
-    sizes, ops = all_reduce._plan(args)
-    code = all_reduce._run(args, Horovod(), torch.device("cpu"), sizes, ops)
+    sizes, ops = all_reduce.sizes_and_algorithms(args)
+    code = all_reduce.run(args, Horovod(), torch.device("cpu"), sizes, ops)
     dist.destroy_process_group()
     return code
 
 
-def _run(command: Sequence[str]) -> dict[str, Any]:
-    """What the command writes as JSON; SystemExit with its last words where it fails."""
+def _run(command: Sequence[str], limit: float) -> dict[str, Any]:
+    """What the command writes as JSON; SystemExit with its last words where it fails.
+
+    limit: seconds, after which the command and all that it started are killed.
+    """
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with tempfile.NamedTemporaryFile("r", suffix=".json") as file:
         whole = [*command, "-J", file.name]
-        run = subprocess.run(whole, capture_output=True, text=True, env=environment)
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        run = subprocess.Popen(whole, text=True, env=environment, start_new_session=True, **pipes)
+        try:
+            said = run.communicate(timeout=limit)
+        except BaseException:
+            os.killpg(run.pid, signal.SIGKILL)
+            run.communicate()
+            raise
         if run.returncode:
-            words = f"exit {run.returncode}\n{run.stdout[-3000:]}\n{run.stderr[-3000:]}"
-            raise SystemExit(f"error: {shlex.join(whole)}: {words}")
+            words = "\n".join(text[-3000:] for text in said)
+            raise SystemExit(f"error: {shlex.join(whole)}: exit {run.returncode}\n{words}")
         return json.load(file)
 
 
 def _check(args: Any, flags: Sequence[str]) -> None:
     """Raise ValueError for what one side would refuse, OSError for no such interpreter."""
-    shared = all_reduce._parser().parse_args([*flags, "-a", args.algorithm])
-    _, ops = all_reduce._plan(shared)
+    shared = all_reduce.make_parser().parse_args([*flags, "-a", args.algorithm])
+    _, ops = all_reduce.sizes_and_algorithms(shared)
     if args.ranks < 2 or ("adasum" in ops and args.ranks & (args.ranks - 1)):
         raise ValueError(f"--ranks must be 2, 4, 8, ... for Horovod's Adasum, got {args.ranks}")
     if "," in args.algorithm or shared.model or shared.device != "cpu" or args.turns < 1:
@@ -189,6 +200,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--ranks", type=int, default=2, help="of each side (2)")
     parser.add_argument("--turns", type=int, default=3, help="of each side (3)")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds for a turn (600)")
     parser.add_argument("--horovod-python", default="python", help="interpreter with Horovod")
     parser.add_argument("--mpirun", default=MPIRUN, help=f"({MPIRUN})")
     parser.add_argument("-a", "--algorithm", default="auto", help="ours (auto)")
