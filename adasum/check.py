@@ -144,6 +144,8 @@ def _environment() -> list[tuple[str, str]]:
 
 def _self_test() -> tuple[bool, str]:
     """Two ranks of this machine reduce by Sum and by Adasum; (whether right, in words)."""
+    if not dist.is_available():
+        return False, "torch.distributed is not in this build of torch"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", "-m", "adasum.check", "--rank"]
     theirs = {

@@ -44,6 +44,11 @@ def register_fsdp_hook(model: nn.Module, state: HookState) -> None:
     no process_group, or a watcher, which would be shown shards as if they were gradients.
     RuntimeError before torch 2.7, whose FSDP takes no hook.
     """
+    if not torch.distributed.is_available():
+        raise RuntimeError(
+            f"torch {torch.__version__} is built without torch.distributed, which FSDP is a part "
+            "of: pip install a torch that has it"
+        )
     from torch.distributed.fsdp import FSDPModule
 
     if not hasattr(FSDPModule, "set_all_reduce_hook"):
