@@ -25,7 +25,7 @@ import kernels
 from adasum.reducer import Adasum
 from collectives.transport import load_nccl
 
-_PACKAGES = ("torch", "triton", "numpy", "cupy-cuda12x", "cupy-cuda13x")
+_PACKAGES = ("triton", "numpy", "cupy-cuda12x", "cupy-cuda13x")
 _NCCL = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
 _VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
@@ -67,6 +67,8 @@ def _versions() -> list[tuple[str, str]]:
         ("python", f"{platform.python_version()} ({sys.executable})"),
         ("system", f"{platform.platform()}, {platform.machine()}"),
     ]
+    # Its own word: the metadata of a wheel may leave out which CUDA it is built for.
+    lines.append(("torch", torch.__version__))
     lines += [(name, _version(name)) for name in _PACKAGES]
     lines += [(name, _version(name)) for name in _NCCL]
     return [*lines, ("kernels imported from", os.path.dirname(kernels.__file__ or "?"))]
@@ -144,6 +146,8 @@ def _environment() -> list[tuple[str, str]]:
 
 def _self_test() -> tuple[bool, str]:
     """Two ranks of this machine reduce by Sum and by Adasum; (whether right, in words)."""
+    if not dist.is_available():
+        return False, "torch.distributed is not in this build of torch"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", "-m", "adasum.check", "--rank"]
     theirs = {

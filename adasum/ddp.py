@@ -9,7 +9,7 @@ model.register_comm_hook(adasum.HookState(op=adasum.Adasum), adasum.ddp_hook)
 import logging
 from collections.abc import Callable, Iterable
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,11 @@ import collectives
 from adasum.sparse import sparse_all_reduce_async
 from adasum.watch import Watcher
 from collectives import Average, Group, Reducer, Work
+
+if TYPE_CHECKING or dist.is_available():
+    from torch.distributed import GradBucket
+else:
+    GradBucket = Any
 
 __all__ = ["HookState", "ddp_hook"]
 
@@ -98,7 +103,7 @@ class HookState:
         return {**self.__dict__, "process_group": None, "_names": {}}
 
 
-def ddp_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def ddp_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """DDP's communication hook: reduces the bucket in place while backward goes on.
 
     Every parameter is a segment of its own, so its answer does not depend on what shares its

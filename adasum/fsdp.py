@@ -42,12 +42,15 @@ def register_fsdp_hook(model: nn.Module, state: HookState) -> None:
     Collective: every rank of the mesh calls it. ValueError where the model has no unit, is sharded
     over a mesh of more dimensions (FSDP's own all-reduce would run before this one), the state has
     no process_group, or a watcher, which would be shown shards as if they were gradients.
-    RuntimeError before torch 2.7, whose FSDP takes no hook.
+    RuntimeError where torch is built without torch.distributed.
     """
+    if not torch.distributed.is_available():
+        raise RuntimeError(
+            f"torch {torch.__version__} is built without torch.distributed, which FSDP is a part "
+            "of: pip install a torch that has it"
+        )
     from torch.distributed.fsdp import FSDPModule
 
-    if not hasattr(FSDPModule, "set_all_reduce_hook"):
-        raise RuntimeError(f"FSDP takes no hook in torch {torch.__version__}: use torch >= 2.7")
     if state.process_group is None:
         raise ValueError(
             'state needs process_group, the replicas of a shard: mesh.get_group("replicate")'

@@ -21,16 +21,16 @@ def require_our_kernels() -> ModuleType:
     stranger is executed, so what it would need itself does not matter.
     """
     spec = importlib.util.find_spec("kernels")
-    if spec is None:
+    # A folder without __init__.py: what `pip uninstall kernels` leaves where both were installed.
+    if spec is None or spec.origin is None:
         raise ImportError(
             "adasum's own package `kernels` is missing: run "
             "`pip install --force-reinstall --no-deps adasum`"
         )
     if not _is_ours(spec):
-        where = spec.origin or list(spec.submodule_search_locations or ["an unknown place"])
         raise ImportError(
-            f"`import kernels` finds another distribution's package at {where}; adasum ships a "
-            "package of the same name. Run `pip uninstall kernels`, then "
+            f"`import kernels` finds another distribution's package at {spec.origin}; adasum ships "
+            "a package of the same name. Run `pip uninstall kernels`, then "
             "`pip install --force-reinstall --no-deps adasum`, or put adasum first on sys.path."
         )
     return importlib.import_module("kernels")

@@ -71,6 +71,7 @@ def init(
     by it; False, on all ranks alike: by size alone, the same in every run of the program.
 
     Raises ValueError where the environment variables are incomplete or `transport` is unknown,
+    RuntimeError for more ranks than one in a torch that is built without torch.distributed,
     CollectiveTimeoutError naming the ranks that did not come in time.
     """
     global _group, _owns_process_group
@@ -85,6 +86,7 @@ def init(
         if _world_size() == 1:
             _group = Group(ThreadWorld(1).transport(0), timeout=timeout, local_rank=0, local_size=1)
             return _group
+        _require_distributed()
         # Enough for torch to give up by itself, and to say more about it.
         bounded(lambda: _start_torch_distributed(timeout), int(os.environ["RANK"]), timeout + 3.0)
         _owns_process_group = True
@@ -137,6 +139,15 @@ def _start_torch_distributed(timeout: float) -> None:
 
 def _distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
+
+
+def _require_distributed() -> None:
+    if not dist.is_available():
+        raise RuntimeError(
+            f"torch {torch.__version__} is built without torch.distributed, which ranks in "
+            "processes of their own need: pip install a torch that has it, as PyPI's for Linux do, "
+            "or use ranks that are threads (run_threads)"
+        )
 
 
 def _world_size() -> int:
@@ -206,6 +217,7 @@ def from_process_group(process_group: dist.ProcessGroup, *, timeout: float = 300
     torch.distributed is not initialised, TypeError or ValueError for what is no process group that
     this rank is in.
     """
+    _require_distributed()
     if not _distributed():
         raise RuntimeError("torch.distributed is not initialised: call init_process_group first")
     if not isinstance(process_group, dist.ProcessGroup):

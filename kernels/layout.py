@@ -103,7 +103,7 @@ def layout_of(
         )
     step = alignment // dtype.itemsize
     numels = tuple(map(Tensor.numel, checked))
-    ends = list(itertools.accumulate((round_up(numel, step) for numel in numels), initial=0))
+    ends = [0, *itertools.accumulate([round_up(numel, step) for numel in numels])]
     return Layout(
         dtype=dtype,
         shapes=tuple(map(tuple, _shapes(checked))),

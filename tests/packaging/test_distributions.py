@@ -1,0 +1,149 @@
+"""The wheel and the sdist: what is in them, and that tests pass on what they install."""
+
+from __future__ import annotations
+
+import email
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("adasum", "collectives", "kernels")
+# Beside the packages: what the tests, examples and docs are run from.
+TREE = ("bench", "docs", "examples", "tests")
+# One file for each package, seconds in all.
+FAST = (
+    "tests/kernels/test_packing.py",
+    "tests/collectives/test_topology.py",
+    "tests/adasum/test_reducer.py",
+)
+BUILD = """
+import sys
+from setuptools import build_meta
+out, *kinds = sys.argv[1:]
+for kind in kinds:
+    getattr(build_meta, f"build_{kind}")(out)
+"""
+
+
+def build(tree: Path, out: Path, *kinds: str) -> list[Path]:
+    """Build `kinds` ("sdist", "wheel") of `tree`, as pip does without isolation."""
+    out.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD, str(out), *kinds],
+        cwd=tree,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [next(out.glob({"sdist": "*.tar.gz", "wheel": "*.whl"}[kind])) for kind in kinds]
+
+
+def sources(tree: Path, folder: str) -> set[str]:
+    """Every file of a folder but what running leaves behind."""
+    return {
+        path.relative_to(tree).as_posix()
+        for path in (tree / folder).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".pyc"
+    }
+
+
+def contents(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The distributions of a copy of the tree: building writes into it."""
+    pytest.importorskip("setuptools", minversion="77", reason="building needs setuptools>=77")
+    place = tmp_path_factory.mktemp("built")
+    tree = place / "tree"
+    tree.mkdir()
+    for folder in (*PACKAGES, *TREE):
+        shutil.copytree(
+            ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__", "*.pyc")
+        )
+    for path in ROOT.iterdir():
+        if path.is_file():
+            shutil.copy(path, tree)
+    shutil.copytree(ROOT / ".ci", tree / ".ci")
+    sdist, wheel = build(tree, place / "out", "sdist", "wheel")
+    unpacked = place / "unpacked"
+    shutil.unpack_archive(sdist, unpacked)
+    (again,) = unpacked.iterdir()
+    (second,) = build(again, place / "again", "wheel")
+    return {"tree": tree, "sdist": again, "wheel": wheel, "wheel of the sdist": second}
+
+
+def test_the_wheel_holds_the_three_packages_and_nothing_else(built: dict[str, Path]) -> None:
+    files = set(contents(built["wheel"]))
+    info = {name for name in files if name.startswith("adasum-") and ".dist-info/" in name}
+    assert files - info == set().union(*(sources(ROOT, package) for package in PACKAGES))
+    assert {f"{package}/py.typed" for package in PACKAGES} <= files
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in info)
+
+
+def test_what_the_wheel_says_of_itself(built: dict[str, Path]) -> None:
+    files = contents(built["wheel"])
+    said = email.message_from_bytes(next(v for k, v in files.items() if k.endswith("METADATA")))
+    assert said["License-Expression"] == "Apache-2.0"
+    assert said["Requires-Python"] == ">=3.10"
+    assert said.get_payload(decode=True) == (ROOT / "README.md").read_bytes()
+    needed = [line for line in said.get_all("Requires-Dist", []) if "extra ==" not in line]
+    assert sorted(line.split(">=")[0] for line in needed) == ["numpy", "torch", "triton"]
+    assert b"Root-Is-Purelib: true" in next(v for k, v in files.items() if k.endswith("/WHEEL"))
+
+
+def test_the_sdist_holds_all_that_the_tests_need(built: dict[str, Path]) -> None:
+    for folder in (*PACKAGES, *TREE):
+        assert sources(built["sdist"], folder) == sources(built["tree"], folder)
+    for name in ("LICENSE", "README.md", "CHANGELOG.md", "Makefile", "constraints.txt", ".ci/run"):
+        assert (built["sdist"] / name).read_bytes() == (ROOT / name).read_bytes()
+
+
+def test_the_sdist_builds_the_same_wheel(built: dict[str, Path]) -> None:
+    # RECORD, too, which has every file's hash.
+    assert contents(built["wheel of the sdist"]) == contents(built["wheel"])
+
+
+def test_tests_pass_on_the_installed_wheel(built: dict[str, Path], tmp_path: Path) -> None:
+    """In a new environment, which finds torch and pytest here; no package of ours lies beside."""
+    environment = tmp_path / "environment"
+    venv.create(environment, symlinks=True)
+    (site,) = environment.glob("lib/python*/site-packages")
+    here = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    (site / "here.pth").write_text("\n".join(here))
+    # A wheel of pure Python is installed by unpacking it.
+    with zipfile.ZipFile(built["wheel"]) as archive:
+        archive.extractall(site)
+    tests = tmp_path / "tests of the sdist"
+    shutil.copytree(built["sdist"], tests)
+    for package in PACKAGES:
+        shutil.rmtree(tests / package)
+    said = []
+    for arguments in (
+        ["adasum.check", "--no-self-test"],
+        ["pytest", "-q", "-p", "no:cacheprovider", *FAST],
+    ):
+        done = subprocess.run(
+            [str(environment / "bin" / "python"), "-m", *arguments],
+            cwd=tests,
+            capture_output=True,
+            text=True,
+            timeout=150,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        said += done.stdout.splitlines()
+    version = built["wheel"].name.split("-")[1]
+    assert f"  adasum                   {version}" in said
+    assert f"  kernels imported from    {site / 'kernels'}" in said
+    assert " passed" in said[-1]
