@@ -23,7 +23,7 @@ from .agreement import AHEAD, CODE_BITS, Agreed, Joined, agree, code_of
 from .description import Description
 from .executor import Workspace
 from .runner import Runner
-from .shown import Exhibit
+from .shown import Exhibit, Shown
 from .transport.board import HASH_BITS, JOINED, Board, RanksDiffer
 
 # Of the calls agreed on, how many are remembered. Ranks need not remember the same ones.
@@ -131,7 +131,8 @@ class Consent:
         show.fill(board.window(show.numel, show.dtype))
         if self.agree(call, label).joined:
             return work()
-        self._runner.shown = board.windows(show.numel, show.dtype)
+        vectors = board.windows(show.numel, show.dtype)
+        self._runner.shown = Shown(board, vectors, show.sliced)
         try:
             return work()
         finally:

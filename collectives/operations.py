@@ -7,6 +7,7 @@ call's description.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
@@ -20,7 +21,7 @@ from .fused import buffer_of
 from .owners import owners
 from .reducers import Reducer, Sum
 from .runner import Runner, Specs
-from .shown import Exhibit, by_doubling, exhibit_of
+from .shown import Exhibit, exhibit_of, way_of
 from .spec import parse_all_reduce_spec, spec_for
 from .split import split_bounds
 from .transport.base import Message
@@ -250,9 +251,9 @@ def exhibit(
     if call.kind not in ("all_reduce", "grouped_all_reduce") or not op.alone or not tensors:
         return None
     size = runner.transport.size
-    found = exhibit_of(tensors, size) if options["prescale"] == 1.0 else None
+    found = exhibit_of(tensors, options.get("segments")) if options["prescale"] == 1.0 else None
     if found is None:
         return None
     spec = spec_for(_specs(options["algorithm"]), found.numel)
-    nbytes = found.numel * found.dtype.itemsize
-    return found if by_doubling(spec, nbytes, size, op, runner.links is not None) else None
+    way = way_of(spec, found, size, op, runner.links is not None)
+    return None if way is None else replace(found, sliced=way == "sliced")

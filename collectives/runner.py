@@ -16,7 +16,7 @@ from .libraries import Libraries
 from .plan import Plan, plan_of
 from .reducers import Reducer, Sum, kernels
 from .schedule import Schedule
-from .shown import reduce_shown
+from .shown import Shown
 from .spec import AllReduceSpec, parse_all_reduce_spec, spec_for
 from .topology import Topology
 from .trace import span
@@ -37,7 +37,7 @@ class Runner:
         self.libraries = Libraries(transport)
         self.links: Links | None = None
         # What all ranks show in this call, where its one all-reduce is to be made of that.
-        self.shown: Sequence[Tensor] | None = None
+        self.shown: Shown | None = None
 
     def check(self, specs: Specs, op: Reducer, tensors: Sequence[Tensor]) -> None:
         """Raise ValueError where one of the ranges cannot reduce such tensors here."""
@@ -85,8 +85,9 @@ class Runner:
     ) -> None:
         """Reduce a 1-D tensor over all ranks, in place."""
         size = self.transport.size
-        algorithm: AllReduceSpec | str = "alone" if self.shown is None else "rd, shown"
-        if size > 1 and self.shown is None:
+        shown = self.shown
+        algorithm: AllReduceSpec | str = "alone" if shown is None else "shown"
+        if size > 1 and shown is None:
             spec = spec_for(specs, flat.numel())
             if spec.outer == "auto":
                 spec = self._choose(flat, op)
@@ -101,8 +102,8 @@ class Runner:
         with span(name, cuda=flat.is_cuda):
             if prescale != 1.0:
                 flat.mul_(prescale)
-            if self.shown is not None:
-                reduce_shown(self.shown, flat, op, segments, self.workspace)
+            if shown is not None:
+                shown.reduce(flat, op, segments, self.workspace, label, self.timeout)
             elif size > 1:
                 self._run(plan, flat, op, segments, label)
             op.finish(flat, size)

@@ -1,15 +1,18 @@
-"""Small all-reduces that travel with the agreement, where all ranks share a board.
+"""All-reduces that travel with the agreement, where all ranks share a board.
 
-Every rank shows its vector there before it enters the call; once all have entered, each carries out
-the whole tree of recursive doubling (`rd`) by itself. The same bits as by messages, and not one.
-Each rank reads n vectors and reduces n - 1 times instead of log2 n: cheaper while a message costs
-more than that.
+Every rank shows its vector there before it enters the call; once all have entered, no message is
+left to send. Small vectors: each rank carries out the whole tree of recursive doubling (`rd`) by
+itself, reading n vectors. Larger ones: each reduces its n-th of all, in place, and takes the rest
+of the result from the others, which is what halving and doubling come to (`rechd`, `vhdd`). Sums
+have the bits that messages give them; Adasum's dot products are cut elsewhere than `vhdd` cuts
+them, so that it has those of `rd` alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -18,64 +21,144 @@ from .executor import Workspace
 from .fused import buffer_of
 from .reducers import Operands, Piece, Reducer, kernels
 from .spec import AllReduceSpec
-from .transport.board import WINDOW_BYTES
+from .split import split_bounds
+from .transport.board import TABLE_BYTES, WINDOW_BYTES, Board
 
 Tensor = torch.Tensor
 
-# What a rank reads of all windows together, at most.
+# Up to here, and to so much of all ranks together, reducing all oneself is cheaper than waiting.
+WHOLE_BYTES = 256 * 1024
 _MOST_BYTES = 2 * 1024 * 1024
+# A row of dot products and norms of a segment.
+_ROW_BYTES = 24
+_CACHE_LINE = 64
 
 
-class Exhibit(NamedTuple):
-    """What a rank shows in a call: `fill` writes it to a tensor of `numel` elements."""
+@dataclass(frozen=True)
+class Exhibit:
+    """What a rank shows in a call: `fill` writes it to a tensor of `numel` elements.
+
+    rows: segments of it. sliced: whether each rank reduces a part.
+    """
 
     numel: int
     dtype: torch.dtype
+    rows: int
     fill: Callable[[Tensor], object]
+    sliced: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
 
 
-def exhibit_of(tensors: Sequence[Tensor], size: int) -> Exhibit | None:
-    """How `size` ranks can show the tensors of an all-reduce; None where they are too large.
+@dataclass(frozen=True)
+class Shown:
+    """What all ranks show in a call, and how the result is made of it."""
+
+    board: Board
+    vectors: Sequence[Tensor]
+    sliced: bool
+
+    def reduce(
+        self,
+        out: Tensor,
+        op: Reducer,
+        segments: Sequence[int] | None,
+        workspace: Workspace,
+        label: str,
+        timeout: float,
+    ) -> None:
+        """out = the vectors reduced by `op`."""
+        if self.sliced:
+            self._reduce_slice(op, segments, label, timeout)
+            out.copy_(self.vectors[0])
+        else:
+            _reduce_whole(self.vectors, out, op, segments, workspace)
+
+    def _reduce_slice(
+        self, op: Reducer, segments: Sequence[int] | None, label: str, timeout: float
+    ) -> None:
+        """Make the first vector the result: this rank its slice, which no other rank touches."""
+        vectors, rank = self.vectors, self.board.rank
+        numel = vectors[0].numel()
+        line = _CACHE_LINE // vectors[0].element_size()
+        cuts = split_bounds(-(-numel // line), len(vectors))
+        here = slice(cuts[rank] * line, min(cuts[rank + 1] * line, numel))
+        mine = [vector[here] for vector in vectors]
+        for number, pairs in enumerate(_levels(len(vectors))):
+            where = f"step {number + 1} (the dot products) of {label}"
+
+            def add(table: Tensor, where: str = where) -> None:
+                self.board.add(table, where, timeout)
+
+            # The level's pairs as one pair of vectors, one behind the other: one table for all.
+            pieces = tuple(
+                Piece((mine[left], mine[right]), mine[left], i * numel + here.start)
+                for i, (left, right) in enumerate(pairs)
+            )
+            bounds = _repeated(None if segments is None else tuple(segments), numel, len(pairs))
+            op.reduce(Operands(pieces, len(pairs) * numel, bounds, add))
+        self.board.meet(f"the last step of {label}", timeout)
+
+
+def exhibit_of(tensors: Sequence[Tensor], segments: Sequence[int] | None) -> Exhibit | None:
+    """How to show the tensors of an all-reduce; None where they are too large.
 
     Several tensors are shown as they are packed: of one dtype, each in its slot.
     """
     first = tensors[0]
-    room = min(WINDOW_BYTES, _MOST_BYTES // size)
     if not all(t.is_cpu and t.dtype == first.dtype for t in tensors):
         return None
-    if not 0 < sum(tensor.nbytes for tensor in tensors) <= room:
+    if not 0 < sum(tensor.nbytes for tensor in tensors) <= WINDOW_BYTES:
         return None
     if len(tensors) == 1:
         flat = first.detach().view(-1)
-        return Exhibit(flat.numel(), flat.dtype, lambda window: window.copy_(flat))
+        rows = 1 if segments is None else len(segments) - 1
+        return Exhibit(flat.numel(), flat.dtype, rows, lambda window: window.copy_(flat))
     if first.dtype not in kernels.DTYPES:
         return None
     fused = buffer_of(tensors)
     layout = kernels.layout_of(tensors) if fused is None else fused.layout
-    if layout.numel * first.element_size() > room:
+    if layout.numel * first.element_size() > WINDOW_BYTES:
         return None
     if fused is not None:
         buffer = fused.buffer
-        return Exhibit(layout.numel, layout.dtype, lambda window: window.copy_(buffer))
+        return Exhibit(
+            layout.numel, layout.dtype, len(tensors), lambda window: window.copy_(buffer)
+        )
     parts = [tensor.detach() for tensor in tensors]
     return Exhibit(
-        layout.numel, layout.dtype, lambda window: kernels.pack(parts, layout=layout, out=window)
+        layout.numel,
+        layout.dtype,
+        len(tensors),
+        lambda window: kernels.pack(parts, layout=layout, out=window),
     )
 
 
-def by_doubling(spec: AllReduceSpec, nbytes: int, size: int, op: Reducer, measured: bool) -> bool:
-    """Whether a range of a specification stands for `rd` where nothing has to be sent for it.
+def way_of(
+    spec: AllReduceSpec, show: Exhibit, size: int, op: Reducer, measured: bool
+) -> str | None:
+    """ "whole" or "sliced" where a range of a specification stands for that; None for messages.
 
     measured: whether `auto` may follow what costs least.
     """
-    if spec.inner is not None:
-        return False
-    if spec.outer == "auto":
-        return (measured and not op.uniform) or op.algorithm(nbytes, size) == "rd"
-    return spec.outer == "rd"
+    if spec.inner is not None or spec.shards != 1:
+        return None
+    nbytes = show.nbytes
+    small = nbytes <= min(WHOLE_BYTES, _MOST_BYTES // size)
+    fits = show.rows * (size // 2) * _ROW_BYTES <= TABLE_BYTES or not op.uniform
+    name = spec.outer
+    if name == "auto":
+        name = op.algorithm(nbytes, size)
+        if measured and not op.uniform:
+            name = "rd" if small else "rechd"
+    if name == "rd" and small:
+        return "whole"
+    return "sliced" if name in ("rechd", "vhdd") and fits else None
 
 
-def reduce_shown(
+def _reduce_whole(
     shown: Sequence[Tensor],
     out: Tensor,
     op: Reducer,
@@ -87,9 +170,8 @@ def reduce_shown(
     Between them stand buffers aligned alike on every rank, so that all get the same bits.
     """
     fold = Fold(len(shown))
-    width = -(-out.nbytes // 64) * 64 // out.element_size()
-    depth = fold.leaves.bit_length()
-    scratch = workspace.take(width * depth, out)
+    width = -(-out.nbytes // _CACHE_LINE) * _CACHE_LINE // out.element_size()
+    scratch = workspace.take(width * fold.leaves.bit_length(), out)
 
     def reduce(left: Tensor, right: Tensor, target: Tensor) -> Tensor:
         piece = Piece((left, right), target, 0)
@@ -110,3 +192,24 @@ def reduce_shown(
         return reduce(left, right, out if leaves == fold.leaves else target)
 
     value(0, fold.leaves, 0)
+
+
+def _levels(size: int) -> Iterator[list[tuple[int, int]]]:
+    """The pairs of ranks whose vectors are reduced in each level, into the first one's."""
+    fold = Fold(size)
+    if fold.extra:
+        yield [(2 * leaf, 2 * leaf + 1) for leaf in range(fold.extra)]
+    distance = 1
+    while distance < fold.leaves:
+        yield [
+            (fold.rank(leaf), fold.rank(leaf + distance))
+            for leaf in range(0, fold.leaves, 2 * distance)
+        ]
+        distance *= 2
+
+
+@lru_cache(maxsize=256)
+def _repeated(segments: tuple[int, ...] | None, numel: int, times: int) -> tuple[int, ...]:
+    """The boundaries of `times` vectors of `numel` elements, one behind the other."""
+    one = (0, numel) if segments is None else segments
+    return (0, *(i * numel + bound for i in range(times) for bound in one[1:]))

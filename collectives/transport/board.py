@@ -11,8 +11,9 @@ has come to it; and when all have done that no message is under way and the grou
 call.
 
 Beside its row every rank has two windows, used in turn by calls: what it shows there before it
-enters a call the others may read once all have entered it, until it enters the next but one. Small
-data thus travel with the agreement.
+enters a call the others may use once all have entered it, until it enters the next but one. Data
+thus travel with the agreement. Within a call ranks can add up small tables (`add`) and wait for
+each other (`meet`), as long as all do it alike.
 
 Order of memory accesses: a word is one aligned store, so nothing has to be ordered within a row. A
 rank posts before it sends a message of the call, and says that it stopped after its last one;
@@ -36,9 +37,10 @@ from ..errors import CollectiveTimeoutError
 # A cache line: a rank that posts does not take the line that others write.
 ROW_BYTES = 64
 _ROW = ROW_BYTES // 8
-# What a rank can show in a call. Memory only where it is written to.
-WINDOW_BYTES = 256 * 1024
-_STOPPED, _CLEAN = 2, 3
+# What a rank can show in a call, and the largest table. Memory only where it is written to.
+WINDOW_BYTES = 4 * 1024 * 1024
+TABLE_BYTES = 64 * 1024
+_STOPPED, _CLEAN, _MET = 2, 3, 4
 # Above the hash, which is never 0 in what was posted: the call's number, from 1 to _NUMBERS.
 HASH_BITS = 56
 _NUMBERS = 255
@@ -51,7 +53,7 @@ _SHORTEST, _LONGEST = 20e-6, 1e-3
 
 def board_bytes(size: int) -> int:
     """The memory of a board of `size` ranks."""
-    return _windows_at(size) + 2 * size * WINDOW_BYTES
+    return _windows_at(size) + 2 * size * (WINDOW_BYTES + TABLE_BYTES)
 
 
 def _windows_at(size: int) -> int:
@@ -94,10 +96,15 @@ class Board:
     ) -> None:
         words = memory.cast("B").cast("Q")[: size * _ROW]
         self._mine = words[rank * _ROW : (rank + 1) * _ROW]
-        self._columns = [words[column::_ROW] for column in range(_CLEAN + 1)]
+        self._columns = [words[column::_ROW] for column in range(_MET + 1)]
         whole = torch.frombuffer(memory, dtype=torch.uint8, count=board_bytes(size))
-        self._windows = whole[_windows_at(size) :].view(2, size, WINDOW_BYTES)
-        self._rank = rank
+        windows, tables = whole[_windows_at(size) :].split(
+            [2 * size * WINDOW_BYTES, 2 * size * TABLE_BYTES]
+        )
+        self._windows = windows.view(2, size, WINDOW_BYTES)
+        self._tables = tables.view(2, size, TABLE_BYTES)
+        self._met = 0
+        self.rank = rank
         self._size = size
         self._peers = peers
         self._looks = _LOOKS if spinning else 0
@@ -107,11 +114,14 @@ class Board:
 
     def window(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Where this rank shows `numel` elements in the next call, before it enters that."""
-        mine = self._windows[(self._calls + 1) % 2, self._rank]
+        mine = self._windows[(self._calls + 1) % 2, self.rank]
         return mine[: numel * dtype.itemsize].view(dtype)
 
     def windows(self, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """What all ranks show in this call, by rank, after `wait`: read-only."""
+        """What all ranks show in this call, by rank, after `wait`.
+
+        Whoever writes to them sees to it that no other rank uses these elements.
+        """
         shown = self._windows[self._calls % 2, :, : numel * dtype.itemsize]
         return list(shown.view(dtype).unbind())
 
@@ -154,6 +164,29 @@ class Board:
             self._until(self.agreed, self._calls % 2, step, timeout)
         _fence()
 
+    def add(self, table: torch.Tensor, step: str, timeout: float) -> None:
+        """Sum a float64 table of TABLE_BYTES at most over the ranks, in place and in their order.
+
+        Every rank calls it, within a call that all have entered. Raises as `wait`.
+        """
+        # Two in turn: a rank that comes to the next but one has seen all leave this one.
+        place = self._tables[(self._met + 1) % 2, :, : table.nbytes].view(torch.float64)
+        place[self.rank] = table.view(-1)
+        self.meet(step, timeout)
+        torch.sum(place, 0, out=table.view(-1))
+
+    def meet(self, step: str, timeout: float) -> None:
+        """Return when all ranks have called it as often: what they wrote before can be read."""
+        self._met += 1
+        _fence()
+        self._mine[_MET] = self._met
+        if not self._all_met():
+            self._until(self._all_met, _MET, step, timeout)
+        _fence()
+
+    def _all_met(self) -> bool:
+        return min(self._columns[_MET].tolist()) >= self._met
+
     def clear(self, step: str, timeout: float) -> None:
         """Once the ranks differ, on all of them: no message is under way when this returns."""
         for column in (_STOPPED, _CLEAN):
@@ -190,13 +223,13 @@ class Board:
             gone = self._peers.gone()
             if gone is not None and not there():
                 raise CollectiveTimeoutError(
-                    f"rank {self._rank} got no answer from rank {gone} in {step}: "
+                    f"rank {self.rank} got no answer from rank {gone} in {step}: "
                     f"{self._peers.last_words(gone)}"
                 )
             waited = time.monotonic() - start
             if waited > timeout:
                 raise CollectiveTimeoutError(
-                    f"rank {self._rank} got no answer from {self._late(column)} in {step} within "
+                    f"rank {self.rank} got no answer from {self._late(column)} in {step} within "
                     f"{timeout:.3g} s"
                 )
             # Late by an eighth at most.
@@ -204,8 +237,9 @@ class Board:
 
     def _late(self, column: int) -> str:
         entries = self._columns[column].tolist()
-        mine = entries[self._rank]
-        return ", ".join(f"rank {rank}" for rank, other in enumerate(entries) if other != mine)
+        mine = entries[self.rank]
+        late = int.__lt__ if column == _MET else int.__ne__
+        return ", ".join(f"rank {rank}" for rank, other in enumerate(entries) if late(other, mine))
 
 
 _lock = threading.Lock()

@@ -115,6 +115,45 @@ def test_messages_sent_in_good_faith_are_discarded(kind: str, length: int) -> No
 
 
 @both
+def test_tables_are_added_in_the_order_of_ranks(kind: str) -> None:
+    """Each call as all make it, also where one is late; the same bits on every rank."""
+    ranks = transports(kind, 3)
+    tables = [[torch.rand(5, 3, dtype=torch.float64) for _ in range(3)] for _ in range(60)]
+
+    def run(transport: Any) -> None:
+        board = board_of(transport)
+        board.enter(1)
+        board.wait("a step", TIMEOUT)
+        for call, parts in enumerate(tables):
+            if call % 3 == transport.rank and call < 9:
+                time.sleep(0.01)
+            mine = parts[transport.rank].clone()
+            board.add(mine, "a step", TIMEOUT)
+            assert torch.equal(mine, parts[0] + parts[1] + parts[2]), call
+
+    together(*(lambda t=t: run(t) for t in ranks))
+
+
+@both
+def test_a_rank_that_is_late_within_a_call_is_named(kind: str) -> None:
+    first, second, third = transports(kind, 3)
+
+    def meet_twice(transport: Any) -> str:
+        # The first time the third one comes, too.
+        board_of(transport).meet("a step", TIMEOUT)
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            board_of(transport).meet("another", 0.2)
+        return str(caught.value)
+
+    texts = together(
+        lambda: meet_twice(first),
+        lambda: meet_twice(second),
+        lambda: board_of(third).meet("a step", TIMEOUT),
+    )[:2]
+    assert any("got no answer from rank 2 in another within 0.2 s" in text for text in texts), texts
+
+
+@both
 def test_a_rank_that_has_ended_is_seen_at_once(kind: str) -> None:
     first, second, third = transports(kind, 3)
     start = time.monotonic()

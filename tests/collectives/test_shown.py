@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,17 +12,24 @@ import collectives
 from adasum import Adasum
 from collectives import Average, CollectiveMismatchError, FusedBuffer, Group, Sum, calls
 from collectives.reducers import kernels
-from collectives.transport.board import WINDOW_BYTES
+from collectives.shown import WHOLE_BYTES
+from collectives.transport.board import TABLE_BYTES, WINDOW_BYTES
+
+from ..adasum import definition
 
 OPS = {"Sum": Sum, "Average": Average, "Adasum": Adasum}
-ROOM = WINDOW_BYTES // 4
+WHOLE, ROOM = WHOLE_BYTES // 4, WINDOW_BYTES // 4
 
 
-def data(group: Group, count: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+def data(group: Group | Rank, count: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
     generator = torch.Generator().manual_seed(100 * seed + group.rank)
     if not dtype.is_floating_point:
         return torch.randint(-100, 100, (count,), generator=generator).to(dtype)
     return torch.randn(count, generator=generator, dtype=torch.float64).to(dtype)
+
+
+class Rank(NamedTuple):
+    rank: int
 
 
 def messages(group: Group) -> list[str]:
@@ -113,8 +120,8 @@ def test_one_size_after_another() -> None:
 
     def job(group: Group) -> None:
         for call in range(300):
-            tensor = torch.full((1 + call * 97 % ROOM,), float(call))
-            group.all_reduce(tensor, algorithm="rd")
+            tensor = torch.full((1 + call * 997 % WHOLE,), float(call))
+            group.all_reduce(tensor, algorithm=("rd", "rechd", "rechd")[call % 3])
             assert bool((tensor == 4.0 * call).all()), call
 
     run(4, job)
@@ -123,9 +130,14 @@ def test_one_size_after_another() -> None:
 @pytest.mark.parametrize(
     ("count", "options", "sent"),
     [
-        (ROOM, {"algorithm": "rd"}, False),
-        (ROOM + 1, {"algorithm": "rd"}, True),
-        (ROOM, {"algorithm": "rechd"}, True),
+        (WHOLE, {"algorithm": "rd"}, False),
+        (WHOLE + 1, {"algorithm": "rd"}, True),
+        (ROOM, {"algorithm": "rechd"}, False),
+        (ROOM + 1, {"algorithm": "rechd"}, True),
+        (7, {"algorithm": "rechd"}, False),
+        (7, {"algorithm": "rechd#2"}, True),
+        (7, {"algorithm": "xring"}, True),
+        (7, {"algorithm": "rechd/rechd"}, True),
         (ROOM, {"algorithm": "rd:1k:xring"}, True),
         (1024, {"algorithm": "rd:1k:xring"}, False),
         (7, {"algorithm": "rd", "prescale": 0.5}, True),
@@ -143,6 +155,60 @@ def test_what_is_shown(count: int, options: dict[str, Any], sent: bool) -> None:
         return bool(steps)
 
     assert run(3, job) == [sent] * 3
+
+
+@pytest.mark.parametrize("op", ["Sum", "Average"])
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
+def test_slices_have_the_bits_of_messages(size: int, op: str, by_messages: Any) -> None:
+    def job(group: Group) -> list[torch.Tensor]:
+        answers = []
+        for count, dtype in ((1, torch.float32), (17, torch.float64), (4099, torch.bfloat16)):
+            tensor = data(group, count, dtype)
+            group.all_reduce(tensor, OPS[op], algorithm="rechd")
+            answers.append(tensor)
+        return answers
+
+    shown, sent = run(size, job), by_messages(size, job)
+    for mine, other in zip(shown, sent, strict=True):
+        for a, b, first in zip(mine, other, shown[0], strict=True):
+            assert torch.equal(a, b) and torch.equal(a, first)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 7, 8])
+@pytest.mark.parametrize("count", [1, 40, 100_003])
+def test_adasum_in_slices(size: int, count: int) -> None:
+    """By its definition, the same on every rank and in a second run; segments cut by slices."""
+    bounds = sorted({0, count // 7, count // 2, count})
+
+    def job(group: Group) -> torch.Tensor:
+        steps = messages(group)
+        tensor = data(group, count)
+        group.all_reduce(tensor, Adasum, algorithm="vhdd", segments=bounds)
+        assert not steps
+        return tensor
+
+    answers, again = run(size, job), run(size, job)
+    assert all(torch.equal(answer, answers[0]) for answer in (*answers, *again))
+    inputs = [data(Rank(rank), count).double() for rank in range(size)]
+    want = definition.tree(inputs, bounds)
+    # Coefficients are float64's; each of up to four levels rounds its two products and their sum.
+    eps = torch.finfo(torch.float32).eps
+    assert (answers[0].double() - want).norm() <= 12 * eps * want.norm()
+
+
+def test_more_segments_than_a_table_holds_are_sent() -> None:
+    rows = TABLE_BYTES // 24
+
+    def job(group: Group) -> list[bool]:
+        steps = messages(group)
+        seen = []
+        for count in (rows, rows + 1):
+            steps.clear()
+            group.all_reduce(torch.ones(count), Adasum, algorithm="vhdd", segments=range(count + 1))
+            seen.append(bool(steps))
+        return seen
+
+    assert run(2, job) == [[False, True]] * 2
 
 
 def test_two_dtypes_are_sent() -> None:
