@@ -38,6 +38,12 @@ def _clip(segments: tuple[int, ...], start: int, length: int) -> tuple[int, int,
     return first, last, (0, *inner, length)
 
 
+@lru_cache(maxsize=1024)
+def _holds_whole(segments: tuple[int, ...], start: int, length: int) -> bool:
+    """Whether the piece cuts no segment."""
+    return {start, start + length} <= {*segments}
+
+
 class AdasumReducer(Reducer):
     """adasum(a, b) = (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b, per segment.
 
@@ -67,12 +73,14 @@ class AdasumReducer(Reducer):
         than two vectors are folded from the left.
         """
         add = operands.sum_partials
-        if add is None:
-            for parts, out, start in operands.pieces:
-                self._reduce_whole(parts, out, start, operands.segments)
-            return
         whole = operands.segments
         segments = (0, operands.numel) if whole is None else tuple(whole)
+        if add is None and all(
+            _holds_whole(segments, start, out.numel()) for _, out, start in operands.pieces
+        ):
+            for parts, out, start in operands.pieces:
+                self._reduce_whole(parts, out, start, segments)
+            return
         device = operands.pieces[0].out.device if operands.pieces else torch.device("cpu")
         folds = max((len(parts) for parts, _, _ in operands.pieces), default=2) - 1
         left = [parts[0] for parts, _, _ in operands.pieces]
@@ -86,7 +94,8 @@ class AdasumReducer(Reducer):
                 left, operands.pieces, places, strict=True
             ):
                 dots[first:last] += kernels.dot_and_norms(mine, parts[k], cuts)
-            add(dots)
+            if add is not None:
+                add(dots)
             for i, ((parts, out, _), (first, last, cuts)) in enumerate(
                 zip(operands.pieces, places, strict=True)
             ):
@@ -94,12 +103,12 @@ class AdasumReducer(Reducer):
                 left[i] = kernels.combine(left[i], parts[k], dots[first:last], cuts, out=target)
 
     def _reduce_whole(
-        self, parts: Sequence[Tensor], out: Tensor, start: int, segments: Sequence[int] | None
+        self, parts: Sequence[Tensor], out: Tensor, start: int, segments: tuple[int, ...]
     ) -> None:
         """The same of vectors whose segments lie whole in the parts."""
         if not out.numel():
             return
-        cuts = None if segments is None else _clip(tuple(segments), start, out.numel())[2]
+        cuts = _clip(segments, start, out.numel())[2]
         left = parts[0]
         for k, right in enumerate(parts[1:], 2):
             left = kernels.adasum(left, right, cuts, out=out if k == len(parts) else None)

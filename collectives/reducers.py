@@ -36,8 +36,8 @@ class Operands:
     pieces: the parts of the vectors that this rank holds. numel: the whole buffer's length.
     segments: element boundaries (0, ..., numel) over the whole buffer, None for one segment.
     sum_partials: sums a float64 tensor in place over the ranks that together hold both vectors;
-    all of them get the same bits. Each of them must call it as often. None where this rank holds
-    the pieces' segments whole.
+    all of them get the same bits. Each of them must call it as often. None where this rank alone
+    holds them, in one piece or in several.
     """
 
     pieces: tuple[Piece, ...]

@@ -27,7 +27,7 @@ def _fused(group: Group, x: torch.Tensor) -> None:
     """Two slots of a buffer that is `x`'s memory: both are whole cache lines."""
     half = x.numel() // 2 // 16 * 16
     buffer = FusedBuffer([x[:half], x[half:]], memory=x)
-    group.grouped_all_reduce(buffer.tensors, algorithm="rechd")
+    group.grouped_all_reduce(buffer.tensors, algorithm="xring")
 
 
 CALLS: dict[str, tuple[int, Call]] = {
@@ -177,8 +177,8 @@ def check_messages(group: Group) -> None:
                 group.all_reduce(torch.ones(1021), algorithm=name, name=f"count {name}")
                 schedule = ALL_REDUCE[name](group.size)
                 sent = sum(len(s.sends) for s in steps_of(schedule, group.rank))
-                # Doubling is carried out by all on what all show on the board.
-                assert len(steps) == (0 if name == "rd" else sent)
+                # Doubling and halving are made of what all show on the board.
+                assert len(steps) == (sent if name == "xring" else 0)
         for _ in range(4):
             group.all_reduce(torch.ones(1021), Adasum, algorithm="vhdd")
             assert not any("agreement" in step for step in steps)
@@ -194,7 +194,7 @@ def check_nobody_waits(group: Group) -> None:
     settle(group)
     transport = getattr(group.transport, "_local", group.transport)
     exchange = transport.exchange
-    for name in ("rechd", "scaled", "fused", "scatter"):
+    for name in ("xring", "scaled", "fused", "scatter"):
         posted: list[float] = []
 
         def noted(*given: Any, posted: list[float] = posted) -> None:
