@@ -44,7 +44,7 @@ def on_triton(tensor: Tensor) -> bool:
     if not tensor.is_cuda:
         return _interpreted
     if triton is None:
-        raise ImportError("kernels on CUDA tensors need Triton: pip install 'triton>=3.3'")
+        raise ImportError("kernels on CUDA tensors need Triton: pip install 'triton>=3.6'")
     return True
 
 

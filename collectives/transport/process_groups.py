@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from ..errors import CollectiveTimeoutError
 
-_c10d = dist.distributed_c10d
+# None in a torch built without torch.distributed, which makes no process groups either.
+_c10d: Any = getattr(dist, "distributed_c10d", None)
 
 
 def store_of(process_group: dist.ProcessGroup) -> dist.Store:

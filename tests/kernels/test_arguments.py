@@ -154,7 +154,7 @@ except ImportError as error:
         [sys.executable, "-c", code], capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr
-    assert result.stdout.strip() == "kernels on CUDA tensors need Triton: pip install 'triton>=3.3'"
+    assert result.stdout.strip() == "kernels on CUDA tensors need Triton: pip install 'triton>=3.6'"
 
 
 def test_found_inf_and_dots_must_be_apart_from_what_is_read_or_written():
