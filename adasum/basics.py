@@ -57,6 +57,8 @@ def join(device: int = -1) -> int:
 
     device: the GPU on which zeros for CUDA tensors are made; the current one for -1.
     """
+    if isinstance(device, bool) or not isinstance(device, int):
+        raise TypeError(f"device must be an int, not {type(device).__name__}")
     place = None if device < 0 else torch.device("cuda", device)
     return default_group().join([Adasum], device=place)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from collectives import Average, Reducer, Sum, Work
 
@@ -50,18 +51,28 @@ def together(handles: Sequence[Handle]) -> Handle:
 
 def synchronize(handle: Handle) -> Any:
     """Waits for an asynchronous operation; returns its answer."""
-    return handle.wait()
+    return _handle(handle).wait()
 
 
 def poll(handle: Handle) -> bool:
     """True once `synchronize(handle)` would not block."""
-    return handle.is_completed()
+    return _handle(handle).is_completed()
+
+
+def _handle(handle: Any) -> Any:
+    if not (hasattr(handle, "wait") and hasattr(handle, "is_completed")):
+        raise TypeError(
+            f"handle must be what an _async function returned, not {type(handle).__name__}"
+        )
+    return handle
 
 
 def checked(tensor: Tensor) -> Tensor:
     """The tensor; TypeError for what is no dense tensor."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"tensor must be a torch.Tensor, not {type(tensor).__name__}")
+    if is_lazy(tensor):
+        raise ValueError("tensor is an uninitialised parameter: call its module once first")
     if tensor.layout is not torch.strided:
         raise TypeError(f"tensor must be dense, not {tensor.layout}: pass tensor.to_dense()")
     return tensor
@@ -72,9 +83,16 @@ def copied(tensor: Tensor) -> Tensor:
     return checked(tensor).detach().clone(memory_format=torch.contiguous_format)
 
 
+def contiguous(tensor: Tensor) -> Tensor:
+    """The tensor outside autograd, copied where its memory does not hold its values in order."""
+    return checked(tensor).detach().resolve_conj().resolve_neg().contiguous()
+
+
 def operation(op: Reducer | None, average: bool | None = None) -> Reducer:
     """What `op`, or Horovod's deprecated `average`, stands for; Average where neither is given."""
     if average is not None:
+        if not isinstance(average, bool | int):
+            raise TypeError(f"average must be a bool, not {type(average).__name__}")
         if op is not None:
             raise ValueError("the op parameter supersedes average: give only op")
         warnings.warn(

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from adasum.compression import Compression, Compressor
+from adasum.compression import Compression, Compressor, require_compressor
 from adasum.handles import (
     Handle,
     backward_name,
@@ -228,6 +228,7 @@ def _reduce(options: _Options, tensors: Sequence[Tensor]) -> list[Tensor]:
 def _start(options: _Options, tensors: Sequence[Tensor]) -> Handle:
     """An out-of-place grouped all-reduce; its answer is the list of decompressed tensors."""
     compression = options.compression
+    require_compressor(compression)
     wire: list[Tensor] = []
     contexts: list[Any] = []
     for tensor in tensors:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 import torch
 
-from adasum.compression import Compression, Compressor
+from adasum.compression import Compression, Compressor, require_compressor
 from adasum.delta_method import DeltaMethod, InBackward, steps_by_parameter
 from adasum.gradient_method import GradientMethod
 from adasum.parameters import Groups, Named, name_parameters, plan_buckets
@@ -78,9 +79,10 @@ def DistributedOptimizer(
         raise ValueError("optimizer is already wrapped by DistributedOptimizer")
     if op not in (Sum, Average, Adasum):
         raise ValueError(f"op must be Sum, Average or Adasum, not {op!r}")
-    if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
-        raise TypeError(f"compression must have compress and decompress, not {compression!r}")
+    require_compressor(compression)
     check_passes(backward_passes_per_step)
+    _require("gradient_predivide_factor", gradient_predivide_factor, int | float)
+    _require("spec", spec, str | None)
     if gradient_predivide_factor != 1.0 and op is not Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if not gradient_predivide_factor > 0:
@@ -110,6 +112,11 @@ def DistributedOptimizer(
         early=kind is not DeltaMethod,
         final=kind is GradientMethod,
     )
+
+
+def _require(argument: str, value: object, kind: Any) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"{argument} must be {kind}, not {type(value).__name__}")
 
 
 def _method(

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adasum.compression import Compression, Compressor
+from adasum.compression import Compression, Compressor, require_compressor
 from adasum.gathering import allgather, allgather_async
 from adasum.handles import (
     Handle,
     backward_name,
-    checked,
+    contiguous,
     copied,
     differentiable,
     operation,
@@ -21,7 +21,7 @@ from adasum.handles import (
     together,
 )
 from adasum.process_sets import ProcessSet, members_of
-from collectives import Average, Group, Reducer, Sum
+from collectives import Average, Group, Reducer, Sum, checks
 
 __all__ = [
     "alltoall",
@@ -196,7 +196,7 @@ class _Reducescatter(torch.autograd.Function):
 
 
 def _alltoall(group: Group, splits: _Splits, name: str | None, tensor: Tensor) -> Handle:
-    work = group.all_to_all(checked(tensor).detach().contiguous(), splits, name=name, async_op=True)
+    work = group.all_to_all(contiguous(tensor), splits, name=name, async_op=True)
     # Horovod's counts are int32 unless a tensor says otherwise.
     kind = splits if isinstance(splits, Tensor) else torch.empty(0, dtype=torch.int32)
     return Handle(work, lambda answer: (answer[0], answer[1].to(kind)))
@@ -210,6 +210,9 @@ def _reducescatter(
     scales: tuple[float, float],
     tensor: Tensor,
 ) -> Handle:
+    require_compressor(compression)
+    checks.scale("prescale_factor", scales[0])
+    checks.scale("postscale_factor", scales[1])
     short, ctx = compression.compress(copied(tensor))
     if scales[0] != 1.0:
         short = short * scales[0]
