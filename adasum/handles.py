@@ -49,6 +49,13 @@ def together(handles: Sequence[Handle]) -> Handle:
     return Handle(_Several(handles), lambda answers: answers)
 
 
+def require(argument: str, value: object, *kinds: type) -> None:
+    """TypeError for a value of none of these kinds; a bool is no int."""
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        names = " or ".join(kind.__name__ for kind in kinds)
+        raise TypeError(f"{argument} must be of type {names}, not {type(value).__name__}")
+
+
 def synchronize(handle: Handle) -> Any:
     """Waits for an asynchronous operation; returns its answer."""
     return _handle(handle).wait()

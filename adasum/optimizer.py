@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
 
 import torch
 
 from adasum.compression import Compression, Compressor, require_compressor
 from adasum.delta_method import DeltaMethod, InBackward, steps_by_parameter
 from adasum.gradient_method import GradientMethod
+from adasum.handles import require
 from adasum.parameters import Groups, Named, name_parameters, plan_buckets
 from adasum.process_sets import ProcessSet, group_of
 from adasum.reducer import Adasum
@@ -81,8 +81,10 @@ def DistributedOptimizer(
         raise ValueError(f"op must be Sum, Average or Adasum, not {op!r}")
     require_compressor(compression)
     check_passes(backward_passes_per_step)
-    _require("gradient_predivide_factor", gradient_predivide_factor, int | float)
-    _require("spec", spec, str | None)
+    require("gradient_predivide_factor", gradient_predivide_factor, int, float)
+    require("spec", spec, str, type(None))
+    require("sparse_as_dense", sparse_as_dense, bool)
+    require("step_in_backward", step_in_backward, bool)
     if gradient_predivide_factor != 1.0 and op is not Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if not gradient_predivide_factor > 0:
@@ -112,11 +114,6 @@ def DistributedOptimizer(
         early=kind is not DeltaMethod,
         final=kind is GradientMethod,
     )
-
-
-def _require(argument: str, value: object, kind: Any) -> None:
-    if not isinstance(value, kind):
-        raise TypeError(f"{argument} must be {kind}, not {type(value).__name__}")
 
 
 def _method(

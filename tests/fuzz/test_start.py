@@ -6,8 +6,10 @@ that.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -21,7 +23,7 @@ import collectives
 from adasum import Adasum, Average, Compression, HookState, ProcessSet, Sum
 from adasum.orthogonality import Recorder, orthogonality
 from tests.fuzz.outcome import SETTINGS, Recipe, attempt
-from tests.fuzz.values import Arg, Look, constant, sometimes, tensors, value
+from tests.fuzz.values import Arg, Look, sometimes, tensors, value
 
 Strategy = st.SearchStrategy[Arg]
 LOOK = Look((2, 3), torch.float32)
@@ -32,12 +34,6 @@ def world() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-
-
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    yield
-    collectives.shutdown()
 
 
 def _init(**options: Any) -> None:
@@ -52,27 +48,22 @@ def _from_process_group(process_group: Any, timeout: Any) -> None:
     collectives.from_process_group(process_group, timeout=timeout).close()
 
 
-def _optimizer(*args: Any, **options: Any) -> Any:
-    with collectives_alone():
-        return adasum.DistributedOptimizer(*args, **options)
-
-
-class collectives_alone:
-    """A default group, for as long as a call takes."""
-
-    def __enter__(self) -> None:
-        collectives.init(calibrate=False)
-
-    def __exit__(self, *error: object) -> None:
+@contextmanager
+def _alone() -> Iterator[None]:
+    """A default group of one, for as long as a call takes."""
+    collectives.init(calibrate=False)
+    try:
+        yield
+    finally:
         collectives.shutdown()
 
 
 def _with_group(function: Any) -> Any:
+    @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
-        with collectives_alone():
+        with _alone():
             return function(*args, **options)
 
-    call.__name__ = function.__name__
     return call
 
 
@@ -85,7 +76,7 @@ STATE = Arg("<HookState>", lambda memory: HookState(Adasum))
 MODEL = Arg("<Linear>", lambda memory: torch.nn.Linear(2, 2))
 SIGNATURES: dict[str, tuple[Any, list[Strategy], dict[str, Strategy]]] = {
     "DistributedOptimizer": (
-        _optimizer,
+        _with_group(adasum.DistributedOptimizer),
         [sometimes(value(None), st.just(_sgd()))],
         {
             "named_parameters": value(None, [], [("a", 1)], [("a", torch.ones(2))]),
@@ -181,6 +172,6 @@ def test_functions_that_need_a_group_say_so() -> None:
 
 
 def test_the_hook_rejects_what_is_no_state() -> None:
-    for state in (None, 3, constant(1)):
+    for state in (None, 3, Adasum):
         with pytest.raises(TypeError, match="state must be a HookState"):
             adasum.ddp_hook(state, None)
