@@ -64,3 +64,18 @@ def test_plain_functions_name_what_is_wrong() -> None:
     ]:
         with pytest.raises(error, match=words):
             call()
+
+
+@pytest.mark.parametrize("op", [collectives.Sum, collectives.Average], ids=str)
+def test_dtypes_that_torch_cannot_add(op: collectives.Reducer) -> None:
+    """One of them behind a tensor that was reduced already left the group unusable."""
+
+    def run(group: Group) -> float:
+        ones = [torch.ones(2), torch.ones(2).to(torch.float8_e4m3fn)]
+        with pytest.raises(TypeError, match=r"additions, which torch has not for torch\.float8"):
+            group.grouped_all_reduce(ones, op)
+        assert ones[0].tolist() == [1.0, 1.0]
+        # They can be moved.
+        return group.all_gather(ones[1]).float().sum().item()
+
+    assert run_threads(2, run) == [4.0] * 2
