@@ -35,8 +35,7 @@ class FusedBuffer:
             memory = torch.zeros(
                 self.layout.numel, dtype=self.layout.dtype, device=tensors[0].device
             )
-        if not isinstance(memory, Tensor):
-            raise TypeError(f"memory must be a torch.Tensor, got {type(memory).__name__}")
+        checks.tensor("memory", memory)
         self.buffer = memory[: self.layout.numel]
         slots = self.layout.views(self.buffer)
         self.views = [_as(slot, tensor) for slot, tensor in zip(slots, tensors, strict=True)]
@@ -68,7 +67,11 @@ def buffer_of(tensors: Sequence[Tensor]) -> FusedBuffer | None:
     """The buffer whose slots are just these contiguous tensors, in their order; else None."""
     if not isinstance(tensors, Sequence):
         raise TypeError(f"tensors must be a list or tuple, got {type(tensors).__name__}")
-    if not tensors or tensors[0].layout is not torch.strided:
+    if not tensors:
+        return None
+    if not isinstance(tensors[0], Tensor):
+        raise TypeError(f"tensors[0] must be a torch.Tensor, got {type(tensors[0]).__name__}")
+    if tensors[0].layout is not torch.strided:
         return None
     found = _known.get(_place(tensors))
     if found is None or found.addresses != [tensor.data_ptr() for tensor in tensors]:

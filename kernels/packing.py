@@ -263,7 +263,7 @@ def pack(
     if out is None:
         out = torch.empty(layout.numel, dtype=layout.dtype, device=device)
     else:
-        device = device if checked else out.device
+        device = device if checked else check_tensor("out", out).device
         _check_buffer("out", out, layout, device)
         check_writable("out", out)
     flag = check_found_inf(found_inf, out.device)
