@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -83,6 +83,13 @@ def checked(tensor: Tensor) -> Tensor:
     if tensor.layout is not torch.strided:
         raise TypeError(f"tensor must be dense, not {tensor.layout}: pass tensor.to_dense()")
     return tensor
+
+
+def listed(tensors: object) -> list[Any]:
+    """The tensors as a list; TypeError for one tensor, whose rows would pass for a list."""
+    if isinstance(tensors, Tensor) or not isinstance(tensors, Iterable):
+        raise TypeError(f"tensors must be a list of tensors, not {type(tensors).__name__}")
+    return list(tensors)
 
 
 def copied(tensor: Tensor) -> Tensor:

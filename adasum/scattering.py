@@ -16,6 +16,7 @@ from adasum.handles import (
     contiguous,
     copied,
     differentiable,
+    listed,
     operation,
     refuse_gradient,
     together,
@@ -120,7 +121,7 @@ def grouped_reducescatter(
     """`reducescatter` of each tensor."""
     return [
         reducescatter(tensor, _numbered(name, i), compression, op, process_set)
-        for i, tensor in enumerate(tensors)
+        for i, tensor in enumerate(listed(tensors))
     ]
 
 
@@ -134,7 +135,7 @@ def grouped_reducescatter_async(
     return together(
         [
             reducescatter_async(tensor, _numbered(name, i), op, process_set)
-            for i, tensor in enumerate(tensors)
+            for i, tensor in enumerate(listed(tensors))
         ]
     )
 
@@ -143,7 +144,10 @@ def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet | None = None
 ) -> list[Tensor]:
     """`allgather` of each tensor."""
-    return [allgather(tensor, _numbered(name, i), process_set) for i, tensor in enumerate(tensors)]
+    return [
+        allgather(tensor, _numbered(name, i), process_set)
+        for i, tensor in enumerate(listed(tensors))
+    ]
 
 
 def grouped_allgather_async(
@@ -153,7 +157,7 @@ def grouped_allgather_async(
     return together(
         [
             allgather_async(tensor, _numbered(name, i), process_set)
-            for i, tensor in enumerate(tensors)
+            for i, tensor in enumerate(listed(tensors))
         ]
     )
 

@@ -20,6 +20,7 @@ def test_functions_of_ranks_name_what_is_wrong() -> None:
             (lambda: adasum.broadcast_object(1, name=3), "name must be a str or None"),
             (lambda: adasum.reducescatter(ones, prescale_factor="2"), "prescale_factor must be"),
             (lambda: adasum.join(device="cuda"), "device must be of type int"),
+            (lambda: adasum.grouped_allreduce(ones), "tensors must be a list of tensors"),
             (lambda: adasum.ddp_hook(None, None), "state must be a HookState"),
         ]:
             with pytest.raises(TypeError, match=words):
