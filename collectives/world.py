@@ -87,7 +87,9 @@ def init(
     choice = _transport_choice(transport)
     if not isinstance(calibrate, bool):
         raise TypeError(f"calibrate must be a bool, got {type(calibrate).__name__}")
-    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+    if process_group is not None and not (
+        dist.is_available() and isinstance(process_group, dist.ProcessGroup)
+    ):
         raise TypeError(_NO_PROCESS_GROUP.format(type(process_group).__name__))
     if process_group is None and not _distributed():
         if _world_size() == 1:
