@@ -67,9 +67,9 @@ class AdasumReducer(Reducer):
         than two vectors are folded from the left.
         """
         add = operands.sum_partials
-        if add is None:
-            for parts, out, start in operands.pieces:
-                self._reduce_whole(parts, out, start, operands.segments)
+        if add is None and len(operands.pieces) == 1:
+            ((parts, out, start),) = operands.pieces
+            self._reduce_whole(parts, out, start, operands.segments)
             return
         whole = operands.segments
         segments = (0, operands.numel) if whole is None else tuple(whole)
@@ -86,7 +86,9 @@ class AdasumReducer(Reducer):
                 left, operands.pieces, places, strict=True
             ):
                 dots[first:last] += kernels.dot_and_norms(mine, parts[k], cuts)
-            add(dots)
+            # Several pieces may cut a segment, whose dot products are those of all its parts.
+            if add is not None:
+                add(dots)
             for i, ((parts, out, _), (first, last, cuts)) in enumerate(
                 zip(operands.pieces, places, strict=True)
             ):
