@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import collectives
+from adasum.handles import require
 from adasum.process_sets import ProcessSet, add_process_set
 from adasum.reducer import Adasum
 from collectives import default_group, is_initialized
@@ -40,6 +41,8 @@ def init(
         raise NotImplementedError("comm is not supported: ranks are started by torchrun")
     if isinstance(process_sets, str) and process_sets.lower() != "dynamic":
         raise ValueError(f'process_sets must be a list of sets or "dynamic", not {process_sets!r}')
+    if process_sets is not None:
+        require("process_sets", process_sets, Sequence)
     if not is_initialized():
         collectives.init(**options)
     if process_sets is not None and not isinstance(process_sets, str):
@@ -57,6 +60,7 @@ def join(device: int = -1) -> int:
 
     device: the GPU on which zeros for CUDA tensors are made; the current one for -1.
     """
+    require("device", device, int)
     place = None if device < 0 else torch.device("cuda", device)
     return default_group().join([Adasum], device=place)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["LONG", "Compression", "Compressor"]
+__all__ = ["LONG", "Compression", "Compressor", "require_compressor"]
 
 
 class Compressor(Protocol):
@@ -22,6 +22,12 @@ class Compressor(Protocol):
     def decompress(tensor: Tensor, ctx: torch.dtype | None) -> Tensor:
         """The tensor in the form it had before `compress`."""
         ...
+
+
+def require_compressor(compression: Any) -> None:
+    """TypeError for what has not the two methods of a Compressor."""
+    if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
+        raise TypeError(f"compression must have compress and decompress, not {compression!r}")
 
 
 class _NoneCompressor:

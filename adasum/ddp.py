@@ -18,7 +18,7 @@ from torch import Tensor
 import collectives
 from adasum.sparse import sparse_all_reduce_async
 from adasum.watch import Watcher
-from collectives import Average, Group, Reducer, Work
+from collectives import Average, Group, Reducer, Work, checks
 
 if TYPE_CHECKING or dist.is_available():
     from torch.distributed import GradBucket
@@ -62,8 +62,7 @@ class HookState:
             raise TypeError(f"op must be Sum, Average or Adasum, not {op!r}")
         if spec is not None:
             collectives.parse_all_reduce_spec(spec)
-        if not timeout > 0:
-            raise ValueError(f"timeout must be a positive number of seconds, got {timeout}")
+        checks.timeout(timeout)
         self.op = op
         self.spec = spec
         self.process_group = process_group
@@ -103,6 +102,12 @@ class HookState:
         return {**self.__dict__, "process_group": None, "_names": {}}
 
 
+def require_state(state: object) -> None:
+    """TypeError for what is no HookState."""
+    if not isinstance(state, HookState):
+        raise TypeError(f"state must be a HookState, not {type(state).__name__}")
+
+
 def ddp_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """DDP's communication hook: reduces the bucket in place while backward goes on.
 
@@ -115,6 +120,7 @@ def ddp_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[Tenso
     DDP's zeros, Adasum's identity. Sparse gradients, which DDP hands over one by one, are reduced
     before the hook returns and are not watched; with Adasum they are a NotImplementedError.
     """
+    require_state(state)
     buffer = bucket.buffer()
     name = f"DDP bucket {bucket.index()}"
     if buffer.is_sparse:

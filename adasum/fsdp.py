@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import collectives
-from adasum.ddp import HookState
+from adasum.ddp import HookState, require_state
 from collectives import Group, Operands, Reducer, Sum
 
 __all__ = ["register_fsdp_hook"]
@@ -51,6 +51,9 @@ def register_fsdp_hook(model: nn.Module, state: HookState) -> None:
         )
     from torch.distributed.fsdp import FSDPModule
 
+    require_state(state)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if state.process_group is None:
         raise ValueError(
             'state needs process_group, the replicas of a shard: mesh.get_group("replicate")'

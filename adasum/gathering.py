@@ -15,6 +15,7 @@ from adasum.handles import (
     Handle,
     backward_name,
     checked,
+    contiguous,
     copied,
     differentiable,
     refuse_gradient,
@@ -108,8 +109,9 @@ def broadcast_async_(
 class _Allgather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: Group, name: str | None, tensor: Tensor) -> Any:
+        answer = _gather(group, name, tensor).wait()
         ctx.group, ctx.name, ctx.rows = group, backward_name(name), tensor.shape[0]
-        return _gather(group, name, tensor).wait()
+        return answer
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -134,7 +136,7 @@ class _Broadcast(torch.autograd.Function):
 
 
 def _gather(group: Group, name: str | None, tensor: Tensor) -> Handle:
-    work = group.all_gather(checked(tensor).detach().contiguous(), name=name, async_op=True)
+    work = group.all_gather(contiguous(tensor), name=name, async_op=True)
     return Handle(work, lambda answer: answer)
 
 

@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from adasum.compression import Compression, Compressor
+from adasum.compression import Compression, Compressor, require_compressor
 from adasum.handles import (
     Handle,
     backward_name,
     checked,
     copied,
     differentiable,
+    listed,
     operation,
     refuse_gradient,
 )
@@ -137,7 +138,7 @@ def grouped_allreduce(
     op = operation(op, average)
     group = members_of(process_set)
     options = _Options(group, op, name, compression, prescale_factor, postscale_factor)
-    return _reduce(options, list(tensors))
+    return _reduce(options, listed(tensors))
 
 
 def grouped_allreduce_async(
@@ -151,10 +152,11 @@ def grouped_allreduce_async(
 ) -> Handle:
     """As `grouped_allreduce`; the list of answers comes from `synchronize`."""
     op = operation(op, average)
-    refuse_gradient("grouped_allreduce", *tensors)
+    given = listed(tensors)
+    refuse_gradient("grouped_allreduce", *given)
     group = members_of(process_set)
     options = _Options(group, op, name, Compression.none, prescale_factor, postscale_factor)
-    return _start(options, list(tensors))
+    return _start(options, given)
 
 
 def grouped_allreduce_(
@@ -183,7 +185,7 @@ def grouped_allreduce_async_(
 ) -> Handle:
     """As `grouped_allreduce_`; the tensors must not be touched until `synchronize`."""
     op = operation(op, average)
-    given = list(tensors)
+    given = listed(tensors)
     work = members_of(process_set).grouped_all_reduce(
         # In place on a parameter is meant to change its value, not to be recorded by autograd.
         [checked(tensor).detach() for tensor in given],
@@ -228,6 +230,7 @@ def _reduce(options: _Options, tensors: Sequence[Tensor]) -> list[Tensor]:
 def _start(options: _Options, tensors: Sequence[Tensor]) -> Handle:
     """An out-of-place grouped all-reduce; its answer is the list of decompressed tensors."""
     compression = options.compression
+    require_compressor(compression)
     wire: list[Tensor] = []
     contexts: list[Any] = []
     for tensor in tensors:

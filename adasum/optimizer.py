@@ -7,9 +7,10 @@ from functools import partial
 
 import torch
 
-from adasum.compression import Compression, Compressor
+from adasum.compression import Compression, Compressor, require_compressor
 from adasum.delta_method import DeltaMethod, InBackward, steps_by_parameter
 from adasum.gradient_method import GradientMethod
+from adasum.handles import require
 from adasum.parameters import Groups, Named, name_parameters, plan_buckets
 from adasum.process_sets import ProcessSet, group_of
 from adasum.reducer import Adasum
@@ -78,9 +79,12 @@ def DistributedOptimizer(
         raise ValueError("optimizer is already wrapped by DistributedOptimizer")
     if op not in (Sum, Average, Adasum):
         raise ValueError(f"op must be Sum, Average or Adasum, not {op!r}")
-    if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
-        raise TypeError(f"compression must have compress and decompress, not {compression!r}")
+    require_compressor(compression)
     check_passes(backward_passes_per_step)
+    require("gradient_predivide_factor", gradient_predivide_factor, int, float)
+    require("spec", spec, str, type(None))
+    require("sparse_as_dense", sparse_as_dense, bool)
+    require("step_in_backward", step_in_backward, bool)
     if gradient_predivide_factor != 1.0 and op is not Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if not gradient_predivide_factor > 0:

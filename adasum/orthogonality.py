@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from adasum.reducer import Adasum
-from collectives import Group, Sum, default_group
+from collectives import Group, Sum, checks, default_group
+from collectives.world import group_or_default
 
 __all__ = ["Recorder", "Row", "orthogonality"]
 
@@ -44,8 +45,8 @@ def orthogonality(tensors: Sequence[Tensor], group: Group | None = None) -> Tens
     Reduces copies with Adasum. group: the default group unless given. A tensor that is zero on
     every rank has no ratio: NaN. Collective; TypeError for dtypes that Adasum does not take.
     """
-    group = group or default_group()
-    for tensor in tensors:
+    group = group_or_default(group)
+    for tensor in checks.tensors("tensors", tensors, dense=True):
         Adasum.check(tensor.dtype)
     copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
     squares = squared_norms(copies)
@@ -76,6 +77,8 @@ class Recorder:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ValueError(f"every must be an int >= 1, not {every!r}")
         self.every = every
+        if group is not None and not isinstance(group, Group):
+            raise TypeError(f"group must be a collectives.Group or None, not {group!r}")
         self._group = group
         self._copies = copies
         self._seen: Counter[str] = Counter()

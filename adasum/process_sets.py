@@ -11,6 +11,8 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from torch import Tensor
+
 from collectives import Group, default_group
 
 __all__ = [
@@ -33,7 +35,7 @@ class ProcessSet:
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
-        if not isinstance(ranks, Iterable):
+        if isinstance(ranks, Tensor) or not isinstance(ranks, Iterable):
             raise TypeError(f"ranks must be a list of ranks, not {type(ranks).__name__}")
         members = list(ranks)
         if any(isinstance(rank, bool) or not isinstance(rank, int) for rank in members):
@@ -148,6 +150,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 def process_set_by_id(process_set_id: int) -> ProcessSet:
     """The set with this number; ValueError where there is none."""
+    if isinstance(process_set_id, bool) or not isinstance(process_set_id, int):
+        raise TypeError(f"process_set_id must be an int, not {type(process_set_id).__name__}")
     if process_set_id == 0:
         return global_process_set
     for ranks, entry in _sets().items():
@@ -189,6 +193,8 @@ def members_of(process_set: ProcessSet | None) -> Group:
 
 def root_of(process_set: ProcessSet | None, root_rank: int) -> int:
     """The number within the set of a global rank; ValueError where it is not in the set."""
+    if isinstance(root_rank, bool) or not isinstance(root_rank, int):
+        raise TypeError(f"root_rank must be an int, not {type(root_rank).__name__}")
     if process_set is None or _checked(process_set) is global_process_set:
         return root_rank
     if root_rank not in process_set.ranks:

@@ -8,20 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adasum.compression import Compression, Compressor
+from adasum.compression import Compression, Compressor, require_compressor
 from adasum.gathering import allgather, allgather_async
 from adasum.handles import (
     Handle,
     backward_name,
-    checked,
+    contiguous,
     copied,
     differentiable,
+    listed,
     operation,
     refuse_gradient,
     together,
 )
 from adasum.process_sets import ProcessSet, members_of
-from collectives import Average, Group, Reducer, Sum
+from collectives import Average, Group, Reducer, Sum, checks
 
 __all__ = [
     "alltoall",
@@ -120,7 +121,7 @@ def grouped_reducescatter(
     """`reducescatter` of each tensor."""
     return [
         reducescatter(tensor, _numbered(name, i), compression, op, process_set)
-        for i, tensor in enumerate(tensors)
+        for i, tensor in enumerate(listed(tensors))
     ]
 
 
@@ -134,7 +135,7 @@ def grouped_reducescatter_async(
     return together(
         [
             reducescatter_async(tensor, _numbered(name, i), op, process_set)
-            for i, tensor in enumerate(tensors)
+            for i, tensor in enumerate(listed(tensors))
         ]
     )
 
@@ -143,7 +144,10 @@ def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet | None = None
 ) -> list[Tensor]:
     """`allgather` of each tensor."""
-    return [allgather(tensor, _numbered(name, i), process_set) for i, tensor in enumerate(tensors)]
+    return [
+        allgather(tensor, _numbered(name, i), process_set)
+        for i, tensor in enumerate(listed(tensors))
+    ]
 
 
 def grouped_allgather_async(
@@ -153,7 +157,7 @@ def grouped_allgather_async(
     return together(
         [
             allgather_async(tensor, _numbered(name, i), process_set)
-            for i, tensor in enumerate(tensors)
+            for i, tensor in enumerate(listed(tensors))
         ]
     )
 
@@ -196,7 +200,7 @@ class _Reducescatter(torch.autograd.Function):
 
 
 def _alltoall(group: Group, splits: _Splits, name: str | None, tensor: Tensor) -> Handle:
-    work = group.all_to_all(checked(tensor).detach().contiguous(), splits, name=name, async_op=True)
+    work = group.all_to_all(contiguous(tensor), splits, name=name, async_op=True)
     # Horovod's counts are int32 unless a tensor says otherwise.
     kind = splits if isinstance(splits, Tensor) else torch.empty(0, dtype=torch.int32)
     return Handle(work, lambda answer: (answer[0], answer[1].to(kind)))
@@ -210,6 +214,9 @@ def _reducescatter(
     scales: tuple[float, float],
     tensor: Tensor,
 ) -> Handle:
+    require_compressor(compression)
+    checks.scale("prescale_factor", scales[0])
+    checks.scale("postscale_factor", scales[1])
     short, ctx = compression.compress(copied(tensor))
     if scales[0] != 1.0:
         short = short * scales[0]

@@ -58,6 +58,8 @@ def sparse_all_reduce_async(
         raise NotImplementedError(
             f"op={op} of sparse tensors is not supported: use Sum or Average, or tensor.to_dense()"
         )
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"name must be a str or None, not {type(name).__name__}")
     op.check(tensor.dtype)
     tensor = tensor.detach().coalesce()
     indices = tensor.indices().t()

@@ -114,7 +114,7 @@ def broadcast_object(
     TypeError on every rank when the root's object holds more than the safe kinds (see the module).
     """
     group, root = _place(process_set, root_rank)
-    name = name or "object"
+    name = _name(name)
     at_root = group.rank == root
     ok, payload = _encode(obj) if at_root else (True, b"")
     header = torch.tensor([ok, len(payload)], dtype=torch.int64)
@@ -135,7 +135,7 @@ def allgather_object(
     TypeError on every rank when one rank's object holds more than the safe kinds.
     """
     group = members_of(process_set)
-    name = name or "object"
+    name = _name(name)
     ok, payload = _encode(obj)
     header = torch.tensor([[ok, len(payload)]], dtype=torch.int64)
     gathered: Any = group.all_gather(header, name=f"{name}: lengths")
@@ -150,6 +150,12 @@ def allgather_object(
         if not good:
             raise TypeError(f"rank {rank}: {pieces[rank].decode()}")
     return [_decode(piece) for piece in pieces]
+
+
+def _name(name: str | None) -> str:
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"name must be a str or None, not {type(name).__name__}")
+    return name or "object"
 
 
 def _place(process_set: ProcessSet | None, root_rank: int) -> tuple[Group, int]:

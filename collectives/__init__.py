@@ -42,6 +42,7 @@ from .work import Work
 from .world import (
     default_group,
     from_process_group,
+    group_or_default,
     init,
     is_initialized,
     new_group,
@@ -54,52 +55,52 @@ def all_reduce(
     tensor: Tensor, op: Reducer = Sum, *, group: Group | None = None, **options: Any
 ) -> Tensor | Work:
     """`Group.all_reduce` on `group`, or on the default group."""
-    return (group or default_group()).all_reduce(tensor, op, **options)
+    return group_or_default(group).all_reduce(tensor, op, **options)
 
 
 def grouped_all_reduce(
     tensors: Sequence[Tensor], op: Reducer = Sum, *, group: Group | None = None, **options: Any
 ) -> list[Tensor] | Work:
     """`Group.grouped_all_reduce` on `group`, or on the default group."""
-    return (group or default_group()).grouped_all_reduce(tensors, op, **options)
+    return group_or_default(group).grouped_all_reduce(tensors, op, **options)
 
 
 def reduce(
     tensor: Tensor, dst: int = 0, op: Reducer = Sum, *, group: Group | None = None, **options: Any
 ) -> Tensor | Work:
     """`Group.reduce` on `group`, or on the default group."""
-    return (group or default_group()).reduce(tensor, dst, op, **options)
+    return group_or_default(group).reduce(tensor, dst, op, **options)
 
 
 def owners(numels: Sequence[int], *, group: Group | None = None) -> list[int]:
     """`Group.owners` on `group`, or on the default group."""
-    return (group or default_group()).owners(numels)
+    return group_or_default(group).owners(numels)
 
 
 def reduce_to_owners(
     tensors: Sequence[Tensor], op: Reducer = Sum, *, group: Group | None = None, **options: Any
 ) -> list[int]:
     """`Group.reduce_to_owners` on `group`, or on the default group."""
-    return (group or default_group()).reduce_to_owners(tensors, op, **options)
+    return group_or_default(group).reduce_to_owners(tensors, op, **options)
 
 
 def broadcast_from_owners(
     tensors: Sequence[Tensor], *, group: Group | None = None, **options: Any
 ) -> list[Tensor]:
     """`Group.broadcast_from_owners` on `group`, or on the default group."""
-    return (group or default_group()).broadcast_from_owners(tensors, **options)
+    return group_or_default(group).broadcast_from_owners(tensors, **options)
 
 
 def reduce_scatter(
     tensor: Tensor, op: Reducer = Sum, *, group: Group | None = None, **options: Any
 ) -> Tensor | Work:
     """`Group.reduce_scatter` on `group`, or on the default group."""
-    return (group or default_group()).reduce_scatter(tensor, op, **options)
+    return group_or_default(group).reduce_scatter(tensor, op, **options)
 
 
 def all_gather(tensor: Tensor, *, group: Group | None = None, **options: Any) -> Tensor | Work:
     """`Group.all_gather` on `group`, or on the default group."""
-    return (group or default_group()).all_gather(tensor, **options)
+    return group_or_default(group).all_gather(tensor, **options)
 
 
 def all_to_all(
@@ -110,19 +111,19 @@ def all_to_all(
     **options: Any,
 ) -> tuple[Tensor, Tensor] | Work:
     """`Group.all_to_all` on `group`, or on the default group."""
-    return (group or default_group()).all_to_all(tensor, splits, **options)
+    return group_or_default(group).all_to_all(tensor, splits, **options)
 
 
 def broadcast(
     tensor: Tensor, root: int = 0, *, group: Group | None = None, **options: Any
 ) -> Tensor | Work:
     """`Group.broadcast` on `group`, or on the default group."""
-    return (group or default_group()).broadcast(tensor, root, **options)
+    return group_or_default(group).broadcast(tensor, root, **options)
 
 
 def barrier(*, group: Group | None = None) -> None:
     """`Group.barrier` on `group`, or on the default group."""
-    (group or default_group()).barrier()
+    group_or_default(group).barrier()
 
 
 __all__ = [

@@ -2,27 +2,63 @@
 
 from __future__ import annotations
 
-import math
+import operator
+import sys
+import threading
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from .reducers import Reducer
 from .spec import AllReduceSpec, parse_all_reduce_spec
 
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
-def tensor(argument: str, value: torch.Tensor) -> None:
-    """A dense, contiguous tensor."""
+
+def tensor(argument: str, value: torch.Tensor, *, written: bool = True) -> None:
+    """A dense, contiguous tensor, which the collective may write to where it is `written`."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{argument} must be a torch.Tensor, got {type(value).__name__}")
     if value.layout is not torch.strided:
         raise ValueError(f"{argument} must be dense, got layout {value.layout}: use to_dense()")
+    if is_lazy(value):
+        raise ValueError(f"{argument} is an uninitialised parameter: call its module once first")
+    if value.is_nested:
+        raise ValueError(f"{argument} must not be nested: pass its parts, {argument}.unbind()")
+    if value.is_conj() or value.is_neg():
+        raise ValueError(
+            f"{argument} must hold its values, and is a conjugate or negative view: pass "
+            f"{argument}.resolve_conj().resolve_neg()"
+        )
+    if written and value.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(f"{argument} was made in inference mode: pass {argument}.clone()")
     if not value.is_contiguous():
         raise ValueError(
             f"{argument} must be contiguous, got shape {tuple(value.shape)} with strides "
             f"{value.stride()}: pass {argument}.contiguous() and copy the result back"
         )
+
+
+def tensors(argument: str, values: object, *, dense: bool = False) -> list[torch.Tensor]:
+    """Tensors of any kind, or dense ones that may be strided; for functions that move nothing."""
+    if isinstance(values, torch.Tensor) or not isinstance(values, Sequence):
+        kind = type(values).__name__
+        raise TypeError(f"{argument} must be a list or tuple of tensors, got {kind}")
+    for i, value in enumerate(values):
+        if not isinstance(value, torch.Tensor):
+            kind = type(value).__name__
+            raise TypeError(f"{argument}[{i}] must be a torch.Tensor, got {kind}")
+        if value.is_nested or (dense and value.layout is not torch.strided):
+            raise ValueError(f"{argument}[{i}] must be a dense tensor: use to_dense() or unbind()")
+    return list(values)
+
+
+def integer(argument: str, value: int) -> None:
+    """An int."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{argument} must be an int, got {type(value).__name__}")
 
 
 def tensor_list(argument: str, values: object) -> list[torch.Tensor]:
@@ -45,9 +81,12 @@ def tensor_list(argument: str, values: object) -> list[torch.Tensor]:
     return values
 
 
-def segments(values: Sequence[int], numel: int) -> tuple[int, ...]:
+def segments(values: object, numel: int) -> tuple[int, ...]:
     """Element boundaries that start at 0, do not descend and end at `numel`."""
-    cuts = tuple(int(v) for v in values)
+    if isinstance(values, torch.Tensor) or not isinstance(values, Iterable):
+        kind = type(values).__name__
+        raise TypeError(f"segments must be a list or tuple of ints, got {kind}")
+    cuts = tuple(map(operator.index, values))
     if not cuts or cuts[0] != 0 or cuts[-1] != numel:
         raise ValueError(f"segments must start at 0 and end at the tensor's {numel} elements")
     if any(b < a for a, b in pairwise(cuts)):
@@ -57,15 +96,14 @@ def segments(values: Sequence[int], numel: int) -> tuple[int, ...]:
 
 def rank(argument: str, value: int, size: int) -> None:
     """A rank of the group."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{argument} must be an int, got {type(value).__name__}")
+    integer(argument, value)
     if not 0 <= value < size:
         raise ValueError(f"{argument} must be a rank from 0 to {size - 1}, got {value}")
 
 
 def distinct_ranks(argument: str, values: object, size: int) -> tuple[int, ...]:
     """One or more different ranks of the group."""
-    if not isinstance(values, Iterable) or isinstance(values, str):
+    if not isinstance(values, Iterable) or isinstance(values, str | torch.Tensor):
         raise TypeError(f"{argument} must be a sequence of ranks, got {type(values).__name__}")
     members = tuple(values)
     for i, value in enumerate(members):
@@ -86,9 +124,13 @@ def row_splits(
                 f"{rows} rows are not equally many for each"
             )
         return torch.full((size,), rows // size)
-    counts = torch.as_tensor(values, device="cpu")
-    if counts.is_floating_point() or counts.is_complex() or counts.dtype == torch.bool:
-        raise TypeError(f"{argument} must be ints, got {counts.dtype}")
+    try:
+        counts = torch.as_tensor(values, device="cpu")
+    except (RuntimeError, TypeError, ValueError) as error:
+        kind = type(values).__name__
+        raise TypeError(f"{argument} must be a list or tensor of ints, got {kind}") from error
+    if counts.dtype not in _INTEGERS or counts.layout is not torch.strided or counts.is_nested:
+        raise TypeError(f"{argument} must be ints, got {counts.dtype} {counts.layout}")
     if counts.shape != (size,) or bool((counts < 0).any()):
         raise ValueError(f"{argument} must be {size} numbers of rows, got {counts.tolist()}")
     if int(counts.sum()) > rows:
@@ -112,9 +154,20 @@ def algorithm(argument: str, value: str | None) -> tuple[AllReduceSpec, ...]:
         raise type(error)(f"{argument}: {error}") from None
 
 
+def timeout(value: float) -> None:
+    """Seconds that a thread can wait for."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"timeout must be a number of seconds, got {type(value).__name__}")
+    if not 0 < value <= threading.TIMEOUT_MAX:
+        raise ValueError(
+            f"timeout must be a positive number of seconds, got {value}: at most "
+            f"{threading.TIMEOUT_MAX:.0f}"
+        )
+
+
 def scale(argument: str, value: float) -> None:
     """A finite factor."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{argument} must be a number, got {type(value).__name__}")
-    if not math.isfinite(value):
+    if not abs(value) <= sys.float_info.max:
         raise ValueError(f"{argument} must be finite, got {value}")

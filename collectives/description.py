@@ -50,8 +50,14 @@ class Description:
     options: Mapping[str, Any] = field(default_factory=dict)
     tensors: Sequence[Like] = ()
 
+    def __post_init__(self) -> None:
+        # Here, before anything is sent: a name that JSON cannot carry would fail half-way.
+        if self.name is not None and not isinstance(self.name, str):
+            raise TypeError(f"name must be a str or None, got {type(self.name).__name__}")
+
     def __str__(self) -> str:
-        return f"{self.kind}({self.name or ''})"
+        # A call named "" is another one than a call without a name, and must not look the same.
+        return f"{self.kind}({'' if self.name is None else self.name or repr(self.name)})"
 
     def key(self) -> Hashable:
         """Equal for equal descriptions, other for others; in this process alone."""

@@ -24,7 +24,9 @@ class Workspace:
         nbytes = numel * like.element_size()
         block = self._blocks.get(like.device)
         if block is None or block.numel() < nbytes:
-            block = torch.empty(max(nbytes, 1), dtype=torch.uint8, device=like.device)
+            # Nobody may write outside inference mode to a tensor made inside it.
+            with torch.inference_mode(False):
+                block = torch.empty(max(nbytes, 1), dtype=torch.uint8, device=like.device)
             self._blocks[like.device] = block
         return block[:nbytes].view(like.dtype)
 

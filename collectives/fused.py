@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from . import checks
 from .reducers import kernels
 
 Tensor = torch.Tensor
@@ -26,11 +27,15 @@ class FusedBuffer:
     """
 
     def __init__(self, tensors: Sequence[Tensor], memory: Tensor | None = None) -> None:
+        tensors = checks.tensors("tensors", tensors, dense=True)
+        if not tensors:
+            raise ValueError("tensors must be one or more: a buffer is of their dtype and device")
         self.layout = kernels.layout_of([_flat(tensor) for tensor in tensors])
         if memory is None:
             memory = torch.zeros(
                 self.layout.numel, dtype=self.layout.dtype, device=tensors[0].device
             )
+        checks.tensor("memory", memory)
         self.buffer = memory[: self.layout.numel]
         slots = self.layout.views(self.buffer)
         self.views = [_as(slot, tensor) for slot, tensor in zip(slots, tensors, strict=True)]
@@ -60,7 +65,13 @@ _known: weakref.WeakValueDictionary[_Place, FusedBuffer] = weakref.WeakValueDict
 
 def buffer_of(tensors: Sequence[Tensor]) -> FusedBuffer | None:
     """The buffer whose slots are just these contiguous tensors, in their order; else None."""
+    if not isinstance(tensors, Sequence):
+        raise TypeError(f"tensors must be a list or tuple, got {type(tensors).__name__}")
     if not tensors:
+        return None
+    if not isinstance(tensors[0], Tensor):
+        raise TypeError(f"tensors[0] must be a torch.Tensor, got {type(tensors[0]).__name__}")
+    if tensors[0].layout is not torch.strided:
         return None
     found = _known.get(_place(tensors))
     if found is None or found.addresses != [tensor.data_ptr() for tensor in tensors]:
@@ -70,7 +81,7 @@ def buffer_of(tensors: Sequence[Tensor]) -> FusedBuffer | None:
 
 
 def _place(tensors: Sequence[Tensor]) -> _Place:
-    return tensors[0].data_ptr(), tuple(map(Tensor.numel, tensors))
+    return Tensor.data_ptr(tensors[0]), tuple(map(Tensor.numel, tensors))
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeVar
 
 import torch
 
+from . import checks
 from .reducers import kernels
 
 Tensor = torch.Tensor
@@ -30,6 +32,12 @@ class Packing:
     ranges: tuple[tuple[int, int], ...]
     shapes: tuple[torch.Size, ...]
 
+    @property
+    def sound(self) -> bool:
+        """Whether the ranges lie one after the other within the list."""
+        ends = [-1, *(end for pair in self.ranges for end in pair), len(self.shapes)]
+        return all(a < b for a, b in pairwise(ends))
+
 
 def extract_ranges(
     indices: Sequence[int], range_size_limit: int = 32
@@ -39,6 +47,7 @@ def extract_ranges(
     indices: ascending. A run has at most `range_size_limit` members; what follows begins another.
     ValueError for indices that do not ascend and for a limit below 1.
     """
+    checks.integer("range_size_limit", range_size_limit)
     if range_size_limit < 1:
         raise ValueError(f"range_size_limit must be at least 1, got {range_size_limit}")
     ranges: list[list[int]] = []
@@ -55,6 +64,8 @@ def extract_ranges(
 
 def split_by_size(tensors: Sequence[Tensor], threshold: int) -> tuple[list[Tensor], list[Tensor]]:
     """(tensors of at most `threshold` elements, the others), each in the order of the list."""
+    tensors = checks.tensors("tensors", tensors)
+    checks.integer("threshold", threshold)
     small = [tensor for tensor in tensors if tensor.numel() <= threshold]
     return small, [tensor for tensor in tensors if tensor.numel() > threshold]
 
@@ -65,6 +76,9 @@ def group_devices(devices: Sequence[T], group_size: int) -> list[list[T]]:
     The list is gone through again until every group is full, so some devices may be in two groups.
     ValueError for a group size below 1 or above the number of devices.
     """
+    if not isinstance(devices, Sequence):
+        raise TypeError(f"devices must be a list or tuple, got {type(devices).__name__}")
+    checks.integer("group_size", group_size)
     count = len(devices)
     if not 1 <= group_size <= count:
         raise ValueError(
@@ -87,6 +101,9 @@ def pack_small_tensors(
     tensor between large ones stays as it is. The packing is None where nothing was packed, as
     always with max_bytes=0. Tensors may be strided. ValueError for negative limits.
     """
+    tensors = checks.tensors("tensors", tensors, dense=True)
+    checks.integer("max_bytes", max_bytes)
+    checks.integer("max_group", max_group)
     if max_bytes < 0 or max_group < 0:
         raise ValueError(
             f"max_bytes and max_group must not be negative, got {max_bytes} and {max_group}"
@@ -119,8 +136,13 @@ def unpack_small_tensors(tensors: Sequence[Tensor], packing: Packing | None) -> 
 
     ValueError where the list is not one that the packing made.
     """
+    tensors = checks.tensors("tensors", tensors)
     if packing is None:
-        return list(tensors)
+        return tensors
+    if not isinstance(packing, Packing):
+        raise TypeError(f"packing must be a Packing or None, got {type(packing).__name__}")
+    if not packing.sound:
+        raise ValueError("packing's fields contradict each other: take pack_small_tensors' own")
     count = len(packing.ranges)
     inside = sum(last - first + 1 for first, last in packing.ranges)
     if len(tensors) != count + len(packing.shapes) - inside:
@@ -156,6 +178,11 @@ def plan_groups(
     tensor has a group to itself). groups_size: the most tensors a group holds. Either may be left
     out. ValueError for limits that are not positive.
     """
+    tensors = checks.tensors("tensors", tensors)
+    if memory_size is not None and not isinstance(memory_size, int | float):
+        raise TypeError(f"memory_size must be a number, got {type(memory_size).__name__}")
+    if groups_size is not None:
+        checks.integer("groups_size", groups_size)
     if memory_size is not None and not memory_size > 0:
         raise ValueError(f"memory_size must be a positive number of MiB, got {memory_size}")
     if groups_size is not None and groups_size < 1:

@@ -48,8 +48,9 @@ class Group:
         local_size: int | None = None,
         topology: Topology | None = None,
     ) -> None:
-        if not timeout > 0:
-            raise ValueError(f"timeout must be a positive number of seconds, got {timeout}")
+        checks.timeout(timeout)
+        if topology is not None and not isinstance(topology, Topology):
+            raise TypeError(f"topology must be a Topology, got {type(topology).__name__}")
         self.transport = transport
         self.rank = transport.rank
         self.size = transport.size
@@ -202,7 +203,9 @@ class Group:
         ones first; rank r gets piece r, 1-D. by_rows: the first dimension is cut in the same way,
         and pieces have all others.
         """
-        checks.tensor("tensor", tensor)
+        checks.tensor("tensor", tensor, written=False)
+        if not isinstance(by_rows, bool):
+            raise TypeError(f"by_rows must be a bool, got {type(by_rows).__name__}")
         if by_rows:
             _check_rows(tensor)
         self._reduction([tensor], op, None, 1.0, 1.0)
@@ -217,7 +220,7 @@ class Group:
 
         First dimensions may differ between ranks, the others may not; 0-d tensors are a ValueError.
         """
-        checks.tensor("tensor", tensor)
+        checks.tensor("tensor", tensor, written=False)
         _check_rows(tensor)
         self.transport.check_device(tensor.device)
         call = Description("all_gather", name, {}, [like(tensor, any_rows=True)])
@@ -237,7 +240,7 @@ class Group:
         Rows beyond their sum are not sent. The second answer has the numbers of rows that came from
         each rank, int64. First dimensions may differ between ranks, the others may not.
         """
-        checks.tensor("tensor", tensor)
+        checks.tensor("tensor", tensor, written=False)
         _check_rows(tensor)
         self.transport.check_device(tensor.device)
         counts = checks.row_splits("splits", splits, tensor.shape[0], self.size)
@@ -364,8 +367,8 @@ def _options(op: Reducer, specs: Specs, prescale: float, postscale: float) -> di
     return {
         "op": str(op),
         "algorithm": format_all_reduce_spec(specs),
-        "prescale": prescale,
-        "postscale": postscale,
+        "prescale": float(prescale),
+        "postscale": float(postscale),
     }
 
 

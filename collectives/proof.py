@@ -79,6 +79,8 @@ def verify(schedule: Schedule) -> Proof:
     a step is equal or disjoint ranges; and every non-empty `group` holds one pair of operands, each
     chunk once, every rank's part of it in one range.
     """
+    if not isinstance(schedule, Schedule):
+        raise TypeError(f"schedule must be a Schedule, got {type(schedule).__name__}")
     size, chunks = schedule.size, schedule.chunks
     expressions = _Expressions(size // schedule.replicas)
     state = _initial(schedule)

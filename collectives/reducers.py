@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import lru_cache, reduce
 from typing import NamedTuple
 
 import torch
@@ -77,6 +77,17 @@ class Reducer:
         """What is left to do on the reduced buffer, once."""
 
 
+@lru_cache
+def _adds(dtype: torch.dtype) -> bool:
+    """Whether torch adds tensors of the dtype, as it does not those of 8-bit floats."""
+    one = torch.empty(1, dtype=dtype, device="cpu")
+    try:
+        torch.add(one, one)
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
 class SumReducer(Reducer):
     """Elementwise sum; every hop rounds to the buffer's dtype, as NCCL and gloo do."""
 
@@ -85,6 +96,8 @@ class SumReducer(Reducer):
     def check(self, dtype: torch.dtype) -> None:
         if dtype == torch.bool:
             raise TypeError(f"{self.name} has no meaning on {dtype}: convert to an integer dtype")
+        if not _adds(dtype):
+            raise TypeError(f"{self.name} needs additions, which torch has not for {dtype}")
 
     def algorithm(self, nbytes: int, size: int) -> str:
         if nbytes <= _SMALL_BYTES:
@@ -108,6 +121,7 @@ class AverageReducer(SumReducer):
     def check(self, dtype: torch.dtype) -> None:
         if not (dtype.is_floating_point or dtype.is_complex):
             raise TypeError(f"{self.name} has no meaning on {dtype}: use Sum, or a floating dtype")
+        super().check(dtype)
 
     def finish(self, buffer: torch.Tensor, size: int) -> None:
         if size > 1:

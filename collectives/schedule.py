@@ -88,6 +88,11 @@ class Schedule:
     replicas: int = 1
 
     def __post_init__(self) -> None:
+        kinds = dict.fromkeys(("size", "chunks", "root", "replicas"), int)
+        for name, kind in {**kinds, "collective": Collective}.items():
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                raise TypeError(f"{name} must be {kind.__name__}, got {type(value).__name__}")
         if self.size < 1:
             raise ValueError(f"size must be at least 1, got {self.size}")
         if self.chunks < 1:

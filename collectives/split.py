@@ -10,8 +10,11 @@ def split_bounds(numel: int, pieces: int) -> list[int]:
     """Boundaries of `pieces` consecutive pieces of `numel` elements: `pieces + 1` offsets.
 
     Sizes differ by at most one, the larger pieces come first, and pieces may be empty.
-    Raises ValueError for a negative `numel` or fewer than one piece.
+    Raises ValueError for a negative `numel` or fewer than one piece, TypeError for no ints.
     """
+    for name, value in (("numel", numel), ("pieces", pieces)):
+        if not isinstance(value, int):
+            raise TypeError(f"{name} must be an int, got {type(value).__name__}")
     if numel < 0:
         raise ValueError(f"numel must not be negative, got {numel}")
     if pieces < 1:

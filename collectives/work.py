@@ -111,6 +111,7 @@ class Worker:
         note: what `upcoming` says of it while it waits.
         """
         work = Work()
+        inference = torch.is_inference_mode_enabled()
         stream: torch.cuda.Stream | None = None
         before: torch.cuda.Event | None = None
         if device.type == "cuda":
@@ -123,7 +124,8 @@ class Worker:
         def job() -> None:
             if stream is not None and before is not None:
                 stream.wait_event(before)
-            with self._running:
+            # Inference mode is a thread's own, and nobody outside it may write to its tensors.
+            with self._running, torch.inference_mode(inference):
                 with self._lock:
                     self._notes.popleft()
                 work.run(function, stream)

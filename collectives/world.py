@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from . import checks
 from .agreement import gather_bytes
 from .calibration import calibrate as measure_links
 from .errors import CollectiveError, CollectiveTimeoutError, TransportError
@@ -37,6 +38,9 @@ from .transport import (
 
 T = TypeVar("T")
 
+_NO_PROCESS_GROUP = (
+    "process_group must be a torch.distributed.ProcessGroup that this rank is in, got {}"
+)
 TRANSPORTS = ("auto", "gloo", "shm", "nccl")
 
 _group: Group | None = None
@@ -79,9 +83,14 @@ def init(
         return _thread.group
     if _group is not None:
         return _group
-    if not timeout > 0:
-        raise ValueError(f"timeout must be a positive number of seconds, got {timeout}")
+    checks.timeout(timeout)
     choice = _transport_choice(transport)
+    if not isinstance(calibrate, bool):
+        raise TypeError(f"calibrate must be a bool, got {type(calibrate).__name__}")
+    if process_group is not None and not (
+        dist.is_available() and isinstance(process_group, dist.ProcessGroup)
+    ):
+        raise TypeError(_NO_PROCESS_GROUP.format(type(process_group).__name__))
     if process_group is None and not _distributed():
         if _world_size() == 1:
             _group = Group(ThreadWorld(1).transport(0), timeout=timeout, local_rank=0, local_size=1)
@@ -221,12 +230,8 @@ def from_process_group(process_group: dist.ProcessGroup, *, timeout: float = 300
     if not _distributed():
         raise RuntimeError("torch.distributed is not initialised: call init_process_group first")
     if not isinstance(process_group, dist.ProcessGroup):
-        raise TypeError(
-            "process_group must be a torch.distributed.ProcessGroup that this rank is in, got "
-            f"{type(process_group).__name__}"
-        )
-    if not timeout > 0:
-        raise ValueError(f"timeout must be a positive number of seconds, got {timeout}")
+        raise TypeError(_NO_PROCESS_GROUP.format(type(process_group).__name__))
+    checks.timeout(timeout)
     known = _adopted.get(process_group)
     if known is None or known.closed:
         ranks = range(dist.get_world_size(process_group))
@@ -325,6 +330,15 @@ def default_group() -> Group:
     return group
 
 
+def group_or_default(group: Group | None) -> Group:
+    """The default group for None; TypeError for what is no Group."""
+    if group is None:
+        return default_group()
+    if not isinstance(group, Group):
+        raise TypeError(f"group must be a collectives.Group or None, got {type(group).__name__}")
+    return group
+
+
 def run_threads(
     size: int,
     fn: Callable[[Group], T],
@@ -340,6 +354,8 @@ def run_threads(
     ranks; all ranks are on one unless given. Raises ValueError where it does not divide size. The
     ranks share out torch's number of threads.
     """
+    checks.integer("size", size)
+    checks.timeout(timeout)
     world = ThreadWorld(size)
     topology = Topology(size, size if local_size is None else local_size)
     results: dict[int, T] = {}

@@ -15,12 +15,18 @@ _SUPPORTED = frozenset(DTYPES)
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _dtype, _layout = operator.attrgetter("dtype"), operator.attrgetter("layout")
 _is_cpu, _is_cuda = operator.attrgetter("is_cpu"), operator.attrgetter("is_cuda")
+_is_nested = operator.attrgetter("is_nested")
 
 
 def check_dtype(name: str, dtype: torch.dtype) -> None:
     """Raise TypeError unless `dtype` is one of the four floating dtypes the kernels take."""
     if dtype not in DTYPES:
         raise TypeError(f"{name} has dtype {dtype}, which is not supported: convert to {_NAMES}")
+
+
+def _is_negative(tensor: Tensor) -> bool:
+    """Whether the memory holds the values' negatives; dynamo cannot read that, nor makes it."""
+    return not torch.compiler.is_compiling() and tensor.is_neg()
 
 
 def check_tensor(name: str, tensor: object) -> Tensor:
@@ -33,6 +39,7 @@ def check_tensor(name: str, tensor: object) -> Tensor:
         and tensor.dtype in _SUPPORTED
         and tensor.layout is torch.strided
         and (tensor.is_cpu or tensor.is_cuda)
+        and not (tensor.is_nested or _is_negative(tensor))
         and tensor.is_contiguous()
     ):
         return tensor
@@ -41,11 +48,37 @@ def check_tensor(name: str, tensor: object) -> Tensor:
     check_dtype(name, tensor.dtype)
     if tensor.layout is not torch.strided:
         raise ValueError(f"{name} is {tensor.layout}, not dense: call .to_dense() first")
+    if tensor.is_nested:
+        raise ValueError(f"{name} is a nested tensor: pass its parts, {name}.unbind()")
+    if _is_negative(tensor):
+        raise ValueError(f"{name} is a negative view: pass {name}.resolve_neg()")
     if tensor.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{name} is on {tensor.device}: move it to the CPU or a CUDA device")
     if not tensor.is_contiguous():
         raise ValueError(f"{name} is not contiguous: pass {name}.contiguous()")
     return tensor
+
+
+def check_sized(name: str, tensor: object) -> Tensor:
+    """Return `tensor` if a kernel takes its dtype; where it lies and how does not matter.
+
+    For functions that only count bytes. Raises TypeError (not a tensor, dtype) or ValueError
+    (layout).
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
+    check_dtype(name, tensor.dtype)
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        raise ValueError(f"{name} is not dense: call .to_dense() first")
+    return tensor
+
+
+def check_sequence(name: str, tensors: object) -> Sequence[object]:
+    """Return `tensors` if it is a list or tuple, of whatever."""
+    if isinstance(tensors, Tensor) or not isinstance(tensors, Sequence):
+        kind = type(tensors).__name__
+        raise TypeError(f"{name} must be a list or tuple of tensors, not {kind}")
+    return tensors
 
 
 def _all_sound(tensors: Sequence[Tensor]) -> bool:
@@ -62,6 +95,8 @@ def _all_sound(tensors: Sequence[Tensor]) -> bool:
             all(map(_is_cpu, tensors))
             or (all(map(_is_cuda, tensors)) and len(set(map(Tensor.get_device, tensors))) == 1)
         )
+        and not any(map(_is_nested, tensors))
+        and not any(map(Tensor.is_neg, tensors))
         and all(map(Tensor.is_contiguous, tensors))
     )
 
@@ -73,12 +108,10 @@ def same_device(tensor: Tensor, other: Tensor) -> bool:
 
 def check_tensors(name: str, tensors: object) -> list[Tensor]:
     """Return the list form of a sequence of readable tensors that all lie on one device."""
-    if isinstance(tensors, Tensor) or not isinstance(tensors, Sequence):
-        kind = type(tensors).__name__
-        raise TypeError(f"{name} must be a list or tuple of tensors, not {kind}")
-    if _all_sound(tensors):
+    if not isinstance(tensors, Tensor) and isinstance(tensors, Sequence) and _all_sound(tensors):
         return list(tensors)
-    checked = [check_tensor(f"{name}[{i}]", tensor) for i, tensor in enumerate(tensors)]
+    given = check_sequence(name, tensors)
+    checked = [check_tensor(f"{name}[{i}]", tensor) for i, tensor in enumerate(given)]
     for i, tensor in enumerate(checked):
         if tensor.device != checked[0].device:
             raise ValueError(
@@ -125,14 +158,26 @@ def check_found_inf(found_inf: object, device: torch.device) -> Tensor | None:
         )
     if checked.device != device:
         raise ValueError(f"found_inf is on {checked.device} but the tensors are on {device}")
-    return checked
+    return check_writable("found_inf", checked)
 
 
 def check_scalar(name: str, value: object) -> float:
-    """Return `value` as a float; TypeError unless it is a plain number."""
+    """Return `value` as a float; TypeError for what is no number, ValueError for a too big one."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a float, not {type(value).__name__}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} is an int that no float64 holds: pass a smaller one") from None
+
+
+def check_writable(name: str, tensor: Tensor) -> Tensor:
+    """Return `tensor` if torch lets this code write to it, as it does to all but one kind."""
+    if torch.compiler.is_compiling():
+        return tensor
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(f"{name} was made in inference mode: pass {name}.clone()")
+    return tensor
 
 
 def byte_range(tensor: Tensor) -> tuple[int, int]:
@@ -191,7 +236,7 @@ def check_target(
         check_dtype("dtype", dtype)
     if out is None:
         return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
-    target = check_place("out", out, like_name, like)
+    target = check_writable("out", check_place("out", out, like_name, like))
     if dtype is not None and target.dtype != dtype:
         raise TypeError(f"out has dtype {target.dtype} but dtype is {dtype}: drop one of them")
     return target
@@ -206,7 +251,7 @@ def check_pair(a: object, b: object, out: object | None) -> tuple[Tensor, Tensor
     right = check_like("b", b, "a", left)
     if out is None:
         return left, right, torch.empty_like(left, memory_format=torch.contiguous_format)
-    return left, right, check_like("out", out, "a", left)
+    return left, right, check_writable("out", check_like("out", out, "a", left))
 
 
 def check_written(out: Tensor, found_inf: Tensor | None, **inputs: Tensor) -> None:

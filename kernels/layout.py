@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kernels._check import check_dtype, round_up
+from kernels._check import DTYPES, check_dtype, round_up
 from kernels._ops import check_list, tracing
 
 CUDA_ALIGNMENT = 256
@@ -56,6 +57,25 @@ class Layout:
     def dense(self) -> bool:
         """Whether there is no padding at all."""
         return sum(self.numels) == self.numel
+
+    @cached_property
+    def sound(self) -> bool:
+        """Whether each slot holds its tensor, one after the other within the buffer.
+
+        True for what `layout_of` makes. Launches trust it with their addresses.
+        """
+        rows = (self.shapes, self.numels, self.offsets)
+        if not all(type(row) is tuple and len(row) == len(self.numels) for row in rows):
+            return False
+        numbers = (*self.numels, *self.offsets, self.numel)
+        if not all(type(number) is int and number >= 0 for number in numbers):
+            return False
+        return (
+            self.dtype in DTYPES
+            and self.segments[0] == 0
+            and all(map(operator.le, self.numels, self.slots))
+            and self.numels == tuple(map(math.prod, self.shapes))
+        )
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Views of `buffer` (1-D, `numel` elements), shaped as the original tensors."""

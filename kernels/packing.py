@@ -16,6 +16,7 @@ from kernels._check import (
     check_no_overlap,
     check_scalar,
     check_tensor,
+    check_writable,
 )
 from kernels._launch import CACHE, jit, tl
 from kernels._ops import call, check_list, operator, returns_nothing, tracing
@@ -228,7 +229,7 @@ def _layout_within(
     buffer: Tensor, tensors: list[Tensor], offsets: list[int], alignment: int
 ) -> Layout:
     """The layout of an operator's tensors in its buffer."""
-    return Layout(
+    layout = Layout(
         dtype=buffer.dtype,
         shapes=tuple([tuple(tensor.shape) for tensor in tensors]),
         numels=tuple(map(Tensor.numel, tensors)),
@@ -236,6 +237,8 @@ def _layout_within(
         numel=buffer.numel(),
         alignment=alignment,
     )
+    _check_layout(layout)
+    return layout
 
 
 def pack(
@@ -260,8 +263,9 @@ def pack(
     if out is None:
         out = torch.empty(layout.numel, dtype=layout.dtype, device=device)
     else:
-        device = device if checked else out.device
+        device = device if checked else check_tensor("out", out).device
         _check_buffer("out", out, layout, device)
+        check_writable("out", out)
     flag = check_found_inf(found_inf, out.device)
     if tracing():
         call("pack", checked, layout.offsets, layout.alignment, scale, out, flag)
@@ -288,6 +292,8 @@ def unpack(
     checked, layout = _check_list(tensors, layout, buffer.dtype)
     scale = check_scalar("scale", scale)
     _check_buffer("buffer", buffer, layout, checked[0].device if checked else buffer.device)
+    for i, tensor in enumerate(checked):
+        check_writable(f"tensors[{i}]", tensor)
     flag = check_found_inf(found_inf, buffer.device)
     if tracing():
         call("unpack", buffer, layout.offsets, layout.alignment, scale, checked, flag)
@@ -302,8 +308,7 @@ def _check_list(
     if layout is None:
         layout = layout_of(tensors, dtype=dtype)
         return list(tensors), layout
-    if not isinstance(layout, Layout):
-        raise TypeError(f"layout must be a kernels.Layout, not {type(layout).__name__}")
+    _check_layout(layout)
     checked = check_list("tensors", tensors)
     if not layout.fits(checked):
         raise ValueError(
@@ -311,6 +316,14 @@ def _check_list(
             "given: call kernels.layout_of on these tensors"
         )
     return checked, layout
+
+
+def _check_layout(layout: object) -> None:
+    """Raise TypeError for what is no Layout, ValueError for one whose slots leave its buffer."""
+    if not isinstance(layout, Layout):
+        raise TypeError(f"layout must be a kernels.Layout, not {type(layout).__name__}")
+    if not tracing() and not layout.sound:
+        raise ValueError("layout's fields contradict each other: make it with kernels.layout_of")
 
 
 def _check_buffer(name: str, buffer: Tensor, layout: Layout, device: torch.device) -> None:
@@ -334,7 +347,7 @@ def pack_bytes(tensors: Sequence[Tensor], *, layout: Layout | None = None) -> in
 
 def unpack_bytes(buffer: Tensor, tensors: Sequence[Tensor], *, layout: Layout | None = None) -> int:
     """Least traffic of `unpack`, in bytes: every slot read, every tensor written."""
-    checked, layout = _check_list(tensors, layout, buffer.dtype)
+    checked, layout = _check_list(tensors, layout, check_tensor("buffer", buffer).dtype)
     return sum(t.numel() * (t.element_size() + layout.dtype.itemsize) for t in checked)
 
 
@@ -342,14 +355,17 @@ def pack_reference(
     tensors: Sequence[Tensor], *, layout: Layout | None = None, scale: float = 1.0
 ) -> Tensor:
     """What `pack` writes, before the rounding to the buffer's dtype: float64, 1-D."""
-    layout = layout_of(tensors) if layout is None else layout
-    device = tensors[0].device if tensors else None
+    checked, layout = _check_list(tensors, layout, None)
+    scale = check_scalar("scale", scale)
+    device = checked[0].device if checked else None
     buffer = torch.zeros(layout.numel, dtype=torch.float64, device=device)
-    for tensor, view in zip(tensors, layout.views(buffer), strict=True):
+    for tensor, view in zip(checked, layout.views(buffer), strict=True):
         view.copy_(tensor.detach().double() * scale)
     return buffer
 
 
 def unpack_reference(buffer: Tensor, layout: Layout, *, scale: float = 1.0) -> list[Tensor]:
     """What `unpack` writes, before the rounding to the tensors' dtypes: float64 tensors."""
-    return layout.views(buffer.double() * scale)
+    _check_layout(layout)
+    _check_buffer("buffer", buffer, layout, check_tensor("buffer", buffer).device)
+    return layout.views(buffer.detach().double() * check_scalar("scale", scale))

@@ -21,6 +21,7 @@ from kernels._check import (
     check_no_overlap,
     check_pair,
     check_segments,
+    check_sized,
     check_tensor,
     check_written,
 )
@@ -156,9 +157,13 @@ def adasum(
 
 
 def dot_and_norms_bytes(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -> int:
-    """Least traffic of `dot_and_norms`, in bytes: a and b read, 24 bytes a segment written."""
-    count = 1 if segments is None else len(segments) - 1
-    return a.numel() * a.element_size() + b.numel() * b.element_size() + 24 * count
+    """Least traffic of `dot_and_norms`, in bytes: a and b read, 24 bytes a segment written.
+
+    Tensors may lie on any device, here and in the other functions that count bytes.
+    """
+    left, right = check_sized("a", a), check_sized("b", b)
+    count = len(check_segments(segments, left.numel())) - 1
+    return left.numel() * left.element_size() + right.numel() * right.element_size() + 24 * count
 
 
 def combine_bytes(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -> int:
@@ -168,13 +173,16 @@ def combine_bytes(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -
 
 def adasum_bytes(a: Tensor, b: Tensor) -> int:
     """Least traffic of `adasum`, in bytes: a and b read once, one tensor written."""
-    return 2 * a.numel() * a.element_size() + b.numel() * b.element_size()
+    left, right = check_sized("a", a), check_sized("b", b)
+    return 2 * left.numel() * left.element_size() + right.numel() * right.element_size()
 
 
 def dot_and_norms_reference(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -> Tensor:
-    """`dot_and_norms` in plain float64 torch."""
-    x, y = a.detach().double().reshape(-1), b.detach().double().reshape(-1)
-    bounds = check_segments(segments, x.numel())
+    """`dot_and_norms` in plain float64 torch; arguments and errors as there."""
+    left = check_tensor("a", a)
+    right = check_like("b", b, "a", left)
+    bounds = check_segments(segments, left.numel())
+    x, y = left.detach().double().view(-1), right.detach().double().view(-1)
     rows = [
         torch.stack([(u * v).sum(), (u * u).sum(), (v * v).sum()])
         for u, v in ((x[low:high], y[low:high]) for low, high in itertools.pairwise(bounds))
@@ -186,14 +194,17 @@ def combine_reference(
     a: Tensor, b: Tensor, dots: Tensor, segments: Sequence[int] | None = None
 ) -> Tensor:
     """`combine` evaluated in float64 and left there."""
-    x, y = a.detach().double().reshape(-1), b.detach().double().reshape(-1)
-    bounds = check_segments(segments, x.numel())
+    left = check_tensor("a", a)
+    right = check_like("b", b, "a", left)
+    bounds = check_segments(segments, left.numel())
+    dots = check_dots(dots, len(bounds) - 1, left)
+    x, y = left.detach().double().view(-1), right.detach().double().view(-1)
     result = torch.empty_like(x)
     for (ca, cb), low, high in zip(
         coefficients(dots).tolist(), bounds[:-1], bounds[1:], strict=True
     ):
         result[low:high] = ca * x[low:high] + cb * y[low:high]
-    return result.view(a.shape)
+    return result.view(left.shape)
 
 
 def adasum_reference(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -> Tensor:

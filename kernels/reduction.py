@@ -9,10 +9,13 @@ from torch import Tensor
 
 from kernels import _cpu, _launch
 from kernels._check import (
+    check_dtype,
     check_found_inf,
     check_like,
     check_place,
     check_scalar,
+    check_sequence,
+    check_sized,
     check_target,
     check_tensor,
     check_written,
@@ -231,7 +234,8 @@ def sum_n(
     taken in float32 (float64 where either dtype is float64) and rounded once. Raises TypeError or
     ValueError before anything is written.
     """
-    checked, target = _check_sum(tensors, out, dtype)
+    checked = _check_equals(tensors)
+    target = check_target(out, "tensors[0]", checked[0], dtype)
     scale = check_scalar("scale", scale)
     flag = check_found_inf(found_inf, target.device)
     if tracing():
@@ -269,40 +273,56 @@ def scaled_add(
     return target
 
 
-def _check_sum(
-    tensors: Sequence[Tensor], out: Tensor | None, dtype: torch.dtype | None
-) -> tuple[list[Tensor], Tensor]:
+_EMPTY = "tensors is empty: pass at least one tensor to sum"
+
+
+def _check_equals(tensors: Sequence[Tensor]) -> list[Tensor]:
     checked = check_list("tensors", tensors)
     if not checked:
-        raise ValueError("tensors is empty: pass at least one tensor to sum")
+        raise ValueError(_EMPTY)
     first = checked[0]
     for i in range(1, len(checked)):
         if checked[i].dtype != first.dtype or checked[i].shape != first.shape:
             check_like(f"tensors[{i}]", checked[i], "tensors[0]", first)
-    return checked, check_target(out, "tensors[0]", first, dtype)
+    return checked
 
 
 def sum_n_bytes(tensors: Sequence[Tensor], *, dtype: torch.dtype | None = None) -> int:
     """Least traffic of `sum_n`, in bytes: every tensor read once, one of `dtype` written."""
-    first = tensors[0]
-    written = (first.dtype if dtype is None else dtype).itemsize
-    return first.numel() * (len(tensors) * first.element_size() + written)
+    given = check_sequence("tensors", tensors)
+    sized = [check_sized(f"tensors[{i}]", tensor) for i, tensor in enumerate(given)]
+    if not sized:
+        raise ValueError(_EMPTY)
+    read = sum(tensor.numel() * tensor.element_size() for tensor in sized)
+    return read + sized[0].numel() * _written(sized[0], dtype).itemsize
 
 
 def scaled_add_bytes(a: Tensor, b: Tensor, *, dtype: torch.dtype | None = None) -> int:
     """Least traffic of `scaled_add`, in bytes: two tensors read, one of `dtype` written."""
-    written = (a.dtype if dtype is None else dtype).itemsize
-    return a.numel() * (a.element_size() + b.element_size() + written)
+    left, right = check_sized("a", a), check_sized("b", b)
+    read = left.numel() * left.element_size() + right.numel() * right.element_size()
+    return read + left.numel() * _written(left, dtype).itemsize
+
+
+def _written(like: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    if dtype is None:
+        return like.dtype
+    check_dtype("dtype", dtype)
+    return dtype
 
 
 def sum_n_reference(tensors: Sequence[Tensor], *, scale: float = 1.0) -> Tensor:
-    """`sum_n` evaluated in float64 and left there."""
-    total = torch.zeros_like(tensors[0], dtype=torch.float64)
-    for tensor in tensors:
+    """`sum_n` evaluated in float64 and left there; arguments and errors as there."""
+    checked, scale = _check_equals(tensors), check_scalar("scale", scale)
+    total = torch.zeros_like(checked[0], dtype=torch.float64, requires_grad=False)
+    for tensor in checked:
         total += tensor.detach().double()
     return total * scale
 
 
 def scaled_add_reference(a: Tensor, b: Tensor, *, alpha: float = 1.0, beta: float = 1.0) -> Tensor:
-    """`scaled_add` evaluated in float64 and left there."""
-    return alpha * a.detach().double() + beta * b.detach().double()
+    """`scaled_add` evaluated in float64 and left there; arguments and errors as there."""
+    left = check_tensor("a", a)
+    right = check_place("b", b, "a", left)
+    alpha, beta = check_scalar("alpha", alpha), check_scalar("beta", beta)
+    return alpha * left.detach().double() + beta * right.detach().double()

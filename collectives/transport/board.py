@@ -97,7 +97,9 @@ class Board:
         words = memory.cast("B").cast("Q")[: size * _ROW]
         self._mine = words[rank * _ROW : (rank + 1) * _ROW]
         self._columns = [words[column::_ROW] for column in range(_MET + 1)]
-        whole = torch.frombuffer(memory, dtype=torch.uint8, count=board_bytes(size))
+        # Nobody may write outside inference mode to a tensor made inside it.
+        with torch.inference_mode(False):
+            whole = torch.frombuffer(memory, dtype=torch.uint8, count=board_bytes(size))
         windows, tables = whole[_windows_at(size) :].split(
             [2 * size * WINDOW_BYTES, 2 * size * TABLE_BYTES]
         )

@@ -1,0 +1,112 @@
+"""Adasum and sums by NumPy alone, with bounds on what rounding may do to them.
+
+Values are numpy.longdouble (64 bits of mantissa on x86, float64 elsewhere); nothing of the library
+is used. With u = a/|a|, d/|a|^2 a is the projection (b.u)u of b on a, so that
+
+    adasum(a, b) = a + b - P_a b / 2 - P_b a / 2.
+
+A change of a by da turns P_a by at most 2|da|/|a|, so changes of |da| and |db| change the answer by
+at most 1.5 (|da| + |db|) + |da||b|/|a| + |db||a|/|b|. A node of the tree adds its own rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+Array = np.ndarray
+# The contract: a coefficient whose squared norm is below sqrt(DBL_MIN) is 1.
+SMALLEST = np.sqrt(np.longdouble(np.finfo(np.float64).tiny))
+
+
+class Node(NamedTuple):
+    """A value of a reduction, and how far (L2) the computed one may be from it."""
+
+    value: Array
+    error: float
+
+
+class Rounding(NamedTuple):
+    """How results are rounded: to `dtype` once, from `wide` arithmetic.
+
+    eps: of the dtype. wide: of the arithmetic. spacing: of the dtype's subnormals.
+    """
+
+    eps: float
+    wide: float
+    spacing: float
+
+    @staticmethod
+    def of(dtype: torch.dtype) -> Rounding:
+        info = torch.finfo(dtype)
+        wide = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+        # A coefficient smaller than 2^-60 or so is applied in float64, and products that are
+        # subnormal in float32 lose at most float32's spacing, which is no more than the dtype's.
+        return Rounding(info.eps, wide, info.smallest_normal * info.eps)
+
+
+def exact(tensor: torch.Tensor) -> Array:
+    """The values, without rounding."""
+    return tensor.double().numpy().astype(np.longdouble)
+
+
+def norm(vector: Array) -> float:
+    return float(np.sqrt((vector * vector).sum()))
+
+
+def pair(a: Node, b: Node, rounding: Rounding) -> Node:
+    """adasum(a, b), by the formula with its dot products."""
+    x, y = a.value, b.value
+    dot, xx, yy = (x * y).sum(), (x * x).sum(), (y * y).sum()
+    left = 1 - dot / (2 * xx) if xx >= SMALLEST else np.longdouble(1)
+    right = 1 - dot / (2 * yy) if yy >= SMALLEST else np.longdouble(1)
+    value = left * x + right * y
+    long, short = norm(x), norm(y)
+    carried = 1.5 * (a.error + b.error)
+    carried += a.error * short / long if long else 0.0
+    carried += b.error * long / short if short else 0.0
+    # Half a unit in the last place an element at the end; before that two products and an addition
+    # in the wide dtype, and two coefficients rounded to it: 3 half units of each product's size.
+    products = abs(float(left)) * long + abs(float(right)) * short
+    own = 0.5 * rounding.eps * norm(value) + 1.5 * rounding.wide * products
+    # Below the normal numbers a half unit is half the spacing; three such roundings an element.
+    own += 1.5 * rounding.spacing * np.sqrt(x.size)
+    return Node(value, carried + own)
+
+
+def tree(leaves: Sequence[Node], rounding: Rounding) -> Node:
+    """vhdd, rd, rechd: the first 2r fold in pairs to a power of two, then neighbours pair."""
+    power = 1 << (len(leaves).bit_length() - 1)
+    extra = len(leaves) - power
+    level = [pair(leaves[2 * i], leaves[2 * i + 1], rounding) for i in range(extra)]
+    level += leaves[2 * extra :]
+    while len(level) > 1:
+        level = [pair(level[i], level[i + 1], rounding) for i in range(0, len(level), 2)]
+    return level[0]
+
+
+def line(leaves: Sequence[Node], rounding: Rounding) -> Node:
+    """xring, psgpu, pscpu: the running result first."""
+    running, *others = leaves
+    for other in others:
+        running = pair(running, other, rounding)
+    return running
+
+
+def averages(vectors: Sequence[Array], local_size: int, rounding: Rounding) -> list[Node]:
+    """The average of each node's vectors, as the leaves of what runs across nodes.
+
+    Each vector is scaled and rounded, then local_size - 1 additions round: so many half units of
+    the sum of the sizes, twice for what comes of products of these.
+    """
+    leaves = []
+    for first in range(0, len(vectors), local_size):
+        node = vectors[first : first + local_size]
+        size = sum(map(norm, node)) / local_size
+        error = local_size * rounding.eps * size
+        error += local_size * rounding.spacing * np.sqrt(node[0].size)
+        leaves.append(Node(sum(node) / local_size, error))
+    return leaves

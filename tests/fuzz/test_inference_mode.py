@@ -1,0 +1,58 @@
+"""Reductions inside torch.inference_mode and outside it, of tensors made on either side."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import adasum
+import collectives
+import kernels
+from adasum import Adasum, Average, Sum
+from collectives import Group, run_threads
+
+
+def test_reductions_inside_inference_mode() -> None:
+    """Validation loops average their metrics there; the group then works outside it, too."""
+
+    def run(group: Group) -> list[list[float]]:
+        with torch.inference_mode():
+            answers = [
+                adasum.allreduce(torch.ones(3), op=Sum),
+                adasum.allreduce_(torch.ones(3), op=Average),
+                adasum.allreduce(torch.ones(3), op=Adasum),
+                collectives.all_reduce(torch.ones(3)),
+                collectives.all_reduce(torch.ones(3), async_op=True).wait(),
+                adasum.broadcast(torch.full((3,), float(group.rank)), 1),
+                adasum.allgather(torch.ones(1)),
+                adasum.reducescatter(torch.ones(2), op=Sum),
+            ]
+        answers.append(adasum.allreduce(torch.ones(300_000), op=Sum)[:1])
+        return [answer.tolist() for answer in answers]
+
+    wanted = [[2.0] * 3, [1.0] * 3, [1.0] * 3, [2.0] * 3, [2.0] * 3, [1.0] * 3, [1.0] * 2, [2.0]]
+    assert run_threads(2, run) == [[*wanted, [2.0]]] * 2
+
+
+def test_memory_made_in_inference_mode_serves_outside_it() -> None:
+    def run(group: Group) -> float:
+        with torch.inference_mode():
+            group.all_reduce(torch.ones(1000))
+        return group.all_reduce(torch.ones(1000))[0].item()
+
+    assert run_threads(3, run) == [3.0] * 3
+
+
+def test_tensors_of_inference_mode_are_not_written_outside_it() -> None:
+    with torch.inference_mode():
+        frozen = torch.ones(3)
+    with pytest.raises(ValueError, match=r"out was made in inference mode: pass out\.clone"):
+        kernels.adasum(torch.ones(3), torch.ones(3), out=frozen)
+
+    def run(group: Group) -> list[float]:
+        for call in (group.all_reduce, group.broadcast, group.reduce):
+            with pytest.raises(ValueError, match="tensor was made in inference mode"):
+                call(frozen)
+        return group.all_gather(frozen).tolist()
+
+    assert run_threads(2, run) == [[1.0] * 6] * 2
