@@ -95,6 +95,14 @@ CASES = [
     Case("all_reduce", "links", "stop", "shm", victim=0),
     Case("all_reduce", "calibration", "kill", "gloo"),
     Case("all_reduce", "port taken", "", "gloo", victim=-1, errors=_BROKEN),
+    # On a GPU, where a context takes seconds to make.
+    *(Case("all_reduce", where, what, "nccl", timeout=20.0)
+      for where, what in (
+          ("call", "kill"), ("call", "stop"), ("call", "sys.exit"), ("call", "raise"),
+          ("transfer", "kill"), ("transfer", "stop"))),
+    Case("average", "backward", "kill", "nccl", timeout=20.0),
+    Case("delta", "step", "raise", "nccl", timeout=20.0),
+    Case("ddp", "backward", "stop", "nccl", timeout=20.0),
     # Shut-down.
     *(Case("all_reduce", "shutdown", what, transport, victim=victim, errors=())
       for transport, what, victim in (

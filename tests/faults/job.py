@@ -32,6 +32,7 @@ FAULTY = 1
 # 8 MiB: an all-reduce takes some milliseconds, and the timer falls into one of many.
 LARGE = 1 << 21
 Strike = Callable[[], None]
+_gpu = False
 
 
 class OnPurpose(Exception):
@@ -94,13 +95,23 @@ def _all_reduce(where: str, strike: Strike | None) -> None:
     if where == "transfer":
         if strike is not None:
             threading.Timer(0.1, strike).start()
-        tensor = torch.ones(LARGE)
+        tensor = torch.ones(LARGE, device=device())
         for _ in range(500):
             group.all_reduce(tensor, hvd.Average, name="w")
         return
     if strike is not None:
         strike()
-    group.all_reduce(torch.ones(100_000), name="w")
+    group.all_reduce(torch.ones(100_000, device=device()), name="w")
+    if device().type == "cuda":
+        # Where the call is only queued, it is waited for, and fails, here.
+        torch.cuda.synchronize()
+
+
+def device() -> torch.device:
+    """Where this rank's tensors are: on a GPU, which ranks may share, for NCCL alone."""
+    if not _gpu:
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ["RANK"]) % torch.cuda.device_count())
 
 
 def hvd_group() -> collectives.Group:
@@ -111,7 +122,7 @@ def _trainer(use: str) -> Callable[[str, Strike | None], None]:
     """A function that trains one step."""
     if use == "all_reduce":
         return _all_reduce
-    net = Net()
+    net = Net().to(device())
     model: nn.Module = net
     optimizer: torch.optim.Optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     if use == "ddp":
@@ -131,7 +142,7 @@ def _trainer(use: str) -> Callable[[str, Strike | None], None]:
     def train(where: str, strike: Strike | None) -> None:
         optimizer.zero_grad()
         net.in_backward = strike if where == "backward" else None
-        model(torch.randn(4, 32)).square().mean().backward()
+        model(torch.randn(4, 32, device=device())).square().mean().backward()
         if where == "step" and strike is not None:
             strike()
         if where != "missing step" or strike is None:
@@ -180,6 +191,10 @@ def main(job: dict[str, Any]) -> None:
 
 
 def _run(job: dict[str, Any], rank: int, directory: Path, diary: Diary) -> None:
+    global _gpu
+    _gpu = job["transport"] == "nccl"
+    if _gpu:
+        torch.cuda.set_device(device())
     where = job["where"]
     strike = partial(_strike, job["what"], job["late"], diary) if rank == job["victim"] else None
     if where == "before init" and strike:

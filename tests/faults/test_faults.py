@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
+from ..multi_rank.test_nccl import why_not
 from .cases import CASES, EXIT, GRACE, Case
 from .nursery import Nursery
 from .ranks import Report, carry_out
@@ -28,6 +29,7 @@ def reports(
         for item in request.session.items
         if isinstance(item, pytest.Function) and item.originalname == test_fault.__name__
     ]
+    wanted = [case for case in wanted if case.transport != "nccl" or not why_not()]
     with Nursery() as nursery, ThreadPoolExecutor(AT_ONCE) as pool:
         futures = {
             case: pool.submit(carry_out, case, nursery, tmp_path_factory.mktemp("fault"))
@@ -44,6 +46,8 @@ def test_there_are_enough() -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_fault(case: Case, reports: dict[Case, Future[Report]]) -> None:
+    if case.transport == "nccl" and (reason := why_not()):
+        pytest.skip(reason)
     report = reports[case].result()
     others = [rank for rank in range(case.size) if rank != case.victim]
     for rank in others:
