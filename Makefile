@@ -30,7 +30,7 @@ evidence: $(READY)  ## the trainings behind docs/evidence: about an hour on two 
 	for each in digits rates text orthogonality; do $(PY) examples/evidence_$$each.py || exit 1; done
 
 test: $(READY)  ## every test, two files at a time
-	$(PY) -m pytest tests -n 2 --dist loadfile $(PYTEST_ARGS)
+	$(PY) -m pytest tests -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-timing: $(READY)  ## tests of measured times, for a machine with nothing else to do
 	$(PY) -m pytest tests -m timing $(PYTEST_ARGS)

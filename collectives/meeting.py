@@ -66,13 +66,16 @@ def bounded(start: Callable[[], None], rank: int, timeout: float) -> None:
             future.set_exception(error)
 
     # Not a pool's, which the interpreter would wait for at exit.
-    threading.Thread(target=run, name="collectives-start", daemon=True).start()
+    thread = threading.Thread(target=run, name="collectives-start", daemon=True)
+    thread.start()
     if not wait([future], timeout).done:
         raise CollectiveTimeoutError(
             f"rank {rank} could not start within {timeout:g} s: what listens at "
             f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} is not the store that rank 0 "
             "or torchrun keeps, or that has stopped"
         )
+    # An interpreter that ends while a thread is on its way out of torch's code aborts.
+    thread.join(1.0)
     future.result()
 
 

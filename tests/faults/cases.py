@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 # Of any wait for a peer, in seconds, unless a case has its own.
-TIMEOUT = 2.0
+TIMEOUT = 4.0
 # Contract: the others have their error within the timeout plus this.
 GRACE = 5.0
 # From the error to the process's end. An interpreter that has imported torch needs a second of CPU

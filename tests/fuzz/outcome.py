@@ -16,7 +16,7 @@ EXAMPLES = os.environ.get("FUZZ_EXAMPLES")
 # The same few examples in every run, so that CI does not change its mind; FUZZ_EXAMPLES=1000 looks
 # for new ones, as many, from a fresh seed.
 SETTINGS = settings(
-    max_examples=int(EXAMPLES or 25),
+    max_examples=int(EXAMPLES or 12),
     derandomize=EXAMPLES is None,
     deadline=None,
     database=None,
