@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +17,10 @@ import torch.distributed as dist
 
 from .errors import CollectiveTimeoutError, TransportError
 
+# Seconds for a thread to leave torch's code, where torch takes longer than it was given: it may
+# lose a connection that it waited on, pause, and try another one for the whole time.
+_LEAVE = 5.0
+
 
 def open_store(rank: int, timeout: float) -> dist.Store:
     """The store at MASTER_ADDR and MASTER_PORT: torchrun's, else rank 0's own.
@@ -23,21 +29,25 @@ def open_store(rank: int, timeout: float) -> dist.Store:
     missing. timeout: seconds. CollectiveTimeoutError where there is none in time,
     TransportError where the port is taken.
     """
-    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    place = f"{host}:{port}"
+    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        if agents or rank != 0:
+            _await_listener(host, port, time.monotonic() + timeout)
+        if agents:
             store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
             return store
         return dist.TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
+            host,
+            port,
             is_master=rank == 0,
             timeout=timedelta(seconds=timeout),
             wait_for_workers=False,
             # As torch's own, so that torch can open one there, too.
             multi_tenant=True,
         )
-    except dist.DistError as error:
+    except (dist.DistError, OSError) as error:
         if "EADDRINUSE" in str(error):
             raise TransportError(
                 f"rank {rank} cannot listen on {place}, where all ranks are to meet: something "
@@ -47,6 +57,25 @@ def open_store(rank: int, timeout: float) -> dist.Store:
             f"rank {rank} got no answer from the store at {place}, which rank 0 or torchrun keeps, "
             f"within {timeout:g} s: {first_line(error)}"
         ) from error
+
+
+def _await_listener(host: str, port: int, deadline: float) -> None:
+    """Return once something listens there; the last OSError where nothing does in time.
+
+    torch tries by itself, too, but pauses for seconds between two tries, into its overtime, and
+    says a page about each.
+    """
+    pause = 0.01
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            with socket.create_connection((host, port), timeout=max(left, 0.1)):
+                return
+        except OSError:
+            if left <= 0:
+                raise
+        time.sleep(min(pause, max(left, 0)))
+        pause = min(2 * pause, 0.25)
 
 
 def bounded(start: Callable[[], None], rank: int, timeout: float) -> None:
@@ -69,13 +98,14 @@ def bounded(start: Callable[[], None], rank: int, timeout: float) -> None:
     thread = threading.Thread(target=run, name="collectives-start", daemon=True)
     thread.start()
     if not wait([future], timeout).done:
+        # An interpreter aborts where a thread leaves torch's code while it ends.
+        atexit.register(thread.join, _LEAVE)
         raise CollectiveTimeoutError(
             f"rank {rank} could not start within {timeout:g} s: what listens at "
             f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} is not the store that rank 0 "
             "or torchrun keeps, or that has stopped"
         )
-    # An interpreter that ends while a thread is on its way out of torch's code aborts.
-    thread.join(1.0)
+    thread.join(_LEAVE)
     future.result()
 
 
