@@ -132,7 +132,7 @@ class Consent:
         if self.agree(call, label).joined:
             return work()
         vectors = board.windows(show.numel, show.dtype)
-        self._runner.shown = Shown(board, vectors, show.sliced)
+        self._runner.shown = Shown(board, vectors, show.way)
         try:
             return work()
         finally:

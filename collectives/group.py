@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from .transport.base import Transport
 from .work import Work
 
 Tensor = torch.Tensor
+_formatted = lru_cache(format_all_reduce_spec)
 
 
 class Group:
@@ -366,7 +368,7 @@ class Group:
 def _options(op: Reducer, specs: Specs, prescale: float, postscale: float) -> dict[str, Any]:
     return {
         "op": str(op),
-        "algorithm": format_all_reduce_spec(specs),
+        "algorithm": _formatted(specs),
         "prescale": float(prescale),
         "postscale": float(postscale),
     }

@@ -256,4 +256,4 @@ def exhibit(
         return None
     spec = spec_for(_specs(options["algorithm"]), found.numel)
     way = way_of(spec, found, size, op, runner.links is not None)
-    return None if way is None else replace(found, sliced=way == "sliced")
+    return None if way is None else replace(found, way=way)

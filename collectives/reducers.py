@@ -106,8 +106,9 @@ class SumReducer(Reducer):
 
     def reduce(self, operands: Operands) -> None:
         for parts, out, _ in operands.pieces:
-            # Sums of integers and complex numbers are torch's own.
-            if out.dtype in kernels.DTYPES:
+            # Sums of integers and complex numbers are torch's own. Those of two floating ones are
+            # the same bits, and looking at the arguments again costs more than a small sum.
+            if out.dtype in kernels.DTYPES and (len(parts) > 2 or not out.is_cpu):
                 kernels.sum_n(parts, out=out)
             else:
                 _fold(torch.add, parts, out)

@@ -2,15 +2,16 @@
 
 Every rank shows its vector there before it enters the call; once all have entered, no message is
 left to send. Small vectors: each rank carries out the whole tree of recursive doubling (`rd`) by
-itself, reading n vectors. Larger ones: each reduces its n-th of all, in place, and takes the rest
-of the result from the others, which is what halving and doubling come to (`rechd`, `vhdd`). Sums
-have the bits that messages give them; Adasum's dot products are cut elsewhere than `vhdd` cuts
-them, so that it has those of `rd` alone.
+itself, reading n vectors, or, where a reduction costs more than waiting for another rank's, each
+pair's first rank does it for all. Larger ones: each reduces its n-th of all, in place, and takes
+the rest of the result from the others, which is what halving and doubling come to (`rechd`,
+`vhdd`). Sums have the bits that messages give them; Adasum's dot products are cut elsewhere than
+`vhdd` cuts them, so that it has those of `rd` alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -38,14 +39,14 @@ _CACHE_LINE = 64
 class Exhibit:
     """What a rank shows in a call: `fill` writes it to a tensor of `numel` elements.
 
-    rows: segments of it. sliced: whether each rank reduces a part.
+    rows: segments of it. way: how it is reduced, a key of `Shown.WAYS`.
     """
 
     numel: int
     dtype: torch.dtype
     rows: int
     fill: Callable[[Tensor], object]
-    sliced: bool = False
+    way: str = "whole"
 
     @property
     def nbytes(self) -> int:
@@ -58,7 +59,7 @@ class Shown:
 
     board: Board
     vectors: Sequence[Tensor]
-    sliced: bool
+    way: str
 
     def reduce(
         self,
@@ -70,11 +71,25 @@ class Shown:
         timeout: float,
     ) -> None:
         """out = the vectors reduced by `op`."""
-        if self.sliced:
-            self._reduce_slice(op, segments, label, timeout)
-            out.copy_(self.vectors[0])
-        else:
+        if self.way == "whole":
             _reduce_whole(self.vectors, out, op, segments, workspace)
+            return
+        if self.way == "pairs":
+            self._reduce_pairs(op, segments, label, timeout)
+        else:
+            self._reduce_slice(op, segments, label, timeout)
+        out.copy_(self.vectors[0])
+
+    def _reduce_pairs(
+        self, op: Reducer, segments: Sequence[int] | None, label: str, timeout: float
+    ) -> None:
+        """Make the first vector the result: each pair's first rank makes its vector the pair's."""
+        vectors = self.vectors
+        for number, pairs in enumerate(_levels(len(vectors))):
+            for left, right in pairs:
+                if left == self.board.rank:
+                    _reduce_two(vectors[left], vectors[right], vectors[left], op, segments)
+            self.board.meet(f"step {number + 1} of {label}", timeout)
 
     def _reduce_slice(
         self, op: Reducer, segments: Sequence[int] | None, label: str, timeout: float
@@ -139,8 +154,9 @@ def exhibit_of(tensors: Sequence[Tensor], segments: Sequence[int] | None) -> Exh
 def way_of(
     spec: AllReduceSpec, show: Exhibit, size: int, op: Reducer, measured: bool
 ) -> str | None:
-    """ "whole" or "sliced" where a range of a specification stands for that; None for messages.
+    """How a range of a specification is carried out here; None for messages.
 
+    "whole": each rank all of it. "pairs": each pair's first rank. "sliced": each rank a part.
     measured: whether `auto` may follow what costs least.
     """
     if spec.inner is not None or spec.shards != 1:
@@ -154,8 +170,15 @@ def way_of(
         if measured and not op.uniform:
             name = "rd" if small else "rechd"
     if name == "rd" and small:
-        return "whole"
+        # An addition is cheaper than waiting, and with two ranks nobody would do anything else.
+        return "pairs" if op.uniform and size > 2 else "whole"
     return "sliced" if name in ("rechd", "vhdd") and fits else None
+
+
+def _reduce_two(
+    left: Tensor, right: Tensor, out: Tensor, op: Reducer, segments: Sequence[int] | None
+) -> None:
+    op.reduce(Operands((Piece((left, right), out, 0),), out.numel(), segments, None))
 
 
 def _reduce_whole(
@@ -169,43 +192,30 @@ def _reduce_whole(
 
     Between them stand buffers aligned alike on every rank, so that all get the same bits.
     """
-    fold = Fold(len(shown))
+    size = len(shown)
     width = -(-out.nbytes // _CACHE_LINE) * _CACHE_LINE // out.element_size()
-    scratch = workspace.take(width * fold.leaves.bit_length(), out)
-
-    def reduce(left: Tensor, right: Tensor, target: Tensor) -> Tensor:
-        piece = Piece((left, right), target, 0)
-        op.reduce(Operands((piece,), out.numel(), segments, None))
-        return target
-
-    def value(leaf: int, leaves: int, level: int) -> Tensor:
-        """Of `leaves` leaves from `leaf` on, made in the scratch from `level` on."""
-        target = scratch[level * width :][: out.numel()]
-        if leaves == 1:
-            rank = fold.rank(leaf)
-            if leaf >= fold.extra:
-                return shown[rank]
-            return reduce(shown[rank], shown[rank + 1], target)
-        half = leaves // 2
-        left = value(leaf, half, level)
-        right = value(leaf + half, half, level + 1)
-        return reduce(left, right, out if leaves == fold.leaves else target)
-
-    value(0, fold.leaves, 0)
+    numel = out.numel()
+    scratch = workspace.take(width * (size - 2), out) if size > 2 else out
+    places = [*shown]
+    *inner, (first, second) = [pair for pairs in _levels(size) for pair in pairs]
+    for i, (left, right) in enumerate(inner):
+        target = scratch[i * width :][:numel]
+        _reduce_two(places[left], places[right], target, op, segments)
+        places[left] = target
+    _reduce_two(places[first], places[second], out, op, segments)
 
 
-def _levels(size: int) -> Iterator[list[tuple[int, int]]]:
+@lru_cache
+def _levels(size: int) -> list[list[tuple[int, int]]]:
     """The pairs of ranks whose vectors are reduced in each level, into the first one's."""
     fold = Fold(size)
-    if fold.extra:
-        yield [(2 * leaf, 2 * leaf + 1) for leaf in range(fold.extra)]
+    levels = [[(2 * leaf, 2 * leaf + 1) for leaf in range(fold.extra)]] if fold.extra else []
     distance = 1
     while distance < fold.leaves:
-        yield [
-            (fold.rank(leaf), fold.rank(leaf + distance))
-            for leaf in range(0, fold.leaves, 2 * distance)
-        ]
+        leaves = range(0, fold.leaves, 2 * distance)
+        levels.append([(fold.rank(leaf), fold.rank(leaf + distance)) for leaf in leaves])
         distance *= 2
+    return levels
 
 
 @lru_cache(maxsize=256)

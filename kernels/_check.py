@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -128,12 +128,15 @@ def check_like(name: str, tensor: object, like_name: str, like: Tensor) -> Tenso
         raise TypeError(
             f"{name} has dtype {checked.dtype} but {like_name} has {like.dtype}: convert one"
         )
-    return check_place(name, checked, like_name, like)
+    return _check_place(name, checked, like_name, like)
 
 
 def check_place(name: str, tensor: object, like_name: str, like: Tensor) -> Tensor:
     """Return `tensor` if it is readable and has the shape and device of `like`, of any dtype."""
-    checked = check_tensor(name, tensor)
+    return _check_place(name, check_tensor(name, tensor), like_name, like)
+
+
+def _check_place(name: str, checked: Tensor, like_name: str, like: Tensor) -> Tensor:
     if not same_device(checked, like):
         raise ValueError(
             f"{name} is on {checked.device} but {like_name} is on {like.device}: move one"
@@ -194,12 +197,6 @@ def check_no_overlap(name: str, written: Tensor, other_name: str, other: Tensor)
         raise ValueError(f"{name} overlaps {other_name} in memory: pass a separate tensor")
 
 
-def check_in_place(name: str, written: Tensor, other_name: str, other: Tensor) -> None:
-    """Raise ValueError if `written` overlaps `other` without being exactly the same memory."""
-    if byte_range(written) != byte_range(other):
-        check_no_overlap(name, written, other_name, other)
-
-
 def check_disjoint(name: str, tensors: Sequence[Tensor]) -> None:
     """Raise ValueError if two of the tensors, all about to be written, share memory."""
     starts = list(map(Tensor.data_ptr, tensors))
@@ -254,13 +251,25 @@ def check_pair(a: object, b: object, out: object | None) -> tuple[Tensor, Tensor
     return left, right, check_writable("out", check_like("out", out, "a", left))
 
 
-def check_written(out: Tensor, found_inf: Tensor | None, **inputs: Tensor) -> None:
-    """Raise ValueError unless `out` is an input or apart from it, and `found_inf` from all."""
-    for name, tensor in inputs.items():
-        check_in_place("out", out, name, tensor)
+def check_written(
+    out: Tensor,
+    found_inf: Tensor | None,
+    inputs: Sequence[Tensor],
+    name: Callable[[int], str],
+) -> None:
+    """Raise ValueError unless `out` is an input or apart from it, and `found_inf` from all.
+
+    name: of the i-th input.
+    """
+    low, high = byte_range(out)
+    for i, tensor in enumerate(inputs):
+        start, stop = byte_range(tensor)
+        if start < high and low < stop and (start, stop) != (low, high):
+            check_no_overlap("out", out, name(i), tensor)
     if found_inf is not None:
-        for name, tensor in {"out": out, **inputs}.items():
-            check_no_overlap("found_inf", found_inf, name, tensor)
+        check_no_overlap("found_inf", found_inf, "out", out)
+        for i, tensor in enumerate(inputs):
+            check_no_overlap("found_inf", found_inf, name(i), tensor)
 
 
 def check_segments(segments: object, numel: int) -> tuple[int, ...]:

@@ -6,8 +6,11 @@ once. Dot products are taken in float64, where no square of a float32 under- or 
 
 from __future__ import annotations
 
+import operator
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -24,7 +27,30 @@ _MAP_BLOCK = 1 << 19
 _SUM_BLOCK = 1 << 21
 # Coefficients inside this range times any float32 lose nothing to float32's exponent.
 _SAFE_LOW, _SAFE_HIGH = 2.0**-60, 2.0**60
-_memory = threading.local()
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+class _Memory(threading.local):
+    """Each thread's own, kept from call to call: by slot and dtype."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[tuple[int, torch.dtype], Tensor] = {}
+
+
+_memory = _Memory()
+
+
+def _without_grad(function: Function) -> Function:
+    """torch.no_grad(), which costs microseconds, only where gradients are on."""
+
+    @wraps(function)
+    def quietly(*args: object) -> object:
+        if not torch.is_grad_enabled():
+            return function(*args)
+        with torch.no_grad():
+            return function(*args)
+
+    return cast(Function, quietly)
 
 
 def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:
@@ -33,14 +59,13 @@ def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:
 
 
 def _scratch(slot: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """`numel` elements of this thread's own memory of `slot`, kept from call to call."""
-    name = f"{slot} {dtype}"
-    memory: Tensor | None = getattr(_memory, name, None)
+    """`numel` elements of this thread's own memory of `slot`."""
+    memory = _memory.blocks.get((slot, dtype))
     if memory is None or memory.numel() < numel:
         # Nobody may write outside inference mode to a tensor made inside it.
         with torch.inference_mode(False):
             memory = torch.empty(numel, dtype=dtype, device="cpu")
-        setattr(_memory, name, memory)
+        _memory.blocks[slot, dtype] = memory
     return memory[:numel]
 
 
@@ -95,7 +120,7 @@ def _slots(layout: Layout, buffer: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     return slots, padding
 
 
-@torch.no_grad()
+@_without_grad
 def pack(
     tensors: Sequence[Tensor],
     layout: Layout,
@@ -121,7 +146,7 @@ def pack(
     _flag_non_finite(found_inf, out)
 
 
-@torch.no_grad()
+@_without_grad
 def unpack(
     buffer: Tensor,
     tensors: Sequence[Tensor],
@@ -143,7 +168,7 @@ def unpack(
     _flag_non_finite(found_inf, *flat)
 
 
-@torch.no_grad()
+@_without_grad
 def sum_n(tensors: Sequence[Tensor], out: Tensor, scale: float, found_inf: Tensor | None) -> None:
     """out = scale * (t0 + t1 + ...), in list order; `out` may be any of the tensors."""
     dtype = tensors[0].dtype
@@ -178,7 +203,15 @@ def _accumulate(total: Tensor, tensor: Tensor) -> None:
     total.add_(tensor)
 
 
-@torch.no_grad()
+def _safe(coefficient: float) -> bool:
+    return (
+        coefficient == 0.0
+        or _SAFE_LOW < abs(coefficient) < _SAFE_HIGH
+        or coefficient != coefficient
+    )
+
+
+@_without_grad
 def scaled_add(
     a: Tensor,
     b: Tensor,
@@ -192,16 +225,13 @@ def scaled_add(
     The same bits whichever it is: ranks that reduce the same pair write into one or the other.
     """
     wide = compute_dtype(a.dtype, b.dtype, out.dtype)
-    if wide == torch.float32 and not all(
-        value == 0.0 or _SAFE_LOW < abs(value) < _SAFE_HIGH or value != value
-        for value in (alpha, beta)
-    ):
+    if wide == torch.float32 and not (_safe(alpha) and _safe(beta)):
         wide = torch.float64
     x, y, target = _flat(a), _flat(b), _flat(out)
     # The output can hold the intermediate result unless it is b.
     direct = out.dtype == wide and out.data_ptr() != b.data_ptr()
     for low, high in _blocks(0, target.numel(), _SUM_BLOCK if direct else _MAP_BLOCK):
-        left, right, to = (_part(flat, low, high) for flat in (x, y, target))
+        left, right, to = _part(x, low, high), _part(y, low, high), _part(target, low, high)
         block = to if direct else _scratch(0, high - low, wide)
         if left.dtype == wide:
             torch.mul(left, alpha, out=block)
@@ -213,31 +243,38 @@ def scaled_add(
         _flag_non_finite(found_inf, to)
 
 
-@torch.no_grad()
+def _wide(slot: int, tensor: Tensor) -> Tensor:
+    return _scratch(slot, tensor.numel(), torch.float64).copy_(tensor)
+
+
+def _dots(u: Tensor, v: Tensor) -> list[float]:
+    return [torch.dot(u, v).item(), torch.dot(u, u).item(), torch.dot(v, v).item()]
+
+
+@_without_grad
 def dot_and_norms(a: Tensor, b: Tensor, bounds: Sequence[int]) -> list[list[float]]:
     """S rows (a.b, |a|^2, |b|^2) of the flattened segments."""
-    x, y = a.view(-1), b.view(-1)
+    x, y = _flat(a), _flat(b)
+    if len(bounds) == 2 and 0 < x.numel() <= _DOT_BLOCK:
+        return [_dots(_wide(0, x), _wide(1, y))]
     count = len(bounds) - 1
     rows = [[0.0, 0.0, 0.0] for _ in range(count)]
     segment = 0
     for low, high in _blocks(0, x.numel(), _DOT_BLOCK):
-        left = _scratch(0, high - low, torch.float64).copy_(x[low:high])
-        right = _scratch(1, high - low, torch.float64).copy_(y[low:high])
+        left, right = _wide(0, x[low:high]), _wide(1, y[low:high])
         while bounds[segment + 1] <= low:
             segment += 1
         here = segment
         while here < count and bounds[here] < high:
             start, stop = max(bounds[here], low) - low, min(bounds[here + 1], high) - low
             if start < stop:
-                u, v, row = left[start:stop], right[start:stop], rows[here]
-                row[0] += torch.dot(u, v).item()
-                row[1] += torch.dot(u, u).item()
-                row[2] += torch.dot(v, v).item()
+                part = _dots(left[start:stop], right[start:stop])
+                rows[here] = [*map(operator.add, rows[here], part)]
             here += 1
     return rows
 
 
-@torch.no_grad()
+@_without_grad
 def combine(
     a: Tensor,
     b: Tensor,
@@ -251,7 +288,7 @@ def combine(
     for (dot, mine, theirs), low, high in zip(dots, bounds[:-1], bounds[1:], strict=True):
         if low < high:
             alpha, beta = _coefficient(dot, mine), _coefficient(dot, theirs)
-            left, right, to = (_part(flat, low, high) for flat in (x, y, target))
+            left, right, to = _part(x, low, high), _part(y, low, high), _part(target, low, high)
             scaled_add(left, right, alpha, beta, to, found_inf)
 
 

@@ -63,7 +63,7 @@ def _combine(
     out: Tensor,
     found_inf: Tensor | None,
 ) -> None:
-    check_written(out, found_inf, a=a, b=b)
+    check_written(out, found_inf, (a, b), "ab".__getitem__)
     check_no_overlap("out", out, "dots", dots)
     if _launch.on_triton(a):
         _projection.combine(a, b, dots, tuple(bounds), out, found_inf)
@@ -82,7 +82,7 @@ def _adasum(
     out: Tensor,
     found_inf: Tensor | None,
 ) -> None:
-    check_written(out, found_inf, a=a, b=b)
+    check_written(out, found_inf, (a, b), "ab".__getitem__)
     if _launch.on_triton(a):
         _projection.adasum(a, b, tuple(bounds), out, found_inf)
     else:

@@ -196,7 +196,7 @@ def _run_sum_n(
     out: Tensor,
     found_inf: Tensor | None,
 ) -> None:
-    check_written(out, found_inf, **{f"tensors[{i}]": t for i, t in enumerate(tensors)})
+    check_written(out, found_inf, tensors, "tensors[{}]".format)
     if _launch.on_triton(out):
         _sum(tensors, out, scale, found_inf)
     else:
@@ -211,7 +211,7 @@ def _run_sum_n(
 def _run_scaled_add(
     a: Tensor, b: Tensor, alpha: float, beta: float, out: Tensor, found_inf: Tensor | None
 ) -> None:
-    check_written(out, found_inf, a=a, b=b)
+    check_written(out, found_inf, (a, b), "ab".__getitem__)
     if _launch.on_triton(out):
         _scaled_add(a, b, alpha, beta, out, found_inf)
     else:

@@ -15,10 +15,14 @@ enters a call the others may use once all have entered it, until it enters the n
 thus travel with the agreement. Within a call ranks can add up small tables (`add`) and wait for
 each other (`meet`), as long as all do it alike.
 
+A rank that waits sleeps on a futex, which whoever posts last changes: so none is woken before it
+can go on. Where there are no futexes it naps.
+
 Order of memory accesses: a word is one aligned store, so nothing has to be ordered within a row. A
 rank posts before it sends a message of the call, and says that it stopped after its last one;
 send(2) and recv(2) take the lock of the socket's queue, and a thread's mailbox has one, which
-orders these on every processor. Between a window and its word stand `_fence`s.
+orders these on every processor. Between a window and its word stand `_fence`s, and one between a
+word and the look whether it was the last: of the ranks that post at once, one sees all.
 """
 
 from __future__ import annotations
@@ -27,12 +31,13 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
 from ..errors import CollectiveTimeoutError
+from . import futex
 
 # A cache line: a rank that posts does not take the line that others write.
 ROW_BYTES = 64
@@ -40,7 +45,10 @@ _ROW = ROW_BYTES // 8
 # What a rank can show in a call, and the largest table. Memory only where it is written to.
 WINDOW_BYTES = 4 * 1024 * 1024
 TABLE_BYTES = 64 * 1024
+# Of the windows, kept as tensors; making one costs some microseconds.
+_MOST_VIEWS = 256
 _STOPPED, _CLEAN, _MET = 2, 3, 4
+_COLUMNS = 5
 # Above the hash, which is never 0 in what was posted: the call's number, from 1 to _NUMBERS.
 HASH_BITS = 56
 _NUMBERS = 255
@@ -48,6 +56,8 @@ _NUMBERS = 255
 JOINED = 0
 # Looks before sleeping, which may give way to another rank: some 20 us.
 _LOOKS = 30
+# Asleep no longer than this without a look whether a rank is gone; without futexes, between looks.
+_GLANCE = 20e-3
 _SHORTEST, _LONGEST = 20e-6, 1e-3
 
 
@@ -57,7 +67,8 @@ def board_bytes(size: int) -> int:
 
 
 def _windows_at(size: int) -> int:
-    return -(-size * ROW_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
+    # Below the ranks' rows, the words that they sleep on.
+    return -(-(size + 1) * ROW_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class RanksDiffer(Exception):
@@ -94,17 +105,20 @@ class Board:
     def __init__(
         self, memory: memoryview, rank: int, size: int, peers: Peers, *, spinning: bool
     ) -> None:
-        words = memory.cast("B").cast("Q")[: size * _ROW]
+        words = memory.cast("B").cast("Q")[: (size + 1) * _ROW]
         self._mine = words[rank * _ROW : (rank + 1) * _ROW]
-        self._columns = [words[column::_ROW] for column in range(_MET + 1)]
+        self._columns = [words[column : size * _ROW : _ROW] for column in range(_COLUMNS)]
+        self._gates = words[size * _ROW :].cast("B").cast("I")
         # Nobody may write outside inference mode to a tensor made inside it.
         with torch.inference_mode(False):
             whole = torch.frombuffer(memory, dtype=torch.uint8, count=board_bytes(size))
+        self._gates_at = whole.data_ptr() + size * ROW_BYTES
         windows, tables = whole[_windows_at(size) :].split(
             [2 * size * WINDOW_BYTES, 2 * size * TABLE_BYTES]
         )
         self._windows = windows.view(2, size, WINDOW_BYTES)
         self._tables = tables.view(2, size, TABLE_BYTES)
+        self._kept: dict[tuple[int, int, torch.dtype], Sequence[torch.Tensor]] = {}
         self._met = 0
         self.rank = rank
         self._size = size
@@ -116,23 +130,32 @@ class Board:
 
     def window(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Where this rank shows `numel` elements in the next call, before it enters that."""
-        mine = self._windows[(self._calls + 1) % 2, self.rank]
-        return mine[: numel * dtype.itemsize].view(dtype)
+        return self._views(self._calls + 1, numel, dtype)[self.rank]
 
-    def windows(self, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    def windows(self, numel: int, dtype: torch.dtype) -> Sequence[torch.Tensor]:
         """What all ranks show in this call, by rank, after `wait`.
 
         Whoever writes to them sees to it that no other rank uses these elements.
         """
-        shown = self._windows[self._calls % 2, :, : numel * dtype.itemsize]
-        return list(shown.view(dtype).unbind())
+        return self._views(self._calls, numel, dtype)
+
+    def _views(self, call: int, numel: int, dtype: torch.dtype) -> Sequence[torch.Tensor]:
+        key = call % 2, numel, dtype
+        views = self._kept.get(key)
+        if views is None:
+            if len(self._kept) >= _MOST_VIEWS:
+                self._kept.clear()
+            with torch.inference_mode(False):
+                shown = self._windows[call % 2, :, : numel * dtype.itemsize]
+                views = self._kept[key] = shown.view(dtype).unbind()
+        return views
 
     def enter(self, code: int) -> None:
         """Post the next call: a hash of HASH_BITS bits, not 0, or JOINED."""
         self._calls += 1
         self._word = (self._calls % _NUMBERS + 1) << HASH_BITS | code
         _fence()
-        self._mine[self._calls % 2] = self._word
+        self._post(self._calls % 2, self._word, self._settled)
 
     def withdraw(self) -> None:
         """Be missing from this call: a rank that comes late must not take this one for there."""
@@ -147,6 +170,13 @@ class Board:
         if any(word != self._word and word >> HASH_BITS == number for word in words):
             raise RanksDiffer
         return False
+
+    def _settled(self) -> bool:
+        """Whether the ranks have agreed or differ."""
+        try:
+            return self.agreed()
+        except RanksDiffer:
+            return True
 
     def glance(self) -> None:
         """For a transport that is about to wait, or has met a message it cannot take.
@@ -181,7 +211,7 @@ class Board:
         """Return when all ranks have called it as often: what they wrote before can be read."""
         self._met += 1
         _fence()
-        self._mine[_MET] = self._met
+        self._post(_MET, self._met, self._all_met)
         if not self._all_met():
             self._until(self._all_met, _MET, step, timeout)
         _fence()
@@ -194,13 +224,36 @@ class Board:
         for column in (_STOPPED, _CLEAN):
             if column == _CLEAN:
                 self._peers.discard()
-            self._mine[column] = self._calls
             entries = self._columns[column]
 
             def all_there(entries: memoryview = entries) -> bool:
                 return entries.tolist().count(self._calls) == self._size
 
+            self._post(column, self._calls, all_there)
             self._until(all_there, column, step, timeout)
+
+    def _post(self, column: int, word: int, enough: Callable[[], bool]) -> None:
+        """Say it to all; where that is `enough` for those that wait, wake them."""
+        self._mine[column] = word
+        if futex.available:
+            _fence()
+            if enough():
+                self._gates[column] = self._turn(column)
+                futex.wake(self._gates_at + 4 * column)
+
+    def _turn(self, column: int) -> int:
+        """What a gate says that the ranks have gone through; another one for each time."""
+        return (self._met if column == _MET else self._calls) & 0xFFFFFFFF
+
+    def _sleep(self, there: Callable[[], bool], column: int, waited: float) -> None:
+        """Until the last rank has posted, or for a while."""
+        if not futex.available:
+            # Late by an eighth at most.
+            time.sleep(min(max(waited / 8, _SHORTEST), _LONGEST))
+            return
+        gate = self._gates[column]
+        if not there():
+            futex.wait(self._gates_at + 4 * column, gate, _GLANCE)
 
     def _until(self, there: Callable[[], bool], column: int, step: str, timeout: float) -> None:
         try:
@@ -234,8 +287,7 @@ class Board:
                     f"rank {self.rank} got no answer from {self._late(column)} in {step} within "
                     f"{timeout:.3g} s"
                 )
-            # Late by an eighth at most.
-            time.sleep(min(max(waited / 8, _SHORTEST), _LONGEST))
+            self._sleep(there, column, waited)
 
     def _late(self, column: int) -> str:
         entries = self._columns[column].tolist()

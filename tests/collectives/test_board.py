@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from collectives import CollectiveTimeoutError
-from collectives.transport import Message, ShmTransport, ThreadTransport, ThreadWorld
+from collectives.transport import Message, ShmTransport, ThreadTransport, ThreadWorld, futex
 from collectives.transport.board import JOINED, Board, RanksDiffer, board_bytes
 from collectives.transport.channel import INLINE_BYTES, RING_BYTES
 
@@ -216,10 +216,11 @@ def test_an_interrupt_is_told_to_the_peers(monkeypatch: pytest.MonkeyPatch) -> N
     board = board_of(first)
     board.enter(1)
 
-    def interrupt(seconds: float) -> None:
+    def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(time, "sleep", interrupt)
+    monkeypatch.setattr(futex, "wait", interrupt)
     with pytest.raises(KeyboardInterrupt):
         board.wait("a step", TIMEOUT)
     monkeypatch.undo()

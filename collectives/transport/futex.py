@@ -1,0 +1,69 @@
+"""Sleep until another rank changes a word of shared memory: Linux's futex(2), by the C library.
+
+Whoever looks at a word from time to time instead takes a core, each time, from the rank that it
+waits for, and comes late by half a nap.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import sys
+
+_NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98}
+_WAIT, _WAKE = 0, 1
+_ALL = 2**31 - 1
+_WOKEN = (0, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT)
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def wait(address: int, value: int, seconds: float) -> None:
+    """Return when woken, at once where the 32-bit word at `address` is not `value`, or in time.
+
+    It may return for nothing. OSError where the system refuses.
+    """
+    whole = int(seconds)
+    timeout = _Timespec(whole, int((seconds - whole) * 1e9))
+    _failed(_sleeping(_number, address, _WAIT, value, ctypes.addressof(timeout)))
+
+
+def wake(address: int) -> None:
+    """Wake all that wait for the word at `address`, which has changed."""
+    _failed(_holding(_number, address, _WAKE, _ALL, None))
+
+
+def _failed(answer: int) -> None:
+    if answer < 0 and (code := ctypes.get_errno()) not in _WOKEN:
+        raise OSError(code, f"futex: {os.strerror(code)}")
+
+
+def _syscall(library: type[ctypes.CDLL]) -> ctypes._NamedFuncPointer:
+    function = library(None, use_errno=True).syscall
+    long, pointer = ctypes.c_long, ctypes.c_void_p
+    function.argtypes, function.restype = [long, pointer, long, long, pointer], long
+    return function
+
+
+def _works() -> bool:
+    """Whether there are futexes: not on other systems, and not where a sandbox forbids them."""
+    word = ctypes.c_uint32(0)
+    try:
+        wait(ctypes.addressof(word), 1, 0.0)
+        wake(ctypes.addressof(word))
+    except OSError:
+        return False
+    return True
+
+
+_number = _NUMBERS.get(platform.machine(), 0)
+available = False
+if sys.platform == "linux" and sys.maxsize > 2**32 and sys.byteorder == "little" and _number:
+    _sleeping = _syscall(ctypes.CDLL)
+    # Keeps the interpreter's lock, which would else go to another thread for milliseconds.
+    _holding = _syscall(ctypes.PyDLL)
+    available = _works()
