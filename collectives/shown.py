@@ -1,22 +1,25 @@
 """All-reduces that travel with the agreement, where all ranks share a board.
 
 Every rank shows its vector there before it enters the call; once all have entered, no message is
-left to send. Small vectors: each rank carries out the whole tree of recursive doubling (`rd`) by
-itself, reading n vectors, or, where a reduction costs more than waiting for another rank's, each
-pair's first rank does it for all. Larger ones: each reduces its n-th of all, in place, and takes
-the rest of the result from the others, which is what halving and doubling come to (`rechd`,
-`vhdd`). Sums have the bits that messages give them; Adasum's dot products are cut elsewhere than
-`vhdd` cuts them, so that it has those of `rd` alone.
+left to send. The bits are those of the algorithm by messages:
+
+- `rd`, for small vectors: each rank carries out the whole tree by itself, reading n vectors; where
+  a reduction costs more than waiting for another rank's, each pair's first rank does it for all.
+- `rechd`, of sums: each rank reduces its n-th of all vectors, and takes the rest from the others.
+- `vhdd`: in each level the pieces that its ranks would hold, in place. With fewer processors than
+  ranks some ranks do the others' pieces, too, and those sleep until the end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import NamedTuple
 
 import torch
 
+from .algorithms import halving
 from .algorithms.folding import Fold
 from .executor import Workspace
 from .fused import buffer_of
@@ -39,7 +42,7 @@ _CACHE_LINE = 64
 class Exhibit:
     """What a rank shows in a call: `fill` writes it to a tensor of `numel` elements.
 
-    rows: segments of it. way: how it is reduced, a key of `Shown.WAYS`.
+    rows: segments of it. way: how it is reduced, as `way_of` says.
     """
 
     numel: int
@@ -74,26 +77,13 @@ class Shown:
         if self.way == "whole":
             _reduce_whole(self.vectors, out, op, segments, workspace)
             return
-        if self.way == "pairs":
-            self._reduce_pairs(op, segments, label, timeout)
+        if op.uniform:
+            self._reduce_levels(op, segments, label, timeout)
         else:
-            self._reduce_slice(op, segments, label, timeout)
+            self._reduce_slice(op, label, timeout)
         out.copy_(self.vectors[0])
 
-    def _reduce_pairs(
-        self, op: Reducer, segments: Sequence[int] | None, label: str, timeout: float
-    ) -> None:
-        """Make the first vector the result: each pair's first rank makes its vector the pair's."""
-        vectors = self.vectors
-        for number, pairs in enumerate(_levels(len(vectors))):
-            for left, right in pairs:
-                if left == self.board.rank:
-                    _reduce_two(vectors[left], vectors[right], vectors[left], op, segments)
-            self.board.meet(f"step {number + 1} of {label}", timeout)
-
-    def _reduce_slice(
-        self, op: Reducer, segments: Sequence[int] | None, label: str, timeout: float
-    ) -> None:
+    def _reduce_slice(self, op: Reducer, label: str, timeout: float) -> None:
         """Make the first vector the result: this rank its slice, which no other rank touches."""
         vectors, rank = self.vectors, self.board.rank
         numel = vectors[0].numel()
@@ -101,20 +91,54 @@ class Shown:
         cuts = split_bounds(-(-numel // line), len(vectors))
         here = slice(cuts[rank] * line, min(cuts[rank + 1] * line, numel))
         mine = [vector[here] for vector in vectors]
-        for number, pairs in enumerate(_levels(len(vectors))):
-            where = f"step {number + 1} (the dot products) of {label}"
+        for left, right in _pairs(len(vectors)):
+            _reduce_two(mine[left], mine[right], mine[left], op, None)
+        self.board.meet(f"step 1 of {label}", timeout)
 
-            def add(table: Tensor, where: str = where) -> None:
-                self.board.add(table, where, timeout)
+    def _reduce_levels(
+        self, op: Reducer, segments: Sequence[int] | None, label: str, timeout: float
+    ) -> None:
+        """Make the first vector the result, in each level each pair's first vector the pair's."""
+        vectors, board = self.vectors, self.board
+        numel = vectors[0].numel()
+        workers = board.workers if self.way == "sliced" else 0
+        plan = _plan_of(len(vectors), workers, board.rank)
+        cuts = split_bounds(numel, plan.chunks)
+        for number, (level, mine) in enumerate(plan.steps):
+            where = f"step {number + 1} of {label}"
+            if mine:
+                add = partial(self._add, level, mine, where, timeout) if level.block > 1 else None
+                # Each piece in a vector of its own, one behind the other: a table of dots for each.
+                pieces = []
+                for i, part in enumerate(mine):
+                    here = slice(cuts[part.start], cuts[part.stop])
+                    left, right = vectors[part.left][here], vectors[part.right][here]
+                    pieces.append(Piece((left, right), left, i * numel + here.start))
+                bounds = _repeated(None if segments is None else tuple(segments), numel, len(mine))
+                op.reduce(Operands(tuple(pieces), len(mine) * numel, bounds, add))
+            elif level.shared:
+                board.meet(where, timeout)
+            if number + 1 < plan.levels:
+                board.meet(where, timeout)
+        board.meet(f"the last step of {label}", timeout, plan.left_out, last=True)
 
-            # The level's pairs as one pair of vectors, one behind the other: one table for all.
-            pieces = tuple(
-                Piece((mine[left], mine[right]), mine[left], i * numel + here.start)
-                for i, (left, right) in enumerate(pairs)
-            )
-            bounds = _repeated(None if segments is None else tuple(segments), numel, len(pairs))
-            op.reduce(Operands(pieces, len(pairs) * numel, bounds, add))
-        self.board.meet(f"the last step of {label}", timeout)
+    def _add(
+        self, level: _Level, mine: Sequence[_Part], where: str, timeout: float, tables: Tensor
+    ) -> None:
+        """Give the table of each of this rank's pieces the sums over the pieces of its pair."""
+        rows = tables.view(len(mine), -1)
+        first = mine[0].leaf
+        sums = rows
+        if level.shared:
+            leaves = [part.leaf for part in mine]
+            sums = self.board.gather(leaves, rows, len(level.parts), where, timeout)
+            first = 0
+        sums = sums.view(-1, level.block, rows.shape[1])
+        while sums.shape[1] > 1:
+            # In the order in which recursive doubling adds them.
+            sums = sums[:, ::2] + sums[:, 1::2]
+        for row, part in zip(rows, mine, strict=True):
+            row.copy_(sums[(part.leaf - first) // level.block, 0])
 
 
 def exhibit_of(tensors: Sequence[Tensor], segments: Sequence[int] | None) -> Exhibit | None:
@@ -156,14 +180,14 @@ def way_of(
 ) -> str | None:
     """How a range of a specification is carried out here; None for messages.
 
-    "whole": each rank all of it. "pairs": each pair's first rank. "sliced": each rank a part.
+    "whole": each rank all of it. "pairs": each pair's first rank. "sliced": in pieces.
     measured: whether `auto` may follow what costs least.
     """
     if spec.inner is not None or spec.shards != 1:
         return None
     nbytes = show.nbytes
     small = nbytes <= min(WHOLE_BYTES, _MOST_BYTES // size)
-    fits = show.rows * (size // 2) * _ROW_BYTES <= TABLE_BYTES or not op.uniform
+    fits = show.rows * _ROW_BYTES <= TABLE_BYTES or not op.uniform
     name = spec.outer
     if name == "auto":
         name = op.algorithm(nbytes, size)
@@ -197,7 +221,7 @@ def _reduce_whole(
     numel = out.numel()
     scratch = workspace.take(width * (size - 2), out) if size > 2 else out
     places = [*shown]
-    *inner, (first, second) = [pair for pairs in _levels(size) for pair in pairs]
+    *inner, (first, second) = _pairs(size)
     for i, (left, right) in enumerate(inner):
         target = scratch[i * width :][:numel]
         _reduce_two(places[left], places[right], target, op, segments)
@@ -205,17 +229,83 @@ def _reduce_whole(
     _reduce_two(places[first], places[second], out, op, segments)
 
 
+class _Part(NamedTuple):
+    """What a rank does in a level: the chunks that `leaf` would hold, of two ranks' vectors."""
+
+    left: int
+    right: int
+    start: int
+    stop: int
+    leaf: int
+    worker: int
+
+
+class _Level(NamedTuple):
+    """Pairs that are reduced at once.
+
+    block: parts of a pair. shared: whether several ranks have a pair's.
+    """
+
+    parts: tuple[_Part, ...]
+    block: int
+    shared: bool
+
+
+class _Plan(NamedTuple):
+    """A rank's part in the `levels` levels: steps with what it does, as long as it does any.
+
+    left_out: meetings that are left then, the last one included.
+    """
+
+    chunks: int
+    levels: int
+    steps: tuple[tuple[_Level, tuple[_Part, ...]], ...]
+    left_out: int
+
+
 @lru_cache
-def _levels(size: int) -> list[list[tuple[int, int]]]:
-    """The pairs of ranks whose vectors are reduced in each level, into the first one's."""
+def _plan_of(size: int, workers: int, rank: int) -> _Plan:
+    levels = _levels(size, workers)
+    steps = [(level, tuple(p for p in level.parts if p.worker == rank)) for level in levels]
+    while steps and not steps[-1][1]:
+        steps.pop()
+    left_out = sum(1 + level.shared for level in levels[len(steps) :])
+    return _Plan(Fold(size).leaves, len(levels), tuple(steps), max(left_out, 1))
+
+
+@lru_cache
+def _levels(size: int, workers: int) -> tuple[_Level, ...]:
+    """The tree's levels. workers: ranks that work at once, each pair cut as `vhdd` cuts it; 0 for
+    a pair's first rank, which does it whole, as `rd`.
+    """
     fold = Fold(size)
-    levels = [[(2 * leaf, 2 * leaf + 1) for leaf in range(fold.extra)]] if fold.extra else []
-    distance = 1
-    while distance < fold.leaves:
-        leaves = range(0, fold.leaves, 2 * distance)
-        levels.append([(fold.rank(leaf), fold.rank(leaf + distance)) for leaf in leaves])
-        distance *= 2
-    return levels
+    leaves = fold.leaves
+    levels = []
+    if fold.extra:
+        folded = (_Part(2 * i, 2 * i + 1, 0, leaves, i, 2 * i) for i in range(fold.extra))
+        levels.append(_Level(tuple(folded), 1, shared=False))
+    # So many leaves in a row are one rank's work.
+    share = leaves // min(leaves, 1 << (workers.bit_length() - 1)) if workers else leaves
+    for depth in range(leaves.bit_length() - 1):
+        distance = 1 << depth
+        parts = []
+        for leaf in range(0, leaves, 1 if workers else 2 * distance):
+            first = leaf - leaf % (2 * distance)
+            pair = fold.rank(first), fold.rank(first + distance)
+            if workers:
+                start, stop = halving.levels(fold, leaf)[depth].keep
+                parts.append(_Part(*pair, start, stop, leaf, fold.rank(leaf - leaf % share)))
+            else:
+                parts.append(_Part(*pair, 0, leaves, leaf, pair[0]))
+        block = 2 * distance if workers else 1
+        levels.append(_Level(tuple(parts), block, shared=block > share))
+    return tuple(levels)
+
+
+@lru_cache
+def _pairs(size: int) -> list[tuple[int, int]]:
+    """Of which ranks' vectors each one is reduced into the first, in turn."""
+    return [(part.left, part.right) for level in _levels(size, 0) for part in level.parts]
 
 
 @lru_cache(maxsize=256)

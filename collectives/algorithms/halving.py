@@ -21,7 +21,7 @@ from .folding import Fold, fold_in, fold_out, on_leaves
 from .halves import Halves
 
 
-class _Level(NamedTuple):
+class Level(NamedTuple):
     """One halving of a leaf's chunks: with whom, what it keeps and what it gives away."""
 
     distance: int
@@ -29,22 +29,23 @@ class _Level(NamedTuple):
     give: tuple[int, int]
 
 
-def _levels(fold: Fold, leaf: int) -> list[_Level]:
+def levels(fold: Fold, leaf: int) -> list[Level]:
+    """A leaf's halvings, from all chunks to its last one."""
     start, stop = 0, fold.leaves
-    levels = []
+    found = []
     distance = 1
     while distance < fold.leaves:
         middle = (start + stop) // 2
         low, high = (start, middle), (middle, stop)
         keep, give = (high, low) if leaf & distance else (low, high)
-        levels.append(_Level(distance, keep, give))
+        found.append(Level(distance, keep, give))
         start, stop = keep
         distance *= 2
-    return levels
+    return found
 
 
 def _halving(fold: Fold, leaf: int) -> Iterator[Step]:
-    for distance, keep, give in _levels(fold, leaf):
+    for distance, keep, give in levels(fold, leaf):
         partner = fold.rank(leaf ^ distance)
         action = Action.REDUCE_LEFT if leaf & distance else Action.REDUCE_RIGHT
         yield Step(
@@ -55,7 +56,7 @@ def _halving(fold: Fold, leaf: int) -> Iterator[Step]:
 
 
 def _doubling(fold: Fold, leaf: int) -> Iterator[Step]:
-    for distance, keep, give in reversed(_levels(fold, leaf)):
+    for distance, keep, give in reversed(levels(fold, leaf)):
         partner = fold.rank(leaf ^ distance)
         yield Step(sends=(Transfer(partner, *keep),), recvs=(Transfer(partner, *give),))
 
@@ -67,8 +68,8 @@ def halves(size: int, name: str = "rechd") -> Halves:
     count = fold.leaves.bit_length() - 1
     owners = [0] * fold.leaves
     for leaf in range(fold.leaves):
-        levels = _levels(fold, leaf)
-        owners[levels[-1].keep[0] if levels else 0] = fold.rank(leaf)
+        halvings = levels(fold, leaf)
+        owners[halvings[-1].keep[0] if halvings else 0] = fold.rank(leaf)
 
     def scatter(rank: int) -> Iterator[Step]:
         yield from fold_in(fold, rank, fold.leaves)

@@ -31,7 +31,8 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import torch
@@ -48,7 +49,9 @@ TABLE_BYTES = 64 * 1024
 # Of the windows, kept as tensors; making one costs some microseconds.
 _MOST_VIEWS = 256
 _STOPPED, _CLEAN, _MET = 2, 3, 4
-_COLUMNS = 5
+# Each rank's processors: a hash of which ones, and how many. Gates are as the columns, and one.
+_CORES, _COLUMNS = 5, 6
+_END = 5
 # Above the hash, which is never 0 in what was posted: the call's number, from 1 to _NUMBERS.
 HASH_BITS = 56
 _NUMBERS = 255
@@ -98,16 +101,18 @@ class Peers(Protocol):
 class Board:
     """One rank's view. Every call of the group goes through `enter`, on all ranks.
 
-    memory: shared, all zeros at first, board_bytes(size). spinning: whether to look some times
-    before the first sleep: not where ranks share a core.
+    memory: shared, all zeros at first, board_bytes(size). cores: the processors that this rank may
+    run on, any numbers for them. With fewer than ranks a rank that waits sleeps at once instead of
+    looking some times before.
     """
 
     def __init__(
-        self, memory: memoryview, rank: int, size: int, peers: Peers, *, spinning: bool
+        self, memory: memoryview, rank: int, size: int, peers: Peers, *, cores: Collection[int]
     ) -> None:
         words = memory.cast("B").cast("Q")[: (size + 1) * _ROW]
         self._mine = words[rank * _ROW : (rank + 1) * _ROW]
         self._columns = [words[column : size * _ROW : _ROW] for column in range(_COLUMNS)]
+        self._mine[_CORES] = zlib.crc32(repr(sorted(cores)).encode()) << 32 | len(cores)
         self._gates = words[size * _ROW :].cast("B").cast("I")
         # Nobody may write outside inference mode to a tensor made inside it.
         with torch.inference_mode(False):
@@ -119,14 +124,29 @@ class Board:
         self._windows = windows.view(2, size, WINDOW_BYTES)
         self._tables = tables.view(2, size, TABLE_BYTES)
         self._kept: dict[tuple[int, int, torch.dtype], Sequence[torch.Tensor]] = {}
+        self._workers = 0
         self._met = 0
         self.rank = rank
         self._size = size
         self._peers = peers
-        self._looks = _LOOKS if spinning else 0
         self._calls = 0
         self._word = 0
         self.watched = False
+
+    @property
+    def workers(self) -> int:
+        """How many ranks can work at once; within a call the same on all ranks.
+
+        Ranks have their processors all in common, or each its own.
+        """
+        if not self._workers:
+            words = self._columns[_CORES].tolist()
+            count = sum(word & 0xFFFFFFFF for word in {*words})
+            if 0 in words:
+                # A rank is not there yet.
+                return count
+            self._workers = count
+        return self._workers
 
     def window(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Where this rank shows `numel` elements in the next call, before it enters that."""
@@ -193,27 +213,47 @@ class Board:
         one that is gone.
         """
         if self._size > 1 and not self.agreed():
-            self._until(self.agreed, self._calls % 2, step, timeout)
+            column = self._calls % 2
+            self._until(self.agreed, column, step, timeout, column)
         _fence()
 
-    def add(self, table: torch.Tensor, step: str, timeout: float) -> None:
-        """Sum a float64 table of TABLE_BYTES at most over the ranks, in place and in their order.
+    def gather(
+        self, places: Sequence[int], rows: torch.Tensor, count: int, step: str, timeout: float
+    ) -> torch.Tensor:
+        """The `count` rows that all ranks give by place, this one `rows` (float64) at `places`.
 
-        Every rank calls it, within a call that all have entered. Raises as `wait`.
+        TABLE_BYTES a row and one place a rank at most. To be read before the next but one. A
+        meeting, as `meet`; every rank that gives none meets instead.
         """
         # Two in turn: a rank that comes to the next but one has seen all leave this one.
-        place = self._tables[(self._met + 1) % 2, :, : table.nbytes].view(torch.float64)
-        place[self.rank] = table.view(-1)
+        nbytes = rows.shape[1] * rows.element_size()
+        table = self._tables[(self._met + 1) % 2, :count, :nbytes].view(rows.dtype)
+        for place, row in zip(places, rows, strict=True):
+            table[place] = row
         self.meet(step, timeout)
-        torch.sum(place, 0, out=table.view(-1))
+        return table
 
-    def meet(self, step: str, timeout: float) -> None:
-        """Return when all ranks have called it as often: what they wrote before can be read."""
-        self._met += 1
+    def meet(self, step: str, timeout: float, times: int = 1, *, last: bool = False) -> None:
+        """Return when all ranks have called it as often: what they wrote before can be read.
+
+        times: for so many calls at once, in none of which the others wait for this rank. last: of
+        the collective, which ranks that leave out others wait for; alike on all ranks.
+        """
+        before = self._met
+        self._met += times
+        gate = _END if last else _MET
         _fence()
-        self._post(_MET, self._met, self._all_met)
+        self._mine[_MET] = self._met
+        if futex.available:
+            _fence()
+            reached = min(self._columns[_MET].tolist())
+            if reached >= self._met:
+                self._open(gate, self._met)
+            elif reached > before:
+                # Others that go on to the next may have waited for this rank alone.
+                self._open(_MET, reached)
         if not self._all_met():
-            self._until(self._all_met, _MET, step, timeout)
+            self._until(self._all_met, _MET, step, timeout, gate)
         _fence()
 
     def _all_met(self) -> bool:
@@ -230,7 +270,7 @@ class Board:
                 return entries.tolist().count(self._calls) == self._size
 
             self._post(column, self._calls, all_there)
-            self._until(all_there, column, step, timeout)
+            self._until(all_there, column, step, timeout, column)
 
     def _post(self, column: int, word: int, enough: Callable[[], bool]) -> None:
         """Say it to all; where that is `enough` for those that wait, wake them."""
@@ -238,26 +278,28 @@ class Board:
         if futex.available:
             _fence()
             if enough():
-                self._gates[column] = self._turn(column)
-                futex.wake(self._gates_at + 4 * column)
+                self._open(column, self._calls)
 
-    def _turn(self, column: int) -> int:
-        """What a gate says that the ranks have gone through; another one for each time."""
-        return (self._met if column == _MET else self._calls) & 0xFFFFFFFF
+    def _open(self, gate: int, number: int) -> None:
+        """Wake those that wait at the gate. number: another one each time that they wait there."""
+        self._gates[gate] = number & 0xFFFFFFFF
+        futex.wake(self._gates_at + 4 * gate)
 
-    def _sleep(self, there: Callable[[], bool], column: int, waited: float) -> None:
+    def _sleep(self, there: Callable[[], bool], gate: int, waited: float) -> None:
         """Until the last rank has posted, or for a while."""
         if not futex.available:
             # Late by an eighth at most.
             time.sleep(min(max(waited / 8, _SHORTEST), _LONGEST))
             return
-        gate = self._gates[column]
+        number = self._gates[gate]
         if not there():
-            futex.wait(self._gates_at + 4 * column, gate, _GLANCE)
+            futex.wait(self._gates_at + 4 * gate, number, _GLANCE)
 
-    def _until(self, there: Callable[[], bool], column: int, step: str, timeout: float) -> None:
+    def _until(
+        self, there: Callable[[], bool], column: int, step: str, timeout: float, gate: int
+    ) -> None:
         try:
-            self._sleep_until(there, column, step, timeout)
+            self._sleep_until(there, column, step, timeout, gate)
         except RanksDiffer:
             raise
         except BaseException as error:
@@ -265,9 +307,9 @@ class Board:
             raise
 
     def _sleep_until(
-        self, there: Callable[[], bool], column: int, step: str, timeout: float
+        self, there: Callable[[], bool], column: int, step: str, timeout: float, gate: int
     ) -> None:
-        for _ in range(self._looks):
+        for _ in range(_LOOKS if self.workers >= self._size else 0):
             if there():
                 return
             os.sched_yield()
@@ -287,7 +329,7 @@ class Board:
                     f"rank {self.rank} got no answer from {self._late(column)} in {step} within "
                     f"{timeout:.3g} s"
                 )
-            self._sleep(there, column, waited)
+            self._sleep(there, gate, waited)
 
     def _late(self, column: int) -> str:
         entries = self._columns[column].tolist()

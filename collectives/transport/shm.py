@@ -48,11 +48,11 @@ class ShmTransport:
         self._links = dict(links)
         self._unusable = ""
         # With more ranks than cores a rank that looks again keeps its partner from working.
-        spinning = len(links) < _cores()
-        self._looks = _LOOKS if spinning else 0
+        cores = os.sched_getaffinity(0)
+        self._looks = _LOOKS if len(links) < len(cores) else 0
         self.board: Board | None = None
         if memory is not None:
-            self.board = Board(memory, rank, size, self, spinning=spinning)
+            self.board = Board(memory, rank, size, self, cores=cores)
         self._hang_ups = select.poll()
         for link in self._links.values():
             self._hang_ups.register(link, 0)
@@ -172,11 +172,6 @@ class ShmTransport:
         self.board = None
         for link in self._links.values():
             link.close()
-
-
-def _cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0))
 
 
 def _wait(links: Sequence[Link], deadline: float, nap: float | None) -> bool:

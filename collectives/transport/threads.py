@@ -83,7 +83,7 @@ class ThreadTransport:
         self.size = world.size
         self._made: Counter[tuple[int, ...]] = Counter()
         # The threads take turns as it is: one that looks again keeps the others from theirs.
-        self.board = Board(world.memory, rank, world.size, self, spinning=False)
+        self.board = Board(world.memory, rank, world.size, self, cores=[0])
 
     def check_device(self, device: torch.device) -> None:
         if device.type not in ("cpu", "cuda"):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from collectives import CollectiveTimeoutError
-from collectives.transport import Message, ShmTransport, ThreadTransport, ThreadWorld, futex
+from collectives.transport import Message, ShmTransport, ThreadTransport, ThreadWorld, board, futex
 from collectives.transport.board import JOINED, Board, RanksDiffer, board_bytes
 from collectives.transport.channel import INLINE_BYTES, RING_BYTES
 
@@ -115,23 +115,64 @@ def test_messages_sent_in_good_faith_are_discarded(kind: str, length: int) -> No
 
 
 @both
-def test_tables_are_added_in_the_order_of_ranks(kind: str) -> None:
-    """Each call as all make it, also where one is late; the same bits on every rank."""
+def test_rows_are_gathered_by_place(kind: str) -> None:
+    """Each time as all give them, also where one is late or gives none."""
     ranks = transports(kind, 3)
-    tables = [[torch.rand(5, 3, dtype=torch.float64) for _ in range(3)] for _ in range(60)]
+    tables = [torch.rand(3, 15, dtype=torch.float64) for _ in range(60)]
 
     def run(transport: Any) -> None:
         board = board_of(transport)
         board.enter(1)
         board.wait("a step", TIMEOUT)
-        for call, parts in enumerate(tables):
+        for call, table in enumerate(tables):
             if call % 3 == transport.rank and call < 9:
                 time.sleep(0.01)
-            mine = parts[transport.rank].clone()
-            board.add(mine, "a step", TIMEOUT)
-            assert torch.equal(mine, parts[0] + parts[1] + parts[2]), call
+            # Two ranks give one row, or one of them gives both.
+            giver = {0: [2], 1: [0]} if call % 2 else {0: [0, 2]}
+            if transport.rank in giver:
+                places = giver[transport.rank]
+                got = board.gather(places, table[places], 3, "a step", TIMEOUT)
+                assert torch.equal(got[[0, 2]], table[[0, 2]]), call
+            else:
+                board.meet("a step", TIMEOUT)
 
     together(*(lambda t=t: run(t) for t in ranks))
+
+
+@both
+def test_a_rank_may_leave_out_meetings(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others do not wait for it, and it comes back with the last; nobody sleeps too long."""
+    monkeypatch.setattr(board, "_GLANCE", 10.0)
+    ranks = transports(kind, 3)
+    done: list[int] = []
+    began = time.monotonic()
+
+    def run(transport: Any) -> None:
+        mine = board_of(transport)
+        for call in range(20):
+            if transport.rank == call % 5 % 3:
+                time.sleep(0.02 * (call % 2))
+                mine.meet("the end", TIMEOUT, 4, last=True)
+            else:
+                for _ in range(3):
+                    mine.meet("a step", TIMEOUT)
+                done.append(call)
+                mine.meet("the end", TIMEOUT, last=True)
+            assert done.count(call) == 2
+
+    together(*(lambda t=t: run(t) for t in ranks))
+    assert time.monotonic() - began < 8.0
+
+
+def test_processors_in_common_and_of_their_own() -> None:
+    memory = memoryview(bytearray(board_bytes(3)))
+    shared, own = [{0, 1}, {0, 1}, {0, 1}], [{0, 1}, {2}, {3}]
+    for cores, want in ((shared, 2), (own, 4)):
+        memory[:] = bytes(len(memory))
+        boards = [
+            Board(memory, rank, 3, cast(Any, None), cores=each) for rank, each in enumerate(cores)
+        ]
+        assert [board.workers for board in boards] == [want] * 3
 
 
 @both
@@ -243,7 +284,7 @@ def test_numbers_come_round() -> None:
         abandon: Callable[[str], None]
 
     memory = memoryview(bytearray(board_bytes(2)))
-    first, second = (Board(memory, r, 2, Nobody(), spinning=False) for r in range(2))
+    first, second = (Board(memory, r, 2, Nobody(), cores=[0]) for r in range(2))
     for call in range(1000):
         first.enter(1 + call % 2)
         assert not first.agreed(), call

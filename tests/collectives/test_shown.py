@@ -13,7 +13,7 @@ from adasum import Adasum
 from collectives import Average, CollectiveMismatchError, FusedBuffer, Group, Sum, calls
 from collectives.reducers import kernels
 from collectives.shown import WHOLE_BYTES
-from collectives.transport.board import TABLE_BYTES, WINDOW_BYTES
+from collectives.transport.board import TABLE_BYTES, WINDOW_BYTES, Board
 
 from ..adasum import definition
 
@@ -174,26 +174,39 @@ def test_slices_have_the_bits_of_messages(size: int, op: str, by_messages: Any) 
             assert torch.equal(a, b) and torch.equal(a, first)
 
 
+@pytest.mark.parametrize("workers", [1, 2, 3, 8])
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 7, 8])
-@pytest.mark.parametrize("count", [1, 40, 100_003])
-def test_adasum_in_slices(size: int, count: int) -> None:
-    """By its definition, the same on every rank and in a second run; segments cut by slices."""
-    bounds = sorted({0, count // 7, count // 2, count})
+def test_adasum_in_slices_has_the_bits_of_messages(
+    size: int, workers: int, by_messages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many ranks work at once, wherever the slices cut segments; by its definition."""
+    monkeypatch.setattr(Board, "workers", workers)
 
-    def job(group: Group) -> torch.Tensor:
+    def bounds(count: int) -> list[int]:
+        return sorted({0, count // 7, count // 2, count})
+
+    def job(group: Group) -> list[torch.Tensor]:
         steps = messages(group)
-        tensor = data(group, count)
-        group.all_reduce(tensor, Adasum, algorithm="vhdd", segments=bounds)
-        assert not steps
-        return tensor
+        answers = []
+        for count, dtype in ((1, torch.float32), (40, torch.bfloat16), (100_003, torch.float32)):
+            tensor = data(group, count, dtype)
+            group.all_reduce(tensor, Adasum, algorithm="vhdd", segments=bounds(count))
+            answers.append(tensor)
+        sent.add(bool(steps))
+        return answers
 
-    answers, again = run(size, job), run(size, job)
-    assert all(torch.equal(answer, answers[0]) for answer in (*answers, *again))
-    inputs = [data(Rank(rank), count).double() for rank in range(size)]
-    want = definition.tree(inputs, bounds)
+    sent: set[bool] = set()
+    shown, again = run(size, job), run(size, job)
+    assert sent == {False}
+    by_message = by_messages(size, job)
+    assert sent == {False, True}
+    for mine in (*shown, *again, *by_message):
+        assert all(torch.equal(a, b) for a, b in zip(mine, shown[0], strict=True))
+    inputs = [data(Rank(rank), 100_003).double() for rank in range(size)]
+    want = definition.tree(inputs, bounds(100_003))
     # Coefficients are float64's; each of up to four levels rounds its two products and their sum.
     eps = torch.finfo(torch.float32).eps
-    assert (answers[0].double() - want).norm() <= 12 * eps * want.norm()
+    assert (shown[0][-1].double() - want).norm() <= 12 * eps * want.norm()
 
 
 def test_more_segments_than_a_table_holds_are_sent() -> None:
