@@ -30,7 +30,7 @@ from .transport.board import TABLE_BYTES, WINDOW_BYTES, Board
 
 Tensor = torch.Tensor
 
-# Up to here, and to so much of all ranks together, reducing all oneself is cheaper than waiting.
+# Up to here, and for "whole" to so much of all ranks together, a wait costs more than a reduction.
 WHOLE_BYTES = 256 * 1024
 _MOST_BYTES = 2 * 1024 * 1024
 # A row of dot products and norms of a segment.
@@ -186,7 +186,11 @@ def way_of(
     if spec.inner is not None or spec.shards != 1:
         return None
     nbytes = show.nbytes
-    small = nbytes <= min(WHOLE_BYTES, _MOST_BYTES // size)
+    # An addition is cheaper than waiting, and with two ranks nobody would do anything else.
+    small_way = "pairs" if op.uniform and size > 2 else "whole"
+    small = nbytes <= (
+        WHOLE_BYTES if small_way == "pairs" else min(WHOLE_BYTES, _MOST_BYTES // size)
+    )
     fits = show.rows * _ROW_BYTES <= TABLE_BYTES or not op.uniform
     name = spec.outer
     if name == "auto":
@@ -194,8 +198,7 @@ def way_of(
         if measured and not op.uniform:
             name = "rd" if small else "rechd"
     if name == "rd" and small:
-        # An addition is cheaper than waiting, and with two ranks nobody would do anything else.
-        return "pairs" if op.uniform and size > 2 else "whole"
+        return small_way
     return "sliced" if name in ("rechd", "vhdd") and fits else None
 
 

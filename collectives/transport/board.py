@@ -43,8 +43,9 @@ from . import futex
 # A cache line: a rank that posts does not take the line that others write.
 ROW_BYTES = 64
 _ROW = ROW_BYTES // 8
-# What a rank can show in a call, and the largest table. Memory only where it is written to.
-WINDOW_BYTES = 4 * 1024 * 1024
+# What a rank can show in a call, such as a bucket of 25 MiB with its padding, and the largest row
+# of a table. Memory only where it is written to.
+WINDOW_BYTES = 32 * 1024 * 1024
 TABLE_BYTES = 64 * 1024
 # Of the windows, kept as tensors; making one costs some microseconds.
 _MOST_VIEWS = 256

@@ -29,7 +29,7 @@ from .channel import INLINE_BYTES, RING_BYTES, SLOT_BYTES, SOCKET_BYTES, Link
 Gather = Callable[[bytes], list[bytes]]
 
 # Ranks whose links would not understand each other open none.
-_FORMAT = [4, SLOT_BYTES, RING_BYTES, INLINE_BYTES, WINDOW_BYTES]
+_FORMAT = [5, SLOT_BYTES, RING_BYTES, INLINE_BYTES, WINDOW_BYTES]
 _HELLO_BYTES = 256
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import time
 from collections.abc import Callable
@@ -165,10 +166,9 @@ def test_a_rank_may_leave_out_meetings(kind: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_processors_in_common_and_of_their_own() -> None:
-    memory = memoryview(bytearray(board_bytes(3)))
     shared, own = [{0, 1}, {0, 1}, {0, 1}], [{0, 1}, {2}, {3}]
     for cores, want in ((shared, 2), (own, 4)):
-        memory[:] = bytes(len(memory))
+        memory = memoryview(mmap.mmap(-1, board_bytes(3)))
         boards = [
             Board(memory, rank, 3, cast(Any, None), cores=each) for rank, each in enumerate(cores)
         ]
@@ -283,7 +283,7 @@ def test_numbers_come_round() -> None:
         discard: Callable[[], None]
         abandon: Callable[[str], None]
 
-    memory = memoryview(bytearray(board_bytes(2)))
+    memory = memoryview(mmap.mmap(-1, board_bytes(2)))
     first, second = (Board(memory, r, 2, Nobody(), cores=[0]) for r in range(2))
     for call in range(1000):
         first.enter(1 + call % 2)
