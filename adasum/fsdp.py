@@ -131,7 +131,6 @@ class _OverShards(Reducer):
     """
 
     uniform = True
-    alone = False
 
     def __init__(self, op: Reducer, shards: Group) -> None:
         self.name = op.name

@@ -53,6 +53,7 @@ class AdasumReducer(Reducer):
 
     name = "Adasum"
     uniform = True
+    alone = True
 
     def check(self, dtype: torch.dtype) -> None:
         """TypeError naming the dtype unless it is a floating-point dtype the kernels take."""

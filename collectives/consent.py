@@ -5,8 +5,8 @@
 - Where they have agreed on the same call before, in a step that repeats, they do not wait either:
   the call runs at once, and its messages wait for the others as they do anyway. Its answer counts
   only after all have posted the same, at the end. Until then what it writes can be undone.
-- What a small all-reduce needs of the others they show there with the call (shown.py), so that no
-  message is left.
+- What an all-reduce of up to 32 MiB needs of the others they show there with the call (shown.py),
+  so that no message is left.
 - By messages (agreement.py) where there is no board, where the board says that the ranks differ (to
   tell how), and as long as any rank has joined. One message agrees on the calls that are queued,
   too, where there is no board: a step that queues its buckets while they travel needs few.

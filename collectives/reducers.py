@@ -50,13 +50,14 @@ class Reducer:
     """An associative or tree-ordered binary operator on buffers.
 
     `uniform` says that it needs the same expression tree for the whole buffer, and so an algorithm
-    of `collectives.algorithms.UNIFORM`. `alone`, that whole vectors are all it needs: that `reduce`
-    calls no other rank but by `sum_partials`.
+    of `collectives.algorithms.UNIFORM`. `alone`, that nothing but the vectors is needed: that
+    `reduce` takes each segment by itself and calls no other rank, but `sum_partials` once where
+    that is given, with a row for each segment. Where ranks share memory it is then done there.
     """
 
     name = "Reducer"
     uniform = False
-    alone = True
+    alone = False
 
     def __repr__(self) -> str:
         return self.name
@@ -92,6 +93,7 @@ class SumReducer(Reducer):
     """Elementwise sum; every hop rounds to the buffer's dtype, as NCCL and gloo do."""
 
     name = "Sum"
+    alone = True
 
     def check(self, dtype: torch.dtype) -> None:
         if dtype == torch.bool:
@@ -133,6 +135,7 @@ class MaxReducer(Reducer):
     """Elementwise maximum; what ranks agree on their arguments with."""
 
     name = "Max"
+    alone = True
 
     def check(self, dtype: torch.dtype) -> None:
         if dtype.is_complex:

@@ -107,7 +107,6 @@ class Shown:
         for number, (level, mine) in enumerate(plan.steps):
             where = f"step {number + 1} of {label}"
             if mine:
-                add = partial(self._add, level, mine, where, timeout) if level.block > 1 else None
                 # Each piece in a vector of its own, one behind the other: a table of dots for each.
                 pieces = []
                 for i, part in enumerate(mine):
@@ -115,18 +114,32 @@ class Shown:
                     left, right = vectors[part.left][here], vectors[part.right][here]
                     pieces.append(Piece((left, right), left, i * numel + here.start))
                 bounds = _repeated(None if segments is None else tuple(segments), numel, len(mine))
+                summed: list[int] = []
+                add = None
+                if level.block > 1:
+                    add = partial(self._add, level, mine, where, timeout, summed)
                 op.reduce(Operands(tuple(pieces), len(mine) * numel, bounds, add))
+                if add is not None and len(summed) != 1:
+                    raise TypeError(f"{op} called sum_partials {len(summed)} times, not once")
             elif level.shared:
                 board.meet(where, timeout)
             if number + 1 < plan.levels:
                 board.meet(where, timeout)
-        board.meet(f"the last step of {label}", timeout, plan.left_out, last=True)
+        where = f"step {plan.levels + 1} (the end) of {label}"
+        board.meet(where, timeout, plan.left_out, last=True)
 
     def _add(
-        self, level: _Level, mine: Sequence[_Part], where: str, timeout: float, tables: Tensor
+        self,
+        level: _Level,
+        mine: Sequence[_Part],
+        where: str,
+        timeout: float,
+        summed: list[int],
+        tables: Tensor,
     ) -> None:
         """Give the table of each of this rank's pieces the sums over the pieces of its pair."""
         rows = tables.view(len(mine), -1)
+        summed.append(rows.numel())
         first = mine[0].leaf
         sums = rows
         if level.shared:

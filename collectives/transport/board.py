@@ -12,17 +12,18 @@ call.
 
 Beside its row every rank has two windows, used in turn by calls: what it shows there before it
 enters a call the others may use once all have entered it, until it enters the next but one. Data
-thus travel with the agreement. Within a call ranks can add up small tables (`add`) and wait for
-each other (`meet`), as long as all do it alike.
+thus travel with the agreement. Within a call ranks can show each other small tables (`gather`)
+and wait for each other (`meet`), as long as all do it alike.
 
-A rank that waits sleeps on a futex, which whoever posts last changes: so none is woken before it
-can go on. Where there are no futexes it naps.
+A rank that waits sleeps at a gate, a futex which whoever posts last changes: so none is woken
+before it can go on. Where there are no futexes it naps.
 
 Order of memory accesses: a word is one aligned store, so nothing has to be ordered within a row. A
 rank posts before it sends a message of the call, and says that it stopped after its last one;
 send(2) and recv(2) take the lock of the socket's queue, and a thread's mailbox has one, which
-orders these on every processor. Between a window and its word stand `_fence`s, and one between a
-word and the look whether it was the last: of the ranks that post at once, one sees all.
+orders these on every processor. Between a window and its word stand `_fence`s, one between a word
+and the look whether it was the last (of the ranks that post at once, one sees all), and one between
+a gate's number and the last look before sleeping.
 """
 
 from __future__ import annotations
@@ -129,6 +130,7 @@ class Board:
         self._met = 0
         self.rank = rank
         self._size = size
+        self._lock = threading.Lock()
         self._peers = peers
         self._calls = 0
         self._word = 0
@@ -138,7 +140,7 @@ class Board:
     def workers(self) -> int:
         """How many ranks can work at once; within a call the same on all ranks.
 
-        Ranks have their processors all in common, or each its own.
+        Ranks have their processors all in common, or each its own; too many where they share some.
         """
         if not self._workers:
             words = self._columns[_CORES].tolist()
@@ -175,7 +177,7 @@ class Board:
         """Post the next call: a hash of HASH_BITS bits, not 0, or JOINED."""
         self._calls += 1
         self._word = (self._calls % _NUMBERS + 1) << HASH_BITS | code
-        _fence()
+        self._fence()
         self._post(self._calls % 2, self._word, self._settled)
 
     def withdraw(self) -> None:
@@ -216,17 +218,16 @@ class Board:
         if self._size > 1 and not self.agreed():
             column = self._calls % 2
             self._until(self.agreed, column, step, timeout, column)
-        _fence()
+        self._fence()
 
     def gather(
         self, places: Sequence[int], rows: torch.Tensor, count: int, step: str, timeout: float
     ) -> torch.Tensor:
         """The `count` rows that all ranks give by place, this one `rows` (float64) at `places`.
 
-        TABLE_BYTES a row and one place a rank at most. To be read before the next but one. A
-        meeting, as `meet`; every rank that gives none meets instead.
+        TABLE_BYTES a row and one place a rank at most. To be read before this rank's next meeting.
+        A meeting, as `meet`; every rank that gives none meets instead.
         """
-        # Two in turn: a rank that comes to the next but one has seen all leave this one.
         nbytes = rows.shape[1] * rows.element_size()
         table = self._tables[(self._met + 1) % 2, :count, :nbytes].view(rows.dtype)
         for place, row in zip(places, rows, strict=True):
@@ -237,28 +238,35 @@ class Board:
     def meet(self, step: str, timeout: float, times: int = 1, *, last: bool = False) -> None:
         """Return when all ranks have called it as often: what they wrote before can be read.
 
-        times: for so many calls at once, in none of which the others wait for this rank. last: of
-        the collective, which ranks that leave out others wait for; alike on all ranks.
+        times: for so many calls at once, in none of which the others wait for this rank; `timeout`
+        is then for all of them. last: of the collective, which ranks that leave out others wait
+        for; alike on all ranks.
         """
-        before = self._met
+        seen = self._met
         self._met += times
         gate = _END if last else _MET
-        _fence()
+        self._fence()
         self._mine[_MET] = self._met
-        if futex.available:
-            _fence()
-            reached = min(self._columns[_MET].tolist())
-            if reached >= self._met:
-                self._open(gate, self._met)
-            elif reached > before:
-                # Others that go on to the next may have waited for this rank alone.
-                self._open(_MET, reached)
-        if not self._all_met():
+        self._fence()
+        reached = self._reached()
+        while seen < reached:
+            # Others that go on from a meeting which this rank leaves out may have waited for it
+            # alone. They may have gone on before the gate says so: look again.
+            self._open(gate if reached >= self._met else _MET, reached)
+            seen = reached
+            if reached < self._met:
+                self._fence()
+                reached = self._reached()
+        if reached < self._met:
             self._until(self._all_met, _MET, step, timeout, gate)
-        _fence()
+        self._fence()
+
+    def _reached(self) -> int:
+        """How many meetings all ranks have come to."""
+        return min(self._columns[_MET].tolist())
 
     def _all_met(self) -> bool:
-        return min(self._columns[_MET].tolist()) >= self._met
+        return self._reached() >= self._met
 
     def clear(self, step: str, timeout: float) -> None:
         """Once the ranks differ, on all of them: no message is under way when this returns."""
@@ -276,25 +284,26 @@ class Board:
     def _post(self, column: int, word: int, enough: Callable[[], bool]) -> None:
         """Say it to all; where that is `enough` for those that wait, wake them."""
         self._mine[column] = word
-        if futex.available:
-            _fence()
-            if enough():
-                self._open(column, self._calls)
+        self._fence()
+        if enough():
+            self._open(column, self._calls)
 
     def _open(self, gate: int, number: int) -> None:
         """Wake those that wait at the gate. number: another one each time that they wait there."""
-        self._gates[gate] = number & 0xFFFFFFFF
-        futex.wake(self._gates_at + 4 * gate)
+        if futex.available:
+            self._gates[gate] = number & 0xFFFFFFFF
+            futex.wake(self._gates_at + 4 * gate)
 
-    def _sleep(self, there: Callable[[], bool], gate: int, waited: float) -> None:
-        """Until the last rank has posted, or for a while."""
+    def _sleep(self, there: Callable[[], bool], gate: int, waited: float, left: float) -> None:
+        """Until the last rank has posted, or for a while, no longer than for `left` seconds."""
         if not futex.available:
             # Late by an eighth at most.
             time.sleep(min(max(waited / 8, _SHORTEST), _LONGEST))
             return
         number = self._gates[gate]
+        self._fence()
         if not there():
-            futex.wait(self._gates_at + 4 * gate, number, _GLANCE)
+            futex.wait(self._gates_at + 4 * gate, number, min(_GLANCE, left))
 
     def _until(
         self, there: Callable[[], bool], column: int, step: str, timeout: float, gate: int
@@ -330,7 +339,7 @@ class Board:
                     f"rank {self.rank} got no answer from {self._late(column)} in {step} within "
                     f"{timeout:.3g} s"
                 )
-            self._sleep(there, gate, waited)
+            self._sleep(there, gate, waited, timeout - waited)
 
     def _late(self, column: int) -> str:
         entries = self._columns[column].tolist()
@@ -338,17 +347,13 @@ class Board:
         late = int.__lt__ if column == _MET else int.__ne__
         return ", ".join(f"rank {rank}" for rank, other in enumerate(entries) if late(other, mine))
 
+    def _fence(self) -> None:
+        """Keep the processor from moving memory accesses across this.
 
-_lock = threading.Lock()
-
-
-def _fence() -> None:
-    """Keep the processor from moving memory accesses across this.
-
-    What precedes a lock's release stays before it, what follows its acquisition stays after that,
-    and a lock is not acquired again before its release.
-    """
-    with _lock:
-        pass
-    with _lock:
-        pass
+        What precedes a lock's release stays before it, what follows its acquisition stays after
+        that, and a lock is not acquired again before its release.
+        """
+        with self._lock:
+            pass
+        with self._lock:
+            pass

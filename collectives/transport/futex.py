@@ -6,6 +6,7 @@ waits for, and comes late by half a nap.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -15,6 +16,7 @@ import sys
 _NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98}
 _WAIT, _WAKE = 0, 1
 _ALL = 2**31 - 1
+_REFUSED = (errno.ENOSYS, errno.EPERM)
 _WOKEN = (0, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT)
 
 
@@ -25,7 +27,7 @@ class _Timespec(ctypes.Structure):
 def wait(address: int, value: int, seconds: float) -> None:
     """Return when woken, at once where the 32-bit word at `address` is not `value`, or in time.
 
-    It may return for nothing. OSError where the system refuses.
+    It may return for nothing. OSError for a bad address.
     """
     whole = int(seconds)
     timeout = _Timespec(whole, int((seconds - whole) * 1e9))
@@ -38,7 +40,12 @@ def wake(address: int) -> None:
 
 
 def _failed(answer: int) -> None:
-    if answer < 0 and (code := ctypes.get_errno()) not in _WOKEN:
+    global available
+    code = 0 if answer >= 0 else ctypes.get_errno()
+    if code in _REFUSED:
+        # A sandbox: those that wait look from time to time.
+        available = False
+    elif code not in _WOKEN:
         raise OSError(code, f"futex: {os.strerror(code)}")
 
 
@@ -49,21 +56,14 @@ def _syscall(library: type[ctypes.CDLL]) -> ctypes._NamedFuncPointer:
     return function
 
 
-def _works() -> bool:
-    """Whether there are futexes: not on other systems, and not where a sandbox forbids them."""
-    word = ctypes.c_uint32(0)
-    try:
-        wait(ctypes.addressof(word), 1, 0.0)
-        wake(ctypes.addressof(word))
-    except OSError:
-        return False
-    return True
-
-
 _number = _NUMBERS.get(platform.machine(), 0)
+# Whether there are futexes: not on other systems, in a 32-bit process, or where they are forbidden.
 available = False
-if sys.platform == "linux" and sys.maxsize > 2**32 and sys.byteorder == "little" and _number:
-    _sleeping = _syscall(ctypes.CDLL)
-    # Keeps the interpreter's lock, which would else go to another thread for milliseconds.
-    _holding = _syscall(ctypes.PyDLL)
-    available = _works()
+if sys.platform == "linux" and sys.maxsize > 2**32 and _number:
+    with contextlib.suppress(OSError, AttributeError):
+        _sleeping = _syscall(ctypes.CDLL)
+        # Keeps the interpreter's lock, which would else go to another thread for milliseconds.
+        _holding = _syscall(ctypes.PyDLL)
+        available = True
+        _word = ctypes.c_uint32(0)
+        wait(ctypes.addressof(_word), 1, 0.0)

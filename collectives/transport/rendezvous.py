@@ -23,13 +23,14 @@ import socket
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
+from . import futex
 from .board import WINDOW_BYTES, board_bytes
 from .channel import INLINE_BYTES, RING_BYTES, SLOT_BYTES, SOCKET_BYTES, Link
 
 Gather = Callable[[bytes], list[bytes]]
 
 # Ranks whose links would not understand each other open none.
-_FORMAT = [5, SLOT_BYTES, RING_BYTES, INLINE_BYTES, WINDOW_BYTES]
+_FORMAT = [5, SLOT_BYTES, RING_BYTES, INLINE_BYTES, WINDOW_BYTES, futex.available]
 _HELLO_BYTES = 256
 
 
@@ -176,8 +177,12 @@ def _receive_ring(sock: socket.socket, board: int = 0) -> tuple[bytes, mmap.mmap
         if not fds or os.fstat(fds[0]).st_size != RING_BYTES:
             raise OSError("the peer sent no ring")
         ring = mmap.mmap(fds[0], RING_BYTES)
-        shared = len(fds) > 1 and os.fstat(fds[1]).st_size == board
-        return text, ring, mmap.mmap(fds[1], board) if shared else None
+        shared = None
+        if len(fds) > 1 and os.fstat(fds[1]).st_size == board:
+            # Without the room for a board there are still messages.
+            with contextlib.suppress(OSError):
+                shared = mmap.mmap(fds[1], board)
+        return text, ring, shared
     finally:
         for fd in fds:
             os.close(fd)

@@ -57,7 +57,9 @@ class ThreadWorld:
     def part(self, ranks: tuple[int, ...], number: int) -> ThreadWorld:
         """The `number`th world of these ranks: one object for all that ask."""
         with self._lock:
-            return self._parts.setdefault((ranks, number), ThreadWorld(len(ranks)))
+            if (ranks, number) not in self._parts:
+                self._parts[ranks, number] = ThreadWorld(len(ranks))
+            return self._parts[ranks, number]
 
     def box(self, source: int, target: int) -> queue.SimpleQueue[_Parcel]:
         return self._boxes[source, target]

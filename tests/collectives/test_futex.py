@@ -71,8 +71,11 @@ def test_a_process_wakes_another() -> None:
     def fork(change: Callable[[], None]) -> None:
         child = os.fork()
         if not child:
-            change()
-            os._exit(0)
+            try:
+                change()
+                os._exit(0)
+            finally:
+                os._exit(1)
         children.append(child)
 
     _woken_by(fork, ctypes.addressof(held))

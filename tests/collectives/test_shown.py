@@ -1,4 +1,4 @@
-"""Small all-reduces made of what ranks show on their board: the bits of messages, without any."""
+"""All-reduces made of what ranks show on their board: the bits of messages, without any."""
 
 from __future__ import annotations
 
@@ -9,9 +9,19 @@ import pytest
 import torch
 
 import collectives
-from adasum import Adasum
-from collectives import Average, CollectiveMismatchError, FusedBuffer, Group, Sum, calls
-from collectives.reducers import kernels
+from adasum import Adasum, AdasumReducer
+from collectives import (
+    Average,
+    CollectiveError,
+    CollectiveMismatchError,
+    FusedBuffer,
+    Group,
+    Operands,
+    Reducer,
+    Sum,
+    calls,
+)
+from collectives.reducers import SumReducer, kernels
 from collectives.shown import WHOLE_BYTES
 from collectives.transport.board import TABLE_BYTES, WINDOW_BYTES, Board
 
@@ -234,7 +244,7 @@ def test_two_dtypes_are_sent() -> None:
 
 
 def test_an_operator_that_calls_others_is_sent() -> None:
-    class Asking(type(Sum)):  # type: ignore[misc]
+    class Asking(SumReducer):
         alone = False
 
     asking = Asking()
@@ -245,6 +255,25 @@ def test_an_operator_that_calls_others_is_sent() -> None:
         return bool(steps)
 
     assert run(2, job) == [True, True]
+    assert not Reducer.alone, "what has not said so calls others"
+
+
+def test_an_operator_that_sums_twice_is_told() -> None:
+    class Twice(AdasumReducer):
+        def reduce(self, operands: Operands) -> None:
+            if operands.sum_partials is not None:
+                operands.sum_partials(torch.zeros(len(operands.segments or ()) - 1, 3))
+            super().reduce(operands)
+
+    twice = Twice()
+
+    def job(group: Group) -> None:
+        with pytest.raises((TypeError, CollectiveError), match=r"not once|rank"):
+            group.all_reduce(torch.ones(9), twice, algorithm="vhdd")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Board, "workers", 1)
+        run(2, job, timeout=0.5)
 
 
 def test_a_mismatch_leaves_everything_as_it_was() -> None:
