@@ -75,7 +75,7 @@ class Reducer:
         raise NotImplementedError
 
     def finish(self, buffer: torch.Tensor, size: int) -> None:
-        """What is left to do on the reduced buffer, once."""
+        """What is left to do on the reduced buffer, once: to each element, perhaps part by part."""
 
 
 @lru_cache

@@ -34,6 +34,7 @@ class Runner:
         self.topology = topology
         self.timeout = timeout
         self.workspace = Workspace()
+        self._packed = Workspace()
         self.libraries = Libraries(transport)
         self.links: Links | None = None
         # What all ranks show in this call, where its one all-reduce is to be made of that.
@@ -84,6 +85,22 @@ class Runner:
         label: str,
     ) -> None:
         """Reduce a 1-D tensor over all ranks, in place."""
+        result = self._reduced(flat, op, specs, segments, prescale, label)
+        if result is not flat:
+            flat.copy_(result)
+        if postscale != 1.0:
+            flat.mul_(postscale)
+
+    def _reduced(
+        self,
+        flat: Tensor,
+        op: Reducer,
+        specs: Specs,
+        segments: Sequence[int] | None,
+        prescale: float,
+        label: str,
+    ) -> Tensor:
+        """The tensor over all ranks: itself, reduced, or the result where all ranks see it."""
         size = self.transport.size
         shown = self.shown
         algorithm: AllReduceSpec | str = "alone" if shown is None else "shown"
@@ -103,12 +120,11 @@ class Runner:
             if prescale != 1.0:
                 flat.mul_(prescale)
             if shown is not None:
-                shown.reduce(flat, op, segments, self.workspace, label, self.timeout)
-            elif size > 1:
+                return shown.reduce(flat, op, segments, self.workspace, label, self.timeout)
+            if size > 1:
                 self._run(plan, flat, op, segments, label)
             op.finish(flat, size)
-            if postscale != 1.0:
-                flat.mul_(postscale)
+            return flat
 
     def all_reduce_packed(
         self,
@@ -134,12 +150,13 @@ class Runner:
             self.all_reduce(fused.buffer, op, specs, segments, prescale, postscale, label)
             return
         layout = kernels.layout_of(tensors)
-        if self.shown is None:
-            buffer = kernels.pack(tensors, layout=layout, scale=prescale)
-        else:
-            buffer = torch.empty(layout.numel, dtype=layout.dtype)
-        self.all_reduce(buffer, op, specs, layout.segments, 1.0, 1.0, label)
-        kernels.unpack(buffer, tensors, layout=layout, scale=postscale)
+        # On CUDA the allocator keeps it, by stream.
+        like = tensors[0]
+        buffer = self._packed.take(layout.numel, like) if like.is_cpu else None
+        if self.shown is None or buffer is None:
+            buffer = kernels.pack(tensors, layout=layout, scale=prescale, out=buffer)
+        result = self._reduced(buffer, op, specs, layout.segments, 1.0, label)
+        kernels.unpack(result, tensors, layout=layout, scale=postscale)
 
     def _choose(self, flat: Tensor, op: Reducer) -> AllReduceSpec:
         """What `auto` stands for: by the measured costs where there are any.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -72,16 +72,17 @@ class Shown:
         workspace: Workspace,
         label: str,
         timeout: float,
-    ) -> None:
-        """out = the vectors reduced by `op`."""
+    ) -> Tensor:
+        """The vectors reduced and finished: `out`, or one that all ranks read and none changes."""
         if self.way == "whole":
             _reduce_whole(self.vectors, out, op, segments, workspace)
-            return
+            op.finish(out, len(self.vectors))
+            return out
         if op.uniform:
             self._reduce_levels(op, segments, label, timeout)
         else:
             self._reduce_slice(op, label, timeout)
-        out.copy_(self.vectors[0])
+        return self.vectors[0]
 
     def _reduce_slice(self, op: Reducer, label: str, timeout: float) -> None:
         """Make the first vector the result: this rank its slice, which no other rank touches."""
@@ -93,65 +94,55 @@ class Shown:
         mine = [vector[here] for vector in vectors]
         for left, right in _pairs(len(vectors)):
             _reduce_two(mine[left], mine[right], mine[left], op, None)
+        op.finish(mine[0], len(vectors))
         self.board.meet(f"step 1 of {label}", timeout)
 
     def _reduce_levels(
         self, op: Reducer, segments: Sequence[int] | None, label: str, timeout: float
     ) -> None:
         """Make the first vector the result, in each level each pair's first vector the pair's."""
-        vectors, board = self.vectors, self.board
-        numel = vectors[0].numel()
+        board = self.board
         workers = board.workers if self.way == "sliced" else 0
-        plan = _plan_of(len(vectors), workers, board.rank)
-        cuts = split_bounds(numel, plan.chunks)
+        plan = _plan_of(len(self.vectors), workers, board.rank)
         for number, (level, mine) in enumerate(plan.steps):
             where = f"step {number + 1} of {label}"
+            last = number + 1 == plan.levels
             if mine:
-                # Each piece in a vector of its own, one behind the other: a table of dots for each.
-                pieces = []
-                for i, part in enumerate(mine):
-                    here = slice(cuts[part.start], cuts[part.stop])
-                    left, right = vectors[part.left][here], vectors[part.right][here]
-                    pieces.append(Piece((left, right), left, i * numel + here.start))
-                bounds = _repeated(None if segments is None else tuple(segments), numel, len(mine))
-                summed: list[int] = []
-                add = None
-                if level.block > 1:
-                    add = partial(self._add, level, mine, where, timeout, summed)
-                op.reduce(Operands(tuple(pieces), len(mine) * numel, bounds, add))
-                if add is not None and len(summed) != 1:
-                    raise TypeError(f"{op} called sum_partials {len(summed)} times, not once")
+                self._reduce_parts(level, mine, op, segments, where, timeout, finish=last)
             elif level.shared:
                 board.meet(where, timeout)
-            if number + 1 < plan.levels:
+            if not last:
                 board.meet(where, timeout)
         where = f"step {plan.levels + 1} (the end) of {label}"
         board.meet(where, timeout, plan.left_out, last=True)
 
-    def _add(
+    def _reduce_parts(
         self,
         level: _Level,
         mine: Sequence[_Part],
+        op: Reducer,
+        segments: Sequence[int] | None,
         where: str,
         timeout: float,
-        summed: list[int],
-        tables: Tensor,
+        *,
+        finish: bool,
     ) -> None:
-        """Give the table of each of this rank's pieces the sums over the pieces of its pair."""
-        rows = tables.view(len(mine), -1)
-        summed.append(rows.numel())
-        first = mine[0].leaf
-        sums = rows
-        if level.shared:
-            leaves = [part.leaf for part in mine]
-            sums = self.board.gather(leaves, rows, len(level.parts), where, timeout)
-            first = 0
-        sums = sums.view(-1, level.block, rows.shape[1])
-        while sums.shape[1] > 1:
-            # In the order in which recursive doubling adds them.
-            sums = sums[:, ::2] + sums[:, 1::2]
-        for row, part in zip(rows, mine, strict=True):
-            row.copy_(sums[(part.leaf - first) // level.block, 0])
+        """Do this rank's parts of a level, each in a vector of its own, one behind the other."""
+        vectors = self.vectors
+        numel = vectors[0].numel()
+        cuts = split_bounds(numel, Fold(len(vectors)).leaves)
+        pieces = []
+        for i, part in enumerate(mine):
+            here = slice(cuts[part.start], cuts[part.stop])
+            left, right = vectors[part.left][here], vectors[part.right][here]
+            pieces.append(Piece((left, right), left, i * numel + here.start))
+        bounds = _repeated(None if segments is None else tuple(segments), numel, len(mine))
+        sums = _Sums(self.board, level, mine, where, timeout) if level.block > 1 else None
+        op.reduce(Operands(tuple(pieces), len(mine) * numel, bounds, sums))
+        if sums is not None and sums.calls != 1:
+            raise TypeError(f"{op} called sum_partials {sums.calls} times, not once")
+        for piece in pieces if finish else ():
+            op.finish(piece.out, len(vectors))
 
 
 def exhibit_of(tensors: Sequence[Tensor], segments: Sequence[int] | None) -> Exhibit | None:
@@ -267,13 +258,40 @@ class _Level(NamedTuple):
     shared: bool
 
 
+@dataclass
+class _Sums:
+    """Gives the table of each of a rank's parts the sums over all parts of its pair."""
+
+    board: Board
+    level: _Level
+    mine: Sequence[_Part]
+    where: str
+    timeout: float
+    calls: int = 0
+
+    def __call__(self, tables: Tensor) -> None:
+        self.calls += 1
+        level, mine = self.level, self.mine
+        rows = tables.view(len(mine), -1)
+        first, sums = mine[0].leaf, rows
+        if level.shared:
+            leaves = [part.leaf for part in mine]
+            sums = self.board.gather(leaves, rows, len(level.parts), self.where, self.timeout)
+            first = 0
+        sums = sums.view(-1, level.block, rows.shape[1])
+        while sums.shape[1] > 1:
+            # In the order in which recursive doubling adds them.
+            sums = sums[:, ::2] + sums[:, 1::2]
+        for row, part in zip(rows, mine, strict=True):
+            row.copy_(sums[(part.leaf - first) // level.block, 0])
+
+
 class _Plan(NamedTuple):
     """A rank's part in the `levels` levels: steps with what it does, as long as it does any.
 
     left_out: meetings that are left then, the last one included.
     """
 
-    chunks: int
     levels: int
     steps: tuple[tuple[_Level, tuple[_Part, ...]], ...]
     left_out: int
@@ -286,7 +304,7 @@ def _plan_of(size: int, workers: int, rank: int) -> _Plan:
     while steps and not steps[-1][1]:
         steps.pop()
     left_out = sum(1 + level.shared for level in levels[len(steps) :])
-    return _Plan(Fold(size).leaves, len(levels), tuple(steps), max(left_out, 1))
+    return _Plan(len(levels), tuple(steps), max(left_out, 1))
 
 
 @lru_cache
