@@ -14,7 +14,7 @@ from .calls import Calls
 from .cost import Links
 from .description import Description, like
 from .owners import owners
-from .place import find_place, place_of
+from .place import along_links, find_place, place_of
 from .reducers import Reducer, Sum
 from .runner import Runner, Specs
 from .spec import format_all_reduce_spec
@@ -38,7 +38,8 @@ class Group:
     timeout: seconds any one step may wait for a peer. local_rank, local_size: this rank's place on
     its host; found from the hosts' names unless given. hosts: a number for every rank's host.
     topology: the nodes that algorithms see;
-    the hosts unless given, and one rank a node where hosts do not hold equal runs of ranks.
+    the hosts unless given, and one rank a node where hosts do not hold equal runs of ranks; where
+    ranks use GPUs and NVML tells how they are joined, rings follow the links.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Group:
         self.local_size = place.local_size
         self.topology = place.topology
         self.hosts = place.hosts
+        self._gpus = place.gpus
         self._runner = Runner(transport, place.topology, timeout)
         self._call = Calls(self._runner)
         self._parts: list[Group] = []
@@ -308,15 +310,19 @@ class Group:
         def run() -> Group | None:
             if self.rank not in members:
                 return None
-            place = place_of([self.hosts[rank] for rank in members], members.index(self.rank))
+            hosts = [self.hosts[rank] for rank in members]
+            gpus = [self._gpus[rank] for rank in members] if self._gpus else ()
+            transport = self.transport.split(members, self.timeout)
+            place = place_of(hosts, transport.rank, gpus=gpus)
+            place = along_links(place, transport, self.timeout)
             part = Group(
-                self.transport.split(members, self.timeout),
+                transport,
                 timeout=self.timeout,
                 local_rank=place.local_rank,
                 local_size=place.local_size,
                 topology=place.topology,
             )
-            part.hosts = place.hosts
+            part.hosts, part._gpus = place.hosts, place.gpus
             part.use_links(self._runner.links)
             self._parts.append(part)
             return part
