@@ -210,12 +210,14 @@ def check_disjoint(
     name: str, tensors: Sequence[Tensor], addresses: Sequence[int], numels: Sequence[int]
 ) -> None:
     """Raise ValueError if two of the tensors, all about to be written, share memory."""
-    sizes = map(operator.mul, numels, map(Tensor.element_size, tensors))
+    sizes = list(map(operator.mul, numels, map(Tensor.element_size, tensors)))
+    ends = dict(zip(addresses, map(operator.add, addresses, sizes), strict=True))
+    starts = sorted(ends)
+    if len(starts) == len(addresses) and all(
+        map(operator.le, map(ends.__getitem__, starts), starts[1:])
+    ):
+        return
     spans = sorted(zip(addresses, sizes, range(len(addresses)), strict=True))
-    if spans:
-        starts, lengths, _ = zip(*spans, strict=True)
-        if all(map(operator.le, map(operator.add, starts, lengths), starts[1:])):
-            return
     last, owner = 0, 0
     for start, size, i in spans:
         if size and start < last:

@@ -240,11 +240,10 @@ def sum_n(tensors: Sequence[Tensor], out: Tensor, scale: float, found_inf: Tenso
             torch.add(tensors[0], tensors[1], out=out)
             _flag_non_finite(found_inf, (out,))
             return
-    flat = [_flat(tensor) for tensor in tensors]
+    flat = tensors if out.dim() == 1 else [tensor.view(-1) for tensor in tensors]
     target = _flat(out)
     # Accumulating in the output itself saves a copy where no later input is the output.
-    start = out.data_ptr()
-    direct = out.dtype == wide and all(t.data_ptr() != start for t in tensors[2:])
+    direct = out.dtype == wide and out.data_ptr() not in map(Tensor.data_ptr, tensors[2:])
     scales = direct and wide == torch.float32 and _scales_when_flagged(found_inf, scale)
     for low, high in _blocks(0, numel, _SUM_BLOCK if direct else _MAP_BLOCK):
         parts = flat if high - low == numel else [tensor[low:high] for tensor in flat]
@@ -265,14 +264,14 @@ def sum_n(tensors: Sequence[Tensor], out: Tensor, scale: float, found_inf: Tenso
 
 def _sum(parts: Sequence[Tensor], total: Tensor, last: Tensor) -> None:
     """total = sum of the parts in order; where there are several the last sum goes to `last`."""
-    first = parts[0]
-    if len(parts) == 1 or first.dtype != total.dtype:
-        first = total.copy_(first)
+    dtype = total.dtype
+    converts = parts[0].dtype != dtype
+    first = total.copy_(parts[0]) if converts or len(parts) == 1 else parts[0]
     for i in range(1, len(parts)):
         part = parts[i]
-        # Converting apart is faster than an addition of two dtypes.
-        if part.dtype != total.dtype:
-            part = _scratch(1, part.numel(), total.dtype).copy_(part)
+        if converts:
+            # Apart, which is faster than an addition of two dtypes.
+            part = _scratch(1, part.numel(), dtype).copy_(part)
         torch.add(first, part, out=last if i == len(parts) - 1 else total)
         first = total
 
@@ -301,19 +300,24 @@ def scaled_add(
     wide = compute_dtype(a.dtype, b.dtype, out.dtype)
     if wide == torch.float32 and not (_safe(alpha) and _safe(beta)):
         wide = torch.float64
-    x, y, target = _flat(a), _flat(b), _flat(out)
     # The output can hold the intermediate result unless it is b.
     direct = out.dtype == wide and out.data_ptr() != b.data_ptr()
-    for low, high in _blocks(0, target.numel(), _SUM_BLOCK if direct else _MAP_BLOCK):
+    numel, block = out.numel(), _SUM_BLOCK if direct else _MAP_BLOCK
+    if direct and numel <= block and a.dtype == wide and b.dtype == wide:
+        torch.add(torch.mul(a, alpha, out=out), b, alpha=beta, out=out)
+        _flag_non_finite(found_inf, (out,))
+        return
+    x, y, target = _flat(a), _flat(b), _flat(out)
+    for low, high in _blocks(0, numel, block):
         left, right, to = _part(x, low, high), _part(y, low, high), _part(target, low, high)
-        block = to if direct else _scratch(0, high - low, wide)
+        total = to if direct else _scratch(0, high - low, wide)
         if left.dtype == wide:
-            torch.mul(left, alpha, out=block)
+            torch.mul(left, alpha, out=total)
         else:
-            block.copy_(left).mul_(alpha)
+            total.copy_(left).mul_(alpha)
         if right.dtype != wide:
             right = _scratch(1, high - low, wide).copy_(right)
-        torch.add(block, right, alpha=beta, out=to)
+        torch.add(total, right, alpha=beta, out=to)
         _flag_non_finite(found_inf, (to,))
 
 
