@@ -22,7 +22,7 @@ from kernels.layout import Layout
 # as the shared cache lets them be: two float64 copies for the dots,
 _DOT_BLOCK = 1 << 18
 # one intermediate beside inputs and output,
-_MAP_BLOCK = 1 << 19
+_MAP_BLOCK = 1 << 20
 # and no intermediate but the output. bench/NOTES.md has the times behind the three.
 _SUM_BLOCK = 1 << 21
 # Coefficients inside this range times any float32 lose nothing to float32's exponent.
@@ -70,12 +70,22 @@ def _scratch(slot: int, numel: int, dtype: torch.dtype) -> Tensor:
         with torch.inference_mode(False):
             memory = torch.empty(numel, dtype=dtype, device="cpu")
         _memory.blocks[slot, dtype] = memory
-    return memory[:numel]
+    return memory if memory.numel() == numel else memory[:numel]
 
 
 def _part(flat: Tensor, low: int, high: int) -> Tensor:
     """flat[low:high], without the cost of a view where that is all of it."""
     return flat if high - low == flat.numel() else flat[low:high]
+
+
+def _cut(flat: Tensor, block: int) -> Sequence[Tensor]:
+    """Its pieces of `block` elements, the last of them shorter."""
+    return (flat,) if flat.numel() <= block else flat.split(block)
+
+
+def _sum_block(numel: int, found_inf: Tensor | None) -> int:
+    """Elements of a block; all of them where the shared cache holds the output, or nearly."""
+    return numel if found_inf is None and numel <= 2 * _SUM_BLOCK else _SUM_BLOCK
 
 
 def _blocks(start: int, stop: int, block: int) -> Iterator[tuple[int, int]]:
@@ -111,14 +121,19 @@ def _scales_when_flagged(found_inf: Tensor | None, scale: float, *dtypes: torch.
 def _scaled_copy(target: Tensor, source: Tensor, scale: float) -> None:
     """target = scale * source, both flat and of one length; they may be one tensor."""
     wide = compute_dtype(source.dtype, target.dtype)
-    if target.dtype != wide and source.dtype not in (wide, target.dtype):
-        for low, high in _blocks(0, source.numel(), _MAP_BLOCK):
-            block = _scratch(0, high - low, wide)
-            target[low:high].copy_(block.copy_(source[low:high]).mul_(scale))
-    elif target.dtype == wide and source.dtype != wide:
+    if target.dtype == source.dtype:
+        torch.mul(source, scale, out=target)
+    elif target.dtype == wide:
         target.copy_(source).mul_(scale)
     else:
-        torch.mul(source, scale, out=target)
+        # Converting apart is faster than a product into another dtype.
+        for part, to in zip(_cut(source, _MAP_BLOCK), _cut(target, _MAP_BLOCK), strict=True):
+            block = _scratch(0, part.numel(), wide)
+            if part.dtype == wide:
+                torch.mul(part, scale, out=block)
+            else:
+                block.copy_(part).mul_(scale)
+            to.copy_(block)
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -234,45 +249,41 @@ def sum_n(tensors: Sequence[Tensor], out: Tensor, scale: float, found_inf: Tenso
     dtype = tensors[0].dtype
     numel = out.numel()
     wide = compute_dtype(dtype, out.dtype)
-    if len(tensors) == 2 and scale == 1.0 and (dtype in (wide, out.dtype)):
+    one_block = numel <= _SUM_BLOCK or found_inf is None
+    if len(tensors) == 2 and scale == 1.0 and dtype == out.dtype and one_block:
         # torch adds two 16-bit numbers in float32 and rounds once, too.
-        if found_inf is None or numel <= _SUM_BLOCK:
-            torch.add(tensors[0], tensors[1], out=out)
-            _flag_non_finite(found_inf, (out,))
-            return
+        torch.add(tensors[0], tensors[1], out=out)
+        _flag_non_finite(found_inf, (out,))
+        return
     flat = tensors if out.dim() == 1 else [tensor.view(-1) for tensor in tensors]
     target = _flat(out)
     # Accumulating in the output itself saves a copy where no later input is the output.
     direct = out.dtype == wide and out.data_ptr() not in map(Tensor.data_ptr, tensors[2:])
     scales = direct and wide == torch.float32 and _scales_when_flagged(found_inf, scale)
-    for low, high in _blocks(0, numel, _SUM_BLOCK if direct else _MAP_BLOCK):
-        parts = flat if high - low == numel else [tensor[low:high] for tensor in flat]
-        to = _part(target, low, high)
-        block = to if direct else _scratch(0, high - low, wide)
-        # The last addition may round to the output's dtype.
-        last = to if scale == 1.0 else block
-        _sum(parts, block, last)
+    size = _sum_block(numel, found_inf) if direct and dtype == wide else _MAP_BLOCK
+    for to, *parts in zip(_cut(target, size), *[_cut(t, size) for t in flat], strict=True):
+        block = to if direct else _scratch(0, to.numel(), wide)
+        _sum(parts, block)
         if scales:
             _flag_non_finite(found_inf, (to,), scale)
             continue
         if scale != 1.0:
             _scaled_copy(to, block, scale)
-        elif len(parts) == 1 and not direct:
+        elif not direct:
             to.copy_(block)
         _flag_non_finite(found_inf, (to,))
 
 
-def _sum(parts: Sequence[Tensor], total: Tensor, last: Tensor) -> None:
-    """total = sum of the parts in order; where there are several the last sum goes to `last`."""
+def _sum(parts: Sequence[Tensor], total: Tensor) -> None:
+    """total = sum of the parts in order."""
     dtype = total.dtype
     converts = parts[0].dtype != dtype
     first = total.copy_(parts[0]) if converts or len(parts) == 1 else parts[0]
-    for i in range(1, len(parts)):
-        part = parts[i]
+    for part in parts[1:]:
         if converts:
             # Apart, which is faster than an addition of two dtypes.
             part = _scratch(1, part.numel(), dtype).copy_(part)
-        torch.add(first, part, out=last if i == len(parts) - 1 else total)
+        torch.add(first, part, out=total)
         first = total
 
 
@@ -302,22 +313,24 @@ def scaled_add(
         wide = torch.float64
     # The output can hold the intermediate result unless it is b.
     direct = out.dtype == wide and out.data_ptr() != b.data_ptr()
-    numel, block = out.numel(), _SUM_BLOCK if direct else _MAP_BLOCK
-    if direct and numel <= block and a.dtype == wide and b.dtype == wide:
+    whole = direct and a.dtype == wide and b.dtype == wide
+    block = _sum_block(out.numel(), found_inf) if whole else _MAP_BLOCK
+    if whole and out.numel() <= block:
         torch.add(torch.mul(a, alpha, out=out), b, alpha=beta, out=out)
         _flag_non_finite(found_inf, (out,))
         return
-    x, y, target = _flat(a), _flat(b), _flat(out)
-    for low, high in _blocks(0, numel, block):
-        left, right, to = _part(x, low, high), _part(y, low, high), _part(target, low, high)
-        total = to if direct else _scratch(0, high - low, wide)
+    for left, right, to in zip(*[_cut(_flat(t), block) for t in (a, b, out)], strict=True):
+        total = to if direct else _scratch(0, to.numel(), wide)
         if left.dtype == wide:
             torch.mul(left, alpha, out=total)
         else:
             total.copy_(left).mul_(alpha)
         if right.dtype != wide:
-            right = _scratch(1, high - low, wide).copy_(right)
-        torch.add(total, right, alpha=beta, out=to)
+            right = _scratch(1, to.numel(), wide).copy_(right)
+        if out.dtype == wide:
+            torch.add(total, right, alpha=beta, out=to)
+        else:
+            to.copy_(torch.add(total, right, alpha=beta, out=total))
         _flag_non_finite(found_inf, (to,))
 
 
