@@ -6,6 +6,7 @@ once. Dot products are taken in float64, where no square of a float32 under- or 
 
 from __future__ import annotations
 
+import itertools
 import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -71,11 +72,6 @@ def _scratch(slot: int, numel: int, dtype: torch.dtype) -> Tensor:
             memory = torch.empty(numel, dtype=dtype, device="cpu")
         _memory.blocks[slot, dtype] = memory
     return memory if memory.numel() == numel else memory[:numel]
-
-
-def _part(flat: Tensor, low: int, high: int) -> Tensor:
-    """flat[low:high], without the cost of a view where that is all of it."""
-    return flat if high - low == flat.numel() else flat[low:high]
 
 
 def _cut(flat: Tensor, block: int) -> Sequence[Tensor]:
@@ -276,15 +272,17 @@ def sum_n(tensors: Sequence[Tensor], out: Tensor, scale: float, found_inf: Tenso
 
 def _sum(parts: Sequence[Tensor], total: Tensor) -> None:
     """total = sum of the parts in order."""
-    dtype = total.dtype
-    converts = parts[0].dtype != dtype
-    first = total.copy_(parts[0]) if converts or len(parts) == 1 else parts[0]
-    for part in parts[1:]:
-        if converts:
-            # Apart, which is faster than an addition of two dtypes.
-            part = _scratch(1, part.numel(), dtype).copy_(part)
-        torch.add(first, part, out=total)
-        first = total
+    if parts[0].dtype == total.dtype and len(parts) > 1:
+        torch.add(parts[0], parts[1], out=total)
+        for part in parts[2:]:
+            total.add_(part)
+        return
+    total.copy_(parts[0])
+    if len(parts) > 1:
+        # Apart, which is faster than an addition of two dtypes.
+        block = _scratch(1, total.numel(), total.dtype)
+        for part in parts[1:]:
+            total.add_(block.copy_(part))
 
 
 def _safe(coefficient: float) -> bool:
@@ -376,10 +374,13 @@ def combine(
 ) -> None:
     """out = (1 - d/(2A)) a + (1 - d/(2B)) b a segment, with `dots` S rows (d, A, B)."""
     x, y, target = _flat(a), _flat(b), _flat(out)
-    for (dot, mine, theirs), low, high in zip(dots, bounds[:-1], bounds[1:], strict=True):
-        if low < high:
+    sizes = [high - low for low, high in itertools.pairwise(bounds)]
+    segments = [(x, y, target)]
+    if len(sizes) != 1:
+        segments = list(zip(*[t.split_with_sizes(sizes) for t in (x, y, target)], strict=True))
+    for (dot, mine, theirs), (left, right, to) in zip(dots, segments, strict=True):
+        if to.numel() > 0:
             alpha, beta = _coefficient(dot, mine), _coefficient(dot, theirs)
-            left, right, to = _part(x, low, high), _part(y, low, high), _part(target, low, high)
             scaled_add(left, right, alpha, beta, to, found_inf)
 
 
