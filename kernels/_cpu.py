@@ -6,6 +6,7 @@ once. Dot products are taken in float64, where no square of a float32 under- or 
 
 from __future__ import annotations
 
+import itertools
 import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -22,11 +23,12 @@ from kernels.layout import Layout
 # as the shared cache lets them be: two float64 copies for the dots,
 _DOT_BLOCK = 1 << 18
 # one intermediate beside inputs and output,
-_MAP_BLOCK = 1 << 19
+_MAP_BLOCK = 1 << 20
 # and no intermediate but the output. bench/NOTES.md has the times behind the three.
 _SUM_BLOCK = 1 << 21
 # Coefficients inside this range times any float32 lose nothing to float32's exponent.
 _SAFE_LOW, _SAFE_HIGH = 2.0**-60, 2.0**60
+_dtype = operator.attrgetter("dtype")
 Function = TypeVar("Function", bound=Callable[..., object])
 
 
@@ -41,14 +43,17 @@ _memory = _Memory()
 
 
 def _without_grad(function: Function) -> Function:
-    """torch.no_grad(), which costs microseconds, only where gradients are on."""
+    """torch.no_grad() without the cost of its context manager, and only where gradients are on."""
 
     @wraps(function)
     def quietly(*args: object) -> object:
         if not torch.is_grad_enabled():
             return function(*args)
-        with torch.no_grad():
+        torch.set_grad_enabled(False)
+        try:
             return function(*args)
+        finally:
+            torch.set_grad_enabled(True)
 
     return cast(Function, quietly)
 
@@ -66,12 +71,17 @@ def _scratch(slot: int, numel: int, dtype: torch.dtype) -> Tensor:
         with torch.inference_mode(False):
             memory = torch.empty(numel, dtype=dtype, device="cpu")
         _memory.blocks[slot, dtype] = memory
-    return memory[:numel]
+    return memory if memory.numel() == numel else memory[:numel]
 
 
-def _part(flat: Tensor, low: int, high: int) -> Tensor:
-    """flat[low:high], without the cost of a view where that is all of it."""
-    return flat if high - low == flat.numel() else flat[low:high]
+def _cut(flat: Tensor, block: int) -> Sequence[Tensor]:
+    """Its pieces of `block` elements, the last of them shorter."""
+    return (flat,) if flat.numel() <= block else flat.split(block)
+
+
+def _sum_block(numel: int, found_inf: Tensor | None) -> int:
+    """Elements of a block; all of them where the shared cache holds the output, or nearly."""
+    return numel if found_inf is None and numel <= 2 * _SUM_BLOCK else _SUM_BLOCK
 
 
 def _blocks(start: int, stop: int, block: int) -> Iterator[tuple[int, int]]:
@@ -79,45 +89,67 @@ def _blocks(start: int, stop: int, block: int) -> Iterator[tuple[int, int]]:
         yield low, min(low + block, stop)
 
 
-def _flag_non_finite(found_inf: Tensor | None, *written: Tensor) -> None:
-    """Set `found_inf` to 1 if any of the tensors holds Inf or NaN.
+def _flag_non_finite(
+    found_inf: Tensor | None, written: Sequence[Tensor], scale: float = 1.0
+) -> None:
+    """Multiply the tensors by `scale`; set `found_inf` to 1 if one held Inf or NaN before that.
 
     torch's own pass for GradScaler, one call for a list; times one it leaves the tensors alone.
     """
     if found_inf is None:
         return
-    for dtype in dict.fromkeys(tensor.dtype for tensor in written):
-        same = [tensor for tensor in written if tensor.dtype == dtype]
-        torch._amp_foreach_non_finite_check_and_unscale_(same, found_inf, found_inf.new_ones(()))
+    factor = _scratch(2, 1, torch.float32).fill_(scale)
+    dtypes = set(map(_dtype, written))
+    for dtype in dtypes:
+        same = written if len(dtypes) == 1 else [t for t in written if t.dtype == dtype]
+        torch._amp_foreach_non_finite_check_and_unscale_(list(same), found_inf, factor)
+
+
+def _scales_when_flagged(found_inf: Tensor | None, scale: float, *dtypes: torch.dtype) -> bool:
+    """Whether `_flag_non_finite` may multiply by `scale` what is float32 by then.
+
+    It looks at a value before the product, which is finite if and only if the value is where the
+    factor is at most 1. Its factor is a float32; a negative one would make the padding -0.
+    """
+    return found_inf is not None and 0.0 < scale <= 1.0 and torch.float64 not in dtypes
 
 
 def _scaled_copy(target: Tensor, source: Tensor, scale: float) -> None:
-    """target = scale * source, both flat and of one length."""
+    """target = scale * source, both flat and of one length; they may be one tensor."""
     wide = compute_dtype(source.dtype, target.dtype)
-    if target.dtype != wide and source.dtype not in (wide, target.dtype):
-        for low, high in _blocks(0, source.numel(), _MAP_BLOCK):
-            block = _scratch(0, high - low, wide)
-            target[low:high].copy_(block.copy_(source[low:high]).mul_(scale))
-    elif target.dtype == wide and source.dtype != wide:
+    if target.dtype == source.dtype:
+        torch.mul(source, scale, out=target)
+    elif target.dtype == wide:
         target.copy_(source).mul_(scale)
     else:
-        torch.mul(source, scale, out=target)
+        # Converting apart is faster than a product into another dtype.
+        for part, to in zip(_cut(source, _MAP_BLOCK), _cut(target, _MAP_BLOCK), strict=True):
+            block = _scratch(0, part.numel(), wide)
+            if part.dtype == wide:
+                torch.mul(part, scale, out=block)
+            else:
+                block.copy_(part).mul_(scale)
+            to.copy_(block)
 
 
 def _flat(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 1 else tensor.view(-1)
 
 
-def _slots(layout: Layout, buffer: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """The 1-D places of the tensors in `buffer`, and those of the padding."""
-    slots = list(buffer.split(layout.slots))
-    padding = []
-    if not layout.dense:
-        for i, (size, numel) in enumerate(zip(layout.slots, layout.numels, strict=True)):
-            if size != numel:
-                padding.append(slots[i][numel:])
-                slots[i] = slots[i][:numel]
-    return slots, padding
+def _all_flat(tensors: Sequence[Tensor], layout: Layout) -> list[Tensor]:
+    return list(tensors) if layout.flat else [tensor.view(-1) for tensor in tensors]
+
+
+def _slots(layout: Layout, buffer: Tensor) -> list[Tensor]:
+    """The 1-D places of the tensors in `buffer`."""
+    if layout.dense:
+        return list(buffer.split_with_sizes(layout.slots))
+    return list(buffer.split_with_sizes(layout.pieces)[::2])
+
+
+def _is_small(layout: Layout) -> bool:
+    """Whether a call a tensor costs more than a pass over all of them in one piece."""
+    return layout.numel <= min(_MAP_BLOCK, len(layout.numels) << 14)
 
 
 @_without_grad
@@ -131,19 +163,42 @@ def pack(
     """Write the tensors into their slots of `out` and zero into the padding."""
     if not tensors:
         return
-    flat = [_flat(tensor) for tensor in tensors]
-    if scale == 1.0 and layout.dense:
+    flat = _all_flat(tensors, layout)
+    dtypes = set(map(_dtype, flat))
+    if scale == 1.0:
+        _gather(flat, dtypes, layout, out)
+        _flag_non_finite(found_inf, (out,))
+    elif out.dtype == torch.float32 and _scales_when_flagged(found_inf, scale, *dtypes):
+        _gather(flat, dtypes, layout, out)
+        _flag_non_finite(found_inf, (out,), scale)
+    else:
+        # Zeros times such a scale are zeros in every dtype.
+        if len(dtypes) == 1 and _is_small(layout) and 0.0 < scale < _SAFE_HIGH:
+            source = out
+            if out.dtype not in dtypes:
+                source = _scratch(3, layout.numel, flat[0].dtype)
+            _gather(flat, dtypes, layout, source)
+            _scaled_copy(out, source, scale)
+        else:
+            _zero_padding(layout, out)
+            for slot, tensor in zip(_slots(layout, out), flat, strict=True):
+                _scaled_copy(slot, tensor, scale)
+        _flag_non_finite(found_inf, (out,))
+
+
+def _gather(flat: list[Tensor], dtypes: set[torch.dtype], layout: Layout, out: Tensor) -> None:
+    """Copy the tensors into their slots and zero into the padding."""
+    # Of other dtypes than its output's, torch.cat is slow.
+    if layout.dense and dtypes == {out.dtype}:
         torch.cat(flat, out=out)
     else:
-        slots, padding = _slots(layout, out)
-        if padding:
-            torch._foreach_zero_(padding)
-        if scale == 1.0:
-            torch._foreach_copy_(slots, flat)
-        else:
-            for slot, tensor in zip(slots, flat, strict=True):
-                _scaled_copy(slot, tensor, scale)
-    _flag_non_finite(found_inf, out)
+        _zero_padding(layout, out)
+        torch._foreach_copy_(_slots(layout, out), flat)
+
+
+def _zero_padding(layout: Layout, out: Tensor) -> None:
+    if not layout.dense:
+        torch._foreach_zero_(out.split_with_sizes(layout.pieces)[1::2])
 
 
 @_without_grad
@@ -157,50 +212,77 @@ def unpack(
     """Write the slots of `buffer` into the tensors."""
     if not tensors:
         return
-    flat = [_flat(tensor) for tensor in tensors]
-    if scale == 1.0 and layout.dense and all(t.dtype == buffer.dtype for t in flat):
-        torch.split_with_sizes_copy(buffer, layout.slots, out=flat)
-    elif scale == 1.0:
-        torch._foreach_copy_(flat, _slots(layout, buffer)[0])
+    flat = _all_flat(tensors, layout)
+    dtypes = set(map(_dtype, flat))
+    if scale == 1.0:
+        _scatter(buffer, flat, dtypes, layout)
+        _flag_non_finite(found_inf, flat)
+    elif dtypes == {torch.float32} and _scales_when_flagged(found_inf, scale, buffer.dtype):
+        _scatter(buffer, flat, dtypes, layout)
+        _flag_non_finite(found_inf, flat, scale)
     else:
-        for slot, tensor in zip(_slots(layout, buffer)[0], flat, strict=True):
-            _scaled_copy(tensor, slot, scale)
-    _flag_non_finite(found_inf, *flat)
+        if len(dtypes) == 1 and _is_small(layout):
+            scaled = _scratch(3, layout.numel, flat[0].dtype)
+            _scaled_copy(scaled, buffer, scale)
+            _scatter(scaled, flat, dtypes, layout)
+        else:
+            for slot, tensor in zip(_slots(layout, buffer), flat, strict=True):
+                _scaled_copy(tensor, slot, scale)
+        _flag_non_finite(found_inf, flat)
+
+
+def _scatter(buffer: Tensor, flat: list[Tensor], dtypes: set[torch.dtype], layout: Layout) -> None:
+    """Copy the slots into the tensors."""
+    if layout.dense and dtypes == {buffer.dtype}:
+        torch.split_with_sizes_copy(buffer, layout.slots, out=flat)
+    else:
+        torch._foreach_copy_(flat, _slots(layout, buffer))
 
 
 @_without_grad
 def sum_n(tensors: Sequence[Tensor], out: Tensor, scale: float, found_inf: Tensor | None) -> None:
     """out = scale * (t0 + t1 + ...), in list order; `out` may be any of the tensors."""
     dtype = tensors[0].dtype
+    numel = out.numel()
     wide = compute_dtype(dtype, out.dtype)
-    flat = [_flat(tensor) for tensor in tensors]
+    one_block = numel <= _SUM_BLOCK or found_inf is None
+    if len(tensors) == 2 and scale == 1.0 and dtype == out.dtype and one_block:
+        # torch adds two 16-bit numbers in float32 and rounds once, too.
+        torch.add(tensors[0], tensors[1], out=out)
+        _flag_non_finite(found_inf, (out,))
+        return
+    flat = tensors if out.dim() == 1 else [tensor.view(-1) for tensor in tensors]
     target = _flat(out)
     # Accumulating in the output itself saves a copy where no later input is the output.
-    direct = out.dtype == wide and all(t.data_ptr() != out.data_ptr() for t in tensors[2:])
-    for low, high in _blocks(0, out.numel(), _SUM_BLOCK if direct else _MAP_BLOCK):
-        parts = [_part(tensor, low, high) for tensor in flat]
-        to = _part(target, low, high)
-        block = to if direct else _scratch(0, high - low, wide)
-        if len(parts) > 1 and dtype == wide:
-            torch.add(parts[0], parts[1], out=block)
-        else:
-            block.copy_(parts[0])
-            for part in parts[1:2]:
-                _accumulate(block, part)
-        for part in parts[2:]:
-            _accumulate(block, part)
-        if not direct:
+    direct = out.dtype == wide and out.data_ptr() not in map(Tensor.data_ptr, tensors[2:])
+    scales = direct and wide == torch.float32 and _scales_when_flagged(found_inf, scale)
+    size = _sum_block(numel, found_inf) if direct and dtype == wide else _MAP_BLOCK
+    for to, *parts in zip(_cut(target, size), *[_cut(t, size) for t in flat], strict=True):
+        block = to if direct else _scratch(0, to.numel(), wide)
+        _sum(parts, block)
+        if scales:
+            _flag_non_finite(found_inf, (to,), scale)
+            continue
+        if scale != 1.0:
             _scaled_copy(to, block, scale)
-        elif scale != 1.0:
-            block.mul_(scale)
-        _flag_non_finite(found_inf, to)
+        elif not direct:
+            to.copy_(block)
+        _flag_non_finite(found_inf, (to,))
 
 
-def _accumulate(total: Tensor, tensor: Tensor) -> None:
-    """total += tensor. Converting apart is faster than an addition of two dtypes."""
-    if tensor.dtype != total.dtype:
-        tensor = _scratch(1, tensor.numel(), total.dtype).copy_(tensor)
-    total.add_(tensor)
+def _sum(parts: Sequence[Tensor], total: Tensor) -> None:
+    """total = sum of the parts in order."""
+    if parts[0].dtype == total.dtype and len(parts) > 1:
+        torch.add(parts[0], parts[1], out=total)
+        for part in parts[2:]:
+            total.add_(part)
+        return
+    total.copy_(parts[0])
+    if len(parts) > 1:
+        # Apart, which is faster than an addition of two dtypes.
+        block = _scratch(1, total.numel(), total.dtype)
+        for part in parts[1:]:
+            total.add_(block.copy_(part))
 
 
 def _safe(coefficient: float) -> bool:
@@ -227,20 +309,27 @@ def scaled_add(
     wide = compute_dtype(a.dtype, b.dtype, out.dtype)
     if wide == torch.float32 and not (_safe(alpha) and _safe(beta)):
         wide = torch.float64
-    x, y, target = _flat(a), _flat(b), _flat(out)
     # The output can hold the intermediate result unless it is b.
     direct = out.dtype == wide and out.data_ptr() != b.data_ptr()
-    for low, high in _blocks(0, target.numel(), _SUM_BLOCK if direct else _MAP_BLOCK):
-        left, right, to = _part(x, low, high), _part(y, low, high), _part(target, low, high)
-        block = to if direct else _scratch(0, high - low, wide)
+    whole = direct and a.dtype == wide and b.dtype == wide
+    block = _sum_block(out.numel(), found_inf) if whole else _MAP_BLOCK
+    if whole and out.numel() <= block:
+        torch.add(torch.mul(a, alpha, out=out), b, alpha=beta, out=out)
+        _flag_non_finite(found_inf, (out,))
+        return
+    for left, right, to in zip(*[_cut(_flat(t), block) for t in (a, b, out)], strict=True):
+        total = to if direct else _scratch(0, to.numel(), wide)
         if left.dtype == wide:
-            torch.mul(left, alpha, out=block)
+            torch.mul(left, alpha, out=total)
         else:
-            block.copy_(left).mul_(alpha)
+            total.copy_(left).mul_(alpha)
         if right.dtype != wide:
-            right = _scratch(1, high - low, wide).copy_(right)
-        torch.add(block, right, alpha=beta, out=to)
-        _flag_non_finite(found_inf, to)
+            right = _scratch(1, to.numel(), wide).copy_(right)
+        if out.dtype == wide:
+            torch.add(total, right, alpha=beta, out=to)
+        else:
+            to.copy_(torch.add(total, right, alpha=beta, out=total))
+        _flag_non_finite(found_inf, (to,))
 
 
 def _wide(slot: int, tensor: Tensor) -> Tensor:
@@ -285,10 +374,13 @@ def combine(
 ) -> None:
     """out = (1 - d/(2A)) a + (1 - d/(2B)) b a segment, with `dots` S rows (d, A, B)."""
     x, y, target = _flat(a), _flat(b), _flat(out)
-    for (dot, mine, theirs), low, high in zip(dots, bounds[:-1], bounds[1:], strict=True):
-        if low < high:
+    sizes = [high - low for low, high in itertools.pairwise(bounds)]
+    segments = [(x, y, target)]
+    if len(sizes) != 1:
+        segments = list(zip(*[t.split_with_sizes(sizes) for t in (x, y, target)], strict=True))
+    for (dot, mine, theirs), (left, right, to) in zip(dots, segments, strict=True):
+        if to.numel() > 0:
             alpha, beta = _coefficient(dot, mine), _coefficient(dot, theirs)
-            left, right, to = _part(x, low, high), _part(y, low, high), _part(target, low, high)
             scaled_add(left, right, alpha, beta, to, found_inf)
 
 

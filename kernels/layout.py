@@ -59,6 +59,25 @@ class Layout:
         return sum(self.numels) == self.numel
 
     @cached_property
+    def pieces(self) -> tuple[int, ...]:
+        """Elements of every tensor, of its padding, of the next tensor and so on."""
+        return tuple(
+            itertools.chain.from_iterable(
+                (numel, slot - numel) for numel, slot in zip(self.numels, self.slots, strict=True)
+            )
+        )
+
+    @cached_property
+    def flat(self) -> bool:
+        """Whether every tensor has one dimension."""
+        return all(len(shape) == 1 for shape in self.shapes)
+
+    @cached_property
+    def largest(self) -> int:
+        """Elements of the largest tensor, 0 where there is none."""
+        return max(self.numels, default=0)
+
+    @cached_property
     def sound(self) -> bool:
         """Whether each slot holds its tensor, one after the other within the buffer.
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernels import _cpu, _launch
 from kernels._check import (
+    check_all_writable,
     check_apart,
     check_disjoint,
     check_found_inf,
@@ -165,28 +166,38 @@ def _pack(
     out: Tensor,
     found_inf: Tensor | None,
 ) -> None:
-    check_apart("tensors", tensors, "out", out)
-    _check_flag(found_inf, tensors, "out", out)
+    _check_apart(tensors, layout, "out", out, False, found_inf)
     if _launch.on_triton(out):
         _copy(tensors, layout, out, scale, found_inf, packing=True)
     else:
         _cpu.pack(tensors, layout, out, scale, found_inf)
 
 
-def _check_flag(
-    found_inf: Tensor | None, tensors: list[Tensor], buffer_name: str, buffer: Tensor
+def _check_apart(
+    tensors: list[Tensor],
+    layout: Layout,
+    name: str,
+    buffer: Tensor,
+    written: bool,
+    found_inf: Tensor | None,
 ) -> None:
+    """Raise ValueError where two share memory of which one is written.
+
+    written: whether the tensors are.
+    """
+    addresses = list(map(Tensor.data_ptr, tensors))
+    check_apart("tensors", tensors, addresses, layout.largest, name, buffer)
+    if written:
+        check_disjoint("tensors", tensors, addresses, layout.numels)
     if found_inf is not None:
-        check_apart("tensors", tensors, "found_inf", found_inf)
-        check_no_overlap("found_inf", found_inf, buffer_name, buffer)
+        check_apart("tensors", tensors, addresses, layout.largest, "found_inf", found_inf)
+        check_no_overlap("found_inf", found_inf, name, buffer)
 
 
 def _unpack(
     buffer: Tensor, layout: Layout, scale: float, tensors: list[Tensor], found_inf: Tensor | None
 ) -> None:
-    check_apart("tensors", tensors, "buffer", buffer)
-    check_disjoint("tensors", tensors)
-    _check_flag(found_inf, tensors, "buffer", buffer)
+    _check_apart(tensors, layout, "buffer", buffer, True, found_inf)
     if _launch.on_triton(buffer):
         _copy(tensors, layout, buffer, scale, found_inf, packing=False)
     else:
@@ -292,8 +303,7 @@ def unpack(
     checked, layout = _check_list(tensors, layout, buffer.dtype)
     scale = check_scalar("scale", scale)
     _check_buffer("buffer", buffer, layout, checked[0].device if checked else buffer.device)
-    for i, tensor in enumerate(checked):
-        check_writable(f"tensors[{i}]", tensor)
+    check_all_writable("tensors", checked)
     flag = check_found_inf(found_inf, buffer.device)
     if tracing():
         call("unpack", buffer, layout.offsets, layout.alignment, scale, checked, flag)

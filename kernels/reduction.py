@@ -281,8 +281,9 @@ def _check_equals(tensors: Sequence[Tensor]) -> list[Tensor]:
     if not checked:
         raise ValueError(_EMPTY)
     first = checked[0]
+    dtype, shape = first.dtype, first.shape
     for i in range(1, len(checked)):
-        if checked[i].dtype != first.dtype or checked[i].shape != first.shape:
+        if checked[i].dtype != dtype or checked[i].shape != shape:
             check_like(f"tensors[{i}]", checked[i], "tensors[0]", first)
     return checked
 
