@@ -6,9 +6,7 @@ import operator
 import sys
 import threading
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from itertools import pairwise
-from typing import cast
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -148,20 +146,10 @@ def reducer(argument: str, value: Reducer) -> None:
         )
 
 
-@lru_cache
-def _kept(text: str) -> tuple[AllReduceSpec, ...]:
-    return parse_all_reduce_spec(text)
-
-
-def _parsed(text: object) -> tuple[AllReduceSpec, ...]:
-    # What is no string cannot be kept, and is an error.
-    return _kept(text) if isinstance(text, str) else parse_all_reduce_spec(cast(str, text))
-
-
 def algorithm(argument: str, value: str | None) -> tuple[AllReduceSpec, ...]:
     """A specification string, "auto" for None; ValueError naming what is wrong with it."""
     try:
-        return _parsed("auto" if value is None else value)
+        return parse_all_reduce_spec("auto" if value is None else value)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{argument}: {error}") from None
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -20,7 +19,7 @@ from .description import Description
 from .fused import buffer_of
 from .owners import owners
 from .reducers import Reducer, Sum
-from .runner import Runner, Specs
+from .runner import Runner
 from .shown import Exhibit, exhibit_of, way_of
 from .spec import parse_all_reduce_spec, spec_for
 from .split import split_bounds
@@ -30,11 +29,6 @@ Tensor = torch.Tensor
 Operation = Callable[[Runner, Description, list[Tensor], Reducer, str], Any]
 
 
-@lru_cache(maxsize=256)
-def _specs(text: str) -> Specs:
-    return parse_all_reduce_spec(text)
-
-
 def _all_reduce(
     runner: Runner, call: Description, tensors: list[Tensor], op: Reducer, label: str
 ) -> Tensor:
@@ -42,7 +36,7 @@ def _all_reduce(
     runner.all_reduce(
         tensors[0].detach().view(-1),
         op,
-        _specs(options["algorithm"]),
+        parse_all_reduce_spec(options["algorithm"]),
         options["segments"],
         options["prescale"],
         options["postscale"],
@@ -55,7 +49,7 @@ def _grouped_all_reduce(
     runner: Runner, call: Description, tensors: list[Tensor], op: Reducer, label: str
 ) -> list[Tensor]:
     options = call.options
-    specs = _specs(options["algorithm"])
+    specs = parse_all_reduce_spec(options["algorithm"])
     parts: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         parts.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
@@ -125,7 +119,7 @@ def _reduce_scatter(
     width = flat.numel() // rows[-1] if rows[-1] else 0
     cuts = [row * width for row in rows]
     if size > 1 and op.uniform:
-        runner.all_reduce(flat, op, _specs("auto"), None, 1.0, 1.0, label)
+        runner.all_reduce(flat, op, parse_all_reduce_spec("auto"), None, 1.0, 1.0, label)
     elif size > 1:
         runner.execute(ring.reduce_scatter(size), flat, op, label, bounds=cuts)
     piece = flat[cuts[rank] : cuts[rank + 1]].clone()
@@ -231,7 +225,7 @@ def written_by(call: Description, tensors: Sequence[Tensor]) -> Tensor | None:
         return tensors[0].detach().view(-1)[:0]
     if call.kind not in ("all_reduce", "grouped_all_reduce"):
         return None
-    specs = _specs(call.options["algorithm"])
+    specs = parse_all_reduce_spec(call.options["algorithm"])
     if any({spec.inner, spec.outer} & LIBRARY for spec in specs):
         return None
     if len(tensors) == 1:
@@ -254,6 +248,6 @@ def exhibit(
     found = exhibit_of(tensors, options.get("segments")) if options["prescale"] == 1.0 else None
     if found is None:
         return None
-    spec = spec_for(_specs(options["algorithm"]), found.numel)
+    spec = spec_for(parse_all_reduce_spec(options["algorithm"]), found.numel)
     way = way_of(spec, found, size, op, runner.links is not None)
     return None if way is None else replace(found, way=way)

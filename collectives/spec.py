@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 ONE_LEVEL = ("auto", "collective", "nccl", "pscpu", "psgpu", "rd", "rechd", "vhdd", "xring")
 INNER = ("collective", "nccl", "pscpu", "psgpu", "rechd", "xring")
@@ -95,6 +96,12 @@ def parse_all_reduce_spec(text: str) -> tuple[AllReduceSpec, ...]:
     """
     if not isinstance(text, str):
         raise TypeError(f"the specification must be a str, got {type(text).__name__}")
+    return _parsed(text)
+
+
+@lru_cache(maxsize=256)
+def _parsed(text: str) -> tuple[AllReduceSpec, ...]:
+    """Every call of a collective asks for its specification, and few differ."""
     parts = text.split(":")
     if len(parts) % 2 == 0 or (len(parts) > 1 and not parts[-1]):
         raise ValueError(

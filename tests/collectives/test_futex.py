@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import sys
@@ -87,6 +88,20 @@ def test_a_process_wakes_another() -> None:
 def test_a_bad_address_is_an_error() -> None:
     with pytest.raises(OSError, match="futex"):
         futex.wait(1, 0, 0.0)
+
+
+@linux
+def test_a_sandbox_that_forbids_them_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks go on without; other errors stay errors."""
+
+    def refuse(*_: object) -> int:
+        ctypes.set_errno(errno.EPERM)
+        return -1
+
+    monkeypatch.setattr(futex, "available", True)
+    monkeypatch.setattr(futex, "_holding", refuse)
+    futex.wake(0)
+    assert not futex.available
 
 
 @pytest.mark.parametrize("available", [True, False])
