@@ -61,21 +61,20 @@ def agree(
     label: str,
     timeout: float,
     workspace: Workspace,
+    code: int = 0,
     queued: Sequence[int] = (),
 ) -> Agreed:
     """Return when all ranks that have not joined make one call, or all have joined.
 
-    queued: hashes of CODE_BITS of the calls after this one, up to AHEAD; 0 for what is none.
+    code: `code_of(mine, CODE_BITS)` of a call. queued: those of the calls after this one, up to
+    AHEAD; 0 for what is none.
 
     Raises CollectiveMismatchError, on every rank with the same text, where the calls differ or the
     joined ranks cannot take part.
     """
     if isinstance(mine, Joined):
-        text = ""
         codes = [_NO_CODE, _NO_CODE, mine.since * transport.size + transport.rank + 1]
     else:
-        text = mine.to_json()
-        code = code_of(mine, CODE_BITS)
         codes = [code, -code, 0]
     later = [*queued, *[0] * (AHEAD - len(queued))]
     extremes = torch.tensor([*codes, *later, *(-code for code in later)])
@@ -96,9 +95,11 @@ def agree(
         alike = zip(others[:AHEAD], others[AHEAD:], strict=True)
         same = takewhile(lambda pair: pair[0] == -pair[1] != 0, alike)
         return Agreed(ahead=sum(1 for _ in same))
-    said: list[Any] = [text]
+    said: list[Any]
     if isinstance(mine, Joined):
-        said += [sorted(mine.operators), sorted(mine.kinds)]
+        said = ["", sorted(mine.operators), sorted(mine.kinds)]
+    else:
+        said = [mine.to_json()]
     told = gather_bytes(json.dumps(said).encode(), transport, label, timeout, workspace)
     return _verdict([json.loads(other) for other in told])
 

@@ -64,7 +64,7 @@ class Consent:
             if self._ahead:
                 self._ahead -= 1
                 return Agreed()
-            return self._by_messages(mine, label, [self._code(c) for c in self._upcoming(AHEAD)])
+            return self._by_messages(mine, label, self._upcoming(AHEAD))
         key: Hashable = None
         code = JOINED
         if isinstance(mine, Description):
@@ -144,18 +144,25 @@ class Consent:
         return self._by_messages(mine, label)
 
     def _by_messages(
-        self, mine: Description | Joined, label: str, queued: Sequence[int] = ()
+        self,
+        mine: Description | Joined,
+        label: str,
+        upcoming: Sequence[Description | None] = (),
     ) -> Agreed:
         # A mismatch ends all joins.
         self._any_joined = False
+        code = 0 if isinstance(mine, Joined) else self._code(mine)
+        queued = [self._code(call) for call in upcoming]
         runner = self._runner
-        agreed = agree(mine, runner.transport, label, runner.timeout, runner.workspace, queued)
+        agreed = agree(
+            mine, runner.transport, label, runner.timeout, runner.workspace, code, queued
+        )
         self._any_joined = bool(agreed.joined)
         self._ahead = agreed.ahead
         return agreed
 
     def _code(self, call: Description | None) -> int:
-        """What the agreement knows a queued call by."""
+        """What the agreement knows a call by; 0 for what is none."""
         if call is None:
             return 0
         key = call.key()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import threading
 import time
@@ -16,32 +15,19 @@ import torch
 import torch.distributed as dist
 
 from . import checks
-from .agreement import gather_bytes
 from .calibration import calibrate as measure_links
-from .errors import CollectiveError, CollectiveTimeoutError, TransportError
-from .executor import Workspace
+from .connect import connect, transport_choice
+from .errors import CollectiveError, CollectiveTimeoutError
 from .group import Group
 from .meeting import bounded, first_line, meet, open_store
 from .topology import Topology
-from .transport import (
-    GlooTransport,
-    HybridTransport,
-    NcclTransport,
-    ShmTransport,
-    ThreadWorld,
-    Transport,
-    load_nccl,
-    open_links,
-    store_of,
-    subgroup,
-)
+from .transport import GlooTransport, ThreadWorld, subgroup
 
 T = TypeVar("T")
 
 _NO_PROCESS_GROUP = (
     "process_group must be a torch.distributed.ProcessGroup that this rank is in, got {}"
 )
-TRANSPORTS = ("auto", "gloo", "shm", "nccl")
 
 _group: Group | None = None
 _owns_process_group = False
@@ -65,8 +51,9 @@ def init(
 
     timeout: seconds any one step of a collective may wait for a peer. transport: how CPU tensors
     travel; unless given, the environment variable ADASUM_TRANSPORT says it, else it is "auto":
-    through shared memory between ranks of one host, by gloo between hosts and where shared memory
-    is not to be had. "gloo": by gloo alone; on some ranks only, for messages to and from those.
+    through shared memory between ranks of one host, over TCP between hosts, by gloo where neither
+    is to be had. "gloo": by gloo alone; on some ranks only, for messages to and from those. "tcp":
+    the same over TCP; a TransportError on all where such a rank reaches another in no way but gloo.
     "shm" on any rank: a TransportError on all where any two ranks share no memory. "nccl" on any
     rank: CPU tensors as with "auto", CUDA tensors through cupy's NCCL on each rank's current
     device; a TransportError on all that says what one of them lacks. CUDA tensors otherwise travel
@@ -84,7 +71,7 @@ def init(
     if _group is not None:
         return _group
     checks.timeout(timeout)
-    choice = _transport_choice(transport)
+    choice = transport_choice(transport)
     if not isinstance(calibrate, bool):
         raise TypeError(f"calibrate must be a bool, got {type(calibrate).__name__}")
     if process_group is not None and not (
@@ -201,15 +188,6 @@ def _backend() -> str:
     return "cpu:gloo,cuda:nccl" if dist.is_nccl_available() and gpus >= local_size else "gloo"
 
 
-def _transport_choice(transport: str | None) -> str:
-    source, choice = "transport", transport
-    if choice is None:
-        source, choice = "ADASUM_TRANSPORT", os.environ.get("ADASUM_TRANSPORT") or "auto"
-    if choice not in TRANSPORTS:
-        raise ValueError(f"{source} must be one of {', '.join(TRANSPORTS)}, got {choice!r}")
-    return choice
-
-
 def new_group(ranks: Sequence[int]) -> Group | None:
     """`Group.split` of the default group: a group of some of its ranks, None on the others."""
     return default_group().split(ranks)
@@ -236,7 +214,7 @@ def from_process_group(process_group: dist.ProcessGroup, *, timeout: float = 300
     if known is None or known.closed:
         ranks = range(dist.get_world_size(process_group))
         own = GlooTransport(subgroup(process_group, ranks, _backend(), timeout), owned=True)
-        known = _over_gloo(own, timeout, _transport_choice(None))
+        known = _over_gloo(own, timeout, transport_choice(None))
         if not _adopted:
             atexit.register(_close_adopted)
         _adopted[process_group] = known
@@ -252,51 +230,11 @@ def _over_gloo(gloo: GlooTransport, timeout: float, choice: str) -> Group:
     whole = gloo.size == dist.get_world_size()
     local_rank, local_size = _local() if whole else (None, None)
     return Group(
-        _transport(gloo, timeout, choice),
+        connect(gloo, timeout, choice),
         timeout=timeout,
         local_rank=local_rank,
         local_size=local_size,
     )
-
-
-def _transport(gloo: GlooTransport, timeout: float, choice: str) -> Transport:
-    """`gloo`, with shared memory to the ranks of this host where they are not alone."""
-    if gloo.size == 1:
-        return gloo
-
-    def gather(data: bytes) -> list[bytes]:
-        return gather_bytes(data, gloo, "start-up", timeout, Workspace())
-
-    met = open_links(gloo.rank, gather, timeout, () if choice == "gloo" else None)
-    host: Transport = gloo
-    missing = sorted(set(range(gloo.size)) - {gloo.rank, *met.links})
-    reports = [json.loads(data) for data in gather(json.dumps([choice, missing]).encode())]
-    if any(len(others) < gloo.size - 1 for _, others in reports):
-        # Also on a rank without links: splitting must be the same work on all.
-        host = HybridTransport(ShmTransport(gloo.rank, gloo.size, *met), gloo)
-    if any(demand == "shm" for demand, _ in reports):
-        for rank, (_, others) in enumerate(reports):
-            if others:
-                raise TransportError(
-                    f'transport="shm": rank {rank} shares no memory with ranks {others}: they are '
-                    "on different hosts, or one asked for gloo, or the system refused it; "
-                    'transport="auto" uses gloo there'
-                )
-    if not any(demand == "nccl" for demand, _ in reports):
-        return host
-    for rank, lack in enumerate(gather(_lacks_for_nccl().encode())):
-        if lack:
-            raise TransportError(f'transport="nccl": rank {rank}: {lack.decode()}')
-    return NcclTransport(host, store_of(gloo.process_group), timeout=timeout)
-
-
-def _lacks_for_nccl() -> str:
-    """What this rank needs before it can use NCCL; "" where it has all."""
-    try:
-        load_nccl()
-    except (ImportError, RuntimeError) as error:
-        return str(error)
-    return ""
 
 
 def shutdown() -> None:

@@ -3,19 +3,20 @@
 from .base import Message, Transport
 from .gloo import GlooTransport
 from .hybrid import HybridTransport
+from .links import LinkTransport
 from .nccl import NcclTransport
 from .nccl_calls import load_nccl
 from .process_groups import store_of, subgroup
-from .rendezvous import open_links
-from .shm import ShmTransport
+from .rendezvous import WAYS, open_links
 from .threads import ThreadTransport, ThreadWorld
 
 __all__ = [
+    "WAYS",
     "GlooTransport",
     "HybridTransport",
+    "LinkTransport",
     "Message",
     "NcclTransport",
-    "ShmTransport",
     "ThreadTransport",
     "ThreadWorld",
     "Transport",

@@ -1,16 +1,16 @@
-"""Ranks of one host exchange through shared memory, others through another transport."""
+"""CPU messages over links, where there are any, and all others through another transport."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
 from .base import Message, Transport
 from .board import Board
-from .rendezvous import Met, open_links
-from .shm import ShmTransport
+from .links import LinkTransport
+from .rendezvous import WAYS, Met, open_links
 
 
 class HybridTransport:
@@ -18,19 +18,35 @@ class HybridTransport:
 
     Both know the same ranks. One exchange may use both: first `other`, then `local`, which cannot
     deadlock, because every rank does it in this order and neither waits for the other.
+
+    ways, toward: how links are opened where this transport is split, as `open_links` takes them.
     """
 
-    def __init__(self, local: ShmTransport, other: Transport) -> None:
+    def __init__(
+        self,
+        local: LinkTransport,
+        other: Transport,
+        *,
+        ways: Collection[str] = WAYS,
+        toward: str = "localhost",
+    ) -> None:
         self.rank = other.rank
         self.size = other.size
         # What library collectives run on, where `other` has one.
         self.process_group = getattr(other, "process_group", None)
         self._local = local
         self._other = other
+        self._ways = tuple(ways)
+        self._toward = toward
 
     @property
-    def local_peers(self) -> frozenset[int]:
-        """The ranks that are reached through shared memory."""
+    def sharing_peers(self) -> frozenset[int]:
+        """The ranks that share memory with this one."""
+        return self._local.sharing
+
+    @property
+    def linked_peers(self) -> frozenset[int]:
+        """The ranks that CPU messages reach over a link."""
         return self._local.peers
 
     @property
@@ -60,7 +76,7 @@ class HybridTransport:
             self._local.exchange(sends, recvs, step, max(timeout, 0.0))
 
     def split(self, ranks: Sequence[int], timeout: float) -> HybridTransport:
-        """Shared memory between the same ranks as here, `other` split for the rest."""
+        """New links by the same ways as here, `other` split for the rest."""
         # The agreement stands on the transports, so it cannot be imported above.
         from ..agreement import gather_bytes
         from ..executor import Workspace
@@ -70,11 +86,19 @@ class HybridTransport:
         def gather(data: bytes) -> list[bytes]:
             return gather_bytes(data, other, "start-up", timeout, Workspace())
 
-        near = {place for place, rank in enumerate(ranks) if rank in self._local.peers}
         met = Met({}, None)
         if other.size > 1:
-            met = open_links(other.rank, gather, timeout, near)
-        return HybridTransport(ShmTransport(other.rank, other.size, *met), other)
+            met = open_links(
+                other.rank,
+                other.size,
+                gather,
+                timeout,
+                ways=self._ways,
+                toward=self._toward,
+                near=[place for place, rank in enumerate(ranks) if rank in self.sharing_peers],
+            )
+        links = LinkTransport(other.rank, other.size, *met)
+        return HybridTransport(links, other, ways=self._ways, toward=self._toward)
 
     def _near(self, message: Message) -> bool:
         return message.peer in self._local.peers and message.tensor.is_cpu

@@ -11,14 +11,14 @@ import collectives
 from adasum import Adasum
 from collectives import Average, FusedBuffer, Group, Sum, run_threads
 from tests.accuracy.vectors import KINDS, vectors
-from tests.multi_rank.conformance import pretend_two_hosts, start
+from tests.multi_rank.conformance import start_or_pretend
 from tests.multi_rank.harness import run_ranks
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SIZE = 3
 SUMS = ("rd", "rechd", "xring", "psgpu")
 PROJECTIONS = ("rd", "vhdd", "xring", "psgpu")
-TRANSPORTS = ("gloo", "shm", "hybrid")
+TRANSPORTS = ("gloo", "shm", "mixed")
 LENGTHS = (1, 64, 3, 203, 0, 17, 128)
 
 
@@ -39,7 +39,7 @@ def _answers(group: Group) -> list[bytes]:
 def _in_process(rank: int) -> dict[str, list[bytes]]:
     found = {}
     for transport in TRANSPORTS:
-        group = pretend_two_hosts() if transport == "hybrid" else start(transport)
+        group = start_or_pretend(transport)
         found[transport] = _answers(group)
         group.close()
         collectives.shutdown()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from collectives.transport import Message, ShmTransport, open_links
+from collectives.transport import LinkTransport, Message, open_links
 
 TIMEOUT = 20.0
 
@@ -21,12 +21,14 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
         return [future.result(timeout=60.0) for future in futures]
 
 
-def meet(size: int, unwilling: tuple[int, ...] = ()) -> list[ShmTransport]:
+def meet(
+    size: int, unwilling: tuple[int, ...] = (), ways: tuple[str, ...] = ("shm",)
+) -> list[LinkTransport]:
     """The ranks' transports, found as processes find each other."""
     said = [b""] * size
     barrier = threading.Barrier(size, timeout=TIMEOUT)
 
-    def find(rank: int) -> ShmTransport:
+    def find(rank: int) -> LinkTransport:
         def gather(data: bytes) -> list[bytes]:
             said[rank] = data
             barrier.wait()
@@ -34,14 +36,15 @@ def meet(size: int, unwilling: tuple[int, ...] = ()) -> list[ShmTransport]:
             barrier.wait()
             return everything
 
-        met = open_links(rank, gather, TIMEOUT, () if rank in unwilling else None)
-        return ShmTransport(rank, size, *met)
+        offered = () if rank in unwilling else ways
+        met = open_links(rank, size, gather, TIMEOUT, ways=offered)
+        return LinkTransport(rank, size, *met)
 
     return together(*(lambda rank=rank: find(rank) for rank in range(size)))
 
 
 def exchange(
-    transport: ShmTransport,
+    transport: LinkTransport,
     sends: list[tuple[int, torch.Tensor]],
     recvs: list[tuple[int, torch.Tensor]],
     timeout: float = TIMEOUT,

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from collectives import CollectiveTimeoutError
-from collectives.transport import Message, ShmTransport, ThreadTransport, ThreadWorld, board, futex
+from collectives.transport import LinkTransport, Message, ThreadTransport, ThreadWorld, board, futex
 from collectives.transport.board import JOINED, Board, RanksDiffer, board_bytes
-from collectives.transport.channel import INLINE_BYTES, RING_BYTES
+from collectives.transport.shm_link import INLINE_BYTES, RING_BYTES
 
 from .neighbours import TIMEOUT, meet, noise, poisoned, together
 
@@ -30,7 +30,7 @@ def transports(kind: str, size: int) -> list[Any]:
     return meet(size)
 
 
-def board_of(transport: ShmTransport | ThreadTransport) -> Board:
+def board_of(transport: LinkTransport | ThreadTransport) -> Board:
     assert transport.board is not None
     return transport.board
 

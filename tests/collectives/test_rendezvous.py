@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from collectives.transport.channel import RING_BYTES
+from collectives.transport.shm_link import RING_BYTES
 
 from .neighbours import meet
 
@@ -111,7 +111,8 @@ def test_where_the_system_refuses_there_is_no_link(
             name = "adasum-ring" if refused == "memfd" else "adasum-board"
             patch.setattr(os, "memfd_create", sometimes(os.memfd_create, name.__eq__))
         else:
-            patch.setattr(socket, "socket", sometimes(socket.socket))
+            unix = socket.AF_UNIX
+            patch.setattr(socket, "socket", sometimes(socket.socket, lambda *of: of[0] == unix))
         first, second = meet(2)
     if refused == "board":
         assert (first.peers, second.peers) == ({1}, {0})

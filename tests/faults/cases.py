@@ -56,44 +56,47 @@ class Case:
 CASES = [
     # Plain collectives: the moment before a call.
     *(Case("all_reduce", "call", what, transport)
-      for transport in ("shm", "gloo")
+      for transport in ("shm", "tcp")
       for what in ("kill", "stop", "stop and go on", "sys.exit", "os._exit", "raise")),
+    Case("all_reduce", "call", "kill", "gloo"),
+    Case("all_reduce", "call", "stop", "gloo"),
     # The rank that holds the store.
     Case("all_reduce", "call", "kill", "shm", victim=0),
-    Case("all_reduce", "call", "kill", "gloo", victim=0),
+    Case("all_reduce", "call", "kill", "tcp", victim=0),
     # In the middle of messages.
     *(Case("all_reduce", "transfer", what, transport)
-      for transport in ("shm", "gloo") for what in ("kill", "stop", "os._exit")),
+      for transport in ("shm", "tcp") for what in ("kill", "stop", "os._exit")),
+    Case("all_reduce", "transfer", "kill", "gloo"),
     # Late.
     Case("all_reduce", "call", "late", "shm", late=10.0),
-    Case("all_reduce", "call", "late", "gloo", late=10.0),
+    Case("all_reduce", "call", "late", "tcp", late=10.0),
     Case("all_reduce", "call", "late", "shm", late=10.0, timeout=30.0, errors=()),
-    Case("average", "backward", "late", "gloo", late=10.0, timeout=30.0, errors=()),
+    Case("average", "backward", "late", "tcp", late=10.0, timeout=30.0, errors=()),
     # Training.
-    Case("average", "backward", "kill", "gloo"),
+    Case("average", "backward", "kill", "tcp"),
     Case("average", "backward", "raise", "shm"),
     Case("average", "step", "stop", "shm"),
-    Case("delta", "backward", "raise", "gloo"),
+    Case("delta", "backward", "raise", "tcp"),
     Case("delta", "step", "kill", "shm"),
-    Case("delta", "step", "late", "gloo", late=10.0),
-    Case("delta", "step", "sys.exit", "gloo"),
+    Case("delta", "step", "late", "tcp", late=10.0),
+    Case("delta", "step", "sys.exit", "tcp"),
     Case("delta", "missing step", "skip", "shm", errors=("CollectiveMismatchError",)),
     Case("gradient", "backward", "os._exit", "shm"),
-    Case("gradient", "backward", "stop", "gloo"),
-    Case("gradient", "step", "raise", "gloo"),
+    Case("gradient", "backward", "stop", "tcp"),
+    Case("gradient", "step", "raise", "tcp"),
     Case("in_backward", "backward", "kill", "shm"),
-    Case("in_backward", "backward", "raise", "gloo"),
+    Case("in_backward", "backward", "raise", "tcp"),
     Case("ddp", "backward", "kill", "shm"),
-    Case("ddp", "backward", "raise", "gloo"),
-    Case("ddp", "backward", "stop", "gloo"),
+    Case("ddp", "backward", "raise", "tcp"),
+    Case("ddp", "backward", "stop", "tcp"),
     Case("ddp", "step", "sys.exit", "shm"),
     # Start-up.
     Case("all_reduce", "before init", "kill", "gloo"),
     Case("all_reduce", "before init", "kill", "gloo", victim=0),
     Case("all_reduce", "before init", "late", "shm", late=10.0),
-    Case("all_reduce", "links", "kill", "shm"),
+    Case("all_reduce", "links", "kill", "tcp"),
     Case("all_reduce", "links", "stop", "shm", victim=0),
-    Case("all_reduce", "calibration", "kill", "gloo"),
+    Case("all_reduce", "calibration", "kill", "tcp"),
     Case("all_reduce", "port taken", "", "gloo", victim=-1, errors=_BROKEN),
     # On a GPU, where a context takes seconds to make.
     *(Case("all_reduce", where, what, "nccl", timeout=20.0)
@@ -106,9 +109,9 @@ CASES = [
     # Shut-down.
     *(Case("all_reduce", "shutdown", what, transport, victim=victim, errors=())
       for transport, what, victim in (
-          ("shm", "kill", 0), ("gloo", "kill", 0), ("gloo", "stop", LAST), ("shm", "stop", LAST))),
+          ("shm", "kill", 0), ("tcp", "kill", 0), ("tcp", "stop", LAST), ("shm", "stop", LAST))),
     Case("all_reduce", "unwaited", "kill", "shm", errors=()),
-    Case("all_reduce", "unwaited", "stop", "gloo", errors=()),
+    Case("all_reduce", "unwaited", "stop", "tcp", errors=()),
     # The store of an agent.
     Case("split", "store gone", "", "gloo", victim=-1, errors=_BROKEN, store="agent"),
     Case("split", "store gone", "", "shm", victim=-1, errors=_BROKEN, store="agent"),

@@ -153,14 +153,17 @@ def _trainer(use: str) -> Callable[[str, Strike | None], None]:
 
 def _patch_init(where: str, strike: Strike) -> None:
     """The fault in the middle of init: before the links of a host, or before they are measured."""
-    name = {"links": "open_links", "calibration": "measure_links"}[where]
-    whole = getattr(collectives.world, name)
+    module, name = {
+        "links": (collectives.connect, "open_links"),
+        "calibration": (collectives.world, "measure_links"),
+    }[where]
+    whole = getattr(module, name)
 
     def patched(*args: Any, **options: Any) -> Any:
         strike()
         return whole(*args, **options)
 
-    setattr(collectives.world, name, patched)
+    setattr(module, name, patched)
 
 
 def _host_a_store(job: dict[str, Any]) -> None:

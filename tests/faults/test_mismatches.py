@@ -19,7 +19,7 @@ def nursery() -> Iterator[Nursery]:
         yield made
 
 
-@pytest.fixture(scope="module", params=["shm", "gloo"])
+@pytest.fixture(scope="module", params=["shm", "tcp"])
 def report(
     request: pytest.FixtureRequest, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
 ) -> Report:

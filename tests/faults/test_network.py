@@ -20,12 +20,13 @@ from .nursery import Nursery
 from .ranks import Report, environment, read, wait_for
 
 CASES = [
+    Case("all_reduce", "until cut", "", "tcp", victim=-1, size=2),
+    Case("average", "until cut", "", "tcp", victim=-1, size=2),
+    Case("delta", "until cut", "", "tcp", victim=-1, size=2),
+    Case("gradient", "until cut", "", "tcp", victim=-1, size=2),
+    Case("ddp", "until cut", "", "tcp", victim=-1, size=2),
     Case("all_reduce", "until cut", "", "gloo", victim=-1, size=2),
-    Case("average", "until cut", "", "gloo", victim=-1, size=2),
-    Case("delta", "until cut", "", "gloo", victim=-1, size=2),
-    Case("gradient", "until cut", "", "gloo", victim=-1, size=2),
-    Case("ddp", "until cut", "", "gloo", victim=-1, size=2),
-    Case("all_reduce", "after cut", "", "gloo", victim=-1, size=2),
+    Case("all_reduce", "after cut", "", "tcp", victim=-1, size=2),
 ]
 
 

@@ -20,10 +20,11 @@ from collectives.algorithms import ALL_REDUCE
 from collectives.transport import (
     GlooTransport,
     HybridTransport,
+    LinkTransport,
     Message,
-    ShmTransport,
     open_links,
 )
+from collectives.transport.shm_link import ShmLink
 
 Check = Callable[[Group], None]
 
@@ -231,8 +232,8 @@ def run_checks(group: Group) -> dict[str, str]:
 
 
 def run_checks_in_process(rank: int, transport: str) -> dict[str, str]:
-    """The same, as one of several processes, over "gloo", "shm" or "hybrid"."""
-    group = pretend_two_hosts() if transport == "hybrid" else start(transport)
+    """The same, as one of several processes: over "gloo", "shm", "tcp", "hybrid" or "mixed"."""
+    group = start_or_pretend(transport)
     assert (group.rank, group.size) == (rank, group.transport.size)
     results = run_checks(group)
     group.close()
@@ -244,12 +245,19 @@ def run_checks_in_process(rank: int, transport: str) -> dict[str, str]:
 def start(transport: str, timeout: float = 60.0) -> Group:
     """collectives.init, with a look at what it chose."""
     group = collectives.init(timeout=timeout, transport=transport)
-    assert isinstance(group.transport, HybridTransport if transport == "shm" else GlooTransport)
+    assert isinstance(group.transport, GlooTransport if transport == "gloo" else HybridTransport)
     return group
 
 
-def pretend_two_hosts(timeout: float = 60.0) -> Group:
-    """A group whose even ranks share memory, and whose odd ones do; gloo between the two."""
+def start_or_pretend(transport: str, timeout: float = 60.0) -> Group:
+    """start, or two hosts where that is asked for: "hybrid" with gloo between them, "mixed" TCP."""
+    if transport in ("hybrid", "mixed"):
+        return pretend_two_hosts(timeout, "tcp" if transport == "mixed" else "gloo")
+    return start(transport, timeout)
+
+
+def pretend_two_hosts(timeout: float = 60.0, between: str = "gloo") -> Group:
+    """A group whose even ranks share memory, and whose odd ones do."""
     transport = start("gloo", timeout).transport
     assert isinstance(transport, GlooTransport)
     rank, size = transport.rank, transport.size
@@ -257,7 +265,10 @@ def pretend_two_hosts(timeout: float = 60.0) -> Group:
     def gather(data: bytes) -> list[bytes]:
         return collectives.default_group().all_gather_bytes(data)
 
-    links, board = open_links(rank, gather, timeout, [*range(rank % 2, size, 2)])
-    assert len(links) == len(range(rank % 2, size, 2)) - 1 and board is None
-    hybrid = HybridTransport(ShmTransport(rank, size, links), transport)
+    near = range(rank % 2, size, 2)
+    ways = ("shm",) if between == "gloo" else ("shm", between)
+    links, board = open_links(rank, size, gather, timeout, ways=ways, near=near)
+    assert len(links) == (len(near) if between == "gloo" else size) - 1 and board is None
+    assert sum(isinstance(link, ShmLink) for link in links.values()) == len(near) - 1
+    hybrid = HybridTransport(LinkTransport(rank, size, links), transport, ways=ways)
     return Group(hybrid, timeout=timeout, local_rank=rank, local_size=size)

@@ -156,7 +156,7 @@ def _choose(rank: int) -> list[str]:
         try:
             transport = collectives.init(timeout=30.0, transport=argument).transport
             collectives.barrier()
-            peers = transport.local_peers if isinstance(transport, HybridTransport) else ()
+            peers = transport.linked_peers if isinstance(transport, HybridTransport) else ()
             said.append(f"{type(transport).__name__} {sorted(peers)}")
             collectives.shutdown()
         except collectives.TransportError as error:
@@ -181,7 +181,7 @@ def test_the_transport_can_be_chosen() -> None:
 def test_an_unknown_transport_is_named(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if source == "ADASUM_TRANSPORT":
         monkeypatch.setenv(source, "mpi")
-    words = f"{source} must be one of auto, gloo, shm, nccl, got 'mpi'"
+    words = f"{source} must be one of auto, gloo, shm, tcp, nccl, got 'mpi'"
     with pytest.raises(ValueError, match=words):
         collectives.init(transport="mpi" if source == "transport" else None)
 

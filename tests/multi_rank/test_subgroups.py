@@ -15,7 +15,7 @@ from adasum import Adasum
 from collectives import CollectiveMismatchError, Group, Topology, TransportError
 from collectives.transport import HybridTransport
 
-from .conformance import CHECKS, pretend_two_hosts, run_checks, start
+from .conformance import CHECKS, run_checks, start_or_pretend
 from .harness import run_ranks
 
 
@@ -178,13 +178,14 @@ def test_a_part_knows_its_hosts(ranks: list[int], place: list[tuple[int, int]]) 
 
 
 def processes(rank: int, transport: str) -> list[str]:
-    group = pretend_two_hosts() if transport == "hybrid" else start(transport)
-    if transport == "hybrid":
+    group = start_or_pretend(transport)
+    if transport == "mixed":
         part = group.split([0, 2, 1])
         if part is not None:
             assert isinstance(part.transport, HybridTransport)
             near = [[1], [0], []][part.rank]
-            assert sorted(part.transport.local_peers) == near
+            assert sorted(part.transport.sharing_peers) == near
+            assert len(part.transport.linked_peers) == 2
             assert total(part, 1.0) == 3.0
     else:
         all_checks(group)
@@ -199,7 +200,7 @@ def processes(rank: int, transport: str) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize(("transport", "size"), [("gloo", 3), ("shm", 3), ("hybrid", 4)])
+@pytest.mark.parametrize(("transport", "size"), [("gloo", 3), ("shm", 3), ("tcp", 3), ("mixed", 4)])
 def test_processes(transport: str, size: int) -> None:
     for failures in run_ranks(size, processes, transport):
         assert not failures, "\n".join(failures)

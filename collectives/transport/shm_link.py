@@ -24,12 +24,10 @@ import struct
 from collections import deque
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ..errors import TransportError
-
-Bytes = npt.NDArray[np.uint8]
+from .link import Bytes, PeerGone
 
 # Small enough to stay in the shared cache between the two copies, large enough that a record a slot
 # costs a few hundredths of its copies.
@@ -48,19 +46,13 @@ _CACHE_LINE = 64
 _CLOSED = (BrokenPipeError, ConnectionResetError)
 
 
-class PeerGone(Exception):
-    """The peer's end is closed; the text is what it said last, or that it has ended."""
-
-    def __init__(self, peer: int, last_words: str = "") -> None:
-        super().__init__(last_words or f"rank {peer} has ended")
-        self.peer = peer
-
-
-class Link:
+class ShmLink:
     """This rank's end. Messages of one direction arrive in the order in which they were posted.
 
     sock: SOCK_SEQPACKET, connected to the peer. outgoing, incoming: the rings, RING_BYTES each.
     """
+
+    near = True
 
     def __init__(
         self, peer: int, sock: socket.socket, outgoing: mmap.mmap, incoming: mmap.mmap
@@ -139,6 +131,10 @@ class Link:
             # The peer may be gone already, or its queue full: then it sees the end alone.
             with contextlib.suppress(OSError):
                 self._socket.sendmsg([_HEADER.pack(self._taken, _FAREWELL), text])
+        self.forsake()
+
+    def forsake(self) -> None:
+        """Let go of socket and rings, which another process has, too."""
         self._socket.close()
         self._sends.clear()
         self._recvs.clear()

@@ -1,7 +1,7 @@
-"""Messages between ranks of one host through shared memory. CPU tensors only.
+"""Messages over links: through shared memory to ranks of this host, over TCP to others. CPU only.
 
-`rendezvous` finds the ranks and opens the links, `channel` is one link; `hybrid` adds a way to the
-ranks of other hosts.
+`rendezvous` finds the ranks and opens the links, `shm_link` and `tcp_link` are one each; `hybrid`
+adds a way to the ranks that no link leads to, and for other devices.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import torch
 from ..errors import CollectiveTimeoutError, TransportError
 from .base import Message
 from .board import Board, RanksDiffer
-from .channel import Bytes, Link, PeerGone
+from .link import Bytes, Link, PeerGone
+from .shm_link import ShmLink
 
 # Looks at the sockets before sleeping, some 20 us in all: a partner that works in step answers
 # within that, and its answer then costs neither side a wake-up.
@@ -28,7 +29,7 @@ _LOOKS = 10
 _GLANCE_SECONDS = 0.02
 
 
-class ShmTransport:
+class LinkTransport:
     """Point-to-point messages over `links`, by peer.
 
     After a failed exchange it cannot be used, and the peers are told the cause, so that they fail
@@ -45,11 +46,14 @@ class ShmTransport:
         self.rank = rank
         self.size = size
         self.peers = frozenset(links)
+        # Those through memory.
+        self.sharing = frozenset(p for p, link in links.items() if isinstance(link, ShmLink))
         self._links = dict(links)
         self._unusable = ""
         # With more ranks than cores a rank that looks again keeps its partner from working.
-        cores = os.sched_getaffinity(0)
-        self._looks = _LOOKS if len(links) < len(cores) else 0
+        cores = _cores()
+        near = sum(link.near for link in links.values())
+        self._looks = _LOOKS if near < len(cores) else 0
         self.board: Board | None = None
         if memory is not None:
             self.board = Board(memory, rank, size, self, cores=cores)
@@ -60,13 +64,13 @@ class ShmTransport:
 
     def check_device(self, device: torch.device) -> None:
         if device.type != "cpu":
-            raise ValueError(f"tensor is on {device}; shared memory carries cpu, move it there")
+            raise ValueError(f"tensor is on {device}; links carry cpu, move it there")
 
     def exchange(
         self, sends: Sequence[Message], recvs: Sequence[Message], step: str, timeout: float
     ) -> None:
         if self._unusable:
-            raise TransportError(f"shared memory cannot be used in {step}: {self._unusable}")
+            raise TransportError(f"the links cannot be used in {step}: {self._unusable}")
         deadline = time.monotonic() + timeout
         active: dict[int, Link] = {}
         try:
@@ -92,9 +96,7 @@ class ShmTransport:
 
     def _link(self, peer: int, step: str) -> Link:
         if peer not in self._links:
-            raise TransportError(
-                f"rank {self.rank} shares no memory with rank {peer}, needed in {step}"
-            )
+            raise TransportError(f"rank {self.rank} has no link to rank {peer}, needed in {step}")
         return self._links[peer]
 
     def _run(self, links: list[Link], step: str, deadline: float, timeout: float) -> None:
@@ -130,7 +132,7 @@ class ShmTransport:
     def gone(self) -> int | None:
         """A peer whose end is closed, if any."""
         if self._unusable:
-            raise TransportError(f"shared memory cannot be used: {self._unusable}")
+            raise TransportError(f"the links cannot be used: {self._unusable}")
         closed = {fd for fd, _ in self._hang_ups.poll(0)}
         return next((p for p, link in self._links.items() if link.fileno() in closed), None)
 
@@ -142,13 +144,15 @@ class ShmTransport:
         """Forget the messages under way: no rank sends any, and no other rank has begun to."""
         try:
             for link in self._links.values():
-                link.discard()
+                # A board has no others beside it.
+                if isinstance(link, ShmLink):
+                    link.discard()
         except PeerGone as gone:
             self.abandon(str(gone))
             raise CollectiveTimeoutError(f"rank {self.rank} cannot go on: {gone}") from None
 
     def split(self, ranks: Sequence[int], timeout: float) -> NoReturn:
-        raise TransportError("shared memory alone cannot be split: HybridTransport finds new links")
+        raise TransportError("links alone cannot be split: HybridTransport opens new ones")
 
     def abandon(self, reason: str) -> None:
         """Close every link and tell the peers why; what is under way here is lost."""
@@ -171,7 +175,14 @@ class ShmTransport:
         self._unusable = "this process was forked from a rank; only the rank itself can use it"
         self.board = None
         for link in self._links.values():
-            link.close()
+            link.forsake()
+
+
+def _cores() -> set[int]:
+    """The processors that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
 
 
 def _wait(links: Sequence[Link], deadline: float, nap: float | None) -> bool:
@@ -194,7 +205,7 @@ def _bytes(tensor: torch.Tensor) -> Bytes:
     return flat.detach().view(torch.uint8).numpy()
 
 
-_transports: weakref.WeakSet[ShmTransport] = weakref.WeakSet()
+_transports: weakref.WeakSet[LinkTransport] = weakref.WeakSet()
 
 
 def _forsake_all() -> None:

@@ -1,7 +1,8 @@
-"""Shared-memory links between threads of one process: lengths, order, failures, forks."""
+"""Links between threads of one process, by memory and by TCP: lengths, order, failures, forks."""
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import socket
@@ -13,26 +14,30 @@ import pytest
 import torch
 
 from collectives import CollectiveTimeoutError, TransportError
-from collectives.transport import HybridTransport, Message, ShmTransport, ThreadWorld
-from collectives.transport.channel import INLINE_BYTES, RING_BYTES, SLOT_BYTES, SLOTS, Link
+from collectives.transport import HybridTransport, LinkTransport, Message, ThreadWorld
+from collectives.transport.shm_link import INLINE_BYTES, RING_BYTES, SLOT_BYTES, SLOTS, ShmLink
+from collectives.transport.tcp_link import TcpLink
 
 from .neighbours import TIMEOUT, exchange, meet, noise, poisoned, together
 
-pytestmark = pytest.mark.skipif(
+NO_MEMFD = pytest.mark.skipif(
     not hasattr(os, "memfd_create"), reason="shared memory between ranks needs Linux's memfd"
 )
+both = pytest.mark.parametrize("way", [pytest.param("shm", marks=NO_MEMFD), "tcp"])
+LINKS = {"shm": ShmLink, "tcp": TcpLink}
 
 # Around every boundary of the protocol; the last is more than the ring holds.
 LENGTHS = (0, 1, INLINE_BYTES, INLINE_BYTES + 1, SLOT_BYTES, SLOT_BYTES + 1, RING_BYTES)
 LONG = 2 * RING_BYTES + 12345
 
 
-def test_every_length_both_ways_in_one_exchange() -> None:
+@both
+def test_every_length_both_ways_in_one_exchange(way: str) -> None:
     """Both sides send far more than the ring holds before either could have received."""
     lengths = [*LENGTHS, LONG, *LENGTHS]
-    first, second = meet(2)
+    first, second = meet(2, ways=(way,))
 
-    def swap(transport: ShmTransport) -> None:
+    def swap(transport: LinkTransport) -> None:
         peer = 1 - transport.rank
         sends = [(peer, noise(n, 100 * transport.rank + i)) for i, n in enumerate(lengths)]
         recvs = [(peer, poisoned(n)) for n in lengths]
@@ -61,8 +66,9 @@ class FullQueue:
         return real(*given)
 
 
-def test_a_full_queue_delays_but_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = meet(2)
+@both
+def test_a_full_queue_delays_but_loses_nothing(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = meet(2, ways=(way,))
     for transport in (first, second):
         for link in transport._links.values():
             monkeypatch.setattr(link, "_socket", FullQueue(link._socket))
@@ -78,7 +84,8 @@ def test_a_full_queue_delays_but_loses_nothing(monkeypatch: pytest.MonkeyPatch) 
     assert torch.equal(back, noise(5, 9))
 
 
-def test_many_exchanges_between_three() -> None:
+@both
+def test_many_exchanges_between_three(way: str) -> None:
     """Random lengths and partners; one side may run ahead of another by what the ring holds."""
     plan = random.Random(5)
     rounds = [
@@ -91,7 +98,7 @@ def test_many_exchanges_between_three() -> None:
         for _ in range(120)
     ]
 
-    def play(transport: ShmTransport) -> None:
+    def play(transport: LinkTransport) -> None:
         me = transport.rank
         for number, lengths in enumerate(rounds):
             sends = [(b, noise(n, number)) for (a, b), n in lengths.items() if a == me]
@@ -100,12 +107,13 @@ def test_many_exchanges_between_three() -> None:
             for _, got in recvs:
                 assert torch.equal(got, noise(len(got), number))
 
-    together(*(lambda t=t: play(t) for t in meet(3)))
+    together(*(lambda t=t: play(t) for t in meet(3, ways=(way,))))
 
 
-def test_one_direction_alone() -> None:
+@both
+def test_one_direction_alone(way: str) -> None:
     """Nothing is sent back but slots, and the sender is done before the last are read."""
-    first, second = meet(2)
+    first, second = meet(2, ways=(way,))
     count = 10 * SLOTS
     for n in range(SLOTS):
         exchange(first, [(1, noise(5, n))], [])
@@ -123,8 +131,9 @@ def test_one_direction_alone() -> None:
     assert all(torch.equal(tensor, noise(5, n)) for n, tensor in enumerate(got))
 
 
-def test_every_layout_of_a_tensor_travels() -> None:
-    first, second = meet(2)
+@both
+def test_every_layout_of_a_tensor_travels(way: str) -> None:
+    first, second = meet(2, ways=(way,))
     for tensor in (
         torch.tensor(2.5),
         torch.randn(3, 5, dtype=torch.bfloat16),
@@ -140,10 +149,11 @@ def test_every_layout_of_a_tensor_travels() -> None:
         assert torch.equal(got, tensor)
 
 
+@both
 @pytest.mark.parametrize("offset", [1, 4, 15, 64])
-def test_every_place_in_a_page(offset: int) -> None:
+def test_every_place_in_a_page(way: str, offset: int) -> None:
     """Pieces of odd lengths begin anywhere; a few bytes behind a page's start are copied apart."""
-    first, second = meet(2)
+    first, second = meet(2, ways=(way,))
     for ours, theirs in ((0, offset), (offset, 0)):
         sent = torch.cat([poisoned(ours), noise(2 * SLOT_BYTES, offset)])[ours:]
         whole = poisoned(theirs + 2 * SLOT_BYTES + 1)
@@ -156,8 +166,9 @@ def test_every_place_in_a_page(offset: int) -> None:
         assert torch.equal(whole[:theirs], poisoned(theirs)) and whole[-1] == 0xA5
 
 
-def test_tensors_of_inference_mode_travel() -> None:
-    first, second = meet(2)
+@both
+def test_tensors_of_inference_mode_travel(way: str) -> None:
+    first, second = meet(2, ways=(way,))
     for length in (5, SLOT_BYTES):
         with torch.inference_mode():
             sent, got = noise(length, 1), poisoned(length)
@@ -168,31 +179,34 @@ def test_tensors_of_inference_mode_travel() -> None:
         assert torch.equal(got, sent)
 
 
-def test_a_message_of_another_length_is_an_error() -> None:
-    first, second = meet(2)
+@both
+def test_a_message_of_another_length_is_an_error(way: str) -> None:
+    first, second = meet(2, ways=(way,))
     exchange(first, [(1, noise(4, 0))], [])
-    with pytest.raises(TransportError, match="rank 0 sent 4 bytes where 5 of a message of 5"):
+    with pytest.raises(TransportError, match=r"rank 0 sent (a message of )?4 bytes where"):
         exchange(second, [], [(0, poisoned(5))])
-    with pytest.raises(TransportError, match="cannot be used in a step: rank 0 sent 4 bytes"):
+    with pytest.raises(TransportError, match=r"cannot be used in a step: rank 0 sent .*4 bytes"):
         exchange(second, [], [(0, poisoned(4))])
 
 
-def test_a_missing_link_is_named() -> None:
-    transports = meet(3, unwilling=(1,))
+@both
+def test_a_missing_link_is_named(way: str) -> None:
+    transports = meet(3, unwilling=(1,), ways=(way,))
     assert [t.peers for t in transports] == [{2}, set(), {0}]
-    with pytest.raises(TransportError, match=r"rank 0 shares no memory with rank 1.*a step"):
+    with pytest.raises(TransportError, match=r"rank 0 has no link to rank 1.*a step"):
         exchange(transports[0], [(1, noise(4, 0))], [])
 
 
 def test_cuda_is_refused() -> None:
-    first, _ = meet(2)
+    first, _ = meet(2, ways=("tcp",))
     with pytest.raises(ValueError, match=r"cuda:0.*move it"):
         first.check_device(torch.device("cuda:0"))
     first.check_device(torch.device("cpu"))
 
 
-def test_a_late_rank_is_named() -> None:
-    first, _, third = meet(3)
+@both
+def test_a_late_rank_is_named(way: str) -> None:
+    first, _, third = meet(3, ways=(way,))
     start = time.monotonic()
     with pytest.raises(CollectiveTimeoutError, match=r"rank 2 got .* rank 1 in a step .* 0\.3 s"):
         exchange(third, [], [(1, poisoned(4))], timeout=0.3)
@@ -203,16 +217,21 @@ def test_a_late_rank_is_named() -> None:
     assert time.monotonic() - start < 2.0
 
 
-def test_a_receiver_that_takes_nothing_is_named() -> None:
-    first, _ = meet(2)
+@both
+def test_a_receiver_that_takes_nothing_is_named(way: str) -> None:
+    first, _ = meet(2, ways=(way,))
+    # More than the ring, or the kernel, holds.
+    length = {"shm": RING_BYTES + 1, "tcp": 64 * 2**20}[way]
     with pytest.raises(CollectiveTimeoutError, match="rank 0 got no answer from rank 1"):
-        exchange(first, [(1, noise(RING_BYTES + 1, 0))], [], timeout=0.2)
+        exchange(first, [(1, noise(length, 0))], [], timeout=0.2)
 
 
-@pytest.mark.parametrize("length", [5, 3 * SLOT_BYTES])
-def test_what_was_sent_before_the_end_arrives(length: int) -> None:
-    """The sender closes with records of its peer unread, which resets the connection."""
-    first, second = meet(2)
+@both
+@pytest.mark.parametrize("long", [False, True])
+def test_what_was_sent_before_the_end_arrives(way: str, long: bool) -> None:
+    """The sender closes with messages of its peer unread, which resets the connection."""
+    length = 5 if not long else {"shm": 3 * SLOT_BYTES, "tcp": 100_000}[way]
+    first, second = meet(2, ways=(way,))
     exchange(second, [(0, noise(7, 1))], [])
     exchange(first, [(1, noise(length, 2)), (1, noise(9, 3))], [])
     first.close()
@@ -228,20 +247,65 @@ def test_what_was_sent_before_the_end_arrives(length: int) -> None:
         exchange(first, [(1, noise(1, 0))], [])
 
 
-def test_sending_to_a_rank_that_has_ended() -> None:
-    first, second = meet(2)
+@both
+def test_sending_to_a_rank_that_has_ended(way: str) -> None:
+    first, second = meet(2, ways=(way,))
     first.close()
+    if way == "tcp":
+        # The kernel takes it; its answer is the end.
+        exchange(second, [(0, noise(5, 0))], [])
+        time.sleep(0.2)
     with pytest.raises(CollectiveTimeoutError, match="from rank 0 in a step: rank 0 has ended"):
         exchange(second, [(0, noise(5, 0))], [])
 
 
-def test_an_interrupt_is_told_to_the_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = meet(2)
+def test_a_farewell_comes_after_the_rest_of_a_message() -> None:
+    """A rank that gives up within a long message still says why, behind it."""
+    first, second = meet(2, ways=("tcp",))
+    sent, got = noise(2**25, 3), poisoned(2**25)
 
-    def interrupt(link: Link) -> bool:
+    def give_up() -> None:
+        with pytest.raises(CollectiveTimeoutError, match="rank 0 got no answer from rank 1"):
+            exchange(first, [(1, sent)], [(1, poisoned(4))], timeout=0.3)
+
+    def late() -> None:
+        time.sleep(0.5)
+        exchange(second, [], [(0, got)])
+        with pytest.raises(CollectiveTimeoutError, match=r"from rank 0 in a step: rank 0 got no"):
+            exchange(second, [], [(0, poisoned(3))])
+
+    together(give_up, late)
+    assert torch.equal(got, sent)
+
+
+def test_a_connection_that_breaks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the kernel says it of a network that has gone, in the middle of either direction."""
+    for name in ("sendmsg", "recvmsg_into"):
+        first, _ = meet(2, ways=("tcp",))
+        (link,) = first._links.values()
+
+        class Broken:
+            def __init__(self, sock: socket.socket, broken: str) -> None:
+                self._socket, self._broken = sock, broken
+
+            def __getattr__(self, asked: str) -> Any:
+                if asked == self._broken:
+                    raise OSError(errno.EHOSTUNREACH, "No route to host")
+                return getattr(self._socket, asked)
+
+        monkeypatch.setattr(link, "_socket", Broken(link._socket, name))
+        with pytest.raises(CollectiveTimeoutError, match=r"to rank 1 broke: No route to host"):
+            exchange(first, [(1, noise(5, 0))], [(1, poisoned(5))])
+
+
+@both
+def test_an_interrupt_is_told_to_the_peers(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = meet(2, ways=(way,))
+
+    def interrupt(link: ShmLink | TcpLink) -> bool:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Link, "advance", interrupt)
+    monkeypatch.setattr(LINKS[way], "advance", interrupt)
     with pytest.raises(KeyboardInterrupt):
         exchange(first, [(1, noise(5, 0))], [])
     monkeypatch.undo()
@@ -249,9 +313,10 @@ def test_an_interrupt_is_told_to_the_peers(monkeypatch: pytest.MonkeyPatch) -> N
         exchange(second, [(0, noise(5, 0))], [(0, poisoned(5))])
 
 
-def test_a_forked_child_leaves_the_parents_links_alone() -> None:
+@both
+def test_a_forked_child_leaves_the_parents_links_alone(way: str) -> None:
     """And does not keep them open: the peer sees the end of the parent while the child lives."""
-    first, second = meet(2)
+    first, second = meet(2, ways=(way,))
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -283,7 +348,7 @@ def test_hybrid_divides_an_exchange() -> None:
     world = ThreadWorld(3)
     local = meet(3, unwilling=(2,))
     hybrids = [HybridTransport(local[rank], world.transport(rank)) for rank in range(3)]
-    assert [h.local_peers for h in hybrids] == [{1}, {0}, set()]
+    assert [h.linked_peers for h in hybrids] == [{1}, {0}, set()]
 
     def swap(transport: HybridTransport) -> None:
         peers = [peer for peer in range(3) if peer != transport.rank]

@@ -1,0 +1,115 @@
+"""How the ranks of a group are to be connected: what was asked for, and what can be had."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+
+import torch.distributed as dist
+
+from .agreement import gather_bytes
+from .errors import TransportError
+from .executor import Workspace
+from .transport import (
+    GlooTransport,
+    HybridTransport,
+    LinkTransport,
+    NcclTransport,
+    Transport,
+    load_nccl,
+    open_links,
+    store_of,
+)
+from .transport.shm_link import ShmLink
+
+# The links that a rank offers for each choice.
+_WAYS = {
+    "auto": ("shm", "tcp"),
+    "gloo": (),
+    "shm": ("shm",),
+    "tcp": ("tcp",),
+    "nccl": ("shm", "tcp"),
+}
+
+
+def transport_choice(transport: str | None) -> str:
+    """The argument, else the environment variable ADASUM_TRANSPORT, else "auto".
+
+    ValueError, naming the one that is wrong.
+    """
+    source, choice = "transport", transport
+    if choice is None:
+        source, choice = "ADASUM_TRANSPORT", os.environ.get("ADASUM_TRANSPORT") or "auto"
+    if choice not in _WAYS:
+        raise ValueError(f"{source} must be one of {', '.join(_WAYS)}, got {choice!r}")
+    return choice
+
+
+def connect(gloo: GlooTransport, timeout: float, choice: str) -> Transport:
+    """`gloo`, with links beside it, and NCCL, as this rank's choice and the others' are.
+
+    TransportError on all ranks where one demands what cannot be had.
+    """
+    if gloo.size == 1:
+        return gloo
+
+    def gather(data: bytes) -> list[bytes]:
+        return gather_bytes(data, gloo, "start-up", timeout, Workspace())
+
+    store = store_of(gloo.process_group)
+    toward = _host_of(store)
+    ways = _WAYS[choice]
+    met = open_links(gloo.rank, gloo.size, gather, timeout, ways=ways, toward=toward)
+    host: Transport = gloo
+    others = sorted(set(range(gloo.size)) - {gloo.rank})
+    unlinked = [peer for peer in others if peer not in met.links]
+    unshared = [peer for peer in others if not isinstance(met.links.get(peer), ShmLink)]
+    said = json.dumps([choice, unlinked, unshared]).encode()
+    reports = [json.loads(data) for data in gather(said)]
+    if any(len(missing) < len(others) for _, missing, _ in reports):
+        # Also on a rank without links: splitting must be the same work on all.
+        links = LinkTransport(gloo.rank, gloo.size, *met)
+        host = HybridTransport(links, gloo, ways=ways, toward=toward)
+    _check_demands(reports)
+    if not any(demand == "nccl" for demand, _, _ in reports):
+        return host
+    for rank, lack in enumerate(gather(_lacks_for_nccl().encode())):
+        if lack:
+            raise TransportError(f'transport="nccl": rank {rank}: {lack.decode()}')
+    return NcclTransport(host, store, timeout=timeout)
+
+
+def _check_demands(reports: list[tuple[str, list[int], list[int]]]) -> None:
+    """reports: of every rank its choice, the ranks it has no link to, and no shared memory with."""
+    for rank, (choice, unlinked, _) in enumerate(reports):
+        if choice == "tcp" and unlinked:
+            raise TransportError(
+                f'transport="tcp": rank {rank} has no connection to ranks {unlinked}: one asked '
+                "for gloo or shm, or the network refused it (GLOO_SOCKET_IFNAME names the "
+                'interface to use); transport="auto" uses gloo there'
+            )
+    if any(choice == "shm" for choice, _, _ in reports):
+        for rank, (_, _, unshared) in enumerate(reports):
+            if unshared:
+                raise TransportError(
+                    f'transport="shm": rank {rank} shares no memory with ranks {unshared}: they '
+                    "are on different hosts, or one asked for something else, or the system "
+                    'refused it; transport="auto" uses TCP there'
+                )
+
+
+def _host_of(store: dist.Store) -> str:
+    """The host that keeps the store where the ranks met, as far as it tells."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return getattr(store, "host", None) or os.environ.get("MASTER_ADDR") or socket.gethostname()
+
+
+def _lacks_for_nccl() -> str:
+    """What this rank needs before it can use NCCL; "" where it has all."""
+    try:
+        load_nccl()
+    except (ImportError, RuntimeError) as error:
+        return str(error)
+    return ""

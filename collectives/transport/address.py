@@ -1,0 +1,50 @@
+"""By which address other hosts reach this rank."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import struct
+
+# Linux's request for the IPv4 address of an interface, and where it is in the answer.
+_SIOCGIFADDR = 0x8915
+_IFREQ = struct.Struct("16s4x4s16x")
+# Any port: nothing is sent there.
+_PORT = 9
+
+
+def interface() -> str:
+    """The network interface that the user has chosen for gloo, which ours follows; "" for none."""
+    return os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip()
+
+
+def of_interface(name: str) -> str:
+    """The interface's IPv4 address; OSError where it has none or the system does not tell."""
+    try:
+        import fcntl
+    except ImportError:
+        raise OSError("only Unix tells an interface's address") from None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        answer = fcntl.ioctl(sock, _SIOCGIFADDR, _IFREQ.pack(name.encode()[:15], bytes(4)))
+    return socket.inet_ntoa(_IFREQ.unpack(answer)[1])
+
+
+def toward(host: str) -> str:
+    """The address that this machine sends from to a host; OSError where no way leads there."""
+    error = OSError(f"{host} has no address")
+    for family, kind, _, _, place in socket.getaddrinfo(host, _PORT, type=socket.SOCK_DGRAM):
+        try:
+            with socket.socket(family, kind) as sock:
+                sock.connect(place)
+                address: str = sock.getsockname()[0]
+                return address
+        except OSError as refused:
+            error = refused
+    raise error
+
+
+def reaches_others(address: str) -> bool:
+    """Whether it means the same machine to another one: loopback and link-local ones do not."""
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    return not (parsed.is_loopback or parsed.is_link_local)

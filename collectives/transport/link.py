@@ -1,0 +1,69 @@
+"""What a link is: this rank's end of a way to one other rank."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class PeerGone(Exception):
+    """The peer's end is closed; the text is what it said last, or that it has ended."""
+
+    def __init__(self, peer: int, last_words: str = "") -> None:
+        super().__init__(last_words or f"rank {peer} has ended")
+        self.peer = peer
+
+
+class Link(Protocol):
+    """One end. Messages of one direction arrive in the order in which they were posted."""
+
+    peer: int
+
+    @property
+    def near(self) -> bool:
+        """Whether the peer runs on this machine, and so may need this rank's processor."""
+        ...
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything that was posted is still under way."""
+        ...
+
+    @property
+    def events(self) -> int:
+        """What the link waits for on its file descriptor: flags of select.poll."""
+        ...
+
+    def fileno(self) -> int: ...
+
+    def send(self, data: Bytes) -> None:
+        """Post a message, which must not change while the link is busy."""
+        ...
+
+    def receive(self, target: Bytes) -> None:
+        """Post a receive of exactly the message's length."""
+        ...
+
+    def advance(self) -> bool:
+        """Do what can be done without waiting; return whether anything was.
+
+        Raises PeerGone where the peer's end is closed and something is still under way,
+        TransportError where a message has another length than its receive.
+        """
+        ...
+
+    def last_words(self) -> str:
+        """Why the peer's end, which is closed, was: what it sent before can still be received."""
+        ...
+
+    def close(self, farewell: str = "") -> None:
+        """End the link; `farewell` is what the peer's PeerGone says, where it still listens."""
+        ...
+
+    def forsake(self) -> None:
+        """In a forked child: let go of it and leave the parent's alone."""
+        ...
