@@ -186,7 +186,7 @@ def environment(group: collectives.Group, device: torch.device) -> dict[str, Any
         "ranks": group.size,
         "local_ranks": group.topology.local_size,
         "nodes": group.topology.num_nodes,
-        "transport": type(group.transport).__name__,
+        "transport": repr(group.transport),
         "backend": dist.get_backend_config(),
     }
 

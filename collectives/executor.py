@@ -12,23 +12,46 @@ from .schedule import Action, Schedule, Step, Transfer, steps_of
 from .split import segment_bounds, split_bounds
 from .transport.base import Message, Transport
 
+# Of a workspace, kept; making one costs some microseconds.
+_MOST_VIEWS = 256
+
 
 class Workspace:
     """Reusable memory for what is received but not yet reduced: one block a device."""
 
     def __init__(self) -> None:
         self._blocks: dict[torch.device, torch.Tensor] = {}
+        self._views: dict[tuple[torch.device, torch.dtype, int], torch.Tensor] = {}
+        self._within: Workspace | None = None
 
     def take(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         """`numel` uninitialised elements of `like`'s dtype and device, until the next take."""
+        key = (like.device, like.dtype, numel)
+        view = self._views.get(key)
+        if view is None:
+            view = self._views[key] = self._view(numel, like)
+        return view
+
+    def _view(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         nbytes = numel * like.element_size()
         block = self._blocks.get(like.device)
-        if block is None or block.numel() < nbytes:
-            # Nobody may write outside inference mode to a tensor made inside it.
-            with torch.inference_mode(False):
+        grows = block is None or block.numel() < nbytes
+        if grows or len(self._views) >= _MOST_VIEWS:
+            # The smaller block goes with its views.
+            self._views.clear()
+        # Nobody may write outside inference mode to a tensor made inside it.
+        with torch.inference_mode(False):
+            if block is None or grows:
                 block = torch.empty(max(nbytes, 1), dtype=torch.uint8, device=like.device)
-            self._blocks[like.device] = block
-        return block[:nbytes].view(like.dtype)
+                self._blocks[like.device] = block
+            return block[:nbytes].view(like.dtype)
+
+    @property
+    def within(self) -> Workspace:
+        """Another one, for what runs while this one is in use."""
+        if self._within is None:
+            self._within = Workspace()
+        return self._within
 
 
 def execute(
@@ -78,7 +101,7 @@ def execute(
         group = tuple(members[r] for r in step.group)
         if schedule.whole_segments:
             group = (transport.rank,)
-        sum_partials = _partial_sum(group, transport, where, timeout)
+        sum_partials = _partial_sum(group, transport, where, timeout, workspace)
         operator.reduce(Operands(pieces, buffer.numel(), segments, sum_partials))
 
 
@@ -114,7 +137,11 @@ def _staged(step: Step, cuts: Sequence[int]) -> int:
 
 
 def _partial_sum(
-    group: tuple[int, ...], transport: Transport, where: str, timeout: float
+    group: tuple[int, ...],
+    transport: Transport,
+    where: str,
+    timeout: float,
+    workspace: Workspace,
 ) -> Callable[[torch.Tensor], None] | None:
     """Sums over `group` by recursive doubling: addition commutes, so all members get equal bits."""
     if len(group) == 1:
@@ -130,7 +157,7 @@ def _partial_sum(
             Sum,
             label=f"the dot products of {where}",
             timeout=timeout,
-            workspace=Workspace(),
+            workspace=workspace.within,
             ranks=group,
         )
 

@@ -44,6 +44,9 @@ class GlooTransport:
                 f'{self._backends}: make it with backend="gloo" or "cpu:gloo,cuda:nccl"'
             )
 
+    def __repr__(self) -> str:
+        return "GlooTransport()"
+
     def check_device(self, device: torch.device) -> None:
         if device.type not in self._backends or (
             device.type == "cuda" and self._backends["cuda"] != "nccl"

@@ -39,6 +39,14 @@ class HybridTransport:
         self._ways = tuple(ways)
         self._toward = toward
 
+    def __repr__(self) -> str:
+        shared, linked = len(self.sharing_peers), len(self.linked_peers)
+        ways = {"shared memory": shared, "TCP": linked - shared}
+        peers = [f"{way} to {count}" for way, count in ways.items() if count]
+        if linked < self.size - 1:
+            peers.append(f"{self._other!r} to {self.size - 1 - linked}")
+        return f"HybridTransport({', '.join(peers)})"
+
     @property
     def sharing_peers(self) -> frozenset[int]:
         """The ranks that share memory with this one."""

@@ -202,7 +202,9 @@ def _wait(links: Sequence[Link], deadline: float, nap: float | None) -> bool:
 def _bytes(tensor: torch.Tensor) -> Bytes:
     """The tensor's memory as bytes, so that every dtype travels."""
     flat = tensor if tensor.dim() == 1 else tensor.reshape(-1)
-    return flat.detach().view(torch.uint8).numpy()
+    if flat.requires_grad:
+        flat = flat.detach()
+    return (flat if flat.dtype is torch.uint8 else flat.view(torch.uint8)).numpy()
 
 
 _transports: weakref.WeakSet[LinkTransport] = weakref.WeakSet()

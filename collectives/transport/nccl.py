@@ -102,6 +102,9 @@ class NcclTransport:
         """The host's. Steps on the streams do not look at it while they wait."""
         return self._host.board
 
+    def __repr__(self) -> str:
+        return f"NcclTransport(CPU tensors: {self._host!r})"
+
     def check_device(self, device: torch.device) -> None:
         if device.type == "cpu":
             self._host.check_device(device)
