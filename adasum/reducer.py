@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +43,20 @@ def _clip(segments: tuple[int, ...], start: int, length: int) -> tuple[int, int,
 def _holds_whole(segments: tuple[int, ...], start: int, length: int) -> bool:
     """Whether the piece cuts no segment."""
     return {start, start + length} <= {*segments}
+
+
+class _Clipped(NamedTuple):
+    """A piece, the segments that it touches, and their boundaries within it."""
+
+    parts: tuple[Tensor, ...]
+    out: Tensor
+    rows: slice
+    cuts: tuple[int, ...]
+
+
+def _no_dots(segments: tuple[int, ...], device: torch.device) -> Tensor:
+    """A table for all segments: equal on all ranks, wherever the pieces were cut."""
+    return torch.zeros(len(segments) - 1, 3, dtype=torch.float64, device=device)
 
 
 class AdasumReducer(Reducer):
@@ -82,26 +97,33 @@ class AdasumReducer(Reducer):
             for parts, out, start in operands.pieces:
                 self._reduce_whole(parts, out, start, segments)
             return
-        device = operands.pieces[0].out.device if operands.pieces else torch.device("cpu")
-        folds = max((len(parts) for parts, _, _ in operands.pieces), default=2) - 1
-        left = [parts[0] for parts, _, _ in operands.pieces]
+        dots: Tensor | None = None
+        folds = 1
+        pieces: list[_Clipped] = []
+        # Of what has come while the rest is on its way.
+        for parts, out, start in operands.pieces:
+            folds = max(folds, len(parts) - 1)
+            if dots is None:
+                dots = _no_dots(segments, out.device)
+            if out.numel():
+                first, last, cuts = _clip(segments, start, out.numel())
+                dots[first:last] += kernels.dot_and_norms(parts[0], parts[1], cuts)
+                pieces.append(_Clipped(parts, out, slice(first, last), cuts))
+        if dots is None:
+            dots = _no_dots(segments, torch.device("cpu"))
+        left = [piece.parts[0] for piece in pieces]
         for k in range(1, folds + 1):
-            dots = torch.zeros(len(segments) - 1, 3, dtype=torch.float64, device=device)
-            places = [
-                _clip(segments, start, out.numel()) if out.numel() else (0, 0, (0,))
-                for _, out, start in operands.pieces
-            ]
-            for mine, (parts, _, _), (first, last, cuts) in zip(
-                left, operands.pieces, places, strict=True
-            ):
-                dots[first:last] += kernels.dot_and_norms(mine, parts[k], cuts)
+            if k > 1:
+                dots.zero_()
+                for mine, piece in zip(left, pieces, strict=True):
+                    dots[piece.rows] += kernels.dot_and_norms(mine, piece.parts[k], piece.cuts)
             if add is not None:
                 add(dots)
-            for i, ((parts, out, _), (first, last, cuts)) in enumerate(
-                zip(operands.pieces, places, strict=True)
-            ):
-                target = out if k == folds else None
-                left[i] = kernels.combine(left[i], parts[k], dots[first:last], cuts, out=target)
+            for i, piece in enumerate(pieces):
+                target = piece.out if k == folds else None
+                left[i] = kernels.combine(
+                    left[i], piece.parts[k], dots[piece.rows], piece.cuts, out=target
+                )
 
     def _reduce_whole(
         self, parts: Sequence[Tensor], out: Tensor, start: int, segments: tuple[int, ...]

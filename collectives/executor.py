@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from .algorithms import doubling
+from .arrivals import post
 from .reducers import Operands, Piece, Reducer, Sum
 from .schedule import Action, Schedule, Step, Transfer, steps_of
 from .split import segment_bounds, split_bounds
@@ -92,17 +93,20 @@ def execute(
                 target = scratch[used : used + target.numel()]
                 used += target.numel()
             recvs.append(Message(members[transfer.peer], target))
-        transport.exchange(sends, recvs, where, timeout)
+        arrivals = post(sends, recvs, transport, where, timeout)
 
         pieces = _pieces(step, recvs, buffer, cuts)
-        if not pieces and not step.group:
-            continue
-        operator = reducer if isinstance(reducer, Reducer) else reducer[step.phase]
-        group = tuple(members[r] for r in step.group)
-        if schedule.whole_segments:
-            group = (transport.rank,)
-        sum_partials = _partial_sum(group, transport, where, timeout, workspace)
-        operator.reduce(Operands(pieces, buffer.numel(), segments, sum_partials))
+        if pieces or step.group:
+            operator = reducer if isinstance(reducer, Reducer) else reducer[step.phase]
+            group = tuple(members[r] for r in step.group)
+            if schedule.whole_segments:
+                group = (transport.rank,)
+            sum_partials = _partial_sum(group, transport, where, timeout, workspace)
+            # What is reduced whole, segment by segment, waits for all of it.
+            apart = (not operator.uniform or sum_partials is not None) and _sent_first(step)
+            coming = arrivals.pieces(pieces, apart=apart)
+            operator.reduce(Operands(coming, buffer.numel(), segments, sum_partials))
+        arrivals.wait()
 
 
 def _cuts(schedule: Schedule, numel: int, segments: Sequence[int] | None) -> Sequence[int]:
@@ -125,6 +129,16 @@ def _pieces(
         mine = buffer[cuts[start] : cuts[stop]]
         pieces.append(Piece((*before, mine, *after), mine, cuts[start]))
     return tuple(pieces)
+
+
+def _sent_first(step: Step) -> bool:
+    """Whether what a part of a message is reduced into has been sent when that part has come."""
+    return all(
+        sent.stop <= recv.start or recv.stop <= sent.start or sent[1:3] == recv[1:3]
+        for recv in step.recvs
+        if recv.action is not Action.COPY
+        for sent in step.sends
+    )
 
 
 def _piece(buffer: torch.Tensor, cuts: Sequence[int], transfer: Transfer) -> torch.Tensor:

@@ -33,14 +33,16 @@ class Piece(NamedTuple):
 class Operands:
     """All that one rank reduces in a step.
 
-    pieces: the parts of the vectors that this rank holds. numel: the whole buffer's length.
+    pieces: the parts of the vectors that this rank holds; they may still be on their way, one after
+    the other, and looking at one waits for it: what can be done with the first before the second is
+    looked at overlaps its way. numel: the whole buffer's length.
     segments: element boundaries (0, ..., numel) over the whole buffer, None for one segment.
     sum_partials: sums a float64 tensor in place over the ranks that together hold both vectors;
     all of them get the same bits. Each of them must call it as often. None where this rank alone
     holds them, in one piece or in several.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: Sequence[Piece]
     numel: int
     segments: Sequence[int] | None
     sum_partials: Callable[[torch.Tensor], None] | None

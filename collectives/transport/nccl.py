@@ -50,6 +50,10 @@ class _Posted(NamedTuple):
     timeout: float
 
 
+def _nothing() -> None:
+    """What there is to wait for where nothing is under way."""
+
+
 class NcclTransport:
     """Point-to-point messages of CUDA tensors on one device a rank; CPU tensors go to `host`.
 
@@ -119,13 +123,23 @@ class NcclTransport:
     def exchange(
         self, sends: Sequence[Message], recvs: Sequence[Message], step: str, timeout: float
     ) -> None:
+        self.post(sends, recvs, step, timeout)()
+
+    def post(
+        self, sends: Sequence[Message], recvs: Sequence[Message], step: str, timeout: float
+    ) -> Callable[[], None]:
+        """Put the messages on the communication stream, in order with those posted before.
+
+        Returns what has to be called before the messages are used: what the caller's stream was
+        given in the meantime runs beside them. CPU tensors have arrived already.
+        """
         sends = [message for message in sends if message.tensor.numel()]
         recvs = [message for message in recvs if message.tensor.numel()]
         if not sends and not recvs:
-            return
+            return _nothing
         if (sends or recvs)[0].tensor.device.type == "cpu":
             self._host.exchange(sends, recvs, step, timeout)
-            return
+            return _nothing
         stream = self._stream.cuda_stream
         kind = self._nccl.NCCL_UINT8
 
@@ -139,7 +153,7 @@ class NcclTransport:
 
         peers = tuple(sorted({message.peer for message in (*sends, *recvs)}))
         tensors = [message.tensor for message in (*sends, *recvs)]
-        self._run(post, tensors, peers, step, timeout)
+        return self._start(post, tensors, peers, step, timeout)
 
     def all_reduce(
         self, flat: torch.Tensor, ranks: tuple[int, ...] | None, step: str, timeout: float
@@ -166,7 +180,7 @@ class NcclTransport:
             address = values.data_ptr()
             part.allReduce(address, address, values.numel(), kind, self._nccl.NCCL_SUM, stream)
 
-        self._run(post, [flat], peers, step, timeout)
+        self._start(post, [flat], peers, step, timeout)()
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
@@ -201,15 +215,18 @@ class NcclTransport:
         self._close()
         self._host.close()
 
-    def _run(
+    def _start(
         self,
         post: Callable[[], None],
         tensors: Sequence[torch.Tensor],
         peers: tuple[int, ...],
         step: str,
         timeout: float,
-    ) -> None:
-        """Put one group on the communication stream, between the caller's work before and after."""
+    ) -> Callable[[], None]:
+        """Put one group on the communication stream, behind the caller's work so far.
+
+        Returns what puts the caller's later work behind it.
+        """
         self._check_usable(step)
         start = time.monotonic()
         with cuda.device(self.device):
@@ -225,14 +242,18 @@ class NcclTransport:
             self._bounded(lambda: self._communicators.group(post, timeout), peers, step, timeout)
             after = cuda.Event()
             after.record(self._stream)
-            caller.wait_event(after)
-        if capturing:
-            return
         posted = _Posted(after, peers, step, timeout)
-        if self._deferred is None:
-            self._await(posted, start)
-        else:
-            self._deferred.append(posted)
+        deferred = self._deferred
+        if deferred is not None and not capturing:
+            deferred.append(posted)
+
+        def wait() -> None:
+            with cuda.device(self.device):
+                caller.wait_event(after)
+            if deferred is None and not capturing:
+                self._await(posted, start)
+
+        return wait
 
     def _await(self, posted: _Posted, start: float) -> None:
         """Wait on the host, `timeout` seconds from `start`, watching for NCCL's errors."""
