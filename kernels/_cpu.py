@@ -1,7 +1,7 @@
 """The CPU path: the kernels' arithmetic in torch, in blocks that stay in a core's cache.
 
 Arithmetic is float32 for float16, bfloat16 and float32, float64 for float64; results are rounded
-once. Dot products are taken in float64, where no square of a float32 under- or overflows.
+once. Dot products: kernels/_cpu_dots.py.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ from kernels._dots import TINY
 from kernels.layout import Layout
 
 # An operation on both cores costs tens of microseconds to start and to end, so blocks are as large
-# as the shared cache lets them be: two float64 copies for the dots,
-_DOT_BLOCK = 1 << 18
-# one intermediate beside inputs and output,
+# as the shared cache lets them be: one intermediate beside inputs and output,
 _MAP_BLOCK = 1 << 20
-# and no intermediate but the output. bench/NOTES.md has the times behind the three.
+# and no intermediate but the output. bench/NOTES.md has the times behind the two.
 _SUM_BLOCK = 1 << 21
 # Coefficients inside this range times any float32 lose nothing to float32's exponent.
 _SAFE_LOW, _SAFE_HIGH = 2.0**-60, 2.0**60
@@ -330,37 +328,6 @@ def scaled_add(
         else:
             to.copy_(torch.add(total, right, alpha=beta, out=total))
         _flag_non_finite(found_inf, (to,))
-
-
-def _wide(slot: int, tensor: Tensor) -> Tensor:
-    return _scratch(slot, tensor.numel(), torch.float64).copy_(tensor)
-
-
-def _dots(u: Tensor, v: Tensor) -> list[float]:
-    return [torch.dot(u, v).item(), torch.dot(u, u).item(), torch.dot(v, v).item()]
-
-
-@_without_grad
-def dot_and_norms(a: Tensor, b: Tensor, bounds: Sequence[int]) -> list[list[float]]:
-    """S rows (a.b, |a|^2, |b|^2) of the flattened segments."""
-    x, y = _flat(a), _flat(b)
-    if len(bounds) == 2 and 0 < x.numel() <= _DOT_BLOCK:
-        return [_dots(_wide(0, x), _wide(1, y))]
-    count = len(bounds) - 1
-    rows = [[0.0, 0.0, 0.0] for _ in range(count)]
-    segment = 0
-    for low, high in _blocks(0, x.numel(), _DOT_BLOCK):
-        left, right = _wide(0, x[low:high]), _wide(1, y[low:high])
-        while bounds[segment + 1] <= low:
-            segment += 1
-        here = segment
-        while here < count and bounds[here] < high:
-            start, stop = max(bounds[here], low) - low, min(bounds[here + 1], high) - low
-            if start < stop:
-                part = _dots(left[start:stop], right[start:stop])
-                rows[here] = [*map(operator.add, rows[here], part)]
-            here += 1
-    return rows
 
 
 @_without_grad
