@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -67,17 +68,20 @@ def connect(gloo: GlooTransport, timeout: float, choice: str) -> Transport:
     unshared = [peer for peer in others if not isinstance(met.links.get(peer), ShmLink)]
     said = json.dumps([choice, unlinked, unshared]).encode()
     reports = [json.loads(data) for data in gather(said)]
-    if any(len(missing) < len(others) for _, missing, _ in reports):
-        # Also on a rank without links: splitting must be the same work on all.
-        links = LinkTransport(gloo.rank, gloo.size, *met)
-        host = HybridTransport(links, gloo, ways=ways, toward=toward)
-    _check_demands(reports)
-    if not any(demand == "nccl" for demand, _, _ in reports):
-        return host
-    for rank, lack in enumerate(gather(_lacks_for_nccl().encode())):
-        if lack:
-            raise TransportError(f'transport="nccl": rank {rank}: {lack.decode()}')
-    return NcclTransport(host, store, timeout=timeout)
+    with contextlib.ExitStack() as failed:
+        if any(len(missing) < len(others) for _, missing, _ in reports):
+            # Also on a rank without links: splitting must be the same work on all.
+            links = LinkTransport(gloo.rank, gloo.size, *met)
+            failed.callback(links.close)
+            host = HybridTransport(links, gloo, ways=ways, toward=toward)
+        _check_demands(reports)
+        if any(demand == "nccl" for demand, _, _ in reports):
+            for rank, lack in enumerate(gather(_lacks_for_nccl().encode())):
+                if lack:
+                    raise TransportError(f'transport="nccl": rank {rank}: {lack.decode()}')
+            host = NcclTransport(host, store, timeout=timeout)
+        failed.pop_all()
+    return host
 
 
 def _check_demands(reports: list[tuple[str, list[int], list[int]]]) -> None:

@@ -10,6 +10,7 @@ import struct
 # Linux's request for the IPv4 address of an interface, and where it is in the answer.
 _SIOCGIFADDR = 0x8915
 _IFREQ = struct.Struct("16s4x4s16x")
+_LONGEST_NAME = 15
 # Any port: nothing is sent there.
 _PORT = 9
 
@@ -25,8 +26,10 @@ def of_interface(name: str) -> str:
         import fcntl
     except ImportError:
         raise OSError("only Unix tells an interface's address") from None
+    if len(name.encode()) > _LONGEST_NAME:
+        raise OSError(f"no interface has a name as long as {name}")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        answer = fcntl.ioctl(sock, _SIOCGIFADDR, _IFREQ.pack(name.encode()[:15], bytes(4)))
+        answer = fcntl.ioctl(sock, _SIOCGIFADDR, _IFREQ.pack(name.encode(), bytes(4)))
     return socket.inet_ntoa(_IFREQ.unpack(answer)[1])
 
 

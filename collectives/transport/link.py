@@ -8,6 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 Bytes = npt.NDArray[np.uint8]
+# What ranks that have been called, or have called, may take to say so while links are opened: all
+# wait for them again afterwards, and an error comes within 5 s of the timeout.
+ANSWER_SECONDS = 4.0
 
 
 class PeerGone(Exception):
@@ -60,8 +63,15 @@ class Link(Protocol):
         """Why the peer's end, which is closed, was: what it sent before can still be received."""
         ...
 
-    def close(self, farewell: str = "") -> None:
-        """End the link; `farewell` is what the peer's PeerGone says, where it still listens."""
+    def part(self, farewell: str) -> bool:
+        """Send no more but `farewell`, which the peer's PeerGone says, where it still listens.
+
+        True when that is done; else to be called again after a wait for `events`.
+        """
+        ...
+
+    def close(self) -> None:
+        """End the link; what was sent before still arrives."""
         ...
 
     def forsake(self) -> None:

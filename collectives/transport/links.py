@@ -27,6 +27,10 @@ from .shm_link import ShmLink
 _LOOKS = 10
 # Sleeping no longer than this between two glances at the board, which wakes nobody.
 _GLANCE_SECONDS = 0.02
+# A day; poll counts milliseconds in 32 bits.
+_LONGEST_SECONDS = 86400.0
+# What telling the peers the cause may take, all of them together.
+_FAREWELL_SECONDS = 0.5
 
 
 class LinkTransport:
@@ -160,8 +164,15 @@ class LinkTransport:
         if self.board is not None:
             self.board.withdraw()
         self.board = None
-        for link in self._links.values():
-            link.close(reason)
+        links = list(self._links.values())
+        deadline = time.monotonic() + _FAREWELL_SECONDS
+        try:
+            while links := [link for link in links if not link.part(reason)]:
+                if not _wait(links, deadline, None):
+                    break
+        finally:
+            for link in self._links.values():
+                link.close()
 
     def close(self) -> None:
         """Close every link. What was sent before still arrives."""
@@ -193,8 +204,9 @@ def _wait(links: Sequence[Link], deadline: float, nap: float | None) -> bool:
     poller = select.poll()
     for link in links:
         poller.register(link, link.events)
-    if nap is not None and nap < left:
-        poller.poll(math.ceil(nap * 1e3))
+    most = _LONGEST_SECONDS if nap is None else nap
+    if most < left:
+        poller.poll(math.ceil(most * 1e3))
         return True
     return bool(poller.poll(math.ceil(left * 1e3)))
 

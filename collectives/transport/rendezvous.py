@@ -56,7 +56,9 @@ def open_links(
     the ranks to share memory with, symmetrically; all unless given.
     """
     at = find_address(toward if "tcp" in ways else None, gather)
-    with contextlib.ExitStack() as stack:
+    links: dict[int, Link] = {}
+    with contextlib.ExitStack() as stack, contextlib.ExitStack() as failed:
+        failed.callback(_close_all, links)
         doors: dict[str, _Door] = {}
         if "shm" in ways:
             with contextlib.suppress(OSError):
@@ -77,7 +79,6 @@ def open_links(
 
         calls = json.dumps(list(called.items())).encode()
         told = [dict(json.loads(data)) for data in gather(calls)]
-        links: dict[int, Link] = {}
         for way, door in doors.items():
             callers = [peer for peer, others in enumerate(told) if others.get(rank) == way]
             links.update(door.open(callers, timeout))
@@ -89,6 +90,12 @@ def open_links(
         reports = [json.loads(data) for data in gather(json.dumps(report).encode())]
         for peer in [peer for peer in links if rank not in reports[peer][0]]:
             links.pop(peer).close()
+        failed.pop_all()
     if board is None or not all(has and len(peers) == size - 1 for peers, has in reports):
         return Met(dict(sorted(links.items())), None)
     return Met(dict(sorted(links.items())), memoryview(board))
+
+
+def _close_all(links: dict[int, Link]) -> None:
+    for link in links.values():
+        link.close()

@@ -20,12 +20,13 @@ import mmap
 import os
 import secrets
 import socket
+import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
 from . import futex
 from .board import WINDOW_BYTES, board_bytes
-from .link import Link
+from .link import ANSWER_SECONDS, Link
 from .shm_link import INLINE_BYTES, RING_BYTES, SLOT_BYTES, SOCKET_BYTES, ShmLink
 
 # Ranks whose links would not understand each other open none.
@@ -46,30 +47,39 @@ class ShmDoor:
         self._listener = _listen(stack)
         self._own_board = _new_board(stack, self._board_bytes) if rank == 0 else None
         self._calls: dict[int, tuple[socket.socket, mmap.mmap]] = {}
+        stack.callback(self._hang_up)
         self.offer = [_FORMAT, _name(self._listener), self._secret]
         # Of those that share it, what all see; None unless the system gave the memory.
         self.board = None if self._own_board is None else self._own_board[1]
 
     def call(self, peer: int, offer: Sequence[Any], timeout: float) -> None:
         """Connect to a rank by what it offers; OSError where it is not on this host."""
-        form, name, secret = offer
-        if form != _FORMAT:
-            raise OSError(f"rank {peer} speaks {form}, this one {_FORMAT}")
+        if offer[0] != _FORMAT:
+            raise OSError(f"rank {peer} speaks {offer[0]}, this one {_FORMAT}")
+        _, name, secret = offer
         self._calls[peer] = _call(self._rank, name, secret, timeout)
 
     def open(self, callers: Collection[int], timeout: float) -> dict[int, Link]:
         """Links to those that were called and those that called, all of whom have by now."""
         own = [] if self._own_board is None else [self._own_board[0]]
         links = _answer(self._listener, self._secret, set(callers), own)
+        deadline = time.monotonic() + min(timeout, ANSWER_SECONDS)
         for peer, (sock, ring) in self._calls.items():
             try:
-                sock.settimeout(timeout)
+                # What is there already is taken in any case.
+                sock.settimeout(max(deadline - time.monotonic(), 1e-3))
                 _, incoming, other = _receive_ring(sock, self._board_bytes)
                 links[peer] = ShmLink(peer, sock, ring, incoming)
                 self.board = other or self.board
             except OSError:
                 sock.close()
+        self._calls.clear()
         return links
+
+    def _hang_up(self) -> None:
+        """Where no links came of the calls."""
+        for sock, _ in self._calls.values():
+            sock.close()
 
 
 def _listen(stack: contextlib.ExitStack) -> socket.socket:

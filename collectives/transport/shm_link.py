@@ -124,13 +124,16 @@ class ShmLink:
         self._send_at = self._recv_at = 0
         self._sent = self._returned = self._taken = self._told = 0
 
-    def close(self, farewell: str = "") -> None:
-        """End the link; `farewell` is what the peer's PeerGone says, where it still listens."""
-        if farewell:
-            text = farewell.encode()[:INLINE_BYTES]
-            # The peer may be gone already, or its queue full: then it sees the end alone.
-            with contextlib.suppress(OSError):
-                self._socket.sendmsg([_HEADER.pack(self._taken, _FAREWELL), text])
+    def part(self, farewell: str) -> bool:
+        """Send no more but `farewell`, which the peer's PeerGone says; True: that is done."""
+        text = farewell.encode()[:INLINE_BYTES]
+        # The peer may be gone already, or its queue full: then it sees the end alone.
+        with contextlib.suppress(OSError):
+            self._socket.sendmsg([_HEADER.pack(self._taken, _FAREWELL), text])
+        return True
+
+    def close(self) -> None:
+        """End the link; what was sent before still arrives."""
         self.forsake()
 
     def forsake(self) -> None:

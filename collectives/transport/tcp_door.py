@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from . import address
-from .link import Link
+from .link import ANSWER_SECONDS, Link
 from .tcp_link import LINE_BYTES, TcpLink
 
 # Ranks whose links would not understand each other open none.
@@ -44,22 +44,25 @@ class TcpDoor:
         self._listener = stack.enter_context(listener)
         self._listener.setblocking(False)
         self._calls: dict[int, socket.socket] = {}
-        self._left = _CALL_SECONDS
+        stack.callback(self._hang_up)
+        self._called = 0.0
         port = self._listener.getsockname()[1]
         self.offer = [_FORMAT, at, port, self._secret.hex()]
 
     def call(self, peer: int, offer: Sequence[Any], timeout: float) -> None:
         """Connect to a rank by what it offers; OSError where that cannot be."""
-        form, at, port, secret = offer
-        if form != _FORMAT:
-            raise OSError(f"rank {peer} speaks {form}, this one {_FORMAT}")
-        if self._left <= 0:
+        if offer[0] != _FORMAT:
+            raise OSError(f"rank {peer} speaks {offer[0]}, this one {_FORMAT}")
+        _, at, port, secret = offer
+        # The others, who wait for this rank, do not give up before it does.
+        left = min(_CALL_SECONDS, timeout / 2) - self._called
+        if left <= 0:
             raise TimeoutError("too many ranks did not answer")
         start = time.monotonic()
         try:
-            sock = socket.create_connection((at, port), timeout=min(timeout, self._left))
+            sock = socket.create_connection((at, port), timeout=left)
         finally:
-            self._left -= time.monotonic() - start
+            self._called += time.monotonic() - start
         try:
             sock.sendall(_HELLO.pack(bytes.fromhex(secret), self._rank))
         except OSError:
@@ -70,18 +73,25 @@ class TcpDoor:
     def open(self, callers: Collection[int], timeout: float) -> dict[int, Link]:
         """Links to those that were called and those that called, all of whom have by now."""
         links: dict[int, Link] = {}
-        for peer, sock in {**self._calls, **self._answer(set(callers), timeout)}.items():
+        met = {**self._calls, **self._answer(set(callers), timeout)}
+        self._calls.clear()
+        for peer, sock in met.items():
             try:
                 links[peer] = TcpLink(peer, sock)
             except OSError:
                 sock.close()
         return links
 
+    def _hang_up(self) -> None:
+        """Where no links came of the calls."""
+        for sock in self._calls.values():
+            sock.close()
+
     def _answer(self, expected: set[int], timeout: float) -> dict[int, socket.socket]:
         """Those of the expected ranks whose word comes in time; strangers may have called, too."""
         found: dict[int, socket.socket] = {}
         waiting: dict[int, socket.socket] = {}
-        deadline = time.monotonic() + min(timeout, _CALL_SECONDS)
+        deadline = time.monotonic() + min(timeout, ANSWER_SECONDS)
         poller = select.poll()
         poller.register(self._listener, select.POLLIN)
         while expected - found.keys():

@@ -27,8 +27,10 @@ LINE_BYTES = 64
 _HEADER = struct.Struct(f"<Q{LINE_BYTES - 8}x")
 _FAREWELL = 1 << 63
 _FAREWELL_BYTES = 4096
-# What the rest of a message and a farewell may take at the end.
-_FAREWELL_SECONDS = 0.5
+# The rest of one whose header has come was sent with it.
+_REST_MILLISECONDS = 500
+# How much of a message has gone, where an interrupt came before the kernel's answer was noted.
+_UNKNOWN = -1
 _SKIP_BYTES = 1 << 16
 # What the kernel says where the peer's end is closed.
 _CLOSED = (BrokenPipeError, ConnectionResetError)
@@ -48,6 +50,8 @@ class TcpLink:
         # Bytes of the first message's frame that have gone, and of the first receive's that came.
         self._sent = self._come = 0
         self._blocked = False
+        # What is left of the farewell and what goes before it.
+        self._last: list[memoryview] | None = None
         self._header = memoryview(bytearray(LINE_BYTES))
         # What comes as padding, of which only a farewell's text is read.
         self._sink = memoryview(bytearray(LINE_BYTES))
@@ -83,20 +87,22 @@ class TcpLink:
         return (bool(self._recvs) and self._pull()) or sent
 
     def _push(self) -> bool:
-        data = self._sends[0]
+        data, sent = self._sends[0], self._sent
+        self._sent = _UNKNOWN
         try:
-            self._sent += self._socket.sendmsg(_behind(_frame(data), self._sent))
+            sent += self._socket.sendmsg(_behind(_frame(data), sent))
         except BlockingIOError:
-            self._blocked = True
+            self._sent, self._blocked = sent, True
             return False
         except _CLOSED:
             raise self._gone() from None
         except OSError as error:
             raise self._broken(error) from None
         self._blocked = False
-        if self._sent == _frame_bytes(data.size):
+        if sent == _frame_bytes(data.size):
             self._sends.popleft()
-            self._sent = 0
+            sent = 0
+        self._sent = sent
         return True
 
     def _pull(self) -> bool:
@@ -127,7 +133,8 @@ class TcpLink:
         """Of the header that has come, and what came behind it, in the target."""
         (length,) = _HEADER.unpack(self._header)
         if length & _FAREWELL:
-            begun = (target.tobytes() + self._sink.tobytes())[: self._come - LINE_BYTES]
+            text = target[:_FAREWELL_BYTES].tobytes() + self._sink.tobytes()
+            begun = text[: self._come - LINE_BYTES]
             raise PeerGone(self.peer, self._farewell(begun, length ^ _FAREWELL))
         if length != target.size:
             raise TransportError(
@@ -136,10 +143,15 @@ class TcpLink:
             )
 
     def _farewell(self, begun: bytes, length: int) -> str:
-        """The text whose first bytes are these; no more than what has come of it."""
-        if len(begun) < length <= _FAREWELL_BYTES:
-            with contextlib.suppress(OSError):
-                begun += self._socket.recv(length - len(begun))
+        """The text whose first bytes are these, as far as it comes: the network may cut it."""
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN)
+        with contextlib.suppress(OSError):
+            while len(begun) < length <= _FAREWELL_BYTES and poller.poll(_REST_MILLISECONDS):
+                more = self._socket.recv(length - len(begun))
+                if not more:
+                    break
+                begun += more
         return begun[:length].decode(errors="replace")
 
     def last_words(self) -> str:
@@ -171,31 +183,46 @@ class TcpLink:
                 unread = _frame_bytes(length) - LINE_BYTES
         return PeerGone(self.peer)
 
-    def close(self, farewell: str = "") -> None:
-        """End the link; `farewell` is what the peer's PeerGone says, where it still listens.
+    def part(self, farewell: str) -> bool:
+        """Send no more but `farewell`, for the peer's PeerGone; whether all that can be said is.
 
-        A message that is half sent is sent whole before it, unless that takes too long.
+        A message that is half sent is sent whole before it. Where how much of that has gone is not
+        known, there is no farewell: the peer would take it for data.
         """
-        if farewell:
+        if self._last is None:
+            half = _behind(_frame(self._sends[0]), self._sent) if self._sent > 0 else []
             text = farewell.encode()[:_FAREWELL_BYTES]
-            # The peer may be gone already, or not be listening.
-            with contextlib.suppress(OSError):
-                self._socket.settimeout(_FAREWELL_SECONDS)
-                if self._sent:
-                    for part in _behind(_frame(self._sends[0]), self._sent):
-                        self._socket.sendall(part)
-                self._socket.sendall(_HEADER.pack(_FAREWELL | len(text)) + text)
+            words = _HEADER.pack(_FAREWELL | len(text)) + text
+            self._last = [] if self._sent == _UNKNOWN else [*half, memoryview(words)]
+            self._sends.clear()
+            self._recvs.clear()
+        while self._last:
+            last, self._last = self._last, []
+            try:
+                self._last = _behind(last, self._socket.sendmsg(last))
+            except BlockingIOError:
+                self._last, self._blocked = last, True
+                return False
+            except OSError:
+                # The peer may be gone already.
+                return True
+        return True
+
+    def close(self) -> None:
+        """End the link; what was sent before still arrives."""
         with contextlib.suppress(OSError):
-            # To close with something unread would take back what is not yet delivered.
+            # To close with something unread would take back what is not yet delivered. No more than
+            # what can be there now: a peer may be sending still.
             self._socket.shutdown(socket.SHUT_WR)
-            self._socket.setblocking(False)
-            while self._socket.recv(_SKIP_BYTES):
-                pass
+            left = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
+            while left > 0 and (count := len(self._socket.recv(_SKIP_BYTES))):
+                left -= count
         self.forsake()
 
     def forsake(self) -> None:
         """Let go of the socket, which another process has, too."""
         self._socket.close()
+        self._last = []
         self._sends.clear()
         self._recvs.clear()
 

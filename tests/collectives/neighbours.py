@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pytest
 import torch
 
 from collectives.transport import LinkTransport, Message, open_links
 
 TIMEOUT = 20.0
+NO_MEMFD = pytest.mark.skipif(
+    not hasattr(os, "memfd_create"), reason="shared memory between ranks needs Linux's memfd"
+)
+both = pytest.mark.parametrize("way", [pytest.param("shm", marks=NO_MEMFD), "tcp"])
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:

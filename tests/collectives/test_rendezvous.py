@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import mmap
 import os
 import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from collectives.transport import shm_door
+from collectives.transport.shm_door import ShmDoor
 from collectives.transport.shm_link import RING_BYTES
 
-from .neighbours import meet
+from .neighbours import TIMEOUT, meet
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "memfd_create"), reason="shared memory between ranks needs Linux's memfd"
@@ -83,6 +87,24 @@ def test_strangers_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first.peers == {1} and second.peers == {0}
     for stranger in strangers:
         stranger.close()
+
+
+def test_ranks_that_have_stopped_are_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a timeout for each: they have been called, and do not answer."""
+    monkeypatch.setattr(shm_door, "ANSWER_SECONDS", 0.2)
+    gc.collect()
+    files = descriptors()
+    with contextlib.ExitStack() as stack:
+        stopped = [ShmDoor(rank, 4, stack) for rank in range(3)]
+        door = ShmDoor(3, 4, stack)
+        for rank, other in enumerate(stopped):
+            door.call(rank, other.offer, TIMEOUT)
+        start = time.monotonic()
+        assert door.open([], TIMEOUT) == {}
+        assert 0.2 <= time.monotonic() - start < 2.0
+    del stopped, door, other
+    gc.collect()
+    assert descriptors() == files
 
 
 @pytest.mark.parametrize("refused", ["mmap", "memfd", "socket", "board"])
