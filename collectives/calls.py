@@ -133,23 +133,35 @@ class Calls:
 
         def guarded() -> Any:
             if self._failure is not None:
+                cause = _words(self._failure)
                 raise TransportError(
-                    f"{kind}: this group is unusable since an earlier failure: {self._failure}"
+                    f"{kind}: this group is unusable since an earlier failure: {cause}"
                 ) from self._failure
             try:
                 return work()
             except CollectiveMismatchError:
                 raise
-            except Exception as error:
-                # The peers are in the middle of this call: the next one would meet its messages.
-                self._failure = error
+            except BaseException as error:
+                if self._transport.size > 1:
+                    self._give_up(error)
                 raise
 
         if async_op:
             return self._worker.submit(guarded, device, call)
         return self._worker.call(guarded, device, call)
 
+    def _give_up(self, error: BaseException) -> None:
+        """The peers are in the middle of this call: the next one would meet its messages."""
+        self._failure = error
+        abandon = getattr(self._transport, "abandon", None)
+        if abandon is not None:
+            abandon(_words(error))
+
     def close(self) -> None:
         """Take no more calls; let the queued ones finish, and end the communication thread."""
         self.closed = True
         self._worker.close(self._runner.timeout)
+
+
+def _words(error: BaseException) -> str:
+    return str(error) or type(error).__name__

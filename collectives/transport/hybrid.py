@@ -108,6 +108,10 @@ class HybridTransport:
         links = LinkTransport(other.rank, other.size, *met)
         return HybridTransport(links, other, ways=self._ways, toward=self._toward)
 
+    def abandon(self, reason: str) -> None:
+        """Close the links and tell the peers why: what is under way is lost, and no more can be."""
+        self._local.abandon(reason)
+
     def _near(self, message: Message) -> bool:
         return message.peer in self._local.peers and message.tensor.is_cpu
 

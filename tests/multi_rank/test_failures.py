@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import collectives
-from collectives import CollectiveTimeoutError, Group, TransportError
+from collectives import CollectiveTimeoutError, Group, Operands, Sum, TransportError
 
 from .conformance import start
 from .harness import run_ranks
@@ -53,6 +53,48 @@ def test_process(transport: str, how: str) -> None:
         assert waited < TIMEOUT + 5.0
         if how == "die":
             assert waited < TIMEOUT + 1.0
+
+
+class Failing(type(Sum)):  # type: ignore[misc]
+    """A sum that fails on rank 1, in the middle of a call."""
+
+    name = "Failing"
+    alone = False
+
+    def __init__(self, error: BaseException | None) -> None:
+        self._error = error
+
+    def reduce(self, operands: Operands) -> None:
+        if self._error is not None:
+            raise self._error
+        super().reduce(operands)
+
+
+def _interrupted(rank: int, transport: str, error: BaseException) -> tuple[str, float]:
+    group = start(transport, 20.0)
+    begin = time.monotonic()
+    with pytest.raises(BaseException) as caught:
+        group.all_reduce(torch.ones(10), Failing(error if rank == 1 else None), algorithm="xring")
+    waited = time.monotonic() - begin
+    with pytest.raises(TransportError, match=r"unusable since an earlier failure: .+"):
+        group.all_reduce(torch.ones(10))
+    if rank == 1:
+        assert caught.type is type(error)
+    else:
+        assert caught.type is CollectiveTimeoutError
+    return str(caught.value), waited
+
+
+@pytest.mark.parametrize("error", [ValueError("the cause"), KeyboardInterrupt()], ids=type)
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_rank_that_fails_within_a_call_tells_the_others(
+    transport: str, error: BaseException
+) -> None:
+    """At once, not after the timeout; and what they call next is no answer to its next call."""
+    results = run_ranks(3, _interrupted, transport, error)
+    for said, waited in (results[0], results[2]):
+        assert str(error) in said and "step" in said and "rank" in said
+        assert waited < 5.0
 
 
 @pytest.mark.parametrize("how", ["raise", "stall"])
