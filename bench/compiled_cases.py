@@ -49,6 +49,7 @@ _ELEMENTWISE_VARIANTS: dict[str, dict[str, Any]] = {
 }
 # Most elements that 128 multiprocessors hold in one tile each.
 _LARGEST_TILES = {dtype: 1 << (20 if dtype == "fp64" else 21) for dtype in ITEMSIZES}
+_FUSED = {"enable_fp_fusion": True}
 KERNELS = {
     "pack": _COPY,
     "unpack": _COPY._replace(values={**_COPY.values, "PACK": False}),
@@ -61,6 +62,7 @@ KERNELS = {
         _plan.tile_of,
         {"VECTORS": True},
         {"odd_bounds": {"VECTORS": False}},
+        _FUSED,
         stores=False,
     ),
     "combine": Kernel(
@@ -68,6 +70,7 @@ KERNELS = {
         _plan.tile_of,
         {"CHECKED": False},
         {"checked": {"CHECKED": True}},
+        _FUSED,
     ),
     "one_launch": Kernel(
         _projection._one_launch_kernel,
@@ -77,7 +80,7 @@ KERNELS = {
             "checked": {"CHECKED": True},
             "beyond_registers": {"NUMEL": 3 << 20},
         },
-        {"launch_cooperative_grid": True, "maxnreg": _projection.REGISTERS},
+        {"launch_cooperative_grid": True, "maxnreg": _projection.REGISTERS, **_FUSED},
     ),
 }
 DTYPES = ("DTYPE", "A", "B", "OUT", "TENSOR", "BUFFER")

@@ -193,13 +193,18 @@ def empty_launch() -> None:
 
 def captured(call: Call) -> tuple[Call, Any]:
     """A CUDA graph's replay of `call`, and the result that each replay writes anew."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
+    caller, stream = torch.cuda.current_stream(), torch.cuda.Stream()
+    stream.wait_stream(caller)
     with torch.cuda.stream(stream):
         for _ in range(2):
             call()
-    torch.cuda.current_stream().wait_stream(stream)
+    caller.wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = call()
+    try:
+        with torch.cuda.graph(graph):
+            result = call()
+    except RuntimeError:
+        # torch leaves the stream of a capture that failed the current one.
+        torch.cuda.set_stream(caller)
+        raise
     return graph.replay, result

@@ -6,6 +6,7 @@ import importlib
 import os
 import struct
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -107,19 +108,20 @@ def block_of(numel: int, itemsize: int) -> tuple[int, int]:
 class DeviceCache:
     """Values in device memory that outlive a call, so that a CUDA graph can replay over them.
 
-    A value made outside graph capture is found again by its key. When the cache is full, the
-    device is brought to rest and all values but those a graph has seen are dropped.
+    A value made outside graph capture is found again by its key. When a device's part of the cache
+    is full, that device is brought to rest and all its values but those a graph has seen are
+    dropped.
     """
 
     def __init__(self, limit: int = 512) -> None:
         self._limit = limit
-        self._values: dict[Hashable, Any] = {}
-        self._seen_by_graphs: dict[Hashable, Any] = {}
+        self._values: defaultdict[torch.device, dict[Hashable, Any]] = defaultdict(dict)
+        self._seen_by_graphs: defaultdict[torch.device, dict[Hashable, Any]] = defaultdict(dict)
         self._made_in_graphs: list[Any] = []
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._values)
+        return sum(map(len, self._values.values()))
 
     def fetch(
         self, key: Hashable, device: torch.device, make: Callable[[], Any], shared: bool = True
@@ -131,19 +133,20 @@ class DeviceCache:
         """
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         with self._lock:
-            value = self._values.get(key) if shared or not capturing else None
+            values = self._values[device]
+            value = values.get(key) if shared or not capturing else None
             if value is None:
                 if capturing:
                     value = make()
                     self._made_in_graphs.append(value)
                     return value
-                if len(self._values) >= self._limit:
+                if len(values) >= self._limit:
                     if device.type == "cuda":
                         torch.cuda.synchronize(device)
-                    self._values = dict(self._seen_by_graphs)
-                value = self._values[key] = make()
+                    values = self._values[device] = dict(self._seen_by_graphs[device])
+                value = values[key] = make()
             if capturing:
-                self._seen_by_graphs[key] = value
+                self._seen_by_graphs[device][key] = value
             return value
 
 

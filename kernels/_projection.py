@@ -223,6 +223,8 @@ def _scratch(kind: str, a: Tensor, plan: Plan, counters: int) -> tuple[Tensor, T
 
 def _meta(a: Tensor, plan: Plan) -> dict[str, object]:
     return {
+        # Sums of products need more registers without it, and the default is about to change.
+        "enable_fp_fusion": True,
         "DTYPE": _launch.dtype_in_triton(a.dtype),
         "WIDE": _launch.dtype_in_triton(compute_dtype(a.dtype)),
         "BLOCK": plan.block,

@@ -106,9 +106,13 @@ def split(factor):
 
 @jit
 def weigh(x, y, alpha, beta, WIDE: tl.constexpr):
-    """alpha*x + beta*y in WIDE, with float64 scalars alpha and beta."""
+    """alpha*x + beta*y in WIDE, with float64 scalars alpha and beta.
+
+    Which product the addition is fused with is written out: the compiler chooses element by
+    element, and the same numbers would round differently in another tile or kernel.
+    """
     if tl.float64 == WIDE:
-        return convert(x, WIDE) * alpha + convert(y, WIDE) * beta
+        return tl.fma(convert(x, WIDE), alpha, convert(y, WIDE) * beta)
     p, q, f = split(alpha)
     r, s, g = split(beta)
-    return x.to(WIDE) * p * q * f + y.to(WIDE) * r * s * g
+    return tl.fma(x.to(WIDE) * p * q, f, y.to(WIDE) * r * s * g)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -111,6 +111,23 @@ def test_on_cuda_a_kernel_that_cannot_be_captured_is_still_timed(cuda, monkeypat
     row, _ = measure.measure(case, THREE)
     assert row.captured is False
     assert row.notes[OURS].startswith("no graph: operation not permitted")
+
+
+def test_on_cuda_a_capture_that_fails_leaves_the_callers_stream_current(cuda):
+    caller = cuda.Stream()
+    cuda.current_stream = lambda: caller
+    currents = []
+    cuda.set_stream = currents.append
+
+    @contextmanager
+    def failing(graph):
+        yield
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+    cuda.graph = failing
+    with pytest.raises(RuntimeError, match="previous error during capture"):
+        timing.captured(lambda: None)
+    assert currents == [caller]
 
 
 def test_calls_take_turns_in_going_first(monkeypatch):

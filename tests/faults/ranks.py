@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..multi_rank.harness import free_port
+from ..multi_rank.test_nccl import ONE_GPU
 from .cases import EXIT, GRACE, Case
 from .nursery import Nursery, Rank
 
@@ -70,7 +71,8 @@ def carry_out(case: Case, nursery: Nursery, directory: Path) -> Report:
     job = {**asdict(case), "directory": str(directory)}
     port = free_port()
     with ExitStack() as stack:
-        extra = {}
+        # Where there are fewer GPUs than ranks they share them.
+        extra = dict(ONE_GPU) if case.transport == "nccl" else {}
         store: Rank | None = None
         if case.where == "port taken":
             taken = stack.enter_context(socket.create_server(("127.0.0.1", port)))

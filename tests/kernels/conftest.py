@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,24 @@ class Backend:
 
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@pytest.fixture(scope="session", autouse=INTERPRETING)
+def _integers_of_one_element() -> Iterator[None]:
+    """Triton 3.6 takes a scalar's integer from an array of one element, which numpy 2.4 and newer
+    refuse; later Tritons do as this does."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    whole = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        whole(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang_tensor", patched)
+        yield
+
+
 NAMES = ["interpreter"] if INTERPRETING else ["cpu", "triton"]
 
 

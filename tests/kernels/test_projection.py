@@ -157,10 +157,22 @@ def test_the_same_bits_twice(backend, dtype):
         assert [bits(tensor) for tensor in again] == [bits(tensor) for tensor in first]
 
 
-def test_one_launch_and_two_give_the_same_bits(backend):
-    a, b = (random(1 << 10, torch.float32, backend.device, seed) for seed in (1, 2))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numel", [1 << 10, 1 << 15, 1 << 19])
+def test_one_launch_and_two_give_the_same_bits(backend, dtype, numel):
+    numel = min(numel, 1 << 12) if backend.interpreted else numel
+    a, b = (random(numel, dtype, backend.device, seed) for seed in (1, 2))
     both = kernels.combine(a, b, kernels.dot_and_norms(a, b))
     assert bits(kernels.adasum(a, b)) == bits(both)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_bits_of_combine_do_not_depend_on_where_tensors_start(backend, dtype):
+    a, b = (random(4096, dtype, backend.device, seed) for seed in (1, 2))
+    dots = kernels.dot_and_norms(a, b)
+    expected = bits(kernels.combine(a, b, dots))
+    assert bits(kernels.combine(misaligned(a), b, dots)) == expected
+    assert bits(kernels.combine(a, b, dots, out=misaligned(a))) == expected
 
 
 def test_no_segments_at_all(backend):

@@ -57,6 +57,13 @@ def test_scaled_add(backend, dtype, numel, target):
     assert_close(out, expected, magnitude, tolerance(dtype, backend.interpreted, 2))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_bits_of_scaled_add_do_not_depend_on_where_tensors_start(backend, dtype):
+    a, b = (random(4096, dtype, backend.device, seed) for seed in (1, 2))
+    got, moved = (kernels.scaled_add(a, t, alpha=0.7, beta=-1.3) for t in (b, misaligned(b)))
+    assert bits(moved) == bits(got)
+
+
 def test_scaled_add_with_factors_beyond_float32(backend):
     a = random(1000, torch.float32, backend.device, 1) * 1e-30
     b = random(1000, torch.float32, backend.device, 2) * 1e20

@@ -1,5 +1,7 @@
 """The NCCL transport over real NCCL: one process a rank, several of them on one GPU.
 
+One rank alone sends to itself, which any NCCL does on any GPU.
+
 Written where there was no GPU: not yet run. What its rules make of a stand-in for NCCL is in
 tests/collectives/test_nccl_wrapper.py.
 """
@@ -29,7 +31,7 @@ from collectives.transport.process_groups import store_of
 from ..adasum import definition
 from .harness import run_ranks
 
-SIZES = [2, 3]
+SIZES = [1, 2, 3]
 TIMEOUT = 60.0
 SHORT = 3.0
 NUMEL = 100_003
@@ -40,16 +42,16 @@ Check = Callable[[NcclTransport], None]
 
 
 @cache
-def why_not() -> str:
-    """What is missing to run several ranks over NCCL here; empty where nothing is."""
+def why_not(size: int = max(SIZES)) -> str:
+    """What is missing to run so many ranks over NCCL here; empty where nothing is."""
     try:
         nccl = load_nccl()
     except (ImportError, RuntimeError) as error:
         return str(error)
     version, gpus = nccl.get_version(), torch.cuda.device_count()
-    if gpus < max(SIZES) and version < 23000:
+    if gpus < size and version < 23000:
         return (
-            f"{max(SIZES)} ranks on {gpus} GPU need NCCL 2.30 (code 23000) or newer, loaded is "
+            f"{size} ranks on {gpus} GPU need NCCL 2.30 (code 23000) or newer, loaded is "
             f"{version}: install a newer nvidia-nccl package, and where torch brings its own set "
             "LD_PRELOAD to that package's libnccl.so.2"
         )
@@ -91,7 +93,7 @@ def close_to_sum(answer: torch.Tensor, terms: list[torch.Tensor]) -> None:
 
 def check_every_pair_and_dtype(transport: NcclTransport) -> None:
     mine, device = transport.rank, transport.device
-    others = [r for r in range(transport.size) if r != mine]
+    others = [r for r in range(transport.size) if r != mine] or [mine]
     dtypes = [torch.float16, torch.bfloat16, torch.float64, torch.int16, torch.bool]
     cases = [(numel, dtype) for numel in (3, 0, 70_000) for dtype in dtypes]
 
@@ -178,6 +180,35 @@ def check_graph(transport: NcclTransport) -> None:
             assert torch.equal(buffer, wanted * scale)
 
 
+def check_graph_of_messages(transport: NcclTransport) -> None:
+    """Captured between two kernels of the caller's, replayed with what is there then."""
+    after, before = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
+    mine, got = (torch.zeros(NUMEL, device=transport.device) for _ in range(2))
+
+    def pass_on() -> None:
+        mine.add_(1.0)
+        transport.exchange([Message(after, mine)], [Message(before, got)], "a test", TIMEOUT)
+        got.mul_(2.0)
+
+    pass_on()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        pass_on()
+    for turn in range(3):
+        mine.fill_(10.0 * turn + transport.rank)
+        graph.replay()
+        assert torch.equal(got.cpu(), torch.full((NUMEL,), 2 * (10.0 * turn + before + 1)))
+
+
+def check_split(transport: NcclTransport) -> None:
+    """The same ranks once more, on communicators of their own that are closed before the first."""
+    part = transport.split(range(transport.size), TIMEOUT)
+    check_order_of_streams(part)
+    part.close()
+    check_order_of_streams(transport)
+
+
 def check_wrong_devices(transport: NcclTransport) -> None:
     with pytest.raises(ValueError, match="on meta, NCCL carries CUDA tensors"):
         transport.check_device(torch.device("meta"))
@@ -225,7 +256,7 @@ def results_of(size: int) -> list[dict[str, str]]:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("check", sorted(CHECKS))
 def test_checks(size: int, check: str) -> None:
-    if reason := why_not():
+    if reason := why_not(size):
         pytest.skip(reason)
     failures = [f"rank {r}: {out[check]}" for r, out in enumerate(results_of(size)) if out[check]]
     assert not failures, "\n".join(failures)
@@ -250,8 +281,30 @@ def silent_peer(rank: int) -> tuple[str, float]:
 
 
 def test_a_silent_peer() -> None:
-    if reason := why_not():
+    if reason := why_not(2):
         pytest.skip(reason)
     text, waited = run_ranks(2, silent_peer, timeout=120.0)[0]
     assert "rank 0 got no answer from rank 1 in step 1" in text
     assert SHORT <= waited <= SHORT + 5.0
+
+
+def no_sender(rank: int) -> tuple[str, float]:
+    """A rank that waits for itself, which NCCL refuses: the error, and seconds until it came."""
+    transport = start(rank)
+    got = Message(rank, torch.empty(NUMEL, device=transport.device))
+    begin = time.monotonic()
+    with pytest.raises(TransportError) as caught:
+        transport.exchange([], [got], "step 0", TIMEOUT)
+    waited = time.monotonic() - begin
+    with pytest.raises(TransportError, match="unusable since"):
+        transport.exchange([got], [got], "step 1", TIMEOUT)
+    transport.close()
+    return str(caught.value), waited
+
+
+def test_what_nccl_refuses_is_said_in_its_words() -> None:
+    if reason := why_not(1):
+        pytest.skip(reason)
+    text, waited = run_ranks(1, no_sender, timeout=120.0)[0]
+    assert "NCCL failed in step 0: NCCL_ERROR_INVALID_USAGE" in text
+    assert waited <= TIMEOUT
