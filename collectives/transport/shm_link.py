@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import select
 import socket
 import struct
 from collections import deque
@@ -27,7 +26,7 @@ import numpy as np
 import torch
 
 from ..errors import TransportError
-from .link import Bytes, PeerGone
+from .link import Bytes, Link, PeerGone
 
 # Small enough to stay in the shared cache between the two copies, large enough that a record a slot
 # costs a few hundredths of its copies.
@@ -46,27 +45,20 @@ _CACHE_LINE = 64
 _CLOSED = (BrokenPipeError, ConnectionResetError)
 
 
-class ShmLink:
+class ShmLink(Link):
     """This rank's end. Messages of one direction arrive in the order in which they were posted.
 
     sock: SOCK_SEQPACKET, connected to the peer. outgoing, incoming: the rings, RING_BYTES each.
     """
 
-    near = True
-
     def __init__(
         self, peer: int, sock: socket.socket, outgoing: mmap.mmap, incoming: mmap.mmap
     ) -> None:
-        sock.setblocking(False)
-        self.peer = peer
-        self._blocked = False
-        self._socket = sock
+        super().__init__(peer, sock, near=True)
         self._outgoing = np.frombuffer(outgoing, np.uint8)
         self._incoming = np.frombuffer(incoming, np.uint8)
         self._record = bytearray(_HEADER.size + INLINE_BYTES)
         self._inline = np.frombuffer(self._record, np.uint8)[_HEADER.size :]
-        self._sends: deque[Bytes] = deque()
-        self._recvs: deque[Bytes] = deque()
         self._early: deque[tuple[int, Bytes | None]] = deque()
         self._send_at = self._recv_at = 0
         self._sent = self._returned = 0
@@ -75,37 +67,15 @@ class ShmLink:
     @property
     def busy(self) -> bool:
         """Whether a posted message, or a slot to hand back, is still under way."""
-        return bool(self._sends or self._recvs) or self._owing()
-
-    @property
-    def events(self) -> int:
-        """What the link waits for on its socket: flags of select.poll."""
-        return (select.POLLIN if self._listens() else 0) | (select.POLLOUT if self._blocked else 0)
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
-    def send(self, data: Bytes) -> None:
-        """Post a message, which must not change while the link is busy."""
-        self._sends.append(data)
-
-    def receive(self, target: Bytes) -> None:
-        """Post a receive of exactly the message's length."""
-        self._recvs.append(target)
+        return super().busy or self._owing()
 
     def advance(self) -> bool:
-        """Do what can be done without waiting; return whether anything was.
-
-        Raises PeerGone where the peer's end is closed and something is still under way,
-        TransportError where a message has another length than its receive.
-        """
         moved = bool(self._sends) and self._push()
         while self._listens() and self._pull():
             moved = True
         return (self._owing() and self._hand_back()) or moved
 
     def last_words(self) -> str:
-        """Why the peer's end, which is closed, was: what it sent before can still be received."""
         try:
             while self._pull():
                 pass
@@ -125,7 +95,6 @@ class ShmLink:
         self._sent = self._returned = self._taken = self._told = 0
 
     def part(self, farewell: str) -> bool:
-        """Send no more but `farewell`, which the peer's PeerGone says; True: that is done."""
         text = farewell.encode()[:INLINE_BYTES]
         # The peer may be gone already, or its queue full: then it sees the end alone.
         with contextlib.suppress(OSError):
@@ -133,11 +102,9 @@ class ShmLink:
         return True
 
     def close(self) -> None:
-        """End the link; what was sent before still arrives."""
         self.forsake()
 
     def forsake(self) -> None:
-        """Let go of socket and rings, which another process has, too."""
         self._socket.close()
         self._sends.clear()
         self._recvs.clear()

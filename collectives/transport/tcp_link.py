@@ -17,10 +17,9 @@ import contextlib
 import select
 import socket
 import struct
-from collections import deque
 
 from ..errors import TransportError
-from .link import Bytes, PeerGone
+from .link import Bytes, Link, PeerGone
 
 LINE_BYTES = 64
 # How many bytes follow, less the padding. Of a farewell, which is text, with the highest bit set.
@@ -36,53 +35,21 @@ _SKIP_BYTES = 1 << 16
 _CLOSED = (BrokenPipeError, ConnectionResetError)
 
 
-class TcpLink:
+class TcpLink(Link):
     """This rank's end. sock: connected to the peer, and nothing but lines sent on it."""
 
     def __init__(self, peer: int, sock: socket.socket) -> None:
-        sock.setblocking(False)
+        super().__init__(peer, sock, near=sock.getpeername()[0] == sock.getsockname()[0])
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.peer = peer
-        self.near = sock.getpeername()[0] == sock.getsockname()[0]
-        self._socket = sock
-        self._sends: deque[Bytes] = deque()
-        self._recvs: deque[Bytes] = deque()
         # Bytes of the first message's frame that have gone, and of the first receive's that came.
         self._sent = self._come = 0
-        self._blocked = False
         # What is left of the farewell and what goes before it.
         self._last: list[memoryview] | None = None
         self._header = memoryview(bytearray(LINE_BYTES))
         # What comes as padding, of which only a farewell's text is read.
         self._sink = memoryview(bytearray(LINE_BYTES))
 
-    @property
-    def busy(self) -> bool:
-        """Whether a posted message is not yet with the kernel, or a receive not complete."""
-        return bool(self._sends or self._recvs)
-
-    @property
-    def events(self) -> int:
-        """What the link waits for on its socket: flags of select.poll."""
-        return (select.POLLIN if self._recvs else 0) | (select.POLLOUT if self._blocked else 0)
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
-    def send(self, data: Bytes) -> None:
-        """Post a message, which must not change while the link is busy."""
-        self._sends.append(data)
-
-    def receive(self, target: Bytes) -> None:
-        """Post a receive of exactly the message's length."""
-        self._recvs.append(target)
-
     def advance(self) -> bool:
-        """Do what can be done without waiting; return whether anything was.
-
-        Raises PeerGone where the peer's end is closed and something is still under way,
-        TransportError where a message has another length than its receive.
-        """
         sent = bool(self._sends) and self._push()
         return (bool(self._recvs) and self._pull()) or sent
 
@@ -155,7 +122,6 @@ class TcpLink:
         return begun[:length].decode(errors="replace")
 
     def last_words(self) -> str:
-        """Why the peer's end, which is closed, was: what it sent before can still be received."""
         return str(self._gone())
 
     def _gone(self) -> PeerGone:
@@ -209,7 +175,6 @@ class TcpLink:
         return True
 
     def close(self) -> None:
-        """End the link; what was sent before still arrives."""
         with contextlib.suppress(OSError):
             # To close with something unread would take back what is not yet delivered. No more than
             # what can be there now: a peer may be sending still.
@@ -220,7 +185,6 @@ class TcpLink:
         self.forsake()
 
     def forsake(self) -> None:
-        """Let go of the socket, which another process has, too."""
         self._socket.close()
         self._last = []
         self._sends.clear()

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from collectives.executor import Workspace
 from collectives.transport import Message, ThreadWorld, nccl, nccl_calls
 
 from .fake_cuda import FakeCuda, FakeStream, device_tensor
@@ -95,3 +96,10 @@ def swap(transport: nccl.NcclTransport, mine: torch.Tensor, got: torch.Tensor, s
     """One of two ranks sends `mine` and receives `got`."""
     peer = 1 - transport.rank
     transport.exchange([Message(peer, mine)], [Message(peer, got)], step, 10.0)
+
+
+class DeviceWorkspace(Workspace):
+    """The executor's memory, on the pretended GPU."""
+
+    def take(self, numel: int, like: torch.Tensor) -> torch.Tensor:
+        return device_tensor(torch.full((numel,), float("nan"), dtype=like.dtype))

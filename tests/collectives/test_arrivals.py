@@ -20,7 +20,7 @@ from collectives.transport import Message, Transport
 
 from .fake_cuda import device_tensor
 from .fake_nccl import FakeNccl
-from .nccl_machine import Machine, all_good, make_machine
+from .nccl_machine import DeviceWorkspace, Machine, all_good, make_machine
 
 # Of a message: the third of a buffer of a thousand elements has three.
 SMALL = 400
@@ -223,10 +223,6 @@ def test_on_streams(machine: Machine, name: str, size: int) -> None:
                 plain = [part.as_subclass(torch.Tensor) for part in (*parts, out)]
                 machine.put(lambda p=plain: torch.add(p[0], p[1], out=p[2]), delay=0.002)
 
-    class OnDevice(Workspace):
-        def take(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-            return device_tensor(torch.full((numel,), float("nan"), dtype=like.dtype))
-
     def work(transport: Any) -> torch.Tensor:
         buffer = device_tensor(inputs[transport.rank].clone())
         with transport.deferred():
@@ -237,7 +233,7 @@ def test_on_streams(machine: Machine, name: str, size: int) -> None:
                 OnStream(),
                 label="a test",
                 timeout=20.0,
-                workspace=OnDevice(),
+                workspace=DeviceWorkspace(),
             )
         return machine.read(buffer)
 

@@ -21,13 +21,13 @@ import torch.distributed as dist
 
 from collectives import Operands, Reducer, TransportError
 from collectives.algorithms import doubling, halving, ring
-from collectives.executor import Workspace, execute
+from collectives.executor import execute
 from collectives.schedule import Schedule
 from collectives.transport import Message, ThreadWorld, nccl, nccl_calls
 
 from .fake_cuda import FakeCuda, FakeGraph, FakeStream, device_tensor
 from .fake_nccl import FakeNccl, NcclError
-from .nccl_machine import Machine, all_good, full, make_machine, swap
+from .nccl_machine import DeviceWorkspace, Machine, all_good, full, make_machine, swap
 
 
 @pytest.fixture
@@ -106,13 +106,6 @@ def test_tensors_are_kept_for_the_communication_stream(machine: Machine) -> None
         return {mine.data_ptr(), got.data_ptr()} <= transport._stream.kept
 
     assert all_good(machine.run(2, work)) == [True, True]
-
-
-class DeviceWorkspace(Workspace):
-    """The executor's memory, on the pretended GPU."""
-
-    def take(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-        return device_tensor(torch.full((numel,), float("nan"), dtype=like.dtype))
 
 
 class PlainSum(Reducer):
