@@ -1,8 +1,8 @@
 """The CPU path's dot products.
 
-Long ones by rows, as the kernels take them by tiles: within a row in float32, over the rows in
+Long ones of float32 by rows, as the kernels take them by tiles: within a row in float32, over the rows in
 float64. The elements of a row, a power of two of them, are summed by torch in an order that depends
-on neither their place in memory nor the number of threads. Short ones, and rows whose squares come
+on neither their place in memory nor the number of threads. All others, and rows whose squares come
 near float32's ends, in float64, where no square of a float32 under- or overflows.
 """
 
@@ -33,7 +33,7 @@ _LEAST, _MOST = 2.0**-44, 2.0**62
 def dot_and_norms(a: Tensor, b: Tensor, bounds: Sequence[int]) -> list[list[float]]:
     """S rows (a.b, |a|^2, |b|^2) of the flattened segments."""
     x, y = _flat(a), _flat(b)
-    if x.dtype == torch.float64 or x.numel() < _ROWS_FROM:
+    if not x.dtype == y.dtype == torch.float32 or x.numel() < _ROWS_FROM:
         return _wide_dots(x, y, bounds)
     rows: list[list[float]] = []
     first = 0
@@ -100,7 +100,7 @@ def _long_dots(x: Tensor, y: Tensor) -> list[float]:
 
 def _row_dots(x: Tensor, y: Tensor) -> list[float] | None:
     """Of whole rows; None where a row's norm is out of range."""
-    u, v = _rows(0, x), _rows(1, y)
+    u, v = x.view(-1, _ROW), y.view(-1, _ROW)
     count = u.shape[0]
     sums = _scratch(3, 3 * count, torch.float32).view(3, count)
     for rows, norms in ((u, sums[1]), (v, sums[2])):
@@ -114,10 +114,3 @@ def _row_dots(x: Tensor, y: Tensor) -> list[float] | None:
     wide[1:].square_()
     answer: list[float] = wide.sum(1).tolist()
     return answer
-
-
-def _rows(slot: int, tensor: Tensor) -> Tensor:
-    """A tensor's rows in float32."""
-    if tensor.dtype != torch.float32:
-        tensor = _scratch(slot, tensor.numel(), torch.float32).copy_(tensor)
-    return tensor.view(-1, _ROW)

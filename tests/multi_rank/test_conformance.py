@@ -23,7 +23,7 @@ def _results(transport: str, size: int) -> list[dict[str, str]]:
 @pytest.mark.parametrize(
     ("transport", "size"),
     [("threads", n) for n in (1, 2, 3, 4, 5, 6, 7, 8)]
-    + [("gloo", 3), ("shm", 2), ("shm", 4), ("tcp", 2), ("tcp", 5), ("hybrid", 4), ("mixed", 5)],
+    + [("gloo", 3), ("shm", 4), ("tcp", 2), ("hybrid", 4), ("mixed", 5)],
 )
 def test_transport(transport: str, size: int, check: str) -> None:
     failures = [

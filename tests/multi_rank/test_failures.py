@@ -39,8 +39,8 @@ def _rank(rank: int, transport: str, how: str) -> tuple[str, float] | None:
     return _survive(group)
 
 
-@pytest.mark.parametrize("how", ["die", "stall"])
-@pytest.mark.parametrize("transport", ["gloo", "shm", "tcp"])
+# Every fault over every transport: tests/faults.
+@pytest.mark.parametrize(("transport", "how"), [("gloo", "stall"), ("shm", "die"), ("tcp", "die")])
 def test_process(transport: str, how: str) -> None:
     results = run_ranks(3, _rank, transport, how, timeout=60.0, may_die=frozenset({2}))
     texts = [result[0] for result in results[:2]]
@@ -85,8 +85,9 @@ def _interrupted(rank: int, transport: str, error: BaseException) -> tuple[str, 
     return str(caught.value), waited
 
 
-@pytest.mark.parametrize("error", [ValueError("the cause"), KeyboardInterrupt()], ids=type)
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize(
+    ("transport", "error"), [("shm", ValueError("the cause")), ("tcp", KeyboardInterrupt())]
+)
 def test_a_rank_that_fails_within_a_call_tells_the_others(
     transport: str, error: BaseException
 ) -> None:

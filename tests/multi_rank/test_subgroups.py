@@ -200,7 +200,7 @@ def processes(rank: int, transport: str) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize(("transport", "size"), [("gloo", 3), ("shm", 3), ("tcp", 3), ("mixed", 4)])
+@pytest.mark.parametrize(("transport", "size"), [("gloo", 3), ("shm", 3), ("mixed", 4)])
 def test_processes(transport: str, size: int) -> None:
     for failures in run_ranks(size, processes, transport):
         assert not failures, "\n".join(failures)
