@@ -1,9 +1,9 @@
 """The CPU path's dot products.
 
-Long ones of float32 by rows, as the kernels take them by tiles: within a row in float32, over the rows in
-float64. The elements of a row, a power of two of them, are summed by torch in an order that depends
-on neither their place in memory nor the number of threads. All others, and rows whose squares come
-near float32's ends, in float64, where no square of a float32 under- or overflows.
+Long ones of float32 by rows, as the kernels take them by tiles: within a row in float32, over the
+rows in float64. The elements of a row, a power of two of them, are summed by torch in an order that
+depends on neither their place in memory nor the number of threads. All others, and rows whose
+squares come near float32's ends, in float64, where no square of a float32 under- or overflows.
 """
 
 from __future__ import annotations
