@@ -22,7 +22,7 @@ RANKS = 2
 STEPS = 12
 EVERY = 3
 # 12 starts of two processes take too long for every run of the suite.
-SEEDS = int(os.environ.get("ADASUM_RECOVERY_SEEDS", "4"))
+SEEDS = int(os.environ.get("ADASUM_RECOVERY_SEEDS", "2"))
 
 
 def _launch(directory: Path, deaths: list[Any]) -> None:
