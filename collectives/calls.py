@@ -12,7 +12,7 @@ import torch
 from .agreement import Joined
 from .consent import Consent
 from .description import Description
-from .errors import CollectiveMismatchError, TransportError
+from .errors import CollectiveMismatchError, TransportError, words
 from .operations import OPERATIONS, WITH_JOINED, exhibit, written_by
 from .reducers import Average, Reducer, Sum
 from .runner import Runner
@@ -133,7 +133,7 @@ class Calls:
 
         def guarded() -> Any:
             if self._failure is not None:
-                cause = _words(self._failure)
+                cause = words(self._failure)
                 raise TransportError(
                     f"{kind}: this group is unusable since an earlier failure: {cause}"
                 ) from self._failure
@@ -155,13 +155,9 @@ class Calls:
         self._failure = error
         abandon = getattr(self._transport, "abandon", None)
         if abandon is not None:
-            abandon(_words(error))
+            abandon(words(error))
 
     def close(self) -> None:
         """Take no more calls; let the queued ones finish, and end the communication thread."""
         self.closed = True
         self._worker.close(self._runner.timeout)
-
-
-def _words(error: BaseException) -> str:
-    return str(error) or type(error).__name__

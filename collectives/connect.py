@@ -13,6 +13,7 @@ from .agreement import gather_bytes
 from .errors import TransportError
 from .executor import Workspace
 from .transport import (
+    WAYS,
     GlooTransport,
     HybridTransport,
     LinkTransport,
@@ -26,11 +27,11 @@ from .transport.shm_link import ShmLink
 
 # The links that a rank offers for each choice.
 _WAYS = {
-    "auto": ("shm", "tcp"),
+    "auto": WAYS,
     "gloo": (),
     "shm": ("shm",),
     "tcp": ("tcp",),
-    "nccl": ("shm", "tcp"),
+    "nccl": WAYS,
 }
 
 

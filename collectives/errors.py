@@ -20,3 +20,8 @@ class CollectiveTimeoutError(CollectiveError, TimeoutError):
 
 class TransportError(CollectiveError):
     """The transport itself failed, or is used after it failed."""
+
+
+def words(error: BaseException) -> str:
+    """What an error says, else its kind."""
+    return str(error) or type(error).__name__

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
+from ..errors import words
 from .base import Message, Transport
 from .board import Board
 from .links import LinkTransport
@@ -75,7 +76,7 @@ class HybridTransport:
             try:
                 self._other.exchange(far_sends, far_recvs, step, timeout)
             except BaseException as error:
-                self._local.abandon(str(error) or type(error).__name__)
+                self._local.abandon(words(error))
                 raise
             sends = [message for message in sends if self._near(message)]
             recvs = [message for message in recvs if self._near(message)]

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 import torch
 
-from ..errors import CollectiveTimeoutError, TransportError
+from ..errors import CollectiveTimeoutError, TransportError, words
 from .base import Message
 from .board import Board, RanksDiffer
 from .link import Bytes, Link, PeerGone
@@ -95,7 +95,7 @@ class LinkTransport:
                 f"rank {self.rank} got no answer from rank {gone.peer} in {step}: {gone}"
             ) from None
         except BaseException as error:
-            self.abandon(str(error) or type(error).__name__)
+            self.abandon(words(error))
             raise
 
     def _link(self, peer: int, step: str) -> Link:
