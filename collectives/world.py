@@ -290,7 +290,8 @@ def run_threads(
     threads have ended; the others' collectives fail as soon as they need a rank that has ended.
     timeout: seconds any one step of a collective may wait. local_size: play nodes of so many
     ranks; all ranks are on one unless given. Raises ValueError where it does not divide size. The
-    ranks share out torch's number of threads.
+    ranks share out torch's number of threads, and draw from torch's one global random generator in
+    no fixed order: what must be the same each time takes a torch.Generator of its own.
     """
     checks.integer("size", size)
     checks.timeout(timeout)
