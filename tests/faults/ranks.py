@@ -14,9 +14,11 @@ from typing import Any
 
 from ..multi_rank.harness import free_port
 from ..multi_rank.test_nccl import ONE_GPU
+from ..nursery import Nursery, Rank
 from .cases import EXIT, GRACE, Case
-from .nursery import Nursery, Rank
 
+# What a rank runs.
+MAIN = "tests.faults.job:main"
 # Starting forked ranks, with others on the same two cores.
 START = 40.0
 
@@ -80,6 +82,7 @@ def carry_out(case: Case, nursery: Nursery, directory: Path) -> Report:
         if case.store == "agent":
             extra["TORCHELASTIC_USE_AGENT_STORE"] = "True"
             store = nursery.start(
+                MAIN,
                 {**job, "use": "store"},
                 environment(0, case.size, port, directory),
                 directory / "store.log",
@@ -89,7 +92,9 @@ def carry_out(case: Case, nursery: Nursery, directory: Path) -> Report:
         started = time.monotonic()
         logs = [directory / f"rank{rank}.log" for rank in range(case.size)]
         ranks = [
-            nursery.start(job, {**environment(rank, case.size, port, directory), **extra}, log)
+            nursery.start(
+                MAIN, job, {**environment(rank, case.size, port, directory), **extra}, log
+            )
             for rank, log in enumerate(logs)
         ]
         if store is not None:

@@ -12,8 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from ..multi_rank.test_nccl import why_not
+from ..nursery import nursery
 from .cases import CASES, EXIT, GRACE, Case
-from .nursery import Nursery
 from .ranks import Report, carry_out
 
 AT_ONCE = 4
@@ -30,9 +30,9 @@ def reports(
         if isinstance(item, pytest.Function) and item.originalname == test_fault.__name__
     ]
     wanted = [case for case in wanted if case.transport != "nccl" or not why_not()]
-    with Nursery() as nursery, ThreadPoolExecutor(AT_ONCE) as pool:
+    with ThreadPoolExecutor(AT_ONCE) as pool:
         futures = {
-            case: pool.submit(carry_out, case, nursery, tmp_path_factory.mktemp("fault"))
+            case: pool.submit(carry_out, case, nursery(), tmp_path_factory.mktemp("fault"))
             for case in wanted
         }
         yield futures

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from ..nursery import nursery
 from . import mismatches
 from .cases import Case
-from .nursery import Nursery
 from .ranks import Report, carry_out
 
 
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery() as made:
-        yield made
-
-
 @pytest.fixture(scope="module", params=["shm", "tcp"])
-def report(
-    request: pytest.FixtureRequest, nursery: Nursery, tmp_path_factory: pytest.TempPathFactory
-) -> Report:
+def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Report:
     directory: Path = tmp_path_factory.mktemp("mismatches")
     case = Case("mismatch", "call", "", request.param, victim=-1, timeout=20.0, errors=())
-    return carry_out(case, nursery, directory)
+    return carry_out(case, nursery(), directory)
 
 
 def test_all_ended_well(report: Report) -> None:

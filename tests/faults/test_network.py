@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from ..hosts.network import LINK, Hosts, why_not
+from ..nursery import Nursery
 from .cases import EXIT, GRACE, TIMEOUT, Case
-from .nursery import Nursery
-from .ranks import Report, environment, read, wait_for
+from .ranks import MAIN, Report, environment, read, wait_for
 
 CASES = [
     Case("all_reduce", "until cut", "", "tcp", victim=-1, size=2),
@@ -46,6 +46,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Case, tup
             job = {**asdict(case), "directory": str(place)}
             ranks[case] = [
                 nursery.start(
+                    MAIN,
                     job,
                     {
                         **environment(rank, 2, 29500 + number, place),

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
-import os
+import pickle
 import socket
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from pathlib import Path
+from signal import SIGKILL
 from typing import Any
+
+from ..nursery import Rank, nursery
+
+# Seconds for a rank's exit: after its answer, and after another's failure.
+EXIT = 10.0
+EXIT_AFTER_FAILURE = 1.0
 
 
 class RankFailed(AssertionError):
@@ -23,22 +30,22 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _main(
-    connection: Connection,
-    rank: int,
-    environment: dict[str, str],
-    fn: Callable[..., Any],
-    args: Any,
-) -> None:
-    os.environ.update(environment)
+def main(place: list[Any]) -> None:
+    """What a rank runs, in tests.nursery's process: [directory, rank]."""
     import torch
 
+    directory, rank = Path(place[0]), int(place[1])
     torch.set_num_threads(1)
     try:
-        connection.send((True, fn(rank, *args)))
+        fn, args = pickle.loads((directory / "call").read_bytes())
+        answer = (True, fn(rank, *args))
     except BaseException:  # noqa: BLE001 - handed to the test
-        connection.send((False, traceback.format_exc()))
-        raise SystemExit(1) from None
+        answer = (False, traceback.format_exc())
+    unfinished = directory / f"unfinished{rank}"
+    unfinished.write_bytes(pickle.dumps(answer))
+    unfinished.rename(directory / f"answer{rank}")
+    if not answer[0]:
+        raise SystemExit(1)
 
 
 def run_ranks(
@@ -48,59 +55,62 @@ def run_ranks(
     timeout: float = 120.0,
     may_die: frozenset[int] = frozenset(),
 ) -> list[Any]:
-    """Run `fn(rank, *args)` in `size` spawned processes; return the picklable results by rank.
+    """Run `fn(rank, *args)` in `size` processes; return the picklable results by rank.
 
     torchrun's variables are set, on one node. Raises RankFailed with the failed ranks' tracebacks;
     what ranks of `may_die` do is ignored. Every process has ended when this returns.
     """
-    context = mp.get_context("spawn")
     port = free_port()
-    processes: list[mp.process.BaseProcess] = []
-    pipes: list[Connection] = []
-    for rank in range(size):
-        environment = {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(size),
-            "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": str(size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-        }
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_main, args=(theirs, rank, environment, fn, args))
-        process.start()
-        theirs.close()
-        processes.append(process)
-        pipes.append(ours)
-    deadline = time.monotonic() + timeout
-    results: list[Any] = []
-    failures: list[str] = []
-    try:
-        for rank, pipe in enumerate(pipes):
-            if rank in may_die:
-                results.append(None)
-                continue
-            good, value = _receive(pipe, rank, deadline)
-            results.append(value)
-            if not good:
-                failures.append(f"rank {rank} of {size}:\n{value}")
-    finally:
-        for rank, process in enumerate(processes):
-            process.join(1.0 if failures or rank in may_die else 10.0)
-            if process.is_alive():
-                process.kill()
-                process.join()
+    with tempfile.TemporaryDirectory(prefix="ranks-") as name:
+        directory = Path(name)
+        (directory / "call").write_bytes(pickle.dumps((fn, args)))
+        ranks = [
+            nursery().start(
+                f"{__name__}:{main.__name__}",
+                [name, rank],
+                {
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(size),
+                    "LOCAL_RANK": str(rank),
+                    "LOCAL_WORLD_SIZE": str(size),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port),
+                    "OMP_NUM_THREADS": "1",
+                },
+                directory / f"log{rank}",
+            )
+            for rank in range(size)
+        ]
+        deadline = time.monotonic() + timeout
+        results: list[Any] = [None] * size
+        failures: list[str] = []
+        try:
+            for rank, process in enumerate(ranks):
+                if rank in may_die:
+                    continue
+                good, results[rank] = _answer(process, directory / f"answer{rank}", deadline)
+                if not good:
+                    said = (directory / f"log{rank}").read_text(errors="replace")[-3000:]
+                    failures.append(f"rank {rank} of {size}:\n{results[rank]}\n{said}")
+        finally:
+            for rank, process in enumerate(ranks):
+                patience = EXIT_AFTER_FAILURE if failures or rank in may_die else EXIT
+                if process.wait(time.monotonic() + patience) is None:
+                    process.send(SIGKILL)
+                    process.wait(time.monotonic() + EXIT)
     if failures:
         raise RankFailed("\n".join(failures))
     return results
 
 
-def _receive(pipe: Connection, rank: int, deadline: float) -> tuple[bool, Any]:
-    try:
-        if not pipe.poll(max(0.0, deadline - time.monotonic())):
+def _answer(process: Rank, path: Path, deadline: float) -> tuple[bool, Any]:
+    while not path.exists():
+        ended = process.status() is not None
+        # It may have answered between the two looks.
+        if ended and not path.exists():
+            return False, "died without a word"
+        if time.monotonic() > deadline:
             return False, "did not end in time"
-        good, value = pipe.recv()
-        return bool(good), value
-    except EOFError:
-        return False, "died without a word"
+        time.sleep(0.01)
+    good, value = pickle.loads(path.read_bytes())
+    return bool(good), value

@@ -1,14 +1,17 @@
 """Ranks as real processes, forked from one that has imported torch already.
 
-`python -m tests.faults.nursery` reads one request a line and answers each with one line. A rank
-ends as a program does: an error that nothing catches goes through the interpreter's own exit, exit
-hooks included. Starting one costs milliseconds instead of the seconds that importing torch takes.
+`python -m tests.nursery` reads one request a line and answers each with one line. A rank ends as a
+program does: an error that nothing catches goes through the interpreter's own exit, exit hooks
+included. Starting one costs milliseconds instead of the seconds that importing torch takes. What
+differs from processes of their own: all of a nursery's ranks hash strings alike.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
+import importlib
 import json
 import os
 import signal
@@ -20,7 +23,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
+# The packages, what torch imports at an optimizer's first use, and what test modules import.
+PRELOAD = ("adasum", "torch._dynamo", "torch.nn.parallel", "pytest", "numpy")
 _PR_SET_PDEATHSIG = 1
 
 
@@ -57,7 +62,7 @@ class Nursery:
 
     def __init__(self, command: Sequence[str] = ()) -> None:
         self._process = subprocess.Popen(
-            [*command, sys.executable, "-m", "tests.faults.nursery"],
+            [*command, sys.executable, "-m", "tests.nursery"],
             cwd=ROOT,
             env={
                 **os.environ,
@@ -70,6 +75,8 @@ class Nursery:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            # Ctrl-C is for pytest, with which this one ends.
+            start_new_session=True,
         )
         self._lock = threading.Lock()
 
@@ -88,9 +95,14 @@ class Nursery:
             raise RuntimeError(f"the nursery has ended with status {self._process.wait(10.0)}")
         return json.loads(answer)
 
-    def start(self, job: dict[str, Any], environment: dict[str, str], log: Path) -> Rank:
-        """Start `tests.faults.job.main(job)` with these variables; it says all to `log`."""
-        return Rank(self, self.ask(do="start", job=job, environment=environment, log=str(log)))
+    def start(self, main: str, argument: Any, environment: dict[str, str], log: Path) -> Rank:
+        """Call main, "module:function", with what JSON makes of the argument, in a new process.
+
+        Its variables are those of this process, and `environment`; all that it says goes to `log`.
+        """
+        environment = {**os.environ, **environment}
+        request = {"main": main, "argument": argument, "environment": environment, "log": str(log)}
+        return Rank(self, self.ask(do="start", **request))
 
     def __exit__(self, *_: object) -> None:
         assert self._process.stdin is not None
@@ -102,16 +114,21 @@ class Nursery:
             self._process.wait()
 
 
-def _serve() -> dict[str, Any] | None:
-    """Answer requests until there are no more; in a new rank, return its job."""
+@functools.cache
+def nursery() -> Nursery:
+    """The one of this process, with which it ends."""
+    return Nursery()
+
+
+def _serve() -> tuple[str, Any] | None:
+    """Answer requests until there are no more; in a new rank, return its function and argument."""
     for line in iter(sys.stdin.readline, ""):
         request = json.loads(line)
         if request["do"] == "start":
             pid = os.fork()
             if not pid:
                 _become(request["environment"], request["log"])
-                job: dict[str, Any] = request["job"]
-                return job
+                return request["main"], request["argument"]
             answer: int | None = pid
         elif request["do"] == "signal":
             os.kill(request["pid"], request["signal"])
@@ -126,6 +143,7 @@ def _serve() -> dict[str, Any] | None:
 def _become(environment: dict[str, str], log: str) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.setsid()
+    os.environ.clear()
     os.environ.update(environment)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), 1)
@@ -133,15 +151,13 @@ def _become(environment: dict[str, str], log: str) -> None:
 
 
 if __name__ == "__main__":
-    # What torch imports at an optimizer's first use.
-
-    from tests.faults import job as program
-
+    for name in PRELOAD:
+        importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a thread would not be there after fork"
     # Else a rank would spend a second of its exit on copies of all that torch imported.
     gc.collect()
     gc.freeze()
-    if (mine := _serve()) is not None:
-        program.main(mine)
-    else:
+    if (mine := _serve()) is None:
         os._exit(0)
+    module, _, function = mine[0].partition(":")
+    getattr(importlib.import_module(module), function)(mine[1])
