@@ -135,7 +135,8 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _all_flat(tensors: Sequence[Tensor], layout: Layout) -> list[Tensor]:
-    return list(tensors) if layout.flat else [tensor.view(-1) for tensor in tensors]
+    # A view each, of contiguous tensors, at two thirds of the cost of calling view from Python.
+    return list(tensors) if layout.flat else list(map(Tensor.ravel, tensors))
 
 
 def _slots(layout: Layout, buffer: Tensor) -> list[Tensor]:
@@ -153,16 +154,16 @@ def _is_small(layout: Layout) -> bool:
 @_without_grad
 def pack(
     tensors: Sequence[Tensor],
+    dtypes: set[torch.dtype],
     layout: Layout,
     out: Tensor,
     scale: float,
     found_inf: Tensor | None,
 ) -> None:
-    """Write the tensors into their slots of `out` and zero into the padding."""
+    """Write the tensors, of `dtypes`, into their slots of `out` and zero into the padding."""
     if not tensors:
         return
     flat = _all_flat(tensors, layout)
-    dtypes = set(map(_dtype, flat))
     if scale == 1.0:
         _gather(flat, dtypes, layout, out)
         _flag_non_finite(found_inf, (out,))
@@ -203,15 +204,15 @@ def _zero_padding(layout: Layout, out: Tensor) -> None:
 def unpack(
     buffer: Tensor,
     tensors: Sequence[Tensor],
+    dtypes: set[torch.dtype],
     layout: Layout,
     scale: float,
     found_inf: Tensor | None,
 ) -> None:
-    """Write the slots of `buffer` into the tensors."""
+    """Write the slots of `buffer` into the tensors, of `dtypes`."""
     if not tensors:
         return
     flat = _all_flat(tensors, layout)
-    dtypes = set(map(_dtype, flat))
     if scale == 1.0:
         _scatter(buffer, flat, dtypes, layout)
         _flag_non_finite(found_inf, flat)
@@ -249,13 +250,15 @@ def sum_n(tensors: Sequence[Tensor], out: Tensor, scale: float, found_inf: Tenso
         torch.add(tensors[0], tensors[1], out=out)
         _flag_non_finite(found_inf, (out,))
         return
-    flat = tensors if out.dim() == 1 else [tensor.view(-1) for tensor in tensors]
-    target = _flat(out)
     # Accumulating in the output itself saves a copy where no later input is the output.
     direct = out.dtype == wide and out.data_ptr() not in map(Tensor.data_ptr, tensors[2:])
     scales = direct and wide == torch.float32 and _scales_when_flagged(found_inf, scale)
-    size = _sum_block(numel, found_inf) if direct and dtype == wide else _MAP_BLOCK
-    for to, *parts in zip(_cut(target, size), *[_cut(t, size) for t in flat], strict=True):
+    whole = direct and dtype == wide
+    size = _sum_block(numel, found_inf) if whole else _MAP_BLOCK
+    # In one piece they need not be flat.
+    if out.dim() != 1 and not (whole and numel <= size):
+        out, tensors = out.view(-1), list(map(Tensor.ravel, tensors))
+    for to, *parts in zip(_cut(out, size), *[_cut(t, size) for t in tensors], strict=True):
         block = to if direct else _scratch(0, to.numel(), wide)
         _sum(parts, block)
         if scales:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import struct
@@ -24,6 +25,8 @@ except ImportError:
 
 _INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
 _interpreted = False
+_NOTHING = nullcontext()
+_DOUBLE, _INT64 = struct.Struct("<d"), struct.Struct("<q")
 
 
 def jit(fn: Callable[..., Any]) -> Any:
@@ -67,7 +70,9 @@ def interpreted() -> Iterator[None]:
 
 def device_guard(tensor: Tensor) -> AbstractContextManager[Any]:
     """Make the tensor's device current: Triton launches on the current one."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+    if not tensor.is_cuda or (device := tensor.get_device()) == torch.cuda.current_device():
+        return _NOTHING
+    return torch.cuda.device(device)
 
 
 def mark_written(*tensors: Tensor | None) -> None:
@@ -75,11 +80,11 @@ def mark_written(*tensors: Tensor | None) -> None:
 
     Without it a backward pass that had saved one of them would use the new values in silence.
     """
-    for tensor in tensors:
-        if tensor is not None and not tensor.is_inference():
-            torch.autograd.graph.increment_version(tensor)
+    # torch leaves those made in inference mode alone, which have no version.
+    torch.autograd.graph.increment_version([tensor for tensor in tensors if tensor is not None])
 
 
+@functools.cache
 def dtype_in_triton(dtype: torch.dtype) -> Any:
     """Triton's dtype of the same name."""
     return getattr(tl, str(dtype).removeprefix("torch."))
@@ -87,7 +92,7 @@ def dtype_in_triton(dtype: torch.dtype) -> Any:
 
 def float_bits(value: float) -> int:
     """The bits of a float64 as a signed integer: Triton would pass a float as float32."""
-    return int(struct.unpack("<q", struct.pack("<d", value))[0])
+    return int(_INT64.unpack(_DOUBLE.pack(value))[0])
 
 
 def power_of_two_above(value: int) -> int:

@@ -11,18 +11,17 @@ from torch import Tensor
 from kernels import _cpu, _launch
 from kernels._check import (
     check_all_writable,
-    check_apart,
-    check_disjoint,
     check_found_inf,
-    check_no_overlap,
     check_scalar,
     check_tensor,
     check_writable,
 )
+from kernels._known import Known
 from kernels._launch import CACHE, jit, tl
-from kernels._ops import call, check_list, operator, returns_nothing, tracing
+from kernels._ops import call, operator, returns_nothing, tracing
+from kernels._packed import PackedList, check_all_apart, check_buffer, check_layout, check_packed
 from kernels._tiles import flag_non_finite, rescale, vector_count, vector_pointer
-from kernels.layout import Layout, layout_of
+from kernels.layout import Layout
 
 
 @jit
@@ -93,24 +92,19 @@ def _copy_kernel(
 
 
 def _copy(
-    tensors: Sequence[Tensor],
-    layout: Layout,
+    addresses: tuple[int, ...],
+    known: PackedList,
     buffer: Tensor,
     scale: float,
     found_inf: Tensor | None,
     packing: bool,
 ) -> None:
     """Launch once for each dtype among the tensors."""
-    dtypes = [tensor.dtype for tensor in tensors]
-    for dtype in dict.fromkeys(dtypes):
-        chosen = tuple(
-            i for i, numel in enumerate(layout.numels) if numel > 0 and dtypes[i] == dtype
-        )
-        if not chosen:
-            continue
+    layout = known.layout
+    for dtype, chosen in known.kinds.items():
         wide = _cpu.compute_dtype(dtype, layout.dtype)
         block, warps = _launch.block_of(layout.numel, max(dtype.itemsize, layout.dtype.itemsize))
-        table, tiles = _table(tensors, chosen, layout, block, buffer.device)
+        table, tiles = _table(addresses, chosen, layout, block, buffer.device)
         with _launch.device_guard(buffer):
             _copy_kernel[(tiles,)](
                 table,
@@ -127,18 +121,18 @@ def _copy(
                 BLOCK=block,
                 num_warps=warps,
             )
-    _launch.mark_written(*([buffer] if packing else tensors), found_inf)
 
 
 def _table(
-    tensors: Sequence[Tensor],
+    addresses: tuple[int, ...],
     chosen: tuple[int, ...],
     layout: Layout,
     block: int,
     device: torch.device,
 ) -> tuple[Tensor, int]:
     """The device table of the chosen tensors for tiles of `block` elements, and the tiles."""
-    addresses = tuple([tensors[i].data_ptr() for i in chosen])
+    if len(chosen) < len(addresses):
+        addresses = tuple([addresses[i] for i in chosen])
 
     def make() -> tuple[Tensor, int, Tensor]:
         offsets = np.array(layout.offsets, dtype=np.int64)
@@ -161,47 +155,32 @@ def _table(
 
 def _pack(
     tensors: list[Tensor],
-    layout: Layout,
+    known: Known[PackedList],
     scale: float,
     out: Tensor,
     found_inf: Tensor | None,
 ) -> None:
-    _check_apart(tensors, layout, "out", out, False, found_inf)
+    addresses = check_all_apart(tensors, known, "out", out, False, found_inf)
     if _launch.on_triton(out):
-        _copy(tensors, layout, out, scale, found_inf, packing=True)
+        _copy(addresses, known.value, out, scale, found_inf, packing=True)
+        _launch.mark_written(out, found_inf)
     else:
-        _cpu.pack(tensors, layout, out, scale, found_inf)
-
-
-def _check_apart(
-    tensors: list[Tensor],
-    layout: Layout,
-    name: str,
-    buffer: Tensor,
-    written: bool,
-    found_inf: Tensor | None,
-) -> None:
-    """Raise ValueError where two share memory of which one is written.
-
-    written: whether the tensors are.
-    """
-    addresses = list(map(Tensor.data_ptr, tensors))
-    check_apart("tensors", tensors, addresses, layout.largest, name, buffer)
-    if written:
-        check_disjoint("tensors", tensors, addresses, layout.numels)
-    if found_inf is not None:
-        check_apart("tensors", tensors, addresses, layout.largest, "found_inf", found_inf)
-        check_no_overlap("found_inf", found_inf, name, buffer)
+        _cpu.pack(tensors, set(known.value.dtypes), known.value.layout, out, scale, found_inf)
 
 
 def _unpack(
-    buffer: Tensor, layout: Layout, scale: float, tensors: list[Tensor], found_inf: Tensor | None
+    buffer: Tensor,
+    known: Known[PackedList],
+    scale: float,
+    tensors: list[Tensor],
+    found_inf: Tensor | None,
 ) -> None:
-    _check_apart(tensors, layout, "buffer", buffer, True, found_inf)
+    addresses = check_all_apart(tensors, known, "buffer", buffer, True, found_inf)
     if _launch.on_triton(buffer):
-        _copy(tensors, layout, buffer, scale, found_inf, packing=False)
+        _copy(addresses, known.value, buffer, scale, found_inf, packing=False)
+        _launch.mark_written(*tensors, found_inf)
     else:
-        _cpu.unpack(buffer, tensors, layout, scale, found_inf)
+        _cpu.unpack(buffer, tensors, set(known.value.dtypes), known.value.layout, scale, found_inf)
 
 
 @operator(
@@ -217,7 +196,7 @@ def _pack_op(
     out: Tensor,
     found_inf: Tensor | None,
 ) -> None:
-    _pack(tensors, _layout_within(out, tensors, offsets, alignment), scale, out, found_inf)
+    _pack(tensors, _known_within(out, tensors, offsets, alignment), scale, out, found_inf)
 
 
 @operator(
@@ -233,13 +212,13 @@ def _unpack_op(
     tensors: list[Tensor],
     found_inf: Tensor | None,
 ) -> None:
-    _unpack(buffer, _layout_within(buffer, tensors, offsets, alignment), scale, tensors, found_inf)
+    _unpack(buffer, _known_within(buffer, tensors, offsets, alignment), scale, tensors, found_inf)
 
 
-def _layout_within(
+def _known_within(
     buffer: Tensor, tensors: list[Tensor], offsets: list[int], alignment: int
-) -> Layout:
-    """The layout of an operator's tensors in its buffer."""
+) -> Known[PackedList]:
+    """An operator's tensors and their layout in its buffer."""
     layout = Layout(
         dtype=buffer.dtype,
         shapes=tuple([tuple(tensor.shape) for tensor in tensors]),
@@ -248,8 +227,8 @@ def _layout_within(
         numel=buffer.numel(),
         alignment=alignment,
     )
-    _check_layout(layout)
-    return layout
+    check_layout(layout)
+    return Known(PackedList(layout, tuple([tensor.dtype for tensor in tensors])))
 
 
 def pack(
@@ -268,20 +247,21 @@ def pack(
     Products are taken in float32 (float64 where either dtype is float64) and rounded once.
     Returns the buffer. Raises TypeError or ValueError before anything is written.
     """
-    checked, layout = _check_list(tensors, layout, None)
+    checked, known = check_packed(tensors, layout, None)
+    layout = known.value.layout
     scale = check_scalar("scale", scale)
     device = checked[0].device if checked else torch.device("cpu")
     if out is None:
         out = torch.empty(layout.numel, dtype=layout.dtype, device=device)
     else:
         device = device if checked else check_tensor("out", out).device
-        _check_buffer("out", out, layout, device)
+        check_buffer("out", out, layout, device)
         check_writable("out", out)
     flag = check_found_inf(found_inf, out.device)
     if tracing():
         call("pack", checked, layout.offsets, layout.alignment, scale, out, flag)
     else:
-        _pack(checked, layout, scale, out, flag)
+        _pack(checked, known, scale, out, flag)
     return out
 
 
@@ -300,72 +280,42 @@ def unpack(
     anything is written.
     """
     check_tensor("buffer", buffer)
-    checked, layout = _check_list(tensors, layout, buffer.dtype)
+    checked, known = check_packed(tensors, layout, buffer.dtype)
+    layout = known.value.layout
     scale = check_scalar("scale", scale)
-    _check_buffer("buffer", buffer, layout, checked[0].device if checked else buffer.device)
-    check_all_writable("tensors", checked)
+    check_buffer("buffer", buffer, layout, checked[0].device if checked else buffer.device)
+    if not known.value.writable:
+        check_all_writable("tensors", checked)
+        known.value.writable = True
     flag = check_found_inf(found_inf, buffer.device)
     if tracing():
         call("unpack", buffer, layout.offsets, layout.alignment, scale, checked, flag)
     else:
-        _unpack(buffer, layout, scale, checked, flag)
+        _unpack(buffer, known, scale, checked, flag)
     return checked
-
-
-def _check_list(
-    tensors: Sequence[Tensor], layout: Layout | None, dtype: torch.dtype | None
-) -> tuple[list[Tensor], Layout]:
-    if layout is None:
-        layout = layout_of(tensors, dtype=dtype)
-        return list(tensors), layout
-    _check_layout(layout)
-    checked = check_list("tensors", tensors)
-    if not layout.fits(checked):
-        raise ValueError(
-            f"layout holds {len(layout.shapes)} tensors of other shapes than the {len(checked)} "
-            "given: call kernels.layout_of on these tensors"
-        )
-    return checked, layout
-
-
-def _check_layout(layout: object) -> None:
-    """Raise TypeError for what is no Layout, ValueError for one whose slots leave its buffer."""
-    if not isinstance(layout, Layout):
-        raise TypeError(f"layout must be a kernels.Layout, not {type(layout).__name__}")
-    if not tracing() and not layout.sound:
-        raise ValueError("layout's fields contradict each other: make it with kernels.layout_of")
-
-
-def _check_buffer(name: str, buffer: Tensor, layout: Layout, device: torch.device) -> None:
-    check_tensor(name, buffer)
-    if buffer.dtype != layout.dtype:
-        raise TypeError(f"{name} has dtype {buffer.dtype} but the layout has {layout.dtype}")
-    if buffer.shape != (layout.numel,):
-        raise ValueError(
-            f"{name} has shape {tuple(buffer.shape)} but the layout needs ({layout.numel},)"
-        )
-    if buffer.device != device:
-        raise ValueError(f"{name} is on {buffer.device} but the tensors are on {device}: move one")
 
 
 def pack_bytes(tensors: Sequence[Tensor], *, layout: Layout | None = None) -> int:
     """Least traffic of `pack`, in bytes: every tensor read, the whole buffer written."""
-    checked, layout = _check_list(tensors, layout, None)
+    checked, known = check_packed(tensors, layout, None)
+    layout = known.value.layout
     read = sum(tensor.numel() * tensor.element_size() for tensor in checked)
     return read + layout.numel * layout.dtype.itemsize
 
 
 def unpack_bytes(buffer: Tensor, tensors: Sequence[Tensor], *, layout: Layout | None = None) -> int:
     """Least traffic of `unpack`, in bytes: every slot read, every tensor written."""
-    checked, layout = _check_list(tensors, layout, check_tensor("buffer", buffer).dtype)
-    return sum(t.numel() * (t.element_size() + layout.dtype.itemsize) for t in checked)
+    checked, known = check_packed(tensors, layout, check_tensor("buffer", buffer).dtype)
+    itemsize = known.value.layout.dtype.itemsize
+    return sum(tensor.numel() * (tensor.element_size() + itemsize) for tensor in checked)
 
 
 def pack_reference(
     tensors: Sequence[Tensor], *, layout: Layout | None = None, scale: float = 1.0
 ) -> Tensor:
     """What `pack` writes, before the rounding to the buffer's dtype: float64, 1-D."""
-    checked, layout = _check_list(tensors, layout, None)
+    checked, known = check_packed(tensors, layout, None)
+    layout = known.value.layout
     scale = check_scalar("scale", scale)
     device = checked[0].device if checked else None
     buffer = torch.zeros(layout.numel, dtype=torch.float64, device=device)
@@ -376,6 +326,6 @@ def pack_reference(
 
 def unpack_reference(buffer: Tensor, layout: Layout, *, scale: float = 1.0) -> list[Tensor]:
     """What `unpack` writes, before the rounding to the tensors' dtypes: float64 tensors."""
-    _check_layout(layout)
-    _check_buffer("buffer", buffer, layout, check_tensor("buffer", buffer).device)
+    check_layout(layout)
+    check_buffer("buffer", buffer, layout, check_tensor("buffer", buffer).device)
     return layout.views(buffer.detach().double() * check_scalar("scale", scale))

@@ -20,6 +20,7 @@ from kernels._check import (
     check_tensor,
     check_written,
 )
+from kernels._known import Known, KnownLists
 from kernels._launch import jit, tl
 from kernels._ops import call, check_list, operator, returns_nothing, tracing
 from kernels._tiles import (
@@ -84,8 +85,13 @@ def _sum_kernel(
         tl.store(out + first + i, z, mask=inside)
 
 
-def _sum(tensors: Sequence[Tensor], out: Tensor, scale: float, found_inf: Tensor | None) -> None:
-    addresses = tuple(tensor.data_ptr() for tensor in tensors)
+def _sum(
+    tensors: Sequence[Tensor],
+    addresses: tuple[int, ...],
+    out: Tensor,
+    scale: float,
+    found_inf: Tensor | None,
+) -> None:
     dtype = tensors[0].dtype
     block, warps = _launch.block_of(out.numel(), max(dtype.itemsize, out.element_size()))
     tiles = -(-out.numel() // block)
@@ -196,9 +202,24 @@ def _run_sum_n(
     out: Tensor,
     found_inf: Tensor | None,
 ) -> None:
-    check_written(out, found_inf, tensors, "tensors[{}]".format)
+    _sum_known(tensors, Known(None), scale, out, found_inf)
+
+
+def _sum_known(
+    tensors: list[Tensor],
+    known: Known[None],
+    scale: float,
+    out: Tensor,
+    found_inf: Tensor | None,
+) -> None:
+    addresses = tuple(map(Tensor.data_ptr, tensors))
+    flag = None if found_inf is None else found_inf.data_ptr()
+    place = (addresses, out.data_ptr(), out.dtype, flag)
+    if place not in known.apart:
+        check_written(out, found_inf, tensors, "tensors[{}]".format)
+        known.found_apart(place)
     if _launch.on_triton(out):
-        _sum(tensors, out, scale, found_inf)
+        _sum(tensors, addresses, out, scale, found_inf)
     else:
         _cpu.sum_n(tensors, out, scale, found_inf)
 
@@ -234,14 +255,14 @@ def sum_n(
     taken in float32 (float64 where either dtype is float64) and rounded once. Raises TypeError or
     ValueError before anything is written.
     """
-    checked = _check_equals(tensors)
+    checked, known = _check_equals(tensors)
     target = check_target(out, "tensors[0]", checked[0], dtype)
     scale = check_scalar("scale", scale)
     flag = check_found_inf(found_inf, target.device)
     if tracing():
         call("sum_n", checked, scale, target, flag)
     else:
-        _run_sum_n(checked, scale, target, flag)
+        _sum_known(checked, known, scale, target, flag)
     return target
 
 
@@ -276,7 +297,13 @@ def scaled_add(
 _EMPTY = "tensors is empty: pass at least one tensor to sum"
 
 
-def _check_equals(tensors: Sequence[Tensor]) -> list[Tensor]:
+_LISTS: KnownLists[None] = KnownLists()
+
+
+def _check_equals(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Known[None]]:
+    plain = not tracing() and type(tensors) in (list, tuple)
+    if plain and (known := _LISTS.find(None, tensors)) is not None:
+        return list(tensors), known
     checked = check_list("tensors", tensors)
     if not checked:
         raise ValueError(_EMPTY)
@@ -285,7 +312,7 @@ def _check_equals(tensors: Sequence[Tensor]) -> list[Tensor]:
     for i in range(1, len(checked)):
         if checked[i].dtype != dtype or checked[i].shape != shape:
             check_like(f"tensors[{i}]", checked[i], "tensors[0]", first)
-    return checked
+    return checked, _LISTS.keep(None, checked, None) if plain else Known(None)
 
 
 def sum_n_bytes(tensors: Sequence[Tensor], *, dtype: torch.dtype | None = None) -> int:
@@ -314,7 +341,7 @@ def _written(like: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 def sum_n_reference(tensors: Sequence[Tensor], *, scale: float = 1.0) -> Tensor:
     """`sum_n` evaluated in float64 and left there; arguments and errors as there."""
-    checked, scale = _check_equals(tensors), check_scalar("scale", scale)
+    checked, scale = _check_equals(tensors)[0], check_scalar("scale", scale)
     total = torch.zeros_like(checked[0], dtype=torch.float64, requires_grad=False)
     for tensor in checked:
         total += tensor.detach().double()

@@ -1,0 +1,114 @@
+"""What pack and unpack check of a list of tensors, its layout and their buffer, and keep of it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from kernels._check import check_apart, check_disjoint, check_no_overlap, check_tensor
+from kernels._known import Known, KnownLists
+from kernels._ops import check_list, tracing
+from kernels.layout import Layout, layout_of
+
+
+@dataclass
+class PackedList:
+    """What the calls on one list of tensors need to know of it, beside addresses."""
+
+    layout: Layout
+    dtypes: tuple[torch.dtype, ...]
+    writable: bool = False
+
+    @cached_property
+    def kinds(self) -> dict[torch.dtype, tuple[int, ...]]:
+        """The tensors of each dtype, without those of no elements."""
+        kinds: dict[torch.dtype, list[int]] = {}
+        for i, (numel, dtype) in enumerate(zip(self.layout.numels, self.dtypes, strict=True)):
+            if numel > 0:
+                kinds.setdefault(dtype, []).append(i)
+        return {dtype: tuple(chosen) for dtype, chosen in kinds.items()}
+
+
+LISTS: KnownLists[PackedList] = KnownLists()
+
+
+def check_packed(
+    tensors: Sequence[Tensor], layout: Layout | None, dtype: torch.dtype | None
+) -> tuple[list[Tensor], Known[PackedList]]:
+    """The tensors and what is known of them.
+
+    Raises TypeError or ValueError where they cannot be read, or do not fit the layout.
+    """
+    plain = not tracing() and type(tensors) in (list, tuple)
+    key: Hashable = None
+    if plain:
+        # A layout is one by its identity: to compare two is to read them whole.
+        key = dtype if layout is None else id(layout)
+        known = LISTS.find(key, tensors)
+        if known is not None and (layout is None or known.value.layout is layout):
+            return list(tensors), known
+    if layout is None:
+        layout = layout_of(tensors, dtype=dtype)
+        checked = list(tensors)
+    else:
+        check_layout(layout)
+        checked = check_list("tensors", tensors)
+        if not layout.fits(checked):
+            raise ValueError(
+                f"layout holds {len(layout.shapes)} tensors of other shapes than the "
+                f"{len(checked)} given: call kernels.layout_of on these tensors"
+            )
+    value = PackedList(layout, tuple([tensor.dtype for tensor in checked]))
+    return checked, LISTS.keep(key, checked, value) if plain else Known(value)
+
+
+def check_layout(layout: object) -> None:
+    """Raise TypeError for what is no Layout, ValueError for one whose slots leave its buffer."""
+    if not isinstance(layout, Layout):
+        raise TypeError(f"layout must be a kernels.Layout, not {type(layout).__name__}")
+    if not tracing() and not layout.sound:
+        raise ValueError("layout's fields contradict each other: make it with kernels.layout_of")
+
+
+def check_buffer(name: str, buffer: Tensor, layout: Layout, device: torch.device) -> None:
+    check_tensor(name, buffer)
+    if buffer.dtype != layout.dtype:
+        raise TypeError(f"{name} has dtype {buffer.dtype} but the layout has {layout.dtype}")
+    if buffer.shape != (layout.numel,):
+        raise ValueError(
+            f"{name} has shape {tuple(buffer.shape)} but the layout needs ({layout.numel},)"
+        )
+    if buffer.device != device:
+        raise ValueError(f"{name} is on {buffer.device} but the tensors are on {device}: move one")
+
+
+def check_all_apart(
+    tensors: list[Tensor],
+    known: Known[PackedList],
+    name: str,
+    buffer: Tensor,
+    written: bool,
+    found_inf: Tensor | None,
+) -> tuple[int, ...]:
+    """The tensors' addresses; ValueError where two share memory of which one is written.
+
+    written: whether the tensors are.
+    """
+    addresses = tuple(map(Tensor.data_ptr, tensors))
+    flag = None if found_inf is None else found_inf.data_ptr()
+    place = (addresses, name, buffer.data_ptr(), flag)
+    if place in known.apart:
+        return addresses
+    layout = known.value.layout
+    check_apart("tensors", tensors, addresses, layout.largest, name, buffer)
+    if written:
+        check_disjoint("tensors", tensors, addresses, layout.numels)
+    if found_inf is not None:
+        check_apart("tensors", tensors, addresses, layout.largest, "found_inf", found_inf)
+        check_no_overlap("found_inf", found_inf, name, buffer)
+    known.found_apart(place)
+    return addresses
