@@ -71,10 +71,13 @@ class KnownLists(Generic[Value]):
     def keep(self, key: Hashable, tensors: Sequence[Tensor], value: Value) -> Known[Value]:
         """The same for tensors that have passed the checks; found again from the second time on.
 
-        What comes once is not worth a guard.
+        What comes once is not worth a guard. One tensor twice in a list is never found: guards
+        tell nothing of that.
         """
         known = Known(value)
         if _guards is None or not tensors or not _PLAIN.issuperset(map(type, tensors)):
+            return known
+        if len(set(map(id, tensors))) < len(tensors):
             return known
         place = _place(key, tensors)
         alike = self._lists.get(place)
