@@ -18,7 +18,7 @@ TORCH := $(shell grep -o '^torch==[^;]*' constraints.txt)
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo evidence test test-long test-timing lint docs docs-links bench bench-gpu bench-compiled clean
+.PHONY: help demo evidence test test-timing lint docs docs-links bench bench-gpu bench-compiled clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 16
@@ -31,9 +31,6 @@ evidence: $(READY)  ## the trainings behind docs/evidence: about an hour on two 
 
 test: $(READY)  ## every test, two files at a time
 	$(PY) -m pytest tests -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
-
-test-long: $(READY)  ## tests that take long: memory over many steps, the evidence's scripts
-	$(PY) -m pytest tests -m long $(PYTEST_ARGS)
 
 test-timing: $(READY)  ## tests of measured times, for a machine with nothing else to do
 	$(PY) -m pytest tests -m timing $(PYTEST_ARGS)

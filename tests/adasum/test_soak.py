@@ -49,7 +49,6 @@ def job(rank: int, way: str) -> tuple[int, int]:
     return sizes[1][0] - sizes[0][0], sizes[1][1] - sizes[0][1]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("way", ["average", "delta", "in backward"])
 def test_memory_does_not_grow(way: str) -> None:
     for nbytes, objects in run_ranks(2, job, way, timeout=150.0):

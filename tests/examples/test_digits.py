@@ -32,7 +32,6 @@ def compare(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=170)
 
 
-@pytest.mark.long
 def test_comparison_trains_and_makes_table_and_plot(tmp_path):
     done = compare("--ranks", "1", "2", "--seeds", "0", "--epochs", "3", "--out", str(tmp_path))
 

@@ -46,7 +46,6 @@ def is_picture(path: Path) -> bool:
         return picture.format == "PNG" and len(picture.convert("RGB").getcolors(2**24)) > 100
 
 
-@pytest.mark.long
 def test_text_compares_every_row(run, tmp_path, load):
     answer = run("text", "--workers", "1")
 
@@ -126,7 +125,6 @@ def test_transformer_sees_no_later_character(load):
     assert not torch.allclose(one[:, 12:], two[:, 12:])
 
 
-@pytest.mark.long
 def test_digits_has_both_rules(run, tmp_path):
     answer = run("digits", "--workers", "1")
 
