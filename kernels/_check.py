@@ -12,7 +12,7 @@ from torch import Tensor
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NAMES = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
 _SUPPORTED = frozenset(DTYPES)
-_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _dtype, _layout = operator.attrgetter("dtype"), operator.attrgetter("layout")
 _is_cpu, _is_cuda = operator.attrgetter("is_cpu"), operator.attrgetter("is_cuda")
 _is_nested = operator.attrgetter("is_nested")
@@ -88,7 +88,7 @@ def _all_sound(tensors: Sequence[Tensor]) -> bool:
     fifth of the time of a Python loop.
     """
     return (
-        _PLAIN.issuperset(map(type, tensors))
+        PLAIN.issuperset(map(type, tensors))
         and _SUPPORTED.issuperset(map(_dtype, tensors))
         and set(map(_layout, tensors)) <= {torch.strided}
         and (

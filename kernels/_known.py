@@ -2,18 +2,22 @@
 
 A training loop hands over the same lists again and again: the gradients of one bucket, or what
 lies where they lay. torch.compile's own guards compare a tensor's class, dispatch keys (device,
-layout, negative views, inference mode), dtype, device index, requires_grad, sizes and strides with
-those of another that was there before, in a tenth of a microsecond; reading as much from Python
-takes half of one. Only addresses, which change, are for the caller to look at.
+layout, negative views), dtype, device index, requires_grad, sizes and strides with those of another
+that was there before, in a tenth of a microsecond; reading as much from Python takes half of one.
+Keys are compared as the current mode sees them, so whether an inference tensor may be written is
+for the caller to ask each time, as are addresses.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+
+from kernels._check import PLAIN
 
 _guards: Callable[..., Any] | None
 try:
@@ -23,36 +27,38 @@ except ImportError:
     _guards = None
 
 Value = TypeVar("Value")
-# A guard remembers a class by its address, so it must be one that stays.
-_PLAIN = frozenset({Tensor, torch.nn.Parameter})
-# Lists of one key, and where one of them lay: a model's layers have the same shapes, say.
+# Lists that are alike at first sight; and addresses in all that one of them remembers.
 _ALIKE = 8
-_PLACES = 64
+_ADDRESSES = 1024
+_is_nested = operator.attrgetter("is_nested")
 
 
 class Known(Generic[Value]):
     """A list that has passed the checks.
 
-    value: what its function knows of it by now. apart: addresses of it, and of what a call writes,
-    that were found not to overlap.
+    value: what its function keeps of it, if anything. apart: addresses of it, and of what a call
+    writes, that were found not to overlap.
     """
 
     __slots__ = ("apart", "check", "value")
 
     def __init__(self, value: Value) -> None:
         self.value = value
-        self.apart: set[Hashable] = set()
+        self.apart: set[tuple[Hashable, ...]] = set()
         self.check: Callable[..., bool] | None = None
 
-    def found_apart(self, place: Hashable) -> None:
-        """Remember these addresses; after so many, in place of all others."""
-        if len(self.apart) >= _PLACES:
+    def found_apart(self, place: tuple[Hashable, ...], length: int) -> None:
+        """Remember these addresses of a list of so many; after too many, in place of all others."""
+        if (len(self.apart) + 1) * length > _ADDRESSES:
             self.apart.clear()
         self.apart.add(place)
 
 
 class KnownLists(Generic[Value]):
-    """By key, length and first shape the latest lists; too many, and all are forgotten."""
+    """The latest lists of each key, length, first and last shape.
+
+    limit: of those; when there are more, all are forgotten.
+    """
 
     def __init__(self, limit: int = 256) -> None:
         self._limit = limit
@@ -62,39 +68,51 @@ class KnownLists(Generic[Value]):
         return sum(map(len, self._lists.values()))
 
     def find(self, key: Hashable, tensors: Sequence[object]) -> Known[Value] | None:
-        """What is known of tensors like these, in all but addresses; None where nothing is."""
-        for known in self._lists.get(_place(key, tensors), ()):
+        """What is known of a list that differs from this one in nothing but addresses, or None."""
+        alike = self._lists.get(_sight(key, tensors), ())
+        # Asked about a nested tensor a guard ends the process.
+        if not alike or not PLAIN.issuperset(map(type, tensors)) or any(map(_is_nested, tensors)):
+            return None
+        for known in alike:
             if known.check is not None and known.check(*tensors):
                 return known
         return None
 
     def keep(self, key: Hashable, tensors: Sequence[Tensor], value: Value) -> Known[Value]:
-        """The same for tensors that have passed the checks; found again from the second time on.
+        """Make a list known that has passed the checks, from its second time on.
 
-        What comes once is not worth a guard. One tensor twice in a list is never found: guards
-        tell nothing of that.
+        What comes once is not worth a guard. A guard remembers a class by its address, so it must
+        be one that stays; and one tensor twice in a list it never finds.
         """
         known = Known(value)
-        if _guards is None or not tensors or not _PLAIN.issuperset(map(type, tensors)):
+        if _guards is None or not tensors or not PLAIN.issuperset(map(type, tensors)):
             return known
         if len(set(map(id, tensors))) < len(tensors):
             return known
-        place = _place(key, tensors)
-        alike = self._lists.get(place)
+        sight = _sight(key, tensors)
+        alike = self._lists.get(sight)
         if alike is None:
             if len(self._lists) >= self._limit:
                 self._lists.clear()
-            self._lists[place] = ()
+            self._lists[sight] = ()
             return known
         known.check = _guards(
             *tensors,
             dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
             dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
         ).check
-        self._lists[place] = (known, *alike[: _ALIKE - 1])
+        self._lists[sight] = (known, *alike[: _ALIKE - 1])
         return known
 
 
-def _place(key: Hashable, tensors: Sequence[object]) -> Hashable:
-    first = tensors[0] if tensors else None
-    return key, len(tensors), first.shape if isinstance(first, Tensor) else None
+def _sight(key: Hashable, tensors: Sequence[object]) -> Hashable:
+    if not tensors:
+        return key, 0
+    return key, len(tensors), _shape(tensors[0]), _shape(tensors[-1])
+
+
+def _shape(tensor: object) -> torch.Size | None:
+    """None for what no list that is known holds, and may not tell its shape."""
+    if type(tensor) not in PLAIN or not isinstance(tensor, Tensor) or tensor.is_nested:
+        return None
+    return tensor.shape

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from kernels._check import check_tensor, check_tensors, check_written, same_device
+from kernels._check import check_tensor, check_tensors, check_writable, check_written, same_device
 from kernels._known import Known, KnownLists
 
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
@@ -97,6 +97,8 @@ def check_operands(
     if known is None:
         check()
         known = _OPERANDS.keep(key, given, None)
+    elif out is not None:
+        check_writable("out", out)
     return known
 
 
@@ -108,4 +110,4 @@ def check_written_once(
     place = (a.data_ptr(), b.data_ptr(), out.data_ptr(), out.dtype, flag)
     if place not in known.apart:
         check_written(out, found_inf, (a, b), "ab".__getitem__)
-        known.found_apart(place)
+        known.found_apart(place, 2)

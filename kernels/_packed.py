@@ -21,7 +21,6 @@ class PackedList:
 
     layout: Layout
     dtypes: tuple[torch.dtype, ...]
-    writable: bool = False
 
     @cached_property
     def kinds(self) -> dict[torch.dtype, tuple[int, ...]]:
@@ -110,5 +109,5 @@ def check_all_apart(
     if found_inf is not None:
         check_apart("tensors", tensors, addresses, layout.largest, "found_inf", found_inf)
         check_no_overlap("found_inf", found_inf, name, buffer)
-    known.found_apart(place)
+    known.found_apart(place, len(addresses))
     return addresses

@@ -284,9 +284,7 @@ def unpack(
     layout = known.value.layout
     scale = check_scalar("scale", scale)
     check_buffer("buffer", buffer, layout, checked[0].device if checked else buffer.device)
-    if not known.value.writable:
-        check_all_writable("tensors", checked)
-        known.value.writable = True
+    check_all_writable("tensors", checked)
     flag = check_found_inf(found_inf, buffer.device)
     if tracing():
         call("unpack", buffer, layout.offsets, layout.alignment, scale, checked, flag)

@@ -226,7 +226,7 @@ def _sum_known(
     place = (addresses, out.data_ptr(), out.dtype, flag)
     if place not in known.apart:
         check_written(out, found_inf, tensors, "tensors[{}]".format)
-        known.found_apart(place)
+        known.found_apart(place, len(addresses))
     if _launch.on_triton(out):
         _sum(tensors, addresses, out, scale, found_inf)
     else:
@@ -304,6 +304,8 @@ def scaled_add(
     b. dtype: of the output, None for that of `out` or, without one, of a. found_inf: as in
     `sum_n`. Raises TypeError or ValueError before anything is written.
     """
+    if dtype is not None:
+        check_dtype("dtype", dtype)
 
     def check() -> None:
         check_place("b", b, "a", check_tensor("a", a))

@@ -1,0 +1,140 @@
+"""Operands that stay where they are, of which all is known, beside an output or a flag that moves.
+
+Everything that decides whether memory overlaps must count each time: nothing here is new but the
+one thing that makes the call wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import kernels
+
+TIMES = 4
+Pair = Callable[..., Tensor]
+
+
+@pytest.fixture
+def memory() -> Tensor:
+    return torch.zeros(256)
+
+
+@pytest.fixture
+def operands(memory: Tensor) -> list[Tensor]:
+    """Two of 32 elements, with room before, between and after."""
+    return [memory[48:80], memory[160:192]]
+
+
+def refused(text: str) -> pytest.RaisesExc[ValueError]:
+    return pytest.raises(ValueError, match=text)
+
+
+def flags() -> Iterator[Tensor | None]:
+    flag = torch.zeros(1)
+    for _ in range(TIMES):
+        yield None
+        yield flag
+
+
+def test_sum_n(memory: Tensor, operands: list[Tensor]) -> None:
+    for flag in flags():
+        kernels.sum_n(operands, out=memory[:32], found_inf=flag)
+    for _ in range(2):
+        with refused(r"out overlaps tensors\[0\]"):
+            kernels.sum_n(operands, out=memory.view(torch.float64)[:32])
+        with refused(r"out overlaps tensors\[0\]"):
+            kernels.sum_n(operands, out=memory[40:72])
+        with refused("found_inf overlaps out"):
+            kernels.sum_n(operands, out=memory[:32], found_inf=memory[3:4])
+        with refused(r"found_inf overlaps tensors\[0\]"):
+            kernels.sum_n(operands, out=memory[:32], found_inf=memory[50:51])
+
+
+def combine(a: Tensor, b: Tensor, **options: Tensor | None) -> Tensor:
+    return kernels.combine(a, b, torch.ones(1, 3, dtype=torch.float64), **options)
+
+
+@pytest.mark.parametrize("function", [kernels.scaled_add, kernels.adasum, combine])
+def test_pairs(function: Pair, memory: Tensor, operands: list[Tensor]) -> None:
+    a, b = operands
+    for flag in flags():
+        function(a, b, out=memory[:32], found_inf=flag)
+    for _ in range(2):
+        with refused("out overlaps a"):
+            function(a, b, out=memory[40:72])
+        with refused("out overlaps b"):
+            function(a, memory[8:40], out=memory[:32])
+        with refused("out overlaps a"):
+            function(memory[8:40], b, out=memory[:32])
+        with refused("found_inf overlaps out"):
+            function(a, b, out=memory[:32], found_inf=memory[3:4])
+
+
+def test_pack_and_unpack(memory: Tensor, operands: list[Tensor]) -> None:
+    layout = kernels.layout_of(operands)
+    buffer = memory[80:144]
+    for flag in flags():
+        kernels.pack(operands, layout=layout, out=buffer, found_inf=flag)
+        kernels.unpack(buffer, operands, layout=layout, found_inf=flag)
+    for _ in range(2):
+        with refused("out overlaps tensors"):
+            kernels.pack(operands, layout=layout, out=memory[:64])
+        with refused("buffer overlaps tensors"):
+            kernels.unpack(memory[:64], operands, layout=layout)
+        with refused("found_inf overlaps out"):
+            kernels.pack(operands, layout=layout, out=buffer, found_inf=memory[81:82])
+        with refused("found_inf overlaps tensors"):
+            kernels.unpack(buffer, operands, layout=layout, found_inf=memory[49:50])
+
+
+def test_functions_do_not_answer_for_each_other() -> None:
+    a, b, out = (torch.zeros(32) for _ in range(3))
+    half = torch.zeros(32, dtype=torch.float16)
+    for _ in range(TIMES):
+        kernels.scaled_add(a, b, out=out)
+        kernels.scaled_add(a, half)
+        kernels.scaled_add(a, half, out=out)
+    for _ in range(2):
+        with pytest.raises(TypeError, match=r"out has dtype .* drop one"):
+            kernels.scaled_add(a, b, out=out, dtype=torch.float64)
+        with pytest.raises(TypeError, match="b has dtype"):
+            kernels.adasum(a, half)
+        with pytest.raises(TypeError, match="b has dtype"):
+            kernels.adasum(a, half, out=out)
+
+
+def test_one_list_goes_into_buffers_of_any_dtype() -> None:
+    given = [torch.zeros(64)]
+    for _ in range(TIMES):
+        for dtype in (torch.float32, torch.float64, torch.float16):
+            kernels.unpack(torch.ones(64, dtype=dtype), given)
+            assert (given[0] == 1).all()
+            given[0].zero_()
+
+
+def test_what_was_written_inside_inference_mode_says_nothing_of_outside() -> None:
+    """There, what was made outside looks to guards as what was made inside does out here."""
+    outside = [torch.zeros(8, 4) for _ in range(2)]
+    layout = kernels.layout_of(outside)
+    buffer = torch.ones(layout.numel)
+    with torch.inference_mode():
+        inside = [torch.zeros(8, 4) for _ in range(2)]
+        for _ in range(TIMES):
+            kernels.unpack(buffer, outside, layout=layout)
+            kernels.scaled_add(*outside, out=outside[0])
+            kernels.adasum(*outside, out=outside[1])
+            kernels.sum_n(outside, out=outside[1])
+    for _ in range(2):
+        with refused(r"tensors\[0\] was made in inference mode"):
+            kernels.unpack(buffer, inside, layout=layout)
+        with refused("out was made in inference mode"):
+            kernels.scaled_add(*inside, out=inside[0])
+        with refused("out was made in inference mode"):
+            kernels.adasum(*inside, out=inside[1])
+        with refused("out was made in inference mode"):
+            kernels.sum_n(inside, out=inside[1])
+    assert all((tensor == 0).all() for tensor in inside)
