@@ -250,30 +250,31 @@ def check_apart(
 
 def check_target(
     out: object | None, like_name: str, like: Tensor, dtype: torch.dtype | None
-) -> None:
-    """Check the output of an elementwise function, and its dtype where one is asked for."""
+) -> Tensor:
+    """The output of an elementwise function: `out` checked, or new memory.
+
+    dtype: of the output, None for that of `out` or, without one, of `like`.
+    """
     if dtype is not None:
         check_dtype("dtype", dtype)
     if out is None:
-        return
+        return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
     target = check_writable("out", check_place("out", out, like_name, like))
     if dtype is not None and target.dtype != dtype:
         raise TypeError(f"out has dtype {target.dtype} but dtype is {dtype}: drop one of them")
+    return target
 
 
-def target_of(out: Tensor | None, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """A checked output, else new memory like `like`, of `dtype` where one is given."""
-    if out is not None:
-        return out
-    return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
+def check_pair(a: object, b: object, out: object | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Check two equal inputs and their output, allocated here when `out` is None.
 
-
-def check_pair(a: object, b: object, out: object | None) -> None:
-    """Check two equal inputs and their output. Where they overlap is for `check_written`."""
+    Returns a, b and the output. Where they overlap is for `check_written`.
+    """
     left = check_tensor("a", a)
-    check_like("b", b, "a", left)
-    if out is not None:
-        check_writable("out", check_like("out", out, "a", left))
+    right = check_like("b", b, "a", left)
+    if out is None:
+        return left, right, torch.empty_like(left, memory_format=torch.contiguous_format)
+    return left, right, check_writable("out", check_like("out", out, "a", left))
 
 
 def check_written(

@@ -11,15 +11,14 @@ compiled graphs on disk knows an operator by its name alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from kernels._check import check_tensor, check_tensors, check_writable, check_written, same_device
-from kernels._known import Known, KnownLists
+from kernels._check import check_tensor, check_tensors, same_device
 
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 _LIBRARY = torch.library.Library("adasum", "DEF")
@@ -75,39 +74,3 @@ def check_list(name: str, tensors: object) -> list[Tensor]:
         if all(same_device(tensor, checked[0]) for tensor in checked):
             return checked
     return check_tensors(name, tensors)
-
-
-_OPERANDS: KnownLists[None] = KnownLists()
-
-
-def check_operands(
-    key: Hashable, a: Tensor, b: Tensor, out: Tensor | None, check: Callable[[], None]
-) -> Known[None]:
-    """Call `check()` on two inputs and their output, unless it passed others like them before.
-
-    key: of the function, and of what else `check` looks at.
-    """
-    if tracing():
-        check()
-        return Known(None)
-    # Where the output is one of the inputs, as it often is, the key says which.
-    given = (a, b) if out is None or out is a or out is b else (a, b, out)
-    key = (key, out is a, out is b)
-    known = _OPERANDS.find(key, given)
-    if known is None:
-        check()
-        known = _OPERANDS.keep(key, given, None)
-    elif out is not None:
-        check_writable("out", out)
-    return known
-
-
-def check_written_once(
-    known: Known[None], out: Tensor, found_inf: Tensor | None, a: Tensor, b: Tensor
-) -> None:
-    """`check_written` where these addresses were not found apart before."""
-    flag = None if found_inf is None else found_inf.data_ptr()
-    place = (a.data_ptr(), b.data_ptr(), out.data_ptr(), out.dtype, flag)
-    if place not in known.apart:
-        check_written(out, found_inf, (a, b), "ab".__getitem__)
-        known.found_apart(place, 2)

@@ -23,18 +23,10 @@ from kernels._check import (
     check_segments,
     check_sized,
     check_tensor,
-    target_of,
+    check_written,
 )
 from kernels._dots import TINY
-from kernels._known import Known
-from kernels._ops import (
-    call,
-    check_operands,
-    check_written_once,
-    operator,
-    returns_nothing,
-    tracing,
-)
+from kernels._ops import call, operator, returns_nothing, tracing
 
 
 def coefficients(dots: Tensor) -> Tensor:
@@ -71,19 +63,7 @@ def _combine(
     out: Tensor,
     found_inf: Tensor | None,
 ) -> None:
-    _combine_known(Known(None), a, b, dots, bounds, out, found_inf)
-
-
-def _combine_known(
-    known: Known[None],
-    a: Tensor,
-    b: Tensor,
-    dots: Tensor,
-    bounds: Sequence[int],
-    out: Tensor,
-    found_inf: Tensor | None,
-) -> None:
-    check_written_once(known, out, found_inf, a, b)
+    check_written(out, found_inf, (a, b), "ab".__getitem__)
     check_no_overlap("out", out, "dots", dots)
     if _launch.on_triton(a):
         _projection.combine(a, b, dots, tuple(bounds), out, found_inf)
@@ -102,18 +82,7 @@ def _adasum(
     out: Tensor,
     found_inf: Tensor | None,
 ) -> None:
-    _adasum_known(Known(None), a, b, bounds, out, found_inf)
-
-
-def _adasum_known(
-    known: Known[None],
-    a: Tensor,
-    b: Tensor,
-    bounds: Sequence[int],
-    out: Tensor,
-    found_inf: Tensor | None,
-) -> None:
-    check_written_once(known, out, found_inf, a, b)
+    check_written(out, found_inf, (a, b), "ab".__getitem__)
     if _launch.on_triton(a):
         _projection.adasum(a, b, tuple(bounds), out, found_inf)
     else:
@@ -127,12 +96,13 @@ def dot_and_norms(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -
     (0, ..., numel), None for one segment; an empty segment gives zeros. No square under- or
     overflows for float16, bfloat16 or float32 values. Raises TypeError or ValueError.
     """
-    check_operands("pair", a, b, None, lambda: check_pair(a, b, None))
-    bounds = check_segments(segments, a.numel())
+    left = check_tensor("a", a)
+    right = check_like("b", b, "a", left)
+    bounds = check_segments(segments, left.numel())
     if tracing():
-        dots: Tensor = call("dot_and_norms", a, b, bounds)
+        dots: Tensor = call("dot_and_norms", left, right, bounds)
         return dots
-    return _dot_and_norms(a, b, bounds)
+    return _dot_and_norms(left, right, bounds)
 
 
 def combine(
@@ -155,13 +125,12 @@ def combine(
     left = check_tensor("a", a)
     bounds = check_segments(segments, left.numel())
     dots = check_dots(dots, len(bounds) - 1, left)
-    known = check_operands("pair", a, b, out, lambda: check_pair(a, b, out))
-    target = target_of(out, a)
-    flag = check_found_inf(found_inf, a.device)
+    left, right, target = check_pair(a, b, out)
+    flag = check_found_inf(found_inf, left.device)
     if tracing():
-        call("combine", a, b, dots, bounds, target, flag)
+        call("combine", left, right, dots, bounds, target, flag)
     else:
-        _combine_known(known, a, b, dots, bounds, target, flag)
+        _combine(left, right, dots, bounds, target, flag)
     return target
 
 
@@ -177,14 +146,13 @@ def adasum(
 
     Arguments and errors as there. NaN or Inf in a segment reaches that segment alone.
     """
-    known = check_operands("pair", a, b, out, lambda: check_pair(a, b, out))
-    bounds = check_segments(segments, a.numel())
-    target = target_of(out, a)
-    flag = check_found_inf(found_inf, a.device)
+    left, right, target = check_pair(a, b, out)
+    bounds = check_segments(segments, left.numel())
+    flag = check_found_inf(found_inf, left.device)
     if tracing():
-        call("adasum", a, b, bounds, target, flag)
+        call("adasum", left, right, bounds, target, flag)
     else:
-        _adasum_known(known, a, b, bounds, target, flag)
+        _adasum(left, right, bounds, target, flag)
     return target
 
 

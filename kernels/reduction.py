@@ -19,19 +19,10 @@ from kernels._check import (
     check_target,
     check_tensor,
     check_written,
-    target_of,
 )
 from kernels._known import Known, KnownLists
 from kernels._launch import jit, tl
-from kernels._ops import (
-    call,
-    check_list,
-    check_operands,
-    check_written_once,
-    operator,
-    returns_nothing,
-    tracing,
-)
+from kernels._ops import call, check_list, operator, returns_nothing, tracing
 from kernels._tiles import (
     convert,
     flag_non_finite,
@@ -241,19 +232,7 @@ def _sum_known(
 def _run_scaled_add(
     a: Tensor, b: Tensor, alpha: float, beta: float, out: Tensor, found_inf: Tensor | None
 ) -> None:
-    _scaled_add_known(Known(None), a, b, alpha, beta, out, found_inf)
-
-
-def _scaled_add_known(
-    known: Known[None],
-    a: Tensor,
-    b: Tensor,
-    alpha: float,
-    beta: float,
-    out: Tensor,
-    found_inf: Tensor | None,
-) -> None:
-    check_written_once(known, out, found_inf, a, b)
+    check_written(out, found_inf, (a, b), "ab".__getitem__)
     if _launch.on_triton(out):
         _scaled_add(a, b, alpha, beta, out, found_inf)
     else:
@@ -277,8 +256,7 @@ def sum_n(
     ValueError before anything is written.
     """
     checked, known = _check_equals(tensors)
-    check_target(out, "tensors[0]", checked[0], dtype)
-    target = target_of(out, checked[0], dtype)
+    target = check_target(out, "tensors[0]", checked[0], dtype)
     scale = check_scalar("scale", scale)
     flag = check_found_inf(found_inf, target.device)
     if tracing():
@@ -304,21 +282,15 @@ def scaled_add(
     b. dtype: of the output, None for that of `out` or, without one, of a. found_inf: as in
     `sum_n`. Raises TypeError or ValueError before anything is written.
     """
-    if dtype is not None:
-        check_dtype("dtype", dtype)
-
-    def check() -> None:
-        check_place("b", b, "a", check_tensor("a", a))
-        check_target(out, "a", a, dtype)
-
-    known = check_operands(("scaled_add", dtype), a, b, out, check)
-    target = target_of(out, a, dtype)
+    left = check_tensor("a", a)
+    right = check_place("b", b, "a", left)
+    target = check_target(out, "a", left, dtype)
     alpha, beta = check_scalar("alpha", alpha), check_scalar("beta", beta)
     flag = check_found_inf(found_inf, target.device)
     if tracing():
-        call("scaled_add", a, b, alpha, beta, target, flag)
+        call("scaled_add", left, right, alpha, beta, target, flag)
     else:
-        _scaled_add_known(known, a, b, alpha, beta, target, flag)
+        _run_scaled_add(left, right, alpha, beta, target, flag)
     return target
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels import _known, _ops, _packed, reduction
+from kernels import _known, _packed, reduction
 from kernels._known import KnownLists
 
 SHAPES = [(8, 4), (8,), (), (3, 5)]
@@ -25,7 +25,6 @@ def tensors(*, dtype: torch.dtype = torch.float32) -> list[Tensor]:
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_packed, "LISTS", KnownLists())
     monkeypatch.setattr(reduction, "_LISTS", KnownLists())
-    monkeypatch.setattr(_ops, "_OPERANDS", KnownLists())
 
 
 def calls(layout: kernels.Layout | None) -> dict[str, Callable[[Any], Any]]:
@@ -38,17 +37,11 @@ def calls(layout: kernels.Layout | None) -> dict[str, Callable[[Any], Any]]:
         "pack": lambda given: kernels.pack(given, layout=layout),
         "unpack": unpack,
         "sum_n": kernels.sum_n,
-        "dot_and_norms": lambda given: kernels.dot_and_norms(given[0], given[2]),
-        "adasum": lambda given: kernels.adasum(given[0], given[1], out=given[2]),
-        "combine": lambda given: kernels.combine(given[0], given[2], torch.ones(1, 3).double()),
-        "scaled_add": lambda given: kernels.scaled_add(given[0], given[1], out=given[2]),
-        "to double": lambda given: kernels.scaled_add(given[0], given[2], dtype=torch.float64),
     }
 
 
-LISTS = ["pack", "unpack", "sum_n"]
+FUNCTIONS = ["pack", "unpack", "sum_n"]
 REFUSED = ("None", "complex", "strided", "negative", "sparse", "meta", "nested")
-FUNCTIONS = [*LISTS, "dot_and_norms", "adasum", "combine", "scaled_add", "to double"]
 
 
 def good(function: str) -> list[Tensor]:
@@ -56,7 +49,7 @@ def good(function: str) -> list[Tensor]:
 
 
 @pytest.mark.skipif(_known._guards is None, reason="this torch has no TensorGuards")
-@pytest.mark.parametrize("function", LISTS)
+@pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("given", [True, False], ids=["layout", "no layout"])
 def test_the_third_call_reads_no_attributes(
     function: str, given: bool, monkeypatch: pytest.MonkeyPatch
@@ -75,34 +68,6 @@ def test_the_third_call_reads_no_attributes(
     call(tuple(good(function)))
     with pytest.raises(AssertionError, match="checked anew"):
         call(good(function)[:-1])
-
-
-@pytest.mark.skipif(_known._guards is None, reason="this torch has no TensorGuards")
-def test_two_operands_are_known_by_what_they_are_and_what_is_asked() -> None:
-    checked = []
-    a, b, out = (torch.randn(8, 4) for _ in range(3))
-
-    def ask(key: str, a: Tensor, b: Tensor, out: Tensor | None) -> int:
-        before = len(checked)
-        _ops.check_operands(key, a, b, out, lambda: checked.append(1))
-        return len(checked) - before
-
-    for given, expected in (
-        ((a, b, out), [1, 1, 0, 0]),
-        ((a, b, None), [1, 1, 0, 0]),
-        # In place.
-        ((a, b, a), [1, 1, 0, 0]),
-        ((a, b, b), [1, 1, 0, 0]),
-        ((b, a, b), [0, 0, 0, 0]),
-        # Guards are for tensors that differ.
-        ((a, a, a), [1, 1, 1, 1]),
-        ((a, a, out), [1, 1, 1, 1]),
-        # Of a number and a shape that have been seen.
-        ((a.double(), b, out), [1, 0, 0, 0]),
-        ((a, b, out), [0, 0, 0, 0]),
-    ):
-        for key in ("one", "two"):
-            assert [ask(key, *given) for _ in range(4)] == expected
 
 
 def sparse() -> Tensor:
