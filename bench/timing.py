@@ -30,8 +30,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Call = Callable[[], Any]
 
 _CPU_LOOP = 5e-4
-# (seconds, calls before a sample for calls shorter than that): a copy of 4 MiB took four to come
-# down to its time in a loop. What takes longer than all of these moves more than a cache holds.
+# (seconds, calls before a sample where a row's fastest is shorter than that): a copy of 4 MiB took
+# four to come down to its time in a loop. As many for each, else who is a little slower than such a
+# limit finds less in a cache. What takes longer than all of these moves more than one holds.
 _CPU_WARM = ((1e-3, 4), (1e-2, 1))
 # What the host's time for a call may be off by, and what issuing two events takes.
 _HOST_FACTOR, _HOST_EXTRA = 1.5, 3e-5
@@ -107,15 +108,13 @@ def _cpu_rounds(calls: Mapping[str, Call]) -> Callable[[list[str]], dict[str, fl
         return (time.perf_counter() - begin) / count
 
     once = {name: min(loop(call, 1) for _ in range(3)) for name, call in calls.items()}
-    warming = {
-        name: next((count for limit, count in _CPU_WARM if seconds < limit), 0)
-        for name, seconds in once.items()
-    }
+    fastest = min(once.values())
+    warming = next((count for limit, count in _CPU_WARM if fastest < limit), 0)
 
     def one_round(order: list[str]) -> dict[str, float]:
         seconds = {}
         for name in order:
-            for _ in range(warming[name]):
+            for _ in range(warming):
                 calls[name]()
             seconds[name] = loop(calls[name], max(1, int(_CPU_LOOP / once[name])))
         return seconds
