@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..multi_rank.harness import free_port
+from ..multi_rank.harness import free_port, on_one_node
 from ..multi_rank.test_nccl import ONE_GPU
 from ..nursery import Nursery, Rank
 from .cases import EXIT, GRACE, Case
@@ -55,12 +55,7 @@ class Report:
 def environment(rank: int, size: int, port: int, directory: Path) -> dict[str, str]:
     """torchrun's variables, on one node; temporary files go where they are seen."""
     return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        **on_one_node(rank, size, port),
         "TMPDIR": str(directory / "tmp"),
         # torch's own, which stays.
         "TORCHINDUCTOR_CACHE_DIR": str(directory / "inductor"),

@@ -30,6 +30,18 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def on_one_node(rank: int, size: int, port: int) -> dict[str, str]:
+    """torchrun's variables."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
 def main(place: list[Any]) -> None:
     """What a rank runs, in tests.nursery's process: [directory, rank]."""
     import torch
@@ -68,15 +80,7 @@ def run_ranks(
             nursery().start(
                 f"{__name__}:{main.__name__}",
                 [name, rank],
-                {
-                    "RANK": str(rank),
-                    "WORLD_SIZE": str(size),
-                    "LOCAL_RANK": str(rank),
-                    "LOCAL_WORLD_SIZE": str(size),
-                    "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": str(port),
-                    "OMP_NUM_THREADS": "1",
-                },
+                {**on_one_node(rank, size, port), "OMP_NUM_THREADS": "1"},
                 directory / f"log{rank}",
             )
             for rank in range(size)
