@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
@@ -14,6 +15,23 @@ from bench.timing import Limits
 from tests.bench.test_measure import small_cases
 
 THREE = Limits(seconds=0.0, fewest=3, most=3)
+
+
+def test_on_cpus_all_of_a_row_are_warmed_as_often() -> None:
+    """Also those that are on different sides of a limit."""
+    limit = timing._CPU_WARM[0][0]
+    counts = {"faster": 0, "slower": 0}
+
+    def call(name: str, seconds: float) -> None:
+        counts[name] += 1
+        time.sleep(seconds)
+
+    one_round = timing._cpu_rounds(
+        {"faster": lambda: call("faster", 0.6 * limit), "slower": lambda: call("slower", 3 * limit)}
+    )
+    assert counts["faster"] == counts["slower"]
+    one_round(["faster", "slower"])
+    assert counts["faster"] == counts["slower"]
 
 
 class StandIn:
