@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 import struct
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -23,8 +22,8 @@ except ImportError:
     # CPU tensors need no Triton, and some platforms have none.
     triton = tl = None
 
-_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
-_interpreted = False
+# True while tests run the compiled kernels on CPU tensors: bench/ptx.
+_emulated = False
 _NOTHING = nullcontext()
 _DOUBLE, _INT64 = struct.Struct("<d"), struct.Struct("<q")
 
@@ -46,26 +45,10 @@ def jit(fn: Callable[..., Any]) -> Any:
 def on_triton(tensor: Tensor) -> bool:
     """Whether work on `tensor` goes to Triton; ImportError for a CUDA tensor without Triton."""
     if not tensor.is_cuda:
-        return _interpreted
+        return _emulated
     if triton is None:
         raise ImportError("kernels on CUDA tensors need Triton: pip install 'triton>=3.6'")
     return True
-
-
-@contextmanager
-def interpreted() -> Iterator[None]:
-    """Send CPU tensors to the Triton kernels, run by Triton's interpreter. For tests only.
-
-    Raises RuntimeError unless TRITON_INTERPRET=1 was set before the first import.
-    """
-    global _interpreted
-    if triton is None or not _INTERPRETER:
-        raise RuntimeError("set TRITON_INTERPRET=1 before importing kernels")
-    _interpreted = True
-    try:
-        yield
-    finally:
-        _interpreted = False
 
 
 def device_guard(tensor: Tensor) -> AbstractContextManager[Any]:

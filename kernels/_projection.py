@@ -293,13 +293,10 @@ def _programs(a: Tensor, plan: Plan) -> int:
 
     As many as the multiprocessors hold with REGISTERS a thread, at most one a chunk. Where a
     program takes several chunks, half of L2 must hold a and b, so that the second reading is from
-    there. Interpreted programs run one after the other: a barrier among several would never
-    release.
+    there.
     """
     if not (plan.one_tile and plan.vector_bounds):
         return 0
-    if not a.is_cuda:
-        return 1
     device = torch.cuda.get_device_properties(a.device)
     resident = device.multi_processor_count * (65536 // (32 * plan.warps * REGISTERS))
     on_chip = 2 * a.numel() * a.element_size() <= device.L2_cache_size // 2

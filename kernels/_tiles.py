@@ -16,8 +16,7 @@ def vector_pointer(address, DTYPE: tl.constexpr):
 
 @jit
 def convert(x, DTYPE: tl.constexpr):
-    """x in DTYPE. bfloat16 and float64 meet through float32: neither hardware nor interpreter
-    converts them directly."""
+    """x in DTYPE. bfloat16 and float64 meet through float32: no hardware converts them."""
     if (x.dtype == tl.bfloat16 and tl.float64 == DTYPE) or (
         x.dtype == tl.float64 and tl.bfloat16 == DTYPE
     ):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import mmap
-import os
 import re
 from fractions import Fraction
 from itertools import pairwise
@@ -134,9 +133,6 @@ def test_ring_chunks_cover_a_huge_buffer(size: int) -> None:
 _OFFSET = re.compile(r"tt\.addptr \S+, (\S+) : (tensor<\S+?x)?!tt\.ptr<(\w+)>.*?i(32|64)>?( |$)")
 
 
-@pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") == "1", reason="an interpreted kernel is not compiled"
-)
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_address_in_64_bits(name: str) -> None:
     """In Triton's code an offset to a tensor's address is an i64, or one within a tile.

@@ -11,23 +11,19 @@ from torch import Tensor
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def rounding(dtype: torch.dtype, interpreted: bool) -> float:
-    """Relative error of one rounding to `dtype`: eps/2, or eps where it truncates.
-
-    Triton's interpreter truncates float32 to bfloat16.
-    """
-    truncates = interpreted and dtype == torch.bfloat16
-    return torch.finfo(dtype).eps * (1.0 if truncates else 0.5)
+def rounding(dtype: torch.dtype) -> float:
+    """Relative error of one rounding to `dtype`."""
+    return torch.finfo(dtype).eps / 2
 
 
-def tolerance(dtype: torch.dtype, interpreted: bool, terms: int = 1) -> float:
+def tolerance(dtype: torch.dtype, terms: int = 1) -> float:
     """Bound on error / sum of magnitudes for `terms` products summed wide and rounded once.
 
     One rounding to the dtype, and in the wide dtype one a product, one a scalar and one an
     addition: (3 terms + 1) of eps/2, doubled for second-order terms.
     """
     wide = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
-    return rounding(dtype, interpreted) * 1.01 + (3 * terms + 1) * wide
+    return rounding(dtype) * 1.01 + (3 * terms + 1) * wide
 
 
 def random(shape: int | tuple[int, ...], dtype: torch.dtype, device: str, seed: int) -> Tensor:

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import kernels
-from kernels import _launch
 
 X = torch.ones(8)
 PAIRS = [kernels.scaled_add, kernels.dot_and_norms, kernels.adasum]
@@ -126,13 +125,6 @@ def test_found_inf_and_dtype():
     with pytest.raises(TypeError, match=r"dtype has dtype torch\.int32"):
         kernels.sum_n([X], dtype=torch.int32)
     assert torch.equal(X, torch.ones(8))
-
-
-def test_the_interpreter_must_be_asked_for():
-    if _launch._INTERPRETER:
-        pytest.skip("this process asked for it")
-    with pytest.raises(RuntimeError, match="TRITON_INTERPRET=1"), _launch.interpreted():
-        pass
 
 
 def test_without_triton_cpu_works_and_cuda_says_what_to_install():

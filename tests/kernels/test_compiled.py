@@ -22,10 +22,6 @@ from bench import compiled, compiled_table, sass  # noqa: E402
 from bench.compiled_cases import KERNELS, Case, cases  # noqa: E402
 from bench.occupancy import residency  # noqa: E402
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") == "1", reason="an interpreted kernel is not compiled"
-)
-
 REGENERATE = "Where the change is meant: `make bench-compiled`, and commit bench/results/compiled.*"
 # ptxas changes its mind about a few registers and instructions at the slightest change of source.
 SLACK = 1.1

@@ -42,12 +42,12 @@ def test_scale_and_cast_are_fused(backend, source, target):
     layout = kernels.layout_of(tensors, dtype=target)
     buffer = kernels.pack(tensors, layout=layout, scale=0.3)
     expected = kernels.pack_reference(tensors, layout=layout, scale=0.3)
-    bound = tolerance(target, backend.interpreted)
+    bound = tolerance(target)
     assert_close(buffer, expected, expected, bound)
     back = [poisoned(tuple(tensor.shape), source, backend.device) for tensor in tensors]
     kernels.unpack(buffer, back, layout=layout, scale=0.5)
     for got, want in zip(back, kernels.unpack_reference(buffer, layout, scale=0.5), strict=True):
-        assert_close(got, want, want, tolerance(source, backend.interpreted))
+        assert_close(got, want, want, tolerance(source))
 
 
 def test_mixed_dtypes_and_many_tensors(backend):

@@ -19,12 +19,12 @@ SIZES = [0, 1, 7, 1024, 70001]
 @pytest.mark.parametrize("numel", SIZES)
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_sum_n(backend, dtype, numel, count):
-    numel = min(numel, 5001) if backend.interpreted else numel
+    numel = min(numel, 5001) if backend.slow else numel
     tensors = [random(numel, dtype, backend.device, i) for i in range(count)]
     out = poisoned(numel, dtype, backend.device)
     assert kernels.sum_n(tensors, out=out, scale=0.7) is out
     magnitude = kernels.sum_n_reference([tensor.abs() for tensor in tensors], scale=0.7)
-    bound = tolerance(dtype, backend.interpreted, count)
+    bound = tolerance(dtype, count)
     assert_close(out, kernels.sum_n_reference(tensors, scale=0.7), magnitude, bound)
     assert bits(kernels.sum_n([misaligned(t) for t in tensors], scale=0.7)) == bits(out)
 
@@ -32,7 +32,7 @@ def test_sum_n(backend, dtype, numel, count):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("place", range(4))
 def test_sum_n_into_each_input(backend, dtype, place):
-    numel = 3001 if backend.interpreted else 66001
+    numel = 3001 if backend.slow else 66001
     tensors = [random(numel, dtype, backend.device, 10 + i) for i in range(4)]
     expected = kernels.sum_n(tensors)
     assert bits(kernels.sum_n(tensors, out=tensors[place])) == bits(expected)
@@ -47,14 +47,14 @@ def test_sum_n_of_zero_dim(backend):
 @pytest.mark.parametrize("numel", SIZES)
 @pytest.mark.parametrize("target", ["new", "a", "b", "misaligned"])
 def test_scaled_add(backend, dtype, numel, target):
-    numel = min(numel, 5001) if backend.interpreted else numel
+    numel = min(numel, 5001) if backend.slow else numel
     a, b = (random(numel, dtype, backend.device, seed) for seed in (1, 2))
     expected = kernels.scaled_add_reference(a, b, alpha=0.7, beta=-1.3)
     magnitude = kernels.scaled_add_reference(a.abs(), b.abs(), alpha=0.7, beta=1.3)
     out = poisoned(numel, dtype, backend.device)
     out = {"new": out, "a": a, "b": b, "misaligned": misaligned(out)}[target]
     kernels.scaled_add(a, b, alpha=0.7, beta=-1.3, out=out)
-    assert_close(out, expected, magnitude, tolerance(dtype, backend.interpreted, 2))
+    assert_close(out, expected, magnitude, tolerance(dtype, 2))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -70,14 +70,14 @@ def test_scaled_add_with_factors_beyond_float32(backend):
     got = kernels.scaled_add(a, b, alpha=1e50, beta=1e-3)
     expected = kernels.scaled_add_reference(a, b, alpha=1e50, beta=1e-3)
     magnitude = kernels.scaled_add_reference(a.abs(), b.abs(), alpha=1e50, beta=1e-3)
-    assert_close(got, expected, magnitude, tolerance(torch.float32, backend.interpreted, 2))
+    assert_close(got, expected, magnitude, tolerance(torch.float32, 2))
 
 
 @pytest.mark.parametrize("source", DTYPES)
 @pytest.mark.parametrize("target", DTYPES)
 @pytest.mark.parametrize("move", [False, True])
 def test_sum_n_into_another_dtype(backend, source, target, move):
-    numel = 3001 if backend.interpreted else 140_001
+    numel = 3001 if backend.slow else 140_001
     tensors = [random(numel, source, backend.device, seed) for seed in range(3)]
     if move:
         tensors = [misaligned(tensor) for tensor in tensors]
@@ -93,7 +93,7 @@ def test_sum_n_into_another_dtype(backend, source, target, move):
 @pytest.mark.parametrize("right", DTYPES)
 @pytest.mark.parametrize("target", DTYPES)
 def test_scaled_add_of_three_dtypes(backend, left, right, target):
-    numel = 1003 if backend.interpreted else 140_001
+    numel = 1003 if backend.slow else 140_001
     a, b = random(numel, left, backend.device, 1), random(numel, right, backend.device, 2)
     out = poisoned(numel, target, backend.device)
     kernels.scaled_add(a, b, alpha=0.7, beta=-1.3, out=out)
@@ -106,15 +106,15 @@ def test_scaled_add_of_three_dtypes(backend, left, right, target):
 def _bound(source: torch.dtype, target: torch.dtype, backend: Backend, terms: int) -> float:
     """As `tolerance` of `target`; float64 on its way to another dtype passes through float32."""
     if source == torch.float64 and target != torch.float64:
-        return tolerance(target, backend.interpreted, terms) + torch.finfo(torch.float32).eps
-    return tolerance(target, backend.interpreted, terms)
+        return tolerance(target, terms) + torch.finfo(torch.float32).eps
+    return tolerance(target, terms)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("numel", [5, 70_001])
 @pytest.mark.parametrize("move", [False, True])
 def test_found_inf_says_what_left_the_dtype(backend, dtype, numel, move):
-    numel = min(numel, 5001) if backend.interpreted else numel
+    numel = min(numel, 5001) if backend.slow else numel
     tensors = [random(numel, dtype, backend.device, seed) for seed in (1, 2)]
     if move:
         tensors = [misaligned(tensor) for tensor in tensors]

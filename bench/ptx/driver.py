@@ -1,0 +1,150 @@
+"""Triton's launches, sent to the emulator: the public functions run their compiled code on CPU
+tensors.
+
+All that Triton does before a launch is as on a GPU: what it specialises on, what it compiles for
+which architecture, what it passes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+
+from bench.ptx.machine import launch
+from bench.ptx.memory import Traffic, freeze_tensors
+from bench.ptx.parse import Program, parse
+from kernels import _launch, _projection
+
+_parse = cache(parse)
+
+
+@dataclass
+class Launched:
+    """One launch: the kernel's name, its grid and what it moved, if that was counted."""
+
+    name: str
+    grid: int
+    traffic: Traffic | None
+
+
+@dataclass
+class Emulator:
+    """How launches run, and what they did.
+
+    resident: blocks at once, in a launch that is not cooperative. seed: of the order of blocks and
+    threads, another in every launch. races: whether they are looked for. traffic: whether what is
+    moved is counted.
+    """
+
+    capability: int
+    resident: int
+    seed: int
+    races: bool
+    traffic: bool
+    launches: list[Launched] = field(default_factory=list)
+
+    def run(self, program: Program, grid: int, arguments: Sequence[int], metadata: Any) -> None:
+        traffic = Traffic() if self.traffic else None
+        self.seed += 1
+        launch(
+            program,
+            grid,
+            arguments,
+            metadata.shared,
+            resident=grid if metadata.launch_cooperative_grid else self.resident,
+            seed=self.seed,
+            races=self.races,
+            traffic=traffic,
+        )
+        self.launches.append(Launched(program.name, grid, traffic))
+
+
+class _Driver:
+    """What Triton asks of the active driver before a launch."""
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self._capability, 32)
+
+    def get_current_device(self) -> int:
+        # Kernels compiled for another architecture, or for a GPU that is here, stay apart.
+        return -self._capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def _argument(value: object) -> int:
+    return value.data_ptr() if isinstance(value, Tensor) else int(value)  # type: ignore[call-overload]
+
+
+@contextmanager
+def emulated(
+    capability: int = 90,
+    *,
+    resident: int = 64,
+    programs: int = 3,
+    seed: int = 0,
+    races: bool = True,
+    traffic: bool = False,
+) -> Iterator[Emulator]:
+    """Send CPU tensors to the Triton kernels, compiled for sm_`capability` and emulated.
+
+    programs: most that the one-launch kernel may have, as if so many fitted on the chip. For one
+    thread at a time. RuntimeError in a process that interprets kernels.
+    """
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise RuntimeError("an interpreted kernel is not compiled: unset TRITON_INTERPRET")
+    from triton.compiler.compiler import CompiledKernel
+    from triton.runtime.driver import driver
+
+    emulator = Emulator(capability, resident, seed, races, traffic)
+
+    def handles(self: Any) -> None:
+        if self._run is not None:
+            return
+        program, metadata = _parse(self.asm["ptx"]), self.metadata
+        kinds = list(self.src.signature.values())
+
+        def run(x: int, y: int, z: int, *rest: Any) -> None:
+            assert (y, z) == (1, 1)
+            bound = rest[-len(kinds) :]
+            passed = [
+                _argument(value)
+                for value, kind in zip(bound, kinds, strict=True)
+                if kind != "constexpr"
+            ]
+            # Pointers to two kinds of scratch memory that these kernels do not ask for.
+            passed += [0] * (len(program.parameters) - len(passed))
+            current[0].run(program, x, passed, metadata)
+
+        self._run, self.function = run, None
+
+    def resident_programs(a: Tensor, plan: Any) -> int:
+        if not (plan.one_tile and plan.vector_bounds):
+            return 0
+        return min(programs, plan.chunks)
+
+    current[0] = emulator
+    freeze_tensors()
+    with (
+        mock.patch.object(_launch, "_emulated", True),
+        mock.patch.object(_projection, "_programs", resident_programs),
+        mock.patch.object(CompiledKernel, "_init_handles", handles),
+        mock.patch.object(driver, "_active", _Driver(capability)),
+    ):
+        yield emulator
+
+
+current: list[Emulator] = [None]  # type: ignore[list-item]
