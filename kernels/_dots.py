@@ -6,7 +6,7 @@ import math
 import sys
 
 from kernels._launch import jit, tl, triton
-from kernels._tiles import double_power_of_two, power_of_two, vector_count, vector_pointer
+from kernels._tiles import double_power_of_two, power_of_two
 
 # A squared norm below this has no meaningful direction: its vector is taken as it is.
 TINY = math.sqrt(sys.float_info.min)
@@ -76,14 +76,3 @@ def store_row(row, dot, norm_a, norm_b):
     tl.store(row, dot)
     tl.store(row + 1, norm_a)
     tl.store(row + 2, norm_b)
-
-
-@jit
-def load_tile(address, count, DTYPE: tl.constexpr, VECTORS: tl.constexpr, BLOCK: tl.constexpr):
-    """The first `count` elements at `address`, zeros behind them. With VECTORS both are multiples
-    of 16 bytes."""
-    i = tl.arange(0, BLOCK)
-    if VECTORS:
-        inside = i < vector_count(count, 128 // DTYPE.primitive_bitwidth)
-        return tl.load(vector_pointer(address, DTYPE) + i, mask=inside, other=0.0)
-    return tl.load(address.to(tl.pointer_type(DTYPE)) + i, mask=i < count, other=0.0)

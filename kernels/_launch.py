@@ -42,6 +42,10 @@ def jit(fn: Callable[..., Any]) -> Any:
     return triton.jit(fn, do_not_specialize=sizes)
 
 
+# What kernels call to compute with their constants while they are compiled.
+constexpr_function: Any = triton.constexpr_function if triton else lambda fn: fn
+
+
 def on_triton(tensor: Tensor) -> bool:
     """Whether work on `tensor` goes to Triton; ImportError for a CUDA tensor without Triton."""
     if not tensor.is_cuda:

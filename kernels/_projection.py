@@ -13,10 +13,10 @@ from torch import Tensor
 
 from kernels import _launch
 from kernels._cpu import compute_dtype
-from kernels._dots import add_partials, coefficient, load_tile, store_row, tile_dots
+from kernels._dots import add_partials, coefficient, store_row, tile_dots
 from kernels._launch import CACHE, jit, tl
 from kernels._plan import Plan, plan_of
-from kernels._tiles import flag_non_finite, vector_count, vector_pointer, weigh
+from kernels._tiles import flag_non_finite, load_tile, part_of, store_tile, weigh
 
 # Registers a thread of the one-launch kernel: it tells how many programs are resident at once.
 REGISTERS = 128
@@ -93,7 +93,6 @@ def _combine_kernel(
     alpha = coefficient(dot, tl.load(dots + 3 * segment + 1))
     beta = coefficient(dot, tl.load(dots + 3 * segment + 2))
     tiles = (length + BLOCK - 1) // BLOCK
-    i = tl.arange(0, BLOCK)
     for k in range(tiles):
         done = (tiles - 1 - k) * BLOCK
         count = tl.minimum(length - done, BLOCK)
@@ -107,14 +106,18 @@ def _combine_kernel(
             z = weigh(x, y, alpha, beta, WIDE).to(DTYPE)
             if CHECKED:
                 flag_non_finite(z, found_inf)
-            tl.store(vector_pointer(to, DTYPE) + i, z, mask=i < vector_count(count, VECTOR))
+            store_tile(to, count, z, True)
         else:
-            x = load_tile(at_a, count, DTYPE, False, BLOCK)
-            y = load_tile(at_b, count, DTYPE, False, BLOCK)
-            z = weigh(x, y, alpha, beta, WIDE).to(DTYPE)
-            if CHECKED:
-                flag_non_finite(z, found_inf)
-            tl.store(to.to(tl.pointer_type(DTYPE)) + i, z, mask=i < count)
+            # In parts, rolled up: see scalar_pointer.
+            PART: tl.constexpr = part_of(BLOCK, 4)
+            for part in tl.range(0, BLOCK // PART, loop_unroll_factor=1):
+                before = part * PART
+                u = load_tile(at_a + before * BYTES, count - before, DTYPE, False, PART)
+                v = load_tile(at_b + before * BYTES, count - before, DTYPE, False, PART)
+                w = weigh(u, v, alpha, beta, WIDE).to(DTYPE)
+                if CHECKED:
+                    flag_non_finite(w, found_inf)
+                store_tile(to + before * BYTES, count - before, w, False)
 
 
 @jit
@@ -130,7 +133,6 @@ def _finish_chunk(
     DTYPE: tl.constexpr,
     WIDE: tl.constexpr,
     CHECKED: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """Write one chunk of the result from its tiles of a and b and all partials of its segment."""
     share = table + 3 * chunk_count + 2 * tl.load(table + 3 * chunk + 2)
@@ -139,10 +141,7 @@ def _finish_chunk(
     if CHECKED:
         flag_non_finite(z, found_inf)
     to = out.to(tl.int64) + tl.load(table + 3 * chunk) * (DTYPE.primitive_bitwidth // 8)
-    count = tl.load(table + 3 * chunk + 1)
-    i = tl.arange(0, BLOCK)
-    inside = i < vector_count(count, 128 // DTYPE.primitive_bitwidth)
-    tl.store(vector_pointer(to, DTYPE) + i, z, mask=inside)
+    store_tile(to, tl.load(table + 3 * chunk + 1), z, True)
 
 
 @jit
@@ -193,7 +192,7 @@ def _one_launch_kernel(
     last = chunk + earlier * programs
     _finish_chunk(
         x, y, last, chunk_count, table, partials, out, found_inf,
-        DTYPE, WIDE, CHECKED, BLOCK,
+        DTYPE, WIDE, CHECKED,
     )  # fmt: skip
     for k in range(earlier):
         current = last - (k + 1) * programs
@@ -203,7 +202,7 @@ def _one_launch_kernel(
         y = load_tile(b.to(tl.int64) + offset, count, DTYPE, True, BLOCK)
         _finish_chunk(
             x, y, current, chunk_count, table, partials, out, found_inf,
-            DTYPE, WIDE, CHECKED, BLOCK,
+            DTYPE, WIDE, CHECKED,
         )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kernels._launch import jit, tl
+from kernels._launch import constexpr_function, jit, tl
 
 
 @jit
@@ -12,6 +12,57 @@ def vector_pointer(address, DTYPE: tl.constexpr):
     The hint must follow the cast: on the integer it would be lost.
     """
     return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
+
+
+@jit
+def scalar_pointer(address, DTYPE: tl.constexpr):
+    """Pointer to DTYPE at an int64 `address` of which nothing is known.
+
+    Accesses to tiles of one shape share a layout. Where one of them may take 16 bytes a thread, all
+    leave as much between neighbouring threads, and elements taken one by one then fill an eighth
+    of the sectors that a warp asks for. So no pointer of the scalar way may carry a hint, and where
+    a kernel has both ways, the scalar one goes by parts of a tile, another shape. In a loop that
+    stays one: the registers it takes would be taken from the vector way, too.
+    """
+    return address.to(tl.pointer_type(DTYPE))
+
+
+@constexpr_function
+def part_of(block, count):
+    """Elements of a part, `count` in a tile, of the scalar way: as many as four warps have threads
+    at least. Two threads that share an element may load it after one of them has stored it."""
+    return max(block // count, 128)
+
+
+@jit
+def vector_count(count, VECTOR: tl.constexpr):
+    """`count`, a multiple of VECTOR, in a form from which the compiler sees that it is one.
+
+    A mask below such a count is constant over each 16-byte vector and does not break it up.
+    """
+    return (count // VECTOR * VECTOR).to(tl.int32)
+
+
+@jit
+def load_tile(address, count, DTYPE: tl.constexpr, VECTORS: tl.constexpr, BLOCK: tl.constexpr):
+    """The first `count`, BLOCK at most, of the elements at `address`; zeros behind them. With
+    VECTORS both are multiples of 16 bytes."""
+    i = tl.arange(0, BLOCK)
+    if VECTORS:
+        inside = i < vector_count(count, 128 // DTYPE.primitive_bitwidth)
+        return tl.load(vector_pointer(address, DTYPE) + i, mask=inside, other=0.0)
+    return tl.load(scalar_pointer(address, DTYPE) + i, mask=i < tl.cast(count, tl.int32), other=0.0)
+
+
+@jit
+def store_tile(address, count, x, VECTORS: tl.constexpr):
+    """The twin of `load_tile`, of elements x in their own dtype."""
+    i = tl.arange(0, x.shape[0])
+    if VECTORS:
+        inside = i < vector_count(count, 128 // x.dtype.primitive_bitwidth)
+        tl.store(vector_pointer(address, x.dtype) + i, x, mask=inside)
+    else:
+        tl.store(scalar_pointer(address, x.dtype) + i, x, mask=i < tl.cast(count, tl.int32))
 
 
 @jit
@@ -58,15 +109,6 @@ def rescale(
     else:
         y = x
     return y
-
-
-@jit
-def vector_count(count, VECTOR: tl.constexpr):
-    """`count`, a multiple of VECTOR, in a form from which the compiler sees that it is one.
-
-    A mask below such a count is constant over each 16-byte vector and does not break it up.
-    """
-    return (count // VECTOR * VECTOR).to(tl.int32)
 
 
 @jit

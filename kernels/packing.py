@@ -20,8 +20,33 @@ from kernels._known import Known
 from kernels._launch import CACHE, jit, tl
 from kernels._ops import call, operator, returns_nothing, tracing
 from kernels._packed import PackedList, check_all_apart, check_buffer, check_layout, check_packed
-from kernels._tiles import flag_non_finite, rescale, vector_count, vector_pointer
+from kernels._tiles import flag_non_finite, load_tile, part_of, rescale, store_tile
 from kernels.layout import Layout
+
+
+@jit
+def _move(
+    source,
+    target,
+    reads,
+    writes,
+    scale_bits,
+    found_inf,
+    SOURCE: tl.constexpr,
+    TARGET: tl.constexpr,
+    WIDE: tl.constexpr,
+    SCALED: tl.constexpr,
+    FINITE: tl.constexpr,
+    CHECKED: tl.constexpr,
+    VECTORS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Up to BLOCK elements from one address to the other: `reads` of them, zeros to `writes`."""
+    x = load_tile(source, reads, SOURCE, VECTORS, BLOCK)
+    x = rescale(x, tl.arange(0, BLOCK) < reads, scale_bits, WIDE, TARGET, SCALED, FINITE)
+    if CHECKED:
+        flag_non_finite(x, found_inf)
+    store_tile(target, writes, x, VECTORS)
 
 
 @jit
@@ -58,37 +83,34 @@ def _copy_kernel(
         source, target, reads, writes = in_buffer, in_tensor, used, used
     SOURCE: tl.constexpr = TENSOR if PACK else BUFFER
     TARGET: tl.constexpr = BUFFER if PACK else TENSOR
+    SOURCE_BYTES: tl.constexpr = SOURCE.primitive_bitwidth // 8
+    TARGET_BYTES: tl.constexpr = TARGET.primitive_bitwidth // 8
     # A multiple of 16 bytes in the narrower dtype is one in the wider.
-    VECTOR: tl.constexpr = 128 // min(TENSOR.primitive_bitwidth, BUFFER.primitive_bitwidth)
+    VECTOR: tl.constexpr = 16 // min(SOURCE_BYTES, TARGET_BYTES)
     body = reads // VECTOR * VECTOR
-    i = tl.arange(0, BLOCK)
     if (source | target) % 16 == 0 and (writes % VECTOR == 0 or writes < body + VECTOR):
-        x = tl.load(
-            vector_pointer(source, SOURCE) + i, mask=i < vector_count(reads, VECTOR), other=0.0
-        )
-        x = rescale(x, i < body, scale_bits, WIDE, TARGET, SCALED, FINITE)
-        if CHECKED:
-            flag_non_finite(x, found_inf)
-        tl.store(vector_pointer(target, TARGET) + i, x, mask=i < vector_count(writes, VECTOR))
+        _move(
+            source, target, body, writes // VECTOR * VECTOR, scale_bits, found_inf,
+            SOURCE, TARGET, WIDE, SCALED, FINITE, CHECKED, True, BLOCK,
+        )  # fmt: skip
         if (reads | writes) % VECTOR != 0:
             # One vector's worth, element by element, where the store above may have put zeros.
             tl.debug_barrier()
-            j = body + tl.arange(0, VECTOR)
-            tail = tl.load(source.to(tl.pointer_type(SOURCE)) + j, mask=j < reads, other=0.0)
-            tail = rescale(tail, j < reads, scale_bits, WIDE, TARGET, SCALED, FINITE)
-            if CHECKED:
-                flag_non_finite(tail, found_inf)
-            tl.store(target.to(tl.pointer_type(TARGET)) + j, tail, mask=j < writes)
+            _move(
+                source + body * SOURCE_BYTES, target + body * TARGET_BYTES,
+                reads - body, writes - body, scale_bits, found_inf,
+                SOURCE, TARGET, WIDE, SCALED, FINITE, CHECKED, False, VECTOR,
+            )  # fmt: skip
     else:
-        x = tl.load(source.to(tl.pointer_type(SOURCE)) + i, mask=i < reads, other=0.0)
-        x = rescale(x, i < reads, scale_bits, WIDE, TARGET, SCALED, FINITE)
-        if CHECKED:
-            flag_non_finite(x, found_inf)
-        if PACK and target % 16 == 0 and writes % VECTOR == 0:
-            to = vector_pointer(target, TARGET) + i
-            tl.store(to, x, mask=i < vector_count(writes, VECTOR))
-        else:
-            tl.store(target.to(tl.pointer_type(TARGET)) + i, x, mask=i < writes)
+        # In parts, rolled up: see scalar_pointer.
+        PART: tl.constexpr = part_of(BLOCK, 4)
+        for part in tl.range(0, BLOCK // PART, loop_unroll_factor=1):
+            done = part * PART
+            _move(
+                source + done * SOURCE_BYTES, target + done * TARGET_BYTES,
+                reads - done, writes - done, scale_bits, found_inf,
+                SOURCE, TARGET, WIDE, SCALED, FINITE, CHECKED, False, PART,
+            )  # fmt: skip
 
 
 def _copy(

@@ -23,14 +23,29 @@ from kernels._check import (
 from kernels._known import Known, KnownLists
 from kernels._launch import jit, tl
 from kernels._ops import call, check_list, operator, returns_nothing, tracing
-from kernels._tiles import (
-    convert,
-    flag_non_finite,
-    float_of,
-    vector_count,
-    vector_pointer,
-    weigh,
-)
+from kernels._tiles import convert, flag_non_finite, float_of, load_tile, part_of, store_tile, weigh
+
+
+@jit
+def _total(
+    addresses,
+    offset,
+    count,
+    tensor_count,
+    DTYPE: tl.constexpr,
+    WIDE: tl.constexpr,
+    VECTORS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sum, in list order, of the tensors' tiles that start `offset` bytes into each."""
+    x = load_tile(tl.load(addresses) + offset, count, DTYPE, VECTORS, BLOCK)
+    total = tl.zeros([BLOCK], WIDE)
+    # One tensor ahead: ptxas would else use two registers' worth of loads again and again.
+    for k in range(1, tensor_count):
+        following = load_tile(tl.load(addresses + k) + offset, count, DTYPE, VECTORS, BLOCK)
+        total += convert(x, WIDE)
+        x = following
+    return total + convert(x, WIDE)
 
 
 @jit
@@ -50,39 +65,30 @@ def _sum_kernel(
 ):
     """One tile of all tensors; every read of it comes before its write, so `out` may be one."""
     BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    OUT_BYTES: tl.constexpr = OUT.primitive_bitwidth // 8
     # A multiple of 16 bytes in the narrower dtype is one in the wider.
-    VECTOR: tl.constexpr = 128 // min(DTYPE.primitive_bitwidth, OUT.primitive_bitwidth)
+    VECTOR: tl.constexpr = 16 // min(BYTES, OUT_BYTES)
     first = tl.program_id(0).to(tl.int64) * BLOCK
     count = tl.minimum(element_count - first, BLOCK)
-    i = tl.arange(0, BLOCK)
     scale = float_of(scale_bits).to(WIDE)
+    to = out.to(tl.int64)
     if ALIGNED and count % VECTOR == 0:
-        inside = i < vector_count(count, VECTOR)
-        total = tl.zeros([BLOCK], WIDE)
-        # One tensor ahead: ptxas would else use two registers' worth of loads again and again.
-        source = vector_pointer(tl.load(addresses) + first * BYTES, DTYPE)
-        x = tl.load(source + i, mask=inside, other=0.0)
-        for k in range(1, tensor_count):
-            source = vector_pointer(tl.load(addresses + k) + first * BYTES, DTYPE)
-            following = tl.load(source + i, mask=inside, other=0.0)
-            total += convert(x, WIDE)
-            x = following
-        total += convert(x, WIDE)
-        z = convert(total * scale, OUT)
+        x = _total(addresses, first * BYTES, count, tensor_count, DTYPE, WIDE, True, BLOCK)
+        x = convert(x * scale, OUT)
         if CHECKED:
-            flag_non_finite(z, found_inf)
-        at = out.to(tl.int64) + first * (OUT.primitive_bitwidth // 8)
-        tl.store(vector_pointer(at, OUT) + i, z, mask=inside)
+            flag_non_finite(x, found_inf)
+        store_tile(to + first * OUT_BYTES, count, x, True)
     else:
-        inside = i < count
-        total = tl.zeros([BLOCK], WIDE)
-        for k in range(tensor_count):
-            source = (tl.load(addresses + k) + first * BYTES).to(tl.pointer_type(DTYPE))
-            total += convert(tl.load(source + i, mask=inside, other=0.0), WIDE)
-        z = convert(total * scale, OUT)
-        if CHECKED:
-            flag_non_finite(z, found_inf)
-        tl.store(out + first + i, z, mask=inside)
+        # In parts, rolled up: see scalar_pointer.
+        PART: tl.constexpr = part_of(BLOCK, 4)
+        for part in tl.range(0, BLOCK // PART, loop_unroll_factor=1):
+            at = first + part * PART
+            left = count - part * PART
+            y = _total(addresses, at * BYTES, left, tensor_count, DTYPE, WIDE, False, PART)
+            y = convert(y * scale, OUT)
+            if CHECKED:
+                flag_non_finite(y, found_inf)
+            store_tile(to + at * OUT_BYTES, left, y, False)
 
 
 def _sum(
@@ -134,33 +140,35 @@ def _scaled_add_kernel(
     BLOCK: tl.constexpr,
 ):
     """One tile of alpha*a + beta*b."""
-    NARROWEST: tl.constexpr = min(
-        A.primitive_bitwidth, min(B.primitive_bitwidth, OUT.primitive_bitwidth)
-    )
-    VECTOR: tl.constexpr = 128 // NARROWEST
+    A_BYTES: tl.constexpr = A.primitive_bitwidth // 8
+    B_BYTES: tl.constexpr = B.primitive_bitwidth // 8
+    OUT_BYTES: tl.constexpr = OUT.primitive_bitwidth // 8
+    # A multiple of 16 bytes in the narrowest dtype is one in the others.
+    VECTOR: tl.constexpr = 16 // min(A_BYTES, min(B_BYTES, OUT_BYTES))
     first = tl.program_id(0).to(tl.int64) * BLOCK
     count = tl.minimum(element_count - first, BLOCK)
-    i = tl.arange(0, BLOCK)
     alpha, beta = float_of(alpha_bits), float_of(beta_bits)
+    at_a = a.to(tl.int64) + first * A_BYTES
+    at_b = b.to(tl.int64) + first * B_BYTES
+    to = out.to(tl.int64) + first * OUT_BYTES
     if ALIGNED and count % VECTOR == 0:
-        inside = i < vector_count(count, VECTOR)
-        at_a = a.to(tl.int64) + first * (A.primitive_bitwidth // 8)
-        at_b = b.to(tl.int64) + first * (B.primitive_bitwidth // 8)
-        to = out.to(tl.int64) + first * (OUT.primitive_bitwidth // 8)
-        x = tl.load(vector_pointer(at_a, A) + i, mask=inside, other=0.0)
-        y = tl.load(vector_pointer(at_b, B) + i, mask=inside, other=0.0)
+        x = load_tile(at_a, count, A, True, BLOCK)
+        y = load_tile(at_b, count, B, True, BLOCK)
         z = convert(weigh(x, y, alpha, beta, WIDE), OUT)
         if CHECKED:
             flag_non_finite(z, found_inf)
-        tl.store(vector_pointer(to, OUT) + i, z, mask=inside)
+        store_tile(to, count, z, True)
     else:
-        inside = i < count
-        x = tl.load(a + first + i, mask=inside, other=0.0)
-        y = tl.load(b + first + i, mask=inside, other=0.0)
-        z = convert(weigh(x, y, alpha, beta, WIDE), OUT)
-        if CHECKED:
-            flag_non_finite(z, found_inf)
-        tl.store(out + first + i, z, mask=inside)
+        # In parts, rolled up: see scalar_pointer. Of quarters ptxas spills.
+        PART: tl.constexpr = part_of(BLOCK, 8)
+        for part in tl.range(0, BLOCK // PART, loop_unroll_factor=1):
+            done = part * PART
+            u = load_tile(at_a + done * A_BYTES, count - done, A, False, PART)
+            v = load_tile(at_b + done * B_BYTES, count - done, B, False, PART)
+            w = convert(weigh(u, v, alpha, beta, WIDE), OUT)
+            if CHECKED:
+                flag_non_finite(w, found_inf)
+            store_tile(to + done * OUT_BYTES, count - done, w, False)
 
 
 def _scaled_add(

@@ -29,19 +29,19 @@ class AccessError(RuntimeError):
 class Traffic:
     """What one launch asked of global memory.
 
-    loads, stores: requests by bytes a thread. sectors_loaded, sectors_stored: of 32 bytes; a warp's
-    request counts each that it touches once. atomics: of single threads. distinct_loaded,
+    loads, stores: requests of warps, by bytes a thread. load_sectors, store_sectors: the sectors of
+    32 bytes that those touched, each once a request. atomics: of single threads. distinct_loaded,
     distinct_stored: bytes of all sectors touched, each once in the launch: what must move if caches
     hold everything in between.
     """
 
     loads: Counter[int] = field(default_factory=Counter)
     stores: Counter[int] = field(default_factory=Counter)
-    sectors_loaded: int = 0
-    sectors_stored: int = 0
+    load_sectors: Counter[int] = field(default_factory=Counter)
+    store_sectors: Counter[int] = field(default_factory=Counter)
     atomics: int = 0
-    _loaded: list[Array] = field(default_factory=list)
-    _stored: list[Array] = field(default_factory=list)
+    _loaded: list[Array] = field(default_factory=list, repr=False)
+    _stored: list[Array] = field(default_factory=list, repr=False)
 
     def note(self, addresses: Array, warps: Array, size: int, store: bool) -> None:
         """One instruction: the addresses its threads ask for and the warps they are of."""
@@ -54,11 +54,11 @@ class Traffic:
         distinct = np.unique(sectors)
         if store:
             self.stores[size] += requests
-            self.sectors_stored += len(touched)
+            self.store_sectors[size] += len(touched)
             self._stored.append(distinct)
         else:
             self.loads[size] += requests
-            self.sectors_loaded += len(touched)
+            self.load_sectors[size] += len(touched)
             self._loaded.append(distinct)
 
     @property
