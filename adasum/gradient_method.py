@@ -113,7 +113,8 @@ class GradientMethod(Distributed):
         others: list[Named] = []
         flights: list[Flight] = []
         for name, parameter in members:
-            if not parameter.requires_grad:
+            # One frozen since backward has a gradient of this rank alone, and would step by it.
+            if not (parameter.requires_grad or self._adasum_gradients.reached(parameter)):
                 continue
             if self._adasum_sparse_as_dense:
                 densify(parameter)
