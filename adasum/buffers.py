@@ -35,6 +35,7 @@ class GradientBuffers:
         members, fused = self._buckets.get(label, ([], None))
         if fused is None or not _same(members, parameters):
             fused = FusedBuffer(parameters)
+            self._leave(parameters)
             self._buckets[label] = list(parameters), fused
         here: list[Tensor] = []
         gradients: list[Tensor] = []
@@ -51,6 +52,15 @@ class GradientBuffers:
         if here:
             torch._foreach_copy_(here, gradients)
         return fused.tensors
+
+    def _leave(self, parameters: Sequence[Tensor]) -> None:
+        """Gives up the buffers that hold one of these: a gradient has one place."""
+        moved = {id(parameter) for parameter in parameters}
+        self._buckets = {
+            label: (members, fused)
+            for label, (members, fused) in self._buckets.items()
+            if moved.isdisjoint(map(id, members))
+        }
 
     def clear(self) -> None:
         """Zero gradients, in the buffers, for the parameters that have a place in one."""

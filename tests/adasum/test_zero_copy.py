@@ -84,6 +84,27 @@ def test_backward_adds_into_the_bucket_from_the_second_step_on(no_packing, monke
 
 
 @pytest.mark.parametrize("way", ["sum", "average", "gradient"])
+def test_a_layer_unfrozen_later_moves_into_the_bucket(way):
+    """Its first gradient has a buffer of its own, and leaves it."""
+
+    def run(group: Group) -> None:
+        model = make_model()
+        model[0].requires_grad_(False)
+        optimizer = wrapped(way, model)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            model[0].requires_grad_(step > 0)
+            places = [p.grad if p.grad is None else p.grad.data_ptr() for p in model.parameters()]
+            loss_of(model, group.rank, step).backward()
+            optimizer.step()
+            if step > 2:
+                assert places == [p.grad.data_ptr() for p in model.parameters()]
+                assert buffer_of([p.grad for p in reversed(list(model.parameters()))]) is not None
+
+    run_threads(2, run)
+
+
+@pytest.mark.parametrize("way", ["sum", "average", "gradient"])
 def test_gradients_that_were_taken_out_come_back(way):
     """model.zero_grad() sets them to None, and a hook may put another tensor in their place."""
 
