@@ -104,9 +104,10 @@ class DeltaMethod(Distributed):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The local step (a closure sees this rank's data), then before + reduced difference."""
         gradients = self._adasum_gradients
-        if self._adasum_sparse_as_dense:
-            for _, parameter in gradients.named:
-                densify(parameter)
+        if closure is None:
+            self._densify()
+        elif self._adasum_sparse_as_dense:
+            closure = self._dense(closure)
         answer = None
         if self._adasum_alone:
             answer = self._local_step(closure)
@@ -119,6 +120,14 @@ class DeltaMethod(Distributed):
         gradients.restart()
         self._adasum_buffers.restart()
         return answer
+
+    def _dense(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def evaluate() -> Any:
+            loss = closure()
+            self._densify()
+            return loss
+
+        return evaluate
 
     def _step_as_a_whole(self, closure: Callable[[], Any] | None) -> Any:
         with torch.no_grad():
@@ -228,6 +237,11 @@ class InBackward(DeltaMethod):
         return answer
 
     def _send(self, members: Sequence[Named], label: str) -> Flight | None:
+        if _hooked(self):
+            raise OptimizerOrderError(
+                "step hooks cannot be used with step_in_backward=True: each bucket has a step of "
+                "its own, and they would run for every one; pass step_in_backward=False"
+            )
         if self._adasum_sparse_as_dense:
             for _, parameter in members:
                 densify(parameter)

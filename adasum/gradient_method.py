@@ -76,6 +76,7 @@ class GradientMethod(Distributed):
                         stacklevel=3,
                     )
                 gradients.synchronize()
+            self._densify()
             answer = self._local_step()
         self._adasum_asked = False
         gradients.restart()
@@ -94,6 +95,7 @@ class GradientMethod(Distributed):
         def evaluate() -> Any:
             loss = closure()
             self._adasum_gradients.synchronize()
+            self._densify()
             if (
                 isinstance(loss, Tensor)
                 and loss.is_floating_point()

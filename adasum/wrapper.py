@@ -115,6 +115,18 @@ class Distributed(_Base):
                 "optimizer.synchronize(): the gradients are being reduced"
             )
 
+    def _densify(self) -> None:
+        """Makes all gradients dense where `sparse_as_dense` asks for it, also on one rank."""
+        if self._adasum_sparse_as_dense:
+            for _, parameter in self._adasum_gradients.named:
+                densify(parameter)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "an optimizer wrapped by DistributedOptimizer cannot be copied or pickled: take its "
+            "state_dict(), and load it into a new optimizer"
+        )
+
     def _local_step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The wrapped optimizer's own step, unscaling or skipping as a GradScaler asks for."""
         amp = "found_inf" in self.__dict__
@@ -168,6 +180,11 @@ def wrap(
 
     def send(members: Sequence[Named], label: str) -> Any:
         target: Any = reference()
+        if target is None:
+            raise OptimizerOrderError(
+                "the optimizer that DistributedOptimizer returned was dropped, and the one given "
+                "to it reduces nothing: optimizer = DistributedOptimizer(optimizer) keeps it"
+            )
         return target._send(members, label)
 
     wrapper._adasum_gradients = GradientReducer(

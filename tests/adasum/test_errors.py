@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -140,6 +142,31 @@ def test_a_backward_broken_off_leaves_gradients_under_way() -> None:
         broken.remove()
         loss_of(model, group.rank, 1).backward()
         optimizer.step()
+
+    collectives.run_threads(2, run)
+
+
+def test_an_answer_that_is_not_kept() -> None:
+    def run(group: collectives.Group) -> None:
+        model = make_model()
+        plain = _sgd(model)
+        DistributedOptimizer(plain)
+        with pytest.raises(OptimizerOrderError, match="was dropped, and the one given"):
+            loss_of(model, group.rank, 0).backward()
+        plain.zero_grad()
+
+    collectives.run_threads(2, run)
+
+
+def test_copies_and_pickles_are_refused() -> None:
+    """They would reduce nothing."""
+
+    def run(group: collectives.Group) -> None:
+        optimizer = DistributedOptimizer(_sgd(make_model()))
+        for take in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match=r"cannot be copied or pickled: take its state_dic"):
+                take(optimizer)
+        assert copy.deepcopy(optimizer.state_dict()) == optimizer.state_dict()
 
     collectives.run_threads(2, run)
 
