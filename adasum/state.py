@@ -10,6 +10,7 @@ import io
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -221,6 +222,8 @@ def _take_out(value: Any, tensors: list[Tensor]) -> Any:
         return {key: _take_out(item, tensors) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(_take_out(item, tensors) for item in value)
+    if isinstance(value, np.generic):  # a rate that a schedule made with numpy
+        return value.item()
     return value
 
 

@@ -6,6 +6,7 @@ import io
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -109,6 +110,20 @@ def test_optimizer_state_of_another_dtype_keeps_its_bits() -> None:
 
     for result in run_threads(2, run):
         assert torch.equal(result, torch.tensor([1.0 + 2.0**-20, 2.0]))
+
+
+def test_a_rate_made_with_numpy() -> None:
+    """numpy's numbers, of which a schedule's rate may be one, arrive as Python's."""
+
+    def run(group: Group) -> object:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+        optimizer.param_groups[0]["lr"] = np.cos(np.float64(group.rank))
+        hvd.broadcast_optimizer_state(optimizer, 1)
+        return optimizer.param_groups[0]["lr"]
+
+    received, kept = run_threads(2, run)
+    assert received == kept == np.cos(1.0)
+    assert type(received) is float
 
 
 def test_optimizers_of_different_shape_fail_on_every_rank() -> None:
