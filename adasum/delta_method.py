@@ -19,7 +19,7 @@ from adasum.buffers import DeltaBuffers, travels
 from adasum.gradients import Flight, OptimizerOrderError
 from adasum.parameters import Named
 from adasum.wire import InFlight
-from adasum.wrapper import Distributed, densify
+from adasum.wrapper import Distributed, densify, forgets_scaler
 from collectives import Sum
 
 __all__ = ["DeltaMethod", "InBackward", "steps_by_parameter"]
@@ -101,6 +101,7 @@ class DeltaMethod(Distributed):
         skip_synchronize(), which clips this rank's gradients.
         """
 
+    @forgets_scaler
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The local step (a closure sees this rank's data), then before + reduced difference."""
         gradients = self._adasum_gradients
@@ -218,6 +219,7 @@ class InBackward(DeltaMethod):
             "while backward runs, before gradients could be clipped"
         )
 
+    @forgets_scaler
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Takes the steps that backward left over, and installs all reduced differences."""
         if "found_inf" in self.__dict__:

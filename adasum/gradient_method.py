@@ -12,7 +12,7 @@ from torch import Tensor
 from adasum.buffers import GradientBuffers, travels
 from adasum.gradients import Flight, OptimizerOrderError, Together
 from adasum.parameters import Named
-from adasum.wrapper import Distributed, densify
+from adasum.wrapper import Distributed, densify, forgets_scaler
 from collectives import Average, Sum
 
 __all__ = ["GradientMethod"]
@@ -40,6 +40,7 @@ class GradientMethod(Distributed):
         self._adasum_asked = True
         self._adasum_gradients.synchronize()
 
+    @forgets_scaler
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step with the reduced gradients.
 

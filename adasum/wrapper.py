@@ -18,7 +18,7 @@ from adasum.watch import Watcher
 from adasum.wire import Wire
 from collectives import Group
 
-__all__ = ["Distributed", "check_passes", "densify", "wrap"]
+__all__ = ["Distributed", "check_passes", "densify", "forgets_scaler", "wrap"]
 
 _AMP = ("grad_scale", "found_inf")
 
@@ -198,6 +198,24 @@ def wrap(
     )
     _keep_scheduler_patch(wrapper)
     return wrapper
+
+
+def forgets_scaler(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A step that drops what GradScaler set for it also when it raises.
+
+    GradScaler does so after steps that return; what it finds it multiplies the next scale by.
+    """
+
+    @wraps(step)
+    def stepped(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+        try:
+            return step(self, closure)
+        except BaseException:
+            for key in _AMP:
+                self.__dict__.pop(key, None)
+            raise
+
+    return stepped
 
 
 def densify(parameter: Tensor) -> None:
