@@ -75,6 +75,10 @@ class _Delta:
         with torch.no_grad():
             torch._foreach_add_(self._parameters, self._deltas)
 
+    def report(self) -> None:
+        """Shows the reduced difference, which its buffer still holds."""
+        self._flight.report()
+
     def drop(self) -> None:
         """Waits without installing the difference."""
         self._flight.wait()

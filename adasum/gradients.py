@@ -32,6 +32,10 @@ class Flight(Protocol):
         """Blocks until it has arrived; raises what went wrong on the way."""
         ...
 
+    def report(self) -> None:
+        """Shows the answer to who watches, who may call collectives: where all ranks are as far."""
+        ...
+
 
 class Together:
     """What is under way for one bucket, in several parts."""
@@ -43,6 +47,11 @@ class Together:
         """Blocks until all have arrived."""
         for part in self._parts:
             part.wait()
+
+    def report(self) -> None:
+        """Shows all answers."""
+        for part in self._parts:
+            part.report()
 
 
 Send = Callable[[Sequence[Named], str], Flight | None]
@@ -95,6 +104,7 @@ class GradientReducer:
         self._issued = 0
         self._begun = False
         self._in_flight: list[Flight] = []
+        self._arrived: list[Flight] = []
         self._awaited = False
         # A hook must not keep a dropped optimizer alive, nor go on counting for it.
         weakref.finalize(self, _remove_all, self._handles)
@@ -138,6 +148,7 @@ class GradientReducer:
             self._counts = dict.fromkeys(self._counts, 0)
             self._issued = 0
             self._begun = False
+            self._arrived = []
             self.synchronized = False
             self._awaited = False
             self._hook_trainable()
@@ -155,13 +166,19 @@ class GradientReducer:
                     while self._issued < len(self._buckets):
                         self._issue_next()
                         if most is not None and len(self._in_flight) > most:
-                            self._in_flight.pop(0).wait()
+                            first = self._in_flight.pop(0)
+                            first.wait()
+                            first.report()
                     if self._early:
                         self._issue_late()
             except BaseException as error:
                 self._abandon(error)
                 raise
         self.settle()
+        # Only now: how much backward itself sends and waits for may differ between the ranks.
+        arrived, self._arrived = self._arrived, []
+        for flight in arrived:
+            flight.report()
         self.synchronized = True
 
     def settle(self) -> None:
@@ -178,6 +195,7 @@ class GradientReducer:
                     self._in_flight = flights[i + 1 :]
                     self._abandon(error)
                     raise
+        self._arrived += flights
 
     def _abandon(self, error: BaseException) -> None:
         """Waits for the rest after an error, without acting on it: memory must not be in use."""
