@@ -189,10 +189,12 @@ def _encode(obj: Any) -> tuple[bool, bytes]:
         _decode(payload)
     # A foreign class raises what it likes when pickled, and every rank must be told.
     except Exception as error:  # noqa: BLE001
-        reason = str(error).splitlines()[0] if str(error) else ""
+        lines = str(error).splitlines() or [""]
+        # Of torch's many lines the one that names what is in the way.
+        reason = next((line.strip() for line in lines if "Unsupported" in line), lines[0])
         return False, (
-            f"an object of {type(obj).__name__} cannot be sent: only tensors, numbers, strings, "
-            "None and lists, tuples, sets and dicts of these can "
+            f"an object of {type(obj).__name__} cannot be sent: only tensors, Python's numbers, "
+            "strings, None and lists, tuples, sets and dicts of these can "
             f"({type(error).__name__}: {reason})"
         ).encode()
     return True, payload

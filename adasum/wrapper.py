@@ -101,8 +101,9 @@ class Distributed(_Base):
 
         Adasum's delta method leaves each rank a state of its own (momentum, Adam's moments). Called
         before state_dict(), any rank's checkpoint stands for all. Floating-point tensors are
-        averaged over the ranks that have them, and given to those that do not; ValueError on every
-        rank where their shapes or dtypes differ.
+        averaged over the ranks that have them, and given to those that do not; numbers and tensors
+        in lists (LBFGS has such a history) stay each rank's own. ValueError on every rank where
+        shapes or dtypes differ.
         """
         self._refuse_in_flight("average_state()")
         if self._adasum_group is not None and self._adasum_group.size > 1:
