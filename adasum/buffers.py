@@ -103,7 +103,9 @@ class DeltaBuffers:
         kind = slot, parameters[0].dtype, parameters[0].device
         members, buffer = self._buffers.get((label, kind), ([], None))
         if buffer is None or not _same(members, parameters):
-            numel = kernels.layout_of([p.detach().reshape(-1) for p in parameters]).numel
+            # Evenly strided elements are 1-D without a copy, and not contiguous.
+            flat = [p.detach().reshape(-1).contiguous() for p in parameters]
+            numel = kernels.layout_of(flat).numel
             memory = self._memory.get(kind)
             if memory is None or memory.numel() < numel:
                 memory = torch.empty(numel, dtype=kind[1], device=kind[2])

@@ -128,6 +128,27 @@ def test_gradients_that_were_taken_out_come_back(way):
             assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("strides", [(1, 4), (6, 1), (6, 2), (12, 3)], ids=str)
+def test_parameters_that_are_not_contiguous(way, strides):
+    """Columns of a larger tensor train as a copy of them does."""
+
+    def run(group: Group, copied: bool) -> torch.Tensor:
+        values = torch.arange(48.0).as_strided((4, 3), strides)
+        model = torch.nn.Module()
+        model.columns = torch.nn.Parameter(values.contiguous() if copied else values)
+        optimizer = wrapped(way, model)
+        for _ in range(2):
+            optimizer.zero_grad()
+            (model.columns * (group.rank + 1) - 1).square().sum().backward()
+            optimizer.step()
+        return model.columns.detach().clone(memory_format=torch.contiguous_format)
+
+    plain = run_threads(2, lambda group: run(group, True))
+    for got in run_threads(2, lambda group: run(group, False)):
+        assert torch.equal(got, plain[0])
+
+
 def test_channels_last_gradients_keep_their_strides(no_packing):
     def run(group: Group, way: str) -> None:
         weight = torch.ones(4, 3, 2, 2).to(memory_format=torch.channels_last)
