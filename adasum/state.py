@@ -71,9 +71,10 @@ def broadcast_optimizer_state(
         )
     group, root = _place(process_set, root_rank)
     mine = [len(each["params"]) for each in optimizer.param_groups]
-    lengths = allgather_object(mine, process_set=process_set)
-    for rank, other in enumerate(lengths):
-        if other != lengths[root]:
+    # With their ranks: those that have joined answer nothing.
+    lengths = dict(allgather_object((group.rank, mine), process_set=process_set))
+    for rank, other in lengths.items():
+        if other != lengths.get(root, other):
             raise ValueError(
                 f"the optimizer has parameter groups of {lengths[root]} parameters on rank "
                 f"{root} and of {other} on rank {rank}"
