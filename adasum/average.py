@@ -31,7 +31,8 @@ def average_state(optimizer: torch.optim.Optimizer, group: Group) -> None:
     kinds: dict[_Entry, list[Any]] = {}
     holders: dict[_Entry, int] = {}
     for rank, answer in enumerate(answers):
-        for i, key, *kind in json.loads(answer):
+        # A rank that has joined answers with nothing.
+        for i, key, *kind in json.loads(answer or b"[]"):
             first = kinds.setdefault((i, key), kind)
             if kind != first:
                 raise ValueError(

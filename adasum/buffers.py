@@ -35,6 +35,7 @@ class GradientBuffers:
         members, fused = self._buckets.get(label, ([], None))
         if fused is None or not _same(members, parameters):
             fused = FusedBuffer(parameters)
+            self._leave(parameters)
             self._buckets[label] = list(parameters), fused
         here: list[Tensor] = []
         gradients: list[Tensor] = []
@@ -51,6 +52,15 @@ class GradientBuffers:
         if here:
             torch._foreach_copy_(here, gradients)
         return fused.tensors
+
+    def _leave(self, parameters: Sequence[Tensor]) -> None:
+        """Gives up the buffers that hold one of these: a gradient has one place."""
+        moved = {id(parameter) for parameter in parameters}
+        self._buckets = {
+            label: (members, fused)
+            for label, (members, fused) in self._buckets.items()
+            if moved.isdisjoint(map(id, members))
+        }
 
     def clear(self) -> None:
         """Zero gradients, in the buffers, for the parameters that have a place in one."""
@@ -93,7 +103,9 @@ class DeltaBuffers:
         kind = slot, parameters[0].dtype, parameters[0].device
         members, buffer = self._buffers.get((label, kind), ([], None))
         if buffer is None or not _same(members, parameters):
-            numel = kernels.layout_of([p.detach().reshape(-1) for p in parameters]).numel
+            # Evenly strided elements are 1-D without a copy, and not contiguous.
+            flat = [p.detach().reshape(-1).contiguous() for p in parameters]
+            numel = kernels.layout_of(flat).numel
             memory = self._memory.get(kind)
             if memory is None or memory.numel() < numel:
                 memory = torch.empty(numel, dtype=kind[1], device=kind[2])

@@ -19,7 +19,7 @@ from adasum.buffers import DeltaBuffers, travels
 from adasum.gradients import Flight, OptimizerOrderError
 from adasum.parameters import Named
 from adasum.wire import InFlight
-from adasum.wrapper import Distributed, densify
+from adasum.wrapper import Distributed, densify, forgets_scaler
 from collectives import Sum
 
 __all__ = ["DeltaMethod", "InBackward", "steps_by_parameter"]
@@ -75,6 +75,10 @@ class _Delta:
         with torch.no_grad():
             torch._foreach_add_(self._parameters, self._deltas)
 
+    def report(self) -> None:
+        """Shows the reduced difference, which its buffer still holds."""
+        self._flight.report()
+
     def drop(self) -> None:
         """Waits without installing the difference."""
         self._flight.wait()
@@ -101,12 +105,14 @@ class DeltaMethod(Distributed):
         skip_synchronize(), which clips this rank's gradients.
         """
 
+    @forgets_scaler
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The local step (a closure sees this rank's data), then before + reduced difference."""
         gradients = self._adasum_gradients
-        if self._adasum_sparse_as_dense:
-            for _, parameter in gradients.named:
-                densify(parameter)
+        if closure is None:
+            self._densify()
+        elif self._adasum_sparse_as_dense:
+            closure = self._dense(closure)
         answer = None
         if self._adasum_alone:
             answer = self._local_step(closure)
@@ -119,6 +125,14 @@ class DeltaMethod(Distributed):
         gradients.restart()
         self._adasum_buffers.restart()
         return answer
+
+    def _dense(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def evaluate() -> Any:
+            loss = closure()
+            self._densify()
+            return loss
+
+        return evaluate
 
     def _step_as_a_whole(self, closure: Callable[[], Any] | None) -> Any:
         with torch.no_grad():
@@ -209,6 +223,7 @@ class InBackward(DeltaMethod):
             "while backward runs, before gradients could be clipped"
         )
 
+    @forgets_scaler
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Takes the steps that backward left over, and installs all reduced differences."""
         if "found_inf" in self.__dict__:
@@ -228,6 +243,11 @@ class InBackward(DeltaMethod):
         return answer
 
     def _send(self, members: Sequence[Named], label: str) -> Flight | None:
+        if _hooked(self):
+            raise OptimizerOrderError(
+                "step hooks cannot be used with step_in_backward=True: each bucket has a step of "
+                "its own, and they would run for every one; pass step_in_backward=False"
+            )
         if self._adasum_sparse_as_dense:
             for _, parameter in members:
                 densify(parameter)

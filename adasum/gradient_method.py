@@ -12,7 +12,7 @@ from torch import Tensor
 from adasum.buffers import GradientBuffers, travels
 from adasum.gradients import Flight, OptimizerOrderError, Together
 from adasum.parameters import Named
-from adasum.wrapper import Distributed, densify
+from adasum.wrapper import Distributed, densify, forgets_scaler
 from collectives import Average, Sum
 
 __all__ = ["GradientMethod"]
@@ -40,6 +40,7 @@ class GradientMethod(Distributed):
         self._adasum_asked = True
         self._adasum_gradients.synchronize()
 
+    @forgets_scaler
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step with the reduced gradients.
 
@@ -76,6 +77,7 @@ class GradientMethod(Distributed):
                         stacklevel=3,
                     )
                 gradients.synchronize()
+            self._densify()
             answer = self._local_step()
         self._adasum_asked = False
         gradients.restart()
@@ -94,6 +96,7 @@ class GradientMethod(Distributed):
         def evaluate() -> Any:
             loss = closure()
             self._adasum_gradients.synchronize()
+            self._densify()
             if (
                 isinstance(loss, Tensor)
                 and loss.is_floating_point()
@@ -113,7 +116,8 @@ class GradientMethod(Distributed):
         others: list[Named] = []
         flights: list[Flight] = []
         for name, parameter in members:
-            if not parameter.requires_grad:
+            # One frozen since backward has a gradient of this rank alone, and would step by it.
+            if not (parameter.requires_grad or self._adasum_gradients.reached(parameter)):
                 continue
             if self._adasum_sparse_as_dense:
                 densify(parameter)

@@ -32,6 +32,10 @@ class Flight(Protocol):
         """Blocks until it has arrived; raises what went wrong on the way."""
         ...
 
+    def report(self) -> None:
+        """Shows the answer to who watches, who may call collectives: where all ranks are as far."""
+        ...
+
 
 class Together:
     """What is under way for one bucket, in several parts."""
@@ -44,12 +48,18 @@ class Together:
         for part in self._parts:
             part.wait()
 
+    def report(self) -> None:
+        """Shows all answers."""
+        for part in self._parts:
+            part.report()
+
 
 Send = Callable[[Sequence[Named], str], Flight | None]
 
 
 class _Bucket:
     def __init__(self, index: int, members: Sequence[Named]) -> None:
+        self.index = index
         self.members = list(members)
         self.name = f"bucket {index}: {members[0][0]} to {members[-1][0]}"
         self.waiting = 0
@@ -58,9 +68,9 @@ class _Bucket:
 class GradientReducer:
     """Counts backward passes and sends each bucket once: early, as it completes, or when asked.
 
-    A bucket is complete when each of its parameters has seen `passes` backward passes since
-    `restart`. Buckets are sent in one order on every rank: a complete one waits for those before
-    it. Hooks may run in any of autograd's threads.
+    A bucket is complete when each of its trainable parameters has seen `passes` backward passes
+    since `restart`. Buckets are sent in one order on every rank: a complete one waits for those
+    before it. Hooks may run in any of autograd's threads.
 
     send: called with a bucket's (name, parameter) pairs and its label. early: send while backward
     runs. final: backward returns only when what it has sent has arrived, so that its caller finds
@@ -92,7 +102,9 @@ class GradientReducer:
         self._hooked: set[Tensor] = set()
         self._handles: list[Any] = []
         self._issued = 0
+        self._begun = False
         self._in_flight: list[Flight] = []
+        self._arrived: list[Flight] = []
         self._awaited = False
         # A hook must not keep a dropped optimizer alive, nor go on counting for it.
         weakref.finalize(self, _remove_all, self._handles)
@@ -109,8 +121,13 @@ class GradientReducer:
         return bool(self._in_flight)
 
     def add(self, named: Sequence[Named], buckets: PlanBuckets = plan_buckets) -> None:
-        """Takes in parameters (not yet known ones only); their buckets come after those before."""
+        """Takes in parameters (not yet known ones only); their buckets come after those before.
+
+        Gradients that they have already are sent with this step's.
+        """
         with self._lock:
+            known = len(self._buckets)
+            self.synchronized = False
             for name, parameter in named:
                 self._names[parameter] = name
                 self._counts[parameter] = 0
@@ -119,17 +136,22 @@ class GradientReducer:
                 self._buckets.append(bucket)
                 self._bucket_of.update((parameter, bucket) for _, parameter in members)
             self._hook_trainable()
-            self._expect()
+            self._expect(self._buckets[known:])
+
+    def reached(self, parameter: Tensor) -> bool:
+        """Whether backward has produced its gradient since `restart`."""
+        return self._counts[parameter] > 0
 
     def restart(self) -> None:
         """A new step begins: passes count from zero, every bucket waits for all its members."""
         with self._lock:
             self._counts = dict.fromkeys(self._counts, 0)
             self._issued = 0
+            self._begun = False
+            self._arrived = []
             self.synchronized = False
             self._awaited = False
             self._hook_trainable()
-            self._expect()
 
     def synchronize(self, most: int | None = None) -> None:
         """Sends the buckets not sent yet, in their order, and waits for all.
@@ -144,13 +166,19 @@ class GradientReducer:
                     while self._issued < len(self._buckets):
                         self._issue_next()
                         if most is not None and len(self._in_flight) > most:
-                            self._in_flight.pop(0).wait()
+                            first = self._in_flight.pop(0)
+                            first.wait()
+                            first.report()
                     if self._early:
                         self._issue_late()
             except BaseException as error:
                 self._abandon(error)
                 raise
         self.settle()
+        # Only now: how much backward itself sends and waits for may differ between the ranks.
+        arrived, self._arrived = self._arrived, []
+        for flight in arrived:
+            flight.report()
         self.synchronized = True
 
     def settle(self) -> None:
@@ -167,6 +195,7 @@ class GradientReducer:
                     self._in_flight = flights[i + 1 :]
                     self._abandon(error)
                     raise
+        self._arrived += flights
 
     def _abandon(self, error: BaseException) -> None:
         """Waits for the rest after an error, without acting on it: memory must not be in use."""
@@ -187,29 +216,47 @@ class GradientReducer:
                     parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self)))
                 )
 
-    def _expect(self) -> None:
-        for bucket in self._buckets:
-            bucket.waiting = sum(parameter.requires_grad for _, parameter in bucket.members)
+    def _awaits(self, parameter: Tensor) -> bool:
+        return parameter.requires_grad and parameter in self._hooked
+
+    def _expect(self, buckets: Sequence[_Bucket]) -> None:
+        for bucket in buckets:
+            bucket.waiting = sum(self._awaits(parameter) for _, parameter in bucket.members)
+
+    def _complete(self, bucket: _Bucket) -> bool:
+        # Parameters may have become trainable since they were counted.
+        return bucket.waiting <= 0 and all(
+            self._counts[parameter] >= self.passes
+            for _, parameter in bucket.members
+            if self._awaits(parameter)
+        )
 
     def _on_gradient(self, parameter: Tensor) -> None:
         with self._lock:
+            if not self._begun:
+                # Not at `restart`: parameters are frozen and unfrozen between it and backward.
+                self._begun = True
+                self._expect(self._buckets)
+            bucket = self._bucket_of[parameter]
             self._counts[parameter] += 1
             count = self._counts[parameter]
             if count > self.passes:
                 raise OptimizerOrderError(
                     f"the gradient of {self._names[parameter]} was computed more than "
                     f"backward_passes_per_step={self.passes} times before step(): raise "
-                    "backward_passes_per_step to accumulate gradients, or call step() between"
+                    "backward_passes_per_step to accumulate gradients, or call step() between (of "
+                    "the optimizer that DistributedOptimizer returned)"
                 )
-            if self.synchronized:
+            if self.synchronized or bucket.index < self._issued:
+                when = "synchronize()" if self.synchronized else f"{bucket.name} was sent"
                 raise OptimizerOrderError(
-                    f"the gradient of {self._names[parameter]} was computed after synchronize() "
+                    f"the gradient of {self._names[parameter]} was computed after {when} "
                     "and before step(): it would be left out of the reduction"
                 )
             if not self._early or count < self.passes:
                 return
-            self._bucket_of[parameter].waiting -= 1
-            while self._issued < len(self._buckets) and self._buckets[self._issued].waiting == 0:
+            bucket.waiting -= 1
+            while self._issued < len(self._buckets) and self._complete(self._buckets[self._issued]):
                 self._issue_next()
                 self._await_at_the_end()
 

@@ -10,6 +10,7 @@ import io
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -70,9 +71,10 @@ def broadcast_optimizer_state(
         )
     group, root = _place(process_set, root_rank)
     mine = [len(each["params"]) for each in optimizer.param_groups]
-    lengths = allgather_object(mine, process_set=process_set)
-    for rank, other in enumerate(lengths):
-        if other != lengths[root]:
+    # With their ranks: those that have joined answer nothing.
+    lengths = dict(allgather_object((group.rank, mine), process_set=process_set))
+    for rank, other in lengths.items():
+        if other != lengths.get(root, other):
             raise ValueError(
                 f"the optimizer has parameter groups of {lengths[root]} parameters on rank "
                 f"{root} and of {other} on rank {rank}"
@@ -188,10 +190,12 @@ def _encode(obj: Any) -> tuple[bool, bytes]:
         _decode(payload)
     # A foreign class raises what it likes when pickled, and every rank must be told.
     except Exception as error:  # noqa: BLE001
-        reason = str(error).splitlines()[0] if str(error) else ""
+        lines = str(error).splitlines() or [""]
+        # Of torch's many lines the one that names what is in the way.
+        reason = next((line.strip() for line in lines if "Unsupported" in line), lines[0])
         return False, (
-            f"an object of {type(obj).__name__} cannot be sent: only tensors, numbers, strings, "
-            "None and lists, tuples, sets and dicts of these can "
+            f"an object of {type(obj).__name__} cannot be sent: only tensors, Python's numbers, "
+            "strings, None and lists, tuples, sets and dicts of these can "
             f"({type(error).__name__}: {reason})"
         ).encode()
     return True, payload
@@ -221,6 +225,8 @@ def _take_out(value: Any, tensors: list[Tensor]) -> Any:
         return {key: _take_out(item, tensors) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(_take_out(item, tensors) for item in value)
+    if isinstance(value, np.generic):  # a rate that a schedule made with numpy
+        return value.item()
     return value
 
 

@@ -25,5 +25,8 @@ class Watcher(Protocol):
         ...
 
     def reduced(self, token: Any, tensors: Sequence[Tensor]) -> None:
-        """The same tensors, now holding the answer; in the thread that waits for it."""
+        """The same tensors, now holding the answer; in the thread that waits for it.
+
+        In one order on every rank: Sum, Average and the gradient method wait for all buckets first.
+        """
         ...

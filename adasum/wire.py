@@ -103,6 +103,9 @@ class InFlight:
         for tensor, (short, ctx) in zip(self._tensors, self._sent, strict=True):
             if short is not tensor:
                 tensor.copy_(self._compression.decompress(short, ctx))
+
+    def report(self) -> None:
+        """Shows the answer to the watcher, if there is one."""
         if self._watch:
             self._watch.reduced(self._token, self._tensors)
 
@@ -128,3 +131,6 @@ class SparseInFlight:
         """Blocks until the answer is there; raises what went wrong on the way."""
         answer = self._handle.wait()
         self._parameter.grad = answer * self._postscale if self._postscale != 1.0 else answer
+
+    def report(self) -> None:
+        """Nobody watches sparse gradients."""

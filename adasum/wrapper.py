@@ -18,7 +18,7 @@ from adasum.watch import Watcher
 from adasum.wire import Wire
 from collectives import Group
 
-__all__ = ["Distributed", "check_passes", "densify", "wrap"]
+__all__ = ["Distributed", "check_passes", "densify", "forgets_scaler", "wrap"]
 
 _AMP = ("grad_scale", "found_inf")
 
@@ -101,8 +101,9 @@ class Distributed(_Base):
 
         Adasum's delta method leaves each rank a state of its own (momentum, Adam's moments). Called
         before state_dict(), any rank's checkpoint stands for all. Floating-point tensors are
-        averaged over the ranks that have them, and given to those that do not; ValueError on every
-        rank where their shapes or dtypes differ.
+        averaged over the ranks that have them, and given to those that do not; numbers and tensors
+        in lists (LBFGS has such a history) stay each rank's own. ValueError on every rank where
+        shapes or dtypes differ.
         """
         self._refuse_in_flight("average_state()")
         if self._adasum_group is not None and self._adasum_group.size > 1:
@@ -114,6 +115,18 @@ class Distributed(_Base):
                 f"optimizer.{what} was called after loss.backward() but before optimizer.step() or "
                 "optimizer.synchronize(): the gradients are being reduced"
             )
+
+    def _densify(self) -> None:
+        """Makes all gradients dense where `sparse_as_dense` asks for it, also on one rank."""
+        if self._adasum_sparse_as_dense:
+            for _, parameter in self._adasum_gradients.named:
+                densify(parameter)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "an optimizer wrapped by DistributedOptimizer cannot be copied or pickled: take its "
+            "state_dict(), and load it into a new optimizer"
+        )
 
     def _local_step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The wrapped optimizer's own step, unscaling or skipping as a GradScaler asks for."""
@@ -168,6 +181,11 @@ def wrap(
 
     def send(members: Sequence[Named], label: str) -> Any:
         target: Any = reference()
+        if target is None:
+            raise OptimizerOrderError(
+                "the optimizer that DistributedOptimizer returned was dropped, and the one given "
+                "to it reduces nothing: optimizer = DistributedOptimizer(optimizer) keeps it"
+            )
         return target._send(members, label)
 
     wrapper._adasum_gradients = GradientReducer(
@@ -181,6 +199,24 @@ def wrap(
     )
     _keep_scheduler_patch(wrapper)
     return wrapper
+
+
+def forgets_scaler(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A step that drops what GradScaler set for it also when it raises.
+
+    GradScaler does so after steps that return; what it finds it multiplies the next scale by.
+    """
+
+    @wraps(step)
+    def stepped(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+        try:
+            return step(self, closure)
+        except BaseException:
+            for key in _AMP:
+                self.__dict__.pop(key, None)
+            raise
+
+    return stepped
 
 
 def densify(parameter: Tensor) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import collectives
 from adasum import DistributedOptimizer, OptimizerOrderError
 from tests.adasum.definition import flat, loss_of, make_model
 from tests.adasum.jobs import OPS
+from tests.adasum.lines import WAYS
 
 
 def _sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -144,6 +147,56 @@ def test_a_backward_broken_off_leaves_gradients_under_way() -> None:
     collectives.run_threads(2, run)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rank_whose_backward_broke_off_steps_with_the_others(way: str) -> None:
+    """With what it has, so that the models stay equal."""
+
+    def run(group: collectives.Group) -> torch.Tensor:
+        model = make_model()
+        op, options = WAYS[way]
+        optimizer: Any = DistributedOptimizer(_sgd(model), op=getattr(hvd, op), groups=4, **options)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = loss_of(model, group.rank, step)
+            if group.rank == 0 and step == 1:
+                broken = model[0].weight.register_hook(lambda gradient: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    loss.backward()
+                broken.remove()
+            else:
+                loss.backward()
+            optimizer.step()
+        return flat(model)
+
+    results = collectives.run_threads(2, run)
+    assert torch.equal(results[0], results[1])
+
+
+def test_an_answer_that_is_not_kept() -> None:
+    def run(group: collectives.Group) -> None:
+        model = make_model()
+        plain = _sgd(model)
+        DistributedOptimizer(plain)
+        with pytest.raises(OptimizerOrderError, match="was dropped, and the one given"):
+            loss_of(model, group.rank, 0).backward()
+        plain.zero_grad()
+
+    collectives.run_threads(2, run)
+
+
+def test_copies_and_pickles_are_refused() -> None:
+    """They would reduce nothing."""
+
+    def run(group: collectives.Group) -> None:
+        optimizer = DistributedOptimizer(_sgd(make_model()))
+        for take in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match=r"cannot be copied or pickled: take its state_dic"):
+                take(optimizer)
+        assert copy.deepcopy(optimizer.state_dict()) == optimizer.state_dict()
+
+    collectives.run_threads(2, run)
+
+
 def test_a_batch_can_be_passed_over() -> None:
     """zero_grad() after backward begins the step anew, as with a plain optimizer."""
 
@@ -217,6 +270,36 @@ def test_grad_scaler_where_backward_did_not_reach_every_parameter() -> None:
         optimizer.synchronize()
 
     collectives.run_threads(2, run)
+
+
+def test_a_step_that_raised_leaves_the_scale_of_the_next_one_alone() -> None:
+    """GradScaler takes grad_scale and found_inf away from a step that returns, not from this one.
+
+    The scale is a power of two, so that dividing by it gives the plain step's bits.
+    """
+
+    def run(group: collectives.Group, scale: float) -> torch.Tensor:
+        model = make_model().float()
+        optimizer: Any = DistributedOptimizer(_sgd(model), op=hvd.Sum)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=scale > 1)
+        scaler.scale(model[0](torch.full((1, 6), group.rank + 1.0)).sum()).backward()
+        if scale > 1:
+            with pytest.raises(OptimizerOrderError, match="not all reduced yet"):
+                scaler.step(optimizer)
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+        # Without unscale_ the step itself divides by what it finds.
+        optimizer.zero_grad()
+        scaler.scale(model(torch.full((1, 6), group.rank + 1.0)).sum()).backward()
+        scaler.step(optimizer)
+        return flat(model)
+
+    plain = collectives.run_threads(2, lambda group: run(group, 1.0))
+    scaled = collectives.run_threads(2, lambda group: run(group, 8.0))
+    assert torch.equal(plain[0], scaled[0])
 
 
 def test_adasum_of_a_sparse_gradient() -> None:

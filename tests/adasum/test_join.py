@@ -142,6 +142,27 @@ def test_the_optimizer_goes_on_alone(op: str, options: dict[str, Any]) -> None:
     assert run_threads(3, run) == [1, 1, 1]
 
 
+def test_state_is_averaged_and_broadcast_among_those_that_go_on() -> None:
+    def run(group: Group) -> float | None:
+        parameter = torch.nn.Parameter(torch.zeros(2))
+        optimizer: Any = hvd.DistributedOptimizer(
+            torch.optim.SGD([parameter], lr=1.0, momentum=0.5), op=hvd.Adasum
+        )
+        optimizer.state[parameter]["momentum_buffer"] = torch.full((2,), 2.0 + group.rank)
+        if group.rank == 0:
+            hvd.join()
+            return None
+        optimizer.average_state()
+        mean = optimizer.state[parameter]["momentum_buffer"]
+        assert mean.tolist() == [3.5, 3.5]
+        mean += group.rank
+        hvd.broadcast_optimizer_state(optimizer, root_rank=2)
+        hvd.join()
+        return float(optimizer.state[parameter]["momentum_buffer"][0])
+
+    assert run_threads(3, run) == [None, 5.5, 5.5]
+
+
 def test_what_cannot_be_done_is_an_error_everywhere() -> None:
     """And after each the joined rank may join again."""
 

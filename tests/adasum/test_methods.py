@@ -182,6 +182,15 @@ def test_what_stepping_in_backward_refuses() -> None:
             optimizer.synchronize()
         with pytest.raises(OptimizerOrderError, match="GradScaler cannot be used with"):
             scaler.step(optimizer)
+        hooked = make_model().float()
+        optimizer = wrapped(torch.optim.SGD(hooked.parameters(), lr=0.1), groups=4)
+        hook = optimizer.register_step_post_hook(lambda *_: None)
+        with pytest.raises(OptimizerOrderError, match="step hooks cannot be used with"):
+            hooked(torch.ones(1, 6)).sum().backward()
+        hook.remove()
+        optimizer.zero_grad()
+        hooked(torch.ones(1, 6)).sum().backward()
+        optimizer.step()
 
     collectives.run_threads(2, run)
 

@@ -14,6 +14,7 @@ import adasum
 import collectives
 from adasum.orthogonality import Recorder, Row, orthogonality
 from tests.adasum.definition import OPTIMIZERS, loss_of, make_model, tolerance, tree
+from tests.adasum.lines import WAYS
 
 # One per layer: 0-d, matrix, more than a cache line, and none of them a multiple of a slot.
 SHAPES = [(), (3, 5), (1000,), (7,)]
@@ -235,6 +236,36 @@ def test_it_watches_an_optimizer(
     names = [name for name, _ in make_model().named_parameters()]
     want = definition(size, lambda rank: of_step(rank, method))
     assert_close([first[name] for name in names], want, torch.float64)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_it_watches_ranks_whose_backward_takes_different_ways(way: str) -> None:
+    """One rank has sent every bucket in backward, the other sends the rest in step()."""
+
+    def run(group: collectives.Group) -> list[Row]:
+        model = make_model()
+        op, options = WAYS[way]
+        optimizer = adasum.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            model.named_parameters(),
+            op=getattr(adasum, op),
+            groups=4,
+            **options,
+        )
+        recorder = Recorder(every=1)
+        optimizer.watch(recorder)
+        for step in range(2):
+            optimizer.zero_grad()
+            if (group.rank + step) % 2:
+                loss_of(model, group.rank, step).backward()
+            else:
+                model[2](torch.ones(1, 5, dtype=torch.float64)).sum().backward()
+            optimizer.step()
+        return recorder.rows
+
+    results = collectives.run_threads(2, run)
+    assert results[0] == results[1]
+    assert [row.step for row in results[0]] == [0] * 4 + [1] * 4
 
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, True])

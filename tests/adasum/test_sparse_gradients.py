@@ -49,3 +49,37 @@ def test_sparse_gradients(size: int, predivide: float) -> None:
             assert all(torch.equal(result, results[0]) for result in results), (op, way)
             error = relative_error(results[0], answers["dense"][0])
             assert error <= trajectory_tolerance(STEPS), (op, way)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("by_closure", [False, True])
+def test_sparse_as_dense_for_an_optimizer_that_refuses_sparse(size: int, by_closure: bool) -> None:
+    """On one rank, too."""
+
+    def run(group: collectives.Group, op: Any, sparse: bool) -> torch.Tensor:
+        weights = torch.randn(7, 3, generator=torch.Generator().manual_seed(0)).double()
+        table = torch.nn.Embedding.from_pretrained(weights, freeze=False, sparse=sparse)
+        optimizer = DistributedOptimizer(
+            torch.optim.Adam(table.parameters()), op=op, sparse_as_dense=True
+        )
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = table(torch.tensor([group.rank, 2])).square().sum()
+            loss.backward()
+            return loss
+
+        for _ in range(STEPS):
+            if by_closure:
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+        return table.weight.detach().clone()
+
+    for op in OPS.values():
+        dense, sparse = (
+            collectives.run_threads(size, lambda group, op=op, each=each: run(group, op, each))
+            for each in (False, True)
+        )
+        assert relative_error(sparse[0], dense[0]) <= trajectory_tolerance(STEPS), op

@@ -6,6 +6,7 @@ import io
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -111,6 +112,20 @@ def test_optimizer_state_of_another_dtype_keeps_its_bits() -> None:
         assert torch.equal(result, torch.tensor([1.0 + 2.0**-20, 2.0]))
 
 
+def test_a_rate_made_with_numpy() -> None:
+    """numpy's numbers, of which a schedule's rate may be one, arrive as Python's."""
+
+    def run(group: Group) -> object:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+        optimizer.param_groups[0]["lr"] = np.cos(np.float64(group.rank))
+        hvd.broadcast_optimizer_state(optimizer, 1)
+        return optimizer.param_groups[0]["lr"]
+
+    received, kept = run_threads(2, run)
+    assert received == kept == np.cos(1.0)
+    assert type(received) is float
+
+
 def test_optimizers_of_different_shape_fail_on_every_rank() -> None:
     def run(group: Group) -> str:
         parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(1 + group.rank)]
@@ -144,6 +159,7 @@ def test_foreign_objects_are_refused_on_every_rank() -> None:
         texts = []
         with pytest.raises(TypeError, match="rank 0: an object of Foreign cannot be sent") as e:
             hvd.broadcast_object(Foreign() if group.rank == 0 else None, root_rank=0)
+        assert "Unsupported global: GLOBAL tests.adasum.test_state.Foreign" in str(e.value)
         texts.append(str(e.value))
         with pytest.raises(TypeError, match="rank 1: an object of function cannot be sent") as e:
             hvd.allgather_object((lambda: 0) if group.rank == 1 else 0)

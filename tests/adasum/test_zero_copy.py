@@ -84,6 +84,27 @@ def test_backward_adds_into_the_bucket_from_the_second_step_on(no_packing, monke
 
 
 @pytest.mark.parametrize("way", ["sum", "average", "gradient"])
+def test_a_layer_unfrozen_later_moves_into_the_bucket(way):
+    """Its first gradient has a buffer of its own, and leaves it."""
+
+    def run(group: Group) -> None:
+        model = make_model()
+        model[0].requires_grad_(False)
+        optimizer = wrapped(way, model)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            model[0].requires_grad_(step > 0)
+            places = [p.grad if p.grad is None else p.grad.data_ptr() for p in model.parameters()]
+            loss_of(model, group.rank, step).backward()
+            optimizer.step()
+            if step > 2:
+                assert places == [p.grad.data_ptr() for p in model.parameters()]
+                assert buffer_of([p.grad for p in reversed(list(model.parameters()))]) is not None
+
+    run_threads(2, run)
+
+
+@pytest.mark.parametrize("way", ["sum", "average", "gradient"])
 def test_gradients_that_were_taken_out_come_back(way):
     """model.zero_grad() sets them to None, and a hook may put another tensor in their place."""
 
@@ -105,6 +126,27 @@ def test_gradients_that_were_taken_out_come_back(way):
     for how in ("model's zero_grad", "replaced"):
         for got in run_threads(2, lambda group, how=how: run(group, how)):
             assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("strides", [(1, 4), (6, 1), (6, 2), (12, 3)], ids=str)
+def test_parameters_that_are_not_contiguous(way, strides):
+    """Columns of a larger tensor train as a copy of them does."""
+
+    def run(group: Group, copied: bool) -> torch.Tensor:
+        values = torch.arange(48.0).as_strided((4, 3), strides)
+        model = torch.nn.Module()
+        model.columns = torch.nn.Parameter(values.contiguous() if copied else values)
+        optimizer = wrapped(way, model)
+        for _ in range(2):
+            optimizer.zero_grad()
+            (model.columns * (group.rank + 1) - 1).square().sum().backward()
+            optimizer.step()
+        return model.columns.detach().clone(memory_format=torch.contiguous_format)
+
+    plain = run_threads(2, lambda group: run(group, True))
+    for got in run_threads(2, lambda group: run(group, False)):
+        assert torch.equal(got, plain[0])
 
 
 def test_channels_last_gradients_keep_their_strides(no_packing):

@@ -1,0 +1,116 @@
+"""Parameters frozen, made trainable and added between steps, passes and calls of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import adasum as hvd
+import collectives
+from adasum import DistributedOptimizer, OptimizerOrderError
+from tests.adasum.definition import flat, loss_of, make_model, relative_error, trajectory_tolerance
+
+SIZE = 2
+Train = Callable[[torch.nn.Module, Any, Callable[[int, int], None]], None]
+
+
+def _equals_one_process(train: Train, passes: int = 1, owned: slice = slice(None)) -> None:
+    """`train(model, optimizer, backward(step, turn))` on ranks, and on one that has all batches."""
+
+    def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(list(model.parameters())[owned], lr=0.1)
+
+    def run(group: collectives.Group) -> torch.Tensor:
+        model = make_model()
+        optimizer = DistributedOptimizer(
+            sgd(model), op=hvd.Sum, backward_passes_per_step=passes, groups=1
+        )
+        train(model, optimizer, lambda *batch: loss_of(model, group.rank, *batch).backward())
+        return flat(model)
+
+    alone = make_model()
+
+    def backward(*batch: int) -> None:
+        torch.stack([loss_of(alone, rank, *batch) for rank in range(SIZE)]).sum().backward()
+
+    train(alone, sgd(alone), backward)
+    for result in collectives.run_threads(SIZE, run):
+        assert relative_error(result, flat(alone)) <= trajectory_tolerance(3)
+
+
+def test_unfrozen_between_zero_grad_and_backward() -> None:
+    """The bucket waits for it, though it was frozen when the step began."""
+
+    def train(model: Any, optimizer: Any, backward: Callable[[int, int], None]) -> None:
+        backward(0, 0)
+        optimizer.step()
+        for step in (1, 2):
+            model[0].requires_grad_(False)
+            optimizer.zero_grad()
+            model[0].requires_grad_(True)
+            backward(step, 0)
+            optimizer.step()
+
+    _equals_one_process(train)
+
+
+def test_frozen_between_zero_grad_and_backward_gradients_are_still_final() -> None:
+    def run(group: collectives.Group) -> None:
+        model = make_model()
+        optimizer: Any = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        optimizer.zero_grad()
+        model[0].requires_grad_(False)
+        loss_of(model, group.rank, 0).backward()
+        (total,) = hvd.grouped_allgather([model[2].weight.grad.reshape(1, -1)])
+        assert torch.equal(total[0], total[1])
+        optimizer.step()
+
+    collectives.run_threads(SIZE, run)
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+def test_frozen_or_unfrozen_between_passes(trainable: bool) -> None:
+    """What one pass left is reduced, also of a parameter that is frozen by then."""
+
+    def train(model: Any, optimizer: Any, backward: Callable[[int, int], None]) -> None:
+        model[0].requires_grad_(trainable)
+        optimizer.zero_grad()
+        backward(0, 0)
+        model[0].requires_grad_(not trainable)
+        backward(0, 1)
+        optimizer.step()
+
+    _equals_one_process(train, passes=2)
+
+
+def test_a_group_added_after_backward_is_reduced_with_the_gradients_it_has() -> None:
+    def train(model: Any, optimizer: Any, backward: Callable[[int, int], None]) -> None:
+        backward(0, 0)
+        optimizer.add_param_group({"params": list(model.parameters())[:2]})
+        optimizer.step()
+        optimizer.zero_grad()
+        backward(1, 0)
+        optimizer.step()
+
+    _equals_one_process(train, owned=slice(2, None))
+
+
+def test_unfrozen_after_its_bucket_was_sent() -> None:
+    def run(group: collectives.Group) -> None:
+        model = make_model()
+        optimizer: Any = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), groups=4)
+        model[0].weight.requires_grad_(False)
+        loss_of(model, group.rank, 0).backward()
+        model.requires_grad_(False)
+        model[0].weight.requires_grad_(True)
+        with pytest.raises(OptimizerOrderError, match="would be left out of the reduction"):
+            loss_of(model, group.rank, 1).backward()
+        optimizer.zero_grad()
+        model.requires_grad_(True)
+        loss_of(model, group.rank, 1).backward()
+        optimizer.step()
+
+    collectives.run_threads(SIZE, run)
