@@ -122,6 +122,29 @@ def test_an_interrupted_init_leaves_nothing() -> None:
     assert run_ranks(2, _interrupted, timeout=60.0) == [(False, 2.0, 1)] * 2
 
 
+def _ended_first(rank: int, port: int) -> list[float]:
+    """The user ends torch.distributed, and starts it again: shutdown leaves that one alone."""
+    group = collectives.init(timeout=20.0, calibrate=False)
+    dist.destroy_process_group()
+    total = group.all_reduce(torch.ones(1)).item()
+    # The first to fail tells the other, which may not have seen yet that both are there.
+    with pytest.raises(collectives.CollectiveError, match="destroyed"):
+        group.split([0, 1])
+    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+    os.environ["MASTER_PORT"] = str(port)
+    dist.init_process_group("gloo")
+    collectives.shutdown()
+    theirs = torch.ones(1)
+    dist.all_reduce(theirs)
+    dist.barrier()
+    dist.destroy_process_group()
+    return [total, theirs.item()]
+
+
+def test_torch_distributed_ended_first() -> None:
+    assert run_ranks(2, _ended_first, free_port(), timeout=60.0) == [[2.0, 2.0]] * 2
+
+
 def _forked(rank: int) -> list[bytes]:
     group = collectives.init(timeout=20.0, calibrate=False)
     group.all_reduce(torch.ones(1), async_op=True).wait()
