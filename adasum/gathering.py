@@ -115,7 +115,7 @@ class _Allgather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        rows = _gather(ctx.group, None, torch.tensor([ctx.rows])).wait().tolist()
+        rows = _gather(ctx.group, None, torch.tensor([ctx.rows], device="cpu")).wait().tolist()
         whole = copied(gradients[0])
         ctx.group.all_reduce(whole, Average, name=ctx.name)
         return None, None, whole.narrow(0, sum(rows[: ctx.group.rank]), ctx.rows)

@@ -154,7 +154,9 @@ def _sparse_zeros(parameter: Tensor, sparse_dim: int) -> Tensor:
     values = torch.empty(
         0, *parameter.shape[sparse_dim:], dtype=parameter.dtype, device=parameter.device
     )
-    return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=True)
+    return torch.sparse_coo_tensor(
+        indices, values, parameter.shape, device=values.device, check_invariants=True
+    )
 
 
 # torch wraps the step of any optimizer class not so marked, and would run step hooks twice.

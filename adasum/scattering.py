@@ -202,7 +202,7 @@ class _Reducescatter(torch.autograd.Function):
 def _alltoall(group: Group, splits: _Splits, name: str | None, tensor: Tensor) -> Handle:
     work = group.all_to_all(contiguous(tensor), splits, name=name, async_op=True)
     # Horovod's counts are int32 unless a tensor says otherwise.
-    kind = splits if isinstance(splits, Tensor) else torch.empty(0, dtype=torch.int32)
+    kind = splits if isinstance(splits, Tensor) else torch.empty(0, dtype=torch.int32, device="cpu")
     return Handle(work, lambda answer: (answer[0], answer[1].to(kind)))
 
 

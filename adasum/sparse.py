@@ -108,5 +108,10 @@ def _add_up(size: int, op: Reducer, like: Tensor, indices: Tensor, values: Tenso
         columns.append(found // math.prod(shape[dimension + 1 :]) % max(shape[dimension], 1))
     where = torch.stack(columns) if columns else found.new_empty(0, len(found))
     return torch.sparse_coo_tensor(
-        where, total.to(like.dtype), like.shape, is_coalesced=True, check_invariants=False
+        where,
+        total.to(like.dtype),
+        like.shape,
+        device=total.device,
+        is_coalesced=True,
+        check_invariants=False,
     )

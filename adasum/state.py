@@ -16,6 +16,7 @@ from torch import Tensor
 
 from adasum.process_sets import ProcessSet, members_of, root_of
 from collectives import Group
+from collectives.agreement import as_tensor
 
 __all__ = [
     "allgather_object",
@@ -119,10 +120,12 @@ def broadcast_object(
     name = _name(name)
     at_root = group.rank == root
     ok, payload = _encode(obj) if at_root else (True, b"")
-    header = torch.tensor([ok, len(payload)], dtype=torch.int64)
+    header = torch.tensor([ok, len(payload)], dtype=torch.int64, device="cpu")
     group.broadcast(header, root=root, name=f"{name}: length")
     ok, length = bool(header[0]), int(header[1])
-    content = _to_tensor(payload) if at_root else torch.empty(length, dtype=torch.uint8)
+    content = (
+        as_tensor(payload) if at_root else torch.empty(length, dtype=torch.uint8, device="cpu")
+    )
     group.broadcast(content, root=root, name=f"{name}: content")
     if not ok:
         raise TypeError(f"rank {root_rank}: {_to_bytes(content).decode()}")
@@ -139,10 +142,10 @@ def allgather_object(
     group = members_of(process_set)
     name = _name(name)
     ok, payload = _encode(obj)
-    header = torch.tensor([[ok, len(payload)]], dtype=torch.int64)
+    header = torch.tensor([[ok, len(payload)]], dtype=torch.int64, device="cpu")
     gathered: Any = group.all_gather(header, name=f"{name}: lengths")
     headers = gathered.tolist()
-    gathered = group.all_gather(_to_tensor(payload), name=f"{name}: contents")
+    gathered = group.all_gather(as_tensor(payload), name=f"{name}: contents")
     contents = _to_bytes(gathered)
     pieces = []
     for _, length in headers:
@@ -203,10 +206,6 @@ def _encode(obj: Any) -> tuple[bool, bytes]:
 
 def _decode(payload: bytes) -> Any:
     return torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
-
-
-def _to_tensor(payload: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(payload), dtype=torch.uint8)
 
 
 def _to_bytes(tensor: Tensor) -> bytes:

@@ -77,7 +77,7 @@ def agree(
     else:
         codes = [code, -code, 0]
     later = [*queued, *[0] * (AHEAD - len(queued))]
-    extremes = torch.tensor([*codes, *later, *(-code for code in later)])
+    extremes = torch.tensor([*codes, *later, *(-code for code in later)], device="cpu")
     label = f"the agreement on {label}"
     execute(
         doubling.all_reduce(transport.size),
@@ -135,8 +135,7 @@ def gather_bytes(
     payload: bytes, transport: Transport, label: str, timeout: float, workspace: Workspace
 ) -> list[bytes]:
     """Every rank's bytes, by rank."""
-    mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else _no_bytes()
-    whole, bounds = gather_pieces(mine, transport, label, timeout, workspace)
+    whole, bounds = gather_pieces(as_tensor(payload), transport, label, timeout, workspace)
     raw = whole.numpy().tobytes()
     return [raw[bounds[r] : bounds[r + 1]] for r in range(transport.size)]
 
@@ -145,7 +144,7 @@ def gather_pieces(
     mine: torch.Tensor, transport: Transport, label: str, timeout: float, workspace: Workspace
 ) -> tuple[torch.Tensor, list[int]]:
     """Every rank's 1-D tensor, one after the other, and the boundaries in elements."""
-    counts = torch.zeros(transport.size, dtype=torch.int64)
+    counts = torch.zeros(transport.size, dtype=torch.int64, device="cpu")
     counts[transport.rank] = mine.numel()
 
     def run(buffer: torch.Tensor, bounds: list[int]) -> None:
@@ -168,5 +167,8 @@ def gather_pieces(
     return whole, bounds
 
 
-def _no_bytes() -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8)
+def as_tensor(payload: bytes) -> torch.Tensor:
+    """The bytes, copied: uint8, 1-D, on the CPU."""
+    if not payload:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(bytearray(payload), dtype=torch.uint8)

@@ -101,7 +101,7 @@ class _Bench:
         return Links(intra, inter, plain, adasum)
 
     def _control(self, schedule: Schedule, values: Sequence[float]) -> list[float]:
-        buffer = torch.tensor(values, dtype=torch.float64)
+        buffer = torch.tensor(values, dtype=torch.float64, device="cpu")
         self._execute(schedule, buffer)
         return buffer.tolist()
 

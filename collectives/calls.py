@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -40,6 +41,7 @@ class Calls:
         self._count = 0
         self._failure: BaseException | None = None
         self._unnamed_from: Callable[[], threading.Thread | None] = lambda: None
+        self._process = os.getpid()
         self.closed = False
 
     def __call__(
@@ -130,6 +132,12 @@ class Calls:
         """Do the work when its turn comes; remember a failure that leaves the group unusable."""
         if self.closed:
             raise TransportError(f"{kind}: this group was shut down; call init() again")
+        if os.getpid() != self._process:
+            # Its communication thread is not here, and some transports' sockets are shared.
+            raise TransportError(
+                f"{kind}: this process was forked from a rank; only the rank itself can use its "
+                "groups: start processes that are to be ranks by torchrun or by spawn"
+            )
 
         def guarded() -> Any:
             if self._failure is not None:

@@ -6,6 +6,7 @@ import operator
 import sys
 import threading
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -27,6 +28,10 @@ def tensor(argument: str, value: torch.Tensor, *, written: bool = True) -> None:
         raise ValueError(f"{argument} is an uninitialised parameter: call its module once first")
     if value.is_nested:
         raise ValueError(f"{argument} must not be nested: pass its parts, {argument}.unbind()")
+    if value.is_quantized:
+        raise ValueError(f"{argument} must not be quantized: pass {argument}.int_repr()")
+    if not _copies(value.dtype):
+        raise TypeError(f"{argument} is of {value.dtype}, which torch cannot copy")
     if value.is_conj() or value.is_neg():
         raise ValueError(
             f"{argument} must hold its values, and is a conjugate or negative view: pass "
@@ -39,6 +44,16 @@ def tensor(argument: str, value: torch.Tensor, *, written: bool = True) -> None:
             f"{argument} must be contiguous, got shape {tuple(value.shape)} with strides "
             f"{value.stride()}: pass {argument}.contiguous() and copy the result back"
         )
+
+
+@lru_cache
+def _copies(dtype: torch.dtype) -> bool:
+    """Whether torch copies elements of the dtype, as it does not those smaller than a byte."""
+    try:
+        torch.empty(1, dtype=dtype, device="cpu").clone()
+    except (RuntimeError, TypeError):
+        return False
+    return True
 
 
 def tensors(argument: str, values: object, *, dense: bool = False) -> list[torch.Tensor]:
@@ -86,7 +101,10 @@ def segments(values: object, numel: int) -> tuple[int, ...]:
     if isinstance(values, torch.Tensor) or not isinstance(values, Iterable):
         kind = type(values).__name__
         raise TypeError(f"segments must be a list or tuple of ints, got {kind}")
-    cuts = tuple(map(operator.index, values))
+    try:
+        cuts = tuple(map(operator.index, values))
+    except TypeError as error:
+        raise TypeError(f"segments must be ints: {error}") from None
     if not cuts or cuts[0] != 0 or cuts[-1] != numel:
         raise ValueError(f"segments must start at 0 and end at the tensor's {numel} elements")
     if any(b < a for a, b in pairwise(cuts)):
@@ -123,7 +141,7 @@ def row_splits(
                 f"{argument} must say which rows go to which of {size} ranks: "
                 f"{rows} rows are not equally many for each"
             )
-        return torch.full((size,), rows // size)
+        return torch.full((size,), rows // size, device="cpu")
     try:
         counts = torch.as_tensor(values, device="cpu")
     except (RuntimeError, TypeError, ValueError) as error:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from . import checks
+from .agreement import as_tensor
 from .calls import Calls
 from .cost import Links
 from .description import Description, like
@@ -67,6 +68,7 @@ class Group:
         self._runner = Runner(transport, place.topology, timeout)
         self._call = Calls(self._runner)
         self._parts: list[Group] = []
+        self._whole: Group | None = None
 
     def __repr__(self) -> str:
         return f"Group(rank={self.rank}, size={self.size})"
@@ -264,7 +266,9 @@ class Group:
 
     def all_gather_bytes(self, payload: bytes, *, name: str | None = None) -> list[bytes]:
         """Every rank's bytes, by rank; lengths may differ."""
-        data = torch.tensor(list(payload), dtype=torch.uint8)
+        if not isinstance(payload, bytes | bytearray | memoryview):
+            raise TypeError(f"payload must be bytes, got {type(payload).__name__}")
+        data = as_tensor(payload)
         call = Description("all_gather_bytes", name, {}, [like(data, any_rows=True)])
         pieces: list[bytes] = self._call(call, [data])
         return pieces
@@ -325,6 +329,7 @@ class Group:
             part.hosts, part._gpus = place.hosts, place.gpus
             part.use_links(self._runner.links)
             self._parts.append(part)
+            part._whole = self
             return part
 
         call = Description("split", options={"ranks": members})
@@ -342,10 +347,14 @@ class Group:
         Groups that were split from this one are closed first.
         """
         if not self.closed:
-            for part in self._parts:
+            for part in list(self._parts):
                 part.close()
             self._call.close()
+            self._runner.libraries.close()
             self.transport.close()
+            whole, self._whole = self._whole, None
+            if whole is not None:
+                whole._parts.remove(self)
 
     def _reduction(
         self,

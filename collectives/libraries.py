@@ -18,7 +18,7 @@ from .errors import CollectiveTimeoutError
 from .split import split_bounds
 from .topology import Topology
 from .transport.base import Transport
-from .transport.process_groups import subgroup
+from .transport.process_groups import leave, subgroup
 
 
 class NcclSum(Protocol):
@@ -93,6 +93,12 @@ class Libraries:
                 f"rank {self._transport.rank}: torch.distributed's all_reduce in {step} failed or "
                 f"took over {timeout:g} s: {reason}"
             ) from error
+
+    def close(self) -> None:
+        """Leave the process group of this node."""
+        if self._of_node is not None:
+            leave(self._of_node)
+            self._of_node = None
 
     def _node_group(self, ranks: tuple[int, ...], timeout: float) -> dist.ProcessGroup:
         """The process group of this node, made by its ranks together at the first use."""

@@ -34,7 +34,9 @@ def open_store(rank: int, timeout: float) -> dist.Store:
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         if agents or rank != 0:
-            _await_listener(host, port, time.monotonic() + timeout)
+            _await(lambda left: socket.create_connection((host, port), left).close(), timeout)
+        else:
+            _await(lambda left: socket.getaddrinfo(host, port), timeout)
         if agents:
             store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
             return store
@@ -59,18 +61,19 @@ def open_store(rank: int, timeout: float) -> dist.Store:
         ) from error
 
 
-def _await_listener(host: str, port: int, deadline: float) -> None:
-    """Return once something listens there; the last OSError where nothing does in time.
+def _await(attempt: Callable[[float], object], timeout: float) -> None:
+    """Return once `attempt(seconds left)` does; its last OSError where it does not in time.
 
-    torch tries by itself, too, but pauses for seconds between two tries, into its overtime, and
-    says a page about each.
+    Looks for what listens, or for a name's address. torch tries by itself, too, but pauses for
+    seconds between two tries, into its overtime, and says a page about each.
     """
+    deadline = time.monotonic() + timeout
     pause = 0.01
     while True:
         left = deadline - time.monotonic()
         try:
-            with socket.create_connection((host, port), timeout=max(left, 0.1)):
-                return
+            attempt(max(left, 0.1))
+            return
         except OSError:
             if left <= 0:
                 raise

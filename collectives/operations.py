@@ -136,7 +136,7 @@ def _all_gather(
     tensor = tensors[0]
     if runner.transport.size == 1:
         return tensor.detach().clone()
-    rows = torch.tensor([tensor.shape[0]])
+    rows = torch.tensor([tensor.shape[0]], device="cpu")
     counts, _ = _pieces(runner, rows, label)
     whole, _ = _pieces(runner, tensor.detach().view(-1), label)
     return whole.view(int(counts.sum()), *tensor.shape[1:])

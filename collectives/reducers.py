@@ -81,11 +81,11 @@ class Reducer:
 
 
 @lru_cache
-def _adds(dtype: torch.dtype) -> bool:
-    """Whether torch adds tensors of the dtype, as it does not those of 8-bit floats."""
+def _computes(operator: Callable[..., torch.Tensor], dtype: torch.dtype) -> bool:
+    """Whether torch adds, say, tensors of the dtype, as it does not those of 8-bit floats."""
     one = torch.empty(1, dtype=dtype, device="cpu")
     try:
-        torch.add(one, one)
+        operator(one, one)
     except (RuntimeError, TypeError):
         return False
     return True
@@ -100,7 +100,7 @@ class SumReducer(Reducer):
     def check(self, dtype: torch.dtype) -> None:
         if dtype == torch.bool:
             raise TypeError(f"{self.name} has no meaning on {dtype}: convert to an integer dtype")
-        if not _adds(dtype):
+        if not _computes(torch.add, dtype):
             raise TypeError(f"{self.name} needs additions, which torch has not for {dtype}")
 
     def algorithm(self, nbytes: int, size: int) -> str:
@@ -127,6 +127,8 @@ class AverageReducer(SumReducer):
         if not (dtype.is_floating_point or dtype.is_complex):
             raise TypeError(f"{self.name} has no meaning on {dtype}: use Sum, or a floating dtype")
         super().check(dtype)
+        if not _computes(torch.div, dtype):
+            raise TypeError(f"{self.name} needs divisions, which torch has not for {dtype}")
 
     def finish(self, buffer: torch.Tensor, size: int) -> None:
         if size > 1:

@@ -175,7 +175,7 @@ class Runner:
     ) -> None:
         buffer = flat
         if plan.host and flat.is_cuda:
-            buffer = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
+            buffer = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
             buffer.copy_(flat)
         with self._deferred():
             self._run_phases(plan, buffer, op, segments, label)

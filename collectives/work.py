@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -10,6 +11,8 @@ from itertools import islice
 from typing import Any
 
 import torch
+
+from .errors import TransportError
 
 
 class Work:
@@ -44,8 +47,8 @@ class Work:
         """Call `callback()` once when the collective has ended, well or not.
 
         In the communication thread, with the collective's CUDA stream current; at once in this
-        thread where it has ended already. It must not raise, nor wait for a collective of the same
-        group.
+        thread where it has ended already. It must not wait for a collective of the same group. What
+        it raises in the communication thread goes to threading.excepthook.
         """
         with self._lock:
             if not self._finished.is_set():
@@ -61,14 +64,18 @@ class Work:
                 if stream is not None:
                     self._event = torch.cuda.Event()
                     self._event.record(stream)
-            except Exception as error:  # noqa: BLE001 - wait() raises it
+            except BaseException as error:  # noqa: BLE001 - wait() raises it
                 self._error = error
             finally:
                 with self._lock:
                     self._finished.set()
                     callbacks, self._callbacks = self._callbacks, []
             for callback in callbacks:
-                callback()
+                try:
+                    callback()
+                except Exception:  # noqa: BLE001 - the calls behind this one must go on
+                    said = (*sys.exc_info(), threading.current_thread())
+                    threading.excepthook(threading.ExceptHookArgs(said))
 
 
 class Worker:
@@ -87,6 +94,7 @@ class Worker:
         self._pending = 0
         self._notes: deque[Any] = deque()
         self._running = threading.Lock()
+        self._closed = False
 
     def call(self, function: Callable[[], Any], device: torch.device, note: Any = None) -> Any:
         """Run `function` in order and return its result. note: as in submit."""
@@ -108,7 +116,7 @@ class Worker:
     def submit(self, function: Callable[[], Any], device: torch.device, note: Any = None) -> Work:
         """Queue `function`; on CUDA it runs on a stream of its own, behind the caller's work.
 
-        note: what `upcoming` says of it while it waits.
+        note: what `upcoming` says of it while it waits. TransportError after `close`.
         """
         work = Work()
         inference = torch.is_inference_mode_enabled()
@@ -133,6 +141,8 @@ class Worker:
                 self._pending -= 1
 
         with self._lock:
+            if self._closed:
+                raise TransportError("this group was shut down while it was called")
             self._pending += 1
             self._notes.append(note)
             if self._thread is None:
@@ -154,6 +164,7 @@ class Worker:
         """Let what is queued finish, then end the thread; gives up after `timeout` seconds."""
         with self._lock:
             thread, self._thread = self._thread, None
+            self._closed = True
             self._queue.put(None)
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout)

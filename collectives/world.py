@@ -30,8 +30,7 @@ _NO_PROCESS_GROUP = (
 )
 
 _group: Group | None = None
-_owns_process_group = False
-_store: dist.Store | None = None
+_store: tuple[str, dist.Store] | None = None
 _thread = threading.local()
 _adopted: weakref.WeakKeyDictionary[dist.ProcessGroup, Group] = weakref.WeakKeyDictionary()
 
@@ -61,11 +60,12 @@ def init(
     measure for a fraction of a second, so that "auto" can choose the algorithm of a Sum or Average
     by it; False, on all ranks alike: by size alone, the same in every run of the program.
 
-    Raises ValueError where the environment variables are incomplete or `transport` is unknown,
+    Raises ValueError where the environment variables are incomplete or wrong, or `transport` is
+    unknown,
     RuntimeError for more ranks than one in a torch that is built without torch.distributed,
     CollectiveTimeoutError naming the ranks that did not come in time.
     """
-    global _group, _owns_process_group
+    global _group
     if getattr(_thread, "group", None) is not None:
         return _thread.group
     if _group is not None:
@@ -78,6 +78,7 @@ def init(
         dist.is_available() and isinstance(process_group, dist.ProcessGroup)
     ):
         raise TypeError(_NO_PROCESS_GROUP.format(type(process_group).__name__))
+    owned = process_group is None
     if process_group is None and not _distributed():
         if _world_size() == 1:
             _group = Group(ThreadWorld(1).transport(0), timeout=timeout, local_rank=0, local_size=1)
@@ -85,36 +86,39 @@ def init(
         _require_distributed()
         # Enough for torch to give up by itself, and to say more about it.
         bounded(lambda: _start_torch_distributed(timeout), int(os.environ["RANK"]), timeout + 3.0)
-        _owns_process_group = True
         process_group = dist.group.WORLD
     elif process_group is None:
         process_group = dist.new_group(timeout=timedelta(seconds=timeout), backend=_backend())
     assert process_group is not None
+    gloo = GlooTransport(process_group, owned=owned)
+    group: Group | None = None
     try:
-        _group = _over_gloo(GlooTransport(process_group), timeout, choice)
-        if calibrate and _group.size > 1:
-            _group.use_links(measure_links(_group))
+        group = _over_gloo(gloo, timeout, choice)
+        if calibrate and group.size > 1:
+            group.use_links(measure_links(group))
     except BaseException:
-        _leave_process_group()
+        (group or gloo).close()
         raise
+    _group = group
     atexit.register(shutdown)
-    return _group
+    return group
 
 
 def _start_torch_distributed(timeout: float) -> None:
     """As init_process_group does by the environment, but any number of times.
 
     The store outlives shut-down: with a new one on the old port, a rank that is quick could meet
-    the old one. Each start has its own part of it.
+    the old one. Each start has its own part of it. Ranks that are to meet elsewhere open another.
     CollectiveTimeoutError or TransportError where the ranks do not meet.
     """
     global _store
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     deadline = time.monotonic() + timeout
-    if _store is None:
-        _store = open_store(rank, timeout)
+    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    if _store is None or _store[0] != place:
+        _store = place, open_store(rank, timeout)
     try:
-        store = meet(_store, rank, size, deadline - time.monotonic())
+        store = meet(_store[1], rank, size, deadline - time.monotonic())
         dist.init_process_group(
             _backend(),
             store=store,
@@ -167,16 +171,30 @@ def _world_size() -> int:
         raise ValueError(f"RANK must be from 0 to WORLD_SIZE - 1, got {rank} of {size}")
     if size > 1:
         for name in ("MASTER_ADDR", "MASTER_PORT"):
-            if name not in os.environ:
+            if not os.environ.get(name):
                 raise ValueError(f"environment variable {name} is not set: start with torchrun")
+        port = os.environ["MASTER_PORT"]
+        if not port.isdecimal() or not 0 < int(port) < 1 << 16:
+            raise ValueError(f"MASTER_PORT must be a port from 1 to 65535, got {port!r}")
+        _local()
     return size
 
 
 def _local() -> tuple[int | None, int | None]:
     """LOCAL_RANK and LOCAL_WORLD_SIZE, where both are set."""
-    if "LOCAL_RANK" in os.environ and "LOCAL_WORLD_SIZE" in os.environ:
-        return int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    return None, None
+    said = [os.environ.get(name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+    if None in said:
+        return None, None
+    try:
+        rank, size = (int(text or "") for text in said)
+    except ValueError:
+        rank, size = 0, 0
+    if not 0 <= rank < size:
+        raise ValueError(
+            "LOCAL_RANK must be an integer from 0 to LOCAL_WORLD_SIZE - 1, got "
+            f"{said[0]!r} of {said[1]!r}"
+        )
+    return rank, size
 
 
 def _backend() -> str:
@@ -244,15 +262,7 @@ def shutdown() -> None:
         return
     group, _group = _group, None
     group.close()
-    _leave_process_group()
     atexit.unregister(shutdown)
-
-
-def _leave_process_group() -> None:
-    global _owns_process_group
-    if _owns_process_group and dist.is_initialized():
-        dist.destroy_process_group()
-    _owns_process_group = False
 
 
 def is_initialized() -> bool:

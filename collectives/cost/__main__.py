@@ -116,6 +116,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             plot(args.plot, *common)
         except ModuleNotFoundError:
             sys.exit("--plot needs matplotlib: pip install matplotlib")
+        except (OSError, ValueError) as error:
+            parser.error(f"--plot: {error}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -141,7 +143,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _machine(args: argparse.Namespace) -> tuple[Topology, Links]:
     topology, links = read_topology(args.topology) if args.topology else (Topology(1, 1), ASSUMED)
-    nodes, local = args.nodes or topology.num_nodes, args.local or topology.local_size
+    nodes = topology.num_nodes if args.nodes is None else args.nodes
+    local = topology.local_size if args.local is None else args.local
     if nodes < 1 or local < 1:
         raise ValueError(f"--nodes and --local must be at least 1, got {nodes} and {local}")
     if args.segments < 1:

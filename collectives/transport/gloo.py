@@ -17,9 +17,8 @@ from .base import Message
 from .process_groups import leave, subgroup
 
 
-def _backends(process_group: dist.ProcessGroup) -> dict[str, str]:
-    """Device type -> backend name, of a process group."""
-    config = dist.get_backend_config(process_group)
+def _backends(config: str) -> dict[str, str]:
+    """Device type -> backend name, of a process group's configuration."""
     pairs = (part.split(":", 1) for part in config.split(",") if ":" in part)
     return dict(pairs)
 
@@ -37,7 +36,8 @@ class GlooTransport:
         self._owned = owned
         self.rank = dist.get_rank(process_group)
         self.size = dist.get_world_size(process_group)
-        self._backends = _backends(process_group)
+        self._config = dist.get_backend_config(process_group)
+        self._backends = _backends(self._config)
         if self._backends.get("cpu") != "gloo":
             raise ValueError(
                 f"process_group must carry CPU tensors over gloo, its backends are "
@@ -109,8 +109,8 @@ class GlooTransport:
             raise TransportError(f"NCCL failed in {step}: {_first_line(error)}") from error
 
     def split(self, ranks: Sequence[int], timeout: float) -> GlooTransport:
-        backend = dist.get_backend_config(self.process_group)
-        return GlooTransport(subgroup(self.process_group, ranks, backend, timeout), owned=True)
+        part = subgroup(self.process_group, ranks, self._config, timeout)
+        return GlooTransport(part, owned=True)
 
     def close(self) -> None:
         """A process group that is not `owned` belongs to whoever made it."""

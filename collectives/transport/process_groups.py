@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-from ..errors import CollectiveTimeoutError
+from ..errors import CollectiveTimeoutError, TransportError
 
 # None in a torch built without torch.distributed, which makes no process groups either.
 _c10d: Any = getattr(dist, "distributed_c10d", None)
@@ -31,8 +31,14 @@ def subgroup(
 
     Called by exactly these ranks, by all of them in one order where they make several. backend:
     as `dist.new_group` takes it. timeout: seconds, for making it and for each operation on it.
-    CollectiveTimeoutError where a rank does not come, or the ranks' store has ended.
+    CollectiveTimeoutError where a rank does not come, or the ranks' store has ended; TransportError
+    where `parent` was destroyed.
     """
+    if parent not in _c10d._world.pg_map:
+        raise TransportError(
+            "torch.distributed's process group, which the ranks meet through, was destroyed: split "
+            "groups before destroy_process_group, or call shutdown() and init() again"
+        )
     store = store_of(parent)
     names = [dist.get_global_rank(parent, rank) for rank in ranks]
     key = f"adasum {'-'.join(map(str, names))}"

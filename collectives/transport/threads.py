@@ -47,7 +47,8 @@ class ThreadWorld:
         # Pages that nothing is written to take no memory.
         self.memory = memoryview(mmap.mmap(-1, board_bytes(size)))
         self._gone: set[int] = set()
-        self._parts: dict[tuple[tuple[int, ...], int], ThreadWorld] = {}
+        # What not all of its ranks have asked for yet, with how many have.
+        self._parts: dict[tuple[tuple[int, ...], int], tuple[ThreadWorld, int]] = {}
         self._lock = threading.Lock()
 
     def transport(self, rank: int) -> ThreadTransport:
@@ -55,11 +56,15 @@ class ThreadWorld:
         return ThreadTransport(self, rank)
 
     def part(self, ranks: tuple[int, ...], number: int) -> ThreadWorld:
-        """The `number`th world of these ranks: one object for all that ask."""
+        """The `number`th world of these ranks: one object for all, each of which asks once."""
+        key = ranks, number
         with self._lock:
-            if (ranks, number) not in self._parts:
-                self._parts[ranks, number] = ThreadWorld(len(ranks))
-            return self._parts[ranks, number]
+            if key not in self._parts:
+                self._parts[key] = ThreadWorld(len(ranks)), 0
+            world, asked = self._parts.pop(key)
+            if asked + 1 < len(ranks):
+                self._parts[key] = world, asked + 1
+            return world
 
     def box(self, source: int, target: int) -> queue.SimpleQueue[_Parcel]:
         return self._boxes[source, target]

@@ -43,3 +43,26 @@ def test_processes(size: int) -> None:
     first, *others = run_ranks(size, process, size)
     assert first[1] == [True, True, False, False]
     assert all(other == first for other in others)
+
+
+def elsewhere(rank: int) -> list[Any]:
+    """With a default device that no transport carries, as the GPU is over gloo."""
+    hvd.init(timeout=60.0)
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    weight.sum().backward()
+    optimizer.step()
+    places = torch.tensor([[rank]])
+    gradient = torch.sparse_coo_tensor(places, torch.ones(1), (2,), check_invariants=True)
+    with torch.device("meta"):
+        said = [hvd.broadcast_object({"rank": rank}, 1), hvd.allgather_object(rank)]
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        total = hvd.sparse_allreduce_async(gradient, name="sparse", op=hvd.Sum)()
+        said.append(hvd.alltoall(torch.ones(2, device="cpu"), [1, 1])[1].tolist())
+    said.append(total.to_dense().tolist())
+    hvd.shutdown()
+    return said
+
+
+def test_another_default_device() -> None:
+    assert run_ranks(2, elsewhere) == [[{"rank": 1}, [0, 1], [1, 1], [1.0, 1.0]]] * 2

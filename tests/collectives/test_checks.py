@@ -102,6 +102,27 @@ CASES: dict[str, Case] = {
     "integer scale": (lambda g, t: g.all_reduce(t.long(), prescale=0.5), TypeError, "floating"),
     "segments end": (lambda g, t: g.all_reduce(t, segments=(0, 5)), ValueError, "end at .* 6"),
     "segments order": (lambda g, t: g.all_reduce(t, segments=(0, 4, 2, 6)), ValueError, "descend"),
+    "segments type": (
+        lambda g, t: g.all_reduce(t, segments=(0, 1.5, 6)),
+        TypeError,
+        "segments must be ints",
+    ),
+    "quantized": (
+        lambda g, t: g.all_gather(torch.quantize_per_tensor(t, 1.0, 0, torch.qint8)),
+        ValueError,
+        r"must not be quantized: pass tensor.int_repr\(\)",
+    ),
+    "less than bytes": (
+        lambda g, t: g.all_to_all(torch.empty(2, dtype=torch.uint4)),
+        TypeError,
+        r"torch\.uint4, which torch cannot copy",
+    ),
+    "no division": (
+        lambda g, t: g.all_reduce(t.to(torch.complex32), Average),
+        TypeError,
+        r"divisions, which torch has not for torch\.complex32",
+    ),
+    "bytes": (lambda g, t: g.all_gather_bytes("text"), TypeError, "payload must be bytes, got str"),
     "one tensor": (lambda g, t: g.grouped_all_reduce(t), TypeError, "sequence of tensors"),
     "list entry": (
         lambda g, t: g.grouped_all_reduce([t, None]),

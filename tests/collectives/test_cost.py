@@ -288,6 +288,7 @@ def test_the_command_prints_a_table(
         (["--bytes", "1x"], "'1x' is not a positive integer"),
         (["--alpha", "1,2,3"], "--alpha must be one or two numbers"),
         (["--nodes", "-2"], "--nodes and --local must be at least 1"),
+        (["--nodes", "0"], "--nodes and --local must be at least 1"),
         (["--topology", str(tmp_path / "none.json")], "No such file"),
         (["--algorithms", "bogus"], "bogus"),
     ):
@@ -300,8 +301,11 @@ def test_the_command_prints_a_table(
         main([*command, "--plot", str(tmp_path / "plot.png")])
 
 
-def test_the_command_writes_a_plot(tmp_path: Path) -> None:
+def test_the_command_writes_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "plot.png"
     main(["--nodes", "2", "--local", "4", "--bytes", "64K", "--op", "sum", "--plot", str(path)])
     assert path.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SystemExit):
+        main(["--local", "2", "--bytes", "1K", "--plot", str(tmp_path / "none" / "plot.png")])
+    assert "--plot: " in capsys.readouterr().err

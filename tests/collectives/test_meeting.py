@@ -123,6 +123,18 @@ def test_the_store_at_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     assert open_store(1, 5.0).get("key") == b"value"
 
 
+def test_a_host_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 was told that something else listens there."""
+    monkeypatch.setenv("MASTER_ADDR", "nowhere.invalid")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    for rank in range(2):
+        with pytest.raises(
+            CollectiveTimeoutError, match=rf"rank {rank} got no.*nowhere\.invalid.*Errno"
+        ):
+            open_store(rank, 0.5)
+
+
 def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as other:
         other.bind(("0.0.0.0", 0))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from threadpoolctl import threadpool_info
 
+from collectives import TransportError
 from collectives.work import Work, Worker
 
 CPU = torch.device("cpu")
@@ -68,3 +69,41 @@ def test_the_communication_thread_starts_no_more_threads_than_its_caller(worker)
         assert worker.submit(openmp_threads, CPU).wait() == {1}
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_callback_that_raises_does_not_end_the_communication_thread(worker, monkeypatch):
+    said = []
+    monkeypatch.setattr(threading, "excepthook", said.append)
+    gate = threading.Event()
+    work = worker.submit(lambda: gate.wait(10.0), CPU)
+    work.add_done_callback(lambda: 1 // 0)
+    behind = worker.submit(lambda: 7, CPU)
+    gate.set()
+    assert done(behind) == 7
+    assert [args.exc_type for args in said] == [ZeroDivisionError]
+
+
+def test_whatever_a_call_raises_is_raised_by_wait(worker):
+    def leave() -> None:
+        raise SystemExit("leaving")
+
+    work = worker.submit(leave, CPU)
+    behind = worker.submit(lambda: 7, CPU)
+    assert done(behind) == 7
+    with pytest.raises(SystemExit, match="leaving"):
+        work.wait()
+
+
+def test_a_call_that_comes_as_the_group_is_shut_down_does_not_wait_for_ever():
+    worker = Worker("test")
+    worker.close(10.0)
+    with pytest.raises(TransportError, match="shut down"):
+        worker.submit(lambda: 7, CPU)
+
+
+def done(work):
+    """What it returns, within some seconds."""
+    finished = threading.Event()
+    work.add_done_callback(finished.set)
+    assert finished.wait(10.0)
+    return work.wait()

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -141,6 +145,54 @@ def test_a_part_ends_with_its_group() -> None:
     assert third is None and first is not None and second is not None and first.closed
     with pytest.raises(TransportError, match="shut down"):
         second.barrier()
+
+
+def test_a_closed_part_is_forgotten() -> None:
+    """Its memory and what it holds of the system stayed with the group that it was split from."""
+
+    def run(whole: Group) -> list[object]:
+        seen = []
+        for _ in range(2):
+            part = whole.split([0, 1])
+            assert part is not None
+            total(part, 1.0)
+            seen += [
+                weakref.ref(part),
+                weakref.ref(part.transport),
+                weakref.ref(part.transport._world),
+            ]
+            part.close()
+            del part
+        whole.barrier()
+        gc.collect()
+        whole.barrier()
+        return [each() for each in seen]
+
+    assert collectives.run_threads(2, run) == [[None] * 6] * 2
+
+
+def forgotten(rank: int) -> list[int]:
+    """What is open after each of some parts, of which some sum inside nodes by gloo."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    os.environ["LOCAL_RANK"] = str(rank % 2)
+    whole = collectives.init(timeout=30.0, calibrate=False)
+    counts = []
+    for _ in range(8):
+        part = whole.split(range(4))
+        assert part is not None
+        part.all_reduce(torch.ones(3), algorithm="collective/rd")
+        part.close()
+        del part
+        gc.collect()
+        counts.append(len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0)
+    collectives.shutdown()
+    return counts
+
+
+def test_a_closed_part_leaves_nothing_open() -> None:
+    for counts in run_ranks(4, forgotten):
+        # Sockets of the last one may still be closing; one each that stayed would make 7.
+        assert counts[-1] < counts[0] + 7, counts
 
 
 def test_new_group_is_a_part_of_the_default_group() -> None:
