@@ -61,9 +61,8 @@ def init(
     by it; False, on all ranks alike: by size alone, the same in every run of the program.
 
     Raises ValueError where the environment variables are incomplete or wrong, or `transport` is
-    unknown,
-    RuntimeError for more ranks than one in a torch that is built without torch.distributed,
-    CollectiveTimeoutError naming the ranks that did not come in time.
+    unknown, RuntimeError for more ranks than one in a torch that is built without
+    torch.distributed, CollectiveTimeoutError naming the ranks that did not come in time.
     """
     global _group
     if getattr(_thread, "group", None) is not None:

@@ -210,6 +210,12 @@ _SIMPLE: dict[str, Callable[..., Array]] = {
 _ARITY = {"neg": 1, "abs": 1, "not": 1, "mov": 1, "prmt": 3}
 
 
+def _mixed(compute: Callable[..., Array], kind: str) -> Operation:
+    """In float32, of a shorter float and a float32."""
+    wide = widen_bfloat16 if kind == "bf16" else (lambda x: x.astype(np.float32))
+    return Operation((kind, "f32"), "f32", lambda a, b: _canonical(compute(wide(a), b)))
+
+
 @cache
 def operation(parts: tuple[str, ...], count: int) -> Operation:
     """Of an opcode with `count` sources. NotImplementedError for one no kernel of ours has had."""
@@ -231,9 +237,8 @@ def operation(parts: tuple[str, ...], count: int) -> Operation:
     if name == "fma":
         fused = {"f32": _fma32, "f64": _fma64, "f32x2": _of_pairs(_fma32)}
         return Operation((kind,) * 3, kind, fused[kind])
-    if modifiers == ("rn", "f32") and name == "add" and kind in ("f16", "bf16"):
-        wide = widen_bfloat16 if kind == "bf16" else (lambda x: x.astype(np.float32))
-        return Operation((kind, "f32"), "f32", lambda a, b: _canonical(wide(a) + b))
+    if modifiers == ("rn", "f32") and name in ("add", "sub") and kind in ("f16", "bf16"):
+        return _mixed(_SIMPLE[name], kind)
     if name not in _SIMPLE or modifiers not in ((), ("rn",)) or kind in ("f16", "bf16"):
         raise NotImplementedError(f"no meaning is known for {'.'.join(parts)}")
     compute = _SIMPLE[name]
