@@ -55,6 +55,7 @@ def _copy_kernel(
     buffer,
     found_inf,
     scale_bits,
+    tensor_count,
     TENSOR: tl.constexpr,
     BUFFER: tl.constexpr,
     WIDE: tl.constexpr,
@@ -70,8 +71,12 @@ def _copy_kernel(
     of its slot in the buffer, its elements, the elements of the slot (with padding) and the first
     tile.
     """
-    tile = tl.program_id(0)
-    row = table + tl.num_programs(0) + 5 * tl.load(table + tile)
+    tile = tl.program_id(0).to(tl.int64)
+    index = tile
+    # Of many small tensors each is a tile, and what to wait for is most of their time.
+    if tl.num_programs(0) != tensor_count:
+        index = tl.load(table + tile)
+    row = table + tl.num_programs(0) + 5 * index
     first = (tile - tl.load(row + 4)) * BLOCK
     in_tensor = tl.load(row) + first * (TENSOR.primitive_bitwidth // 8)
     in_buffer = buffer.to(tl.int64) + (tl.load(row + 1) + first) * (BUFFER.primitive_bitwidth // 8)
@@ -133,6 +138,7 @@ def _copy(
                 buffer,
                 buffer if found_inf is None else found_inf,
                 _launch.float_bits(scale),
+                len(chosen),
                 TENSOR=_launch.dtype_in_triton(dtype),
                 BUFFER=_launch.dtype_in_triton(layout.dtype),
                 WIDE=_launch.dtype_in_triton(wide),

@@ -104,3 +104,16 @@ def test_padding_is_zero_whatever_the_scale(backend, scale):
     for offset, numel, end in zip(layout.offsets, layout.numels, layout.segments[1:], strict=True):
         assert not out[offset : offset + numel].isfinite().any()
         assert torch.equal(out[offset + numel : end], torch.zeros_like(out[offset + numel : end]))
+
+
+def test_one_place_in_two_dtypes(backend):
+    """What is kept for a list of addresses is not taken for shorter elements there."""
+    numel = 3000
+    wide = random(numel, torch.float32, backend.device, 1)
+    short = wide.view(torch.float16)[:numel]
+    layout = kernels.layout_of([wide, wide], dtype=torch.float64)
+    for tensor in (wide, short):
+        packed = kernels.pack([tensor, tensor], layout=layout)
+        expected = kernels.pack_reference([tensor, tensor], layout=layout)
+        # A conversion may change the bits of a NaN.
+        assert torch.equal(packed.nan_to_num(), expected.nan_to_num())
