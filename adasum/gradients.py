@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from adasum.parameters import Named, PlanBuckets, by_kind, plan_buckets
 from collectives.trace import span
@@ -55,6 +56,9 @@ class Together:
 
 
 Send = Callable[[Sequence[Named], str], Flight | None]
+
+# Who sends a parameter's gradient while backward runs.
+_senders: MutableMapping[Tensor, list[weakref.ref[GradientReducer]]] = WeakIdKeyDictionary()
 
 
 class _Bucket:
@@ -212,9 +216,13 @@ class GradientReducer:
         for parameter in self._names:
             if parameter.requires_grad and parameter not in self._hooked:
                 self._hooked.add(parameter)
-                self._handles.append(
-                    parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self)))
-                )
+                me = weakref.ref(self)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(_hook(me)))
+                if self._early:
+                    _senders[parameter] = [
+                        *(other for other in _senders.get(parameter, ()) if other() is not None),
+                        me,
+                    ]
 
     def _awaits(self, parameter: Tensor) -> bool:
         return parameter.requires_grad and parameter in self._hooked
@@ -231,7 +239,17 @@ class GradientReducer:
             if self._awaits(parameter)
         )
 
+    def _refuse_sharing(self, parameter: Tensor) -> None:
+        if all(other() in (None, self) for other in _senders.get(parameter, ())):
+            return
+        raise OptimizerOrderError(
+            f"the gradient of {self._names[parameter]} would be reduced twice, by two optimizers "
+            "that DistributedOptimizer returned: give each its own parameters, or drop the first "
+            "(del) before the second is made"
+        )
+
     def _on_gradient(self, parameter: Tensor) -> None:
+        self._refuse_sharing(parameter)
         with self._lock:
             if not self._begun:
                 # Not at `restart`: parameters are frozen and unfrozen between it and backward.

@@ -338,3 +338,22 @@ def test_ranks_with_different_models() -> None:
     assert first == second
     assert "(3,)" in first
     assert "(4,)" in first
+
+
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum], ids=str)
+def test_two_optimizers_of_one_parameter(op) -> None:
+    def run(group: collectives.Group) -> list[torch.Tensor]:
+        model = make_model().float()
+        first: Any = DistributedOptimizer(_sgd(model), op=op, method="gradient")
+        second: Any = DistributedOptimizer(_sgd(model), op=op, method="gradient")
+        data = torch.full((1, 6), group.rank + 1.0)
+        with pytest.raises(OptimizerOrderError, match=r"reduced twice.*drop the first"):
+            model(data).sum().backward()
+        second.zero_grad()
+        del first
+        model(data).sum().backward()
+        second.step()
+        return [flat(model)]
+
+    one, other = collectives.run_threads(2, run)
+    assert torch.equal(one[0], other[0])
