@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,7 +48,7 @@ def _dot_and_norms(a: Tensor, b: Tensor, bounds: Sequence[int]) -> Tensor:
     if _launch.on_triton(a):
         return _projection.dot_and_norms(a, b, tuple(bounds))
     rows = _cpu_dots.dot_and_norms(a, b, bounds)
-    return torch.tensor(rows, dtype=torch.float64, device="cpu").view(-1, 3)
+    return torch.from_numpy(np.array(rows, dtype=np.float64).reshape(-1, 3))
 
 
 @operator(
