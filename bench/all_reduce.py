@@ -309,6 +309,15 @@ def sizes_and_algorithms(args: Any) -> tuple[list[int], dict[str, list[str]]]:
     return sizes, ops
 
 
+def output_file(text: str) -> str:
+    """A path that can be written to, which is known before a long run."""
+    try:
+        Path(text).touch()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.all_reduce", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -321,7 +330,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("-d", "--datatype", default="float", help="such as float16 (float)")
     parser.add_argument("-o", "--op", default="sum", help="sum, avg or adasum; several with commas")
     parser.add_argument("-a", "--algorithm", help="specification strings, with commas")
-    parser.add_argument("-J", "--output_file", metavar="FILE", help="write JSON as well")
+    parser.add_argument(
+        "-J", "--output_file", metavar="FILE", type=output_file, help="write JSON as well"
+    )
     parser.add_argument("--model", action="store_true", help="compare with the cost model")
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=["cpu", "cuda"], default=default, help=f"({default})")

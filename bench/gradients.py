@@ -32,7 +32,7 @@ from torch import Tensor
 import collectives
 from adasum import Adasum
 from bench import shapes
-from bench.all_reduce import environment, slowest
+from bench.all_reduce import environment, output_file, slowest
 from collectives.fused import FusedBuffer
 
 # The LeNet of examples/train_digits.py: what small messages cost.
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--op", choices=OPS, default="sum")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("-n", "--iters", type=int, default=9)
-    parser.add_argument("-J", "--json", type=Path, help="write the rows there")
+    parser.add_argument("-J", "--json", type=output_file, help="write the rows there")
     args = parser.parse_args(argv)
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         parser.error("needs ranks: start with torchrun --nproc-per-node 2 -m bench.gradients ...")
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"{f'{low:.2f}-{high:.2f}':>17}  {row['speedup']:.2f}"
             )
         if args.json:
-            args.json.write_text(json.dumps({"environment": facts, "rows": rows}, indent=1))
+            Path(args.json).write_text(json.dumps({"environment": facts, "rows": rows}, indent=1))
     wrong = [f"{row['model']}, {row['way']}" for row in rows if not row["right"]]
     if wrong and int(os.environ["RANK"]) == 0:
         print(f"wrong: {wrong}", file=sys.stderr)

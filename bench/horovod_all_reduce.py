@@ -204,7 +204,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--horovod-python", default="python", help="interpreter with Horovod")
     parser.add_argument("--mpirun", default=MPIRUN, help=f"({MPIRUN})")
     parser.add_argument("-a", "--algorithm", default="auto", help="ours (auto)")
-    parser.add_argument("-J", "--output_file", metavar="FILE", help="write JSON as well")
+    parser.add_argument(
+        "-J",
+        "--output_file",
+        metavar="FILE",
+        type=all_reduce.output_file,
+        help="write JSON as well",
+    )
     return parser
 
 

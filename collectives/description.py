@@ -88,6 +88,8 @@ def difference(calls: Mapping[int, Description]) -> str:
     first = calls[lowest].entries()
     rank = next(r for r in sorted(calls) if calls[r].entries() != first)
     other = calls[rank].entries()
+    if first[0] != other[0]:
+        return f"ranks disagree: rank {lowest} calls {first[0]}, rank {rank} calls {other[0]}"
     for mine, theirs in zip(first, other, strict=False):
         if mine != theirs:
             return (

@@ -165,6 +165,7 @@ def test_the_command_prints_the_table() -> None:
         ("-f 1", "-f must be at least 2"),
         ("-n 0", "-n at least 1"),
         ("-o avg -d int32", "Average has no meaning on torch.int32"),
+        ("-J nowhere/out.json", "argument -J/--output_file: [Errno 2] No such file"),
         ("", "start with torchrun"),
     ],
 )
