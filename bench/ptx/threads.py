@@ -262,7 +262,9 @@ class Threads:
             address, thread = int(addresses[i]), int(threads[i])
             if self._launch.clocks and order in (["acq_rel"], ["acquire"]):
                 self._launch.clocks.acquire(thread, address)
-            results[i] = self._launch.memory.exchange_add(address, int(values[i]), instruction.text)
+            results[i] = self._launch.memory.exchange_add(
+                address, int(values[i]), thread, instruction.text
+            )
             if self._launch.clocks and order in (["acq_rel"], ["release"]):
                 self._launch.clocks.release(thread, address)
         self._write(target, kind, results, index)
