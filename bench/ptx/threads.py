@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, reduce
 
 import numpy as np
 
@@ -296,11 +296,12 @@ class Threads:
     def _reduce(self, instruction: Instruction, index: Array | None) -> None:
         target, source, members = instruction.operands
         kind = instruction.parts[-1]
-        if instruction.parts[1:3] != ("sync", "max"):
+        if instruction.parts[1:-1] != ("sync", "max"):
             raise NotImplementedError(instruction.text)
         self._warps(instruction, index, members)
         values = np.broadcast_to(self._read(source, kind, index), self._count(index))
-        most = np.fmax.reduce(values.reshape(-1, WARP), axis=1)
+        compute = operation(("max", kind), 2).compute
+        most = reduce(compute, values.reshape(-1, WARP).T)
         self._write(target, kind, np.repeat(most, WARP), index)
 
     def _matrices(
