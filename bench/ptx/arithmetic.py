@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import ctypes.util
 from collections.abc import Callable
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -106,8 +106,9 @@ def _quotient(a: Array, b: Array) -> Array:
         return np.divide(a, b)
     if not np.all(b):
         raise ZeroDivisionError("an integer is divided by zero")
-    quotient = np.abs(a) // np.abs(b)
-    return np.where((a < 0) != (b < 0), -quotient, quotient).astype(a.dtype)
+    floor = a // b
+    # Not of magnitudes: the least integer has none.
+    return np.asarray(floor + ((floor * b != a) & ((a < 0) != (b < 0))), a.dtype)
 
 
 def _remainder(a: Array, b: Array) -> Array:
@@ -156,8 +157,19 @@ def _permute_bytes(a: Array, b: Array, selector: Array) -> Array:
 
 
 def _bit_field(a: Array, start: Array, length: Array) -> Array:
-    mask = (np.uint64(1) << length.astype(np.uint64)) - np.uint64(1)
-    return ((a.astype(np.uint64) >> start.astype(np.uint64)) & mask).astype(np.uint32)
+    # Both are read from eight bits, and what lies past bit 31 is zero.
+    skipped, kept = (np.minimum(x & 255, 32).astype(np.uint64) for x in (start, length))
+    mask = (np.uint64(1) << kept) - np.uint64(1)
+    return ((a.astype(np.uint64) >> skipped) & mask).astype(np.uint32)
+
+
+def extreme(name: str, a: Array, b: Array) -> Array:
+    """min or max of floats: a NaN loses against a number, -0 is below 0."""
+    bits = np.dtype(f"u{a.dtype.itemsize}")
+    of_equals = np.bitwise_or if name == "min" else np.bitwise_and
+    numbers = (np.fmin if name == "min" else np.fmax)(a, b)
+    equals = of_equals(np.asarray(a).view(bits), np.asarray(b).view(bits)).view(a.dtype)
+    return _canonical(np.where(a == b, equals, numbers))
 
 
 def _conversion(parts: tuple[str, ...]) -> Operation:
@@ -192,6 +204,8 @@ def _mad(parts: tuple[str, ...]) -> Operation:
         if parts[0] == "mul":
             return Operation((kind, kind), kind, np.multiply)
         return Operation((kind,) * 3, kind, lambda a, b, c: a * b + c)
+    if parts[1] != "wide":
+        raise NotImplementedError(f"no meaning is known for {'.'.join(parts)}")
     wide = f"{kind[0]}{2 * int(kind[1:])}"
     target = numpy_type(wide)
     if parts[0] == "mul":
@@ -226,7 +240,7 @@ def operation(parts: tuple[str, ...], count: int) -> Operation:
         return _conversion(parts)
     if name in ("mul", "mad") and not floats and kind != "pred":
         return _mad(parts)
-    if name == "setp":
+    if name == "setp" and kind != "bf16":
         return Operation((kind, kind), "pred", _compare(modifiers[0]))
     if name == "selp":
         return Operation((kind, kind, "pred"), kind, lambda a, b, p: np.asarray(np.where(p, a, b)))
@@ -243,9 +257,8 @@ def operation(parts: tuple[str, ...], count: int) -> Operation:
         raise NotImplementedError(f"no meaning is known for {'.'.join(parts)}")
     compute = _SIMPLE[name]
     if name in ("min", "max") and floats:
-        # Of two, or of three where the architecture has that; a NaN loses.
-        pick = np.fmin if name == "min" else np.fmax
-        return Operation((kind,) * count, kind, lambda *x: reduce(pick, x))
+        # Of two, or of three where the architecture has that.
+        return Operation((kind,) * count, kind, lambda *x: reduce(partial(extreme, name), x))
     if kind == "f32x2":
         compute = _of_pairs(lambda *x: _canonical(_SIMPLE[name](*x)))
     elif floats and name not in ("mov", "neg", "abs"):

@@ -152,10 +152,12 @@ class Memory:
                     int(one), places[here], width * len(values), threads[here], changed, text
                 )
 
-    def exchange_add(self, address: int, value: int, text: str) -> int:
+    def exchange_add(self, address: int, value: int, thread: int, text: str) -> int:
         """The 8 bytes there, which become their sum with `value`, modulo 2**64."""
-        region, places = self._places(np.array([address], np.uint64), 8, text)
-        view, index = self._view(int(region[0]), 8), int(places[0]) // 8
+        (region,), places = self._places(np.array([address], np.uint64), 8, text)
+        view, index = self._view(int(region), 8), int(places[0]) // 8
+        if self._races:
+            self._races.count(int(region), places, 8, np.array([thread]), text)
         old = int(view[index])
         view[index] = (old + value) % 2**64
         return old

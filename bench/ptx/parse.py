@@ -129,6 +129,8 @@ def parse(text: str) -> Program:
             blocks[-1].append(instruction)
             if _SYNCHRONISES.match(".".join(instruction.parts)):
                 blocks.append([])
+        elif not re.fullmatch(r"[{}]?|\..*|[\w$]+:", line):
+            raise ValueError(f"cannot read {line!r}")
     return Program(
         head[1], int(threads[1]), parameters, registers, tuple(map(tuple, blocks)), labels
     )

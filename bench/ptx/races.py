@@ -2,8 +2,9 @@
 
 Orders are known by vector clocks. A block's clock counts the barriers its threads have passed
 together; what a thread learns by acquiring becomes the block's at its next barrier. Of each place
-the last store and the last load are kept, so a race with an earlier load can be missed, never
-imagined. Stores of what is already there race with nobody: that is how flags are set.
+the last store, the last atomic and the last loads of two threads are kept, so a race between blocks
+with an earlier load can be missed, never imagined; two are enough for the threads of one block.
+Stores of what is already there race with no store or load: that is how flags are set.
 Source: C. Flanagan, S. N. Freund: FastTrack (PLDI 2009), with barriers in the place of locks.
 """
 
@@ -97,7 +98,7 @@ class _Shadow:
         self.phase = np.zeros(grains, np.int64)
         self.time = np.zeros(grains, np.int64)
 
-    def set(self, grains: Array, threads: Array, phases: Array, time: int) -> None:
+    def set(self, grains: Array, threads: Array, phases: Array, time: int | Array) -> None:
         self.thread[grains], self.phase[grains], self.time[grains] = threads, phases, time
 
     def unordered(self, grains: Array, threads: Array, clocks: Clocks) -> Array:
@@ -111,50 +112,101 @@ class _Shadow:
         return at[~before]
 
 
+class _Region:
+    """What is known of `size` bytes: loaded_too of the last to load but one. Two of the four are
+    made when they are needed."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self.stored, self.loaded = _Shadow(size), _Shadow(size)
+        self.loaded_too: _Shadow | None = None
+        self.counted: _Shadow | None = None
+
+    def load(self, grains: Array, threads: Array, phases: Array, time: int) -> None:
+        """Note loads."""
+        loaded = self.loaded
+        earlier = loaded.thread[grains]
+        others = grains[(earlier >= 0) & (earlier != threads)]
+        if len(others):
+            before = loaded.thread[others], loaded.phase[others], loaded.time[others]
+            self.loaded_too = self.loaded_too or _Shadow(self._size)
+            self.loaded_too.set(others, *before)
+        loaded.set(grains, threads, phases, time)
+        beside = loaded.thread[grains] != threads
+        if beside.any():
+            self.loaded_too = self.loaded_too or _Shadow(self._size)
+            self.loaded_too.set(grains[beside], threads[beside], phases[beside], time)
+
+    def count(self, grains: Array, threads: Array, phases: Array, time: int) -> None:
+        """Note atomics."""
+        self.counted = self.counted or _Shadow(self._size)
+        self.counted.set(grains, threads, phases, time)
+
+
 class Races:
     """The accesses to the regions of one address space. Raises RaceError."""
 
     def __init__(self, sizes: list[int], clocks: Clocks) -> None:
         self._sizes, self._clocks = sizes, clocks
-        self._shadows: dict[int, tuple[_Shadow, _Shadow]] = {}
+        self._regions: dict[int, _Region] = {}
 
     def _grains(self, places: Array, size: int, threads: Array) -> tuple[Array, Array]:
         spread = places[:, None] // GRAIN + np.arange(max(1, size // GRAIN))
         return spread.reshape(-1), np.repeat(threads, spread.shape[1])
 
-    def _of(self, region: int) -> tuple[_Shadow, _Shadow]:
-        if region not in self._shadows:
-            size = self._sizes[region]
-            self._shadows[region] = _Shadow(size), _Shadow(size)
-        return self._shadows[region]
+    def _of(self, region: int) -> _Region:
+        if region not in self._regions:
+            self._regions[region] = _Region(self._sizes[region])
+        return self._regions[region]
 
     def _phases(self, threads: Array) -> Array:
         return self._clocks.phase[threads // self._clocks.width]
 
-    def read(self, region: int, places: Array, size: int, threads: Array, text: str) -> None:
-        grains, who = self._grains(places, size, threads)
-        stored, loaded = self._of(region)
-        bad = stored.unordered(grains, who, self._clocks)
+    def _check(
+        self,
+        shadow: _Shadow | None,
+        grains: Array,
+        who: Array,
+        does: str,
+        done: str,
+        counts: Array | bool = True,
+    ) -> None:
+        """RaceError unless the accesses that `shadow` knows are ordered before these. counts: for
+        each grain, whether it matters."""
+        if shadow is None:
+            return
+        bad = shadow.unordered(grains, who, self._clocks)
+        bad = bad[np.broadcast_to(counts, grains.shape)[bad]]
         if len(bad):
             raise RaceError(
-                f"{text}: thread {who[bad[0]]} loads what thread {stored.thread[grains[bad[0]]]} "
-                f"has stored, and nothing orders the two ({len(bad)} such places)"
+                f"{does} by thread {who[bad[0]]} where thread {shadow.thread[grains[bad[0]]]} has "
+                f"{done}, and nothing orders the two ({len(bad)} such places)"
             )
-        loaded.set(grains, who, self._phases(who), self._clocks.time)
+
+    def read(self, region: int, places: Array, size: int, threads: Array, text: str) -> None:
+        grains, who = self._grains(places, size, threads)
+        known = self._of(region)
+        self._check(known.stored, grains, who, text, "stored")
+        self._check(known.counted, grains, who, text, "counted up")
+        known.load(grains, who, self._phases(who), self._clocks.time)
 
     def write(
         self, region: int, places: Array, size: int, threads: Array, changed: Array, text: str
     ) -> None:
         grains, who = self._grains(places, size, threads)
         differs = np.repeat(changed, len(grains) // max(1, len(places)))
-        stored, loaded = self._of(region)
-        for verb, shadow in (("stored", stored), ("loaded", loaded)):
-            bad = shadow.unordered(grains, who, self._clocks)
-            bad = bad[differs[bad]]
-            if len(bad):
-                raise RaceError(
-                    f"{text}: thread {who[bad[0]]} stores where thread "
-                    f"{shadow.thread[grains[bad[0]]]} has {verb}, and nothing orders the two "
-                    f"({len(bad)} such places)"
-                )
-        stored.set(grains, who, self._phases(who), self._clocks.time)
+        known = self._of(region)
+        self._check(known.stored, grains, who, text, "stored", differs)
+        self._check(known.loaded, grains, who, text, "loaded", differs)
+        self._check(known.loaded_too, grains, who, text, "loaded", differs)
+        self._check(known.counted, grains, who, text, "counted up")
+        known.stored.set(grains, who, self._phases(who), self._clocks.time)
+
+    def count(self, region: int, places: Array, size: int, threads: Array, text: str) -> None:
+        """An atomic: it races with no other, but with loads and stores."""
+        grains, who = self._grains(places, size, threads)
+        known = self._of(region)
+        self._check(known.stored, grains, who, text, "stored")
+        self._check(known.loaded, grains, who, text, "loaded")
+        self._check(known.loaded_too, grains, who, text, "loaded")
+        known.count(grains, who, self._phases(who), self._clocks.time)

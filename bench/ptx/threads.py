@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, reduce
 
 import numpy as np
 
@@ -262,7 +262,9 @@ class Threads:
             address, thread = int(addresses[i]), int(threads[i])
             if self._launch.clocks and order in (["acq_rel"], ["acquire"]):
                 self._launch.clocks.acquire(thread, address)
-            results[i] = self._launch.memory.exchange_add(address, int(values[i]), instruction.text)
+            results[i] = self._launch.memory.exchange_add(
+                address, int(values[i]), thread, instruction.text
+            )
             if self._launch.clocks and order in (["acq_rel"], ["release"]):
                 self._launch.clocks.release(thread, address)
         self._write(target, kind, results, index)
@@ -294,11 +296,12 @@ class Threads:
     def _reduce(self, instruction: Instruction, index: Array | None) -> None:
         target, source, members = instruction.operands
         kind = instruction.parts[-1]
-        if instruction.parts[1:3] != ("sync", "max"):
+        if instruction.parts[1:-1] != ("sync", "max"):
             raise NotImplementedError(instruction.text)
         self._warps(instruction, index, members)
         values = np.broadcast_to(self._read(source, kind, index), self._count(index))
-        most = np.fmax.reduce(values.reshape(-1, WARP), axis=1)
+        compute = operation(("max", kind), 2).compute
+        most = reduce(compute, values.reshape(-1, WARP).T)
         self._write(target, kind, np.repeat(most, WARP), index)
 
     def _matrices(

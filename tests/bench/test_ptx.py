@@ -75,9 +75,12 @@ def test_conversions_round_as_torch_does():
         ("shr.u32", (np.uint32(0x80000000), np.uint32(31)), 1),
         ("shr.s32", (np.int32(-8), np.uint32(40)), -1),
         ("div.s32", (np.int32(-7), np.int32(2)), -3),
+        ("div.s32", (np.int32(-(2**31)), np.int32(3)), -715827882),
         ("rem.s64", (np.int64(-7), np.int64(2)), -1),
         ("prmt.b32", (np.uint32(0x33221100), np.uint32(0x77665544), np.uint32(0x5410)), 0x55441100),
         ("bfe.u32", (np.uint32(0xABCD), np.uint32(4), np.uint32(8)), 0xBC),
+        ("bfe.u32", (np.uint32(0xABCD), np.uint32(0x104), np.uint32(0x108)), 0xBC),
+        ("bfe.u32", (np.uint32(0xABCD), np.uint32(4), np.uint32(200)), 0xABC),
         ("mul.wide.s32", (np.int32(-(2**31)), np.int32(2)), -(2**32)),
         ("mad.wide.u32", (np.uint32(2**32 - 1), np.uint32(2), np.uint64(1)), 2**33 - 1),
         ("cvt.s64.s32", (np.int32(-5),), -5),
@@ -93,7 +96,16 @@ def test_operations(opcode, operands, result):
 
 def test_nan_has_one_form():
     other = np.array([0xFFC00001], np.uint32).view(np.float32)
-    assert run("add.f32", other, other).view(np.uint32).item() == 0x7FFFFFFF
+    for opcode in ("add.f32", "max.f32"):
+        assert run(opcode, other, other).view(np.uint32).item() == 0x7FFFFFFF
+
+
+def test_minus_zero_is_below_zero():
+    # Of many, since numpy's answer for one depends on its place in the array.
+    plus, minus = np.full(9, np.float32(0)), np.full(9, np.float32(-0.0))
+    for pair in ((plus, minus), (minus, plus)):
+        assert not np.signbit(run("max.f32", *pair)).any()
+        assert np.signbit(run("min.f32", *pair)).all()
 
 
 def test_what_has_no_meaning_is_refused():
@@ -101,6 +113,9 @@ def test_what_has_no_meaning_is_refused():
         operation(("add", "ftz", "f32"), 2)
     with pytest.raises(NotImplementedError, match="cvt with"):
         operation(("cvt", "rzi", "s32", "f32"), 1)
+    for opcode in ("setp.lt.bf16", "mul.hi.u32"):
+        with pytest.raises(NotImplementedError, match=opcode.replace(".", r"\.")):
+            operation(tuple(opcode.split(".")), 2)
 
 
 def test_parse():
@@ -132,6 +147,8 @@ $L__BB0_2:
     assert values == Vector((Register("r", 1), Register("r", 1)))
     with pytest.raises(ValueError, match="no kernel in this module"):
         parse("")
+    with pytest.raises(ValueError, match=r"cannot read 'ld\.param\.b64'"):
+        parse(".visible .entry a_kernel(\n)\n.reqntid 32\n{\nld.param.b64\n%rd1, [x];\n}\n")
 
 
 @triton.jit

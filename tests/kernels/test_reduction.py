@@ -128,7 +128,14 @@ def test_found_inf_says_what_left_the_dtype(backend, dtype, numel, move):
         lambda: kernels.pack(tensors, layout=layout, found_inf=found),
         lambda: kernels.unpack(kernels.pack(tensors), tensors, found_inf=found),
     ]
-    for call in calls:
+    # A factor that rounds: a product's rounding error is no sign of Inf.
+    rounded = [
+        lambda: kernels.sum_n(tensors, scale=0.3, found_inf=found),
+        lambda: kernels.scaled_add(*tensors, alpha=0.3, beta=0.7, found_inf=found),
+        lambda: kernels.pack(tensors, layout=layout, scale=0.3, found_inf=found),
+        lambda: kernels.unpack(kernels.pack(tensors), tensors, scale=0.3, found_inf=found),
+    ]
+    for call in calls + rounded:
         call()
         assert found.item() == 0.0
     for poison in (math.nan, math.inf, -math.inf):
