@@ -25,6 +25,10 @@ from kernels import _launch, _projection
 _parse = cache(parse)
 
 
+# Compiled kernels outlive the emulator that they were compiled for.
+_current: Emulator | None = None
+
+
 @dataclass
 class Launched:
     """One launch: the kernel's name, its grid and what it moved, if that was counted."""
@@ -104,6 +108,7 @@ def emulated(
     programs: most that the one-launch kernel may have, as if so many fitted on the chip. For one
     thread at a time. RuntimeError in a process that interprets kernels.
     """
+    global _current
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise RuntimeError("an interpreted kernel is not compiled: unset TRITON_INTERPRET")
     from triton.compiler.compiler import CompiledKernel
@@ -127,7 +132,8 @@ def emulated(
             ]
             # Pointers to two kinds of scratch memory that these kernels do not ask for.
             passed += [0] * (len(program.parameters) - len(passed))
-            current[0].run(program, x, passed, metadata)
+            assert _current is not None
+            _current.run(program, x, passed, metadata)
 
         self._run, self.function = run, None
 
@@ -136,7 +142,7 @@ def emulated(
             return 0
         return min(programs, plan.chunks)
 
-    current[0] = emulator
+    _current = emulator
     freeze_tensors()
     with (
         mock.patch.object(_launch, "_emulated", True),
@@ -145,6 +151,3 @@ def emulated(
         mock.patch.object(driver, "_active", _Driver(capability)),
     ):
         yield emulator
-
-
-current: list[Emulator] = [None]  # type: ignore[list-item]

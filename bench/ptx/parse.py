@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-import numpy as np
-
 _STATEMENT = re.compile(r"(?:@(!?)(%p\d+)\s+)?([\w.:]+)\s*(.*)", re.DOTALL)
 _OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+")
 _REGISTER = re.compile(r"%(p|rs|r|rd)(\d+)$")
@@ -57,12 +55,11 @@ class Instruction(NamedTuple):
 
 class Program(NamedTuple):
     """blocks: runs of instructions that are entered at the start and left at the end only; a branch
-    names the number of its block. registers: how many of each bank. parameters: byte sizes by
-    name, in order."""
+    names the number of its block. registers: how many of each bank."""
 
     name: str
     threads: int
-    parameters: dict[str, int]
+    parameters: tuple[str, ...]
     registers: dict[str, int]
     blocks: tuple[tuple[Instruction, ...], ...]
     labels: dict[str, int]
@@ -110,10 +107,7 @@ def parse(text: str) -> Program:
     threads = re.search(r"\.reqntid\s+(\d+)", head[3])
     if threads is None:
         raise ValueError(f"{head[1]} does not say how many threads it takes: .reqntid is missing")
-    parameters = {
-        name: np.dtype(f"u{int(bits) // 8}").itemsize
-        for bits, name in re.findall(r"\.param\s+\.u(\d+)[^,]*?(\w+)\s*(?:,|$)", head[2].strip())
-    }
+    parameters = tuple(re.findall(r"\.param\s+\.u\d+[^,]*?(\w+)\s*(?:,|$)", head[2].strip()))
     registers = {
         kind: int(count) for kind, count in re.findall(r"\.reg\s+\.\w+\s+%(\w+)<(\d+)>", body)
     }

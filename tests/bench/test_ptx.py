@@ -137,7 +137,7 @@ $L__BB0_2:
 }
 """)
     assert (program.name, program.threads, program.labels) == ("a_kernel", 128, {"$L__BB0_2": 2})
-    assert program.parameters == {"a_kernel_param_0": 8, "a_kernel_param_1": 4}
+    assert program.parameters == ("a_kernel_param_0", "a_kernel_param_1")
     assert program.registers == {"p": 2, "rd": 3}
     (_, jump), (move,), (store, _), _ = program.blocks
     assert jump.guard == (Register("p", 1), False)
