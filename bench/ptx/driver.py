@@ -47,7 +47,6 @@ class Emulator:
     moved is counted.
     """
 
-    capability: int
     resident: int
     seed: int
     races: bool
@@ -114,7 +113,7 @@ def emulated(
     from triton.compiler.compiler import CompiledKernel
     from triton.runtime.driver import driver
 
-    emulator = Emulator(capability, resident, seed, races, traffic)
+    emulator = Emulator(resident, seed, races, traffic)
 
     def handles(self: Any) -> None:
         if self._run is not None:

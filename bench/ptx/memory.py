@@ -22,7 +22,7 @@ SECTOR = 32
 
 
 class AccessError(RuntimeError):
-    """An access outside every tensor, off its alignment, or a race."""
+    """An access outside every tensor or off its alignment, or two values stored in one place."""
 
 
 @dataclass
@@ -30,16 +30,14 @@ class Traffic:
     """What one launch asked of global memory.
 
     loads, stores: requests of warps, by bytes a thread. load_sectors, store_sectors: the sectors of
-    32 bytes that those touched, each once a request. atomics: of single threads. distinct_loaded,
-    distinct_stored: bytes of all sectors touched, each once in the launch: what must move if caches
-    hold everything in between.
+    32 bytes that those touched, each once a request. distinct_loaded, distinct_stored: bytes of all
+    sectors touched, each once in the launch: what must move if caches hold everything in between.
     """
 
     loads: Counter[int] = field(default_factory=Counter)
     stores: Counter[int] = field(default_factory=Counter)
     load_sectors: Counter[int] = field(default_factory=Counter)
     store_sectors: Counter[int] = field(default_factory=Counter)
-    atomics: int = 0
     _loaded: list[Array] = field(default_factory=list, repr=False)
     _stored: list[Array] = field(default_factory=list, repr=False)
 

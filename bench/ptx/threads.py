@@ -255,8 +255,6 @@ class Threads:
         addresses = self._address(place, False, index)
         values = np.broadcast_to(self._read(source, kind, index), len(addresses))
         threads = self._thread if index is None else self._thread[index]
-        if self._launch.traffic is not None:
-            self._launch.traffic.atomics += len(addresses)
         results = np.empty(len(addresses), np.uint64)
         for i in self._launch.random.permutation(len(addresses)):
             address, thread = int(addresses[i]), int(threads[i])

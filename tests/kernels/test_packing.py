@@ -117,3 +117,15 @@ def test_one_place_in_two_dtypes(backend):
         expected = kernels.pack_reference([tensor, tensor], layout=layout)
         # A conversion may change the bits of a NaN.
         assert torch.equal(packed.nan_to_num(), expected.nan_to_num())
+
+
+def test_as_many_tiles_as_tensors_of_which_some_are_empty(backend):
+    """A tile's number is its tensor's only where no tensor has more than one, or none."""
+    for shapes in ([(0,), (1000,)], [(1000,), (0,)], [(0,), (0,), (1500,), (3,)], [(3,), (512,)]):
+        tensors = [
+            random(shape, torch.float32, backend.device, i) for i, shape in enumerate(shapes)
+        ]
+        packed = kernels.pack(tensors)
+        assert torch.equal(packed.double(), kernels.pack_reference(tensors))
+        into = [poisoned(shape, torch.float32, backend.device) for shape in shapes]
+        assert list(map(bits, kernels.unpack(packed, into))) == list(map(bits, tensors))
