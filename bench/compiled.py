@@ -29,9 +29,6 @@ _NAMES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "flo
 _POINTERS = {"a": "A", "b": "B", "out": "OUT", "buffer": "BUFFER"}
 _POINTERS |= {"table": "i64", "addresses": "i64", "arrivals": "i64"}
 _POINTERS |= {"partials": "fp64", "dots": "fp64"}
-# Counts are 64-bit only for inputs of 2**31 elements and more.
-_SCALARS = {"tensor_count": "i32", "element_count": "i32", "chunk_count": "i32"}
-_SCALARS |= {"scale_bits": "i64", "alpha_bits": "i64", "beta_bits": "i64"}
 
 
 @dataclass
@@ -63,39 +60,35 @@ def compile_case(case: Case) -> Any:
     """Compile as the launcher does. Raises ValueError for an argument without a rule above."""
     values, warps = values_of(case)
     kernel = KERNELS[case.kernel]
-    names = kernel.function.arg_names
+    function = kernel.function
+    names = function.arg_names
     # Where nothing is checked the launcher passes the output in the flag's place.
     flag = "fp32" if values.get("CHECKED") else "BUFFER" if "buffer" in names else "OUT"
     pointers = _POINTERS | {"found_inf": flag}
-    signature, constexprs, attributes = {}, {}, {}
-    for i, name in enumerate(names):
+    signature, constexprs = {}, {}
+    for i, (name, parameter) in enumerate(zip(names, function.params, strict=True)):
         if name in values:
             signature[name] = "constexpr"
             value = values[name]
             constexprs[(i,)] = getattr(_launch.tl, _NAMES[value]) if value in _NAMES else value
-        elif name in _SCALARS:
-            signature[name] = _SCALARS[name]
+        elif parameter.annotation_type:
+            signature[name] = parameter.annotation_type
         elif name in pointers:
             kind = pointers[name]
             signature[name] = f"*{values.get(kind, kind)}"
-            if values["DIVISIBLE"] or kind not in values:
-                attributes[(i,)] = [["tt.divisibility", 16]]
         else:
             raise ValueError(
-                f"{kernel.function.__name__} has an argument {name!r} that bench/compiled.py does "
-                "not know: add it to _POINTERS, _SCALARS or the kernel's values"
+                f"{function.__name__} has an argument {name!r} that bench/compiled.py does not "
+                "know: annotate it, or add it to _POINTERS or the kernel's values"
             )
     options = {**kernel.options, "num_warps": warps}
-    return compile_source(
-        kernel.function, signature, constexprs, attributes, case.capability, options
-    )
+    return compile_source(function, signature, constexprs, case.capability, options)
 
 
 def compile_source(
     function: Any,
     signature: dict[str, str],
     constexprs: Mapping[tuple[int], Any],
-    attributes: Mapping[tuple[int], Any],
     capability: int,
     options: Mapping[str, Any],
 ) -> Any:
@@ -105,7 +98,7 @@ def compile_source(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    source = ASTSource(function, signature, constexprs, attributes)
+    source = ASTSource(function, signature, constexprs)
     target = GPUTarget("cuda", capability, 32)
     return _launch.triton.compile(source, target=target, options=dict(options))
 

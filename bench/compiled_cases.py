@@ -17,9 +17,9 @@ class Kernel(NamedTuple):
     """How a launcher compiles a kernel.
 
     tile: its (elements a tile, warps) for a number of elements and an item size. values: the
-    constexprs of the plain variant that are no dtype; NUMEL, if not the usual one; DIVISIBLE,
-    False where the tensors start off a 16-byte boundary. variants: what differs from them, by
-    name; a mapping gives a value for each dtype. stores: whether tiles are written back.
+    constexprs of the plain variant that are no dtype; NUMEL, if not the usual one. variants: what
+    differs from them, by name; a mapping gives a value for each dtype. stores: whether tiles are
+    written back.
     """
 
     function: Any
@@ -32,7 +32,7 @@ class Kernel(NamedTuple):
 
 _CAST = {"fp16": "fp32", "fp32": "fp16"}
 _COPY = Kernel(
-    packing._copy_kernel,
+    packing._copy_kernel.function,
     _launch.block_of,
     {"PACK": True, "SCALED": False, "FINITE": True, "CHECKED": False},
     {
@@ -43,7 +43,7 @@ _COPY = Kernel(
 )
 _ELEMENTWISE = {"ALIGNED": True, "CHECKED": False}
 _ELEMENTWISE_VARIANTS: dict[str, dict[str, Any]] = {
-    "misaligned": {"ALIGNED": False, "DIVISIBLE": False},
+    "misaligned": {"ALIGNED": False},
     "checked": {"CHECKED": True},
     "cast": {"OUT": _CAST},
 }
@@ -53,12 +53,17 @@ _FUSED = {"enable_fp_fusion": True}
 KERNELS = {
     "pack": _COPY,
     "unpack": _COPY._replace(values={**_COPY.values, "PACK": False}),
-    "sum_n": Kernel(reduction._sum_kernel, _launch.block_of, _ELEMENTWISE, _ELEMENTWISE_VARIANTS),
+    "sum_n": Kernel(
+        reduction._sum_kernel.function, _launch.block_of, _ELEMENTWISE, _ELEMENTWISE_VARIANTS
+    ),
     "scaled_add": Kernel(
-        reduction._scaled_add_kernel, _launch.block_of, _ELEMENTWISE, _ELEMENTWISE_VARIANTS
+        reduction._scaled_add_kernel.function,
+        _launch.block_of,
+        _ELEMENTWISE,
+        _ELEMENTWISE_VARIANTS,
     ),
     "dots": Kernel(
-        _projection._dots_kernel,
+        _projection._dots_kernel.function,
         _plan.tile_of,
         {"VECTORS": True},
         {"odd_bounds": {"VECTORS": False}},
@@ -66,14 +71,14 @@ KERNELS = {
         stores=False,
     ),
     "combine": Kernel(
-        _projection._combine_kernel,
+        _projection._combine_kernel.function,
         _plan.tile_of,
         {"CHECKED": False},
         {"checked": {"CHECKED": True}},
         _FUSED,
     ),
     "one_launch": Kernel(
-        _projection._one_launch_kernel,
+        _projection._one_launch_kernel.function,
         _plan.tile_of,
         {"CHECKED": False, "NUMEL": _LARGEST_TILES},
         {
@@ -131,7 +136,7 @@ def values_of(case: Case) -> tuple[dict[str, Any], int]:
     """(values of the constexprs, dtypes by their short names; warps) of a case."""
     kernel = KERNELS[case.kernel]
     changes = {**kernel.values, **kernel.variants.get(case.variant, {})}
-    values: dict[str, Any] = {"NUMEL": NUMEL, "DIVISIBLE": True} | dict.fromkeys(DTYPES, case.dtype)
+    values: dict[str, Any] = {"NUMEL": NUMEL} | dict.fromkeys(DTYPES, case.dtype)
     for name, value in changes.items():
         values[name] = value[case.dtype] if isinstance(value, dict) else value
     dtypes = {values[name] for name in DTYPES}

@@ -4,12 +4,13 @@ A training loop hands over the same lists again and again: the gradients of one 
 lies where they lay. torch.compile's own guards compare a tensor's class, dispatch keys (device,
 layout, negative views), dtype, device index, requires_grad, sizes and strides with those of another
 that was there before, in a tenth of a microsecond; reading as much from Python takes half of one.
-Keys are compared as the current mode sees them, so whether an inference tensor may be written is
-for the caller to ask each time, as are addresses.
+Keys are compared as the current mode sees them: a guard made inside inference mode, or below
+autograd, does not tell an inference tensor from another. Addresses are for the caller to ask.
 """
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, TypeVar
@@ -37,15 +38,17 @@ class Known(Generic[Value]):
     """A list that has passed the checks.
 
     value: what its function keeps of it, if anything. apart: addresses of it, and of what a call
-    writes, that were found not to overlap.
+    writes, that were found not to overlap. writable: whether no list that it stands for holds an
+    inference tensor; where False, the caller has to ask.
     """
 
-    __slots__ = ("apart", "check", "value")
+    __slots__ = ("apart", "check", "value", "writable")
 
     def __init__(self, value: Value) -> None:
         self.value = value
         self.apart: set[tuple[Hashable, ...]] = set()
         self.check: Callable[..., bool] | None = None
+        self.writable = False
 
     def found_apart(self, place: tuple[Hashable, ...], length: int) -> None:
         """Remember these addresses of a list of so many; after too many, in place of all others."""
@@ -96,13 +99,38 @@ class KnownLists(Generic[Value]):
                 self._lists.clear()
             self._lists[sight] = ()
             return known
-        known.check = _guards(
-            *tensors,
-            dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
-            dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
-        ).check
+        known.check = _check_of(tensors)
+        known.writable = _tells_inference() and not any(map(Tensor.is_inference, tensors))
         self._lists[sight] = (known, *alike[: _ALIKE - 1])
         return known
+
+
+def _check_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """Whether tensors differ from these in nothing but addresses."""
+    assert _guards is not None
+    check: Callable[..., bool] = _guards(
+        *tensors,
+        dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
+        dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
+    ).check
+    return check
+
+
+def _tells_inference() -> bool:
+    """Whether a guard made now refuses an inference tensor in the place of another, always.
+
+    By the key of autograd, which only the other has: what was seen to have it once keeps it.
+    """
+    ordinary, inference = torch.empty(0, device="cpu"), _inference_tensor()
+    # In a mode of torch's that makes tensors of a class of its own this would tell nothing.
+    plain = type(ordinary) is type(inference) is Tensor
+    return plain and not _check_of([ordinary])(inference)
+
+
+@functools.cache
+def _inference_tensor() -> Tensor:
+    with torch.inference_mode():
+        return torch.empty(0, device="cpu")
 
 
 def _sight(key: Hashable, tensors: Sequence[object]) -> Hashable:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import struct
 import threading
 from collections import defaultdict
@@ -28,18 +29,55 @@ _NOTHING = nullcontext()
 _DOUBLE, _INT64 = struct.Struct("<d"), struct.Struct("<q")
 
 
-def jit(fn: Callable[..., Any]) -> Any:
-    """`triton.jit` that specialises on no integer argument: sizes must never compile anew.
+# Code that kernels call.
+jit: Any = triton.jit if triton else lambda fn: fn
 
-    Pointers are still specialised on their alignment. Integer arguments are those whose names end
-    in `count` or `bits`. Without Triton the function comes back as it is, and `on_triton` keeps it
-    from being called.
+
+class Kernel:
+    """A kernel to launch: `@Kernel` in the place of `@triton.jit`.
+
+    Its compiled code follows from constants and device alone, which must tell the dtypes of its
+    pointers too: alignment is nothing to Triton (kernels test it), and an integer is as wide as its
+    annotation says. So no number of elements and no scale compiles anew, and `launch` finds the
+    code by the constants, where Triton would look at every argument again each time.
     """
-    if triton is None:
-        return fn
-    names = fn.__code__.co_varnames[: fn.__code__.co_argcount]
-    sizes = [name for name in names if name.endswith(("count", "bits"))]
-    return triton.jit(fn, do_not_specialize=sizes)
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.function: Any = fn
+        self._compiled: dict[tuple[Hashable, ...], tuple[Any, tuple[Any, ...]]] = {}
+        if triton is not None:
+            kinds = inspect.signature(fn).parameters.values()
+            passed = [kind.name for kind in kinds if "constexpr" not in str(kind.annotation)]
+            self.function = triton.jit(fn, do_not_specialize=passed)
+
+    def launch(self, programs: int, *arguments: Tensor | int, **constants: Hashable) -> None:
+        """Run so many programs on the current device and stream.
+
+        arguments: those that are no constants, in order. constants: the others, and options of
+        Triton's, always in one order; a dtype is torch's.
+        """
+        driver = triton.runtime.driver.active
+        device = driver.get_current_device()
+        key = (device, *constants.values())
+        found = self._compiled.get(key)
+        if found is not None:
+            compiled, values = found
+            stream = driver.get_current_stream(device)
+            compiled[programs, 1, 1](*arguments, *values, stream=stream)
+            return
+        given = {name: _in_triton(value) for name, value in constants.items()}
+        compiled = self.function[(programs,)](*arguments, **given)
+        # Triton's interpreter compiles nothing.
+        if compiled is not None:
+            names = self.function.arg_names[len(arguments) :]
+            self._compiled[key] = compiled, tuple([given[name] for name in names])
+
+
+def _in_triton(value: Hashable) -> Any:
+    """A constant as Triton takes it: a dtype of torch's is one of Triton's by the same name."""
+    if isinstance(value, torch.dtype):
+        return getattr(tl, str(value).removeprefix("torch."))
+    return value
 
 
 # What kernels call to compute with their constants while they are compiled.
@@ -62,19 +100,15 @@ def device_guard(tensor: Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(device)
 
 
-def mark_written(*tensors: Tensor | None) -> None:
+def mark_written(tensors: list[Tensor], found_inf: Tensor | None) -> None:
     """Tell autograd that a Triton kernel has written the tensors in place, as torch's own ops do.
 
     Without it a backward pass that had saved one of them would use the new values in silence.
     """
     # torch leaves those made in inference mode alone, which have no version.
-    torch.autograd.graph.increment_version([tensor for tensor in tensors if tensor is not None])
-
-
-@functools.cache
-def dtype_in_triton(dtype: torch.dtype) -> Any:
-    """Triton's dtype of the same name."""
-    return getattr(tl, str(dtype).removeprefix("torch."))
+    torch.autograd.graph.increment_version(tensors)
+    if found_inf is not None:
+        torch.autograd.graph.increment_version([found_inf])
 
 
 def float_bits(value: float) -> int:
@@ -87,6 +121,7 @@ def power_of_two_above(value: int) -> int:
     return 1 << max(0, value - 1).bit_length()
 
 
+@functools.lru_cache
 def block_of(numel: int, itemsize: int) -> tuple[int, int]:
     """(elements a tile, warps) of an elementwise kernel, from size and dtype alone.
 

@@ -8,13 +8,15 @@ never from the device: the one-launch and the two-launch path cut alike.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 from torch import Tensor
 
 from kernels import _launch
 from kernels._cpu import compute_dtype
 from kernels._dots import add_partials, coefficient, store_row, tile_dots
-from kernels._launch import CACHE, jit, tl
+from kernels._launch import CACHE, Kernel, jit, tl
 from kernels._plan import Plan, plan_of
 from kernels._tiles import flag_non_finite, load_tile, part_of, store_tile, weigh
 
@@ -22,7 +24,7 @@ from kernels._tiles import flag_non_finite, load_tile, part_of, store_tile, weig
 REGISTERS = 128
 
 
-@jit
+@Kernel
 def _dots_kernel(
     a,
     b,
@@ -69,7 +71,7 @@ def _dots_kernel(
         tl.store(arrivals + segment, tl.full([], 0, tl.int64))
 
 
-@jit
+@Kernel
 def _combine_kernel(
     a,
     b,
@@ -144,7 +146,7 @@ def _finish_chunk(
     store_tile(to, tl.load(table + 3 * chunk + 1), z, True)
 
 
-@jit
+@Kernel
 def _one_launch_kernel(
     a,
     b,
@@ -153,7 +155,7 @@ def _one_launch_kernel(
     arrivals,
     out,
     found_inf,
-    chunk_count,
+    chunk_count: tl.int32,
     DTYPE: tl.constexpr,
     WIDE: tl.constexpr,
     CHECKED: tl.constexpr,
@@ -220,12 +222,12 @@ def _scratch(kind: str, a: Tensor, plan: Plan, counters: int) -> tuple[Tensor, T
     return partials, arrivals
 
 
-def _meta(a: Tensor, plan: Plan) -> dict[str, object]:
+def _meta(a: Tensor, plan: Plan) -> dict[str, Hashable]:
     return {
         # Sums of products need more registers without it, and the default is about to change.
         "enable_fp_fusion": True,
-        "DTYPE": _launch.dtype_in_triton(a.dtype),
-        "WIDE": _launch.dtype_in_triton(compute_dtype(a.dtype)),
+        "DTYPE": a.dtype,
+        "WIDE": compute_dtype(a.dtype),
         "BLOCK": plan.block,
         "num_warps": plan.warps,
     }
@@ -248,7 +250,8 @@ def dot_and_norms(a: Tensor, b: Tensor, bounds: tuple[int, ...]) -> Tensor:
     with _launch.device_guard(a):
         plan = plan_of(a, bounds)
         partials, arrivals = _scratch("dots", a, plan, plan.segments)
-        _dots_kernel[(plan.chunks,)](
+        _dots_kernel.launch(
+            plan.chunks,
             _aligned(a),
             _aligned(b),
             plan.table,
@@ -274,7 +277,8 @@ def combine(
         return
     with _launch.device_guard(a):
         plan = plan_of(a, bounds)
-        _combine_kernel[(plan.chunks,)](
+        _combine_kernel.launch(
+            plan.chunks,
             a,
             b,
             dots,
@@ -284,7 +288,7 @@ def combine(
             CHECKED=found_inf is not None,
             **_meta(a, plan),
         )
-    _launch.mark_written(out, found_inf)
+    _launch.mark_written([out], found_inf)
 
 
 def _programs(a: Tensor, plan: Plan) -> int:
@@ -315,7 +319,8 @@ def adasum(
             combine(a, b, dot_and_norms(a, b, bounds), bounds, out, found_inf)
             return
         partials, arrivals = _scratch("one launch", a, plan, 1)
-        _one_launch_kernel[(programs,)](
+        _one_launch_kernel.launch(
+            programs,
             _aligned(a),
             _aligned(b),
             plan.table,
@@ -329,4 +334,4 @@ def adasum(
             maxnreg=REGISTERS,
             **_meta(a, plan),
         )
-    _launch.mark_written(out, found_inf)
+    _launch.mark_written([out], found_inf)

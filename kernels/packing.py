@@ -17,7 +17,7 @@ from kernels._check import (
     check_writable,
 )
 from kernels._known import Known
-from kernels._launch import CACHE, jit, tl
+from kernels._launch import CACHE, Kernel, jit, tl
 from kernels._ops import call, operator, returns_nothing, tracing
 from kernels._packed import PackedList, check_all_apart, check_buffer, check_layout, check_packed
 from kernels._tiles import flag_non_finite, load_tile, part_of, rescale, store_tile
@@ -49,13 +49,13 @@ def _move(
     store_tile(target, writes, x, VECTORS)
 
 
-@jit
+@Kernel
 def _copy_kernel(
     table,
     buffer,
     found_inf,
-    scale_bits,
-    tensor_count,
+    scale_bits: tl.int64,
+    tensor_count: tl.int32,
     TENSOR: tl.constexpr,
     BUFFER: tl.constexpr,
     WIDE: tl.constexpr,
@@ -133,18 +133,19 @@ def _copy(
         block, warps = _launch.block_of(layout.numel, max(dtype.itemsize, layout.dtype.itemsize))
         table, tiles = _table(addresses, chosen, layout, block, buffer.device)
         with _launch.device_guard(buffer):
-            _copy_kernel[(tiles,)](
+            _copy_kernel.launch(
+                tiles,
                 table,
                 buffer,
                 buffer if found_inf is None else found_inf,
                 _launch.float_bits(scale),
                 len(chosen),
-                TENSOR=_launch.dtype_in_triton(dtype),
-                BUFFER=_launch.dtype_in_triton(layout.dtype),
-                WIDE=_launch.dtype_in_triton(wide),
+                TENSOR=dtype,
+                BUFFER=layout.dtype,
+                WIDE=wide,
                 PACK=packing,
                 SCALED=scale != 1.0,
-                FINITE=abs(scale) <= torch.finfo(wide).max,
+                FINITE=scale == 1.0 or abs(scale) <= torch.finfo(wide).max,
                 CHECKED=found_inf is not None,
                 BLOCK=block,
                 num_warps=warps,
@@ -191,7 +192,7 @@ def _pack(
     addresses = check_all_apart(tensors, known, "out", out, False, found_inf)
     if _launch.on_triton(out):
         _copy(addresses, known.value, out, scale, found_inf, packing=True)
-        _launch.mark_written(out, found_inf)
+        _launch.mark_written([out], found_inf)
     else:
         _cpu.pack(tensors, set(known.value.dtypes), known.value.layout, out, scale, found_inf)
 
@@ -206,7 +207,7 @@ def _unpack(
     addresses = check_all_apart(tensors, known, "buffer", buffer, True, found_inf)
     if _launch.on_triton(buffer):
         _copy(addresses, known.value, buffer, scale, found_inf, packing=False)
-        _launch.mark_written(*tensors, found_inf)
+        _launch.mark_written(tensors, found_inf)
     else:
         _cpu.unpack(buffer, tensors, set(known.value.dtypes), known.value.layout, scale, found_inf)
 
@@ -312,7 +313,8 @@ def unpack(
     layout = known.value.layout
     scale = check_scalar("scale", scale)
     check_buffer("buffer", buffer, layout, checked[0].device if checked else buffer.device)
-    check_all_writable("tensors", checked)
+    if not known.writable:
+        check_all_writable("tensors", checked)
     flag = check_found_inf(found_inf, buffer.device)
     if tracing():
         call("unpack", buffer, layout.offsets, layout.alignment, scale, checked, flag)

@@ -21,7 +21,7 @@ from kernels._check import (
     check_written,
 )
 from kernels._known import Known, KnownLists
-from kernels._launch import jit, tl
+from kernels._launch import Kernel, jit, tl
 from kernels._ops import call, check_list, operator, returns_nothing, tracing
 from kernels._tiles import convert, flag_non_finite, float_of, load_tile, part_of, store_tile, weigh
 
@@ -48,14 +48,14 @@ def _total(
     return total + convert(x, WIDE)
 
 
-@jit
+@Kernel
 def _sum_kernel(
     addresses,
     out,
     found_inf,
-    tensor_count,
-    element_count,
-    scale_bits,
+    tensor_count: tl.int32,
+    element_count: tl.int64,
+    scale_bits: tl.int64,
     DTYPE: tl.constexpr,
     OUT: tl.constexpr,
     WIDE: tl.constexpr,
@@ -104,33 +104,34 @@ def _sum(
     if tiles == 0:
         return
     with _launch.device_guard(out):
-        _sum_kernel[(tiles,)](
+        _sum_kernel.launch(
+            tiles,
             _launch.address_table(addresses, out.device),
             out,
             out if found_inf is None else found_inf,
             len(tensors),
             out.numel(),
             _launch.float_bits(scale),
-            DTYPE=_launch.dtype_in_triton(dtype),
-            OUT=_launch.dtype_in_triton(out.dtype),
-            WIDE=_launch.dtype_in_triton(_cpu.compute_dtype(dtype, out.dtype)),
+            DTYPE=dtype,
+            OUT=out.dtype,
+            WIDE=_cpu.compute_dtype(dtype, out.dtype),
             ALIGNED=all(address % 16 == 0 for address in (*addresses, out.data_ptr())),
             CHECKED=found_inf is not None,
             BLOCK=block,
             num_warps=warps,
         )
-    _launch.mark_written(out, found_inf)
+    _launch.mark_written([out], found_inf)
 
 
-@jit
+@Kernel
 def _scaled_add_kernel(
     a,
     b,
     out,
     found_inf,
-    element_count,
-    alpha_bits,
-    beta_bits,
+    element_count: tl.int64,
+    alpha_bits: tl.int64,
+    beta_bits: tl.int64,
     A: tl.constexpr,
     B: tl.constexpr,
     OUT: tl.constexpr,
@@ -180,7 +181,8 @@ def _scaled_add(
     if tiles == 0:
         return
     with _launch.device_guard(out):
-        _scaled_add_kernel[(tiles,)](
+        _scaled_add_kernel.launch(
+            tiles,
             a,
             b,
             out,
@@ -188,16 +190,16 @@ def _scaled_add(
             out.numel(),
             _launch.float_bits(alpha),
             _launch.float_bits(beta),
-            A=_launch.dtype_in_triton(a.dtype),
-            B=_launch.dtype_in_triton(b.dtype),
-            OUT=_launch.dtype_in_triton(out.dtype),
-            WIDE=_launch.dtype_in_triton(_cpu.compute_dtype(a.dtype, b.dtype, out.dtype)),
+            A=a.dtype,
+            B=b.dtype,
+            OUT=out.dtype,
+            WIDE=_cpu.compute_dtype(a.dtype, b.dtype, out.dtype),
             ALIGNED=all(tensor.data_ptr() % 16 == 0 for tensor in (a, b, out)),
             CHECKED=found_inf is not None,
             BLOCK=block,
             num_warps=warps,
         )
-    _launch.mark_written(out, found_inf)
+    _launch.mark_written([out], found_inf)
 
 
 @operator(

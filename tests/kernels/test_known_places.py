@@ -7,12 +7,14 @@ one thing that makes the call wrong.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
 from torch import Tensor
 
 import kernels
+from kernels import _known, packing
 
 TIMES = 4
 Pair = Callable[..., Tensor]
@@ -138,3 +140,38 @@ def test_what_was_written_inside_inference_mode_says_nothing_of_outside() -> Non
         with refused("out was made in inference mode"):
             kernels.sum_n(inside, out=inside[1])
     assert all((tensor == 0).all() for tensor in inside)
+
+
+@pytest.mark.parametrize(
+    ("mode", "rows"), [(nullcontext, 7), (torch._C._AutoDispatchBelowAutograd, 8)]
+)
+def test_what_was_written_says_nothing_of_inference_tensors(
+    mode: Callable[[], AbstractContextManager[None]], rows: int
+) -> None:
+    """Below autograd, where custom operators run, every tensor looks like one of these."""
+    given, buffer = [torch.zeros(rows, 6)], torch.ones(48)
+    with torch.inference_mode():
+        inside = [torch.zeros(rows, 6)]
+    with mode():
+        for _ in range(TIMES):
+            kernels.unpack(buffer, given)
+        for _ in range(TIMES):
+            with refused(r"tensors\[0\] was made in inference mode"):
+                kernels.unpack(buffer, inside)
+    assert (given[0] == 1).all() and (inside[0] == 0).all()
+
+
+def test_known_lists_are_not_asked_again_who_may_be_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given, buffer = [torch.zeros(7, 5)], torch.ones(48)
+    for _ in range(TIMES):
+        kernels.unpack(buffer, given)
+    if _known._guards is None:
+        pytest.skip("this torch has no guards for lists of tensors")
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("asked again")
+
+    monkeypatch.setattr(packing, "check_all_writable", refuse)
+    kernels.unpack(buffer, given)

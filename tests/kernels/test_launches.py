@@ -2,46 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import kernels
-from kernels import _projection, packing, reduction
+from kernels import _projection
+from kernels._launch import Kernel, _in_triton, triton
 from tests.kernels.cases import random
 from tests.kernels.conftest import Backend
-
-KERNELS = [
-    (packing, "_copy_kernel"),
-    (reduction, "_sum_kernel"),
-    (reduction, "_scaled_add_kernel"),
-    (_projection, "_dots_kernel"),
-    (_projection, "_combine_kernel"),
-    (_projection, "_one_launch_kernel"),
-]
-
-
-class Counted:
-    """A kernel that notes its name for every launch."""
-
-    def __init__(self, kernel: object, name: str, log: list[str]) -> None:
-        self._kernel, self._name, self._log = kernel, name, log
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
-        self._log.append(self._name)
-        return self._kernel[grid]  # type: ignore[index]
 
 
 @contextmanager
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The names of the kernels launched inside, in order; no other Triton kernel may run."""
+    """The names of the kernels launched inside, in order."""
     log: list[str] = []
+    launch = Kernel.launch
+
+    def counted(kernel: Kernel, *arguments: Any, **constants: Any) -> None:
+        log.append(kernel.function.__name__)
+        launch(kernel, *arguments, **constants)
+
     with monkeypatch.context() as patch:
-        for module, name in KERNELS:
-            patch.setattr(module, name, Counted(getattr(module, name), name, log))
+        patch.setattr(Kernel, "launch", counted)
         yield log
 
 
@@ -103,3 +91,47 @@ def test_nothing_is_launched_for_nothing(on_triton, monkeypatch):
         kernels.scaled_add(empty, empty)
         kernels.pack([])
     assert log == []
+
+
+def calls(device: torch.device) -> None:
+    """Every kernel, in the ways that its code may depend on."""
+    flag = torch.zeros((), device=device)
+    for numel, start, found_inf in itertools.product((64, 1501), (0, 1), (None, flag)):
+        memory = random(4 * numel + 1, torch.float32, device, numel)
+        a, b, c, out = memory[start : start + 4 * numel].split(numel)
+        for scale in (1.0, 0.0, 0.3):
+            packed = kernels.pack([a, b], scale=scale, found_inf=found_inf)
+            kernels.unpack(packed, [b, c], scale=scale, found_inf=found_inf)
+            kernels.sum_n([a, b, c], scale=scale, out=out, found_inf=found_inf)
+            kernels.scaled_add(a, b, alpha=scale, out=out, found_inf=found_inf)
+        for bounds in (None, (0, 8, numel)):
+            kernels.adasum(a, b, bounds, out=out, found_inf=found_inf)
+            dots = kernels.dot_and_norms(a, b, bounds)
+            kernels.combine(a, b, dots, bounds, out=out, found_inf=found_inf)
+
+
+def test_a_launch_finds_the_code_that_triton_would(on_triton, monkeypatch):
+    """And from the second call on without compiling, whatever sizes, scales and addresses."""
+    launch, found = Kernel.launch, set()
+
+    def compared(kernel: Kernel, programs: int, *arguments: Any, **constants: Any) -> None:
+        launch(kernel, programs, *arguments, **constants)
+        given = {name: _in_triton(value) for name, value in constants.items()}
+        theirs = kernel.function.warmup(*arguments, grid=(programs,), **given)
+        device = triton.runtime.driver.active.get_current_device()
+        ours, values = kernel._compiled[(device, *constants.values())]
+        assert ours is theirs
+        names = kernel.function.arg_names
+        assert values == tuple(given[name] for name in names[len(arguments) :])
+        found.add(kernel.function.__name__)
+
+    monkeypatch.setattr(Kernel, "launch", compared)
+    calls(on_triton.device)
+    assert len(found) == 6
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise AssertionError("looked for by Triton again")
+
+    monkeypatch.setattr(triton.JITFunction, "run", refused)
+    monkeypatch.setattr(Kernel, "launch", launch)
+    calls(on_triton.device)
