@@ -18,7 +18,7 @@ TORCH := $(shell grep -o '^torch==[^;]*' constraints.txt)
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo evidence test test-timing lint docs docs-links bench bench-gpu bench-compiled clean
+.PHONY: help demo evidence test test-emulated test-timing lint docs docs-links bench bench-gpu bench-compiled clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 16
@@ -31,6 +31,10 @@ evidence: $(READY)  ## the trainings behind docs/evidence: about an hour on two 
 
 test: $(READY)  ## every test, two files at a time
 	$(PY) -m pytest tests -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+test-emulated: $(READY)  ## collectives and adasum over the kernels' compiled code, emulated: 10 minutes
+	$(PY) -m pytest tests/collectives tests/adasum/test_reducer.py tests/adasum/test_optimizer.py \
+		tests/adasum/test_ops.py --emulated -n 2 --dist loadfile $(PYTEST_ARGS)
 
 test-timing: $(READY)  ## tests of measured times, for a machine with nothing else to do
 	$(PY) -m pytest tests -m timing $(PYTEST_ARGS)

@@ -1,11 +1,16 @@
-"""The order of the test files: those that start processes and wait for them first.
+"""The order of the test files, and `--emulated`.
 
-Two workers take files in turn, so what is long must not come last.
+Those that start processes and wait for them come first: two workers take files in turn, so what is
+long must not come last.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+
+from bench.ptx.driver import emulated
 
 FIRST = ("faults", "packaging", "examples", "hosts", "multi_rank", "bench", "docs")
 
@@ -16,3 +21,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return FIRST.index(folder[0]) if folder and folder[0] in FIRST else len(FIRST)
 
     items.sort(key=place)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--emulated",
+        action="store_true",
+        help="this process's kernels run what Triton compiles for sm_90, in bench/ptx",
+    )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _all_emulated(request: pytest.FixtureRequest) -> Iterator[None]:
+    if not request.config.getoption("emulated"):
+        yield
+        return
+    # Looking for races costs a copy of all memory, and here ranks have windows of 32 MiB.
+    with emulated(races=False):
+        yield

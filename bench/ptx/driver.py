@@ -8,6 +8,7 @@ which architecture, what it passes.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -52,21 +53,23 @@ class Emulator:
     races: bool
     traffic: bool
     launches: list[Launched] = field(default_factory=list)
+    _turn: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self, program: Program, grid: int, arguments: Sequence[int], metadata: Any) -> None:
-        traffic = Traffic() if self.traffic else None
-        self.seed += 1
-        launch(
-            program,
-            grid,
-            arguments,
-            metadata.shared,
-            resident=grid if metadata.launch_cooperative_grid else self.resident,
-            seed=self.seed,
-            races=self.races,
-            traffic=traffic,
-        )
-        self.launches.append(Launched(program.name, grid, traffic))
+        with self._turn:
+            traffic = Traffic() if self.traffic else None
+            self.seed += 1
+            launch(
+                program,
+                grid,
+                arguments,
+                metadata.shared,
+                resident=grid if metadata.launch_cooperative_grid else self.resident,
+                seed=self.seed,
+                races=self.races,
+                traffic=traffic,
+            )
+            self.launches.append(Launched(program.name, grid, traffic))
 
 
 class _Driver:
@@ -104,8 +107,8 @@ def emulated(
 ) -> Iterator[Emulator]:
     """Send CPU tensors to the Triton kernels, compiled for sm_`capability` and emulated.
 
-    programs: most that the one-launch kernel may have, as if so many fitted on the chip. For one
-    thread at a time. RuntimeError in a process that interprets kernels.
+    programs: most that the one-launch kernel may have, as if so many fitted on the chip. The
+    launches of several threads take turns. RuntimeError in a process that interprets kernels.
     """
     global _current
     if os.environ.get("TRITON_INTERPRET") == "1":

@@ -5,11 +5,11 @@ from __future__ import annotations
 import atexit
 import ctypes
 import gc
-import itertools
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain, compress, repeat
+from typing import Any
 
 import numpy as np
 import torch
@@ -165,11 +165,24 @@ class Memory:
 _older: dict[int, weakref.ref[torch.Tensor]] = {}
 
 
-def _tensors(objects: Iterable[object]) -> Iterator[torch.Tensor]:
-    """Those with memory of their own: no subclasses, which compilers trace with."""
-    for x in objects:
-        if type(x) in PLAIN and not torch._is_functional_tensor(x):  # type: ignore[arg-type]
-            yield x  # type: ignore[misc]
+def _tensors() -> list[torch.Tensor]:
+    """Those that gc has not set aside, with memory of their own: no subclasses, which compilers
+    trace with.
+
+    Another thread may be filling a tuple, and fails if something else holds that when it goes on.
+    So what gc returns is made, gone through and dropped in one call of C's, within which gc runs no
+    finalizers. It is made twice, for values and types, the youngest last: what is new the second
+    time comes behind all else. The types end first, so that both are dropped.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    objects = chain.from_iterable(map(gc.get_objects, (2, 1, 0)))
+    types = map(type, chain.from_iterable(map(gc.get_objects, (2, 1, 0))))
+    found: list[Any] = list(compress(chain(objects, repeat(None)), map(PLAIN.__contains__, types)))
+    if collects:
+        gc.enable()
+    assert PLAIN.issuperset(map(type, found))
+    return [tensor for tensor in found if not torch._is_functional_tensor(tensor)]
 
 
 def freeze_tensors() -> None:
@@ -177,7 +190,7 @@ def freeze_tensors() -> None:
     a launch looks through those made since."""
     for gone in [key for key, reference in _older.items() if reference() is None]:
         del _older[gone]
-    _older.update((id(x), weakref.ref(x)) for x in _tensors(gc.get_objects()))
+    _older.update((id(x), weakref.ref(x)) for x in _tensors())
     gc.freeze()
     atexit.register(gc.unfreeze)
 
@@ -188,7 +201,7 @@ class GlobalMemory(Memory):
     def __init__(self, clocks: Clocks | None) -> None:
         ranges = dict[int, int]()
         older = (reference() for reference in _older.values())
-        for tensor in itertools.chain(older, _tensors(gc.get_objects())):
+        for tensor in chain(older, _tensors()):
             if (
                 tensor is not None
                 and tensor.device.type == "cpu"

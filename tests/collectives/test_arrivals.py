@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from adasum import Adasum
+from bench.ptx.driver import emulated
 from collectives import CollectiveTimeoutError, Group, Operands, Reducer, Sum, arrivals, run_threads
 from collectives.algorithms import ALL_REDUCE, shuffle
 from collectives.arrivals import parts_of
@@ -30,6 +31,18 @@ SMALL = 400
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrivals, "PART_BYTES", SMALL)
     monkeypatch.setattr(arrivals, "_ALIGNED", 4)
+
+
+@pytest.fixture(params=["torch", "emulator"])
+def _kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Who computes: torch, or what Triton compiles for a GPU, where there would be one."""
+    if request.param == "torch":
+        yield
+        return
+    pytest.importorskip("triton")
+    with emulated() as emulator:
+        yield
+    assert emulator.launches
 
 
 class Late:
@@ -123,6 +136,7 @@ def test_sums(name: str, size: int) -> None:
         assert torch.equal(answer, whole[0])
 
 
+@pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize("segments", [None, (0, 1, 130, 130, 700, 1021)])
 @pytest.mark.parametrize(("name", "size"), [("vhdd", 2), ("vhdd", 4), ("vhdd", 5), ("rd", 3)])
 def test_adasum(name: str, size: int, segments: Sequence[int] | None) -> None:
