@@ -10,7 +10,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -130,6 +130,20 @@ def block_of(numel: int, itemsize: int) -> tuple[int, int]:
     nbytes = numel * itemsize
     tile_bytes = min(16384, max(2048, power_of_two_above(nbytes // 256)))
     return tile_bytes // itemsize, 4
+
+
+class Chip(NamedTuple):
+    """What launchers ask of a GPU. cache: bytes of L2."""
+
+    multiprocessors: int
+    cache: int
+
+
+@functools.cache
+def chip_of(device: torch.device) -> Chip:
+    """The GPU's."""
+    properties = torch.cuda.get_device_properties(device)
+    return Chip(properties.multi_processor_count, properties.L2_cache_size)
 
 
 class DeviceCache:

@@ -208,8 +208,9 @@ def _one_launch_kernel(
         )  # fmt: skip
 
 
-def _scratch(kind: str, a: Tensor, plan: Plan, counters: int) -> tuple[Tensor, Tensor]:
-    """Partials and zeroed counters of one plan on one stream: no two launches share them."""
+def _scratch(use: Hashable, a: Tensor, plan: Plan, counters: int) -> tuple[Tensor, Tensor]:
+    """Partials and zeroed counters of one plan on one stream: no two launches share them. use: what
+    decides how they are counted up."""
     stream = torch.cuda.current_stream(a.device).cuda_stream if a.is_cuda else 0
 
     def make() -> tuple[Tensor, Tensor, Plan]:
@@ -217,7 +218,7 @@ def _scratch(kind: str, a: Tensor, plan: Plan, counters: int) -> tuple[Tensor, T
         # The plan is kept too: the key names it by its address.
         return partials, torch.zeros(counters, dtype=torch.int64, device=a.device), plan
 
-    key = (kind, a.device, stream, plan.table.data_ptr(), a.dtype)
+    key = (use, a.device, stream, plan.table.data_ptr(), a.dtype)
     partials, arrivals, _ = CACHE.fetch(key, a.device, make, shared=False)
     return partials, arrivals
 
@@ -300,9 +301,9 @@ def _programs(a: Tensor, plan: Plan) -> int:
     """
     if not (plan.one_tile and plan.vector_bounds):
         return 0
-    device = torch.cuda.get_device_properties(a.device)
-    resident = device.multi_processor_count * (65536 // (32 * plan.warps * REGISTERS))
-    on_chip = 2 * a.numel() * a.element_size() <= device.L2_cache_size // 2
+    chip = _launch.chip_of(a.device)
+    resident = chip.multiprocessors * (65536 // (32 * plan.warps * REGISTERS))
+    on_chip = 2 * a.numel() * a.element_size() <= chip.cache // 2
     return min(resident, plan.chunks) if plan.chunks <= resident or on_chip else 0
 
 
@@ -318,7 +319,8 @@ def adasum(
         if programs == 0 or out.data_ptr() % 16 != 0:
             combine(a, b, dot_and_norms(a, b, bounds), bounds, out, found_inf)
             return
-        partials, arrivals = _scratch("one launch", a, plan, 1)
+        # The barrier counts in multiples of the grid.
+        partials, arrivals = _scratch(programs, a, plan, 1)
         _one_launch_kernel.launch(
             programs,
             _aligned(a),

@@ -21,9 +21,11 @@ from torch import Tensor
 from bench.ptx.machine import launch
 from bench.ptx.memory import Traffic, freeze_tensors
 from bench.ptx.parse import Program, parse
-from kernels import _launch, _projection
+from kernels import _launch
 
 _parse = cache(parse)
+# Of four programs of the one-launch kernel at most, so that they take turns.
+SMALL_CHIP = _launch.Chip(multiprocessors=1, cache=50 << 20)
 
 
 # Compiled kernels outlive the emulator that they were compiled for.
@@ -100,15 +102,15 @@ def emulated(
     capability: int = 90,
     *,
     resident: int = 64,
-    programs: int = 3,
+    chip: _launch.Chip = SMALL_CHIP,
     seed: int = 0,
     races: bool = True,
     traffic: bool = False,
 ) -> Iterator[Emulator]:
     """Send CPU tensors to the Triton kernels, compiled for sm_`capability` and emulated.
 
-    programs: most that the one-launch kernel may have, as if so many fitted on the chip. The
-    launches of several threads take turns. RuntimeError in a process that interprets kernels.
+    chip: what decides between one cooperative launch and two. The launches of several threads take
+    turns. RuntimeError in a process that interprets kernels.
     """
     global _current
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -139,16 +141,11 @@ def emulated(
 
         self._run, self.function = run, None
 
-    def resident_programs(a: Tensor, plan: Any) -> int:
-        if not (plan.one_tile and plan.vector_bounds):
-            return 0
-        return min(programs, plan.chunks)
-
     _current = emulator
     freeze_tensors()
     with (
         mock.patch.object(_launch, "_emulated", True),
-        mock.patch.object(_projection, "_programs", resident_programs),
+        mock.patch.object(_launch, "chip_of", return_value=chip),
         mock.patch.object(CompiledKernel, "_init_handles", handles),
         mock.patch.object(driver, "_active", _Driver(capability)),
     ):

@@ -111,7 +111,7 @@ def projections(draw: Draw) -> None:
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("function", [copies, sums, projections])
 def test_random_calls(function, capability):
-    with emulated(capability, resident=3, programs=4) as emulator:
+    with emulated(capability, resident=3) as emulator:
         for seed in range(EXAMPLES):
             function(Draw(seed + capability))
     # Empty tensors launch nothing.

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels import _projection
-from kernels._launch import Kernel, _in_triton, triton
+from kernels import _launch
+from kernels._launch import Chip, Kernel, _in_triton, triton
 from tests.kernels.cases import random
 from tests.kernels.conftest import Backend
 
@@ -73,14 +73,42 @@ def test_adasum_is_one_launch_on_chip(on_triton, monkeypatch, segments):
     assert log == ["_one_launch_kernel"]
 
 
-def test_adasum_beyond_the_chip_is_two(on_triton, monkeypatch):
+ONE, TWO = ["_one_launch_kernel"], ["_dots_kernel", "_combine_kernel"]
+INPUTS = 2 * 4 * 5000
+
+
+@pytest.mark.parametrize(
+    ("chip", "segments", "expected"),
+    [
+        # Five tiles of 1024 elements, where a multiprocessor has room for four.
+        (Chip(2, 0), None, ONE),
+        (Chip(1, 0), None, TWO),
+        (Chip(1, 2 * INPUTS), None, ONE),
+        (Chip(1, 2 * INPUTS - 2), None, TWO),
+        (Chip(2, 0), (0, 12, 3000, 5000), ONE),
+        (Chip(2, 0), (0, 10, 3000, 5000), TWO),
+    ],
+    ids=str,
+)
+def test_one_launch_or_two(on_triton, monkeypatch, chip, segments, expected):
+    """One where all tiles are resident at once, or where half of L2 holds both inputs; it takes
+    whole vectors alone."""
     a, b = (random(5000, torch.float32, on_triton.device, seed) for seed in (1, 2))
-    monkeypatch.setattr(_projection, "_programs", lambda *_: 0)
+    out = torch.full_like(a, float("nan"))
+    monkeypatch.setattr(_launch, "chip_of", lambda device: chip)
     with launches(monkeypatch) as log:
-        kernels.adasum(a, b, (0, 10, 3000, 5000))
+        kernels.adasum(a, b, segments, out=out)
+    assert log == expected
+    reference = kernels.adasum_reference(a, b, segments)
+    assert ((out - reference).abs() <= 8 * torch.finfo(a.dtype).eps * (a.abs() + b.abs())).all()
+
+
+def test_other_calls_are_one_launch(on_triton, monkeypatch):
+    a, b = (random(5000, torch.float32, on_triton.device, seed) for seed in (1, 2))
+    with launches(monkeypatch) as log:
         kernels.dot_and_norms(a, b)
         kernels.scaled_add(a, b)
-    assert log == ["_dots_kernel", "_combine_kernel", "_dots_kernel", "_scaled_add_kernel"]
+    assert log == ["_dots_kernel", "_scaled_add_kernel"]
 
 
 def test_nothing_is_launched_for_nothing(on_triton, monkeypatch):

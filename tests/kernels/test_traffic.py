@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 import kernels
 from bench.ptx.driver import Emulator, emulated
 from bench.ptx.memory import SECTOR
+from kernels._launch import Chip
 from tests.kernels.cases import misaligned, random
 
 NUMEL = 1 << 14
@@ -28,7 +29,7 @@ CONTROL = 8
 
 @pytest.fixture
 def emulator() -> Iterator[Emulator]:
-    with emulated(traffic=True, races=False, programs=64) as emulator:
+    with emulated(traffic=True, races=False, chip=Chip(16, 50 << 20)) as emulator:
         yield emulator
 
 
