@@ -10,7 +10,6 @@ autograd, does not tell an inference tensor from another. Addresses are for the 
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, TypeVar
@@ -121,16 +120,14 @@ def _tells_inference() -> bool:
 
     By the key of autograd, which only the other has: what was seen to have it once keeps it.
     """
-    ordinary, inference = torch.empty(0, device="cpu"), _inference_tensor()
+    # Alike in all but this, and made anew: in another mode they may be of another kind, and a dtype
+    # left to torch may have become another.
+    ordinary = torch.empty(0, dtype=torch.uint8, device="cpu")
+    with torch.inference_mode():
+        inference = torch.empty(0, dtype=torch.uint8, device="cpu")
     # In a mode of torch's that makes tensors of a class of its own this would tell nothing.
     plain = type(ordinary) is type(inference) is Tensor
     return plain and not _check_of([ordinary])(inference)
-
-
-@functools.cache
-def _inference_tensor() -> Tensor:
-    with torch.inference_mode():
-        return torch.empty(0, device="cpu")
 
 
 def _sight(key: Hashable, tensors: Sequence[object]) -> Hashable:

@@ -161,6 +161,24 @@ def test_what_was_written_says_nothing_of_inference_tensors(
     assert (given[0] == 1).all() and (inside[0] == 0).all()
 
 
+@pytest.fixture
+def _another_default() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    # A list has been kept while it was still the one before.
+    for _ in range(TIMES):
+        kernels.unpack(torch.zeros(64), [torch.zeros(9, 6)])
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.usefixtures("_another_default")
+def test_the_default_dtype_says_nothing_of_inference_tensors() -> None:
+    test_what_was_written_says_nothing_of_inference_tensors(
+        torch._C._AutoDispatchBelowAutograd, rows=8
+    )
+
+
 def test_known_lists_are_not_asked_again_who_may_be_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
