@@ -141,12 +141,15 @@ def emulated(
 
         self._run, self.function = run, None
 
-    _current = emulator
     freeze_tensors()
+    outer, _current = _current, emulator
     with (
         mock.patch.object(_launch, "_emulated", True),
         mock.patch.object(_launch, "chip_of", return_value=chip),
         mock.patch.object(CompiledKernel, "_init_handles", handles),
         mock.patch.object(driver, "_active", _Driver(capability)),
     ):
-        yield emulator
+        try:
+            yield emulator
+        finally:
+            _current = outer

@@ -366,3 +366,13 @@ def test_the_cpu_path_is_back_afterwards(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(RuntimeError, match="unset TRITON_INTERPRET"), driver.emulated():
         pass
+
+
+def test_one_emulator_within_another():
+    x = torch.randn(9)
+    with driver.emulated() as outer:
+        with driver.emulated() as inner:
+            kernels.sum_n([x, x])
+        kernels.scaled_add(x, x)
+    assert [launched.name for launched in inner.launches] == ["_sum_kernel"]
+    assert [launched.name for launched in outer.launches] == ["_scaled_add_kernel"]
