@@ -37,9 +37,10 @@ class Kernel:
     """A kernel to launch: `@Kernel` in the place of `@triton.jit`.
 
     Its compiled code follows from constants and device alone, which must tell the dtypes of its
-    pointers too: alignment is nothing to Triton (kernels test it), and an integer is as wide as its
-    annotation says. So no number of elements and no scale compiles anew, and `launch` finds the
-    code by the constants, where Triton would look at every argument again each time.
+    pointers too: alignment is nothing to Triton (kernels test it, or a constant tells it), and an
+    integer is as wide as its annotation says. So no number of elements and no scale compiles anew,
+    and `launch` finds the code by the constants, where Triton would look at every argument again
+    each time.
     """
 
     def __init__(self, fn: Callable[..., Any]) -> None:
@@ -67,6 +68,9 @@ class Kernel:
             return
         given = {name: _in_triton(value) for name, value in constants.items()}
         compiled = self.function[(programs,)](*arguments, **given)
+        # While triton.AsyncCompileMode is on: what compiles it.
+        if hasattr(compiled, "result"):
+            compiled = compiled.result()
         # Triton's interpreter compiles nothing.
         if compiled is not None:
             names = self.function.arg_names[len(arguments) :]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels import _launch
+from kernels import _launch, reduction
 from kernels._launch import Chip, Kernel, _in_triton, triton
 from tests.kernels.cases import random
 from tests.kernels.conftest import Backend
@@ -163,3 +164,16 @@ def test_a_launch_finds_the_code_that_triton_would(on_triton, monkeypatch):
     monkeypatch.setattr(triton.JITFunction, "run", refused)
     monkeypatch.setattr(Kernel, "launch", launch)
     calls(on_triton.device)
+
+
+def test_what_was_compiled_in_another_thread_is_launched_again(on_triton, monkeypatch):
+    """Triton then hands out what compiles a kernel, in its place."""
+    fresh = Kernel(reduction._sum_kernel.function.fn)
+    monkeypatch.setattr(reduction, "_sum_kernel", fresh)
+    x = torch.ones(5, device=on_triton.device)
+    with ThreadPoolExecutor(1) as executor:
+        with triton.AsyncCompileMode(executor):
+            sums = [kernels.sum_n([x, x]) for _ in range(2)]
+        sums.append(kernels.sum_n([x, x]))
+    assert len(fresh._compiled) == 1
+    assert all((total == 2).all() for total in sums)
