@@ -176,11 +176,14 @@ def _tensors() -> list[torch.Tensor]:
     """
     collects = gc.isenabled()
     gc.disable()
-    objects = chain.from_iterable(map(gc.get_objects, (2, 1, 0)))
-    types = map(type, chain.from_iterable(map(gc.get_objects, (2, 1, 0))))
-    found: list[Any] = list(compress(chain(objects, repeat(None)), map(PLAIN.__contains__, types)))
-    if collects:
-        gc.enable()
+    try:
+        objects = chain.from_iterable(map(gc.get_objects, (2, 1, 0)))
+        types = map(type, chain.from_iterable(map(gc.get_objects, (2, 1, 0))))
+        plain = map(PLAIN.__contains__, types)
+        found: list[Any] = list(compress(chain(objects, repeat(None)), plain))
+    finally:
+        if collects:
+            gc.enable()
     assert PLAIN.issuperset(map(type, found))
     return [tensor for tensor in found if not torch._is_functional_tensor(tensor)]
 
