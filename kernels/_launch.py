@@ -40,7 +40,8 @@ class Kernel:
     pointers too: alignment is nothing to Triton (kernels test it, or a constant tells it), and an
     integer is as wide as its annotation says. So no number of elements and no scale compiles anew,
     and `launch` finds the code by the constants, where Triton would look at every argument again
-    each time.
+    each time. Triton's knobs for compiling count at the first launch of each variant, its launch
+    hooks always.
     """
 
     def __init__(self, fn: Callable[..., Any]) -> None:
