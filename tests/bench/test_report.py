@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 
 import pytest
 
@@ -140,6 +141,14 @@ def test_tables_and_files(tmp_path):
         "1.50",
     ]
     assert "Geometric mean of best peer / ours: 1.50 over 3 rows." in lines
+
+
+def test_without_matplotlib_there_are_no_plots(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "bench.plots", None)
+    sizes = [1 << 16, 1 << 20, 1 << 24]
+    rows = [row_of(label=f"aligned {size}", size=size) for size in sizes]
+    written = report.write(rows, META, tmp_path)
+    assert [path.name for path in written] == ["results.json", "tables.md"]
 
 
 def test_slug():
