@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import sys
@@ -104,6 +105,16 @@ def test_large_rows_are_those_of_64_megabytes():
     misaligned = row_of(series="misaligned")
     assert verdict_of(name, [small, misaligned]).status == goals.NOT_MEASURED
     assert verdict_of(name, [small, misaligned, row_of()]).value == pytest.approx(0.8)
+
+
+def test_a_chain_of_adds_with_a_second_pass_is_one_too():
+    name = "sum_n of 8: chain of adds over ours"
+    rows = [
+        dataclasses.replace(row_of("sum_n", **{rival: 384e-6}), tensors=8, rivals=[rival, "fast"])
+        for rival in ("chain of adds", "chain of adds + mul_")
+    ]
+    verdict = verdict_of(name, rows)
+    assert (verdict.status, verdict.value, verdict.told) == (goals.MET, pytest.approx(3.0), 2)
 
 
 def test_goals_of_the_other_device_are_not_measured():
