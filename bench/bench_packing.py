@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +45,11 @@ class Spec:
     scale: float = 1.0
     misaligned: bool = False
     checked: bool = False
+
+    @property
+    def size(self) -> int:
+        """Bytes of the tensors."""
+        return sum(map(math.prod, self.shapes)) * self.tensor.itemsize
 
     def __str__(self) -> str:
         return f"{self.kernel} {self.label}"
@@ -100,7 +106,7 @@ def case_of(spec: Spec) -> Case:
         kernel=spec.kernel,
         series=spec.series,
         label=spec.label,
-        size=sum(layout.numels) * spec.tensor.itemsize,
+        size=spec.size,
         traffic=traffic,
         elements=sum(layout.numels),
         tensors=len(tensors),

@@ -2,16 +2,19 @@
 
     --bench-results DIR   write results.json, tables.md and plots below DIR/<device>
     --bench-compile       torch.compile as a peer on the CPU, too (there it takes minutes)
-    --bench-seconds N     skip what has not begun N seconds after the start
+    --bench-seconds N     skip what has not begun N seconds after the start; rows that goals single
+                          out come first
 
 Without --bench-results the tables are printed and nothing is written. A run that did not measure
 every row - a selection, or one with a wrong answer - is written to DIR/<device>/partial, so it
-never takes the place of a full one.
+never takes the place of a full one. Until then DIR/<device>/rows.jsonl has a line for each row
+measured: what is left of a run that was killed.
 """
 
 from __future__ import annotations
 
 import datetime
+import functools
 import gc
 import os
 import platform
@@ -25,7 +28,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import bench_packing, bench_projection, bench_reduction, report
+from bench import bench_packing, bench_projection, bench_reduction, goals, report
 from bench.case import Case
 from bench.measure import measure
 from bench.row import Row
@@ -33,11 +36,9 @@ from bench.timing import DEVICE
 
 ROWS = pytest.StashKey[list[Row]]()
 BEGAN = pytest.StashKey[tuple[float, float]]()
-PLANNED = {
-    str(spec)
-    for module in (bench_packing, bench_reduction, bench_projection)
-    for spec in module.SPECS
-}
+_SPECS = [*bench_packing.SPECS, *bench_reduction.SPECS, *bench_projection.SPECS]
+# Its place in the report, by the name of a row.
+PLANNED = {str(spec): place for place, spec in enumerate(_SPECS)}
 _played = {"now": 0.0}
 
 
@@ -73,8 +74,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(f"--bench-seconds {limit:g} have passed")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("bench_seconds") is None:
+        return
+    first = {str(s) for s in _SPECS if goals.singled_out(s.kernel, s.series, s.size)}
+    items.sort(key=lambda item: item.name.partition("[")[2].removesuffix("]") not in first)
+
+
 def pytest_collection_finish() -> None:
     if DEVICE == "cuda":
+        # After a kernel's invalid access the driver may refuse even this.
+        _device()
         # Each capture of a graph and each row collects garbage: let it skip what is imported.
         gc.collect()
         gc.freeze()
@@ -108,7 +118,10 @@ def record(benchmark: Any, request: pytest.FixtureRequest) -> Iterator[Callable[
             peer_seconds={name: row.times[name].median for name in row.rivals},
             notes=row.notes,
         )
-        request.config.stash[ROWS].append(row)
+        rows = request.config.stash[ROWS]
+        rows.append(row)
+        if (folder := _folder(request.config)) is not None:
+            report.note(row, folder, anew=len(rows) == 1)
 
     yield run
     if DEVICE == "cuda":
@@ -117,26 +130,37 @@ def record(benchmark: Any, request: pytest.FixtureRequest) -> Iterator[Callable[
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    rows = config.stash[ROWS]
+    rows = sorted(config.stash[ROWS], key=lambda row: PLANNED[row.key])
     if not rows:
         return
     meta = _meta(rows, *config.stash[BEGAN])
     terminalreporter.section("kernels beside their peers")
     for line in report.report(rows, meta):
         terminalreporter.write_line(line)
-    folder = config.getoption("bench_results")
+    folder = _folder(config)
     if folder is not None:
-        folder = folder / (report.slug(meta["device"]) if DEVICE == "cuda" else "cpu")
-        if {row.key for row in rows} != PLANNED:
-            folder = folder / "partial"
-        for path in report.write(rows, meta, folder):
+        complete = {row.key for row in rows} == PLANNED.keys()
+        for path in report.write(rows, meta, folder if complete else folder / "partial"):
             terminalreporter.write_line(f"wrote {path}")
+        (folder / report.NOTES).unlink()
+
+
+def _folder(config: pytest.Config) -> Path | None:
+    results: Path | None = config.getoption("bench_results")
+    if results is None:
+        return None
+    return results / (report.slug(_device()) if DEVICE == "cuda" else "cpu")
+
+
+@functools.cache
+def _device() -> str:
+    return torch.cuda.get_device_name() if DEVICE == "cuda" else _processor()
 
 
 def _meta(rows: list[Row], began: float, load: float) -> dict[str, Any]:
     on_gpu = DEVICE == "cuda"
     return {
-        "device": torch.cuda.get_device_name() if on_gpu else _processor(),
+        "device": _device(),
         "kind": DEVICE,
         "torch": torch.__version__,
         "triton": _version("triton"),

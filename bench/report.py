@@ -13,6 +13,8 @@ from bench.goals import GOALS, Goal, Verdict, judge
 from bench.inputs import size_label
 from bench.row import OURS, Row, geometric_mean
 
+# Rows as they come, a line each, until the report is written.
+NOTES = "rows.jsonl"
 KERNELS = ("pack", "unpack", "sum_n", "scaled_add", "dot_and_norms", "combine", "adasum")
 
 
@@ -129,15 +131,25 @@ def _json(row: Row) -> str:
     return json.dumps(json.loads(exact, parse_float=lambda text: float(f"{float(text):.5g}")))
 
 
-def write(rows: Sequence[Row], meta: dict[str, Any], folder: Path) -> list[Path]:
-    """results.json, tables.md and a plot a kernel; returns what was written."""
-    # matplotlib is an extra, and nothing else here needs it.
-    from bench.plots import plot
+def note(row: Row, folder: Path, anew: bool) -> None:
+    """Add a row to the notes in `folder`, or begin them `anew` with it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / NOTES).open("w" if anew else "a") as file:
+        file.write(_json(row) + "\n")
 
+
+def write(rows: Sequence[Row], meta: dict[str, Any], folder: Path) -> list[Path]:
+    """results.json, tables.md and, where there is matplotlib, a plot a kernel; returns what was
+    written."""
     folder.mkdir(parents=True, exist_ok=True)
     data, text = folder / "results.json", folder / "tables.md"
     lines = ",\n".join(map(_json, rows))
     data.write_text(f'{{"meta": {json.dumps(meta, indent=1)},\n"rows": [\n{lines}\n]}}\n')
     text.write_text("\n".join(report(rows, meta)) + "\n")
+    try:
+        from bench.plots import plot
+    except ImportError:
+        # An extra, and nothing else here needs it.
+        return [data, text]
     plots = [plot(kernel, rows, meta, folder) for kernel in KERNELS]
     return [data, text, *(path for path in plots if path is not None)]

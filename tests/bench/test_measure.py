@@ -116,11 +116,13 @@ def test_a_wrong_or_failing_rival_is_left_out_and_named():
     rivals = [
         dataclasses.replace(case.rivals[0], name="idle", call=lambda: None),
         dataclasses.replace(case.rivals[0], name="missing", call=fail),
+        dataclasses.replace(case.rivals[0], name="gone", call=lambda: torch.no_such_function),
         case.rivals[1],
     ]
     row, _ = measure(dataclasses.replace(case, rivals=rivals), FAST)
     assert row.rivals == [case.rivals[1].name]
     assert row.notes["missing"] == "left out: not built in"
+    assert "no_such_function" in row.notes["gone"]
     assert row.notes["idle"].startswith("left out: idle: an element is nan")
 
 

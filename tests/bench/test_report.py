@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+import sys
 
 import pytest
 
@@ -105,6 +107,16 @@ def test_large_rows_are_those_of_64_megabytes():
     assert verdict_of(name, [small, misaligned, row_of()]).value == pytest.approx(0.8)
 
 
+def test_a_chain_of_adds_with_a_second_pass_is_one_too():
+    name = "sum_n of 8: chain of adds over ours"
+    rows = [
+        dataclasses.replace(row_of("sum_n", **{rival: 384e-6}), tensors=8, rivals=[rival, "fast"])
+        for rival in ("chain of adds", "chain of adds + mul_")
+    ]
+    verdict = verdict_of(name, rows)
+    assert (verdict.status, verdict.value, verdict.told) == (goals.MET, pytest.approx(3.0), 2)
+
+
 def test_goals_of_the_other_device_are_not_measured():
     text = "\n".join(report.goal_lines([row_of()], "cpu"))
     asked = [
@@ -140,6 +152,14 @@ def test_tables_and_files(tmp_path):
         "1.50",
     ]
     assert "Geometric mean of best peer / ours: 1.50 over 3 rows." in lines
+
+
+def test_without_matplotlib_there_are_no_plots(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "bench.plots", None)
+    sizes = [1 << 16, 1 << 20, 1 << 24]
+    rows = [row_of(label=f"aligned {size}", size=size) for size in sizes]
+    written = report.write(rows, META, tmp_path)
+    assert [path.name for path in written] == ["results.json", "tables.md"]
 
 
 def test_slug():
