@@ -93,13 +93,18 @@ INPUTS = 2 * 4 * 5000
 )
 def test_one_launch_or_two(on_triton, monkeypatch, chip, segments, expected):
     """One where all tiles are resident at once, or where half of L2 holds both inputs; it takes
-    whole vectors alone."""
+    whole vectors alone. The bits are the same either way."""
     a, b = (random(5000, torch.float32, on_triton.device, seed) for seed in (1, 2))
     out = torch.full_like(a, float("nan"))
     monkeypatch.setattr(_launch, "chip_of", lambda device: chip)
     with launches(monkeypatch) as log:
         kernels.adasum(a, b, segments, out=out)
     assert log == expected
+    dots = kernels.dot_and_norms(a, b, segments)
+    assert torch.equal(out, kernels.combine(a, b, dots, segments))
+    # Half an eps for each of a dot's 16 roundings (a product, 8 sums a thread, a tree of 128
+    # threads), halved in the coefficient of two vectors that are near orthogonal and about as long;
+    # half for the coefficient itself, one for the products and their sum: 5.5.
     reference = kernels.adasum_reference(a, b, segments)
     assert ((out - reference).abs() <= 8 * torch.finfo(a.dtype).eps * (a.abs() + b.abs())).all()
 
