@@ -26,6 +26,8 @@ except ImportError:
 # True while tests run the compiled kernels on CPU tensors: bench/ptx.
 _emulated = False
 _NOTHING = nullcontext()
+# Held by who compiles a kernel; a launch hook of Triton's may launch another inside.
+_compiling = threading.RLock()
 _DOUBLE, _INT64 = struct.Struct("<d"), struct.Struct("<q")
 
 
@@ -68,10 +70,12 @@ class Kernel:
             compiled[programs, 1, 1](*arguments, *values, stream=stream)
             return
         given = {name: _in_triton(value) for name, value in constants.items()}
-        compiled = self.function[(programs,)](*arguments, **given)
-        # While triton.AsyncCompileMode is on: what compiles it.
-        if hasattr(compiled, "result"):
-            compiled = compiled.result()
+        # Threads that come while one compiles find what it has compiled, in Triton's own cache.
+        with _compiling:
+            compiled = self.function[(programs,)](*arguments, **given)
+            # While triton.AsyncCompileMode is on: what compiles it.
+            if hasattr(compiled, "result"):
+                compiled = compiled.result()
         # Triton's interpreter compiles nothing.
         if compiled is not None:
             names = self.function.arg_names[len(arguments) :]

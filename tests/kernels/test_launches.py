@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -182,3 +184,27 @@ def test_what_was_compiled_in_another_thread_is_launched_again(on_triton, monkey
         sums.append(kernels.sum_n([x, x]))
     assert len(fresh._compiled) == 1
     assert all((total == 2).all() for total in sums)
+
+
+def test_threads_that_come_at_once_compile_once(on_triton, monkeypatch):
+    """Triton alone would compile in each, and keep what came last."""
+    fresh = Kernel(reduction._sum_kernel.function.fn)
+    monkeypatch.setattr(reduction, "_sum_kernel", fresh)
+    x, ready, compiled = torch.ones(5, device=on_triton.device), threading.Barrier(3), []
+    compile_kernel = triton.compiler.compile
+
+    def compile_slowly(*arguments: Any, **options: Any) -> Any:
+        time.sleep(0.1)
+        compiled.append(compile_kernel(*arguments, **options))
+        return compiled[-1]
+
+    monkeypatch.setattr(triton.compiler, "compile", compile_slowly)
+
+    def total(_: int) -> Tensor:
+        ready.wait(30)
+        return kernels.sum_n([x, x])
+
+    with ThreadPoolExecutor(3) as executor:
+        assert all((each == 2).all() for each in executor.map(total, range(3)))
+    assert len(compiled) == 1
+    assert [code for code, _ in fresh._compiled.values()] == compiled
