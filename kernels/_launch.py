@@ -26,8 +26,8 @@ except ImportError:
 # True while tests run the compiled kernels on CPU tensors: bench/ptx.
 _emulated = False
 _NOTHING = nullcontext()
-# Held by who compiles a kernel; a launch hook of Triton's may launch another inside.
-_compiling = threading.RLock()
+# Held by the thread that compiles a kernel.
+_compiling = threading.Lock()
 _DOUBLE, _INT64 = struct.Struct("<d"), struct.Struct("<q")
 
 
@@ -64,22 +64,35 @@ class Kernel:
         device = driver.get_current_device()
         key = (device, *constants.values())
         found = self._compiled.get(key)
-        if found is not None:
-            compiled, values = found
-            stream = driver.get_current_stream(device)
-            compiled[programs, 1, 1](*arguments, *values, stream=stream)
-            return
-        given = {name: _in_triton(value) for name, value in constants.items()}
-        # Threads that come while one compiles find what it has compiled, in Triton's own cache.
+        if found is None:
+            given = {name: _in_triton(value) for name, value in constants.items()}
+            compiled = self._compile(programs, arguments, given)
+            if compiled is None:
+                self.function[(programs,)](*arguments, **given)
+                return
+            names = self.function.arg_names[len(arguments) :]
+            found = self._compiled[key] = compiled, tuple([given[name] for name in names])
+        compiled, values = found
+        stream = driver.get_current_stream(device)
+        compiled[programs, 1, 1](*arguments, *values, stream=stream)
+
+    def _compile(
+        self, programs: int, arguments: tuple[Tensor | int, ...], given: dict[str, Any]
+    ) -> Any:
+        """What Triton compiles, once and ready for launches; None from its interpreter.
+
+        Threads that come together wait for the first of them. Nothing is launched meanwhile, since
+        a launch may have to wait for other threads' work on the GPU.
+        """
         with _compiling:
-            compiled = self.function[(programs,)](*arguments, **given)
+            compiled = self.function.warmup(*arguments, grid=(programs,), **given)
             # While triton.AsyncCompileMode is on: what compiles it.
             if hasattr(compiled, "result"):
                 compiled = compiled.result()
-        # Triton's interpreter compiles nothing.
-        if compiled is not None:
-            names = self.function.arg_names[len(arguments) :]
-            self._compiled[key] = compiled, tuple([given[name] for name in names])
+            if compiled is not None:
+                # Loads it on the GPU.
+                compiled[programs, 1, 1]
+        return compiled
 
 
 def _in_triton(value: Hashable) -> Any:
