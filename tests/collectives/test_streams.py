@@ -1,0 +1,179 @@
+"""No race between streams, however a group's calls are mixed; streams.py says what that shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent import futures
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from adasum import Adasum
+from collectives import Average, Group, Sum, arrivals
+from collectives.executor import Workspace
+from collectives.transport import ThreadWorld, nccl
+from collectives.work import Worker
+
+from . import streams
+from .streams import Stream, machine, on_gpu
+
+NUMEL = 5000
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams.install(monkeypatch)
+    fake = streams.Nccl()
+    monkeypatch.setattr(nccl, "load_nccl", lambda: fake)
+    monkeypatch.setattr(arrivals, "PART_BYTES", 4096)
+
+
+def run(work: Callable[[Group], object], size: int = 2) -> list[str]:
+    """The races of `work` on every rank, a thread each."""
+    world, store = ThreadWorld(size), dist.HashStore()
+
+    def rank_main(rank: int) -> None:
+        transport = nccl.NcclTransport(
+            world.transport(rank), store, torch.device("cuda", 0), timeout=20.0
+        )
+        group = Group(transport, timeout=20.0, local_rank=rank, local_size=size)
+        try:
+            work(group)
+            machine.collect()
+        finally:
+            group.close()
+
+    with futures.ThreadPoolExecutor(size) as pool:
+        list(pool.map(rank_main, range(size)))
+    return machine.races
+
+
+def mine(group: Group, numel: int = NUMEL) -> torch.Tensor:
+    return on_gpu(torch.full((numel,), 1.0 + group.rank))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("algorithm", ["xring", "xring#2", "rechd", "rd", "psgpu", "vhdd"])
+def test_one_call_after_the_other(algorithm: str, size: int) -> None:
+    op = Adasum if algorithm == "vhdd" else Sum
+
+    def work(group: Group) -> None:
+        for _ in range(2):
+            tensor = mine(group)
+            group.all_reduce(tensor, op, algorithm=algorithm, postscale=0.5)
+            tensor.add_(1.0)
+            if op is Sum:
+                assert streams.plain(tensor)[0] == sum(range(size + 1)) / 2 + 1
+
+    assert run(work, size) == []
+
+
+def test_the_races_are_seen() -> None:
+    def work(group: Group) -> None:
+        tensor = mine(group)
+        work = group.all_reduce(tensor, algorithm="rd", async_op=True)
+        while not work._finished.is_set():
+            pass
+        tensor.add_(1.0)
+
+    assert any(race.startswith("add_ beside sum_n") for race in run(work))
+
+
+@pytest.mark.parametrize("algorithm", ["rd", "rechd", "psgpu"])
+def test_a_call_behind_one_that_nobody_waited_for(algorithm: str) -> None:
+    """Both use the group's memory for what is received, on two streams."""
+
+    def work(group: Group) -> None:
+        first, second = mine(group), mine(group)
+        work = group.all_reduce(first, algorithm=algorithm, async_op=True)
+        while not work._finished.is_set():
+            pass
+        group.all_reduce(second, algorithm=algorithm)
+        work.wait()
+
+    assert run(work) == []
+
+
+def test_calls_from_two_streams() -> None:
+    def work(group: Group) -> None:
+        for numel in (NUMEL, 2 * NUMEL, NUMEL):
+            with torch.cuda.stream(Stream()):
+                group.all_reduce(mine(group, numel), Average, algorithm="rd")
+
+    assert run(work) == []
+
+
+def test_an_answer_that_is_dropped_at_once() -> None:
+    """Its memory is the communication stream's, where the next call takes it again."""
+
+    def work(group: Group) -> None:
+        works = [group.all_gather(mine(group), async_op=True) for _ in range(3)]
+        while works:
+            works.pop(0).wait().mul(2.0)
+            machine.collect()
+
+    assert run(work) == []
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_input_that_is_dropped_at_once(size: int) -> None:
+    def work(group: Group) -> None:
+        works = [group.reduce_scatter(mine(group), async_op=True) for _ in range(3)]
+        works += [group.all_gather(mine(group), async_op=True) for _ in range(3)]
+        while works:
+            works.pop(0).wait()
+            machine.collect()
+
+    assert run(work, size) == []
+
+
+def test_a_group_of_tensors_on_both_devices() -> None:
+    def work(group: Group) -> None:
+        tensors = [torch.ones(5), mine(group)]
+        tensors[1].add_(1.0)
+        work = group.grouped_all_reduce(tensors, async_op=True)
+        work.wait()
+        tensors[1].add_(1.0)
+        assert streams.plain(tensors[1])[0] == 6.0
+
+    assert run(work) == []
+
+
+def test_packed_tensors() -> None:
+    def work(group: Group) -> None:
+        for op in (Sum, Adasum):
+            tensors = [mine(group, numel) for numel in (3, NUMEL, 7)]
+            works = [group.grouped_all_reduce(tensors, op, async_op=True) for _ in range(2)]
+            for each in works:
+                each.wait()
+            tensors[1].add_(1.0)
+
+    assert run(work) == []
+
+
+def test_a_graph_has_memory_of_its_own() -> None:
+    """It goes on using the addresses, whatever the workspace grows to later."""
+    workspace, like = Workspace(), on_gpu(torch.zeros(1))
+    before = workspace.take(5, like).data_ptr()
+    machine.capturing = True
+    captured = {workspace.take(5, like).data_ptr() for _ in range(2)}
+    assert workspace.take(0, like).numel() == 0
+    machine.capturing = False
+    after = workspace.take(5, like).data_ptr()
+    assert before == after not in captured
+
+
+def test_the_tensors_device_counts_and_not_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def current_stream(device: torch.device | None = None) -> Stream:
+        asked.append(device)
+        return machine.current()
+
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    worker = Worker("test")
+    tensor = on_gpu(torch.zeros(3))
+    assert worker.submit(lambda: tensor, [tensor]).wait() is tensor
+    worker.close(10.0)
+    assert {*asked} == {streams.DEVICE}
