@@ -108,6 +108,12 @@ class Machine:
         with self._lock:
             _join(self._host, clock)
 
+    def synchronize(self) -> None:
+        """The host waits for all streams: here those of all ranks."""
+        with self._lock:
+            for stream in [*Stream.by_handle.values()]:
+                _join(self._host, stream.clock)
+
     def collect(self) -> None:
         """What is no longer used goes back to the stream that it was allocated on."""
         with self._lock:
@@ -350,6 +356,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         "Event": Event,
         "stream": _stream,
         "device": lambda device: _stream(None),
+        "is_available": lambda: True,
+        "synchronize": lambda device=None: machine.synchronize(),
         "current_device": lambda: 0,
         "set_device": lambda device: None,
         "current_stream": lambda device=None: machine.current(),

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from adasum import Adasum
-from collectives import Average, Group, Sum, arrivals
+from collectives import Average, Group, Sum, arrivals, calibration
 from collectives.executor import Workspace
+from collectives.topology import Topology
 from collectives.transport import ThreadWorld, nccl
 from collectives.work import Worker
 
@@ -37,7 +38,8 @@ def run(work: Callable[[Group], object], size: int = 2) -> list[str]:
         transport = nccl.NcclTransport(
             world.transport(rank), store, torch.device("cuda", 0), timeout=20.0
         )
-        group = Group(transport, timeout=20.0, local_rank=rank, local_size=size)
+        topology = Topology(size, size)
+        group = Group(transport, timeout=20.0, local_rank=rank, local_size=size, topology=topology)
         try:
             work(group)
             machine.collect()
@@ -177,3 +179,15 @@ def test_the_tensors_device_counts_and_not_the_current_one(monkeypatch: pytest.M
     assert worker.submit(lambda: tensor, [tensor]).wait() is tensor
     worker.close(10.0)
     assert {*asked} == {streams.DEVICE}
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0"])
+def test_calibration_on_the_groups_gpu(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """The current one is meant where none is named, as everywhere in torch."""
+    monkeypatch.setattr(calibration, "_SIZES", (64, 4096))
+    monkeypatch.setattr(calibration, "_known", {})
+
+    def work(group: Group) -> None:
+        assert calibration.calibrate(group, device).intra.alpha >= 0.0
+
+    assert run(work) == []
