@@ -47,6 +47,11 @@ class Runner:
             if spec.outer == "auto":
                 continue
             plan = plan_of(spec, op, self.topology)
+            on_gpu = any(device.type == "cuda" for device in devices)
+            if plan.host and on_gpu and torch.cuda.is_current_stream_capturing():
+                raise ValueError(
+                    f"algorithm {spec} reduces on the host, which no CUDA graph can hold: use psgpu"
+                )
             for phase in plan.phases:
                 if phase.library is not None:
                     for device in devices:

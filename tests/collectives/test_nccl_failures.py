@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from collectives import CollectiveTimeoutError, TransportError
+from collectives import CollectiveTimeoutError, TransportError, connect
 from collectives.transport import Message, ThreadWorld, nccl, nccl_calls
 
 from .fake_cuda import FakeCuda
@@ -307,6 +307,16 @@ def test_device_errors_name_the_fix(machine: Machine) -> None:
         host = ThreadWorld(1).transport(0)
         with pytest.raises(ValueError, match=r'device must be .* "cuda:0", got'):
             nccl.NcclTransport(host, dist.HashStore(), torch.device(wrong), timeout=1.0)
+
+
+def test_ranks_with_the_same_gpu_are_told_so() -> None:
+    """As where each has the first one: NCCL says no more than that its usage is invalid."""
+    connect._check_gpus([("", "a", False), ("", "b", False)])
+    connect._check_gpus([("", "a", True), ("", "a", True)])
+    with pytest.raises(TransportError, match="rank 1: NCCL needs a GPU"):
+        connect._check_gpus([("", "a", False), ("NCCL needs a GPU", "", False)])
+    with pytest.raises(TransportError, match=r"ranks 0 and 2 .* GPU, a: .*set_device\(.* init"):
+        connect._check_gpus([("", "a", False), ("", "b", False), ("", "a", False)])
 
 
 def test_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

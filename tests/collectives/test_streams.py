@@ -191,3 +191,22 @@ def test_calibration_on_the_groups_gpu(monkeypatch: pytest.MonkeyPatch, device: 
         assert calibration.calibrate(group, device).intra.alpha >= 0.0
 
     assert run(work) == []
+
+
+def test_what_runs_on_the_host_is_refused_in_a_capture() -> None:
+    """Before anything is sent, so that the group can be used on."""
+
+    def work(group: Group) -> None:
+        tensor = mine(group)
+        group.all_reduce(tensor, algorithm="rd")
+        group.barrier()
+        machine.capturing = True
+        with pytest.raises(ValueError, match=r"pscpu#2.* on the host.* CUDA graph.*: use psgpu"):
+            group.all_reduce(tensor, algorithm="rd:16:pscpu#2")
+        group.barrier()
+        machine.capturing = False
+        group.barrier()
+        group.all_reduce(tensor, algorithm="psgpu")
+        tensor.add_(1.0)
+
+    assert run(work) == []
