@@ -102,8 +102,9 @@ class Communicators:
         self.nccl = nccl
         self.pending = Pending()
         self._made: list[Any] = []
-        # Held to add a communicator or to begin the end of all.
-        self._lock = threading.Lock()
+        # Held to add a communicator or to begin the end of all; by one thread twice where what it
+        # does meanwhile collects the transport, which closes this.
+        self._lock = threading.RLock()
         self._process = os.getpid()
         self._ended = False
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -212,7 +213,9 @@ class Communicators:
             try:
                 item = self._jobs.get(timeout=_LOOK_SECONDS)
             except queue.Empty:
-                self.pending.look(self.abort)
+                # CUDA's errors reach the host's thread, too.
+                with _ignored(RuntimeError):
+                    self.pending.look(self.abort)
                 continue
             if item is None:
                 return

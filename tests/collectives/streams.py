@@ -215,7 +215,7 @@ def _noted(name: str, args: Any, kwargs: dict[str, Any], result: Any) -> Any:
     for tensor in new:
         machine.allocated(tensor)
     if new or in_place:
-        out = _tensors(kwargs.get("out", ())) or (ours[:1] if in_place else [])
+        out = _tensors(kwargs.get("out", ())) or (_tensors(args[0]) if in_place else [])
         machine.access(name, machine.current(), ours, [*map(plain, out), *new])
     if isinstance(result, tuple | list):
         return type(result)(_gpu(each) for each in result)

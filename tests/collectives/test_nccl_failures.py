@@ -5,7 +5,6 @@ Over fakes that keep NCCL's rules (fake_nccl.py): no GPU needed.
 
 from __future__ import annotations
 
-import gc
 import subprocess
 import sys
 import threading
@@ -102,76 +101,6 @@ def test_timeout_of_a_deferred_step_names_the_first_that_is_late(machine: Machin
     assert "rank 1 in step 1 " in all_good(machine.run(2, work))[0]
 
 
-def test_a_deferred_step_is_late_while_the_host_is_held_up(machine: Machine) -> None:
-    """As by what waits for the whole device, which ends with the step: nobody else ends that."""
-    done = threading.Event()
-
-    def work(transport: nccl.NcclTransport) -> tuple[str, float]:
-        mine = full(3, 1.0)
-        swap(transport, mine, full(3, 0.0), "step 0")
-        if transport.rank == 1:
-            assert done.wait(60.0)
-            return "", 0.0
-        start = time.monotonic()
-        try:
-            with transport.deferred():
-                transport.exchange([Message(1, mine)], [], "step 1", TIMEOUT)
-                machine.cuda.current_stream().synchronize()
-        except CollectiveTimeoutError as error:
-            return str(error), time.monotonic() - start
-        finally:
-            done.set()
-        return "no error", 0.0
-
-    text, waited = all_good(machine.run(2, work))[0]
-    assert "got no answer from rank 1 in step 1 " in text
-    assert TIMEOUT <= waited < TIMEOUT + 5.0
-
-
-def test_the_host_does_not_run_far_ahead(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launch waits without a limit where too many are queued behind a rank that is gone."""
-    monkeypatch.setattr(nccl, "MOST_PENDING", 4)
-    done = threading.Event()
-
-    def work(transport: nccl.NcclTransport) -> tuple[int, str]:
-        mine = full(3, 1.0)
-        swap(transport, mine, full(3, 0.0), "step 0")
-        if transport.rank == 1:
-            assert done.wait(20.0)
-            return 0, ""
-        posted = 0
-        try:
-            with transport.deferred():
-                for step in range(1, 100):
-                    posted = step
-                    transport.exchange([Message(1, mine)], [], f"step {step}", TIMEOUT)
-        except CollectiveTimeoutError as error:
-            return posted, str(error)
-        finally:
-            done.set()
-        return posted, "no error"
-
-    posted, text = all_good(machine.run(2, work))[0]
-    assert posted == 5
-    assert "got no answer from rank 1 in step 1 " in text
-
-
-def test_a_rank_that_gives_up_tells_the_others_and_ends_its_communicators(machine: Machine) -> None:
-    """As a group does when a call is interrupted or fails in any other way than NCCL's."""
-
-    def work(transport: nccl.NcclTransport) -> list[str]:
-        told: list[str] = []
-        transport._host.abandon = told.append  # type: ignore[attr-defined]
-        swap(transport, full(3, 1.0), full(3, 0.0), "step 0")
-        transport.abandon("it was interrupted")
-        with pytest.raises(TransportError, match=r"step 1: .* since it was interrupted"):
-            transport.exchange([], [Message(1 - transport.rank, full(3, 0.0))], "step 1", 10.0)
-        return told
-
-    assert all_good(machine.run(2, work)) == [["it was interrupted"]] * 2
-    assert machine.nccl.aborted == {0, 1}
-
-
 @pytest.mark.parametrize(
     ("status", "text"),
     [
@@ -251,47 +180,6 @@ def test_nothing_is_called_in_a_forked_child(machine: Machine) -> None:
         communicators._process = here
 
     all_good(machine.run(1, work))
-
-
-def test_nothing_is_collected_in_a_forked_child(machine: Machine) -> None:
-    """cupy destroys what is collected: in a child that ends as a program does, that never ends."""
-
-    def work(transport: nccl.NcclTransport) -> None:
-        transport._communicators._process = -1
-
-    all_good(machine.run(1, work, close=False))
-    gc.collect()
-    assert not machine.nccl.destroyed and machine.nccl.broken == []
-
-
-def test_a_communicator_that_comes_while_all_are_aborted_is_aborted_once(
-    machine: Machine,
-) -> None:
-    """cupy takes no care of that: the second abort would use what the first has freed."""
-
-    def work(transport: nccl.NcclTransport) -> int:
-        communicators = transport._communicators
-        aborted: list[threading.Thread] = []
-
-        class Late:
-            def abort(self) -> None:
-                aborted.append(threading.current_thread())
-
-        class Made(list):  # type: ignore[type-arg]
-            """Where the abort begins just after the communicator was added."""
-
-            def append(self, made: object) -> None:
-                super().append(made)
-                if isinstance(made, Late):
-                    threading.Thread(target=communicators.abort).start()
-                    time.sleep(0.1)
-
-        communicators._made = Made(communicators._made)
-        communicators.make(Late, 10.0)
-        time.sleep(0.3)
-        return len(aborted)
-
-    assert all_good(machine.run(1, work)) == [1]
 
 
 def test_device_errors_name_the_fix(machine: Machine) -> None:

@@ -9,8 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from adasum import Adasum
-from collectives import Average, Group, Sum, arrivals, calibration
+from adasum import Adasum, Compression
+from adasum.buffers import DeltaBuffers, GradientBuffers
+from adasum.compression import Compressor
+from adasum.delta_method import _Delta
+from adasum.wire import Wire
+from collectives import Average, Group, Reducer, Sum, arrivals, calibration
 from collectives.executor import Workspace
 from collectives.topology import Topology
 from collectives.transport import ThreadWorld, nccl
@@ -150,6 +154,62 @@ def test_packed_tensors() -> None:
             for each in works:
                 each.wait()
             tensors[1].add_(1.0)
+
+    assert run(work) == []
+
+
+@pytest.mark.parametrize("op", [Adasum, Average])
+@pytest.mark.parametrize("compression", [Compression.none, Compression.bf16])
+def test_buckets_of_gradients(compression: type[Compressor], op: Reducer) -> None:
+    """In a buffer of their own, made in the first step, and others beside it."""
+    names = ["a", "b", "c"]
+
+    def work(group: Group) -> None:
+        wire, buffers = Wire(group, op, compression), GradientBuffers()
+        parameters = [mine(group, numel) for numel in (3, NUMEL, 7)]
+        for step in range(3):
+            for parameter in parameters:
+                new = mine(group, parameter.numel())
+                parameter.grad = new if step == 0 else parameter.grad.add_(new)
+            placed = buffers.place("a bucket", parameters)
+            others = [mine(group, numel) for numel in (3, NUMEL, 7)]
+            flights = [
+                wire.reduce_async(names, tensors, f"step {step}, {number}")
+                for number, tensors in enumerate((placed, others))
+            ]
+            for flight in flights:
+                flight.wait()
+            for parameter in parameters:
+                parameter.grad.mul_(2.0)
+            del new, placed, others, flight, flights
+            machine.collect()
+            buffers.clear()
+
+    assert run(work) == []
+
+
+def test_buckets_of_differences() -> None:
+    """Through memory that buckets use in turns, and that grows."""
+
+    def work(group: Group) -> None:
+        wire, buffers = Wire(group, Adasum), DeltaBuffers(3)
+        for step in range(2):
+            under_way: list[_Delta] = []
+            for bucket, numel in enumerate((100, NUMEL, 200, 2 * NUMEL, 50)):
+                values = [mine(group, numel) for _ in range(2)]
+                saved, fused = buffers.of(f"bucket {bucket}", values)
+                torch._foreach_copy_(saved.views, values)
+                torch._foreach_add_(values, 1.0)
+                torch._foreach_copy_(fused.views, values)
+                torch._foreach_sub_(fused.views, saved.views)
+                torch._foreach_copy_(values, saved.views)
+                flight = wire.reduce_async(["a", "b"], fused.tensors, f"step {step}, {bucket}")
+                under_way.append(_Delta(flight, values, fused.views))
+                if len(under_way) > 2:
+                    under_way.pop(0).wait()
+            for delta in under_way:
+                delta.wait()
+            buffers.restart()
 
     assert run(work) == []
 
