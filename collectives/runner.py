@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -180,6 +181,10 @@ class Runner:
     ) -> None:
         buffer = flat
         if plan.host and flat.is_cuda:
+            # NCCL's own sum within the nodes is of what is on the GPUs.
+            near = tuple(phase for phase in plan.phases if phase.library == "nccl")
+            self._run_phases(replace(plan, phases=near), flat, op, segments, label)
+            plan = replace(plan, phases=plan.phases[len(near) :])
             buffer = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
             buffer.copy_(flat)
         with self._deferred():

@@ -13,9 +13,7 @@ What it cannot show: accesses that the kernels make beside what their arguments 
 from __future__ import annotations
 
 import itertools
-import queue
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -216,7 +214,11 @@ def _noted(name: str, args: Any, kwargs: dict[str, Any], result: Any) -> Any:
         machine.allocated(tensor)
     if new or in_place:
         out = _tensors(kwargs.get("out", ())) or (_tensors(args[0]) if in_place else [])
-        machine.access(name, machine.current(), ours, [*map(plain, out), *new])
+        gpus = [plain(tensor) for tensor in out if isinstance(tensor, GpuTensor)]
+        machine.access(name, machine.current(), ours, [*gpus, *new])
+        if len(gpus) < len(out):
+            # A copy to the host, which waits for it.
+            machine.learn(machine.current().clock)
     if isinstance(result, tuple | list):
         return type(result)(_gpu(each) for each in result)
     return _gpu(result)
@@ -251,6 +253,7 @@ def on_gpu(tensor: torch.Tensor) -> torch.Tensor:
 
 def _factory(real: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def make(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        kwargs.pop("pin_memory", None)
         if device is None or torch.device(device).type != "cuda":
             return real(*args, device=device, **kwargs)
         made = real(*args, **kwargs)
@@ -281,68 +284,6 @@ def _plain(values: Any) -> Any:
     if isinstance(values, torch.Tensor):
         return plain(values)
     return type(values)(map(_plain, values)) if isinstance(values, tuple | list) else values
-
-
-class Nccl:
-    """The module `cupy.cuda.nccl`: bytes go through queues, at once; the stream notes them."""
-
-    NCCL_UINT8, NCCL_SUM = 1, 0
-
-    class NcclError(RuntimeError): ...
-
-    def __init__(self) -> None:
-        self._ids = itertools.count()
-        self._thread = threading.local()
-        self._lines: dict[Any, queue.SimpleQueue[bytes]] = defaultdict(queue.SimpleQueue)
-
-    def get_unique_id(self) -> bytes:
-        return next(self._ids).to_bytes(4, "little") * 32
-
-    def NcclCommunicator(self, size: int, unique_id: bytes, rank: int) -> _Communicator:
-        return _Communicator(self, unique_id, rank)
-
-    def groupStart(self) -> None:
-        self._thread.sends, self._thread.recvs = [], []
-
-    def groupEnd(self) -> None:
-        sends, recvs = self._thread.sends, self._thread.recvs
-        stream = Stream.by_handle[(sends or recvs)[0][2]]
-        reads = [memory(address, count) for address, count, _, _ in sends]
-        writes = [memory(address, count) for address, count, _, _ in recvs]
-        machine.access("a group of NCCL's", stream, reads, writes)
-        for data, (*_, line) in zip(reads, sends, strict=True):
-            self._lines[line].put(data.numpy().tobytes())
-        for target, (*_, line) in zip(writes, recvs, strict=True):
-            target.copy_(
-                torch.frombuffer(bytearray(self._lines[line].get(timeout=20)), dtype=torch.uint8)
-            )
-
-
-class _Communicator:
-    def __init__(self, nccl: Nccl, name: bytes, rank: int) -> None:
-        self._nccl, self._name, self._rank = nccl, name, rank
-
-    def send(self, address: int, count: int, kind: int, peer: int, stream: int) -> None:
-        line = (self._name, self._rank, peer)
-        self._nccl._thread.sends.append((address, count, stream, line))
-
-    def recv(self, address: int, count: int, kind: int, peer: int, stream: int) -> None:
-        line = (self._name, peer, self._rank)
-        self._nccl._thread.recvs.append((address, count, stream, line))
-
-    def check_async_error(self) -> None: ...
-    def destroy(self) -> None: ...
-    def abort(self) -> None: ...
-
-
-def memory(address: int, count: int) -> torch.Tensor:
-    """The part of a block at an address, as bytes."""
-    for block in list(machine._blocks.values()):
-        start = block.storage.data_ptr()
-        if start <= address and address + count <= start + block.storage.nbytes():
-            whole = torch.empty(0, dtype=torch.uint8).set_(block.storage)
-            return whole[address - start : address - start + count]
-    raise AssertionError("no memory of the GPU's")
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:

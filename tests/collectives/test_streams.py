@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent import futures
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from adasum.buffers import DeltaBuffers, GradientBuffers
 from adasum.compression import Compressor
 from adasum.delta_method import _Delta
 from adasum.wire import Wire
-from collectives import Average, Group, Reducer, Sum, arrivals, calibration
+from collectives import Average, Group, Reducer, Sum, Work, arrivals, calibration
 from collectives.executor import Workspace
 from collectives.topology import Topology
 from collectives.transport import ThreadWorld, nccl
@@ -22,6 +23,7 @@ from collectives.work import Worker
 
 from . import streams
 from .streams import Stream, machine, on_gpu
+from .streams_nccl import Nccl
 
 NUMEL = 5000
 
@@ -29,20 +31,20 @@ NUMEL = 5000
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     streams.install(monkeypatch)
-    fake = streams.Nccl()
+    fake = Nccl()
     monkeypatch.setattr(nccl, "load_nccl", lambda: fake)
     monkeypatch.setattr(arrivals, "PART_BYTES", 4096)
 
 
-def run(work: Callable[[Group], object], size: int = 2) -> list[str]:
-    """The races of `work` on every rank, a thread each."""
+def run(work: Callable[[Group], object], size: int = 2, local_size: int | None = None) -> list[str]:
+    """The races of `work` on every rank, a thread each, on one node unless given."""
     world, store = ThreadWorld(size), dist.HashStore()
 
     def rank_main(rank: int) -> None:
         transport = nccl.NcclTransport(
             world.transport(rank), store, torch.device("cuda", 0), timeout=20.0
         )
-        topology = Topology(size, size)
+        topology = Topology(size, local_size or size)
         group = Group(transport, timeout=20.0, local_rank=rank, local_size=size, topology=topology)
         try:
             work(group)
@@ -60,7 +62,9 @@ def mine(group: Group, numel: int = NUMEL) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("algorithm", ["xring", "xring#2", "rechd", "rd", "psgpu", "vhdd"])
+@pytest.mark.parametrize(
+    "algorithm", ["nccl", "xring", "xring#2", "rechd", "rd", "pscpu", "psgpu", "vhdd"]
+)
 def test_one_call_after_the_other(algorithm: str, size: int) -> None:
     op = Adasum if algorithm == "vhdd" else Sum
 
@@ -73,6 +77,21 @@ def test_one_call_after_the_other(algorithm: str, size: int) -> None:
                 assert streams.plain(tensor)[0] == sum(range(size + 1)) / 2 + 1
 
     assert run(work, size) == []
+
+
+@pytest.mark.parametrize("outer", ["xring", "rechd", "pscpu", "pscpu#2", "psgpu", "rd", "vhdd"])
+@pytest.mark.parametrize("inner", ["nccl", "nccl#2", "xring", "pscpu", "psgpu"])
+def test_two_levels(inner: str, outer: str) -> None:
+    op = Adasum if outer in ("rd", "vhdd") else Sum
+
+    def work(group: Group) -> None:
+        tensor = mine(group)
+        group.all_reduce(tensor, op, algorithm=f"{inner}/{outer}")
+        tensor.add_(1.0)
+        if op is Sum:
+            assert torch.equal(streams.plain(tensor), torch.full((NUMEL,), 11.0))
+
+    assert run(work, 4, local_size=2) == []
 
 
 def test_the_races_are_seen() -> None:
@@ -212,6 +231,40 @@ def test_buckets_of_differences() -> None:
             buffers.restart()
 
     assert run(work) == []
+
+
+CALLS: dict[str, Callable[[Group, torch.Tensor, bool], Any]] = {
+    "broadcast": lambda group, tensor, later: group.broadcast(
+        tensor.clone(), root=group.size - 1, async_op=later
+    ),
+    "reduce": lambda group, tensor, later: group.reduce(tensor.clone(), async_op=later),
+    "reduce_scatter": lambda group, tensor, later: group.reduce_scatter(tensor, async_op=later),
+    "adasum_scatter": lambda group, tensor, later: group.reduce_scatter(
+        tensor, Adasum, async_op=later
+    ),
+    "all_gather": lambda group, tensor, later: group.all_gather(tensor, async_op=later),
+    "all_to_all": lambda group, tensor, later: group.all_to_all(tensor, async_op=later),
+}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("kind", CALLS)
+def test_every_kind_of_call(kind: str, size: int) -> None:
+    """On streams of its caller's that change, at once and later, with what nobody keeps."""
+
+    def work(group: Group) -> None:
+        for later in (True, False, True):
+            tensor = mine(group, 6 * NUMEL)
+            works = [CALLS[kind](group, tensor, True), CALLS[kind](group, tensor, later)]
+            works.append(CALLS[kind](group, mine(group, 6 * NUMEL), True))
+            for each in works:
+                with torch.cuda.stream(Stream() if isinstance(each, Work) else None):
+                    answer = each.wait() if isinstance(each, Work) else each
+                    (answer[0] if isinstance(answer, tuple) else answer).mul(2.0)
+            del answer, each, works, tensor
+            machine.collect()
+
+    assert run(work, size) == []
 
 
 def test_a_graph_has_memory_of_its_own() -> None:
