@@ -49,6 +49,9 @@ _STATUS = {
     8: "ncclTimeout",
 }
 
+# The module, once it was found to be new enough.
+_known: list[Any] = []
+
 
 def load_nccl() -> Any:
     """The module `cupy.cuda.nccl`.
@@ -72,8 +75,11 @@ def load_nccl() -> Any:
         ) from None
     if not nccl.available:
         raise ImportError(f"cupy found no NCCL library: pip install nvidia-nccl-cu{major}")
-    if not isinstance(nccl.get_unique_id(), bytes):
-        raise ImportError(f'cupy is too old: pip install "cupy-cuda{major}x>=14.2"')
+    if not any(known is nccl for known in _known):
+        # Asked once: behind every id NCCL leaves a thread that listens for ranks to come.
+        if not isinstance(nccl.get_unique_id(), bytes):
+            raise ImportError(f'cupy is too old: pip install "cupy-cuda{major}x>=14.2"')
+        _known.append(nccl)
     return nccl
 
 

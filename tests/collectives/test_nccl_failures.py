@@ -231,7 +231,10 @@ def test_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     for caught in (none, no_cupy, no_library, too_old):
         assert "\n" not in str(caught.value)
     module.nccl = FakeNccl()  # type: ignore[attr-defined]
-    assert nccl_calls.load_nccl() is module.nccl
+    for _ in range(2):
+        assert nccl_calls.load_nccl() is module.nccl
+    # Each id costs a thread and a socket for good.
+    assert module.nccl.get_unique_id()[0] == 1
 
 
 EXIT = """
