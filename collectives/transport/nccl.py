@@ -280,6 +280,7 @@ class NcclTransport:
         except futures.TimeoutError:
             self._fail(self._too_slow(peers, step, timeout))
         except TransportError as error:
+            self._check_late()
             self._fail(error)
 
     def _fail(self, error: CollectiveError) -> NoReturn:

@@ -15,7 +15,8 @@ import pytest
 from collectives import CollectiveTimeoutError, TransportError
 from collectives.transport import Message, nccl, nccl_pending
 
-from .fake_nccl import FakeNccl
+from .fake_cuda import FakeEvent
+from .fake_nccl import FakeNccl, NcclError
 from .nccl_machine import Machine, all_good, full, make_machine, swap
 
 TIMEOUT = 0.3
@@ -155,3 +156,20 @@ def test_a_communicator_that_comes_while_all_are_aborted_is_aborted_once(
         return len(aborted)
 
     assert all_good(machine.run(1, work)) == [1]
+
+
+def test_what_fails_after_a_late_step_was_ended_names_the_step(machine: Machine) -> None:
+    """NCCL says then no more than that its argument, the communicator, is invalid."""
+
+    def work(transport: nccl.NcclTransport) -> str:
+        posted = nccl_pending.Posted(FakeEvent(), (1,), "step 7", 3.0)
+
+        def post() -> None:
+            transport._communicators.pending.late = posted
+            raise NcclError(4)
+
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            transport._start(post, [], (1,), "step 8", 10.0)
+        return str(caught.value)
+
+    assert "no answer from rank 1 in step 7" in all_good(machine.run(2, work))[0]
