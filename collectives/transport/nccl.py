@@ -168,7 +168,9 @@ class NcclTransport:
     def deferred(self) -> Iterator[None]:
         """Steps within do not wait on the host; leaving waits for all, each up to its timeout.
 
-        What a step received may be used on the caller's stream at once, as ever.
+        No more than 64 are under way at once. One that is late while the host is held up inside
+        CUDA is noticed all the same, and ends the communicators. What a step received may be used
+        on the caller's stream at once, as ever.
         """
         if self._deferring:
             yield
