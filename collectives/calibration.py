@@ -46,6 +46,8 @@ def calibrate(group: Group, device: torch.device | str = "cpu", *, renew: bool =
     Raises ValueError where the group's transport does not carry `device`'s tensors.
     """
     device = torch.device(device)
+    if str(device) == "cuda" and torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
     group.transport.check_device(device)
     bench = _Bench(group, device)
     kind, local_size = type(group.transport).__name__, group.topology.local_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,6 @@ from .operations import OPERATIONS, WITH_JOINED, exhibit, written_by
 from .reducers import Average, Reducer, Sum
 from .runner import Runner
 from .work import Worker
-
-_CPU = torch.device("cpu")
 
 
 class Calls:
@@ -73,8 +71,7 @@ class Calls:
                 lambda: exhibit(self._runner, call, tensors, op),
             )
 
-        device = tensors[0].device if tensors else _CPU
-        return self._in_order(call.kind, work, device, async_op, call)
+        return self._in_order(call.kind, work, tensors, async_op, call)
 
     def join(self, operators: Iterable[Reducer], device: torch.device | None) -> int:
         """Take part in the other ranks' calls, with zeros, until all ranks have joined.
@@ -99,7 +96,7 @@ class Calls:
                 label = f"{call} (call {self._count - 1}, joined)"
                 WITH_JOINED[call.kind](self._runner, call, zeros, op, label)
 
-        answer: int = self._in_order("join", work, _CPU, False)
+        answer: int = self._in_order("join", work, (), False)
         return answer
 
     def _check_thread(self, kind: str) -> None:
@@ -125,7 +122,7 @@ class Calls:
         self,
         kind: str,
         work: Callable[[], Any],
-        device: torch.device,
+        tensors: Sequence[torch.Tensor],
         async_op: bool,
         call: Description | None = None,
     ) -> Any:
@@ -155,8 +152,8 @@ class Calls:
                 raise
 
         if async_op:
-            return self._worker.submit(guarded, device, call)
-        return self._worker.call(guarded, device, call)
+            return self._worker.submit(guarded, tensors, call)
+        return self._worker.call(guarded, tensors, call)
 
     def _give_up(self, error: BaseException) -> None:
         """The peers are in the middle of this call: the next one would meet its messages."""

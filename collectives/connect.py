@@ -7,6 +7,7 @@ import json
 import os
 import socket
 
+import torch
 import torch.distributed as dist
 
 from .agreement import gather_bytes
@@ -77,9 +78,8 @@ def connect(gloo: GlooTransport, timeout: float, choice: str) -> Transport:
             host = HybridTransport(links, gloo, ways=ways, toward=toward)
         _check_demands(reports)
         if any(demand == "nccl" for demand, _, _ in reports):
-            for rank, lack in enumerate(gather(_lacks_for_nccl().encode())):
-                if lack:
-                    raise TransportError(f'transport="nccl": rank {rank}: {lack.decode()}')
+            said = json.dumps([_lacks_for_nccl(), _gpu(), _shares_gpus()]).encode()
+            _check_gpus([json.loads(data) for data in gather(said)])
             host = NcclTransport(host, store, timeout=timeout)
         failed.pop_all()
     return host
@@ -104,6 +104,21 @@ def _check_demands(reports: list[tuple[str, list[int], list[int]]]) -> None:
                 )
 
 
+def _check_gpus(reports: list[tuple[str, str, bool]]) -> None:
+    """reports: of every rank what it lacks for NCCL, its GPU, and whether NCCL may share that."""
+    first: dict[str, int] = {}
+    for rank, (lack, gpu, shares) in enumerate(reports):
+        if lack:
+            raise TransportError(f'transport="nccl": rank {rank}: {lack}')
+        other = first.setdefault(gpu, rank)
+        if other != rank and not shares:
+            raise TransportError(
+                f'transport="nccl": ranks {other} and {rank} have the same current GPU, {gpu}: '
+                'call torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before init; with '
+                "NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL 2.30 and newer lets ranks share one"
+            )
+
+
 def _host_of(store: dist.Store) -> str:
     """The host that keeps the store where the ranks met, as far as it tells."""
     while isinstance(store, dist.PrefixStore):
@@ -118,3 +133,14 @@ def _lacks_for_nccl() -> str:
     except (ImportError, RuntimeError) as error:
         return str(error)
     return ""
+
+
+def _gpu() -> str:
+    """The UUID of this rank's GPU; "" without one."""
+    if not torch.cuda.is_available():
+        return ""
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+
+
+def _shares_gpus() -> bool:
+    return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") != "0"

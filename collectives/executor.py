@@ -15,37 +15,58 @@ from .transport.base import Message, Transport
 
 # Of a workspace, kept; making one costs some microseconds.
 _MOST_VIEWS = 256
+_MOST_BLOCKS = 8
+
+# A device, and a stream's handle; 0 for the CPU.
+_Where = tuple[torch.device, int]
 
 
 class Workspace:
-    """Reusable memory for what is received but not yet reduced: one block a device."""
+    """Reusable memory for what is received but not yet reduced: one block a device and stream.
+
+    What a stream still reads is not there for another one. A graph gets memory of its own: it
+    would go on using the block after that has been given back for a larger one.
+    """
 
     def __init__(self) -> None:
-        self._blocks: dict[torch.device, torch.Tensor] = {}
-        self._views: dict[tuple[torch.device, torch.dtype, int], torch.Tensor] = {}
+        self._blocks: dict[_Where, torch.Tensor] = {}
+        self._views: dict[tuple[_Where, torch.dtype, int], torch.Tensor] = {}
         self._within: Workspace | None = None
 
     def take(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         """`numel` uninitialised elements of `like`'s dtype and device, until the next take."""
-        key = (like.device, like.dtype, numel)
+        nbytes = numel * like.element_size()
+        where: _Where = (like.device, 0)
+        if like.is_cuda:
+            where = (like.device, torch.cuda.current_stream(like.device).cuda_stream)
+            if torch.cuda.is_current_stream_capturing():
+                return self._part(self._block(nbytes, like), nbytes, like)
+        key = (where, like.dtype, numel)
         view = self._views.get(key)
         if view is None:
-            view = self._views[key] = self._view(numel, like)
+            view = self._views[key] = self._view(nbytes, like, where)
         return view
 
-    def _view(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-        nbytes = numel * like.element_size()
-        block = self._blocks.get(like.device)
+    def _view(self, nbytes: int, like: torch.Tensor, where: _Where) -> torch.Tensor:
+        block = self._blocks.get(where)
         grows = block is None or block.numel() < nbytes
         if grows or len(self._views) >= _MOST_VIEWS:
             # The smaller block goes with its views.
             self._views.clear()
+        if block is None or grows:
+            if len(self._blocks) >= _MOST_BLOCKS:
+                self._blocks.clear()
+            block = self._blocks[where] = self._block(nbytes, like)
+        return self._part(block, nbytes, like)
+
+    def _part(self, block: torch.Tensor, nbytes: int, like: torch.Tensor) -> torch.Tensor:
         # Nobody may write outside inference mode to a tensor made inside it.
         with torch.inference_mode(False):
-            if block is None or grows:
-                block = torch.empty(max(nbytes, 1), dtype=torch.uint8, device=like.device)
-                self._blocks[like.device] = block
             return block[:nbytes].view(like.dtype)
+
+    def _block(self, nbytes: int, like: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode(False):
+            return torch.empty(max(nbytes, 1), dtype=torch.uint8, device=like.device)
 
     @property
     def within(self) -> Workspace:

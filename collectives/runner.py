@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -47,6 +48,11 @@ class Runner:
             if spec.outer == "auto":
                 continue
             plan = plan_of(spec, op, self.topology)
+            on_gpu = any(device.type == "cuda" for device in devices)
+            if plan.host and on_gpu and torch.cuda.is_current_stream_capturing():
+                raise ValueError(
+                    f"algorithm {spec} reduces on the host, which no CUDA graph can hold: use psgpu"
+                )
             for phase in plan.phases:
                 if phase.library is not None:
                     for device in devices:
@@ -175,6 +181,10 @@ class Runner:
     ) -> None:
         buffer = flat
         if plan.host and flat.is_cuda:
+            # NCCL's own sum within the nodes is of what is on the GPUs.
+            near = tuple(phase for phase in plan.phases if phase.library == "nccl")
+            self._run_phases(replace(plan, phases=near), flat, op, segments, label)
+            plan = replace(plan, phases=plan.phases[len(near) :])
             buffer = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
             buffer.copy_(flat)
         with self._deferred():

@@ -6,7 +6,8 @@ import queue
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from itertools import islice
 from typing import Any
 
@@ -26,7 +27,8 @@ class Work:
         self._finished = threading.Event()
         self._result: Any = None
         self._error: BaseException | None = None
-        self._event: torch.cuda.Event | None = None
+        # Behind the collective, one for each device that it is on.
+        self._events: list[tuple[torch.device, torch.cuda.Event]] = []
         self._callbacks: list[Callable[[], None]] = []
         self._lock = threading.Lock()
 
@@ -35,13 +37,18 @@ class Work:
         self._finished.wait()
         if self._error is not None:
             raise self._error
-        if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
+        for device, event in self._events:
+            torch.cuda.current_stream(device).wait_event(event)
+        if self._events:
+            # An answer's memory may be of the communication stream, where nothing is behind what
+            # the caller does with it.
+            for tensor in _on_cuda(self._result):
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
         return self._result
 
     def is_completed(self) -> bool:
         """Whether `wait()` would return or raise without waiting."""
-        return self._finished.is_set() and (self._event is None or self._event.query())
+        return self._finished.is_set() and all(event.query() for _, event in self._events)
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Call `callback()` once when the collective has ended, well or not.
@@ -56,14 +63,20 @@ class Work:
                 return
         callback()
 
-    def run(self, call: Callable[[], Any], stream: torch.cuda.Stream | None) -> None:
-        """Carry out the call and keep its result or its error for `wait()`."""
-        with torch.no_grad(), torch.cuda.stream(stream):
+    def run(self, call: Callable[[], Any], streams: Sequence[torch.cuda.Stream] = ()) -> None:
+        """Carry out the call and keep its result or its error for `wait()`.
+
+        streams: those that are to be current, one a device; the device of the first is, too.
+        """
+        with torch.no_grad(), ExitStack() as current:
+            for stream in reversed(streams):
+                current.enter_context(torch.cuda.stream(stream))
             try:
                 self._result = call()
-                if stream is not None:
-                    self._event = torch.cuda.Event()
-                    self._event.record(stream)
+                for stream in streams:
+                    event = torch.cuda.Event()
+                    event.record(stream)
+                    self._events.append((stream.device, event))
             except BaseException as error:  # noqa: BLE001 - wait() raises it
                 self._error = error
             finally:
@@ -78,6 +91,12 @@ class Work:
                     threading.excepthook(threading.ExceptHookArgs(said))
 
 
+def _on_cuda(values: Any) -> list[torch.Tensor]:
+    """The CUDA tensors among a call's tensors, or in its answer."""
+    several = values if isinstance(values, list | tuple) else (values,)
+    return [each for each in several if isinstance(each, torch.Tensor) and each.is_cuda]
+
+
 class Worker:
     """Runs a group's collectives one after the other, in the order in which they were submitted.
 
@@ -89,19 +108,21 @@ class Worker:
         self._name = name
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._stream: torch.cuda.Stream | None = None
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._lock = threading.Lock()
         self._pending = 0
         self._notes: deque[Any] = deque()
         self._running = threading.Lock()
         self._closed = False
 
-    def call(self, function: Callable[[], Any], device: torch.device, note: Any = None) -> Any:
-        """Run `function` in order and return its result. note: as in submit."""
+    def call(
+        self, function: Callable[[], Any], tensors: Sequence[torch.Tensor] = (), note: Any = None
+    ) -> Any:
+        """Run `function` in order and return its result. tensors, note: as in submit."""
         with self._lock:
             inline = self._pending == 0 and self._running.acquire(blocking=False)
         if not inline:
-            return self.submit(function, device, note).wait()
+            return self.submit(function, tensors, note).wait()
         try:
             with torch.no_grad():
                 return function()
@@ -113,30 +134,32 @@ class Worker:
         with self._lock:
             return list(islice(self._notes, most))
 
-    def submit(self, function: Callable[[], Any], device: torch.device, note: Any = None) -> Work:
-        """Queue `function`; on CUDA it runs on a stream of its own, behind the caller's work.
+    def submit(
+        self, function: Callable[[], Any], tensors: Sequence[torch.Tensor] = (), note: Any = None
+    ) -> Work:
+        """Queue `function`; on CUDA it runs on streams of its own, behind the caller's work.
 
-        note: what `upcoming` says of it while it waits. TransportError after `close`.
+        tensors: what it works on. note: what `upcoming` says of it while it waits. TransportError
+        after `close`.
         """
         work = Work()
         inference = torch.is_inference_mode_enabled()
-        stream: torch.cuda.Stream | None = None
-        before: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            if self._stream is None:
-                self._stream = torch.cuda.Stream(device)
-            stream = self._stream
-            before = torch.cuda.Event()
-            before.record(torch.cuda.current_stream(device))
+        lanes: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
+        for tensor in _on_cuda(tensors):
+            if tensor.device not in lanes:
+                lanes[tensor.device] = self._lane(tensor.device)
+            # The caller may let go of it before the stream is done with it.
+            tensor.record_stream(lanes[tensor.device][0])
+        streams = [stream for stream, _ in lanes.values()]
 
         def job() -> None:
-            if stream is not None and before is not None:
+            for stream, before in lanes.values():
                 stream.wait_event(before)
             # Inference mode is a thread's own, and nobody outside it may write to its tensors.
             with self._running, torch.inference_mode(inference):
                 with self._lock:
                     self._notes.popleft()
-                work.run(function, stream)
+                work.run(function, streams)
             with self._lock:
                 self._pending -= 1
 
@@ -152,6 +175,14 @@ class Worker:
                 self._thread.start()
             self._queue.put(job)
         return work
+
+    def _lane(self, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Event]:
+        """The stream for a device, and what it is to wait for: the caller's work so far."""
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        before = torch.cuda.Event()
+        before.record(torch.cuda.current_stream(device))
+        return self._streams[device], before
 
     def _loop(self, threads: int) -> None:
         # BLAS in a new thread would start as many of its own as there are processors, whatever the

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,29 +25,11 @@ from torch import cuda
 from ..errors import CollectiveError, CollectiveTimeoutError, TransportError
 from .base import Message, Transport
 from .board import Board
-from .nccl_calls import Communicators, in_words, load_nccl
+from .nccl_calls import DTYPES, Communicators, in_words, load_nccl
+from .nccl_pending import MOST_PENDING, Posted
 
-_DTYPES = {
-    torch.float16: "NCCL_FLOAT16",
-    torch.bfloat16: "NCCL_BFLOAT16",
-    torch.float32: "NCCL_FLOAT32",
-    torch.float64: "NCCL_FLOAT64",
-    torch.int8: "NCCL_INT8",
-    torch.uint8: "NCCL_UINT8",
-    torch.int32: "NCCL_INT32",
-    torch.int64: "NCCL_INT64",
-}
 _SPIN_SECONDS = 2e-3
 _PAUSE_SECONDS = 2e-4
-
-
-class _Posted(NamedTuple):
-    """A step under way: the event behind it, and what to say when it never comes."""
-
-    event: cuda.Event
-    peers: tuple[int, ...]
-    step: str
-    timeout: float
 
 
 def _nothing() -> None:
@@ -93,7 +75,7 @@ class NcclTransport:
         self._store = dist.PrefixStore(f"adasum/nccl/{count}", store)
         self._failure: BaseException | None = None
         self._parts: dict[tuple[int, ...], Any] = {}
-        self._deferred: list[_Posted] | None = None
+        self._deferring = False
         self._stream = cuda.Stream(self.device)
         self._communicators = Communicators(nccl, self.device, f"nccl-{self.rank}")
         # Runs at the latest when the interpreter exits.
@@ -166,7 +148,7 @@ class NcclTransport:
         TypeError for dtypes that NCCL does not add.
         """
         values = torch.view_as_real(flat) if flat.is_complex() else flat
-        if values.dtype not in _DTYPES:
+        if values.dtype not in DTYPES:
             raise TypeError(f"NCCL cannot add {flat.dtype}: use another algorithm, or convert")
         self.check_device(flat.device)
         part = self._part(ranks, step, timeout)
@@ -174,7 +156,7 @@ class NcclTransport:
         if not flat.numel() or not peers:
             return
         stream = self._stream.cuda_stream
-        kind = getattr(self._nccl, _DTYPES[values.dtype])
+        kind = getattr(self._nccl, DTYPES[values.dtype])
 
         def post() -> None:
             address = values.data_ptr()
@@ -186,19 +168,20 @@ class NcclTransport:
     def deferred(self) -> Iterator[None]:
         """Steps within do not wait on the host; leaving waits for all, each up to its timeout.
 
-        What a step received may be used on the caller's stream at once, as ever.
+        No more than 64 are under way at once. One that is late while the host is held up inside
+        CUDA is noticed all the same, and ends the communicators. What a step received may be used
+        on the caller's stream at once, as ever.
         """
-        if self._deferred is not None:
+        if self._deferring:
             yield
             return
-        posted: list[_Posted] = []
-        self._deferred = posted
+        self._deferring = True
         try:
             yield
+            self._settle(0)
         finally:
-            self._deferred = None
-        for item in posted:
-            self._await(item, time.monotonic())
+            self._deferring = False
+            self._communicators.pending.items.clear()
 
     def split(self, ranks: Sequence[int], timeout: float) -> NcclTransport:
         """With communicators of its own on the same device.
@@ -208,6 +191,14 @@ class NcclTransport:
         """
         store = dist.PrefixStore(f"ranks {tuple(ranks)}", self._store)
         return NcclTransport(self._host.split(ranks, timeout), store, self.device, timeout=timeout)
+
+    def abandon(self, reason: str) -> None:
+        """End the communicators, with what is under way, and tell the peers why over `host`."""
+        self._failure = self._failure or TransportError(reason)
+        abandon = getattr(self._host, "abandon", None)
+        if abandon is not None:
+            abandon(reason)
+        self._communicators.abort()
 
     def close(self) -> None:
         """Destroy the communicators, in bounded time also when ranks are gone; close `host`."""
@@ -242,20 +233,28 @@ class NcclTransport:
             self._bounded(lambda: self._communicators.group(post, timeout), peers, step, timeout)
             after = cuda.Event()
             after.record(self._stream)
-        posted = _Posted(after, peers, step, timeout)
-        deferred = self._deferred
-        if deferred is not None and not capturing:
-            deferred.append(posted)
+        posted = Posted(after, peers, step, timeout)
+        deferred = self._deferring
+        if deferred and not capturing:
+            self._communicators.pending.items.append(posted)
+            self._settle(MOST_PENDING)
 
         def wait() -> None:
             with cuda.device(self.device):
                 caller.wait_event(after)
-            if deferred is None and not capturing:
+            if not deferred and not capturing:
                 self._await(posted, start)
 
         return wait
 
-    def _await(self, posted: _Posted, start: float) -> None:
+    def _settle(self, most: int) -> None:
+        """Wait for the first of the steps that are pending, until no more than so many are."""
+        items = self._communicators.pending.items
+        while len(items) > most:
+            self._await(items[0], time.monotonic())
+            del items[0]
+
+    def _await(self, posted: Posted, start: float) -> None:
         """Wait on the host, `timeout` seconds from `start`, watching for NCCL's errors."""
         done = False
         while not done:
@@ -264,7 +263,9 @@ class NcclTransport:
             try:
                 self._communicators.check(posted.step)
             except TransportError as error:
+                self._check_late()
                 self._fail(error)
+            self._check_late()
             waited = time.monotonic() - start
             if not done and waited > posted.timeout:
                 self._fail(self._too_slow(posted.peers, posted.step, posted.timeout))
@@ -281,6 +282,7 @@ class NcclTransport:
         except futures.TimeoutError:
             self._fail(self._too_slow(peers, step, timeout))
         except TransportError as error:
+            self._check_late()
             self._fail(error)
 
     def _fail(self, error: CollectiveError) -> NoReturn:
@@ -297,7 +299,14 @@ class NcclTransport:
             "its NCCL communicator was aborted)"
         )
 
+    def _check_late(self) -> None:
+        """Raise what the thread of NCCL found while this one was held up in CUDA."""
+        late = self._communicators.pending.late
+        if late is not None and self._failure is None:
+            self._fail(self._too_slow(late.peers, late.step, late.timeout))
+
     def _check_usable(self, step: str) -> None:
+        self._check_late()
         if self._failure is not None:
             raise TransportError(
                 f"{step}: this NCCL transport is unusable since {self._failure}"

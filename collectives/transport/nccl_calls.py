@@ -25,16 +25,32 @@ import torch
 from torch import cuda
 
 from ..errors import TransportError
+from .nccl_pending import Pending
 
 T = TypeVar("T")
 _Job = tuple["futures.Future[Any]", Callable[[], Any]]
 
+# What NCCL adds.
+DTYPES = {
+    torch.float16: "NCCL_FLOAT16",
+    torch.bfloat16: "NCCL_BFLOAT16",
+    torch.float32: "NCCL_FLOAT32",
+    torch.float64: "NCCL_FLOAT64",
+    torch.int8: "NCCL_INT8",
+    torch.uint8: "NCCL_UINT8",
+    torch.int32: "NCCL_INT32",
+    torch.int64: "NCCL_INT64",
+}
 _CLOSE_SECONDS = 5.0
 _ABORT_SECONDS = 3.0
+_LOOK_SECONDS = 1.0
 _STATUS = {
     7: "ncclInProgress: communicators must block, unset NCCL_COMM_BLOCKING",
     8: "ncclTimeout",
 }
+
+# The module, once it was found to be new enough.
+_known: list[Any] = []
 
 
 def load_nccl() -> Any:
@@ -59,8 +75,11 @@ def load_nccl() -> Any:
         ) from None
     if not nccl.available:
         raise ImportError(f"cupy found no NCCL library: pip install nvidia-nccl-cu{major}")
-    if not isinstance(nccl.get_unique_id(), bytes):
-        raise ImportError(f'cupy is too old: pip install "cupy-cuda{major}x>=14.2"')
+    if not any(known is nccl for known in _known):
+        # Asked once: behind every id NCCL leaves a thread that listens for ranks to come.
+        if not isinstance(nccl.get_unique_id(), bytes):
+            raise ImportError(f'cupy is too old: pip install "cupy-cuda{major}x>=14.2"')
+        _known.append(nccl)
     return nccl
 
 
@@ -81,18 +100,21 @@ def in_words(nccl: Any, step: str) -> Iterator[None]:
 class Communicators:
     """A rank's communicator on one device and the parts split from it, used from one thread.
 
-    The thread never keeps the process from ending.
+    The thread never keeps the process from ending. While it has nothing to call it looks at
+    `pending`.
     """
 
     def __init__(self, nccl: Any, device: torch.device, name: str) -> None:
         self.nccl = nccl
+        self.pending = Pending()
         self._made: list[Any] = []
+        # Held to add a communicator or to begin the end of all; by one thread twice where what it
+        # does meanwhile collects the transport, which closes this.
+        self._lock = threading.RLock()
         self._process = os.getpid()
         self._ended = False
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(
-            target=_serve, args=(self._jobs, device), name=name, daemon=True
-        )
+        self._thread = threading.Thread(target=self._serve, args=(device,), name=name, daemon=True)
         self._thread.start()
 
     def call(self, job: Callable[[], T], timeout: float) -> T:
@@ -108,8 +130,10 @@ class Communicators:
 
         def run() -> Any:
             made = job()
-            self._made.append(made)
-            if self._ended:
+            with self._lock:
+                self._made.append(made)
+                late = self._ended
+            if late:
                 # It came too late: whoever wanted it has given up.
                 _keep_for_ever(made)
                 made.abort()
@@ -145,12 +169,15 @@ class Communicators:
         An abort waits for other ranks of the host to abort too, and some never will; it may also
         meet the thread inside a call that the abort is to end. So it runs beside both.
         """
-        if self._ended:
-            return
-        self._ended = True
+        with self._lock:
+            if self._ended:
+                return
+            self._ended = True
+            # What comes later aborts itself.
+            every = [*self._made]
         deadline = time.monotonic() + _ABORT_SECONDS
         threads = []
-        for made in self._made:
+        for made in every:
             _keep_for_ever(made)
             thread = threading.Thread(target=made.abort, name="nccl-abort", daemon=True)
             thread.start()
@@ -162,12 +189,18 @@ class Communicators:
     def close(self) -> None:
         """Destroy all communicators, which waits for the host's other ranks, 5 s at the longest.
 
-        Does nothing in a forked child: CUDA does not survive the fork.
+        Calls nothing in a forked child: CUDA does not survive the fork.
         """
-        if self._ended or os.getpid() != self._process:
+        if os.getpid() != self._process:
+            # Not locked: the thread that held the lock may not be here.
+            for communicator in self._made:
+                _keep_for_ever(communicator)
             return
-        self._ended = True
-        made = self._made[::-1]
+        with self._lock:
+            if self._ended:
+                return
+            self._ended = True
+            made = self._made[::-1]
 
         def run() -> None:
             for communicator in made:
@@ -180,17 +213,25 @@ class Communicators:
                 _keep_for_ever(communicator)
         self._jobs.put(None)
 
-
-def _serve(jobs: queue.SimpleQueue[_Job | None], device: torch.device) -> None:
-    cuda.set_device(device)
-    while (item := jobs.get()) is not None:
-        future, job = item
-        try:
-            future.set_result(job())
-        except BaseException as error:  # noqa: BLE001 - raised by whoever waits
-            future.set_exception(error)
-        # Neither the job nor what it holds may live on while the next one is waited for.
-        del item, future, job
+    def _serve(self, device: torch.device) -> None:
+        cuda.set_device(device)
+        while True:
+            try:
+                item = self._jobs.get(timeout=_LOOK_SECONDS)
+            except queue.Empty:
+                # CUDA's errors reach the host's thread, too.
+                with _ignored(RuntimeError):
+                    self.pending.look(self.abort)
+                continue
+            if item is None:
+                return
+            future, job = item
+            try:
+                future.set_result(job())
+            except BaseException as error:  # noqa: BLE001 - raised by whoever waits
+                future.set_exception(error)
+            # Neither the job nor what it holds may live on while the next one is waited for.
+            del item, future, job
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from collectives.executor import Workspace
-from collectives.transport import Message, ThreadWorld, nccl, nccl_calls
+from collectives.transport import Message, ThreadWorld, nccl, nccl_calls, nccl_pending
 
 from .fake_cuda import FakeCuda, FakeStream, device_tensor
 from .fake_nccl import FakeNccl
@@ -74,6 +74,8 @@ def make_machine(monkeypatch: pytest.MonkeyPatch, fake: FakeNccl) -> Iterator[Ma
     monkeypatch.setattr(nccl, "load_nccl", lambda: fake)
     monkeypatch.setattr(nccl_calls, "_ABORT_SECONDS", 0.1)
     monkeypatch.setattr(nccl_calls, "_CLOSE_SECONDS", CLOSE_SECONDS)
+    monkeypatch.setattr(nccl_calls, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(nccl_pending, "GRACE_SECONDS", 0.1)
     yield Machine(fake, cuda)
     fake.end()
     FakeStream.stop_all()

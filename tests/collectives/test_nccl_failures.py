@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from collectives import CollectiveTimeoutError, TransportError
+from collectives import CollectiveTimeoutError, TransportError, connect
 from collectives.transport import Message, ThreadWorld, nccl, nccl_calls
 
 from .fake_cuda import FakeCuda
@@ -197,6 +197,16 @@ def test_device_errors_name_the_fix(machine: Machine) -> None:
             nccl.NcclTransport(host, dist.HashStore(), torch.device(wrong), timeout=1.0)
 
 
+def test_ranks_with_the_same_gpu_are_told_so() -> None:
+    """As where each has the first one: NCCL says no more than that its usage is invalid."""
+    connect._check_gpus([("", "a", False), ("", "b", False)])
+    connect._check_gpus([("", "a", True), ("", "a", True)])
+    with pytest.raises(TransportError, match="rank 1: NCCL needs a GPU"):
+        connect._check_gpus([("", "a", False), ("NCCL needs a GPU", "", False)])
+    with pytest.raises(TransportError, match=r"ranks 0 and 2 .* GPU, a: .*set_device\(.* init"):
+        connect._check_gpus([("", "a", False), ("", "b", False), ("", "a", False)])
+
+
 def test_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl_calls, "cuda", FakeCuda(available=False))
     with pytest.raises(RuntimeError, match="install a CUDA build of torch") as none:
@@ -221,7 +231,10 @@ def test_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     for caught in (none, no_cupy, no_library, too_old):
         assert "\n" not in str(caught.value)
     module.nccl = FakeNccl()  # type: ignore[attr-defined]
-    assert nccl_calls.load_nccl() is module.nccl
+    for _ in range(2):
+        assert nccl_calls.load_nccl() is module.nccl
+    # Each id costs a thread and a socket for good.
+    assert module.nccl.get_unique_id()[0] == 1
 
 
 EXIT = """

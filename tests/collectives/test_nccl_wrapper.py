@@ -1,7 +1,7 @@
 """What the NCCL transport does, over fakes that keep NCCL's rules (fake_nccl.py): no GPU needed.
 
-What it does when something fails: test_nccl_failures.py. What real NCCL makes of it:
-tests/multi_rank/test_nccl.py.
+What it does when something fails: test_nccl_failures.py, test_nccl_ends.py. What real NCCL makes of
+it: tests/multi_rank/test_nccl.py.
 """
 
 from __future__ import annotations

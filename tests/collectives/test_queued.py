@@ -16,8 +16,6 @@ from collectives.transport import ThreadTransport, ThreadWorld
 
 from .neighbours import TIMEOUT, together
 
-CPU = torch.device("cpu")
-
 
 class Silent(ThreadTransport):
     """A transport without a board, which notes the steps of agreements."""
@@ -57,7 +55,7 @@ def run(size: int, job: Callable[[Group, Silent], Any]) -> list[Any]:
 def queued(group: Group, calls: list[Callable[[], Any]]) -> list[Any]:
     """The calls' answers or errors; all are queued before the first one runs."""
     gate = threading.Event()
-    group._call._worker.submit(lambda: gate.wait(TIMEOUT), CPU)
+    group._call._worker.submit(lambda: gate.wait(TIMEOUT))
     works = [call() for call in calls]
     gate.set()
     answers = []

@@ -11,8 +11,6 @@ from threadpoolctl import threadpool_info
 from collectives import TransportError
 from collectives.work import Work, Worker
 
-CPU = torch.device("cpu")
-
 
 @pytest.fixture
 def worker():
@@ -23,20 +21,20 @@ def worker():
 
 def test_callbacks_run_once_in_the_communication_thread_in_order(worker):
     gate, seen = threading.Event(), []
-    work = worker.submit(lambda: gate.wait(10.0), CPU)
+    work = worker.submit(lambda: gate.wait(10.0))
     for number in range(3):
         work.add_done_callback(
             lambda n=number: seen.append((n, work.is_completed(), threading.current_thread().name))
         )
     assert seen == []
     gate.set()
-    worker.call(lambda: None, CPU)
+    worker.call(lambda: None)
     assert seen == [(n, True, "test") for n in range(3)]
 
 
 def test_a_callback_added_afterwards_runs_at_once():
     work = Work()
-    work.run(lambda: 7, None)
+    work.run(lambda: 7)
     seen = []
     work.add_done_callback(lambda: seen.append(threading.current_thread()))
     assert seen == [threading.current_thread()]
@@ -47,7 +45,7 @@ def test_callbacks_run_after_an_error_too(worker):
         raise RuntimeError("broken")
 
     seen = threading.Event()
-    work = worker.submit(fail, CPU)
+    work = worker.submit(fail)
     work.add_done_callback(seen.set)
     assert seen.wait(10.0)
     with pytest.raises(RuntimeError, match="broken"):
@@ -66,7 +64,7 @@ def test_the_communication_thread_starts_no_more_threads_than_its_caller(worker)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        assert worker.submit(openmp_threads, CPU).wait() == {1}
+        assert worker.submit(openmp_threads).wait() == {1}
     finally:
         torch.set_num_threads(before)
 
@@ -75,9 +73,9 @@ def test_a_callback_that_raises_does_not_end_the_communication_thread(worker, mo
     said = []
     monkeypatch.setattr(threading, "excepthook", said.append)
     gate = threading.Event()
-    work = worker.submit(lambda: gate.wait(10.0), CPU)
+    work = worker.submit(lambda: gate.wait(10.0))
     work.add_done_callback(lambda: 1 // 0)
-    behind = worker.submit(lambda: 7, CPU)
+    behind = worker.submit(lambda: 7)
     gate.set()
     assert done(behind) == 7
     assert [args.exc_type for args in said] == [ZeroDivisionError]
@@ -87,8 +85,8 @@ def test_whatever_a_call_raises_is_raised_by_wait(worker):
     def leave() -> None:
         raise SystemExit("leaving")
 
-    work = worker.submit(leave, CPU)
-    behind = worker.submit(lambda: 7, CPU)
+    work = worker.submit(leave)
+    behind = worker.submit(lambda: 7)
     assert done(behind) == 7
     with pytest.raises(SystemExit, match="leaving"):
         work.wait()
@@ -98,7 +96,7 @@ def test_a_call_that_comes_as_the_group_is_shut_down_does_not_wait_for_ever():
     worker = Worker("test")
     worker.close(10.0)
     with pytest.raises(TransportError, match="shut down"):
-        worker.submit(lambda: 7, CPU)
+        worker.submit(lambda: 7)
 
 
 def done(work):

@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 
 from adasum import Adasum
-from collectives import CollectiveTimeoutError, Reducer, Sum, TransportError
+from collectives import CollectiveTimeoutError, Group, Reducer, Sum, TransportError, Work
 from collectives.algorithms import doubling, halving, ring
 from collectives.executor import Workspace, execute
 from collectives.schedule import Schedule
+from collectives.topology import Topology
 from collectives.transport import GlooTransport, Message
 from collectives.transport.nccl import NcclTransport
 from collectives.transport.nccl_calls import load_nccl
@@ -159,6 +160,35 @@ def check_own_all_reduce(transport: NcclTransport) -> None:
     transport.all_reduce(numbers, None, "a test", TIMEOUT)
     ranks = range(transport.size)
     assert torch.equal(numbers.cpu(), len(ranks) * torch.arange(5) + 1j * sum(ranks))
+
+
+def check_calls_of_a_group(transport: NcclTransport) -> None:
+    """By every algorithm, at once and later, from two streams, and what is left of it dropped."""
+    rank, size, device = transport.rank, transport.size, transport.device
+    topology = Topology(size, size)
+    # Not closed, since that closes the transport.
+    group = Group(transport, timeout=TIMEOUT, local_rank=rank, local_size=size, topology=topology)
+    terms = inputs(size)
+    algorithms = ("auto", "nccl", "xring", "rechd", "rd", "pscpu", "psgpu", "nccl/pscpu")
+    for algorithm in algorithms:
+        for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+            with torch.cuda.stream(stream):
+                first, second = (terms[rank].to(device) for _ in range(2))
+                work = group.all_reduce(first, algorithm=algorithm, async_op=True)
+                assert isinstance(work, Work)
+                group.all_reduce(second, algorithm=algorithm)
+                work.wait()
+                close_to_sum(first, terms)
+                close_to_sum(second, terms)
+    works = [group.all_gather(terms[rank].to(device) + i, async_op=True) for i in range(4)]
+    for i, work in enumerate(works):
+        assert isinstance(work, Work)
+        assert torch.equal(work.wait().cpu(), torch.cat(terms) + i)
+    both = [torch.ones(3), torch.ones(NUMEL, device=device)]
+    both[1].add_(1.0)
+    work = group.grouped_all_reduce(both, async_op=True)
+    assert isinstance(work, Work)
+    assert [each.sum().item() for each in work.wait()] == [3 * size, 2 * NUMEL * size]
 
 
 def check_graph(transport: NcclTransport) -> None:

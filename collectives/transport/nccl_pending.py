@@ -1,0 +1,55 @@
+"""Steps that are on the streams while the host goes on, and a look at them from beside it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import cuda
+
+# Beyond these the host waits for the first: CUDA makes whoever launches more than about a thousand
+# things wait, without a limit, for a stream that waits for a rank.
+MOST_PENDING = 64
+# What the host has to notice by itself that a step is late, before it is taken to be held up.
+GRACE_SECONDS = 1.0
+
+
+class Posted(NamedTuple):
+    """A step under way: the event behind it, and what to say when it never comes."""
+
+    event: cuda.Event
+    peers: tuple[int, ...]
+    step: str
+    timeout: float
+
+
+class Pending:
+    """The steps that the host put on the streams and does not wait for yet, in their order.
+
+    late: the one that took too long while the host was held up in CUDA, as by what waits for the
+    whole device. That would end only with the step, so the communicators have been aborted.
+    """
+
+    def __init__(self) -> None:
+        self.items: list[Posted] = []
+        self.late: Posted | None = None
+        self._first: Posted | None = None
+        self._since = 0.0
+
+    def look(self, abort: Callable[[], None]) -> None:
+        """Abort where a step has been the first under way for too long. Called now and then."""
+        # The host's thread takes steps away and adds others meanwhile.
+        items = [*self.items]
+        if self._first not in items:
+            self._first, self._since = next(iter(items), None), time.monotonic()
+        first = self._first
+        if first is None or time.monotonic() - self._since <= first.timeout + GRACE_SECONDS:
+            return
+        # Not before: no event may be asked while a thread captures a graph.
+        under_way = next((item for item in items if not item.event.query()), None)
+        if under_way is not first:
+            self._first, self._since = under_way, time.monotonic()
+            return
+        self.late = first
+        abort()
