@@ -18,7 +18,7 @@ from .errors import CollectiveTimeoutError
 from .split import split_bounds
 from .topology import Topology
 from .transport.base import Transport
-from .transport.process_groups import leave, subgroup
+from .transport.process_groups import leave, outlast, subgroup
 
 
 class NcclSum(Protocol):
@@ -106,4 +106,5 @@ class Libraries:
             assert self._process_group is not None
             backend = dist.get_backend_config(self._process_group)
             self._of_node = subgroup(self._process_group, ranks, backend, timeout)
+            outlast(self._of_node)
         return self._of_node

@@ -1,20 +1,22 @@
 """Messages through torch.distributed: gloo for CPU tensors, torch's own NCCL for CUDA tensors.
 
-Needs nothing but torch. gloo is measured and tested; NCCL by this way is not measured.
+Needs nothing but torch.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from ..errors import CollectiveTimeoutError, TransportError
+from ..errors import CollectiveTimeoutError
 from .base import Message
-from .process_groups import leave, subgroup
+from .process_groups import leave, outlast, subgroup
+from .torch_nccl import TorchNccl
 
 
 def _backends(config: str) -> dict[str, str]:
@@ -44,6 +46,12 @@ class GlooTransport:
                 f'{self._backends}: make it with backend="gloo" or "cpu:gloo,cuda:nccl"'
             )
 
+        self._nccl: TorchNccl | None = None
+        if self._backends.get("cuda") == "nccl":
+            self._nccl = TorchNccl(process_group, self.rank)
+            if owned:
+                outlast(process_group)
+
     def __repr__(self) -> str:
         return "GlooTransport()"
 
@@ -61,8 +69,8 @@ class GlooTransport:
         self, sends: Sequence[Message], recvs: Sequence[Message], step: str, timeout: float
     ) -> None:
         device = (sends or recvs)[0].tensor.device if sends or recvs else torch.device("cpu")
-        if device.type == "cuda":
-            self._exchange_nccl(sends, recvs, step)
+        if self._nccl is not None and device.type == "cuda":
+            self._nccl.exchange(sends, recvs, step, timeout)
             return
         deadline = time.monotonic() + timeout
         posted: list[tuple[int, dist.Work]] = []
@@ -89,24 +97,9 @@ class GlooTransport:
                 f"{waited:.1f} s of {timeout:g} s): {_first_line(error)}"
             ) from error
 
-    def _exchange_nccl(self, sends: Sequence[Message], recvs: Sequence[Message], step: str) -> None:
-        ops = [
-            dist.P2POp(dist.irecv, m.tensor, group=self.process_group, group_peer=m.peer)
-            for m in recvs
-            if m.tensor.numel()
-        ]
-        ops += [
-            dist.P2POp(dist.isend, m.tensor, group=self.process_group, group_peer=m.peer)
-            for m in sends
-            if m.tensor.numel()
-        ]
-        if not ops:
-            return
-        try:
-            for work in dist.batch_isend_irecv(ops):
-                work.wait()
-        except RuntimeError as error:
-            raise TransportError(f"NCCL failed in {step}: {_first_line(error)}") from error
+    def deferred(self) -> AbstractContextManager[None]:
+        """CUDA messages within are waited for at its end: TorchNccl.deferred."""
+        return nullcontext() if self._nccl is None else self._nccl.deferred()
 
     def split(self, ranks: Sequence[int], timeout: float) -> GlooTransport:
         part = subgroup(self.process_group, ranks, self._config, timeout)

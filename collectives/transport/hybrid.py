@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import cast
 
 import torch
 
@@ -83,6 +85,11 @@ class HybridTransport:
             timeout -= time.monotonic() - start
         if sends or recvs:
             self._local.exchange(sends, recvs, step, max(timeout, 0.0))
+
+    def deferred(self) -> AbstractContextManager[None]:
+        """What `other` may put off: messages over links are waited for at once."""
+        deferred = getattr(self._other, "deferred", nullcontext)
+        return cast("AbstractContextManager[None]", deferred())
 
     def split(self, ranks: Sequence[int], timeout: float) -> HybridTransport:
         """New links by the same ways as here, `other` split for the rest."""

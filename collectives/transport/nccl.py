@@ -26,10 +26,7 @@ from ..errors import CollectiveError, CollectiveTimeoutError, TransportError
 from .base import Message, Transport
 from .board import Board
 from .nccl_calls import DTYPES, Communicators, in_words, load_nccl
-from .nccl_pending import MOST_PENDING, Posted
-
-_SPIN_SECONDS = 2e-3
-_PAUSE_SECONDS = 2e-4
+from .nccl_pending import MOST_PENDING, Posted, arrives
 
 
 def _nothing() -> None:
@@ -256,21 +253,17 @@ class NcclTransport:
 
     def _await(self, posted: Posted, start: float) -> None:
         """Wait on the host, `timeout` seconds from `start`, watching for NCCL's errors."""
-        done = False
-        while not done:
-            # In this order: a step that NCCL gave up may end, too.
-            done = posted.event.query()
+
+        def look() -> None:
             try:
                 self._communicators.check(posted.step)
             except TransportError as error:
                 self._check_late()
                 self._fail(error)
             self._check_late()
-            waited = time.monotonic() - start
-            if not done and waited > posted.timeout:
-                self._fail(self._too_slow(posted.peers, posted.step, posted.timeout))
-            if not done:
-                time.sleep(0.0 if waited < _SPIN_SECONDS else _PAUSE_SECONDS)
+
+        if not arrives(posted, start, look):
+            self._fail(self._too_slow(posted.peers, posted.step, posted.timeout))
 
     def _bounded(
         self, job: Callable[[], Any], peers: tuple[int, ...], step: str, timeout: float

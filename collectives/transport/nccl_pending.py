@@ -11,6 +11,8 @@ from torch import cuda
 # Beyond these the host waits for the first: CUDA makes whoever launches more than about a thousand
 # things wait, without a limit, for a stream that waits for a rank.
 MOST_PENDING = 64
+_SPIN_SECONDS = 2e-3
+_PAUSE_SECONDS = 2e-4
 # What the host has to notice by itself that a step is late, before it is taken to be held up.
 GRACE_SECONDS = 1.0
 
@@ -22,6 +24,22 @@ class Posted(NamedTuple):
     peers: tuple[int, ...]
     step: str
     timeout: float
+
+
+def arrives(posted: Posted, start: float, look: Callable[[], None] | None = None) -> bool:
+    """Wait on the host; False where the step takes longer than its timeout from `start`.
+
+    look: called whenever the event has been asked, to raise what else ends the wait.
+    """
+    while True:
+        # In this order: a step that NCCL gave up may end, too.
+        done = posted.event.query()
+        if look is not None:
+            look()
+        waited = time.monotonic() - start
+        if done or waited > posted.timeout:
+            return done
+        time.sleep(0.0 if waited < _SPIN_SECONDS else _PAUSE_SECONDS)
 
 
 class Pending:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 
 from ..errors import CollectiveTimeoutError, TransportError
@@ -61,6 +62,18 @@ def subgroup(
         ) from error
     _c10d._world.pg_group_ranks[made] = {name: place for place, name in enumerate(names)}
     return made
+
+
+def outlast(process_group: dist.ProcessGroup) -> None:
+    """Give operations of torch's own NCCL a minute more than the group's timeout.
+
+    At its end torch's watchdog ends the process; by then a step's own timeout has been an error.
+    """
+    if not dist.is_nccl_available() or torch.device("cuda") not in process_group._device_types:
+        return
+    backend: Any = process_group._get_backend(torch.device("cuda"))
+    if isinstance(backend, dist.ProcessGroupNCCL):
+        backend._set_default_timeout(backend.options._timeout + timedelta(seconds=60))
 
 
 def leave(process_group: dist.ProcessGroup) -> None:
