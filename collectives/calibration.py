@@ -50,10 +50,13 @@ def calibrate(group: Group, device: torch.device | str = "cpu", *, renew: bool =
     bench = _Bench(group, device)
     kind, local_size = type(group.transport).__name__, group.topology.local_size
     key = (kind, device.type, local_size, tuple(bench.hosts()))
-    # A rank that was in another group on these hosts may know what others do not.
-    if bench.sum(int(key in _known and not renew)) < group.size:
-        _known[key] = bench.links()
-    return _known[key]
+    # A rank that was in another group on these hosts may know what others do not, or know another
+    # answer.
+    known = None if renew else _known.get(key)
+    everyone_knows = bench.sum(int(known is not None)) == group.size
+    links = bench.agreed(known) if known is not None and everyone_knows else bench.links()
+    _known[key] = links
+    return links
 
 
 class _Bench:
@@ -93,6 +96,11 @@ class _Bench:
             self._reduction(_sum),
             self._reduction(_adasum),
         )
+        return self.agreed(Links(*found))
+
+    def agreed(self, links: Links) -> Links:
+        """What rank 0 takes them to be."""
+        found = (links.intra, links.inter, links.sum, links.adasum)
         agreed = self.told([part for rate in found for part in rate])
         width = len(Rate._fields)
         intra, inter, plain, adasum = (
