@@ -30,6 +30,7 @@ _SIZES = (64, 4 << 10, 64 << 10, 512 << 10, 2 << 20, 8 << 20)
 # is measured once and is the last, larger sizes are left out.
 _BUDGET, _FEWEST, _MOST, _SLOW = 0.02, 3, 50, 0.25
 _RING = 4
+_TICK = time.get_clock_info("perf_counter").resolution
 
 _Key = tuple[str, str, int, tuple[bytes, ...]]
 _known: dict[_Key, Links] = {}
@@ -174,7 +175,8 @@ class _Bench:
         call()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        return time.perf_counter() - begin
+        # What takes less than a tick takes no time by the clock, which no rate has.
+        return max(time.perf_counter() - begin, _TICK)
 
 
 def fit(points: Sequence[tuple[int, float]]) -> Rate:

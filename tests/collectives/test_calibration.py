@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -91,6 +92,15 @@ def test_ranks_that_know_different_answers_agree_on_one(monkeypatch: pytest.Monk
     assert a == b and c == d and a != c
     assert across == across_too == a
     assert over == over_too == b
+
+
+@pytest.mark.usefixtures("_nothing_known")
+def test_a_clock_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ticks may be longer than what is measured: then everything takes no time by it."""
+    monkeypatch.setattr(time, "perf_counter", lambda: 1.0)
+    (first, second) = collectives.run_threads(2, calibrate)
+    assert first == second
+    assert 0 < first.intra.alpha + first.intra.beta < 1e-2
 
 
 def test_small_rings_cover_all_ranks() -> None:
