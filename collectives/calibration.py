@@ -30,6 +30,7 @@ _SIZES = (64, 4 << 10, 64 << 10, 512 << 10, 2 << 20, 8 << 20)
 # is measured once and is the last, larger sizes are left out.
 _BUDGET, _FEWEST, _MOST, _SLOW = 0.02, 3, 50, 0.25
 _RING = 4
+_TICK = time.get_clock_info("perf_counter").resolution
 
 _Key = tuple[str, str, int, tuple[bytes, ...]]
 _known: dict[_Key, Links] = {}
@@ -52,10 +53,13 @@ def calibrate(group: Group, device: torch.device | str = "cpu", *, renew: bool =
     bench = _Bench(group, device)
     kind, local_size = type(group.transport).__name__, group.topology.local_size
     key = (kind, device.type, local_size, tuple(bench.hosts()))
-    # A rank that was in another group on these hosts may know what others do not.
-    if bench.sum(int(key in _known and not renew)) < group.size:
-        _known[key] = bench.links()
-    return _known[key]
+    # A rank that was in another group on these hosts may know what others do not, or know another
+    # answer.
+    known = None if renew else _known.get(key)
+    everyone_knows = bench.sum(int(known is not None)) == group.size
+    links = bench.agreed(known) if known is not None and everyone_knows else bench.links()
+    _known[key] = links
+    return links
 
 
 class _Bench:
@@ -95,6 +99,11 @@ class _Bench:
             self._reduction(_sum),
             self._reduction(_adasum),
         )
+        return self.agreed(Links(*found))
+
+    def agreed(self, links: Links) -> Links:
+        """What rank 0 takes them to be."""
+        found = (links.intra, links.inter, links.sum, links.adasum)
         agreed = self.told([part for rate in found for part in rate])
         width = len(Rate._fields)
         intra, inter, plain, adasum = (
@@ -168,7 +177,8 @@ class _Bench:
         call()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        return time.perf_counter() - begin
+        # What takes less than a tick takes no time by the clock, which no rate has.
+        return max(time.perf_counter() - begin, _TICK)
 
 
 def fit(points: Sequence[tuple[int, float]]) -> Rate:

@@ -10,7 +10,8 @@ import socket
 import torch
 import torch.distributed as dist
 
-from .agreement import gather_bytes
+from .agreement import CODE_BITS, agree, code_of, gather_bytes
+from .description import Description
 from .errors import TransportError
 from .executor import Workspace
 from .transport import (
@@ -47,6 +48,13 @@ def transport_choice(transport: str | None) -> str:
     if choice not in _WAYS:
         raise ValueError(f"{source} must be one of {', '.join(_WAYS)}, got {choice!r}")
     return choice
+
+
+def agree_on_start(gloo: GlooTransport, timeout: float, **options: bool) -> None:
+    """CollectiveMismatchError on all ranks where they do not start with the same options."""
+    if gloo.size > 1:
+        call = Description("init", options=options)
+        agree(call, gloo, "start-up", timeout, Workspace(), code_of(call, CODE_BITS))
 
 
 def connect(gloo: GlooTransport, timeout: float, choice: str) -> Transport:

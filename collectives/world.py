@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from . import checks
 from .calibration import calibrate as measure_links
-from .connect import connect, transport_choice
+from .connect import agree_on_start, connect, transport_choice
 from .errors import CollectiveError, CollectiveTimeoutError
 from .group import Group
 from .meeting import bounded, first_line, meet, open_store
@@ -62,7 +62,8 @@ def init(
 
     Raises ValueError where the environment variables are incomplete or wrong, or `transport` is
     unknown, RuntimeError for more ranks than one in a torch that is built without
-    torch.distributed, CollectiveTimeoutError naming the ranks that did not come in time.
+    torch.distributed, CollectiveTimeoutError naming the ranks that did not come in time,
+    CollectiveMismatchError on all ranks where they differ in `calibrate`.
     """
     global _group
     if getattr(_thread, "group", None) is not None:
@@ -92,6 +93,7 @@ def init(
     gloo = GlooTransport(process_group, owned=owned)
     group: Group | None = None
     try:
+        agree_on_start(gloo, timeout, calibrate=calibrate)
         group = _over_gloo(gloo, timeout, choice)
         if calibrate and group.size > 1:
             group.use_links(measure_links(group))

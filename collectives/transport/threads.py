@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import queue
+import sys
 import threading
 import time
 from collections import Counter
@@ -19,6 +20,8 @@ from .base import Message
 from .board import Board, board_bytes
 
 _POLL = 0.05
+# Linux's number, which Python names from 3.13 on.
+_NORESERVE = 0x4000
 
 
 class _Parcel:
@@ -44,8 +47,7 @@ class ThreadWorld:
             for target in range(size)
             if source != target
         }
-        # Pages that nothing is written to take no memory.
-        self.memory = memoryview(mmap.mmap(-1, board_bytes(size)))
+        self.memory = memoryview(_memory(board_bytes(size)))
         self._gone: set[int] = set()
         # What not all of its ranks have asked for yet, with how many have.
         self._parts: dict[tuple[tuple[int, ...], int], tuple[ThreadWorld, int]] = {}
@@ -176,6 +178,14 @@ class ThreadTransport:
 
     def close(self) -> None:
         self._world.leave(self.rank)
+
+
+def _memory(nbytes: int) -> mmap.mmap:
+    """Zeros, which threads share; pages that nothing is written to take no memory."""
+    if sys.platform != "linux":
+        return mmap.mmap(-1, nbytes)
+    # Linux else refuses more than the machine has, which a few hundred ranks' windows would be.
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _NORESERVE)
 
 
 def _record(tensor: torch.Tensor) -> torch.cuda.Event | None:

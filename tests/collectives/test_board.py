@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 
 from collectives import CollectiveTimeoutError
-from collectives.transport import LinkTransport, Message, ThreadTransport, ThreadWorld, board, futex
+from collectives.transport import (
+    LinkTransport,
+    Message,
+    ThreadTransport,
+    ThreadWorld,
+    board,
+    futex,
+    threads,
+)
 from collectives.transport.board import JOINED, Board, RanksDiffer, board_bytes
 from collectives.transport.shm_link import INLINE_BYTES, RING_BYTES
 
@@ -290,3 +300,17 @@ def test_numbers_come_round() -> None:
         assert not first.agreed(), call
         second.enter(1 + call % 2)
         assert first.agreed() and second.agreed()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux how much memory there is")
+def test_boards_of_threads_may_be_larger_than_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of 512 ranks are where there are 32 GiB: memory goes to what is written alone."""
+    said = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    whole = sum(int(said[name].split()[0]) << 10 for name in ("MemTotal", "SwapTotal"))
+    if Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2":
+        pytest.skip("this machine promises no more memory than it has")
+    monkeypatch.setattr(threads, "board_bytes", lambda size: board_bytes(size) + whole)
+    first, second = transports("threads", 2)
+    board_of(first).enter(1)
+    board_of(second).enter(1)
+    assert board_of(first).agreed() and board_of(second).agreed()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from typing import Any
+
 import pytest
 
 import collectives
@@ -57,6 +61,46 @@ def test_a_rank_that_knows_more_than_others_measures_with_them() -> None:
     calibration._known = {(name, device, 3, hosts[:1] * 3): ASSUMED}
     # Threads share what is known; it is known to all three, and so is not measured.
     assert collectives.run_threads(3, work) == [ASSUMED] * 3
+
+
+class _KnownByRank(dict[Any, Links]):
+    """What is known, apart for every thread, as processes have it."""
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__((threading.current_thread(), key))
+
+    def __getitem__(self, key: object) -> Links:
+        return super().__getitem__((threading.current_thread(), key))
+
+    def __setitem__(self, key: object, links: Links) -> None:
+        super().__setitem__((threading.current_thread(), key), links)
+
+    def get(self, key: object, default: Any = None) -> Any:
+        return super().get((threading.current_thread(), key), default)
+
+
+@pytest.mark.usefixtures("_nothing_known")
+def test_ranks_that_know_different_answers_agree_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "_known", _KnownByRank())
+
+    def work(group: collectives.Group) -> list[Links]:
+        parts = [group.split(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+        return [calibrate(part) for part in parts if part is not None]
+
+    (a, across), (b, over), (c, across_too), (d, over_too) = collectives.run_threads(4, work)
+    # All four parts are two ranks of one host, so for the last two nothing is measured.
+    assert a == b and c == d and a != c
+    assert across == across_too == a
+    assert over == over_too == b
+
+
+@pytest.mark.usefixtures("_nothing_known")
+def test_a_clock_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ticks may be longer than what is measured: then everything takes no time by it."""
+    monkeypatch.setattr(time, "perf_counter", lambda: 1.0)
+    (first, second) = collectives.run_threads(2, calibrate)
+    assert first == second
+    assert 0 < first.intra.alpha + first.intra.beta < 1e-2
 
 
 def test_small_rings_cover_all_ranks() -> None:

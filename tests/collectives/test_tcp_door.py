@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -167,6 +168,25 @@ def test_the_address_is_the_one_toward_the_meeting_place() -> None:
     assert address.reaches_others("10.0.0.3") and address.reaches_others("fd00::2")
     for near in (LOOPBACK, "127.0.1.1", "::1", "fe80::1%eth0", "169.254.7.7"):
         assert not address.reaches_others(near)
+
+
+def test_an_interface_may_have_ipv6_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    table = tmp_path / "if_inet6"
+    table.write_text(
+        "fe80000000000000a45349fffede9c54 02 40 20 80      v6-0\n"
+        "fd000000000000000000000000000003 03 40 00 80      v6-1\n"
+        "fd000000000000000000000000000002 02 40 00 80      v6-0\n"
+        "fe80000000000000a45349fffede9c55 04 40 20 80      v6-2\n"
+    )
+    monkeypatch.setattr(address, "_INET6", table)
+    assert address.of_interface("v6-0") == "fd00::2"
+    # A link-local address leads to one machine or another.
+    for lacking in ("v6-2", "v6"):
+        with pytest.raises(OSError, match="No such device"):
+            address.of_interface(lacking)
+    table.unlink()
+    with pytest.raises(OSError, match="No such device"):
+        address.of_interface("v6-0")
 
 
 def test_the_interface_that_is_chosen_counts(monkeypatch: pytest.MonkeyPatch) -> None:

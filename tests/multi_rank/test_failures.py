@@ -10,7 +10,14 @@ import pytest
 import torch
 
 import collectives
-from collectives import CollectiveTimeoutError, Group, Operands, Sum, TransportError
+from collectives import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    Group,
+    Operands,
+    Sum,
+    TransportError,
+)
 
 from .conformance import start
 from .harness import run_ranks
@@ -96,6 +103,22 @@ def test_a_rank_that_fails_within_a_call_tells_the_others(
     for said, waited in (results[0], results[2]):
         assert str(error) in said and "step" in said and "rank" in said
         assert waited < 5.0
+
+
+def _unlike(rank: int) -> tuple[str, float]:
+    with pytest.raises(CollectiveMismatchError) as caught:
+        collectives.init(timeout=20.0, calibrate=rank != 1)
+    group = collectives.init(timeout=20.0, calibrate=False)
+    return str(caught.value), float(group.all_reduce(torch.ones(1)))
+
+
+def test_ranks_that_start_with_other_options_are_told() -> None:
+    """Some would measure while the others go on to their first call."""
+    said = (
+        "ranks disagree: rank 0 calls init() with calibrate=True, "
+        "rank 1 calls init() with calibrate=False"
+    )
+    assert run_ranks(3, _unlike) == [(said, 3.0)] * 3
 
 
 @pytest.mark.parametrize("how", ["raise", "stall"])
