@@ -55,6 +55,21 @@ def test_python_of_the_guide_runs_on_two_ranks() -> None:
         assert f"rank {rank} of 2 ran the guide" in done.stdout
 
 
+def test_scripts_with_torchs_own_wrappers_run_on_one_rank_too(tmp_path: Path) -> None:
+    """On which DDP asks for a process group that `adasum.init` does not need."""
+    script = tmp_path / "script.py"
+    script.write_text(code_of(ROOT / "docs" / "frameworks.md"))
+    done = subprocess.run(
+        [sys.executable, *LAUNCH[:-1], "1", str(script)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def anchors_of(page: Path) -> set[str]:
     """The anchors that GitHub and MyST make of a page's headings."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
