@@ -2,6 +2,8 @@
 #
 #   PYTHON=python3.12 make test        another interpreter
 #   make test PYTEST_ARGS="-k ring -x" arguments for pytest
+#   make bench PYTEST_ARGS='--bench-rows "sum_n n=5"'   some rows, by their names in the tables
+#   make bench PYTEST_ARGS=--benchmark-compare=old.json beside a copy of an earlier out/bench.json
 #   make demo PIP_ARGS="..."           arguments for pip, e.g. an index of CPU-only torch wheels
 #
 # Where PYTHON already has a torch that sees a GPU, .venv borrows it (--system-site-packages): its torch fits that

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 # First: it says what is wrong where another package is called kernels.
 import collectives  # noqa: F401
 from adasum import orthogonality
@@ -167,3 +169,24 @@ __all__ = [
     "sparse_allreduce_async",
     "synchronize",
 ]
+
+# Names of horovod.torch that are not here, and what to use instead.
+_ABSENT = {
+    "HorovodInternalError": "catch adasum.CollectiveError",
+    "Max": "use torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)",
+    "Min": "use torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MIN)",
+    "Product": "use torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.PRODUCT)",
+    "SyncBatchNorm": "use torch.nn.SyncBatchNorm, which wants CUDA and torch.distributed",
+    "elastic": "torchrun --max-restarts starts ranks again; resume from a checkpoint, as "
+    "examples/resume_digits.py does",
+    "start_timeline": "use torch.profiler, whose timeline names the reductions",
+    "stop_timeline": "use torch.profiler, whose timeline names the reductions",
+}
+
+# A type checker that saw it would take any name for one of this module's.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        """AttributeError that tells those who come from Horovod what there is instead."""
+        advice = f": {_ABSENT[name]}" if name in _ABSENT else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{advice}")

@@ -117,11 +117,13 @@ def grouped_reducescatter(
     compression: type[Compressor] = Compression.none,
     op: Reducer = Average,
     process_set: ProcessSet | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
 ) -> list[Tensor]:
     """`reducescatter` of each tensor."""
+    rest = (compression, op, process_set, prescale_factor, postscale_factor)
     return [
-        reducescatter(tensor, _numbered(name, i), compression, op, process_set)
-        for i, tensor in enumerate(listed(tensors))
+        reducescatter(tensor, _numbered(name, i), *rest) for i, tensor in enumerate(listed(tensors))
     ]
 
 
@@ -130,11 +132,14 @@ def grouped_reducescatter_async(
     name: str | None = None,
     op: Reducer = Average,
     process_set: ProcessSet | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
 ) -> Handle:
     """`reducescatter_async` of each tensor; the list of answers comes from `synchronize`."""
+    rest = (op, process_set, prescale_factor, postscale_factor)
     return together(
         [
-            reducescatter_async(tensor, _numbered(name, i), op, process_set)
+            reducescatter_async(tensor, _numbered(name, i), *rest)
             for i, tensor in enumerate(listed(tensors))
         ]
     )

@@ -4,6 +4,7 @@
     --bench-compile       torch.compile as a peer on the CPU, too (there it takes minutes)
     --bench-seconds N     skip what has not begun N seconds after the start; rows that goals single
                           out come first
+    --bench-rows TEXT     only rows whose name has TEXT in it: "sum_n n=5 16 MiB" is one row
 
 Without --bench-results the tables are printed and nothing is written. A run that did not measure
 every row - a selection, or one with a wrong answer - is written to DIR/<device>/partial, so it
@@ -52,11 +53,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="time torch.compile on the CPU, too",
     )
     group.addoption("--bench-seconds", type=float, metavar="N", help="begin no row after N seconds")
+    group.addoption("--bench-rows", default="", metavar="TEXT", help="only rows named like it")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[ROWS] = []
     config.stash[BEGAN] = time.time(), os.getloadavg()[0]
+    if config.getoption("benchmark_compare"):
+        # `make bench` keeps the plugin quiet, which has the numbers of our tables; a comparison is
+        # in none of those.
+        config.option.benchmark_quiet = False
 
 
 def read_played() -> float:
@@ -75,10 +81,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    named = config.getoption("bench_rows")
+    if left := [item for item in items if named not in _row(item)]:
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if named in _row(item)]
     if config.getoption("bench_seconds") is None:
         return
     first = {str(s) for s in _SPECS if goals.singled_out(s.kernel, s.series, s.size)}
-    items.sort(key=lambda item: item.name.partition("[")[2].removesuffix("]") not in first)
+    items.sort(key=lambda item: _row(item) not in first)
+
+
+def _row(item: pytest.Item) -> str:
+    """The name of its row, as the tables have it."""
+    return item.name.partition("[")[2].removesuffix("]")
 
 
 def pytest_collection_finish() -> None:

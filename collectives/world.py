@@ -19,6 +19,7 @@ from .calibration import calibrate as measure_links
 from .connect import agree_on_start, connect, transport_choice
 from .errors import CollectiveError, CollectiveTimeoutError
 from .group import Group
+from .launchers import refuse_to_stand_alone
 from .meeting import bounded, first_line, meet, open_store
 from .topology import Topology
 from .transport import GlooTransport, ThreadWorld, subgroup
@@ -60,9 +61,9 @@ def init(
     measure for a fraction of a second, so that "auto" can choose the algorithm of a Sum or Average
     by it; False, on all ranks alike: by size alone, the same in every run of the program.
 
-    Raises ValueError where the environment variables are incomplete or wrong, or `transport` is
-    unknown, RuntimeError for more ranks than one in a torch that is built without
-    torch.distributed, CollectiveTimeoutError naming the ranks that did not come in time,
+    Raises ValueError where the environment variables are incomplete, wrong or mpirun's, srun's or
+    horovodrun's alone, or `transport` is unknown, RuntimeError for more ranks than one in a torch
+    built without torch.distributed, CollectiveTimeoutError naming the ranks that did not come,
     CollectiveMismatchError on all ranks where they differ in `calibrate`.
     """
     global _group
@@ -155,6 +156,7 @@ def _world_size() -> int:
     names = ("RANK", "WORLD_SIZE")
     missing = [name for name in names if name not in os.environ]
     if len(missing) == 2:
+        refuse_to_stand_alone()
         return 1
     if missing:
         raise ValueError(

@@ -55,6 +55,8 @@ def main() -> None:
     parser.add_argument("--shards", type=int, default=2)
     options = add_arguments(parser).parse_args()
     dist.init_process_group()
+    if dist.get_world_size() % options.shards:
+        parser.error(f"{dist.get_world_size()} ranks are no multiple of --shards {options.shards}")
     device = own_device()
     digits = Digits.load(device)
     for op in options.op:

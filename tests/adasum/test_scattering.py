@@ -62,8 +62,13 @@ def scatter(rank: int, size: int) -> None:
             many = hvd.grouped_reducescatter([mine, mine + 12.0], name="g", op=op)
             shift = 12.0 * (size if op is hvd.Sum else 1)
             assert torch.equal(many[1], want[here] + shift)
+            scales = {"prescale_factor": 0.5, "postscale_factor": 4.0}
+            many = hvd.grouped_reducescatter([mine, mine], op=op, **scales)
+            assert torch.equal(many[1], 2.0 * want[here])
             handle = hvd.grouped_reducescatter_async([mine, mine], op=op)
             assert torch.equal(hvd.synchronize(handle)[1], want[here])
+            scaled = hvd.grouped_reducescatter_async([mine, mine], op=op, **scales).wait()[1]
+            assert torch.equal(scaled, 2.0 * want[here])
             assert hvd.poll(handle)
         assert torch.equal(mine, rows_of(rank, rows))
     mine = rows_of(rank, size)

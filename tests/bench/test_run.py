@@ -44,6 +44,14 @@ def test_a_selection_is_written_beside_a_full_run_and_not_over_it(tmp_path):
     assert benchmark["extra_info"]["best_peer"] in row["rivals"]
 
 
+def test_a_comparison_that_was_asked_for_is_shown_also_by_make_bench(tmp_path):
+    own = tmp_path / "own.json"
+    assert bench(SMALL, "--benchmark-quiet", f"--benchmark-json={own}").returncode == 0
+    run = bench(SMALL, "--benchmark-quiet", f"--benchmark-compare={own}")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "test_reduction[sum_n n=2 64 KiB] (NOW)" in run.stdout
+
+
 def test_what_a_killed_run_has_measured_is_left(tmp_path):
     (tmp_path / "killer.py").write_text(
         "import os\n"
@@ -57,6 +65,13 @@ def test_what_a_killed_run_has_measured_is_left(tmp_path):
     (found,) = tmp_path.glob("*/rows.jsonl")
     (row,) = map(json.loads, found.read_text().splitlines())
     assert row["label"] == "n=2 64 KiB" and row["times"]["ours"]["median"] > 0
+
+
+def test_one_row_is_chosen_by_the_name_that_tables_have():
+    """With -k it cannot be: its expressions take neither spaces nor equals signs."""
+    run = bench("bench", "--collect-only", "-q", "--bench-rows=sum_n n=5 16 MiB")
+    rows = [line for line in run.stdout.splitlines() if "[" in line]
+    assert rows == ["bench/bench_reduction.py::test_reduction[sum_n n=5 16 MiB]"], run.stdout
 
 
 def test_with_little_time_the_rows_that_goals_single_out_come_first():

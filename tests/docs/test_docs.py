@@ -55,6 +55,21 @@ def test_python_of_the_guide_runs_on_two_ranks() -> None:
         assert f"rank {rank} of 2 ran the guide" in done.stdout
 
 
+def test_scripts_with_torchs_own_wrappers_run_on_one_rank_too(tmp_path: Path) -> None:
+    """On which DDP asks for a process group that `adasum.init` does not need."""
+    script = tmp_path / "script.py"
+    script.write_text(code_of(ROOT / "docs" / "frameworks.md"))
+    done = subprocess.run(
+        [sys.executable, *LAUNCH[:-1], "1", str(script)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def anchors_of(page: Path) -> set[str]:
     """The anchors that GitHub and MyST make of a page's headings."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
@@ -81,13 +96,28 @@ def test_every_page_of_the_guide_is_reachable_from_its_index() -> None:
     assert {page.name for page in GUIDE} - {"index.md", "readme.md"} <= linked
 
 
-def test_horovods_names_are_here_or_said_to_be_absent() -> None:
+def horovods_names() -> dict[str, str]:
+    """What the table says of each: same, differs or absent."""
     text = (ROOT / "docs" / "from-horovod.md").read_text()
     rows = re.findall(r"^\| (`.*?) \| (same|differs|absent) \|", text, re.M)
-    said = {name: status for cell, status in rows for name in re.findall(r"`(\w+)`", cell)}
+    return {name: status for cell, status in rows for name in re.findall(r"`(\w+)`", cell)}
+
+
+def test_horovods_names_are_here_or_said_to_be_absent() -> None:
+    said = horovods_names()
     assert len(said) > 50
     wrong = [name for name, status in said.items() if hasattr(adasum, name) == (status == "absent")]
     assert wrong == []
+
+
+def test_a_name_that_is_absent_is_refused_with_what_to_use() -> None:
+    absent = [name for name, status in horovods_names().items() if status == "absent"]
+    assert len(absent) >= 8
+    for name in absent:
+        with pytest.raises(AttributeError, match=rf"no attribute '{name}': \w+"):
+            getattr(adasum, name)
+    with pytest.raises(AttributeError, match=r"no attribute 'misspelt'$"):
+        adasum.misspelt  # noqa: B018
 
 
 @pytest.mark.parametrize("extension", ["plain_docstrings", "readme_page"])

@@ -48,3 +48,11 @@ def test_script_trains_by_the_chosen_operation(script: str) -> None:
     assert lines["average"] == lines["own"]
     # Where the two gradients disagree Adasum steps further, by up to a factor of 2.
     assert lines["adasum"][1] > 1.05 * lines["average"][1]
+
+
+def test_fsdp2_ranks_that_shards_do_not_divide_are_named() -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launch += ["--nproc-per-node", "1", str(ROOT / "examples" / "fsdp2_digits.py")]
+    done = subprocess.run(launch, capture_output=True, text=True, timeout=100)
+    assert done.returncode != 0
+    assert "1 ranks are no multiple of --shards 2" in done.stderr
