@@ -69,9 +69,9 @@ class Work:
         streams: those that are to be current, one a device; the device of the first is, too.
         """
         with torch.no_grad(), ExitStack() as current:
-            for stream in reversed(streams):
-                current.enter_context(torch.cuda.stream(stream))
             try:
+                for stream in reversed(streams):
+                    current.enter_context(torch.cuda.stream(stream))
                 self._result = call()
                 for stream in streams:
                     event = torch.cuda.Event()
@@ -152,14 +152,17 @@ class Worker:
             tensor.record_stream(lanes[tensor.device][0])
         streams = [stream for stream, _ in lanes.values()]
 
-        def job() -> None:
+        def behind_the_caller() -> Any:
             for stream, before in lanes.values():
                 stream.wait_event(before)
+            return function()
+
+        def job() -> None:
             # Inference mode is a thread's own, and nobody outside it may write to its tensors.
             with self._running, torch.inference_mode(inference):
                 with self._lock:
                     self._notes.popleft()
-                work.run(function, streams)
+                work.run(behind_the_caller, streams)
             with self._lock:
                 self._pending -= 1
 

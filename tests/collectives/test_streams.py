@@ -323,3 +323,21 @@ def test_what_runs_on_the_host_is_refused_in_a_capture() -> None:
         tensor.add_(1.0)
 
     assert run(work) == []
+
+
+def test_an_error_of_cudas_before_the_call_is_raised_by_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The communication thread goes on, so that nothing behind it waits for ever."""
+
+    def fails(stream: Stream, event: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    worker = Worker("worker")
+    with monkeypatch.context() as patch:
+        patch.setattr(Stream, "wait_event", fails)
+        work = worker.submit(lambda: 1, [on_gpu(torch.ones(3))])
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            work.wait()
+    assert worker.submit(lambda: 2).wait() == 2
+    worker.close(20.0)
