@@ -18,7 +18,9 @@ from .errors import CollectiveTimeoutError
 from .split import split_bounds
 from .topology import Topology
 from .transport.base import Transport
-from .transport.process_groups import leave, outlast, subgroup
+from .transport.nccl_pending import Posted, arrives
+from .transport.process_groups import end_nccl, first_line, leave, outlast, subgroup
+from .transport.torch_nccl import behind
 
 
 class NcclSum(Protocol):
@@ -80,19 +82,28 @@ class Libraries:
                 cast(NcclSum, self._transport).all_reduce(piece, ranks, step, timeout)
             return
         group = self._process_group if ranks is None else self._node_group(ranks, timeout)
-        deadline = time.monotonic() + timeout
+        start, late = time.monotonic(), False
         try:
             works: list[Any] = [
                 dist.all_reduce(piece, group=group, async_op=True) for piece in pieces
             ]
-            for work in works:
-                work.wait(timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
+            if flat.is_cuda:
+                event = behind(works, flat.device)
+                late = event is not None and not arrives(Posted(event, (), step, timeout), start)
+            else:
+                for work in works:
+                    work.wait(timedelta(seconds=max(start + timeout - time.monotonic(), 1e-3)))
         except RuntimeError as error:
-            reason = str(error).strip().split("\n", 1)[0]
             raise CollectiveTimeoutError(
                 f"rank {self._transport.rank}: torch.distributed's all_reduce in {step} failed or "
-                f"took over {timeout:g} s: {reason}"
+                f"took over {timeout:g} s: {first_line(error)}"
             ) from error
+        if late:
+            assert group is not None
+            raise CollectiveTimeoutError(
+                f"rank {self._transport.rank}: torch.distributed's all_reduce in {step} took over "
+                f"{timeout:g} s: {end_nccl(group)}"
+            )
 
     def close(self) -> None:
         """Leave the process group of this node."""

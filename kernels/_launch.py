@@ -26,8 +26,9 @@ except ImportError:
 # True while tests run the compiled kernels on CPU tensors: bench/ptx.
 _emulated = False
 _NOTHING = nullcontext()
-# Held by the thread that compiles a kernel.
-_compiling = threading.Lock()
+# Held by the thread that compiles a kernel, in which Triton's hooks, a signal's handler or what is
+# collected meanwhile may launch another one.
+_compiling = threading.RLock()
 _DOUBLE, _INT64 = struct.Struct("<d"), struct.Struct("<q")
 
 
@@ -86,10 +87,12 @@ class Kernel:
         """
         with _compiling:
             compiled = self.function.warmup(*arguments, grid=(programs,), **given)
-            # While triton.AsyncCompileMode is on: what compiles it.
-            if hasattr(compiled, "result"):
-                compiled = compiled.result()
-            if compiled is not None:
+        # While triton.AsyncCompileMode is on: what compiles it, maybe behind others in a thread
+        # that waits for this lock.
+        if hasattr(compiled, "result"):
+            compiled = compiled.result()
+        if compiled is not None:
+            with _compiling:
                 # Loads it on the GPU.
                 compiled[programs, 1, 1]
         return compiled

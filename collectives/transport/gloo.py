@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ..errors import CollectiveTimeoutError
 from .base import Message
-from .process_groups import leave, outlast, subgroup
+from .process_groups import first_line, leave, outlast, subgroup
 from .torch_nccl import TorchNccl
 
 
@@ -94,12 +94,17 @@ class GlooTransport:
             waited = timeout - (deadline - time.monotonic())
             raise CollectiveTimeoutError(
                 f"rank {self.rank} got no answer from rank {peer} in {step} (gave up after "
-                f"{waited:.1f} s of {timeout:g} s): {_first_line(error)}"
+                f"{waited:.1f} s of {timeout:g} s): {first_line(error)}"
             ) from error
 
     def deferred(self) -> AbstractContextManager[None]:
         """CUDA messages within are waited for at its end: TorchNccl.deferred."""
         return nullcontext() if self._nccl is None else self._nccl.deferred()
+
+    def abandon(self, reason: str) -> None:
+        """End the CUDA messages under way. gloo's end by their timeouts: nobody can be told."""
+        if self._nccl is not None:
+            self._nccl.abandon()
 
     def split(self, ranks: Sequence[int], timeout: float) -> GlooTransport:
         part = subgroup(self.process_group, ranks, self._config, timeout)
@@ -114,7 +119,3 @@ class GlooTransport:
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's memory as bytes, so that every dtype travels."""
     return tensor.reshape(-1).view(torch.uint8)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n", 1)[0]

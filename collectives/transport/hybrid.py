@@ -119,6 +119,9 @@ class HybridTransport:
     def abandon(self, reason: str) -> None:
         """Close the links and tell the peers why: what is under way is lost, and no more can be."""
         self._local.abandon(reason)
+        abandon = getattr(self._other, "abandon", None)
+        if abandon is not None:
+            abandon(reason)
 
     def _near(self, message: Message) -> bool:
         return message.peer in self._local.peers and message.tensor.is_cpu

@@ -56,12 +56,22 @@ def subgroup(
             timeout=timedelta(seconds=timeout),
         )
     except RuntimeError as error:
-        reason = str(error).strip().split("\n", 1)[0]
         raise CollectiveTimeoutError(
-            f"rank {dist.get_rank()} could not make a group with ranks {names}: {reason}"
+            f"rank {dist.get_rank()} could not make a group with ranks {names}: {first_line(error)}"
         ) from error
     _c10d._world.pg_group_ranks[made] = {name: place for place, name in enumerate(names)}
     return made
+
+
+def _nccl_of(process_group: dist.ProcessGroup) -> Any:
+    """torch's own NCCL in a process group, None where it has none."""
+    if not dist.is_nccl_available() or torch.device("cuda") not in process_group._device_types:
+        return None
+    backend: Any = process_group._get_backend(torch.device("cuda"))
+    # One in another with TORCH_DISTRIBUTED_DEBUG=DETAIL.
+    while hasattr(backend, "wrapped_pg"):
+        backend = backend.wrapped_pg
+    return backend if isinstance(backend, dist.ProcessGroupNCCL) else None
 
 
 def outlast(process_group: dist.ProcessGroup) -> None:
@@ -69,11 +79,30 @@ def outlast(process_group: dist.ProcessGroup) -> None:
 
     At its end torch's watchdog ends the process; by then a step's own timeout has been an error.
     """
-    if not dist.is_nccl_available() or torch.device("cuda") not in process_group._device_types:
-        return
-    backend: Any = process_group._get_backend(torch.device("cuda"))
-    if isinstance(backend, dist.ProcessGroupNCCL):
+    backend = _nccl_of(process_group)
+    if backend is not None:
         backend._set_default_timeout(backend.options._timeout + timedelta(seconds=60))
+
+
+def end_nccl(process_group: dist.ProcessGroup) -> str:
+    """Abort all that is under way over torch's own NCCL; returns how that went, in words.
+
+    The whole of it, not a work's communicator as by its `wait(timeout)`: torch's watchdog takes
+    that for a failure of NCCL's, and ends the process a minute later.
+    """
+    backend = _nccl_of(process_group)
+    if backend is None:
+        return "it is still under way"
+    try:
+        backend.abort()
+    except RuntimeError as error:
+        return f"NCCL could not be aborted: {first_line(error)}"
+    return "NCCL was aborted"
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of torch's says, without where in its C++ it came from."""
+    return str(error).strip().split("\n", 1)[0]
 
 
 def leave(process_group: dist.ProcessGroup) -> None:

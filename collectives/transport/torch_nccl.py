@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from datetime import timedelta
-from typing import Any, NamedTuple
+from contextlib import contextmanager, suppress
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import cuda
 
 from ..errors import CollectiveTimeoutError, TransportError
 from .base import Message
 from .nccl_pending import MOST_PENDING, Posted, arrives
-
-
-class _UnderWay(NamedTuple):
-    posted: Posted
-    works: Sequence[Any]
+from .process_groups import end_nccl, first_line
 
 
 class TorchNccl:
@@ -30,48 +26,48 @@ class TorchNccl:
 
     torch would let the stream wait alone, and end the process long after a rank was gone. Within
     `deferred()` steps are put on the stream and waited for at the end. Nothing waits where the
-    stream is captured in a CUDA graph. Connecting two ranks, at their first message, is bounded by
-    the process group's own timeout.
+    stream is captured in a CUDA graph, which has to come after a first exchange outside. That one
+    connects all ranks of the group, so every rank has to make it, if with empty messages; nothing
+    bounds it, in torch, where a rank is gone by then.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, rank: int) -> None:
         self._process_group = process_group
         self._rank = rank
+        self._connected: set[torch.device] = set()
         self._deferring = False
-        self._under_way: list[_UnderWay] = []
+        self._under_way: list[Posted] = []
 
     def exchange(
         self, sends: Sequence[Message], recvs: Sequence[Message], step: str, timeout: float
     ) -> None:
         start = time.monotonic()
         group = self._process_group
-        sends = [message for message in sends if message.tensor.numel()]
-        recvs = [message for message in recvs if message.tensor.numel()]
         both = [*recvs, *sends]
         if not both:
             return
-        peers = tuple(sorted({message.peer for message in both}))
         device = both[0].tensor.device
+        peers = tuple(sorted({peer for peer, tensor in both if tensor.numel()}))
         try:
-            ops = [dist.P2POp(dist.irecv, t, group=group, group_peer=peer) for peer, t in recvs]
-            ops += [dist.P2POp(dist.isend, t, group=group, group_peer=peer) for peer, t in sends]
-            works = dist.batch_isend_irecv(ops)
-            for work in works:
-                # The stream waits; the host does not.
-                work.wait()
-        except RuntimeError as error:
-            raise TransportError(f"NCCL failed in {step}: {_first_line(error)}") from error
-        with cuda.device(device):
-            if cuda.is_current_stream_capturing():
+            self._connect(device)
+            if not peers:
                 return
-            event = cuda.Event()
-            event.record(cuda.current_stream(device))
-        item = _UnderWay(Posted(event, peers, step, timeout), works)
-        if not self._deferring:
-            self._await(item, start)
+            ops = [
+                dist.P2POp(op, tensor, group=group, group_peer=peer)
+                for op, messages in ((dist.irecv, recvs), (dist.isend, sends))
+                for peer, tensor in messages
+                if tensor.numel()
+            ]
+            event = behind(dist.batch_isend_irecv(ops), device)
+        except RuntimeError as error:
+            raise TransportError(f"NCCL failed in {step}: {first_line(error)}") from error
+        if event is None:
             return
-        self._under_way.append(item)
-        self._settle(MOST_PENDING)
+        self._under_way.append(Posted(event, peers, step, timeout))
+        if self._deferring:
+            self._settle(MOST_PENDING)
+        else:
+            self._settle(0, start)
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
@@ -85,23 +81,36 @@ class TorchNccl:
             self._settle(0)
         finally:
             self._deferring = False
-            self._under_way.clear()
 
-    def _settle(self, most: int) -> None:
-        while len(self._under_way) > most:
-            self._await(self._under_way.pop(0), time.monotonic())
+    def abandon(self) -> None:
+        """End what was left under way by an error, which peers may never come for.
 
-    def _await(self, item: _UnderWay, start: float) -> None:
-        posted = item.posted
-        if arrives(posted, start):
+        Else the GPU would wait for them, and whoever closes the process group for the GPU.
+        """
+        under_way, self._under_way = self._under_way, []
+        # CUDA itself may have failed: the error that brought this about is the one to raise.
+        with suppress(RuntimeError):
+            if not all(posted.event.query() for posted in under_way):
+                end_nccl(self._process_group)
+
+    def _connect(self, device: torch.device) -> None:
+        """torch makes one communicator of all ranks for batched messages, whoever has any."""
+        if device in self._connected or cuda.is_current_stream_capturing():
             return
-        reason = "it is still under way"
-        try:
-            for work in item.works:
-                # Aborts NCCL's communicator, which frees the GPU, and raises.
-                work.wait(timedelta(milliseconds=1))
-        except RuntimeError as error:
-            reason = _first_line(error)
+        self._process_group.allreduce([torch.zeros(1, device=device)]).wait()
+        self._connected.add(device)
+
+    def _settle(self, most: int, start: float | None = None) -> None:
+        """Wait for the first of the steps under way, until no more than so many are."""
+        while len(self._under_way) > most:
+            posted = self._under_way[0]
+            if not arrives(posted, time.monotonic() if start is None else start):
+                self._too_slow(posted)
+            del self._under_way[0]
+
+    def _too_slow(self, posted: Posted) -> None:
+        self._under_way.clear()
+        reason = end_nccl(self._process_group)
         names = f"rank {posted.peers[0]}" if len(posted.peers) == 1 else f"ranks {posted.peers}"
         raise CollectiveTimeoutError(
             f"rank {self._rank} got no answer from {names} in {posted.step} (gave up after "
@@ -109,5 +118,14 @@ class TorchNccl:
         )
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n", 1)[0]
+def behind(works: Sequence[Any], device: torch.device) -> cuda.Event | None:
+    """Put the current stream behind the works; the event there, None while it is captured."""
+    for work in works:
+        # The stream waits; the host does not.
+        work.wait()
+    with cuda.device(device):
+        if cuda.is_current_stream_capturing():
+            return None
+        event = cuda.Event()
+        event.record(cuda.current_stream(device))
+    return event

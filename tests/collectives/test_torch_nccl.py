@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from collectives import CollectiveTimeoutError, TransportError
+from collectives.libraries import Libraries
 from collectives.transport import (
     GlooTransport,
     HybridTransport,
@@ -45,16 +46,18 @@ class FakeTorch:
         self.cuda = cuda
         self.refuse = ""
         self.aborted: set[int] = set()
+        self.connected: list[int] = []
         self.lines: dict[Any, queue.SimpleQueue[torch.Tensor]] = defaultdict(queue.SimpleQueue)
         self._streams: dict[int, FakeStream] = defaultdict(FakeStream)
 
-    def P2POp(self, op: str, tensor: torch.Tensor, *, group: int, group_peer: int) -> Any:
-        return SimpleNamespace(op=op, tensor=tensor, rank=group, peer=group_peer)
+    def P2POp(self, op: str, tensor: torch.Tensor, *, group: _Group, group_peer: int) -> Any:
+        return SimpleNamespace(op=op, tensor=tensor, rank=group.rank, peer=group_peer)
 
     def batch_isend_irecv(self, ops: list[Any]) -> list[Any]:
         if self.refuse:
             raise RuntimeError(self.refuse)
         rank = ops[0].rank
+        assert rank in self.connected, "torch would wait here for ranks that have no messages"
         stream, before = self._streams[rank], FakeEvent()
         before.record(self.cuda.current_stream())
         stream.wait_event(before)
@@ -87,12 +90,35 @@ class _Work:
         self._torch, self._rank, self._after = torch_, rank, after
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        if timeout is None:
-            self._torch.cuda.current_stream().wait_event(self._after)
-            return True
-        assert not self._after._done.wait(timeout.total_seconds())
-        self._torch.aborted.add(self._rank)
-        raise RuntimeError("[Rank 0] Watchdog caught a timeout\nand more")
+        assert timeout is None, "torch's watchdog ends the process after such a wait has failed"
+        self._torch.cuda.current_stream().wait_event(self._after)
+        return True
+
+
+class _Group:
+    """A process group, and the NCCL in it."""
+
+    def __init__(self, torch_: FakeTorch, rank: int) -> None:
+        self.torch, self.rank = torch_, rank
+        self.options = SimpleNamespace(_timeout=timedelta(seconds=30))
+
+    def allreduce(self, tensors: list[torch.Tensor]) -> _Work:
+        assert not self.torch.cuda.is_current_stream_capturing()
+        self.torch.connected.append(self.rank)
+        done = FakeEvent()
+        done.record(self.torch.cuda.current_stream())
+        return _Work(self.torch, self.rank, done)
+
+    _device_types = (torch.device("cpu"), torch.device("cuda"))
+
+    def _get_backend(self, device: torch.device) -> _Group:
+        return self
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self.options._timeout = timeout
+
+    def abort(self) -> None:
+        self.torch.aborted.add(self.rank)
 
 
 @pytest.fixture
@@ -101,14 +127,22 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTorch]:
     found = FakeTorch(cuda)
     monkeypatch.setattr(torch_nccl, "cuda", cuda)
     monkeypatch.setattr(torch_nccl, "dist", found)
+    zeros = SimpleNamespace(zeros=lambda numel, device: full(0.0))
+    monkeypatch.setattr(torch_nccl, "torch", zeros, raising=False)
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", _Group, raising=False)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     yield found
     found.aborted.update(range(9))
     FakeStream.stop_all()
 
 
-def ranks(size: int, work: Callable[[TorchNccl, int], Any]) -> list[Any]:
+def of(fake: FakeTorch, rank: int) -> TorchNccl:
+    return TorchNccl(_Group(fake, rank), rank)  # type: ignore[arg-type]
+
+
+def ranks(fake: FakeTorch, size: int, work: Callable[[TorchNccl, int], Any]) -> list[Any]:
     with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(lambda rank: work(TorchNccl(rank, rank), rank), range(size)))  # type: ignore[arg-type]
+        return list(pool.map(lambda rank: work(of(fake, rank), rank), range(size)))
 
 
 def _deferred(nccl: TorchNccl, deferred: bool) -> AbstractContextManager[None]:
@@ -151,13 +185,13 @@ def test_messages_are_behind_and_before_the_callers_work(fake: FakeTorch, deferr
         with _deferred(nccl, deferred), _deferred(nccl, deferred):
             return exchange()
 
-    assert [came.tolist() for came in ranks(2, work)] == [[1.0] * 3, [0.0] * 3]
+    assert [came.tolist() for came in ranks(fake, 2, work)] == [[1.0] * 3, [0.0] * 3]
 
 
 @pytest.mark.parametrize("deferred", [False, True])
 def test_a_silent_peer(fake: FakeTorch, deferred: bool) -> None:
     """The error names the first step that is late; torch has aborted the communicator by then."""
-    nccl = TorchNccl(0, 0)  # type: ignore[arg-type]
+    nccl = of(fake, 0)
 
     def steps() -> None:
         nccl.exchange([Message(1, full(1.0))], [], "step 1", TIMEOUT)
@@ -170,7 +204,7 @@ def test_a_silent_peer(fake: FakeTorch, deferred: bool) -> None:
         steps()
     assert str(caught.value) == (
         "rank 0 got no answer from rank 1 in step 2 (rd) of 'w' (gave up after 0.3 s): "
-        "[Rank 0] Watchdog caught a timeout"
+        "NCCL was aborted"
     )
     # Two steps, the first of which ends at once, and slow threads.
     assert TIMEOUT <= time.monotonic() - start < TIMEOUT + 5.0
@@ -180,7 +214,7 @@ def test_a_silent_peer(fake: FakeTorch, deferred: bool) -> None:
 def test_several_peers_are_named(fake: FakeTorch) -> None:
     recvs = [Message(peer, full(0.0)) for peer in (2, 1)]
     with pytest.raises(CollectiveTimeoutError, match=r"no answer from ranks \(1, 2\) in step 7"):
-        TorchNccl(0, 0).exchange([], recvs, "step 7", TIMEOUT)  # type: ignore[arg-type]
+        of(fake, 0).exchange([], recvs, "step 7", TIMEOUT)
 
 
 def test_so_many_steps_are_under_way_at_once(
@@ -188,7 +222,7 @@ def test_so_many_steps_are_under_way_at_once(
 ) -> None:
     """Beyond them the host waits for the first, and says which was late."""
     monkeypatch.setattr(torch_nccl, "MOST_PENDING", 2)
-    nccl, posted = TorchNccl(0, 0), []  # type: ignore[arg-type]
+    nccl, posted = of(fake, 0), []
 
     def steps() -> None:
         for step in range(9):
@@ -201,7 +235,7 @@ def test_so_many_steps_are_under_way_at_once(
 
 
 def test_after_an_error_within_deferred_steps_are_waited_for_again(fake: FakeTorch) -> None:
-    nccl = TorchNccl(0, 0)  # type: ignore[arg-type]
+    nccl = of(fake, 0)
 
     def steps() -> None:
         nccl.exchange([], [Message(1, full(0.0))], "step 0", TIMEOUT)
@@ -209,18 +243,21 @@ def test_after_an_error_within_deferred_steps_are_waited_for_again(fake: FakeTor
 
     with pytest.raises(KeyError, match="ours"), nccl.deferred():
         steps()
+    # It stands before all later ones.
+    with pytest.raises(CollectiveTimeoutError, match="in step 0 "):
+        nccl.exchange([], [Message(1, full(0.0))], "step 1", TIMEOUT)
     with nccl.deferred():
         """Nothing is left to wait for."""
-    with pytest.raises(CollectiveTimeoutError, match="in step 1 "):
-        nccl.exchange([], [Message(1, full(0.0))], "step 1", TIMEOUT)
 
 
 def test_nothing_waits_in_a_capture(fake: FakeTorch) -> None:
     """The stand-in raises where an event is asked while a stream is captured."""
+    nccl = of(fake, 0)
+    nccl.exchange([Message(1, full(4.0))], [], "step 0", TIMEOUT)
+    fake.lines[0, 1].get(timeout=20.0)
     graph = FakeGraph(fake.cuda.current_stream())
-    nccl = TorchNccl(0, 0)  # type: ignore[arg-type]
     with nccl.deferred():
-        nccl.exchange([Message(1, full(4.0))], [], "step 0", TIMEOUT)
+        nccl.exchange([Message(1, full(4.0))], [], "step 1", TIMEOUT)
     graph.end()
     assert fake.lines[0, 1].empty()
     graph.replay()
@@ -230,37 +267,27 @@ def test_nothing_waits_in_a_capture(fake: FakeTorch) -> None:
 def test_what_torch_refuses_is_said_in_its_words(fake: FakeTorch) -> None:
     fake.refuse = "NCCL error: unhandled system error\nLast error: no route"
     with pytest.raises(TransportError, match=r"^NCCL failed in step 4: NCCL error: unhandled sys"):
-        TorchNccl(0, 0).exchange([Message(1, full(1.0))], [], "step 4", TIMEOUT)  # type: ignore[arg-type]
+        of(fake, 0).exchange([Message(1, full(1.0))], [], "step 4", TIMEOUT)
 
 
-class _Backend:
-    def __init__(self) -> None:
-        self.options = SimpleNamespace(_timeout=timedelta(seconds=30))
-
-    def _set_default_timeout(self, timeout: timedelta) -> None:
-        self.options._timeout = timeout
-
-
-def _transport(monkeypatch: pytest.MonkeyPatch, owned: bool) -> tuple[GlooTransport, _Backend]:
+def _transport(
+    fake: FakeTorch, monkeypatch: pytest.MonkeyPatch, owned: bool
+) -> tuple[GlooTransport, _Group]:
     """Over a pretended process group of gloo and NCCL."""
-    backend = _Backend()
-    found = SimpleNamespace(
-        _device_types=[torch.device("cpu"), torch.device("cuda")],
-        _get_backend=lambda device: backend,
-    )
+    found = _Group(fake, 0)
     dist = torch.distributed
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", _Backend, raising=False)
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
-    return GlooTransport(found, owned=owned), backend  # type: ignore[arg-type]
+    return GlooTransport(found, owned=owned), found  # type: ignore[arg-type]
 
 
-def test_torch_ends_the_process_later_than_a_step_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_ends_the_process_later_than_a_step_is_late(
+    fake: FakeTorch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """torch's watchdog, of a group that is ours; another's keeps what its owner gave it."""
-    assert _transport(monkeypatch, owned=True)[1].options._timeout == timedelta(seconds=90)
-    assert _transport(monkeypatch, owned=False)[1].options._timeout == timedelta(seconds=30)
+    assert _transport(fake, monkeypatch, owned=True)[1].options._timeout == timedelta(seconds=90)
+    assert _transport(fake, monkeypatch, owned=False)[1].options._timeout == timedelta(seconds=30)
 
 
 def test_a_group_of_gloo_alone_has_no_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,15 +301,12 @@ def test_cuda_messages_of_a_mixed_transport_are_deferred(
     fake: FakeTorch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Through the transport that ranks of one host have, with links for the CPU's messages."""
-    gloo, _ = _transport(monkeypatch, owned=False)
+    gloo, _ = _transport(fake, monkeypatch, owned=False)
     links = SimpleNamespace(peers={1}, abandon=lambda reason: None)
     mixed = HybridTransport(links, gloo)  # type: ignore[arg-type]
     message = Message(1, device_tensor(torch.zeros(3)))
     # DeviceTensor says its device alone: what it is, too, the transport asks a link for.
     monkeypatch.setattr(type(message.tensor), "is_cpu", False, raising=False)
-    monkeypatch.setattr(
-        fake, "P2POp", lambda op, t, **k: SimpleNamespace(op=op, tensor=t, rank=0, peer=1)
-    )
     left = []
 
     def steps() -> None:
@@ -292,3 +316,68 @@ def test_cuda_messages_of_a_mixed_transport_are_deferred(
     with pytest.raises(CollectiveTimeoutError, match="in step 5 "), mixed.deferred():
         steps()
     assert len(left) == 1 and time.monotonic() - left[0] >= TIMEOUT
+
+
+def test_a_rank_without_messages_connects_too(fake: FakeTorch) -> None:
+    """torch makes one communicator of all ranks for batched messages: else they would wait."""
+    nccl = of(fake, 0)
+    nccl.exchange([], [], "no tensors, no device", TIMEOUT)
+    assert fake.connected == []
+    nothing = Message(1, device_tensor(torch.empty(0)))
+    for step in ("step 0", "step 1"):
+        nccl.exchange([nothing], [nothing], step, TIMEOUT)
+    assert fake.connected == [0]
+
+
+def test_nccl_is_found_where_torch_wraps_it(fake: FakeTorch) -> None:
+    """As with TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+    inner = _Group(fake, 3)
+    wrapper = SimpleNamespace(wrapped_pg=inner)
+    group: Any = SimpleNamespace(
+        _device_types=inner._device_types, _get_backend=lambda device: wrapper
+    )
+    process_groups.outlast(group)
+    assert inner.options._timeout == timedelta(seconds=90)
+    assert process_groups.end_nccl(group) == "NCCL was aborted"
+    assert fake.aborted == {3}
+
+
+@pytest.mark.parametrize("comes", [False, True])
+def test_what_another_error_leaves_under_way_is_ended(
+    fake: FakeTorch, monkeypatch: pytest.MonkeyPatch, comes: bool
+) -> None:
+    """Through the transport that ranks of one host have; not where it has come meanwhile."""
+    gloo, _ = _transport(fake, monkeypatch, owned=False)
+    told: list[str] = []
+    mixed = HybridTransport(SimpleNamespace(peers={1}, abandon=told.append), gloo)  # type: ignore[arg-type]
+    got = full(0.0)
+    monkeypatch.setattr(type(got), "is_cpu", False, raising=False)
+
+    def interrupted() -> None:
+        mixed.exchange([], [Message(1, got)], "step 5", TIMEOUT)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), mixed.deferred():
+        interrupted()
+    if comes:
+        fake.lines[1, 0].put(torch.ones(3))
+        read(fake, got)
+    mixed.abandon("interrupted")
+    assert told == ["interrupted"]
+    assert fake.aborted == (set() if comes else {0})
+
+
+def test_librarys_sum_that_is_late(fake: FakeTorch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own all-reduce is waited for as messages are."""
+    group = _Group(fake, 0)
+    never = FakeEvent()
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda piece, **_: _Work(fake, 0, never))
+    flat = full(1.0)
+    monkeypatch.setattr(type(flat), "is_cuda", True, raising=False)
+    libraries = Libraries(SimpleNamespace(process_group=group, rank=0))  # type: ignore[arg-type]
+    with pytest.raises(
+        CollectiveTimeoutError, match=r"in step 2 took over 0.3 s: NCCL was aborted"
+    ):
+        libraries.all_reduce("collective", flat, 1, None, "step 2", TIMEOUT)
+    assert fake.aborted == {0}
+    never._done.set()

@@ -208,3 +208,60 @@ def test_threads_that_come_at_once_compile_once(on_triton, monkeypatch):
         assert all((each == 2).all() for each in executor.map(total, range(3)))
     assert len(compiled) == 1
     assert [code for code, _ in fresh._compiled.values()] == compiled
+
+
+def test_a_hook_may_launch_while_a_kernel_is_compiled(on_triton, monkeypatch):
+    """As may a signal's handler, and what is collected."""
+    outer, inner = (Kernel(reduction._sum_kernel.function.fn) for _ in range(2))
+    x, compile_kernel, found = torch.ones(5, device=on_triton.device), triton.compiler.compile, []
+
+    def total(kernel: Kernel) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(reduction, "_sum_kernel", kernel)
+            found.append(kernels.sum_n([x, x]))
+
+    def compile_with_hook(*arguments: Any, **options: Any) -> Any:
+        if not inner._compiled:
+            monkeypatch.setattr(triton.compiler, "compile", compile_kernel)
+            total(inner)
+        return compile_kernel(*arguments, **options)
+
+    monkeypatch.setattr(triton.compiler, "compile", compile_with_hook)
+    thread = threading.Thread(target=total, args=(outer,), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert [each.tolist() for each in found] == [[2.0] * 5] * 2
+
+
+def test_compiling_waits_for_no_thread_that_waits_to_compile(on_triton, monkeypatch):
+    """The only thread that AsyncCompileMode has is about to launch a kernel of its own."""
+    kernel = Kernel(reduction._sum_kernel.function.fn)
+    monkeypatch.setattr(reduction, "_sum_kernel", kernel)
+    x, busy, asked = torch.ones(5, device=on_triton.device), threading.Event(), threading.Event()
+    found: list[Tensor] = []
+
+    class Executor(ThreadPoolExecutor):
+        def submit(self, *job: Any, **options: Any) -> Any:
+            future = super().submit(*job, **options)
+            asked.set()
+            return future
+
+    executor = Executor(1)
+
+    def launch_behind() -> None:
+        busy.set()
+        assert asked.wait(30)
+        found.append(kernels.sum_n([x, x]))
+
+    def launch_first() -> None:
+        with triton.AsyncCompileMode(executor):
+            found.append(kernels.sum_n([x, x]))
+
+    executor.submit(launch_behind)
+    assert busy.wait(30)
+    asked.clear()
+    thread = threading.Thread(target=launch_first, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert [each.tolist() for each in found] == [[2.0] * 5] * 2
+    executor.shutdown()

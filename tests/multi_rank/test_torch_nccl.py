@@ -35,12 +35,15 @@ def _use_a_gpu(rank: int) -> torch.device:
 def sums(rank: int) -> list[list[float]]:
     """Of a group as init makes it: a sum, and Adasum of what is parallel, which averages."""
     device = _use_a_gpu(rank)
-    with collectives.init(timeout=TIMEOUT) as group:
+    group = collectives.init(timeout=TIMEOUT)
+    try:
         mine = torch.full((1001,), float(rank + 1), device=device)
         found = [group.all_reduce(mine, Sum, algorithm="rd").unique()]
         mine = torch.full((1001,), 1.0, device=device)
         found.append(group.all_reduce(mine, Adasum).unique())
         return [values.tolist() for values in found]
+    finally:
+        collectives.shutdown()
 
 
 def test_sums() -> None:
