@@ -7,6 +7,7 @@ under different names. Here the name follows from what all members know.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, cast
@@ -18,6 +19,8 @@ from ..errors import CollectiveTimeoutError, TransportError
 
 # None in a torch built without torch.distributed, which makes no process groups either.
 _c10d: Any = getattr(dist, "distributed_c10d", None)
+
+_ABORT_SECONDS = 3.0
 
 
 def store_of(process_group: dist.ProcessGroup) -> dist.Store:
@@ -93,11 +96,21 @@ def end_nccl(process_group: dist.ProcessGroup) -> str:
     backend = _nccl_of(process_group)
     if backend is None:
         return "it is still under way"
-    try:
-        backend.abort()
-    except RuntimeError as error:
-        return f"NCCL could not be aborted: {first_line(error)}"
-    return "NCCL was aborted"
+    failed: list[str] = []
+
+    def abort() -> None:
+        try:
+            backend.abort()
+        except RuntimeError as error:
+            failed.append(first_line(error))
+
+    # torch gives it as long as an operation, and it may wait for the host's other ranks.
+    thread = threading.Thread(target=abort, name="nccl-abort", daemon=True)
+    thread.start()
+    thread.join(_ABORT_SECONDS)
+    if failed:
+        return f"NCCL could not be aborted: {failed[0]}"
+    return "NCCL is being aborted" if thread.is_alive() else "NCCL was aborted"
 
 
 def first_line(error: BaseException) -> str:

@@ -6,6 +6,7 @@ No GPU needed. With one: tests/multi_rank/test_torch_nccl.py.
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -340,6 +341,36 @@ def test_nccl_is_found_where_torch_wraps_it(fake: FakeTorch) -> None:
     assert inner.options._timeout == timedelta(seconds=90)
     assert process_groups.end_nccl(group) == "NCCL was aborted"
     assert fake.aborted == {3}
+
+
+def test_an_abort_that_hangs_does_not_keep_the_error_back(
+    fake: FakeTorch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_groups, "_ABORT_SECONDS", 0.1)
+    ended = threading.Event()
+    group = _Group(fake, 0)
+    monkeypatch.setattr(group, "abort", lambda: ended.wait(30.0))
+    start = time.monotonic()
+    found: Any = SimpleNamespace(
+        _device_types=group._device_types, _get_backend=lambda device: group
+    )
+    assert process_groups.end_nccl(found) == "NCCL is being aborted"
+    assert time.monotonic() - start < 20.0
+    ended.set()
+
+
+def test_an_abort_that_fails_is_said(fake: FakeTorch, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = _Group(fake, 0)
+
+    def fails() -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure\nmore")
+
+    monkeypatch.setattr(group, "abort", fails)
+    found: Any = SimpleNamespace(
+        _device_types=group._device_types, _get_backend=lambda device: group
+    )
+    said = "NCCL could not be aborted: CUDA error: unspecified launch failure"
+    assert process_groups.end_nccl(found) == said
 
 
 @pytest.mark.parametrize("comes", [False, True])
