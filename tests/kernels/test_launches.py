@@ -243,7 +243,8 @@ def test_compiling_waits_for_no_thread_that_waits_to_compile(on_triton, monkeypa
     class Executor(ThreadPoolExecutor):
         def submit(self, *job: Any, **options: Any) -> Any:
             future = super().submit(*job, **options)
-            asked.set()
+            if job[0] is not launch_behind:
+                asked.set()
             return future
 
     executor = Executor(1)
@@ -257,11 +258,11 @@ def test_compiling_waits_for_no_thread_that_waits_to_compile(on_triton, monkeypa
         with triton.AsyncCompileMode(executor):
             found.append(kernels.sum_n([x, x]))
 
-    executor.submit(launch_behind)
+    behind = executor.submit(launch_behind)
     assert busy.wait(30)
-    asked.clear()
     thread = threading.Thread(target=launch_first, daemon=True)
     thread.start()
     thread.join(60)
+    behind.result(60)
     assert [each.tolist() for each in found] == [[2.0] * 5] * 2
     executor.shutdown()
