@@ -231,38 +231,3 @@ def test_a_hook_may_launch_while_a_kernel_is_compiled(on_triton, monkeypatch):
     thread.start()
     thread.join(60)
     assert [each.tolist() for each in found] == [[2.0] * 5] * 2
-
-
-def test_compiling_waits_for_no_thread_that_waits_to_compile(on_triton, monkeypatch):
-    """The only thread that AsyncCompileMode has is about to launch a kernel of its own."""
-    kernel = Kernel(reduction._sum_kernel.function.fn)
-    monkeypatch.setattr(reduction, "_sum_kernel", kernel)
-    x, busy, asked = torch.ones(5, device=on_triton.device), threading.Event(), threading.Event()
-    found: list[Tensor] = []
-
-    class Executor(ThreadPoolExecutor):
-        def submit(self, *job: Any, **options: Any) -> Any:
-            future = super().submit(*job, **options)
-            if job[0] is not launch_behind:
-                asked.set()
-            return future
-
-    executor = Executor(1)
-
-    def launch_behind() -> None:
-        busy.set()
-        assert asked.wait(30)
-        found.append(kernels.sum_n([x, x]))
-
-    def launch_first() -> None:
-        with triton.AsyncCompileMode(executor):
-            found.append(kernels.sum_n([x, x]))
-
-    behind = executor.submit(launch_behind)
-    assert busy.wait(30)
-    thread = threading.Thread(target=launch_first, daemon=True)
-    thread.start()
-    thread.join(60)
-    behind.result(60)
-    assert [each.tolist() for each in found] == [[2.0] * 5] * 2
-    executor.shutdown()
