@@ -6,7 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -230,4 +230,36 @@ def test_a_hook_may_launch_while_a_kernel_is_compiled(on_triton, monkeypatch):
     thread = threading.Thread(target=total, args=(outer,), daemon=True)
     thread.start()
     thread.join(60)
+    assert [each.tolist() for each in found] == [[2.0] * 5] * 2
+
+
+def test_compiling_waits_for_no_thread_that_waits_to_compile(on_triton, monkeypatch):
+    """The only thread that AsyncCompileMode has launches first what no one has compiled either."""
+    monkeypatch.setattr(_launch, "_compiling", threading.RLock())
+    fresh = Kernel(reduction._sum_kernel.function.fn)
+    monkeypatch.setattr(reduction, "_sum_kernel", fresh)
+    x, asked, found = torch.ones(5, device=on_triton.device), threading.Event(), []
+
+    class Busy(Executor):
+        """One thread, which comes to its jobs when it has launched."""
+
+        def submit(self, job: Any, /, *_: Any, **__: Any) -> Future[Any]:
+            future: Future[Any] = Future()
+
+            def work() -> None:
+                found.append(kernels.sum_n([x.double(), x.double()]))
+                future.set_result(job())
+
+            threading.Thread(target=work, daemon=True).start()
+            asked.set()
+            return future
+
+    def launch() -> None:
+        with triton.AsyncCompileMode(Busy()):
+            found.append(kernels.sum_n([x, x]))
+
+    thread = threading.Thread(target=launch, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert asked.is_set()
     assert [each.tolist() for each in found] == [[2.0] * 5] * 2
