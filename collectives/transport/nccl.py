@@ -26,7 +26,7 @@ from ..errors import CollectiveError, CollectiveTimeoutError, TransportError
 from .base import Message, Transport
 from .board import Board
 from .nccl_calls import DTYPES, Communicators, in_words, load_nccl
-from .nccl_pending import MOST_PENDING, Posted, arrives
+from .nccl_pending import Posted, arrives
 
 
 def _nothing() -> None:
@@ -72,9 +72,9 @@ class NcclTransport:
         self._store = dist.PrefixStore(f"adasum/nccl/{count}", store)
         self._failure: BaseException | None = None
         self._parts: dict[tuple[int, ...], Any] = {}
-        self._deferring = False
         self._stream = cuda.Stream(self.device)
         self._communicators = Communicators(nccl, self.device, f"nccl-{self.rank}")
+        self._pending = self._communicators.pending
         # Runs at the latest when the interpreter exits.
         self._close = weakref.finalize(self, self._communicators.close)
         others = tuple(r for r in range(self.size) if r != self.rank)
@@ -169,16 +169,8 @@ class NcclTransport:
         CUDA is noticed all the same, and ends the communicators. What a step received may be used
         on the caller's stream at once, as ever.
         """
-        if self._deferring:
+        with self._pending.deferred(self._await):
             yield
-            return
-        self._deferring = True
-        try:
-            yield
-            self._settle(0)
-        finally:
-            self._deferring = False
-            self._communicators.pending.items.clear()
 
     def split(self, ranks: Sequence[int], timeout: float) -> NcclTransport:
         """With communicators of its own on the same device.
@@ -195,7 +187,7 @@ class NcclTransport:
         abandon = getattr(self._host, "abandon", None)
         if abandon is not None:
             abandon(reason)
-        self._communicators.abort()
+        self._end()
 
     def close(self) -> None:
         """Destroy the communicators, in bounded time also when ranks are gone; close `host`."""
@@ -231,10 +223,9 @@ class NcclTransport:
             after = cuda.Event()
             after.record(self._stream)
         posted = Posted(after, peers, step, timeout)
-        deferred = self._deferring
+        deferred = self._pending.deferring
         if deferred and not capturing:
-            self._communicators.pending.items.append(posted)
-            self._settle(MOST_PENDING)
+            self._pending.put_off(posted, self._await)
 
         def wait() -> None:
             with cuda.device(self.device):
@@ -244,15 +235,8 @@ class NcclTransport:
 
         return wait
 
-    def _settle(self, most: int) -> None:
-        """Wait for the first of the steps that are pending, until no more than so many are."""
-        items = self._communicators.pending.items
-        while len(items) > most:
-            self._await(items[0], time.monotonic())
-            del items[0]
-
     def _await(self, posted: Posted, start: float) -> None:
-        """Wait on the host, `timeout` seconds from `start`, watching for NCCL's errors."""
+        """Wait on the host, its timeout from `start`, watching for NCCL's errors."""
 
         def look() -> None:
             try:
@@ -280,8 +264,12 @@ class NcclTransport:
 
     def _fail(self, error: CollectiveError) -> NoReturn:
         self._failure = error
-        self._communicators.abort()
+        self._end()
         raise error
+
+    def _end(self) -> None:
+        self._pending.items.clear()
+        self._communicators.abort()
 
     def _too_slow(
         self, peers: tuple[int, ...], step: str, timeout: float
@@ -294,7 +282,7 @@ class NcclTransport:
 
     def _check_late(self) -> None:
         """Raise what the thread of NCCL found while this one was held up in CUDA."""
-        late = self._communicators.pending.late
+        late = self._pending.late
         if late is not None and self._failure is None:
             self._fail(self._too_slow(late.peers, late.step, late.timeout))
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from torch import cuda
@@ -51,9 +52,36 @@ class Pending:
 
     def __init__(self) -> None:
         self.items: list[Posted] = []
+        self.deferring = False
         self.late: Posted | None = None
         self._first: Posted | None = None
         self._since = 0.0
+
+    @contextmanager
+    def deferred(self, wait: Callable[[Posted, float], None]) -> Iterator[None]:
+        """Steps within may be put off; leaving waits for all that were, one after the other.
+
+        wait: for one, its timeout from that moment on, or raise. Within another nothing is new.
+        """
+        if self.deferring:
+            yield
+            return
+        self.deferring = True
+        try:
+            yield
+            self._settle(0, wait)
+        finally:
+            self.deferring = False
+
+    def put_off(self, posted: Posted, wait: Callable[[Posted, float], None]) -> None:
+        """Wait for the first ones alone, where there are too many."""
+        self.items.append(posted)
+        self._settle(MOST_PENDING, wait)
+
+    def _settle(self, most: int, wait: Callable[[Posted, float], None]) -> None:
+        while len(self.items) > most:
+            wait(self.items[0], time.monotonic())
+            del self.items[0]
 
     def look(self, abort: Callable[[], None]) -> None:
         """Abort where a step has been the first under way for too long. Called now and then."""

@@ -6,7 +6,6 @@ tests/collectives/test_torch_nccl.py. tests/multi_rank/test_torch_nccl.py is for
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -17,7 +16,7 @@ from torch import cuda
 
 from ..errors import CollectiveTimeoutError, TransportError
 from .base import Message
-from .nccl_pending import MOST_PENDING, Posted, arrives
+from .nccl_pending import Pending, Posted, arrives
 from .process_groups import end_nccl, first_line
 
 
@@ -35,13 +34,11 @@ class TorchNccl:
         self._process_group = process_group
         self._rank = rank
         self._connected: set[torch.device] = set()
-        self._deferring = False
-        self._under_way: list[Posted] = []
+        self._pending = Pending()
 
     def exchange(
         self, sends: Sequence[Message], recvs: Sequence[Message], step: str, timeout: float
     ) -> None:
-        start = time.monotonic()
         group = self._process_group
         both = [*recvs, *sends]
         if not both:
@@ -63,31 +60,22 @@ class TorchNccl:
             raise TransportError(f"NCCL failed in {step}: {first_line(error)}") from error
         if event is None:
             return
-        self._under_way.append(Posted(event, peers, step, timeout))
-        if self._deferring:
-            self._settle(MOST_PENDING)
-        else:
-            self._settle(0, start)
+        with self.deferred():
+            self._pending.put_off(Posted(event, peers, step, timeout), self._await)
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
         """Steps within do not wait on the host; leaving waits for all, each up to its timeout."""
-        if self._deferring:
+        with self._pending.deferred(self._await):
             yield
-            return
-        self._deferring = True
-        try:
-            yield
-            self._settle(0)
-        finally:
-            self._deferring = False
 
     def abandon(self) -> None:
         """End what was left under way by an error, which peers may never come for.
 
         Else the GPU would wait for them, and whoever closes the process group for the GPU.
         """
-        under_way, self._under_way = self._under_way, []
+        under_way = [*self._pending.items]
+        self._pending.items.clear()
         # CUDA itself may have failed: the error that brought this about is the one to raise.
         with suppress(RuntimeError):
             if not all(posted.event.query() for posted in under_way):
@@ -100,16 +88,10 @@ class TorchNccl:
         self._process_group.allreduce([torch.zeros(1, device=device)]).wait()
         self._connected.add(device)
 
-    def _settle(self, most: int, start: float | None = None) -> None:
-        """Wait for the first of the steps under way, until no more than so many are."""
-        while len(self._under_way) > most:
-            posted = self._under_way[0]
-            if not arrives(posted, time.monotonic() if start is None else start):
-                self._too_slow(posted)
-            del self._under_way[0]
-
-    def _too_slow(self, posted: Posted) -> None:
-        self._under_way.clear()
+    def _await(self, posted: Posted, start: float) -> None:
+        if arrives(posted, start):
+            return
+        self._pending.items.clear()
         reason = end_nccl(self._process_group)
         names = f"rank {posted.peers[0]}" if len(posted.peers) == 1 else f"ranks {posted.peers}"
         raise CollectiveTimeoutError(

@@ -75,7 +75,7 @@ def test_an_error_of_cudas_does_not_end_the_thread_of_nccl(machine: Machine) -> 
 
 def test_the_host_does_not_run_far_ahead(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A launch waits without a limit where too many are queued behind a rank that is gone."""
-    monkeypatch.setattr(nccl, "MOST_PENDING", 4)
+    monkeypatch.setattr(nccl_pending, "MOST_PENDING", 4)
     done = threading.Event()
 
     def work(transport: nccl.NcclTransport) -> tuple[int, str]:
@@ -98,6 +98,35 @@ def test_the_host_does_not_run_far_ahead(machine: Machine, monkeypatch: pytest.M
 
     posted, text = all_good(machine.run(2, work))[0]
     assert posted == 5
+    assert "got no answer from rank 1 in step 1 " in text
+
+
+def test_after_an_error_within_deferred_steps_are_waited_for_again(machine: Machine) -> None:
+    done = threading.Event()
+
+    def work(transport: nccl.NcclTransport) -> str:
+        mine = full(3, 1.0)
+        swap(transport, mine, full(3, 0.0), "step 0")
+        if transport.rank == 1:
+            assert done.wait(60.0)
+            return ""
+
+        def steps() -> None:
+            transport.exchange([Message(1, mine)], [], "step 1", TIMEOUT)
+            raise KeyError("ours")
+
+        try:
+            with pytest.raises(KeyError, match="ours"), transport.deferred():
+                steps()
+            with transport.deferred():
+                """What was left under way is first."""
+        except CollectiveTimeoutError as error:
+            return str(error)
+        finally:
+            done.set()
+        return "no error"
+
+    text = all_good(machine.run(2, work))[0]
     assert "got no answer from rank 1 in step 1 " in text
 
 

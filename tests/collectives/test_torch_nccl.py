@@ -5,10 +5,8 @@ No GPU needed. With one: tests/multi_rank/test_torch_nccl.py.
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -25,101 +23,16 @@ from collectives.transport import (
     GlooTransport,
     HybridTransport,
     Message,
+    nccl_pending,
     process_groups,
     torch_nccl,
 )
 from collectives.transport.torch_nccl import TorchNccl
 
 from .fake_cuda import FakeCuda, FakeEvent, FakeGraph, FakeStream, device_tensor
+from .fake_torch import FakeGroup, FakeTorch, FakeWork
 
 TIMEOUT = 0.3
-
-
-class FakeTorch:
-    """`torch.distributed`'s batched messages: on a stream of torch's own, in order.
-
-    A stream that waits for a rank waits until it comes or the communicator is aborted.
-    """
-
-    irecv, isend = "irecv", "isend"
-
-    def __init__(self, cuda: FakeCuda) -> None:
-        self.cuda = cuda
-        self.refuse = ""
-        self.aborted: set[int] = set()
-        self.connected: list[int] = []
-        self.lines: dict[Any, queue.SimpleQueue[torch.Tensor]] = defaultdict(queue.SimpleQueue)
-        self._streams: dict[int, FakeStream] = defaultdict(FakeStream)
-
-    def P2POp(self, op: str, tensor: torch.Tensor, *, group: _Group, group_peer: int) -> Any:
-        return SimpleNamespace(op=op, tensor=tensor, rank=group.rank, peer=group_peer)
-
-    def batch_isend_irecv(self, ops: list[Any]) -> list[Any]:
-        if self.refuse:
-            raise RuntimeError(self.refuse)
-        rank = ops[0].rank
-        assert rank in self.connected, "torch would wait here for ranks that have no messages"
-        stream, before = self._streams[rank], FakeEvent()
-        before.record(self.cuda.current_stream())
-        stream.wait_event(before)
-        # As in a group of NCCL's, none waits for another.
-        for op in sorted(ops, key=lambda op: op.op == self.irecv):
-            stream.put(self._move(op))
-        after = FakeEvent()
-        after.record(stream)
-        return [_Work(self, rank, after)]
-
-    def _move(self, op: Any) -> Callable[[], None]:
-        plain = op.tensor.as_subclass(torch.Tensor)
-
-        def send() -> None:
-            self.lines[op.rank, op.peer].put(plain.clone())
-
-        def receive() -> None:
-            while op.rank not in self.aborted:
-                try:
-                    plain.copy_(self.lines[op.peer, op.rank].get(timeout=0.01))
-                    return
-                except queue.Empty:
-                    continue
-
-        return send if op.op == self.isend else receive
-
-
-class _Work:
-    def __init__(self, torch_: FakeTorch, rank: int, after: FakeEvent) -> None:
-        self._torch, self._rank, self._after = torch_, rank, after
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        assert timeout is None, "torch's watchdog ends the process after such a wait has failed"
-        self._torch.cuda.current_stream().wait_event(self._after)
-        return True
-
-
-class _Group:
-    """A process group, and the NCCL in it."""
-
-    def __init__(self, torch_: FakeTorch, rank: int) -> None:
-        self.torch, self.rank = torch_, rank
-        self.options = SimpleNamespace(_timeout=timedelta(seconds=30))
-
-    def allreduce(self, tensors: list[torch.Tensor]) -> _Work:
-        assert not self.torch.cuda.is_current_stream_capturing()
-        self.torch.connected.append(self.rank)
-        done = FakeEvent()
-        done.record(self.torch.cuda.current_stream())
-        return _Work(self.torch, self.rank, done)
-
-    _device_types = (torch.device("cpu"), torch.device("cuda"))
-
-    def _get_backend(self, device: torch.device) -> _Group:
-        return self
-
-    def _set_default_timeout(self, timeout: timedelta) -> None:
-        self.options._timeout = timeout
-
-    def abort(self) -> None:
-        self.torch.aborted.add(self.rank)
 
 
 @pytest.fixture
@@ -130,7 +43,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTorch]:
     monkeypatch.setattr(torch_nccl, "dist", found)
     zeros = SimpleNamespace(zeros=lambda numel, device: full(0.0))
     monkeypatch.setattr(torch_nccl, "torch", zeros, raising=False)
-    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", _Group, raising=False)
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", FakeGroup, raising=False)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     yield found
     found.aborted.update(range(9))
@@ -138,7 +51,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTorch]:
 
 
 def of(fake: FakeTorch, rank: int) -> TorchNccl:
-    return TorchNccl(_Group(fake, rank), rank)  # type: ignore[arg-type]
+    return TorchNccl(FakeGroup(fake, rank), rank)  # type: ignore[arg-type]
 
 
 def ranks(fake: FakeTorch, size: int, work: Callable[[TorchNccl, int], Any]) -> list[Any]:
@@ -222,7 +135,7 @@ def test_so_many_steps_are_under_way_at_once(
     fake: FakeTorch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beyond them the host waits for the first, and says which was late."""
-    monkeypatch.setattr(torch_nccl, "MOST_PENDING", 2)
+    monkeypatch.setattr(nccl_pending, "MOST_PENDING", 2)
     nccl, posted = of(fake, 0), []
 
     def steps() -> None:
@@ -273,9 +186,9 @@ def test_what_torch_refuses_is_said_in_its_words(fake: FakeTorch) -> None:
 
 def _transport(
     fake: FakeTorch, monkeypatch: pytest.MonkeyPatch, owned: bool
-) -> tuple[GlooTransport, _Group]:
+) -> tuple[GlooTransport, FakeGroup]:
     """Over a pretended process group of gloo and NCCL."""
-    found = _Group(fake, 0)
+    found = FakeGroup(fake, 0)
     dist = torch.distributed
     monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
@@ -332,7 +245,7 @@ def test_a_rank_without_messages_connects_too(fake: FakeTorch) -> None:
 
 def test_nccl_is_found_where_torch_wraps_it(fake: FakeTorch) -> None:
     """As with TORCH_DISTRIBUTED_DEBUG=DETAIL."""
-    inner = _Group(fake, 3)
+    inner = FakeGroup(fake, 3)
     wrapper = SimpleNamespace(wrapped_pg=inner)
     group: Any = SimpleNamespace(
         _device_types=inner._device_types, _get_backend=lambda device: wrapper
@@ -348,29 +261,23 @@ def test_an_abort_that_hangs_does_not_keep_the_error_back(
 ) -> None:
     monkeypatch.setattr(process_groups, "_ABORT_SECONDS", 0.1)
     ended = threading.Event()
-    group = _Group(fake, 0)
+    group = FakeGroup(fake, 0)
     monkeypatch.setattr(group, "abort", lambda: ended.wait(30.0))
     start = time.monotonic()
-    found: Any = SimpleNamespace(
-        _device_types=group._device_types, _get_backend=lambda device: group
-    )
-    assert process_groups.end_nccl(found) == "NCCL is being aborted"
+    assert process_groups.end_nccl(group) == "NCCL is being aborted"
     assert time.monotonic() - start < 20.0
     ended.set()
 
 
 def test_an_abort_that_fails_is_said(fake: FakeTorch, monkeypatch: pytest.MonkeyPatch) -> None:
-    group = _Group(fake, 0)
+    group = FakeGroup(fake, 0)
 
     def fails() -> None:
         raise RuntimeError("CUDA error: unspecified launch failure\nmore")
 
     monkeypatch.setattr(group, "abort", fails)
-    found: Any = SimpleNamespace(
-        _device_types=group._device_types, _get_backend=lambda device: group
-    )
     said = "NCCL could not be aborted: CUDA error: unspecified launch failure"
-    assert process_groups.end_nccl(found) == said
+    assert process_groups.end_nccl(group) == said
 
 
 @pytest.mark.parametrize("comes", [False, True])
@@ -400,9 +307,11 @@ def test_what_another_error_leaves_under_way_is_ended(
 
 def test_librarys_sum_that_is_late(fake: FakeTorch, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own all-reduce is waited for as messages are."""
-    group = _Group(fake, 0)
+    group = FakeGroup(fake, 0)
     never = FakeEvent()
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda piece, **_: _Work(fake, 0, never))
+    monkeypatch.setattr(
+        torch.distributed, "all_reduce", lambda piece, **_: FakeWork(fake, 0, never)
+    )
     flat = full(1.0)
     monkeypatch.setattr(type(flat), "is_cuda", True, raising=False)
     libraries = Libraries(SimpleNamespace(process_group=group, rank=0))  # type: ignore[arg-type]
