@@ -20,7 +20,7 @@ import adasum
 ROOT = Path(__file__).parents[2]
 GUIDE = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
 def code_of(page: Path) -> str:
@@ -40,34 +40,32 @@ def run_guide() -> None:
     print(f"rank {adasum.rank()} of {adasum.size()} ran the guide")
 
 
-def test_python_of_the_guide_runs_on_two_ranks() -> None:
-    assert sum(bool(code_of(page).strip()) for page in GUIDE) >= 8
+def launched(ranks: int, *program: str, timeout: float) -> str:
+    """What it printed, under torchrun."""
     done = subprocess.run(
-        [sys.executable, *LAUNCH, "-m", "tests.docs.test_docs"],
+        [sys.executable, *LAUNCH, str(ranks), *program],
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=timeout,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_python_of_the_guide_runs_on_two_ranks() -> None:
+    assert sum(bool(code_of(page).strip()) for page in GUIDE) >= 8
+    printed = launched(2, "-m", "tests.docs.test_docs", timeout=150)
     for rank in (0, 1):
-        assert f"rank {rank} of 2 ran the guide" in done.stdout
+        assert f"rank {rank} of 2 ran the guide" in printed
 
 
 def test_scripts_with_torchs_own_wrappers_run_on_one_rank_too(tmp_path: Path) -> None:
     """On which DDP asks for a process group that `adasum.init` does not need."""
     script = tmp_path / "script.py"
-    script.write_text(code_of(ROOT / "docs" / "frameworks.md"))
-    done = subprocess.run(
-        [sys.executable, *LAUNCH[:-1], "1", str(script)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 0, done.stderr
+    script.write_text(code_of(ROOT / "docs" / "frameworks.md") + "\nprint('ended')\n")
+    assert launched(1, str(script), timeout=100).endswith("ended\n")
 
 
 def anchors_of(page: Path) -> set[str]:
