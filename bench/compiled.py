@@ -81,7 +81,7 @@ def compile_case(case: Case) -> Any:
                 f"{function.__name__} has an argument {name!r} that bench/compiled.py does not "
                 "know: annotate it, or add it to _POINTERS or the kernel's values"
             )
-    options = {**kernel.options, "num_warps": warps}
+    options = {**_launch.OPTIONS, **kernel.options, "num_warps": warps}
     return compile_source(function, signature, constexprs, case.capability, options)
 
 

@@ -49,7 +49,6 @@ _ELEMENTWISE_VARIANTS: dict[str, dict[str, Any]] = {
 }
 # Most elements that 128 multiprocessors hold in one tile each.
 _LARGEST_TILES = {dtype: 1 << (20 if dtype == "fp64" else 21) for dtype in ITEMSIZES}
-_FUSED = {"enable_fp_fusion": True}
 KERNELS = {
     "pack": _COPY,
     "unpack": _COPY._replace(values={**_COPY.values, "PACK": False}),
@@ -67,7 +66,6 @@ KERNELS = {
         _plan.tile_of,
         {"VECTORS": True},
         {"odd_bounds": {"VECTORS": False}},
-        _FUSED,
         stores=False,
     ),
     "combine": Kernel(
@@ -75,7 +73,6 @@ KERNELS = {
         _plan.tile_of,
         {"CHECKED": False},
         {"checked": {"CHECKED": True}},
-        _FUSED,
     ),
     "one_launch": Kernel(
         _projection._one_launch_kernel.function,
@@ -85,7 +82,7 @@ KERNELS = {
             "checked": {"CHECKED": True},
             "beyond_registers": {"NUMEL": 3 << 20},
         },
-        {"launch_cooperative_grid": True, "maxnreg": _projection.REGISTERS, **_FUSED},
+        {"launch_cooperative_grid": True, "maxnreg": _projection.REGISTERS},
     ),
 }
 DTYPES = ("DTYPE", "A", "B", "OUT", "TENSOR", "BUFFER")

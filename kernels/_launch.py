@@ -31,6 +31,10 @@ _NOTHING = nullcontext()
 _compiling = threading.RLock()
 _DOUBLE, _INT64 = struct.Struct("<d"), struct.Struct("<q")
 
+# Of every kernel. Sums of products need more registers without it, and Triton's default is about to
+# change; the others' code is the same.
+OPTIONS = {"enable_fp_fusion": True}
+
 
 # Code that kernels call.
 jit: Any = triton.jit if triton else lambda fn: fn
@@ -66,7 +70,7 @@ class Kernel:
         key = (device, *constants.values())
         found = self._compiled.get(key)
         if found is None:
-            given = {name: _in_triton(value) for name, value in constants.items()}
+            given = {name: _in_triton(value) for name, value in constants.items()} | OPTIONS
             compiled = self._compile(programs, arguments, given)
             if compiled is None:
                 self.function[(programs,)](*arguments, **given)

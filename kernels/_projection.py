@@ -225,8 +225,6 @@ def _scratch(use: Hashable, a: Tensor, plan: Plan, counters: int) -> tuple[Tenso
 
 def _meta(a: Tensor, plan: Plan) -> dict[str, Hashable]:
     return {
-        # Sums of products need more registers without it, and the default is about to change.
-        "enable_fp_fusion": True,
         "DTYPE": a.dtype,
         "WIDE": compute_dtype(a.dtype),
         "BLOCK": plan.block,

@@ -152,7 +152,7 @@ def test_a_launch_finds_the_code_that_triton_would(on_triton, monkeypatch):
 
     def compared(kernel: Kernel, programs: int, *arguments: Any, **constants: Any) -> None:
         launch(kernel, programs, *arguments, **constants)
-        given = {name: _in_triton(value) for name, value in constants.items()}
+        given = {name: _in_triton(value) for name, value in constants.items()} | _launch.OPTIONS
         theirs = kernel.function.warmup(*arguments, grid=(programs,), **given)
         device = triton.runtime.driver.active.get_current_device()
         ours, values = kernel._compiled[(device, *constants.values())]
@@ -171,6 +171,21 @@ def test_a_launch_finds_the_code_that_triton_would(on_triton, monkeypatch):
     monkeypatch.setattr(triton.JITFunction, "run", refused)
     monkeypatch.setattr(Kernel, "launch", launch)
     calls(on_triton.device)
+
+
+def test_products_are_fused_whatever_tritons_default(on_triton, monkeypatch):
+    """And Triton does not warn of it, which asks for an answer from 3.9 on."""
+    asked = []
+    if hasattr(triton.knobs, "warn_once"):
+        monkeypatch.setattr(triton.knobs, "warn_once", asked.append)
+    monkeypatch.setattr(triton.knobs.language, "default_fp_fusion", False)
+    fresh = Kernel(reduction._sum_kernel.function.fn)
+    monkeypatch.setattr(reduction, "_sum_kernel", fresh)
+    x = torch.ones(5, device=on_triton.device)
+    kernels.sum_n([x, x])
+    ((compiled, _),) = fresh._compiled.values()
+    assert compiled.metadata.enable_fp_fusion
+    assert asked == []
 
 
 def test_what_was_compiled_in_another_thread_is_launched_again(on_triton, monkeypatch):
