@@ -107,22 +107,27 @@ def train(job: Job, digits: Digits | None = None) -> Run:
     return run
 
 
-def jobs_of(ranks: tuple[int, ...], seeds: tuple[int, ...], *, longer: bool) -> list[Job]:
+def jobs_of(ranks: tuple[int, ...], seeds: tuple[int, ...], epochs: int | None) -> list[Job]:
+    """epochs: of each; None for as many as it has ranks."""
     return [
-        Job(op, count, seed, count if longer else EPOCHS)
+        Job(op, count, seed, epochs or count)
         for count in ranks
         for op in (OPS if count > 1 else ("average",))
         for seed in seeds
     ]
 
 
-def check(pairs: tuple[tuple[int, str], ...], runs: list[Run], seed: int) -> list[dict[str, Any]]:
+def check(
+    pairs: tuple[tuple[int, str], ...], runs: list[Run], seed: int, epochs: int
+) -> list[dict[str, Any]]:
     """The final accuracy of one seed in one process, and of DistributedOptimizer on threads."""
     rows = []
     for ranks, op in pairs:
         played = next(r for r in runs if (r.ranks, r.op, r.seed) == (ranks, op, seed))
         real = collectives.run_threads(
-            ranks, lambda group, op=op: train_on_ranks(data(), op, seed), timeout=600.0
+            ranks,
+            lambda group, op=op: train_on_ranks(data(), op, seed, epochs=epochs),
+            timeout=600.0,
         )[0]
         pair = {
             "ranks": ranks,
@@ -141,10 +146,10 @@ def row(run: Run) -> dict[str, Any]:
     return {**asdict(run), "looks": [(step, round(value, 4)) for step, value in run.looks]}
 
 
-def plot(runs: list[Run], longer: list[Run], path: Path) -> None:
+def plot(runs: list[Run], longer: list[Run], epochs: int, path: Path) -> None:
     """Final accuracy against ranks, mean and standard deviation, under either rule."""
     figure, panels = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
-    titles = (f"{EPOCHS} epochs on any number of ranks", "as many epochs as ranks")
+    titles = (f"{epochs} epochs on any number of ranks", "as many epochs as ranks")
     for panel, group, title in zip(panels, (runs, longer), titles, strict=True):
         alone = [run.accuracy for run in runs if run.ranks == 1]
         by_op: dict[str, list[tuple[int, float, float]]] = {
@@ -173,16 +178,16 @@ def plot(runs: list[Run], longer: list[Run], path: Path) -> None:
 
 
 def main() -> None:
-    options = options_of(__doc__.splitlines()[0], "few ranks, one seed")
+    options = options_of(__doc__.splitlines()[0], "few ranks, one seed, two epochs")
     started = time.perf_counter()
-    counts, longer_counts, seeds, checked = RANKS, LONGER, SEEDS, CHECKED
+    counts, longer_counts, seeds, checked, epochs = RANKS, LONGER, SEEDS, CHECKED, EPOCHS
     if options.quick:
-        counts, longer_counts, seeds, checked = (1, 4), (2,), (0,), ((4, "adasum"),)
-    jobs = jobs_of(counts, seeds, longer=False)
-    longer_jobs = jobs_of(longer_counts, seeds, longer=True)
+        counts, longer_counts, seeds, checked, epochs = (1, 4), (2,), (0,), ((4, "adasum"),), 2
+    jobs = jobs_of(counts, seeds, epochs)
+    longer_jobs = jobs_of(longer_counts, seeds, None)
     both = in_parallel(train, [*jobs, *longer_jobs], options.workers)
     runs, longer = both[: len(jobs)], both[len(jobs) :]
-    rows = check(checked, runs, seeds[0])
+    rows = check(checked, runs, seeds[0], epochs)
     options.out.mkdir(parents=True, exist_ok=True)
     save(
         options.out / "digits.json",
@@ -194,9 +199,9 @@ def main() -> None:
             "epochs_as_ranks": [row(run) for run in longer],
         },
     )
-    text = f"{EPOCHS} epochs:\n\n{table(runs)}\n\nAs many epochs as ranks:\n\n{table(longer)}\n"
+    text = f"{epochs} epochs:\n\n{table(runs)}\n\nAs many epochs as ranks:\n\n{table(longer)}\n"
     (options.out / "digits.md").write_text(text)
-    plot(runs, longer, options.out / "digits.png")
+    plot(runs, longer, epochs, options.out / "digits.png")
     print(f"\n{text}\n{time.perf_counter() - started:.0f} s")
 
 

@@ -1,8 +1,9 @@
 """Under torchrun: examples/resume_digits.py for several seeds, and a death in each.
 
 `recovery_job.py DIRECTORY STEPS EVERY DEATHS`: DEATHS is a JSON list, one [rank, call, step] for
-each seed, or null for none. The rank kills itself when it makes that call for the step's time:
-"loss" (the others are in the reduction), or "write" (of a checkpoint, half of it written).
+each seed. The rank kills itself when it makes that call for the step's time: "loss" (the others are
+in the reduction), or "write" (of a checkpoint, half of it written). Before all of them every seed
+is trained once without, in processes that have not been started again.
 """
 
 from __future__ import annotations
@@ -42,21 +43,32 @@ def _deadly(whole: Callable[..., Any], count: int, mark: Path) -> Callable[..., 
     return function
 
 
-def main(directory: Path, steps: int, every: int, deaths: list[list[Any] | None]) -> None:
+def main(directory: Path, steps: int, every: int, deaths: list[list[Any]]) -> None:
     hvd.init(calibrate=False, timeout=20.0)
     digits = resume_digits.Digits.load(torch.device("cpu"))
     loss, save = resume_digits.cross_entropy, torch.save
-    for seed, death in enumerate(deaths):
-        place = directory / f"seed{seed}"
-        if death is not None and death[0] == hvd.rank():
-            mark = directory / f"died{seed}"
-            if death[1] == "loss":
-                resume_digits.cross_entropy = _deadly(loss, death[2], mark)
+    seeds = range(len(deaths))
+    for how, seed in [("undisturbed", seed) for seed in seeds] + [
+        ("killed", seed) for seed in seeds
+    ]:
+        place = directory / how
+        place.mkdir(exist_ok=True)
+        final = place / f"final{seed}.rank{hvd.rank()}.pt"
+        rank, call, count = deaths[seed]
+        if how == "killed" and rank == hvd.rank():
+            mark = place / f"died{seed}"
+            if call == "loss":
+                resume_digits.cross_entropy = _deadly(loss, count, mark)
             else:
-                torch.save = _deadly(save, death[2], mark)
-        model = resume_digits.train(digits, place, seed=seed, steps=steps, every=every)
+                torch.save = _deadly(save, count, mark)
+        model = resume_digits.train(
+            digits, place / f"seed{seed}", seed=seed, steps=steps, every=every
+        )
         resume_digits.cross_entropy, torch.save = loss, save
-        torch.save(model.state_dict(), directory / f"final{seed}.rank{hvd.rank()}.pt")
+        if not final.exists():
+            # The other rank may die meanwhile, which ends this one, too.
+            torch.save(model.state_dict(), final.with_suffix(".part"))
+            final.with_suffix(".part").rename(final)
     hvd.shutdown()
 
 
