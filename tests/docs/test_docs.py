@@ -7,20 +7,17 @@ from __future__ import annotations
 
 import doctest
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import adasum
+from tests.multi_rank.harness import run_ranks, script
 
 ROOT = Path(__file__).parents[2]
 GUIDE = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
 def code_of(page: Path) -> str:
@@ -33,39 +30,23 @@ def code_of(page: Path) -> str:
     return "\n".join(kept)
 
 
-def run_guide() -> None:
+def run_guide(rank: int) -> tuple[int, int]:
     """What each rank does: every page in turn, as a script with a namespace of its own."""
     for page in GUIDE:
         exec(compile(code_of(page), str(page), "exec"), {"__name__": page.stem})
-    print(f"rank {adasum.rank()} of {adasum.size()} ran the guide")
-
-
-def launched(ranks: int, *program: str, timeout: float) -> str:
-    """What it printed, under torchrun."""
-    done = subprocess.run(
-        [sys.executable, *LAUNCH, str(ranks), *program],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return adasum.rank(), adasum.size()
 
 
 def test_python_of_the_guide_runs_on_two_ranks() -> None:
     assert sum(bool(code_of(page).strip()) for page in GUIDE) >= 8
-    printed = launched(2, "-m", "tests.docs.test_docs", timeout=150)
-    for rank in (0, 1):
-        assert f"rank {rank} of 2 ran the guide" in printed
+    assert run_ranks(2, run_guide) == [(0, 2), (1, 2)]
 
 
 def test_scripts_with_torchs_own_wrappers_run_on_one_rank_too(tmp_path: Path) -> None:
     """On which DDP asks for a process group that `adasum.init` does not need."""
-    script = tmp_path / "script.py"
-    script.write_text(code_of(ROOT / "docs" / "frameworks.md") + "\nprint('ended')\n")
-    assert launched(1, str(script), timeout=100).endswith("ended\n")
+    path = tmp_path / "script.py"
+    path.write_text(code_of(ROOT / "docs" / "frameworks.md") + "\nprint('ended')\n")
+    assert run_ranks(1, script, str(path))[0].endswith("ended\n")
 
 
 def anchors_of(page: Path) -> set[str]:
@@ -126,7 +107,3 @@ def test_examples_in_what_builds_the_reference(extension: str) -> None:
     found = doctest.testmod(module)
     assert found.attempted > 0
     assert found.failed == 0
-
-
-if __name__ == "__main__":
-    run_guide()

@@ -11,25 +11,41 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-SCRIPTS = {
-    "ddp_digits.py": ("torch", []),
-    "fsdp2_digits.py": ("torch", ["--shards", "1"]),
-    "lightning_digits.py": ("lightning", ["--devices", "2"]),
-    "accelerate_digits.py": ("accelerate", []),
-}
+from tests.multi_rank.harness import run_ranks, script
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TRAIN = ("--epochs", "1", "--op", "own", "average", "adasum")
 LINE = re.compile(r"^(\w+): (test accuracy [\d.]+, norm of the parameters ([\d.]+))$", re.M)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_script_trains_by_the_chosen_operation(script: str) -> None:
-    package, options = SCRIPTS[script]
+def check_lines(printed: str) -> None:
+    lines = {op: (line, float(norm)) for op, line, norm in LINE.findall(printed)}
+    assert list(lines) == ["own", "average", "adasum"], printed
+    # Halving is exact and two terms have one sum: two ranks' average has the same bits either way.
+    assert lines["average"] == lines["own"]
+    # Where the two gradients disagree Adasum steps further, by up to a factor of 2.
+    assert lines["adasum"][1] > 1.05 * lines["average"][1]
+
+
+@pytest.mark.parametrize(
+    "options", [("ddp_digits.py",), ("fsdp2_digits.py", "--shards", "1")], ids=lambda each: each[0]
+)
+def test_torchs_own_train_by_the_chosen_operation(options: tuple[str, ...]) -> None:
+    name, *rest = options
+    check_lines(run_ranks(2, script, str(EXAMPLES / name), *rest, *TRAIN)[0])
+
+
+@pytest.mark.parametrize(
+    ("package", "options"), [("lightning", ("--devices", "2")), ("accelerate", ())]
+)
+def test_frameworks_train_by_the_chosen_operation(package: str, options: tuple[str, ...]) -> None:
+    """Under torchrun, of which they ask more than its ranks."""
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed: pip install {package}")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launch += ["--nproc-per-node", "2", str(ROOT / "examples" / script), *options]
+    launch += ["--nproc-per-node", "2", str(EXAMPLES / f"{package}_digits.py")]
     process = subprocess.Popen(
-        [*launch, "--epochs", "1", "--op", "own", "average", "adasum"],
+        [*launch, *options, *TRAIN],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -42,18 +58,13 @@ def test_script_trains_by_the_chosen_operation(script: str) -> None:
         process.terminate()
         process.wait(15)
     assert process.returncode == 0, errors
-    lines = {op: (line, float(norm)) for op, line, norm in LINE.findall(out)}
-    assert list(lines) == ["own", "average", "adasum"], out
-    # Halving is exact and two terms have one sum: two ranks' average has the same bits either way.
-    assert lines["average"] == lines["own"]
-    # Where the two gradients disagree Adasum steps further, by up to a factor of 2.
-    assert lines["adasum"][1] > 1.05 * lines["average"][1]
+    check_lines(out)
 
 
 def test_fsdp2_ranks_that_shards_do_not_divide_are_named() -> None:
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "fsdp2_digits.py")],
+        [sys.executable, str(EXAMPLES / "fsdp2_digits.py")],
         capture_output=True,
         text=True,
         timeout=100,

@@ -1,13 +1,13 @@
-"""The Horovod script of examples/, on two ranks under torchrun."""
+"""The Horovod script of examples/, on two ranks."""
 
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.multi_rank.harness import run_ranks, script
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "horovod_mnist.py"
 # What the script calls, all of it in Horovod 0.28.1's horovod.torch.
@@ -27,18 +27,8 @@ HOROVOD = {
 
 @pytest.mark.parametrize("option", ["--use-adasum", "--fp16-allreduce"])
 def test_it_trains(option):
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", "2", str(SCRIPT), "--epochs", "5", option),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    accuracies = [float(each) for each in re.findall(r"Accuracy: ([\d.]+)%", done.stdout)]
+    printed = run_ranks(2, script, str(SCRIPT), "--epochs", "5", option)[0]
+    accuracies = [float(each) for each in re.findall(r"Accuracy: ([\d.]+)%", printed)]
     assert len(accuracies) == 5
     # Guessing gives 10 %.
     assert accuracies[-1] > 60

@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.multi_rank.harness import run_ranks, script
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_digits.py"
 
 
 def test_ranges_are_named_by_bucket_operator_algorithm_and_bytes(tmp_path):
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", "2", str(SCRIPT), "--op", "average", "--epochs", "1"),
-            *("--trace", str(tmp_path / "trace")),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    options = ("--op", "average", "--epochs", "1", "--trace", str(tmp_path / "trace"))
+    run_ranks(2, script, str(SCRIPT), *options)
     for rank in range(2):
         events = json.loads((tmp_path / f"trace.rank{rank}.json").read_text())["traceEvents"]
         ranges = [each for each in events if each.get("cat") == "user_annotation"]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import pickle
+import runpy
 import socket
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from signal import SIGKILL
 from typing import Any
@@ -105,6 +109,15 @@ def run_ranks(
     if failures:
         raise RankFailed("\n".join(failures))
     return results
+
+
+def script(rank: int, path: str, *options: str) -> str:
+    """For `run_ranks`: what a script prints, run as by torchrun but with torch imported already."""
+    sys.path.insert(0, str(Path(path).parent))
+    sys.argv = [path, *options]
+    with redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(path, run_name="__main__")
+    return printed.getvalue()
 
 
 def _answer(process: Rank, path: Path, deadline: float) -> tuple[bool, Any]:
