@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -27,8 +27,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     yield from make_machine(monkeypatch, FakeNccl())
 
 
-def test_a_deferred_step_is_late_while_the_host_is_held_up(machine: Machine) -> None:
-    """As by what waits for the whole device, which ends with the step: nobody else ends that."""
+def told(
+    machine: Machine, steps: Callable[[nccl.NcclTransport, Message], None]
+) -> tuple[str, float]:
+    """What rank 0's steps raise where the peer posts nothing after step 0, and after how long."""
     done = threading.Event()
 
     def work(transport: nccl.NcclTransport) -> tuple[str, float]:
@@ -39,9 +41,7 @@ def test_a_deferred_step_is_late_while_the_host_is_held_up(machine: Machine) -> 
             return "", 0.0
         start = time.monotonic()
         try:
-            with transport.deferred():
-                transport.exchange([Message(1, mine)], [], "step 1", TIMEOUT)
-                machine.cuda.current_stream().synchronize()
+            steps(transport, Message(1, mine))
         except CollectiveTimeoutError as error:
             return str(error), time.monotonic() - start
         finally:
@@ -49,6 +49,18 @@ def test_a_deferred_step_is_late_while_the_host_is_held_up(machine: Machine) -> 
         return "no error", 0.0
 
     text, waited = all_good(machine.run(2, work))[0]
+    return text, waited
+
+
+def test_a_deferred_step_is_late_while_the_host_is_held_up(machine: Machine) -> None:
+    """As by what waits for the whole device, which ends with the step: nobody else ends that."""
+
+    def steps(transport: nccl.NcclTransport, message: Message) -> None:
+        with transport.deferred():
+            transport.exchange([message], [], "step 1", TIMEOUT)
+            machine.cuda.current_stream().synchronize()
+
+    text, waited = told(machine, steps)
     assert "got no answer from rank 1 in step 1 " in text
     assert TIMEOUT <= waited < TIMEOUT + 5.0
 
@@ -76,58 +88,30 @@ def test_an_error_of_cudas_does_not_end_the_thread_of_nccl(machine: Machine) -> 
 def test_the_host_does_not_run_far_ahead(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A launch waits without a limit where too many are queued behind a rank that is gone."""
     monkeypatch.setattr(nccl_pending, "MOST_PENDING", 4)
-    done = threading.Event()
+    posted = []
 
-    def work(transport: nccl.NcclTransport) -> tuple[int, str]:
-        mine = full(3, 1.0)
-        swap(transport, mine, full(3, 0.0), "step 0")
-        if transport.rank == 1:
-            assert done.wait(20.0)
-            return 0, ""
-        posted = 0
-        try:
-            with transport.deferred():
-                for step in range(1, 100):
-                    posted = step
-                    transport.exchange([Message(1, mine)], [], f"step {step}", TIMEOUT)
-        except CollectiveTimeoutError as error:
-            return posted, str(error)
-        finally:
-            done.set()
-        return posted, "no error"
+    def steps(transport: nccl.NcclTransport, message: Message) -> None:
+        with transport.deferred():
+            for step in range(1, 100):
+                posted.append(step)
+                transport.exchange([message], [], f"step {step}", TIMEOUT)
 
-    posted, text = all_good(machine.run(2, work))[0]
-    assert posted == 5
-    assert "got no answer from rank 1 in step 1 " in text
+    assert "got no answer from rank 1 in step 1 " in told(machine, steps)[0]
+    assert posted == [1, 2, 3, 4, 5]
 
 
 def test_after_an_error_within_deferred_steps_are_waited_for_again(machine: Machine) -> None:
-    done = threading.Event()
+    def fail(transport: nccl.NcclTransport, message: Message) -> None:
+        transport.exchange([message], [], "step 1", TIMEOUT)
+        raise KeyError("ours")
 
-    def work(transport: nccl.NcclTransport) -> str:
-        mine = full(3, 1.0)
-        swap(transport, mine, full(3, 0.0), "step 0")
-        if transport.rank == 1:
-            assert done.wait(60.0)
-            return ""
+    def steps(transport: nccl.NcclTransport, message: Message) -> None:
+        with pytest.raises(KeyError, match="ours"), transport.deferred():
+            fail(transport, message)
+        with transport.deferred():
+            """What was left under way is first."""
 
-        def steps() -> None:
-            transport.exchange([Message(1, mine)], [], "step 1", TIMEOUT)
-            raise KeyError("ours")
-
-        try:
-            with pytest.raises(KeyError, match="ours"), transport.deferred():
-                steps()
-            with transport.deferred():
-                """What was left under way is first."""
-        except CollectiveTimeoutError as error:
-            return str(error)
-        finally:
-            done.set()
-        return "no error"
-
-    text = all_good(machine.run(2, work))[0]
-    assert "got no answer from rank 1 in step 1 " in text
+    assert "got no answer from rank 1 in step 1 " in told(machine, steps)[0]
 
 
 def test_a_rank_that_gives_up_tells_the_others_and_ends_its_communicators(machine: Machine) -> None:
