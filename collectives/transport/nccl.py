@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent import futures
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -161,16 +161,14 @@ class NcclTransport:
 
         self._start(post, [flat], peers, step, timeout)()
 
-    @contextmanager
-    def deferred(self) -> Iterator[None]:
+    def deferred(self) -> AbstractContextManager[None]:
         """Steps within do not wait on the host; leaving waits for all, each up to its timeout.
 
         No more than 64 are under way at once. One that is late while the host is held up inside
         CUDA is noticed all the same, and ends the communicators. What a step received may be used
         on the caller's stream at once, as ever.
         """
-        with self._pending.deferred(self._await):
-            yield
+        return self._pending.deferred(self._await)
 
     def split(self, ranks: Sequence[int], timeout: float) -> NcclTransport:
         """With communicators of its own on the same device.

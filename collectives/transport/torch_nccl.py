@@ -6,8 +6,8 @@ tests/collectives/test_torch_nccl.py. tests/multi_rank/test_torch_nccl.py is for
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
@@ -39,7 +39,6 @@ class TorchNccl:
     def exchange(
         self, sends: Sequence[Message], recvs: Sequence[Message], step: str, timeout: float
     ) -> None:
-        group = self._process_group
         both = [*recvs, *sends]
         if not both:
             return
@@ -50,7 +49,7 @@ class TorchNccl:
             if not peers:
                 return
             ops = [
-                dist.P2POp(op, tensor, group=group, group_peer=peer)
+                dist.P2POp(op, tensor, group=self._process_group, group_peer=peer)
                 for op, messages in ((dist.irecv, recvs), (dist.isend, sends))
                 for peer, tensor in messages
                 if tensor.numel()
@@ -63,11 +62,9 @@ class TorchNccl:
         with self.deferred():
             self._pending.put_off(Posted(event, peers, step, timeout), self._await)
 
-    @contextmanager
-    def deferred(self) -> Iterator[None]:
+    def deferred(self) -> AbstractContextManager[None]:
         """Steps within do not wait on the host; leaving waits for all, each up to its timeout."""
-        with self._pending.deferred(self._await):
-            yield
+        return self._pending.deferred(self._await)
 
     def abandon(self) -> None:
         """End what was left under way by an error, which peers may never come for.

@@ -8,6 +8,7 @@ is trained once without, in processes that have not been started again.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -47,14 +48,11 @@ def main(directory: Path, steps: int, every: int, deaths: list[list[Any]]) -> No
     hvd.init(calibrate=False, timeout=20.0)
     digits = resume_digits.Digits.load(torch.device("cpu"))
     loss, save = resume_digits.cross_entropy, torch.save
-    seeds = range(len(deaths))
-    for how, seed in [("undisturbed", seed) for seed in seeds] + [
-        ("killed", seed) for seed in seeds
-    ]:
+    for how, (seed, death) in itertools.product(("undisturbed", "killed"), enumerate(deaths)):
         place = directory / how
         place.mkdir(exist_ok=True)
         final = place / f"final{seed}.rank{hvd.rank()}.pt"
-        rank, call, count = deaths[seed]
+        rank, call, count = death
         if how == "killed" and rank == hvd.rank():
             mark = place / f"died{seed}"
             if call == "loss":
