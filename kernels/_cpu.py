@@ -1,7 +1,8 @@
-"""The CPU path: the kernels' arithmetic in torch, in blocks that stay in a core's cache.
+"""The CPU path: one pass of compiled code (kernels/_native.py) where there is such, else torch.
 
-Arithmetic is float32 for float16, bfloat16 and float32, float64 for float64; results are rounded
-once. Dot products: kernels/_cpu_dots.py.
+In torch the same arithmetic is done in blocks that stay in a core's cache: float32 for float16,
+bfloat16 and float32, float64 for float64; results are rounded once. Dot products:
+kernels/_cpu_dots.py.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
+from kernels import _native
 from kernels._dots import TINY
 from kernels.layout import Layout
 
@@ -250,6 +252,9 @@ def sum_n(tensors: Sequence[Tensor], out: Tensor, scale: float, found_inf: Tenso
         torch.add(tensors[0], tensors[1], out=out)
         _flag_non_finite(found_inf, (out,))
         return
+    if (native := _native.library(wide)) is not None:
+        native.sum_n(tensors, out, scale, found_inf)
+        return
     # Accumulating in the output itself saves a copy where no later input is the output.
     direct = out.dtype == wide and out.data_ptr() not in map(Tensor.data_ptr, tensors[2:])
     scales = direct and wide == torch.float32 and _scales_when_flagged(found_inf, scale)
@@ -310,6 +315,9 @@ def scaled_add(
     wide = compute_dtype(a.dtype, b.dtype, out.dtype)
     if wide == torch.float32 and not (_safe(alpha) and _safe(beta)):
         wide = torch.float64
+    if (native := _native.library(wide)) is not None:
+        native.blend(a, b, out, (0, out.numel()), (alpha, beta), found_inf)
+        return
     # The output can hold the intermediate result unless it is b.
     direct = out.dtype == wide and out.data_ptr() != b.data_ptr()
     whole = direct and a.dtype == wide and b.dtype == wide
@@ -343,14 +351,19 @@ def combine(
     found_inf: Tensor | None = None,
 ) -> None:
     """out = (1 - d/(2A)) a + (1 - d/(2B)) b a segment, with `dots` S rows (d, A, B)."""
+    factors = [(_coefficient(dot, mine), _coefficient(dot, theirs)) for dot, mine, theirs in dots]
+    if all(map(_safe, itertools.chain(*factors))):
+        native = _native.library(compute_dtype(a.dtype, out.dtype))
+        if native is not None:
+            native.blend(a, b, out, bounds, [*itertools.chain(*factors)], found_inf)
+            return
     x, y, target = _flat(a), _flat(b), _flat(out)
     sizes = [high - low for low, high in itertools.pairwise(bounds)]
     segments = [(x, y, target)]
     if len(sizes) != 1:
         segments = list(zip(*[t.split_with_sizes(sizes) for t in (x, y, target)], strict=True))
-    for (dot, mine, theirs), (left, right, to) in zip(dots, segments, strict=True):
+    for (alpha, beta), (left, right, to) in zip(factors, segments, strict=True):
         if to.numel() > 0:
-            alpha, beta = _coefficient(dot, mine), _coefficient(dot, theirs)
             scaled_add(left, right, alpha, beta, to, found_inf)
 
 

@@ -1,9 +1,10 @@
-"""The CPU path's dot products.
+"""The CPU path's dot products: compiled (kernels/_native.py), all in float64, else by torch.
 
-Long ones of float32 by rows, as the kernels take them by tiles: within a row in float32, over the
-rows in float64. The elements of a row, a power of two of them, are summed by torch in an order that
-depends on neither their place in memory nor the number of threads. All others, and rows whose
-squares come near float32's ends, in float64, where no square of a float32 under- or overflows.
+By torch, long ones of float32 are taken by rows, as the kernels take them by tiles: within a row in
+float32, over the rows in float64. The elements of a row, a power of two of them, are summed in an
+order that depends on neither their place in memory nor the number of threads. All others, and rows
+whose squares come near float32's ends, in float64, where no square of a float32 under- or
+overflows.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels._cpu import _blocks, _flat, _scratch, _without_grad
+from kernels import _native
+from kernels._cpu import _blocks, _flat, _scratch, _without_grad, compute_dtype
 
 # Two float64 copies in the shared cache.
 _WIDE_BLOCK = 1 << 18
@@ -32,6 +34,9 @@ _LEAST, _MOST = 2.0**-44, 2.0**62
 @_without_grad
 def dot_and_norms(a: Tensor, b: Tensor, bounds: Sequence[int]) -> list[list[float]]:
     """S rows (a.b, |a|^2, |b|^2) of the flattened segments."""
+    native = _native.library(compute_dtype(a.dtype, b.dtype))
+    if native is not None:
+        return native.dot_and_norms(a, b, bounds)
     x, y = _flat(a), _flat(b)
     if not x.dtype == y.dtype == torch.float32 or x.numel() < _ROWS_FROM:
         return _wide_dots(x, y, bounds)

@@ -130,7 +130,7 @@ def device_guard(tensor: Tensor) -> AbstractContextManager[Any]:
 
 
 def mark_written(tensors: list[Tensor], found_inf: Tensor | None) -> None:
-    """Tell autograd that a Triton kernel has written the tensors in place, as torch's own ops do.
+    """Tell autograd that a kernel has written the tensors in place, as torch's own ops do.
 
     Without it a backward pass that had saved one of them would use the new values in silence.
     """
