@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -81,9 +82,8 @@ def time_together(
         for done in range(limits.most):
             if done >= limits.fewest and time.perf_counter() - begin > limits.seconds:
                 break
-            # Each goes first in turn: what ran before a call decides what it finds in a cache.
-            first = done % len(calls)
-            order = [*calls][first:] + [*calls][:first]
+            # What ran before a call decides what it finds in a cache: not always the same one.
+            order = random.Random(done).sample([*calls], len(calls))
             for name, value in one_round(order).items():
                 samples[name].append(value)
     return samples

@@ -286,24 +286,26 @@ struct dots {
     double dot[LANES], a[LANES], b[LANES];
 };
 
+/* Four elements. */
+static __m256d widen(const real *from)
+{
+    return sizeof(real) == 4 ? _mm256_cvtps_pd(_mm_loadu_ps((const float *)from))
+                             : _mm256_loadu_pd((const double *)from);
+}
+
 static void add_dots(const real *x, const real *y, int64_t n, struct dots *sums)
 {
-    typedef double four __attribute__((vector_size(32)));
-    typedef real narrow __attribute__((vector_size(4 * sizeof(real))));
-    four dot[LANES / 4], a[LANES / 4], b[LANES / 4];
+    __m256d dot[LANES / 4], a[LANES / 4], b[LANES / 4];
     memcpy(dot, sums->dot, sizeof dot);
     memcpy(a, sums->a, sizeof a);
     memcpy(b, sums->b, sizeof b);
     int64_t whole = n - n % LANES;
     for (int64_t i = 0; i < whole; i += LANES)
         for (int j = 0; j < LANES / 4; j++) {
-            narrow p, q;
-            memcpy(&p, x + i + 4 * j, sizeof p);
-            memcpy(&q, y + i + 4 * j, sizeof q);
-            four u = __builtin_convertvector(p, four), v = __builtin_convertvector(q, four);
-            dot[j] += u * v;
-            a[j] += u * u;
-            b[j] += v * v;
+            __m256d u = widen(x + i + 4 * j), v = widen(y + i + 4 * j);
+            dot[j] = _mm256_fmadd_pd(u, v, dot[j]);
+            a[j] = _mm256_fmadd_pd(u, u, a[j]);
+            b[j] = _mm256_fmadd_pd(v, v, b[j]);
         }
     memcpy(sums->dot, dot, sizeof dot);
     memcpy(sums->a, a, sizeof a);
