@@ -19,6 +19,8 @@ from torch import Tensor
 
 from kernels import _native
 from kernels._dots import TINY
+from kernels._launch import mark_written
+from kernels._packed import PackedList
 from kernels.layout import Layout
 
 # An operation on both cores costs tens of microseconds to start and to end, so blocks are as large
@@ -153,18 +155,31 @@ def _is_small(layout: Layout) -> bool:
     return layout.numel <= min(_MAP_BLOCK, len(layout.numels) << 14)
 
 
+def _native_for(listed: PackedList) -> _native.Library | None:
+    """The compiled functions for a list: of one dtype."""
+    dtypes = listed.dtype_set
+    if len(dtypes) != 1:
+        return None
+    return _native.library(compute_dtype(listed.layout.dtype, *dtypes))
+
+
 @_without_grad
 def pack(
     tensors: Sequence[Tensor],
-    dtypes: set[torch.dtype],
-    layout: Layout,
+    addresses: Sequence[int],
+    listed: PackedList,
     out: Tensor,
     scale: float,
     found_inf: Tensor | None,
 ) -> None:
-    """Write the tensors, of `dtypes`, into their slots of `out` and zero into the padding."""
+    """Write the tensors into their slots of `out` and zero into the padding."""
     if not tensors:
         return
+    if (native := _native_for(listed)) is not None:
+        native.copy(addresses, listed, out, scale, found_inf, packing=True)
+        mark_written([out], found_inf)
+        return
+    layout, dtypes = listed.layout, listed.dtype_set
     flat = _all_flat(tensors, layout)
     if scale == 1.0:
         _gather(flat, dtypes, layout, out)
@@ -205,15 +220,20 @@ def _zero_padding(layout: Layout, out: Tensor) -> None:
 @_without_grad
 def unpack(
     buffer: Tensor,
-    tensors: Sequence[Tensor],
-    dtypes: set[torch.dtype],
-    layout: Layout,
+    tensors: list[Tensor],
+    addresses: Sequence[int],
+    listed: PackedList,
     scale: float,
     found_inf: Tensor | None,
 ) -> None:
-    """Write the slots of `buffer` into the tensors, of `dtypes`."""
+    """Write the slots of `buffer` into the tensors."""
     if not tensors:
         return
+    if (native := _native_for(listed)) is not None:
+        native.copy(addresses, listed, buffer, scale, found_inf, packing=False)
+        mark_written(tensors, found_inf)
+        return
+    layout, dtypes = listed.layout, listed.dtype_set
     flat = _all_flat(tensors, layout)
     if scale == 1.0:
         _scatter(buffer, flat, dtypes, layout)
@@ -254,6 +274,7 @@ def sum_n(tensors: Sequence[Tensor], out: Tensor, scale: float, found_inf: Tenso
         return
     if (native := _native.library(wide)) is not None:
         native.sum_n(tensors, out, scale, found_inf)
+        mark_written([out], found_inf)
         return
     # Accumulating in the output itself saves a copy where no later input is the output.
     direct = out.dtype == wide and out.data_ptr() not in map(Tensor.data_ptr, tensors[2:])
@@ -317,6 +338,7 @@ def scaled_add(
         wide = torch.float64
     if (native := _native.library(wide)) is not None:
         native.blend(a, b, out, (0, out.numel()), (alpha, beta), found_inf)
+        mark_written([out], found_inf)
         return
     # The output can hold the intermediate result unless it is b.
     direct = out.dtype == wide and out.data_ptr() != b.data_ptr()
@@ -356,6 +378,7 @@ def combine(
         native = _native.library(compute_dtype(a.dtype, out.dtype))
         if native is not None:
             native.blend(a, b, out, bounds, [*itertools.chain(*factors)], found_inf)
+            mark_written([out], found_inf)
             return
     x, y, target = _flat(a), _flat(b), _flat(out)
     sizes = [high - low for low, high in itertools.pairwise(bounds)]

@@ -227,6 +227,86 @@ static struct block after(const int64_t *bounds, struct block block)
     return block;
 }
 
+struct list {
+    void *const *tensors;
+    const int64_t *numels, *bounds;
+    int64_t count;
+    int dtype, buffer_dtype, packing;
+    void *buffer;
+    real scale;
+    float *found_inf;
+};
+
+static void *place(void *from, int dtype, int64_t at)
+{
+    static const int sizes[] = {2, 2, 4, 8};
+    return (char *)from + at * sizes[dtype];
+}
+
+/* `n` elements to `to`, times the scale. */
+static void copy_run(const struct list *t, const void *from, int dtype, void *to, int to_dtype,
+                     int64_t n)
+{
+    if (dtype == to_dtype && t->scale == 1) {
+        memcpy(to, from, (char *)place(to, dtype, n) - (char *)to);
+        note_non_finite(t->found_inf, to, dtype, 0, n);
+        return;
+    }
+    for (int64_t low = 0; low < n; low += TILE) {
+        real tile[TILE], product[TILE];
+        int64_t few = least(TILE, n - low);
+        const real *x = read(from, dtype, low, few, tile);
+        if (t->scale != 1) {
+            for (int64_t i = 0; i < few; i++)
+                product[i] = x[i] * t->scale;
+            x = product;
+        }
+        write(to, to_dtype, low, few, x);
+        note_non_finite(t->found_inf, to, to_dtype, low, few);
+    }
+}
+
+static void copy_share(void *task)
+{
+    const struct list *t = task;
+    int64_t first, last;
+    share(count_blocks(t->bounds, t->count), &first, &last);
+    if (first == last)
+        return;
+    struct block block = find(t->bounds, first);
+    for (int64_t k = first;;) {
+        int64_t at = block.low - t->bounds[block.segment], room = block.high - block.low;
+        int64_t n = least(room, t->numels[block.segment] - at);
+        void *slot = place(t->buffer, t->buffer_dtype, block.low);
+        if (n > 0) {
+            void *part = place(t->tensors[block.segment], t->dtype, at);
+            if (t->packing)
+                copy_run(t, part, t->dtype, slot, t->buffer_dtype, n);
+            else
+                copy_run(t, slot, t->buffer_dtype, part, t->dtype, n);
+        }
+        if (t->packing && n < room) {
+            char *padding = place(slot, t->buffer_dtype, n > 0 ? n : 0);
+            memset(padding, 0, (char *)place(slot, t->buffer_dtype, room) - padding);
+        }
+        if (++k == last)
+            return;
+        block = after(t->bounds, block);
+    }
+}
+
+/* Between a buffer and `count` tensors, of numels elements, whose slots in it start, and end, at
+ * bounds. packing: into the buffer, with zeros into what a slot has beyond its tensor; else out of
+ * it. found_inf as for sum_n. */
+void copy(void *const *tensors, int dtype, const int64_t *numels, const int64_t *bounds,
+          int64_t count, void *buffer, int buffer_dtype, int packing, double scale,
+          float *found_inf)
+{
+    struct list task = {tensors, numels, bounds, count, dtype, buffer_dtype, packing, buffer,
+                        (real)scale, found_inf};
+    in_parallel(copy_share, &task, bounds[count] - bounds[0]);
+}
+
 struct pair {
     const void *a, *b;
     int a_dtype, b_dtype;

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kernels._launch import mark_written
+from kernels._packed import PackedList
 
 # In the order of the C file's enum.
 _CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
@@ -47,18 +47,42 @@ class Library:
         pointers, doubles = POINTER(c_void_p), POINTER(c_double)
         bounds = (POINTER(c_int64), c_int64)
         pair = (c_void_p, c_int, c_void_p, c_int)
-        self._sum_n, self._blend, self._dot_and_norms = (
-            library.sum_n,
-            library.blend,
-            library.dot_and_norms,
+        self._copy, self._sum_n = library.copy, library.sum_n
+        self._blend, self._dot_and_norms = library.blend, library.dot_and_norms
+        self._copy.argtypes = (
+            *(pointers, c_int, POINTER(c_int64), *bounds),
+            *(c_void_p, c_int, c_int, c_double, c_void_p),
         )
         self._sum_n.argtypes = (
             *(pointers, c_int64, c_int, c_void_p, c_int, c_int64, c_double, c_void_p),
         )
         self._blend.argtypes = (*pair, c_void_p, c_int, *bounds, doubles, c_void_p)
         self._dot_and_norms.argtypes = (*pair, *bounds, doubles, doubles)
-        for function in (self._sum_n, self._blend, self._dot_and_norms):
+        for function in (self._copy, self._sum_n, self._blend, self._dot_and_norms):
             function.restype = None
+
+    def copy(
+        self,
+        addresses: Sequence[int],
+        listed: PackedList,
+        buffer: Tensor,
+        scale: float,
+        found_inf: Tensor | None,
+        packing: bool,
+    ) -> None:
+        """Between `buffer` and tensors of one dtype, at least one; into it, zeros for padding."""
+        count = len(addresses)
+        self._copy(
+            (c_void_p * count)(*addresses),
+            _CODES[listed.dtypes[0]],
+            *listed.in_c,
+            count,
+            buffer.data_ptr(),
+            _CODES[buffer.dtype],
+            packing,
+            scale,
+            None if found_inf is None else found_inf.data_ptr(),
+        )
 
     def sum_n(
         self, tensors: Sequence[Tensor], out: Tensor, scale: float, found_inf: Tensor | None
@@ -76,7 +100,6 @@ class Library:
             scale,
             None if found_inf is None else found_inf.data_ptr(),
         )
-        mark_written([out], found_inf)
 
     def blend(
         self,
@@ -97,7 +120,6 @@ class Library:
             (c_double * len(coefficients))(*coefficients),
             None if found_inf is None else found_inf.data_ptr(),
         )
-        mark_written([out], found_inf)
 
     def dot_and_norms(self, a: Tensor, b: Tensor, bounds: Sequence[int]) -> list[list[float]]:
         """S rows (a.b, |a|^2, |b|^2)."""

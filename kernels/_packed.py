@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from ctypes import Array, c_int64
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -30,6 +31,16 @@ class PackedList:
             if numel > 0:
                 kinds.setdefault(dtype, []).append(i)
         return {dtype: tuple(chosen) for dtype, chosen in kinds.items()}
+
+    @cached_property
+    def dtype_set(self) -> set[torch.dtype]:
+        return set(self.dtypes)
+
+    @cached_property
+    def in_c(self) -> tuple[Array[c_int64], Array[c_int64]]:
+        """Elements of each tensor; where the slots start, and end."""
+        numels, bounds = self.layout.numels, self.layout.segments
+        return (c_int64 * len(numels))(*numels), (c_int64 * len(bounds))(*bounds)
 
 
 LISTS: KnownLists[PackedList] = KnownLists()

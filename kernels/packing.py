@@ -194,7 +194,7 @@ def _pack(
         _copy(addresses, known.value, out, scale, found_inf, packing=True)
         _launch.mark_written([out], found_inf)
     else:
-        _cpu.pack(tensors, set(known.value.dtypes), known.value.layout, out, scale, found_inf)
+        _cpu.pack(tensors, addresses, known.value, out, scale, found_inf)
 
 
 def _unpack(
@@ -209,7 +209,7 @@ def _unpack(
         _copy(addresses, known.value, buffer, scale, found_inf, packing=False)
         _launch.mark_written(tensors, found_inf)
     else:
-        _cpu.unpack(buffer, tensors, set(known.value.dtypes), known.value.layout, scale, found_inf)
+        _cpu.unpack(buffer, tensors, addresses, known.value, scale, found_inf)
 
 
 @operator(
