@@ -29,7 +29,8 @@ _PACKAGES = ("triton", "numpy", "cupy-cuda12x", "cupy-cuda13x", "nvidia-ml-py")
 _NCCL = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
 _VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-    *("ADASUM_TRANSPORT", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
+    *("ADASUM_TRANSPORT", "ADASUM_CPU_KERNELS", "CC", "XDG_CACHE_HOME", "GLOO_SOCKET_IFNAME"),
+    *("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
 )
 _SELF_TEST_SECONDS = 120
 _NUMEL = 300_001
@@ -88,6 +89,7 @@ def _devices() -> list[tuple[str, str]]:
             "processors",
             f"{usable} usable of {os.cpu_count()}, torch threads {torch.get_num_threads()}",
         ),
+        ("CPU tensors by", _or_why_not(kernels.cpu_path)),
         ("CUDA of torch", torch.version.cuda or "none: a CPU build"),
     ]
     if not torch.cuda.is_available():
@@ -116,7 +118,7 @@ def _carriers() -> list[tuple[str, str]]:
 def _or_why_not(find: Callable[[], str]) -> str:
     try:
         return find()
-    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+    except (ImportError, OSError, RuntimeError, AttributeError, ValueError) as error:
         return f"no: {error}"
 
 

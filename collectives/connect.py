@@ -6,9 +6,12 @@ import contextlib
 import json
 import os
 import socket
+import warnings
 
 import torch
 import torch.distributed as dist
+
+import kernels
 
 from .agreement import CODE_BITS, agree, code_of, gather_bytes
 from .description import Description
@@ -27,6 +30,8 @@ from .transport import (
 )
 from .transport.shm_link import ShmLink
 
+# What `kernels.cpu_path` says where it is not torch.
+_COMPILED = "compiled"
 # The links that a rank offers for each choice.
 _WAYS = {
     "auto": WAYS,
@@ -76,8 +81,9 @@ def connect(gloo: GlooTransport, timeout: float, choice: str) -> Transport:
     others = sorted(set(range(gloo.size)) - {gloo.rank})
     unlinked = [peer for peer in others if peer not in met.links]
     unshared = [peer for peer in others if not isinstance(met.links.get(peer), ShmLink)]
-    said = json.dumps([choice, unlinked, unshared]).encode()
+    said = json.dumps([choice, unlinked, unshared, kernels.cpu_path()]).encode()
     reports = [json.loads(data) for data in gather(said)]
+    _compute_alike([report.pop() for report in reports], gloo.rank)
     with contextlib.ExitStack() as failed:
         if any(len(missing) < len(others) for _, missing, _ in reports):
             # Also on a rank without links: splitting must be the same work on all.
@@ -91,6 +97,25 @@ def connect(gloo: GlooTransport, timeout: float, choice: str) -> Transport:
             host = NcclTransport(host, store, timeout=timeout)
         failed.pop_all()
     return host
+
+
+def _compute_alike(paths: list[str], rank: int) -> None:
+    """paths: of every rank what computes on its CPU tensors, in `kernels.cpu_path`'s words.
+
+    Compiled code and torch's functions differ in last bits, and all ranks are to have the same.
+    """
+    lacking = [i for i, path in enumerate(paths) if path != _COMPILED]
+    if not lacking or len(lacking) == len(paths):
+        return
+    why = f"rank {lacking[0]} has {paths[lacking[0]]}"
+    kernels.use_torch_on_cpu(why)
+    if rank == lacking[0]:
+        warnings.warn(
+            f"all ranks compute on CPU tensors by torch's functions, as ranks {lacking} have to: "
+            f"{why}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def _check_demands(reports: list[tuple[str, list[int], list[int]]]) -> None:

@@ -14,6 +14,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+import kernels
+
 from . import checks
 from .calibration import calibrate as measure_links
 from .connect import agree_on_start, connect, transport_choice
@@ -63,8 +65,9 @@ def init(
 
     Raises ValueError where the environment variables are incomplete, wrong or mpirun's, srun's or
     horovodrun's alone, or `transport` is unknown, RuntimeError for more ranks than one in a torch
-    built without torch.distributed, CollectiveTimeoutError naming the ranks that did not come,
-    CollectiveMismatchError on all ranks where they differ in `calibrate`.
+    built without torch.distributed, or where ADASUM_CPU_KERNELS demands what is not to be had,
+    CollectiveTimeoutError naming the ranks that did not come, CollectiveMismatchError on all ranks
+    where they differ in `calibrate`.
     """
     global _group
     if getattr(_thread, "group", None) is not None:
@@ -73,6 +76,8 @@ def init(
         return _group
     checks.timeout(timeout)
     choice = transport_choice(transport)
+    # What it raises, and the second it may take, come before anybody waits.
+    kernels.cpu_path()
     if not isinstance(calibrate, bool):
         raise TypeError(f"calibrate must be a bool, got {type(calibrate).__name__}")
     if process_group is not None and not (

@@ -1,4 +1,4 @@
-"""One-device kernels for gradient reduction: Triton on CUDA tensors, torch on CPU tensors.
+"""One-device kernels for gradient reduction: Triton on CUDA tensors, C or torch on CPU tensors.
 
     pack, unpack            many tensors to one aligned buffer and back, scale and cast fused
     sum_n, scaled_add       n-way and weighted sums, accumulated wider than they are stored
@@ -8,11 +8,14 @@
 
 float16, bfloat16, float32 and float64 (`DTYPES`); any other dtype is a TypeError. Bad arguments
 raise before anything is written. Each function has a twin `*_bytes` (least memory traffic) and
-`*_reference` (float64, plain torch). No communication happens here. `__adasum__` is True in this
-package and tells it from the distribution on PyPI that is also called `kernels`.
+`*_reference` (float64, plain torch). `cpu_path` says what computes on CPU tensors: C compiled at
+first use, or torch's functions, with `use_torch_on_cpu` in any case. No communication happens here.
+`__adasum__` is True in this package and tells it from the distribution on PyPI that is also called
+`kernels`.
 """
 
 from kernels._check import DTYPES
+from kernels._native import cpu_path, use_torch_on_cpu
 from kernels.layout import Layout, layout_of
 from kernels.packing import (
     pack,
@@ -53,6 +56,7 @@ __all__ = [
     "combine",
     "combine_bytes",
     "combine_reference",
+    "cpu_path",
     "dot_and_norms",
     "dot_and_norms_bytes",
     "dot_and_norms_reference",
@@ -69,4 +73,5 @@ __all__ = [
     "unpack",
     "unpack_bytes",
     "unpack_reference",
+    "use_torch_on_cpu",
 ]

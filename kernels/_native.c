@@ -3,8 +3,8 @@
  * where coefficients would leave float's range.
  *
  * Tensors are cut into blocks, and blocks into tiles that stay in a core's first cache: a tile is
- * read from any dtype into REAL, computed on and rounded once where it is written. What a block
- * gives depends on neither the number of threads nor the place in memory.
+ * read from any dtype into REAL, computed on and rounded once where it is written. Its bits depend
+ * on neither the number of threads, nor the place in memory, nor the compiler: what may be fused is.
  *
  * Every `out` may be one of the inputs: a tile is read before it is written.
  */
@@ -392,9 +392,9 @@ static void add_dots(const real *x, const real *y, int64_t n, struct dots *sums)
     memcpy(sums->b, b, sizeof b);
     for (int64_t i = whole; i < n; i++) {
         double u = x[i], v = y[i];
-        sums->dot[i - whole] += u * v;
-        sums->a[i - whole] += u * u;
-        sums->b[i - whole] += v * v;
+        sums->dot[i - whole] = __builtin_fma(u, v, sums->dot[i - whole]);
+        sums->a[i - whole] = __builtin_fma(u, u, sums->a[i - whole]);
+        sums->b[i - whole] = __builtin_fma(v, v, sums->b[i - whole]);
     }
 }
 

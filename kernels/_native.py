@@ -16,9 +16,11 @@ import stat
 import subprocess
 import tempfile
 import threading
-from collections.abc import Sequence
-from ctypes import POINTER, c_double, c_int, c_int64, c_void_p
+from array import array
+from collections.abc import Callable, Sequence
+from ctypes import c_double, c_int, c_int64, c_void_p
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -42,24 +44,23 @@ class Library:
     """The compiled functions for one arithmetic, float or double. Tensors: checked, contiguous."""
 
     def __init__(self, path: Path) -> None:
-        """OSError where it cannot be loaded."""
+        """OSError or AttributeError where it cannot be loaded."""
         library = ctypes.CDLL(str(path))
-        pointers, doubles = POINTER(c_void_p), POINTER(c_double)
-        bounds = (POINTER(c_int64), c_int64)
-        pair = (c_void_p, c_int, c_void_p, c_int)
-        self._copy, self._sum_n = library.copy, library.sum_n
-        self._blend, self._dot_and_norms = library.blend, library.dot_and_norms
-        self._copy.argtypes = (
-            *(pointers, c_int, POINTER(c_int64), *bounds),
-            *(c_void_p, c_int, c_int, c_double, c_void_p),
+        tensor = (c_void_p, c_int)
+        segments = (c_void_p, c_int64)
+        self._copy = _function(
+            library.copy,
+            *(*tensor, c_void_p, *segments, *tensor, c_int, c_double, c_void_p),
         )
-        self._sum_n.argtypes = (
-            *(pointers, c_int64, c_int, c_void_p, c_int, c_int64, c_double, c_void_p),
+        self._sum_n = _function(
+            library.sum_n, c_void_p, c_int64, c_int, *tensor, c_int64, c_double, c_void_p
         )
-        self._blend.argtypes = (*pair, c_void_p, c_int, *bounds, doubles, c_void_p)
-        self._dot_and_norms.argtypes = (*pair, *bounds, doubles, doubles)
-        for function in (self._copy, self._sum_n, self._blend, self._dot_and_norms):
-            function.restype = None
+        self._blend = _function(
+            library.blend, *tensor, *tensor, *tensor, *segments, c_void_p, c_void_p
+        )
+        self._dot_and_norms = _function(
+            library.dot_and_norms, *tensor, *tensor, *segments, c_void_p, c_void_p
+        )
 
     def copy(
         self,
@@ -71,34 +72,36 @@ class Library:
         packing: bool,
     ) -> None:
         """Between `buffer` and tensors of one dtype, at least one; into it, zeros for padding."""
-        count = len(addresses)
+        pointers = array("Q", addresses)
         self._copy(
-            (c_void_p * count)(*addresses),
+            _address(pointers),
             _CODES[listed.dtypes[0]],
-            *listed.in_c,
-            count,
-            buffer.data_ptr(),
-            _CODES[buffer.dtype],
+            *map(_address, listed.in_c),
+            len(pointers),
+            *_tensor(buffer),
             packing,
             scale,
-            None if found_inf is None else found_inf.data_ptr(),
+            _flag(found_inf),
         )
 
     def sum_n(
-        self, tensors: Sequence[Tensor], out: Tensor, scale: float, found_inf: Tensor | None
+        self,
+        addresses: Sequence[int],
+        dtype: torch.dtype,
+        out: Tensor,
+        scale: float,
+        found_inf: Tensor | None,
     ) -> None:
-        """out = scale * (tensors[0] + ...); `out` may be any of the tensors."""
-        addresses = (c_void_p * len(tensors))(*map(Tensor.data_ptr, tensors))
-        codes = _CODES[tensors[0].dtype], _CODES[out.dtype]
+        """out = scale * (the tensors' sum, in order); `out` may be any of them."""
+        pointers = array("Q", addresses)
         self._sum_n(
-            addresses,
-            len(tensors),
-            codes[0],
-            out.data_ptr(),
-            codes[1],
+            _address(pointers),
+            len(pointers),
+            _CODES[dtype],
+            *_tensor(out),
             out.numel(),
             scale,
-            None if found_inf is None else found_inf.data_ptr(),
+            _flag(found_inf),
         )
 
     def blend(
@@ -111,27 +114,45 @@ class Library:
         found_inf: Tensor | None,
     ) -> None:
         """out = alpha * a + beta * b a segment; coefficients: alpha, beta, alpha, ..."""
+        cuts, factors = array("q", bounds), array("d", coefficients)
         self._blend(
-            *_pair(a, b),
-            out.data_ptr(),
-            _CODES[out.dtype],
-            (c_int64 * len(bounds))(*bounds),
-            len(bounds) - 1,
-            (c_double * len(coefficients))(*coefficients),
-            None if found_inf is None else found_inf.data_ptr(),
+            *(*_tensor(a), *_tensor(b), *_tensor(out)),
+            _address(cuts),
+            len(cuts) - 1,
+            _address(factors),
+            _flag(found_inf),
         )
 
     def dot_and_norms(self, a: Tensor, b: Tensor, bounds: Sequence[int]) -> list[list[float]]:
         """S rows (a.b, |a|^2, |b|^2)."""
-        count = len(bounds) - 1
+        cuts = array("q", bounds)
+        count = len(cuts) - 1
         partials = (c_double * (3 * (a.numel() // BLOCK + count)))()
         rows = (c_double * (3 * count))()
-        self._dot_and_norms(*_pair(a, b), (c_int64 * len(bounds))(*bounds), count, partials, rows)
+        self._dot_and_norms(
+            *(*_tensor(a), *_tensor(b), _address(cuts), count),
+            ctypes.addressof(partials),
+            ctypes.addressof(rows),
+        )
         return [rows[i : i + 3] for i in range(0, 3 * count, 3)]
 
 
-def _pair(a: Tensor, b: Tensor) -> tuple[int, int, int, int]:
-    return a.data_ptr(), _CODES[a.dtype], b.data_ptr(), _CODES[b.dtype]
+def _function(function: Any, *types: type) -> Callable[..., None]:
+    function.argtypes, function.restype = types, None
+    return cast(Callable[..., None], function)
+
+
+def _address(values: array[int] | array[float]) -> int:
+    """Of values that the caller keeps alive."""
+    return values.buffer_info()[0]
+
+
+def _tensor(tensor: Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), _CODES[tensor.dtype]
+
+
+def _flag(found_inf: Tensor | None) -> int | None:
+    return None if found_inf is None else found_inf.data_ptr()
 
 
 class _Unavailable(Exception):
@@ -167,10 +188,24 @@ def why_not() -> str:
     return _state.why_not
 
 
-def use_torch(why: str) -> None:
-    """From now on use torch's functions in this process."""
+def use_torch_on_cpu(why: str) -> None:
+    """From now on use torch's functions on CPU tensors, in this process.
+
+    Their last bits are others: for ranks of which one has no compiled functions. `why`: what
+    `cpu_path` says of it.
+    """
     with _state.lock:
         _state.libraries, _state.why_not = {}, why
+
+
+def cpu_path() -> str:
+    """What computes on CPU tensors: "compiled", or "torch: " and why.
+
+    The first call may compile, for about a second. Raises ValueError or RuntimeError where the
+    environment variable ADASUM_CPU_KERNELS is wrong, or demands what is not to be had.
+    """
+    reason = why_not()
+    return f"torch: {reason}" if reason else "compiled"
 
 
 def _load() -> dict[torch.dtype, Library]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Hashable, Sequence
-from ctypes import Array, c_int64
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -37,10 +37,9 @@ class PackedList:
         return set(self.dtypes)
 
     @cached_property
-    def in_c(self) -> tuple[Array[c_int64], Array[c_int64]]:
-        """Elements of each tensor; where the slots start, and end."""
-        numels, bounds = self.layout.numels, self.layout.segments
-        return (c_int64 * len(numels))(*numels), (c_int64 * len(bounds))(*bounds)
+    def in_c(self) -> tuple[array[int], array[int]]:
+        """int64: elements of each tensor; where the slots start, and end."""
+        return array("q", self.layout.numels), array("q", self.layout.segments)
 
 
 LISTS: KnownLists[PackedList] = KnownLists()

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels import _cpu, _cpu_dots, _launch, _projection
+from kernels import _cpu, _launch, _projection
 from kernels._check import (
     check_dots,
     check_found_inf,
@@ -47,7 +47,7 @@ def _no_dots(a: Tensor, b: Tensor, bounds: Sequence[int]) -> Tensor:
 def _dot_and_norms(a: Tensor, b: Tensor, bounds: Sequence[int]) -> Tensor:
     if _launch.on_triton(a):
         return _projection.dot_and_norms(a, b, tuple(bounds))
-    rows = _cpu_dots.dot_and_norms(a, b, bounds)
+    rows = _cpu.dot_and_norms(a, b, bounds)
     return torch.from_numpy(np.array(rows, dtype=np.float64).reshape(-1, 3))
 
 
@@ -87,7 +87,7 @@ def _adasum(
     if _launch.on_triton(a):
         _projection.adasum(a, b, tuple(bounds), out, found_inf)
     else:
-        _cpu.combine(a, b, _cpu_dots.dot_and_norms(a, b, bounds), bounds, out, found_inf)
+        _cpu.combine(a, b, _cpu.dot_and_norms(a, b, bounds), bounds, out, found_inf)
 
 
 def dot_and_norms(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -> Tensor:

@@ -231,7 +231,7 @@ def _sum_known(
     if _launch.on_triton(out):
         _sum(tensors, addresses, out, scale, found_inf)
     else:
-        _cpu.sum_n(tensors, out, scale, found_inf)
+        _cpu.sum_n(tensors, addresses, out, scale, found_inf)
 
 
 @operator(

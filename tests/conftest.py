@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+import kernels
 from bench.ptx.driver import emulated
 
 FIRST = ("faults", "packaging", "examples", "hosts", "multi_rank", "bench", "docs")
@@ -29,6 +30,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="this process's kernels run what Triton compiles for sm_90, in bench/ptx",
     )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compiled() -> None:
+    """Before ranks are started that would each compile, and be timed meanwhile."""
+    kernels.cpu_path()
 
 
 @pytest.fixture(scope="session", autouse=True)

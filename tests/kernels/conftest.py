@@ -1,8 +1,8 @@
 """The backends every kernel test runs on.
 
-`cpu` is the torch path, `triton` the Triton path on a GPU, `emulator` the same code, compiled for
-sm_90 and run on CPU tensors by bench/ptx, which looks for stray and misaligned accesses, races and
-hangs on the way.
+`cpu` is the CPU path, compiled or, `cpu_torch`, where nothing could be; `triton` the Triton path on
+a GPU, `emulator` the same code, compiled for sm_90 and run on CPU tensors by bench/ptx, which looks
+for stray and misaligned accesses, races and hangs on the way.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from bench.ptx.driver import emulated
+from kernels import _native
 
 
 @dataclass(frozen=True)
@@ -26,9 +27,24 @@ class Backend:
     slow: bool = False
 
 
-@pytest.fixture(params=["cpu", "emulator", "triton"])
-def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    if request.param == "cpu":
+def choose_cpu(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take one of the CPU path's two ways; skip where it is not to be had."""
+    if path == "cpu_torch":
+        monkeypatch.setattr(_native._state, "libraries", {})
+    elif why_not := _native.why_not():
+        pytest.skip(f"no compiled CPU path: {why_not}")
+
+
+@pytest.fixture(params=["cpu", "cpu_torch"])
+def cpu_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    choose_cpu(request.param, monkeypatch)
+    return str(request.param)
+
+
+@pytest.fixture(params=["cpu", "cpu_torch", "emulator", "triton"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
+    if request.param.startswith("cpu"):
+        choose_cpu(request.param, monkeypatch)
         yield Backend("cpu")
     elif request.param == "emulator":
         pytest.importorskip("triton")

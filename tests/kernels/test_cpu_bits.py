@@ -1,4 +1,4 @@
-"""The CPU path to the bit: it has several ways, by size, dtype and flag, and one arithmetic."""
+"""The CPU path to the bit: compiled or by torch, of any size, dtype and flag, one arithmetic."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch import Tensor
 
 import kernels
 from tests.kernels.cases import DTYPES, bits, poisoned, random
+
+pytestmark = pytest.mark.usefixtures("cpu_path")
 
 SCALES = [1.0, 1 / 3, 0.0, -0.0, -1 / 3, 1.5, 1e39, math.inf, math.nan]
 SPECIAL = torch.tensor(

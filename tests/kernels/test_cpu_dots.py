@@ -1,105 +1,95 @@
-"""Dot products of long tensors on CPUs, which are taken by rows: lengths, ranges, bits."""
+"""Dot products on CPUs: lengths around blocks, ranges of elements, bits."""
 
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
+from torch import Tensor
 
 import kernels
-from kernels import _cpu_dots
+from kernels import _native
 
-ROW, FROM, BLOCK = _cpu_dots._ROW, _cpu_dots._ROWS_FROM, _cpu_dots._ROWS_BLOCK
-EPS = torch.finfo(torch.float32).eps
+pytestmark = pytest.mark.usefixtures("cpu_path")
+
+BLOCK = _native.BLOCK
+EPS = torch.finfo(torch.float64).eps
 
 
-def pair(numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+def pair(numel: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(numel)
-    a, b = (torch.randn(numel, generator=generator) for _ in range(2))
-    return a, b
+    a, b = (torch.randn(numel, generator=generator, dtype=torch.float64) for _ in range(2))
+    return a.to(dtype), b.to(dtype)
 
 
-def close(a: torch.Tensor, b: torch.Tensor, cuts: tuple[int, ...] | None = None) -> None:
-    """Off by a row's roundings in float32 at most, whatever was done in float64.
-
-    torch adds a row's 1,024 terms, each rounded once, in at least eight lanes: none passes through
-    more than 128 additions and the three that join the lanes. A norm is a root, squared again:
-    three roundings more.
-    """
+def close(a: Tensor, b: Tensor, cuts: tuple[int, ...] | None = None) -> None:
+    """Off by float64's roundings at most: of n products and n additions, in whatever order."""
     cuts = (0, a.numel()) if cuts is None else cuts
-    dots = kernels.dot_and_norms(a, b, cuts)
-    expected = kernels.dot_and_norms_reference(a, b, cuts)
-    norms = expected[:, 1:].sqrt()
-    reach = torch.stack([norms[:, 0] * norms[:, 1], *expected[:, 1:].unbind(1)], 1)
-    assert ((dots - expected).abs() <= 135 * EPS * reach).all()
+    rows = kernels.dot_and_norms(a, b, cuts).tolist()
+    x, y = a.double().tolist(), b.double().tolist()
+    for row, (low, high) in zip(rows, itertools.pairwise(cuts), strict=True):
+        u, v = x[low:high], y[low:high]
+        for got, left, right in zip(row, (u, u, v), (v, u, v), strict=True):
+            products = [p * q for p, q in zip(left, right, strict=True)]
+            reach = math.fsum(map(abs, products))
+            assert abs(got - math.fsum(products)) <= 2 * (high - low) * EPS * reach
 
 
-@pytest.mark.parametrize("numel", [FROM - 1, FROM, FROM + 1, BLOCK + ROW - 1, 2 * BLOCK + ROW + 3])
-def test_every_length(numel: int) -> None:
-    close(*pair(numel))
+@pytest.mark.parametrize("dtype", sorted(kernels.DTYPES, key=str))
+@pytest.mark.parametrize(
+    "numel", [1, 7, 8, 9, 1023, 1024, 1033, BLOCK - 1, BLOCK, BLOCK + 1, 4 * BLOCK + 1029]
+)
+def test_every_length(numel: int, dtype: torch.dtype) -> None:
+    close(*pair(numel, dtype))
 
 
 def test_long_and_short_segments_in_any_order() -> None:
-    lengths = [5, 0, FROM, FROM + 77, 1, BLOCK + 1, 0, 3000, FROM]
+    lengths = [0, 5, 0, 0, BLOCK, BLOCK + 77, 1, 3 * BLOCK + 1, 0, 3000, BLOCK, 0]
     cuts = (0, *itertools.accumulate(lengths))
     a, b = pair(cuts[-1])
     close(a, b, cuts)
     # A segment's answer is its own, whatever stands beside it.
     dots = kernels.dot_and_norms(a, b, cuts)
-    for row, low, high in zip(dots, cuts, cuts[1:], strict=False):
-        if high - low >= FROM:
-            assert torch.equal(row, kernels.dot_and_norms(a[low:high], b[low:high])[0])
+    for row, (low, high) in zip(dots, itertools.pairwise(cuts), strict=True):
+        assert torch.equal(row, kernels.dot_and_norms(a[low:high], b[low:high])[0])
 
 
-@pytest.mark.parametrize("scale", [1e-38, 1e-30, 1e-20, 2.0**-49, 1.0, 2.0**57, 1e19, 3e37])
+@pytest.mark.parametrize("scale", [1e-38, 1e-30, 1e-20, 1.0, 1e19, 3e37])
 def test_every_size_of_the_elements(scale: float) -> None:
-    a, b = pair(FROM + 5)
+    a, b = pair(BLOCK + 5)
     close(a * scale, b)
     close(a * scale, b * scale)
 
 
-def test_one_row_out_of_range_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Zeros, tiny and huge elements, alone in one operand: float64 sees the block."""
-    taken: list[bool] = []
-    real = _cpu_dots._row_dots
-
-    def watched(x: torch.Tensor, y: torch.Tensor) -> list[float] | None:
-        answer = real(x, y)
-        taken.append(answer is not None)
-        return answer
-
-    monkeypatch.setattr(_cpu_dots, "_row_dots", watched)
-    close(*pair(BLOCK))
-    for value in (0.0, 1e-20, 1e25):
-        a, b = pair(BLOCK)
-        b[7 * ROW : 8 * ROW] = value
-        close(a, b)
-        close(b, a)
-    assert taken == [True] + 6 * [False]
-
-
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_what_is_not_finite_is_seen(value: float) -> None:
-    a, b = pair(FROM)
-    a[3] = value
-    dots = kernels.dot_and_norms(a, b)[0]
-    expected = kernels.dot_and_norms_reference(a, b)[0]
-    assert torch.equal(dots[:2].isnan(), expected[:2].isnan()) and not dots[:2].isfinite().any()
-    assert dots[2] == pytest.approx(expected[2].item(), rel=135 * EPS)
+    a, b = pair(4 * BLOCK + 100)
+    for place in (3, BLOCK - 1, 4 * BLOCK + 99):
+        x = a.clone()
+        x[place] = value
+        dots = kernels.dot_and_norms(x, b, (0, BLOCK, a.numel()))
+        mine = int(place >= BLOCK)
+        assert not dots[mine, :2].isfinite().any()
+        assert dots[mine, 2].isfinite() and dots[1 - mine].isfinite().all()
 
 
-def test_bits_depend_on_neither_place_nor_threads() -> None:
-    numel = FROM + 3 * ROW
-    a, b = pair(numel)
+@pytest.mark.parametrize("dtype", sorted(kernels.DTYPES, key=str))
+def test_bits_depend_on_neither_place_nor_threads(dtype: torch.dtype, cpu_path: str) -> None:
+    if cpu_path == "cpu_torch":
+        pytest.skip("those of torch.dot depend on both")
+    numel = 9 * BLOCK + 1029
+    cuts = (0, 3, 2 * BLOCK + 1, numel)
+    a, b = pair(numel, dtype)
     threads = torch.get_num_threads()
     seen = set()
     try:
         for place, count in itertools.product(range(0, 16, 3), (1, 2, 3)):
             torch.set_num_threads(count)
-            x = torch.empty(numel + 16)[place : place + numel].copy_(a)
-            y = torch.empty(numel + 16)[16 - place :][:numel].copy_(b)
-            seen.add(tuple(kernels.dot_and_norms(x, y)[0].tolist()))
+            x = torch.empty(numel + 16, dtype=dtype)[place : place + numel].copy_(a)
+            y = torch.empty(numel + 16, dtype=dtype)[16 - place :][:numel].copy_(b)
+            seen.add(tuple(kernels.dot_and_norms(x, y, cuts).view(-1).tolist()))
     finally:
         torch.set_num_threads(threads)
     assert len(seen) == 1
