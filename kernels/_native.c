@@ -15,8 +15,8 @@
 typedef REAL real;
 enum { FLOAT16, BFLOAT16, FLOAT32, FLOAT64 };
 enum { NATIVE = sizeof(real) == 4 ? FLOAT32 : FLOAT64 };
-/* Elements. BLOCK is known to kernels/_native.py. Fewer than ALONE are not worth a second thread. */
-enum { TILE = 1024, BLOCK = 8192, ALONE = 32768, LANES = 8 };
+/* Elements; BLOCK comes from kernels/_native.py, too. Up to ALONE are not worth a second thread. */
+enum { TILE = 1024, ALONE = 32768, LANES = 8 };
 
 static int64_t least(int64_t a, int64_t b)
 {

@@ -29,10 +29,14 @@ from kernels._packed import PackedList
 
 # In the order of the C file's enum.
 _CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
-# Elements of a block of dot products, as the C file has it.
+# Elements of a block, whose dot products are one partial result.
 BLOCK = 8192
 _SOURCE = Path(__file__).with_suffix(".c")
-_FLAGS = ("-O3", "-mavx2", "-mfma", "-mf16c", "-fPIC", "-shared", "-std=gnu11")
+_FLAGS = (
+    *("-std=gnu11", "-O3", "-mavx2", "-mfma", "-mf16c", "-fPIC", "-shared", f"-DBLOCK={BLOCK}"),
+    # What is written as floats is looked at as integers.
+    "-fno-strict-aliasing",
+)
 _COMPILE_SECONDS = 60.0
 _VARIABLE = "ADASUM_CPU_KERNELS"
 _CHOICES = ("auto", "native", "torch")
@@ -192,8 +196,10 @@ def use_torch_on_cpu(why: str) -> None:
     """From now on use torch's functions on CPU tensors, in this process.
 
     Their last bits are others: for ranks of which one has no compiled functions. `why`: what
-    `cpu_path` says of it.
+    `cpu_path` says of it, a string.
     """
+    if not isinstance(why, str):
+        raise TypeError(f"why must be a string, not {type(why).__name__}")
     with _state.lock:
         _state.libraries, _state.why_not = {}, why
 

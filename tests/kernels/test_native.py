@@ -145,6 +145,14 @@ def test_the_choice_is_the_users(fresh: Path, monkeypatch: pytest.MonkeyPatch) -
             call()
 
 
+def test_torch_can_be_demanded(fresh: Path) -> None:
+    with pytest.raises(TypeError, match="why must be a string, not int"):
+        kernels.use_torch_on_cpu(3)  # type: ignore[arg-type]
+    kernels.use_torch_on_cpu("of a reason")
+    assert kernels.cpu_path() == "torch: of a reason" and works()
+    assert not fresh.exists()
+
+
 def test_it_has_torchs_threads() -> None:
     """One OpenMP in the process: two would put two pools of threads on the same cores."""
     need_compiled()
