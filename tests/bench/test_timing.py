@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -87,8 +88,13 @@ def test_on_cuda_only_the_call_is_between_its_events(cuda):
     # Half as much again as the host takes for the call, and 30 us for the events.
     one = ["flush", "sleep 30000", "event", "one", "event"]
     two = ["flush", "sleep 1530000", "event", "two", "event"]
-    end = ["synchronize"]
-    assert cuda.log == [*one, *two, *end, *two, *one, *end, *one, *two, *end]
+    log = cuda.log
+    length = 2 * len(one) + 1
+    rounds = [log[start : start + length] for start in range(0, len(log), length)]
+    assert len(rounds) == 3
+    assert all(
+        each in ([*one, *two, "synchronize"], [*two, *one, "synchronize"]) for each in rounds
+    )
     assert samples == {"one": [1e-3] * 3, "two": [1e-3] * 3}
 
 
@@ -148,14 +154,19 @@ def test_on_cuda_a_capture_that_fails_leaves_the_callers_stream_current(cuda):
     assert currents == [caller]
 
 
-def test_calls_take_turns_in_going_first(monkeypatch):
+def test_no_call_always_follows_the_same_one(monkeypatch):
     orders: list[list[str]] = []
     one_round = lambda order: orders.append(order) or dict.fromkeys(order, 1.0)  # noqa: E731
     monkeypatch.setattr(timing, "_cpu_rounds", lambda calls: one_round)
     monkeypatch.setattr(timing, "DEVICE", "cpu")
-    samples = timing.time_together(dict.fromkeys("abc", lambda: None), {}, THREE)
-    assert orders == [["a", "b", "c"], ["b", "c", "a"], ["c", "a", "b"]]
-    assert samples == {"a": [1.0] * 3, "b": [1.0] * 3, "c": [1.0] * 3}
+    limits = Limits(0.0, 11, 11)
+    samples = timing.time_together(dict.fromkeys("abc", lambda: None), {}, limits)
+    assert [sorted(order) for order in orders] == [["a", "b", "c"]] * 11
+    # The fewest rounds on a GPU are enough for each to come first, and after each other.
+    assert {order[0] for order in orders} == {"a", "b", "c"}
+    pairs = {pair for order in orders for pair in itertools.pairwise(order)}
+    assert pairs == {*itertools.permutations("abc", 2)}
+    assert samples == {"a": [1.0] * 11, "b": [1.0] * 11, "c": [1.0] * 11}
 
 
 def test_rounds_keep_to_their_limits(monkeypatch):

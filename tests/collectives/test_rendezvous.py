@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def mapped(what: str = "adasum") -> list[str]:
+def mapped(what: str = "memfd:adasum") -> list[str]:
     """What this process's memory map calls the memory of links and boards in it."""
     with open("/proc/self/maps") as maps:
         return [line.split(maxsplit=5)[-1].strip() for line in maps if what in line]

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import kernels
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("adasum", "collectives", "kernels")
 # Beside the packages: what the tests, examples and docs are run from.
@@ -146,4 +148,6 @@ def test_tests_pass_on_the_installed_wheel(built: dict[str, Path], tmp_path: Pat
     version = built["wheel"].name.split("-")[1]
     assert f"  adasum                   {version}" in said
     assert f"  kernels imported from    {site / 'kernels'}" in said
+    # Its C file is there, too.
+    assert f"  CPU tensors by           {kernels.cpu_path()}" in said
     assert " passed" in said[-1]
