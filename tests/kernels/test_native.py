@@ -156,15 +156,20 @@ def test_torch_can_be_demanded(fresh: Path) -> None:
 def test_it_has_torchs_threads() -> None:
     """One OpenMP in the process: two would put two pools of threads on the same cores."""
     need_compiled()
-    code = (
-        "import kernels, torch; a = torch.ones(1 << 20); kernels.scaled_add(a, a)\n"
-        "print(*{l.split()[-1] for l in open('/proc/self/maps') if 'omp' in l.split('/')[-1]})"
-    )
+    code = """
+import os, kernels, torch
+torch.set_num_threads(3)
+a, before = torch.empty(1 << 20), len(os.listdir("/proc/self/task"))
+kernels.scaled_add(a, a, out=a)
+print(len(os.listdir("/proc/self/task")) - before)
+print(*{line.split()[-1] for line in open("/proc/self/maps") if "omp" in line.split("/")[-1]})
+"""
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
     if "OpenMP" in torch.__config__.parallel_info():
-        assert len(done.stdout.split()) == 1
+        more, runtime = done.stdout.splitlines()
+        assert more == "2" and len(runtime.split()) == 1
 
 
 def test_autograd_sees_what_is_written() -> None:
@@ -208,6 +213,27 @@ def test_nothing_beside_the_output_is_written(
         around = torch.full((layout.numel + 20,), -7.0, dtype=target)
         kernels.pack([a, b[:1]], layout=layout, out=around[place : place + layout.numel])
         assert (around[:place] == -7).all() and (around[place + layout.numel :] == -7).all()
+
+
+def test_every_nan_stays_one(cpu_path: str) -> None:
+    """Also those whose set bits are all rounded away, and that rounding up makes another number."""
+    patterns = [0x7F800001, 0x7FC00000, 0x7FFFFFFF, -0x7FFFFF, -1]
+    nans = torch.tensor(patterns, dtype=torch.int32).view(torch.float32)
+    assert nans.isnan().all()
+    for dtype in DTYPES:
+        assert kernels.sum_n([nans], dtype=dtype).isnan().all()
+        layout = kernels.layout_of([nans], dtype=dtype)
+        assert kernels.pack([nans], layout=layout)[: len(nans)].isnan().all()
+
+
+def test_padding_longer_than_a_block_is_zero(cpu_path: str) -> None:
+    tensors = [random(numel, torch.float32, "cpu", numel) for numel in (3, 0, _native.BLOCK + 1)]
+    layout = kernels.layout_of(tensors, alignment=4 * 5 * _native.BLOCK)
+    out = kernels.pack(tensors, layout=layout, out=torch.full((layout.numel,), torch.nan))
+    expected = torch.zeros(layout.numel)
+    for view, tensor in zip(layout.views(expected), tensors, strict=True):
+        view.copy_(tensor)
+    assert torch.equal(out, expected)
 
 
 def test_elementwise_bits_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
