@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import socket
-import warnings
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,9 @@ from .transport.shm_link import ShmLink
 
 # What `kernels.cpu_path` says where it is not torch.
 _COMPILED = "compiled"
+# Whether a group of several ranks was made that all computed so: this process has to go on.
+_promised = False
+_logger = logging.getLogger(__name__)
 # The links that a rank offers for each choice.
 _WAYS = {
     "auto": WAYS,
@@ -81,9 +84,9 @@ def connect(gloo: GlooTransport, timeout: float, choice: str) -> Transport:
     others = sorted(set(range(gloo.size)) - {gloo.rank})
     unlinked = [peer for peer in others if peer not in met.links]
     unshared = [peer for peer in others if not isinstance(met.links.get(peer), ShmLink)]
-    said = json.dumps([choice, unlinked, unshared, kernels.cpu_path()]).encode()
-    reports = [json.loads(data) for data in gather(said)]
-    _compute_alike([report.pop() for report in reports], gloo.rank)
+    said = json.dumps([[choice, unlinked, unshared], [kernels.cpu_path(), _promised]]).encode()
+    told = [json.loads(data) for data in gather(said)]
+    reports = [report for report, _ in told]
     with contextlib.ExitStack() as failed:
         if any(len(missing) < len(others) for _, missing, _ in reports):
             # Also on a rank without links: splitting must be the same work on all.
@@ -91,6 +94,7 @@ def connect(gloo: GlooTransport, timeout: float, choice: str) -> Transport:
             failed.callback(links.close)
             host = HybridTransport(links, gloo, ways=ways, toward=toward)
         _check_demands(reports)
+        _compute_alike([computing for _, computing in told], gloo.rank)
         if any(demand == "nccl" for demand, _, _ in reports):
             said = json.dumps([_lacks_for_nccl(), _gpu(), _shares_gpus()]).encode()
             _check_gpus([json.loads(data) for data in gather(said)])
@@ -99,22 +103,30 @@ def connect(gloo: GlooTransport, timeout: float, choice: str) -> Transport:
     return host
 
 
-def _compute_alike(paths: list[str], rank: int) -> None:
-    """paths: of every rank what computes on its CPU tensors, in `kernels.cpu_path`'s words.
+def _compute_alike(ranks: list[tuple[str, bool]], rank: int) -> None:
+    """ranks: what `kernels.cpu_path` says there, and whether it has promised others "compiled".
 
     Compiled code and torch's functions differ in last bits, and all ranks are to have the same.
     """
-    lacking = [i for i, path in enumerate(paths) if path != _COMPILED]
-    if not lacking or len(lacking) == len(paths):
+    global _promised
+    lacking = [i for i, (path, _) in enumerate(ranks) if path != _COMPILED]
+    if not lacking:
+        _promised = True
+    if not lacking or len(lacking) == len(ranks):
         return
-    why = f"rank {lacking[0]} has {paths[lacking[0]]}"
+    why = f"rank {lacking[0]} has {ranks[lacking[0]][0]}"
+    bound = [i for i, (path, promised) in enumerate(ranks) if path == _COMPILED and promised]
+    if bound:
+        raise TransportError(
+            f"ranks {bound} compute on CPU tensors in compiled code, as other groups of theirs do, "
+            f"and ranks {lacking} cannot: {why}; set ADASUM_CPU_KERNELS=torch on all ranks"
+        )
     kernels.use_torch_on_cpu(why)
     if rank == lacking[0]:
-        warnings.warn(
-            f"all ranks compute on CPU tensors by torch's functions, as ranks {lacking} have to: "
-            f"{why}",
-            RuntimeWarning,
-            stacklevel=2,
+        _logger.warning(
+            "all ranks compute on CPU tensors by torch's functions, as ranks %s have to: %s",
+            lacking,
+            why,
         )
 
 

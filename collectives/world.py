@@ -238,9 +238,12 @@ def from_process_group(process_group: dist.ProcessGroup, *, timeout: float = 300
     checks.timeout(timeout)
     known = _adopted.get(process_group)
     if known is None or known.closed:
+        # What these raise comes before anybody waits.
+        choice = transport_choice(None)
+        kernels.cpu_path()
         ranks = range(dist.get_world_size(process_group))
         own = GlooTransport(subgroup(process_group, ranks, _backend(), timeout), owned=True)
-        known = _over_gloo(own, timeout, transport_choice(None))
+        known = _over_gloo(own, timeout, choice)
         if not _adopted:
             atexit.register(_close_adopted)
         _adopted[process_group] = known

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels import _cpu_torch, _native
+from kernels._check import PLAIN
 from kernels._dots import TINY
 from kernels._launch import mark_written
 from kernels._packed import PackedList
@@ -26,11 +27,37 @@ def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
-def _for_list(listed: PackedList) -> _native.Library | None:
-    """The compiled functions take lists of one dtype."""
+def _native_for(
+    wide: torch.dtype,
+    *others: Tensor | None,
+    tensors: Sequence[Tensor] = (),
+    addresses: Sequence[int] = (),
+) -> _native.Library | None:
+    """The compiled functions, for a list of tensors and others, if they take these."""
+    more = [other for other in others if other is not None]
+    # Wrappers and fakes have no memory, nor have torch's zeros.
+    if not PLAIN.issuperset(map(type, itertools.chain(tensors, more))):
+        return None
+    everywhere = (*addresses, *map(Tensor.data_ptr, more))
+    if 0 in everywhere:
+        pairs = zip(itertools.chain(tensors, more), everywhere, strict=True)
+        if any(tensor.numel() for tensor, address in pairs if not address):
+            return None
+    return _native.library(wide)
+
+
+def _native_for_packed(
+    listed: PackedList,
+    tensors: Sequence[Tensor],
+    addresses: Sequence[int],
+    buffer: Tensor,
+    found_inf: Tensor | None,
+) -> _native.Library | None:
+    """They take lists of one dtype."""
     if len(listed.dtype_set) > 1:
         return None
-    return _native.library(compute_dtype(listed.layout.dtype, *listed.dtype_set))
+    wide = compute_dtype(listed.layout.dtype, *listed.dtype_set)
+    return _native_for(wide, buffer, found_inf, tensors=tensors, addresses=addresses)
 
 
 def pack(
@@ -44,7 +71,7 @@ def pack(
     """Write the tensors into their slots of `out` and zero into the padding."""
     if not tensors:
         return
-    if native := _for_list(listed):
+    if native := _native_for_packed(listed, tensors, addresses, out, found_inf):
         native.copy(addresses, listed, out, scale, found_inf, packing=True)
         mark_written([out], found_inf)
     else:
@@ -62,7 +89,7 @@ def unpack(
     """Write the slots of `buffer` into the tensors."""
     if not tensors:
         return
-    if native := _for_list(listed):
+    if native := _native_for_packed(listed, tensors, addresses, buffer, found_inf):
         native.copy(addresses, listed, buffer, scale, found_inf, packing=False)
         mark_written(tensors, found_inf)
     else:
@@ -79,7 +106,7 @@ def sum_n(
     """out = scale * (t0 + t1 + ...), in list order; `out` may be any of the tensors."""
     dtype = tensors[0].dtype
     wide = compute_dtype(dtype, out.dtype)
-    if native := _native.library(wide):
+    if native := _native_for(wide, out, found_inf, tensors=tensors, addresses=addresses):
         native.sum_n(addresses, dtype, out, scale, found_inf)
         mark_written([out], found_inf)
     else:
@@ -93,7 +120,7 @@ def scaled_add(
     wide = compute_dtype(a.dtype, b.dtype, out.dtype)
     if not (_safe(alpha) and _safe(beta)):
         wide = torch.float64
-    if native := _native.library(wide):
+    if native := _native_for(wide, a, b, out, found_inf):
         native.blend(a, b, out, (0, out.numel()), (alpha, beta), found_inf)
         mark_written([out], found_inf)
     else:
@@ -102,7 +129,7 @@ def scaled_add(
 
 def dot_and_norms(a: Tensor, b: Tensor, bounds: Sequence[int]) -> list[list[float]]:
     """S rows (a.b, |a|^2, |b|^2) of the flattened segments."""
-    if native := _native.library(compute_dtype(a.dtype)):
+    if native := _native_for(compute_dtype(a.dtype), a, b):
         return native.dot_and_norms(a, b, bounds)
     return _cpu_torch.dot_and_norms(a, b, bounds)
 
@@ -118,7 +145,7 @@ def combine(
     """out = (1 - d/(2A)) a + (1 - d/(2B)) b a segment, with `dots` S rows (d, A, B)."""
     factors = [(_coefficient(dot, mine), _coefficient(dot, theirs)) for dot, mine, theirs in dots]
     flat = [*itertools.chain.from_iterable(factors)]
-    native = _native.library(compute_dtype(a.dtype, out.dtype))
+    native = _native_for(compute_dtype(a.dtype, out.dtype), a, b, out, found_inf)
     if native and all(map(_safe, flat)):
         native.blend(a, b, out, bounds, flat, found_inf)
         mark_written([out], found_inf)

@@ -6,6 +6,8 @@
  * read from any dtype into REAL, computed on and rounded once where it is written. Its bits depend
  * on neither the number of threads, nor the place in memory, nor the compiler: what may be fused is.
  *
+ * Doubles become 16 bits by way of float, as in torch.
+ *
  * Every `out` may be one of the inputs: a tile is read before it is written.
  */
 #include <immintrin.h>
@@ -25,26 +27,42 @@ static int64_t least(int64_t a, int64_t b)
 
 /* Threads: those of torch's own OpenMP, which is in the process where torch uses one. Linking a
  * second one would put two pools of threads on the same cores. */
-extern void GOMP_parallel(void (*work)(void *), void *task, unsigned threads, unsigned flags)
+extern void GOMP_parallel(void (*start)(void *), void *team, unsigned threads, unsigned flags)
     __attribute__((weak));
 extern int omp_get_thread_num(void) __attribute__((weak));
 extern int omp_get_num_threads(void) __attribute__((weak));
 
-static void in_parallel(void (*work)(void *), void *task, int64_t numel)
+struct share {
+    int64_t thread, threads;
+};
+
+struct team {
+    void (*work)(const void *task, struct share share);
+    const void *task;
+};
+
+static void start(void *data)
 {
-    if (numel > ALONE && GOMP_parallel && omp_get_thread_num && omp_get_num_threads)
-        GOMP_parallel(work, task, 0, 0);
-    else
-        work(task);
+    const struct team *team = data;
+    team->work(team->task, (struct share){omp_get_thread_num(), omp_get_num_threads()});
 }
 
-/* This thread's share of `count`, [first, last). Outside a parallel region there is one thread. */
-static void share(int64_t count, int64_t *first, int64_t *last)
+static void in_parallel(void (*work)(const void *, struct share), const void *task, int64_t numel,
+                        int threads)
 {
-    int64_t thread = omp_get_thread_num ? omp_get_thread_num() : 0;
-    int64_t threads = omp_get_num_threads ? omp_get_num_threads() : 1;
-    *first = count * thread / threads;
-    *last = count * (thread + 1) / threads;
+    struct team team = {work, task};
+    int found = GOMP_parallel && omp_get_thread_num && omp_get_num_threads;
+    if (numel > ALONE && threads > 1 && found)
+        GOMP_parallel(start, &team, threads, 0);
+    else
+        work(task, (struct share){0, 1});
+}
+
+/* A thread's part of `count`, [first, last). */
+static void divide(int64_t count, struct share share, int64_t *first, int64_t *last)
+{
+    *first = count * share.thread / share.threads;
+    *last = count * (share.thread + 1) / share.threads;
 }
 
 /* `n` elements from `from + at` on, as `real`: where they lie, or in `tile`. */
@@ -154,11 +172,11 @@ struct sum {
     float *found_inf;
 };
 
-static void sum_share(void *task)
+static void sum_share(const void *task, struct share mine)
 {
     const struct sum *t = task;
     int64_t first, last;
-    share((t->numel + TILE - 1) / TILE, &first, &last);
+    divide((t->numel + TILE - 1) / TILE, mine, &first, &last);
     for (int64_t low = first * TILE; low < last * TILE; low += TILE) {
         real total[TILE], tile[TILE];
         int64_t n = least(TILE, t->numel - low);
@@ -179,10 +197,10 @@ static void sum_share(void *task)
 /* out = scale * (inputs[0] + inputs[1] + ...), added in order. found_inf: set to 1 where out holds
  * an Inf or NaN, else left; or NULL. */
 void sum_n(const void *const *inputs, int64_t count, int dtype, void *out, int out_dtype,
-           int64_t numel, double scale, float *found_inf)
+           int64_t numel, double scale, float *found_inf, int threads)
 {
     struct sum task = {inputs, out, count, numel, dtype, out_dtype, (real)scale, found_inf};
-    in_parallel(sum_share, &task, numel);
+    in_parallel(sum_share, &task, numel, threads);
 }
 
 /* Blocks of segments: each segment is cut for itself, from its own start. */
@@ -266,11 +284,11 @@ static void copy_run(const struct list *t, const void *from, int dtype, void *to
     }
 }
 
-static void copy_share(void *task)
+static void copy_share(const void *task, struct share mine)
 {
     const struct list *t = task;
     int64_t first, last;
-    share(count_blocks(t->bounds, t->count), &first, &last);
+    divide(count_blocks(t->bounds, t->count), mine, &first, &last);
     if (first == last)
         return;
     struct block block = find(t->bounds, first);
@@ -300,11 +318,11 @@ static void copy_share(void *task)
  * it. found_inf as for sum_n. */
 void copy(void *const *tensors, int dtype, const int64_t *numels, const int64_t *bounds,
           int64_t count, void *buffer, int buffer_dtype, int packing, double scale,
-          float *found_inf)
+          float *found_inf, int threads)
 {
     struct list task = {tensors, numels, bounds, count, dtype, buffer_dtype, packing, buffer,
                         (real)scale, found_inf};
-    in_parallel(copy_share, &task, bounds[count] - bounds[0]);
+    in_parallel(copy_share, &task, bounds[count] - bounds[0], threads);
 }
 
 struct pair {
@@ -321,11 +339,11 @@ struct pair {
     double *partials;
 };
 
-static void blend_share(void *task)
+static void blend_share(const void *task, struct share mine)
 {
     const struct pair *t = task;
     int64_t first, last;
-    share(count_blocks(t->bounds, t->segments), &first, &last);
+    divide(count_blocks(t->bounds, t->segments), mine, &first, &last);
     if (first == last)
         return;
     struct block block = find(t->bounds, first);
@@ -352,12 +370,13 @@ static void blend_share(void *task)
 /* out = alpha * a + beta * b, by segment: coefficients are its rows (alpha, beta), bounds the
  * elements where segments start, and end. found_inf as for sum_n. */
 void blend(const void *a, int a_dtype, const void *b, int b_dtype, void *out, int out_dtype,
-           const int64_t *bounds, int64_t segments, const double *coefficients, float *found_inf)
+           const int64_t *bounds, int64_t segments, const double *coefficients, float *found_inf,
+           int threads)
 {
     struct pair task = {a, b, a_dtype, b_dtype, bounds, segments, .out = out,
                         .out_dtype = out_dtype, .coefficients = coefficients,
                         .found_inf = found_inf};
-    in_parallel(blend_share, &task, bounds[segments] - bounds[0]);
+    in_parallel(blend_share, &task, bounds[segments] - bounds[0], threads);
 }
 
 /* Sums of products in double, where those of two floats are exact. An element's place in its block
@@ -398,11 +417,11 @@ static void add_dots(const real *x, const real *y, int64_t n, struct dots *sums)
     }
 }
 
-static void dots_share(void *task)
+static void dots_share(const void *task, struct share mine)
 {
     const struct pair *t = task;
     int64_t first, last;
-    share(count_blocks(t->bounds, t->segments), &first, &last);
+    divide(count_blocks(t->bounds, t->segments), mine, &first, &last);
     if (first == last)
         return;
     struct block block = find(t->bounds, first);
@@ -430,10 +449,10 @@ static void dots_share(void *task)
 
 /* rows: (a.b, |a|^2, |b|^2) of each segment. partials: room for three doubles a block. */
 void dot_and_norms(const void *a, int a_dtype, const void *b, int b_dtype, const int64_t *bounds,
-                   int64_t segments, double *partials, double *rows)
+                   int64_t segments, double *partials, double *rows, int threads)
 {
     struct pair task = {a, b, a_dtype, b_dtype, bounds, segments, .partials = partials};
-    in_parallel(dots_share, &task, bounds[segments] - bounds[0]);
+    in_parallel(dots_share, &task, bounds[segments] - bounds[0], threads);
     for (int64_t segment = 0; segment < segments; segment++, rows += 3) {
         rows[0] = rows[1] = rows[2] = 0;
         for (int64_t k = 0; k < blocks_of(bounds, segment); k++, partials += 3)

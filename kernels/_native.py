@@ -33,7 +33,10 @@ _CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 
 BLOCK = 8192
 _SOURCE = Path(__file__).with_suffix(".c")
 _FLAGS = (
-    *("-std=gnu11", "-O3", "-mavx2", "-mfma", "-mf16c", "-fPIC", "-shared", f"-DBLOCK={BLOCK}"),
+    *("-std=gnu11", "-O3", "-march=x86-64", "-mavx2", "-mfma", "-mf16c"),
+    *("-fPIC", "-shared", f"-DBLOCK={BLOCK}"),
+    # The bits are the same on all machines, whatever $CC says beside the compiler's name.
+    *("-fno-fast-math", "-ffp-contract=off"),
     # What is written as floats is looked at as integers.
     "-fno-strict-aliasing",
 )
@@ -54,16 +57,17 @@ class Library:
         segments = (c_void_p, c_int64)
         self._copy = _function(
             library.copy,
-            *(*tensor, c_void_p, *segments, *tensor, c_int, c_double, c_void_p),
+            *(*tensor, c_void_p, *segments, *tensor, c_int, c_double, c_void_p, c_int),
         )
         self._sum_n = _function(
-            library.sum_n, c_void_p, c_int64, c_int, *tensor, c_int64, c_double, c_void_p
+            library.sum_n,
+            *(c_void_p, c_int64, c_int, *tensor, c_int64, c_double, c_void_p, c_int),
         )
         self._blend = _function(
-            library.blend, *tensor, *tensor, *tensor, *segments, c_void_p, c_void_p
+            library.blend, *tensor, *tensor, *tensor, *segments, c_void_p, c_void_p, c_int
         )
         self._dot_and_norms = _function(
-            library.dot_and_norms, *tensor, *tensor, *segments, c_void_p, c_void_p
+            library.dot_and_norms, *tensor, *tensor, *segments, c_void_p, c_void_p, c_int
         )
 
     def copy(
@@ -86,6 +90,7 @@ class Library:
             packing,
             scale,
             _flag(found_inf),
+            torch.get_num_threads(),
         )
 
     def sum_n(
@@ -106,6 +111,7 @@ class Library:
             out.numel(),
             scale,
             _flag(found_inf),
+            torch.get_num_threads(),
         )
 
     def blend(
@@ -125,6 +131,7 @@ class Library:
             len(cuts) - 1,
             _address(factors),
             _flag(found_inf),
+            torch.get_num_threads(),
         )
 
     def dot_and_norms(self, a: Tensor, b: Tensor, bounds: Sequence[int]) -> list[list[float]]:
@@ -137,6 +144,7 @@ class Library:
             *(*_tensor(a), *_tensor(b), _address(cuts), count),
             ctypes.addressof(partials),
             ctypes.addressof(rows),
+            torch.get_num_threads(),
         )
         return [rows[i : i + 3] for i in range(0, 3 * count, 3)]
 
@@ -243,33 +251,53 @@ def _check_machine() -> None:
 
 def _built(real: str) -> Library:
     """From the cache or, compiled into it, from the C file."""
-    command = [*_compiler(), *_FLAGS, f"-DREAL={real}", str(_SOURCE)]
-    # What else is in the command is the same in all versions, or does not matter.
-    key = hashlib.sha256(_SOURCE.read_bytes() + repr((_FLAGS, command[0])).encode())
-    name = f"{real}-{key.hexdigest()[:24]}.so"
-    folder = _cache()
     try:
-        if folder is not None and (folder / name).exists():
-            try:
-                return Library(folder / name)
-            except (OSError, AttributeError):
-                # Cut short or of another machine: made anew.
-                (folder / name).unlink(missing_ok=True)
+        key = hashlib.sha256(_SOURCE.read_bytes() + repr(_FLAGS).encode()).hexdigest()
+        name = f"{real}-{key[:24]}.so"
+        folder = _cache()
+        if folder is not None and _is_whole(folder / name):
+            return Library(folder / name)
+        compiler = _compiler()
         # Takes its name when it is whole: other processes do the same at the same time.
-        with tempfile.TemporaryDirectory(prefix="adasum-", dir=folder) as private:
+        shared = folder if folder is not None and os.access(folder, os.W_OK) else None
+        with tempfile.TemporaryDirectory(prefix="adasum-", dir=shared) as private:
             made = Path(private, name)
-            _run([*command, "-o", str(made)])
+            _run([*compiler, *_FLAGS, f"-DREAL={real}", str(_SOURCE), "-o", str(made)])
+            _seal(made)
             library = Library(made)
-            if folder is not None:
-                made.replace(folder / name)
+            if shared is not None:
+                made.replace(shared / name)
             return library
     except (OSError, AttributeError) as error:
         raise _Unavailable(f"{_SOURCE.name} could not be compiled and loaded: {error}") from error
 
 
+def _seal(path: Path) -> None:
+    """Append a hash of what is there, which loading does not look at, and have it on the disk."""
+    with path.open("r+b") as file:
+        seal = hashlib.sha256(file.read()).digest()
+        file.write(seal)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether it is as `_seal` left it, and nobody else's: what is cut short ends the process."""
+    try:
+        if not _is_mine(path):
+            return False
+        content = path.read_bytes()
+    except OSError:
+        return False
+    return hashlib.sha256(content[:-32]).digest() == content[-32:]
+
+
 def _compiler() -> list[str]:
     """The command that $CC names, else the first of the usual ones."""
-    named = shlex.split(os.environ.get("CC", ""))
+    try:
+        named = shlex.split(os.environ.get("CC", ""))
+    except ValueError as error:
+        raise _Unavailable(f"$CC is no command: {error}") from error
     for command in [named] if named else [["gcc"], ["cc"], ["clang"]]:
         if shutil.which(command[0]):
             return command
@@ -284,6 +312,7 @@ def _run(command: list[str]) -> None:
             check=True,
             capture_output=True,
             text=True,
+            errors="replace",
             stdin=subprocess.DEVNULL,
             timeout=_COMPILE_SECONDS,
         )
@@ -304,10 +333,13 @@ def _cache() -> Path | None:
     if not folder.is_absolute():
         return None
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        info = folder.stat()
+        if not folder.exists():
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return folder if _is_mine(folder) else None
     except OSError:
         return None
-    others = stat.S_IWGRP | stat.S_IWOTH
-    mine = info.st_uid == os.geteuid() and not info.st_mode & others
-    return folder if mine and os.access(folder, os.W_OK) else None
+
+
+def _is_mine(path: Path) -> bool:
+    info = path.stat()
+    return info.st_uid == os.geteuid() and not info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

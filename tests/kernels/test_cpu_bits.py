@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 import kernels
+from kernels._native import BLOCK
 from tests.kernels.cases import DTYPES, bits, poisoned, random
 
 pytestmark = pytest.mark.usefixtures("cpu_path")
@@ -100,3 +102,47 @@ def test_blocks_have_the_bits_of_one_piece():
         for call in calls:
             in_parts = torch.cat([call(a[part], b[part]) for part in parts])
             assert bits(call(a, b)) == bits(in_parts)
+
+
+@pytest.mark.parametrize("source", DTYPES)
+@pytest.mark.parametrize("target", DTYPES)
+def test_nothing_beside_the_output_is_written(source, target):
+    """Of every length up to two vectors, and around tiles, at places that are not aligned."""
+    for numel, place in itertools.product([*range(18), 1023, 1025, 8193], (1, 3)):
+        a, b = (random(numel, source, "cpu", seed) for seed in (1, 2))
+        around = torch.full((numel + 20,), -7.0, dtype=target)
+        out = around[place : place + numel]
+        kernels.sum_n([a, b], out=out)
+        kernels.scaled_add(a, b, alpha=0.3, beta=0.5, out=out)
+        if source == target:
+            kernels.adasum(a, b, out=out)
+        assert (around[:place] == -7).all() and (around[place + numel :] == -7).all()
+        whole = torch.full((numel + 20,), -7.0, dtype=source)
+        layout = kernels.layout_of([out], alignment=target.itemsize)
+        kernels.unpack(out, [whole[place : place + numel]], layout=layout)
+        assert (whole[:place] == -7).all() and (whole[place + numel :] == -7).all()
+        layout = kernels.layout_of([a, b[:1]], dtype=target)
+        around = torch.full((layout.numel + 20,), -7.0, dtype=target)
+        kernels.pack([a, b[:1]], layout=layout, out=around[place : place + layout.numel])
+        assert (around[:place] == -7).all() and (around[place + layout.numel :] == -7).all()
+
+
+def test_every_nan_stays_one():
+    """Also those whose set bits are all rounded away, and that rounding up makes another number."""
+    patterns = [0x7F800001, 0x7FC00000, 0x7FFFFFFF, -0x7FFFFF, -1]
+    nans = torch.tensor(patterns, dtype=torch.int32).view(torch.float32)
+    assert nans.isnan().all()
+    for dtype in DTYPES:
+        assert kernels.sum_n([nans], dtype=dtype).isnan().all()
+        layout = kernels.layout_of([nans], dtype=dtype)
+        assert kernels.pack([nans], layout=layout)[: len(nans)].isnan().all()
+
+
+def test_padding_longer_than_a_block_is_zero():
+    tensors = [random(numel, torch.float32, "cpu", numel) for numel in (3, 0, BLOCK + 1)]
+    layout = kernels.layout_of(tensors, alignment=4 * 5 * BLOCK)
+    out = kernels.pack(tensors, layout=layout, out=torch.full((layout.numel,), torch.nan))
+    expected = torch.zeros(layout.numel)
+    for view, tensor in zip(layout.views(expected), tensors, strict=True):
+        view.copy_(tensor)
+    assert torch.equal(out, expected)
