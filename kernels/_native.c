@@ -20,6 +20,9 @@ enum { NATIVE = sizeof(real) == 4 ? FLOAT32 : FLOAT64 };
 /* Elements; BLOCK comes from kernels/_native.py, too. Up to ALONE are not worth a second thread. */
 enum { TILE = 1024, ALONE = 32768, LANES = 8 };
 
+/* What is written to may be what is read, element by element; nothing else overlaps. */
+#define ELEMENTWISE _Pragma("GCC ivdep")
+
 static int64_t least(int64_t a, int64_t b)
 {
     return a < b ? a : b;
@@ -108,10 +111,17 @@ static uint16_t to_bfloat16(float value)
     return (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded;
 }
 
+/* Where to compute what `write` is to write: in its place, or in `tile`. */
+static real *place_for(void *to, int dtype, int64_t at, real *tile)
+{
+    return dtype == NATIVE ? (real *)to + at : tile;
+}
+
 static void write(void *to, int dtype, int64_t at, int64_t n, const real *tile)
 {
     if (dtype == NATIVE) {
-        memcpy((real *)to + at, tile, n * sizeof *tile);
+        if ((real *)to + at != tile)
+            memcpy((real *)to + at, tile, n * sizeof *tile);
     } else if (dtype == FLOAT32) {
         float *target = (float *)to + at;
         for (int64_t i = 0; i < n; i++)
@@ -178,18 +188,30 @@ static void sum_share(const void *task, struct share mine)
     int64_t first, last;
     divide((t->numel + TILE - 1) / TILE, mine, &first, &last);
     for (int64_t low = first * TILE; low < last * TILE; low += TILE) {
-        real total[TILE], tile[TILE];
+        real left[TILE], right[TILE], tile[TILE];
         int64_t n = least(TILE, t->numel - low);
-        memcpy(total, read(t->inputs[0], t->dtype, low, n, tile), n * sizeof *total);
-        for (int64_t k = 1; k < t->count; k++) {
-            const real *x = read(t->inputs[k], t->dtype, low, n, tile);
+        /* A third input may be the output. */
+        real *total = t->count > 2 ? tile : place_for(t->out, t->out_dtype, low, tile);
+        const real *x = read(t->inputs[0], t->dtype, low, n, left);
+        if (t->count > 1) {
+            const real *y = read(t->inputs[1], t->dtype, low, n, right);
+            ELEMENTWISE
             for (int64_t i = 0; i < n; i++)
-                total[i] += x[i];
+                total[i] = x[i] + y[i];
+            x = total;
         }
-        if (t->scale != 1)
+        for (int64_t k = 2; k < t->count; k++) {
+            const real *y = read(t->inputs[k], t->dtype, low, n, right);
             for (int64_t i = 0; i < n; i++)
-                total[i] *= t->scale;
-        write(t->out, t->out_dtype, low, n, total);
+                total[i] += y[i];
+        }
+        if (t->scale != 1) {
+            ELEMENTWISE
+            for (int64_t i = 0; i < n; i++)
+                total[i] = x[i] * t->scale;
+            x = total;
+        }
+        write(t->out, t->out_dtype, low, n, x);
         note_non_finite(t->found_inf, t->out, t->out_dtype, low, n);
     }
 }
@@ -271,10 +293,11 @@ static void copy_run(const struct list *t, const void *from, int dtype, void *to
         return;
     }
     for (int64_t low = 0; low < n; low += TILE) {
-        real tile[TILE], product[TILE];
+        real source[TILE], tile[TILE];
         int64_t few = least(TILE, n - low);
-        const real *x = read(from, dtype, low, few, tile);
+        const real *x = read(from, dtype, low, few, source);
         if (t->scale != 1) {
+            real *product = place_for(to, to_dtype, low, tile);
             for (int64_t i = 0; i < few; i++)
                 product[i] = x[i] * t->scale;
             x = product;
@@ -351,10 +374,12 @@ static void blend_share(const void *task, struct share mine)
         real alpha = (real)t->coefficients[2 * block.segment];
         real beta = (real)t->coefficients[2 * block.segment + 1];
         for (int64_t low = block.low; low < block.high; low += TILE) {
-            real left[TILE], right[TILE], total[TILE];
+            real left[TILE], right[TILE], tile[TILE];
             int64_t n = least(TILE, block.high - low);
             const real *x = read(t->a, t->a_dtype, low, n, left);
             const real *y = read(t->b, t->b_dtype, low, n, right);
+            real *total = place_for(t->out, t->out_dtype, low, tile);
+            ELEMENTWISE
             for (int64_t i = 0; i < n; i++)
                 total[i] = (sizeof(real) == 4 ? __builtin_fmaf(beta, y[i], alpha * x[i])
                                               : __builtin_fma(beta, y[i], alpha * x[i]));
