@@ -68,7 +68,8 @@ static void divide(int64_t count, struct share share, int64_t *first, int64_t *l
     *last = count * (share.thread + 1) / share.threads;
 }
 
-/* `n` elements from `from + at` on, as `real`: where they lie, or in `tile`. */
+/* `n` elements from `from + at` on, as `real`: where they lie, or in `tile`, which may be where they
+ * are to go. */
 static const real *read(const void *from, int dtype, int64_t at, int64_t n, real *tile)
 {
     if (dtype == NATIVE)
@@ -293,11 +294,12 @@ static void copy_run(const struct list *t, const void *from, int dtype, void *to
         return;
     }
     for (int64_t low = 0; low < n; low += TILE) {
-        real source[TILE], tile[TILE];
+        real tile[TILE];
         int64_t few = least(TILE, n - low);
-        const real *x = read(from, dtype, low, few, source);
+        real *product = place_for(to, to_dtype, low, tile);
+        const real *x = read(from, dtype, low, few, product);
         if (t->scale != 1) {
-            real *product = place_for(to, to_dtype, low, tile);
+            ELEMENTWISE
             for (int64_t i = 0; i < few; i++)
                 product[i] = x[i] * t->scale;
             x = product;
