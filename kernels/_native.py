@@ -252,7 +252,8 @@ def _check_machine() -> None:
 def _built(real: str) -> Library:
     """From the cache or, compiled into it, from the C file."""
     try:
-        key = hashlib.sha256(_SOURCE.read_bytes() + repr(_FLAGS).encode()).hexdigest()
+        sources = [path.read_bytes() for path in (_SOURCE, _SOURCE.with_suffix(".h"))]
+        key = hashlib.sha256(repr((sources, _FLAGS)).encode()).hexdigest()
         name = f"{real}-{key[:24]}.so"
         folder = _cache()
         if folder is not None and _is_whole(folder / name):

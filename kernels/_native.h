@@ -1,0 +1,129 @@
+/* The dtypes of kernels/_native.c: tensors' memory into tiles of REAL, and back.
+ *
+ * Doubles become 16 bits by way of float, as in torch.
+ */
+#include <immintrin.h>
+#include <stdint.h>
+#include <string.h>
+
+typedef REAL real;
+enum { FLOAT16, BFLOAT16, FLOAT32, FLOAT64 };
+enum { NATIVE = sizeof(real) == 4 ? FLOAT32 : FLOAT64 };
+
+static int64_t least(int64_t a, int64_t b)
+{
+    return a < b ? a : b;
+}
+
+/* Where the element `at` lies. */
+static void *place(void *from, int dtype, int64_t at)
+{
+    static const int sizes[] = {2, 2, 4, 8};
+    return (char *)from + at * sizes[dtype];
+}
+
+/* `n` elements from `from + at` on, as `real`: where they lie, or in `tile`, which may be where they
+ * are to go. */
+static const real *read(const void *from, int dtype, int64_t at, int64_t n, real *tile)
+{
+    if (dtype == NATIVE)
+        return (const real *)from + at;
+    if (dtype == FLOAT32) {
+        const float *source = (const float *)from + at;
+        for (int64_t i = 0; i < n; i++)
+            tile[i] = source[i];
+    } else if (dtype == BFLOAT16) {
+        const uint16_t *source = (const uint16_t *)from + at;
+        for (int64_t i = 0; i < n; i++) {
+            uint32_t bits = (uint32_t)source[i] << 16;
+            float value;
+            memcpy(&value, &bits, sizeof value);
+            tile[i] = value;
+        }
+    } else {
+        const uint16_t *source = (const uint16_t *)from + at;
+        for (int64_t i = 0; i < n; i += 8) {
+            uint16_t half[8] = {0};
+            float value[8];
+            int64_t few = least(8, n - i);
+            if (few == 8)
+                memcpy(half, source + i, sizeof half);
+            else
+                memcpy(half, source + i, few * sizeof *half);
+            _mm256_storeu_ps(value, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)half)));
+            for (int64_t j = 0; j < few; j++)
+                tile[i + j] = value[j];
+        }
+    }
+    return tile;
+}
+
+static uint16_t to_bfloat16(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    return (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded;
+}
+
+/* Where to compute what `write` is to write: in its place, or in `tile`. */
+static real *place_for(void *to, int dtype, int64_t at, real *tile)
+{
+    return dtype == NATIVE ? (real *)to + at : tile;
+}
+
+static void write(void *to, int dtype, int64_t at, int64_t n, const real *tile)
+{
+    if (dtype == NATIVE) {
+        if ((real *)to + at != tile)
+            memcpy((real *)to + at, tile, n * sizeof *tile);
+    } else if (dtype == FLOAT32) {
+        float *target = (float *)to + at;
+        for (int64_t i = 0; i < n; i++)
+            target[i] = (float)tile[i];
+    } else if (dtype == BFLOAT16) {
+        uint16_t *target = (uint16_t *)to + at;
+        for (int64_t i = 0; i < n; i++)
+            target[i] = to_bfloat16((float)tile[i]);
+    } else {
+        uint16_t *target = (uint16_t *)to + at;
+        for (int64_t i = 0; i < n; i += 8) {
+            uint16_t half[8];
+            float value[8] = {0};
+            int64_t few = least(8, n - i);
+            for (int64_t j = 0; j < few; j++)
+                value[j] = (float)tile[i + j];
+            __m128i rounded = _mm256_cvtps_ph(_mm256_loadu_ps(value), _MM_FROUND_TO_NEAREST_INT);
+            _mm_storeu_si128((__m128i *)half, rounded);
+            memcpy(target + i, half, few * sizeof *half);
+        }
+    }
+}
+
+/* Whether one of `n` elements from `from + at` on is Inf or NaN: has all bits of its exponent. */
+static int any_non_finite(const void *from, int dtype, int64_t at, int64_t n)
+{
+    int found = 0;
+    if (dtype == FLOAT64) {
+        const uint64_t *bits = (const uint64_t *)from + at, all = 0x7ff0000000000000;
+        for (int64_t i = 0; i < n; i++)
+            found |= (bits[i] & all) == all;
+    } else if (dtype == FLOAT32) {
+        const uint32_t *bits = (const uint32_t *)from + at, all = 0x7f800000;
+        for (int64_t i = 0; i < n; i++)
+            found |= (bits[i] & all) == all;
+    } else {
+        const uint16_t *bits = (const uint16_t *)from + at, all = dtype == FLOAT16 ? 0x7c00 : 0x7f80;
+        for (int64_t i = 0; i < n; i++)
+            found |= (bits[i] & all) == all;
+    }
+    return found;
+}
+
+/* Threads set one and the same flag. */
+static void note_non_finite(float *found_inf, const void *from, int dtype, int64_t at, int64_t n)
+{
+    const float one = 1;
+    if (found_inf && any_non_finite(from, dtype, at, n))
+        __atomic_store(found_inf, &one, __ATOMIC_RELAXED);
+}
