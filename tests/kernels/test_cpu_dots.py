@@ -24,7 +24,7 @@ def pair(numel: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor
     return a.to(dtype), b.to(dtype)
 
 
-def close(a: Tensor, b: Tensor, cuts: tuple[int, ...] | None = None) -> None:
+def check_close(a: Tensor, b: Tensor, cuts: tuple[int, ...] | None = None) -> None:
     """Off by float64's roundings at most: of n products and n additions, in whatever order."""
     cuts = (0, a.numel()) if cuts is None else cuts
     rows = kernels.dot_and_norms(a, b, cuts).tolist()
@@ -42,14 +42,14 @@ def close(a: Tensor, b: Tensor, cuts: tuple[int, ...] | None = None) -> None:
     "numel", [1, 7, 8, 9, 1023, 1024, 1033, BLOCK - 1, BLOCK, BLOCK + 1, 4 * BLOCK + 1029]
 )
 def test_every_length(numel: int, dtype: torch.dtype) -> None:
-    close(*pair(numel, dtype))
+    check_close(*pair(numel, dtype))
 
 
 def test_long_and_short_segments_in_any_order() -> None:
     lengths = [0, 5, 0, 0, BLOCK, BLOCK + 77, 1, 3 * BLOCK + 1, 0, 3000, BLOCK, 0]
     cuts = (0, *itertools.accumulate(lengths))
     a, b = pair(cuts[-1])
-    close(a, b, cuts)
+    check_close(a, b, cuts)
     # A segment's answer is its own, whatever stands beside it.
     dots = kernels.dot_and_norms(a, b, cuts)
     for row, (low, high) in zip(dots, itertools.pairwise(cuts), strict=True):
@@ -59,8 +59,8 @@ def test_long_and_short_segments_in_any_order() -> None:
 @pytest.mark.parametrize("scale", [1e-38, 1e-30, 1e-20, 1.0, 1e19, 3e37])
 def test_every_size_of_the_elements(scale: float) -> None:
     a, b = pair(BLOCK + 5)
-    close(a * scale, b)
-    close(a * scale, b * scale)
+    check_close(a * scale, b)
+    check_close(a * scale, b * scale)
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
