@@ -111,7 +111,7 @@ def pack(
     layout = listed.layout
     flat = _all_flat(tensors, layout)
     if scale == 1.0:
-        _gather(flat, set(listed.dtypes), layout, out)
+        _gather(flat, listed.dtype_set, layout, out)
     else:
         _zero_padding(layout, out)
         for slot, tensor in zip(_slots(layout, out), flat, strict=True):
@@ -146,7 +146,7 @@ def unpack(
     layout = listed.layout
     flat = _all_flat(tensors, layout)
     if scale == 1.0:
-        _scatter(buffer, flat, set(listed.dtypes), layout)
+        _scatter(buffer, flat, listed.dtype_set, layout)
     else:
         for slot, tensor in zip(_slots(layout, buffer), flat, strict=True):
             _scaled_copy(tensor, slot, scale)
