@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from bench.occupancy import ARCHITECTURES
-from kernels import _launch, _plan, _projection, packing, reduction
+from kernels import _launch, _packing, _plan, _projection, _reduction
 
 NUMEL = 1 << 26
 ITEMSIZES = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
@@ -32,7 +32,7 @@ class Kernel(NamedTuple):
 
 _CAST = {"fp16": "fp32", "fp32": "fp16"}
 _COPY = Kernel(
-    packing._copy_kernel.function,
+    _packing._copy_kernel.function,
     _launch.block_of,
     {"PACK": True, "SCALED": False, "FINITE": True, "CHECKED": False},
     {
@@ -53,10 +53,10 @@ KERNELS = {
     "pack": _COPY,
     "unpack": _COPY._replace(values={**_COPY.values, "PACK": False}),
     "sum_n": Kernel(
-        reduction._sum_kernel.function, _launch.block_of, _ELEMENTWISE, _ELEMENTWISE_VARIANTS
+        _reduction._sum_kernel.function, _launch.block_of, _ELEMENTWISE, _ELEMENTWISE_VARIANTS
     ),
     "scaled_add": Kernel(
-        reduction._scaled_add_kernel.function,
+        _reduction._scaled_add_kernel.function,
         _launch.block_of,
         _ELEMENTWISE,
         _ELEMENTWISE_VARIANTS,

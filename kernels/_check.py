@@ -166,6 +166,8 @@ def check_found_inf(found_inf: object, device: torch.device) -> Tensor | None:
 
 def check_scalar(name: str, value: object) -> float:
     """Return `value` as a float; TypeError for what is no number, ValueError for a too big one."""
+    if type(value) is float:
+        return value
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a float, not {type(value).__name__}")
     try:
@@ -250,31 +252,36 @@ def check_apart(
 
 def check_target(
     out: object | None, like_name: str, like: Tensor, dtype: torch.dtype | None
-) -> Tensor:
-    """The output of an elementwise function: `out` checked, or new memory.
+) -> torch.dtype:
+    """Check the output of an elementwise function, None where it is to be `new_like`.
 
-    dtype: of the output, None for that of `out` or, without one, of `like`.
+    dtype: of the output, None for that of `out` or, without one, of `like`; returned.
     """
     if dtype is not None:
         check_dtype("dtype", dtype)
     if out is None:
-        return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
+        return like.dtype if dtype is None else dtype
     target = check_writable("out", check_place("out", out, like_name, like))
     if dtype is not None and target.dtype != dtype:
         raise TypeError(f"out has dtype {target.dtype} but dtype is {dtype}: drop one of them")
-    return target
+    return target.dtype
 
 
-def check_pair(a: object, b: object, out: object | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Check two equal inputs and their output, allocated here when `out` is None.
+def new_like(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """An output for `like`, of `dtype` or, without one, of its own."""
+    return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
 
-    Returns a, b and the output. Where they overlap is for `check_written`.
+
+def check_pair(a: object, b: object, out: object | None) -> Tensor:
+    """Check two equal inputs and their output, None where it is to be `new_like`; returns a.
+
+    Where they overlap is for `check_written`.
     """
     left = check_tensor("a", a)
-    right = check_like("b", b, "a", left)
-    if out is None:
-        return left, right, torch.empty_like(left, memory_format=torch.contiguous_format)
-    return left, right, check_writable("out", check_like("out", out, "a", left))
+    check_like("b", b, "a", left)
+    if out is not None:
+        check_writable("out", check_like("out", out, "a", left))
+    return left
 
 
 def check_written(

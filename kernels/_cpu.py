@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from kernels import _cpu_torch, _native
-from kernels._check import PLAIN
 from kernels._dots import TINY
+from kernels._known import Place
 from kernels._launch import mark_written
 from kernels._packed import PackedList
 
@@ -27,42 +27,16 @@ def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
-def _native_for(
-    wide: torch.dtype,
-    *others: Tensor | None,
-    tensors: Sequence[Tensor] = (),
-    addresses: Sequence[int] = (),
-) -> _native.Library | None:
-    """The compiled functions, for a list of tensors and others, if they take these."""
-    more = [other for other in others if other is not None]
-    # Wrappers and fakes have no memory, nor have torch's zeros.
-    if not PLAIN.issuperset(map(type, itertools.chain(tensors, more))):
+def _native_for_packed(listed: PackedList, place: Place) -> _native.Library | None:
+    """The compiled functions, if they take this: lists of one dtype, in memory."""
+    if len(listed.dtype_set) > 1 or not place.in_c:
         return None
-    everywhere = (*addresses, *map(Tensor.data_ptr, more))
-    if 0 in everywhere:
-        pairs = zip(itertools.chain(tensors, more), everywhere, strict=True)
-        if any(tensor.numel() for tensor, address in pairs if not address):
-            return None
-    return _native.library(wide)
-
-
-def _native_for_packed(
-    listed: PackedList,
-    tensors: Sequence[Tensor],
-    addresses: Sequence[int],
-    buffer: Tensor,
-    found_inf: Tensor | None,
-) -> _native.Library | None:
-    """They take lists of one dtype."""
-    if len(listed.dtype_set) > 1:
-        return None
-    wide = compute_dtype(listed.layout.dtype, *listed.dtype_set)
-    return _native_for(wide, buffer, found_inf, tensors=tensors, addresses=addresses)
+    return _native.library(compute_dtype(listed.layout.dtype, *listed.dtype_set))
 
 
 def pack(
     tensors: Sequence[Tensor],
-    addresses: Sequence[int],
+    place: Place,
     listed: PackedList,
     out: Tensor,
     scale: float,
@@ -71,8 +45,8 @@ def pack(
     """Write the tensors into their slots of `out` and zero into the padding."""
     if not tensors:
         return
-    if native := _native_for_packed(listed, tensors, addresses, out, found_inf):
-        native.copy(addresses, listed, out, scale, found_inf, packing=True)
+    if native := _native_for_packed(listed, place):
+        native.copy(place.in_c, listed, out, scale, found_inf, packing=True)
         mark_written([out], found_inf)
     else:
         _cpu_torch.pack(tensors, listed, out, scale, found_inf)
@@ -81,7 +55,7 @@ def pack(
 def unpack(
     buffer: Tensor,
     tensors: list[Tensor],
-    addresses: Sequence[int],
+    place: Place,
     listed: PackedList,
     scale: float,
     found_inf: Tensor | None,
@@ -89,8 +63,8 @@ def unpack(
     """Write the slots of `buffer` into the tensors."""
     if not tensors:
         return
-    if native := _native_for_packed(listed, tensors, addresses, buffer, found_inf):
-        native.copy(addresses, listed, buffer, scale, found_inf, packing=False)
+    if native := _native_for_packed(listed, place):
+        native.copy(place.in_c, listed, buffer, scale, found_inf, packing=False)
         mark_written(tensors, found_inf)
     else:
         _cpu_torch.unpack(buffer, tensors, listed, scale, found_inf)
@@ -98,38 +72,43 @@ def unpack(
 
 def sum_n(
     tensors: Sequence[Tensor],
-    addresses: Sequence[int],
+    place: Place,
+    wide: torch.dtype,
     out: Tensor,
     scale: float,
     found_inf: Tensor | None,
 ) -> None:
     """out = scale * (t0 + t1 + ...), in list order; `out` may be any of the tensors."""
-    dtype = tensors[0].dtype
-    wide = compute_dtype(dtype, out.dtype)
-    if native := _native_for(wide, out, found_inf, tensors=tensors, addresses=addresses):
-        native.sum_n(addresses, dtype, out, scale, found_inf)
+    if place.in_c and (native := _native.library(wide)):
+        native.sum_n(place.in_c, len(tensors), tensors[0].dtype, out, scale, found_inf)
         mark_written([out], found_inf)
     else:
         _cpu_torch.sum_n(tensors, wide, out, scale, found_inf)
 
 
 def scaled_add(
-    a: Tensor, b: Tensor, alpha: float, beta: float, out: Tensor, found_inf: Tensor | None
+    a: Tensor,
+    b: Tensor,
+    place: Place,
+    wide: torch.dtype,
+    alpha: float,
+    beta: float,
+    out: Tensor,
+    found_inf: Tensor | None,
 ) -> None:
     """out = alpha*a + beta*b, elementwise; `out` may be a or b."""
-    wide = compute_dtype(a.dtype, b.dtype, out.dtype)
     if not (_safe(alpha) and _safe(beta)):
         wide = torch.float64
-    if native := _native_for(wide, a, b, out, found_inf):
+    if place.in_c and (native := _native.library(wide)):
         native.blend(a, b, out, (0, out.numel()), (alpha, beta), found_inf)
         mark_written([out], found_inf)
     else:
         _cpu_torch.scaled_add(a, b, alpha, beta, wide, out, found_inf)
 
 
-def dot_and_norms(a: Tensor, b: Tensor, bounds: Sequence[int]) -> list[list[float]]:
+def dot_and_norms(a: Tensor, b: Tensor, place: Place, bounds: Sequence[int]) -> list[list[float]]:
     """S rows (a.b, |a|^2, |b|^2) of the flattened segments."""
-    if native := _native_for(compute_dtype(a.dtype), a, b):
+    if place.in_c and (native := _native.library(compute_dtype(a.dtype))):
         return native.dot_and_norms(a, b, bounds)
     return _cpu_torch.dot_and_norms(a, b, bounds)
 
@@ -137,6 +116,7 @@ def dot_and_norms(a: Tensor, b: Tensor, bounds: Sequence[int]) -> list[list[floa
 def combine(
     a: Tensor,
     b: Tensor,
+    place: Place,
     dots: Sequence[Sequence[float]],
     bounds: Sequence[int],
     out: Tensor,
@@ -145,7 +125,8 @@ def combine(
     """out = (1 - d/(2A)) a + (1 - d/(2B)) b a segment, with `dots` S rows (d, A, B)."""
     factors = [(_coefficient(dot, mine), _coefficient(dot, theirs)) for dot, mine, theirs in dots]
     flat = [*itertools.chain.from_iterable(factors)]
-    native = _native_for(compute_dtype(a.dtype, out.dtype), a, b, out, found_inf)
+    wide = compute_dtype(a.dtype, out.dtype)
+    native = _native.library(wide) if place.in_c else None
     if native and all(map(_safe, flat)):
         native.blend(a, b, out, bounds, flat, found_inf)
         mark_written([out], found_inf)
@@ -154,7 +135,7 @@ def combine(
     for (alpha, beta), (low, high) in zip(factors, itertools.pairwise(bounds), strict=True):
         if high > low:
             left, right, to = (part[low:high] for part in parts)
-            scaled_add(left, right, alpha, beta, to, found_inf)
+            scaled_add(left, right, place, wide, alpha, beta, to, found_inf)
 
 
 def _safe(coefficient: float) -> bool:

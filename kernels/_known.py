@@ -1,107 +1,176 @@
-"""Lists of tensors that have passed the checks, recognised by one call in C++ the next time.
+"""Calls that have passed the checks, recognised by one call in C++ the next time.
 
-A training loop hands over the same lists again and again: the gradients of one bucket, or what
+A training loop makes the same calls again and again: on the gradients of one bucket, or on what
 lies where they lay. torch.compile's own guards compare a tensor's class, dispatch keys (device,
 layout, negative views), dtype, device index, requires_grad, sizes and strides with those of another
 that was there before, in a tenth of a microsecond; reading as much from Python takes half of one.
 Keys are compared as the current mode sees them: a guard made inside inference mode, or below
-autograd, does not tell an inference tensor from another. Addresses are for the caller to ask.
+autograd, does not tell an inference tensor from another. Addresses are asked each time.
 """
 
 from __future__ import annotations
 
 import operator
+from array import array
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from kernels._check import PLAIN
+from kernels._check import PLAIN, check_written
 
 _guards: Callable[..., Any] | None
 try:
-    # Of no promised form: without it every list is checked as if it were new.
+    # Of no promised form: without it every call is checked as if it were new.
     from torch._C._dynamo.guards import TensorGuards as _guards
 except ImportError:
     _guards = None
 
 Value = TypeVar("Value")
-# Lists that are alike at first sight; and addresses in all that one of them remembers.
+# Calls that are alike at first sight; and addresses in all that one of them remembers.
 _ALIKE = 8
 _ADDRESSES = 1024
 _is_nested = operator.attrgetter("is_nested")
 
 
-class Known(Generic[Value]):
-    """A list that has passed the checks.
+class Place(NamedTuple):
+    """Where the tensors of a call lie.
 
-    value: what its function keeps of it, if anything. apart: addresses of it, and of what a call
-    writes, that were found not to overlap. writable: whether no list that it stands for holds an
-    inference tensor; where False, the caller has to ask.
+    inputs: the addresses of the first. in_c: of all, as C reads them; empty where one is no plain
+    tensor or has no memory.
     """
 
-    __slots__ = ("apart", "check", "value", "writable")
+    inputs: tuple[int, ...]
+    in_c: array[int]
+
+
+class Known(Generic[Value]):
+    """A call that has passed the checks.
+
+    value: what its function keeps of it. writable: whether none that it stands for has an inference
+    tensor; where False, that is to be asked each time.
+    """
+
+    __slots__ = ("check", "places", "value", "writable")
 
     def __init__(self, value: Value) -> None:
         self.value = value
-        self.apart: set[tuple[Hashable, ...]] = set()
         self.check: Callable[..., bool] | None = None
+        self.places: dict[tuple[int, ...], Place] = {}
         self.writable = False
 
-    def found_apart(self, place: tuple[Hashable, ...], length: int) -> None:
-        """Remember these addresses of a list of so many; after too many, in place of all others."""
-        if (len(self.apart) + 1) * length > _ADDRESSES:
-            self.apart.clear()
-        self.apart.add(place)
+    def found_apart(
+        self, addresses: tuple[int, ...], tensors: Sequence[Tensor], inputs: int
+    ) -> Place:
+        """Remember where tensors lie that do not overlap where they must not.
+
+        inputs: how many of them are. After too many addresses, in place of all others.
+        """
+        in_c = array("Q", addresses if _in_memory(tensors, addresses) else ())
+        found = Place(addresses[:inputs], in_c)
+        if (len(self.places) + 1) * len(addresses) > _ADDRESSES:
+            self.places.clear()
+        self.places[addresses] = found
+        return found
 
 
-class KnownLists(Generic[Value]):
-    """The latest lists of each key, length, first and last shape.
+def _in_memory(tensors: Sequence[Tensor], addresses: tuple[int, ...]) -> bool:
+    """Whether they can be read at their addresses: wrappers, fakes and torch's zeros cannot."""
+    if not PLAIN.issuperset(map(type, tensors)):
+        return False
+    pairs = zip(tensors, addresses, strict=True)
+    return all(addresses) or not any(tensor.numel() for tensor, address in pairs if not address)
 
-    limit: of those; when there are more, all are forgotten.
+
+class KnownCalls(Generic[Value]):
+    """The latest calls of a function, by all that can be seen at once.
+
+    limit: of what is seen; when there are more, all are forgotten.
     """
 
     def __init__(self, limit: int = 256) -> None:
         self._limit = limit
-        self._lists: dict[Hashable, tuple[Known[Value], ...]] = {}
+        self._calls: dict[Hashable, tuple[Known[Value], ...]] = {}
 
     def __len__(self) -> int:
-        return sum(map(len, self._lists.values()))
+        return sum(map(len, self._calls.values()))
 
-    def find(self, key: Hashable, tensors: Sequence[object]) -> Known[Value] | None:
-        """What is known of a list that differs from this one in nothing but addresses, or None."""
-        alike = self._lists.get(_sight(key, tensors), ())
-        # Asked about a nested tensor a guard ends the process.
-        if not alike or not PLAIN.issuperset(map(type, tensors)) or any(map(_is_nested, tensors)):
-            return None
-        for known in alike:
-            if known.check is not None and known.check(*tensors):
-                return known
-        return None
+    def checked(
+        self,
+        check: Callable[[], Value],
+        key: object,
+        inputs: Sequence[Tensor],
+        others: tuple[Tensor | None, ...] = (),
+        out: Tensor | None = None,
+    ) -> Known[Value]:
+        """What is known of a call: what `check` returned or, where it is new, returns now.
 
-    def keep(self, key: Hashable, tensors: Sequence[Tensor], value: Value) -> Known[Value]:
-        """Make a list known that has passed the checks, from its second time on.
-
-        What comes once is not worth a guard. A guard remembers a class by its address, so it must
-        be one that stays; and one tensor twice in a list it never finds.
+        check: looks at nothing but these tensors and `key`, which is one by its identity and kept
+        in what `check` returns, or lives as long as the process. others: none of them one of the
+        inputs. out: may be one.
         """
-        known = Known(value)
-        if _guards is None or not tensors or not PLAIN.issuperset(map(type, tensors)):
-            return known
-        if len(set(map(id, tensors))) < len(tensors):
-            return known
-        sight = _sight(key, tensors)
-        alike = self._lists.get(sight)
+        if type(inputs) not in (list, tuple):
+            return Known(check())
+        tensors = [*inputs]
+        # A bit each: whether it is given. And which of the inputs `out` is.
+        given, at = 1, None
+        for other in others:
+            given <<= 1
+            if other is not None:
+                given |= 1
+                tensors.append(other)
+        if out is not None:
+            for position, tensor in enumerate(inputs):
+                if tensor is out:
+                    at = position
+                    break
+            else:
+                at = -1
+                tensors.append(out)
+        if not tensors or not PLAIN.issuperset(map(type, tensors)):
+            return Known(check())
+        # Asked about a nested tensor a guard ends the process.
+        if any(map(_is_nested, tensors)):
+            return Known(check())
+        sight = id(key), len(tensors), tensors[0].numel(), tensors[-1].numel(), at, given
+        alike = self._calls.get(sight)
+        if alike:
+            for known in alike:
+                if known.check is not None and known.check(*tensors):
+                    if not known.writable and any(map(Tensor.is_inference, tensors)):
+                        check()
+                    return known
+        known = Known(check())
+        # What comes once is not worth a guard.
         if alike is None:
-            if len(self._lists) >= self._limit:
-                self._lists.clear()
-            self._lists[sight] = ()
-            return known
-        known.check = _check_of(tensors)
-        known.writable = _tells_inference() and not any(map(Tensor.is_inference, tensors))
-        self._lists[sight] = (known, *alike[: _ALIKE - 1])
+            if len(self._calls) >= self._limit:
+                self._calls.clear()
+            self._calls[sight] = ()
+        elif _guards is not None and len(set(map(id, tensors))) == len(tensors):
+            # One tensor twice is never found by a guard.
+            known.check = _check_of(tensors)
+            known.writable = _tells_inference() and not any(map(Tensor.is_inference, tensors))
+            self._calls[sight] = (known, *alike[: _ALIKE - 1])
         return known
+
+
+def place_of(
+    inputs: list[Tensor],
+    known: Known[Any],
+    out: Tensor,
+    found_inf: Tensor | None,
+    name: Callable[[int], str],
+) -> Place:
+    """Where the tensors of an elementwise function lie, after `check_written`."""
+
+    tensors = [*inputs, out] if found_inf is None else [*inputs, out, found_inf]
+    addresses = tuple(map(Tensor.data_ptr, tensors))
+    place = known.places.get(addresses)
+    if place is None:
+        check_written(out, found_inf, inputs, name)
+        place = known.found_apart(addresses, tensors, len(inputs))
+    return place
 
 
 def _check_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:
@@ -128,16 +197,3 @@ def _tells_inference() -> bool:
     # In a mode of torch's that makes tensors of a class of its own this would tell nothing.
     plain = type(ordinary) is type(inference) is Tensor
     return plain and not _check_of([ordinary])(inference)
-
-
-def _sight(key: Hashable, tensors: Sequence[object]) -> Hashable:
-    if not tensors:
-        return key, 0
-    return key, len(tensors), _shape(tensors[0]), _shape(tensors[-1])
-
-
-def _shape(tensor: object) -> torch.Size | None:
-    """None for what no list that is known holds, and may not tell its shape."""
-    if type(tensor) not in PLAIN or not isinstance(tensor, Tensor) or tensor.is_nested:
-        return None
-    return tensor.shape

@@ -7,6 +7,9 @@
  * on neither the number of threads, nor the place in memory, nor the compiler.
  *
  * Every `out` may be one of the inputs: a tile is read before it is written.
+ *
+ * A function takes one argument, a struct of 8-byte fields, as kernels/_native.py packs it: to pass
+ * nine by ctypes takes four times as long.
  */
 #include "_native.h"
 
@@ -83,17 +86,19 @@ static void walk_blocks(visitor *visit, const void *task, const int64_t *bounds,
 
 struct sum {
     const void *const *inputs;
+    int64_t count, dtype;
     void *out;
-    int64_t count;
-    int dtype, out_dtype;
-    real scale;
+    int64_t out_dtype, numel;
+    double scale;
     float *found_inf;
+    int64_t threads;
 };
 
 static void sum_block(const void *task, struct block block, int64_t number)
 {
     (void)number;
     const struct sum *t = task;
+    real scale = (real)t->scale;
     for (int64_t low = block.low; low < block.high; low += TILE) {
         real left[TILE], right[TILE], tile[TILE];
         int64_t n = least(TILE, block.high - low);
@@ -112,10 +117,10 @@ static void sum_block(const void *task, struct block block, int64_t number)
             for (int64_t i = 0; i < n; i++)
                 total[i] += y[i];
         }
-        if (t->scale != 1) {
+        if (scale != 1) {
             ELEMENTWISE
             for (int64_t i = 0; i < n; i++)
-                total[i] = x[i] * t->scale;
+                total[i] = x[i] * scale;
             x = total;
         }
         write(t->out, t->out_dtype, low, n, x);
@@ -125,29 +130,30 @@ static void sum_block(const void *task, struct block block, int64_t number)
 
 /* out = scale * (inputs[0] + inputs[1] + ...), added in order. found_inf: set to 1 where out holds
  * an Inf or NaN, else left; or NULL. */
-void sum_n(const void *const *inputs, int64_t count, int dtype, void *out, int out_dtype,
-           int64_t numel, double scale, float *found_inf, int threads)
+void sum_n(const struct sum *task)
 {
-    struct sum task = {inputs, out, count, dtype, out_dtype, (real)scale, found_inf};
-    const int64_t bounds[] = {0, numel};
-    walk_blocks(sum_block, &task, bounds, 1, threads);
+    const int64_t bounds[] = {0, task->numel};
+    walk_blocks(sum_block, task, bounds, 1, task->threads);
 }
 
 struct list {
     void *const *tensors;
+    int64_t dtype;
     const int64_t *numels, *bounds;
     int64_t count;
-    int dtype, buffer_dtype, packing;
     void *buffer;
-    real scale;
+    int64_t buffer_dtype, packing;
+    double scale;
     float *found_inf;
+    int64_t threads;
 };
 
 /* `n` elements to `to`, times the scale. */
 static void copy_run(const struct list *t, const void *from, int dtype, void *to, int to_dtype,
                      int64_t n)
 {
-    if (dtype == to_dtype && t->scale == 1) {
+    real scale = (real)t->scale;
+    if (dtype == to_dtype && scale == 1) {
         memcpy(to, from, (char *)place(to, dtype, n) - (char *)to);
         note_non_finite(t->found_inf, to, dtype, 0, n);
         return;
@@ -157,10 +163,10 @@ static void copy_run(const struct list *t, const void *from, int dtype, void *to
         int64_t few = least(TILE, n - low);
         real *product = place_for(to, to_dtype, low, tile);
         const real *x = read(from, dtype, low, few, product);
-        if (t->scale != 1) {
+        if (scale != 1) {
             ELEMENTWISE
             for (int64_t i = 0; i < few; i++)
-                product[i] = x[i] * t->scale;
+                product[i] = x[i] * scale;
             x = product;
         }
         write(to, to_dtype, low, few, x);
@@ -191,31 +197,29 @@ static void copy_block(const void *task, struct block block, int64_t number)
 /* Between a buffer and `count` tensors, of numels elements, whose slots in it start, and end, at
  * bounds. packing: into the buffer, with zeros into what a slot has beyond its tensor; else out of
  * it. found_inf as for sum_n. */
-void copy(void *const *tensors, int dtype, const int64_t *numels, const int64_t *bounds,
-          int64_t count, void *buffer, int buffer_dtype, int packing, double scale,
-          float *found_inf, int threads)
+void copy(const struct list *task)
 {
-    struct list task = {tensors, numels, bounds, count, dtype, buffer_dtype, packing, buffer,
-                        (real)scale, found_inf};
-    walk_blocks(copy_block, &task, bounds, count, threads);
+    walk_blocks(copy_block, task, task->bounds, task->count, task->threads);
 }
 
-struct pair {
-    const void *a, *b;
-    int a_dtype, b_dtype;
-    /* blend */
+struct blend {
+    const void *a;
+    int64_t a_dtype;
+    const void *b;
+    int64_t b_dtype;
     void *out;
-    int out_dtype;
+    int64_t out_dtype;
+    const int64_t *bounds;
+    int64_t segments;
     const double *coefficients;
     float *found_inf;
-    /* dot_and_norms */
-    double *partials;
+    int64_t threads;
 };
 
 static void blend_block(const void *task, struct block block, int64_t number)
 {
     (void)number;
-    const struct pair *t = task;
+    const struct blend *t = task;
     real alpha = (real)t->coefficients[2 * block.segment];
     real beta = (real)t->coefficients[2 * block.segment + 1];
     for (int64_t low = block.low; low < block.high; low += TILE) {
@@ -235,15 +239,21 @@ static void blend_block(const void *task, struct block block, int64_t number)
 
 /* out = alpha * a + beta * b, by segment: coefficients are its rows (alpha, beta), bounds the
  * elements where segments start, and end. found_inf as for sum_n. */
-void blend(const void *a, int a_dtype, const void *b, int b_dtype, void *out, int out_dtype,
-           const int64_t *bounds, int64_t segments, const double *coefficients, float *found_inf,
-           int threads)
+void blend(const struct blend *task)
 {
-    struct pair task = {a, b, a_dtype, b_dtype, .out = out,
-                        .out_dtype = out_dtype, .coefficients = coefficients,
-                        .found_inf = found_inf};
-    walk_blocks(blend_block, &task, bounds, segments, threads);
+    walk_blocks(blend_block, task, task->bounds, task->segments, task->threads);
 }
+
+struct pair {
+    const void *a;
+    int64_t a_dtype;
+    const void *b;
+    int64_t b_dtype;
+    const int64_t *bounds;
+    int64_t segments;
+    double *partials, *rows;
+    int64_t threads;
+};
 
 /* Sums of products in double, where those of two floats are exact. An element's place in its block
  * says in which of the lanes it is added. */
@@ -304,14 +314,13 @@ static void dots_block(const void *task, struct block block, int64_t number)
 }
 
 /* rows: (a.b, |a|^2, |b|^2) of each segment. partials: room for three doubles a block. */
-void dot_and_norms(const void *a, int a_dtype, const void *b, int b_dtype, const int64_t *bounds,
-                   int64_t segments, double *partials, double *rows, int threads)
+void dot_and_norms(const struct pair *task)
 {
-    struct pair task = {a, b, a_dtype, b_dtype, .partials = partials};
-    walk_blocks(dots_block, &task, bounds, segments, threads);
-    for (int64_t segment = 0; segment < segments; segment++, rows += 3) {
+    walk_blocks(dots_block, task, task->bounds, task->segments, task->threads);
+    double *partials = task->partials, *rows = task->rows;
+    for (int64_t segment = 0; segment < task->segments; segment++, rows += 3) {
         rows[0] = rows[1] = rows[2] = 0;
-        for (int64_t k = 0; k < blocks_of(bounds, segment); k++, partials += 3)
+        for (int64_t k = 0; k < blocks_of(task->bounds, segment); k++, partials += 3)
             for (int i = 0; i < 3; i++)
                 rows[i] += partials[i];
     }

@@ -13,12 +13,13 @@ import platform
 import shlex
 import shutil
 import stat
+import struct
 import subprocess
 import tempfile
 import threading
 from array import array
 from collections.abc import Callable, Sequence
-from ctypes import c_double, c_int, c_int64, c_void_p
+from ctypes import c_char_p, c_double
 from pathlib import Path
 from typing import Any, cast
 
@@ -53,65 +54,61 @@ class Library:
     def __init__(self, path: Path) -> None:
         """OSError or AttributeError where it cannot be loaded."""
         library = ctypes.CDLL(str(path))
-        tensor = (c_void_p, c_int)
-        segments = (c_void_p, c_int64)
-        self._copy = _function(
-            library.copy,
-            *(*tensor, c_void_p, *segments, *tensor, c_int, c_double, c_void_p, c_int),
-        )
-        self._sum_n = _function(
-            library.sum_n,
-            *(c_void_p, c_int64, c_int, *tensor, c_int64, c_double, c_void_p, c_int),
-        )
-        self._blend = _function(
-            library.blend, *tensor, *tensor, *tensor, *segments, c_void_p, c_void_p, c_int
-        )
-        self._dot_and_norms = _function(
-            library.dot_and_norms, *tensor, *tensor, *segments, c_void_p, c_void_p, c_int
-        )
+        self._copy = _function(library.copy)
+        self._sum_n = _function(library.sum_n)
+        self._blend = _function(library.blend)
+        self._dot_and_norms = _function(library.dot_and_norms)
 
     def copy(
         self,
-        addresses: Sequence[int],
+        pointers: array[int],
         listed: PackedList,
         buffer: Tensor,
         scale: float,
         found_inf: Tensor | None,
         packing: bool,
     ) -> None:
-        """Between `buffer` and tensors of one dtype, at least one; into it, zeros for padding."""
-        pointers = array("Q", addresses)
+        """Between `buffer` and tensors of one dtype, at least one; into it, zeros for padding.
+
+        pointers: the tensors' addresses, here and below maybe followed by others.
+        """
         self._copy(
-            _address(pointers),
-            _CODES[listed.dtypes[0]],
-            *map(_address, listed.in_c),
-            len(pointers),
-            *_tensor(buffer),
-            packing,
-            scale,
-            _flag(found_inf),
-            torch.get_num_threads(),
+            _COPY(
+                _address(pointers),
+                _CODES[listed.dtypes[0]],
+                *map(_address, listed.in_c),
+                len(listed.dtypes),
+                buffer.data_ptr(),
+                _CODES[buffer.dtype],
+                packing,
+                scale,
+                _flag(found_inf),
+                torch.get_num_threads(),
+            )
         )
 
     def sum_n(
         self,
-        addresses: Sequence[int],
+        pointers: array[int],
+        count: int,
         dtype: torch.dtype,
         out: Tensor,
         scale: float,
         found_inf: Tensor | None,
     ) -> None:
-        """out = scale * (the tensors' sum, in order); `out` may be any of them."""
-        pointers = array("Q", addresses)
+        """out = scale * (the sum of `count` tensors, in order); `out` may be any of them."""
         self._sum_n(
-            _address(pointers),
-            len(pointers),
-            _CODES[dtype],
-            *_tensor(out),
-            out.numel(),
-            scale,
-            _flag(found_inf),
-            torch.get_num_threads(),
+            _SUM_N(
+                _address(pointers),
+                count,
+                _CODES[dtype],
+                out.data_ptr(),
+                _CODES[out.dtype],
+                out.numel(),
+                scale,
+                _flag(found_inf),
+                torch.get_num_threads(),
+            )
         )
 
     def blend(
@@ -126,12 +123,19 @@ class Library:
         """out = alpha * a + beta * b a segment; coefficients: alpha, beta, alpha, ..."""
         cuts, factors = array("q", bounds), array("d", coefficients)
         self._blend(
-            *(*_tensor(a), *_tensor(b), *_tensor(out)),
-            _address(cuts),
-            len(cuts) - 1,
-            _address(factors),
-            _flag(found_inf),
-            torch.get_num_threads(),
+            _BLEND(
+                a.data_ptr(),
+                _CODES[a.dtype],
+                b.data_ptr(),
+                _CODES[b.dtype],
+                out.data_ptr(),
+                _CODES[out.dtype],
+                _address(cuts),
+                len(cuts) - 1,
+                _address(factors),
+                _flag(found_inf),
+                torch.get_num_threads(),
+            )
         )
 
     def dot_and_norms(self, a: Tensor, b: Tensor, bounds: Sequence[int]) -> list[list[float]]:
@@ -141,17 +145,31 @@ class Library:
         partials = (c_double * (3 * (a.numel() // BLOCK + count)))()
         rows = (c_double * (3 * count))()
         self._dot_and_norms(
-            *(*_tensor(a), *_tensor(b), _address(cuts), count),
-            ctypes.addressof(partials),
-            ctypes.addressof(rows),
-            torch.get_num_threads(),
+            _DOT_AND_NORMS(
+                a.data_ptr(),
+                _CODES[a.dtype],
+                b.data_ptr(),
+                _CODES[b.dtype],
+                _address(cuts),
+                count,
+                ctypes.addressof(partials),
+                ctypes.addressof(rows),
+                torch.get_num_threads(),
+            )
         )
         return [rows[i : i + 3] for i in range(0, 3 * count, 3)]
 
 
-def _function(function: Any, *types: type) -> Callable[..., None]:
-    function.argtypes, function.restype = types, None
-    return cast(Callable[..., None], function)
+# The C file's structs: q for an integer, P for a pointer, d for a double.
+_COPY = struct.Struct("PqPPqPqqdPq").pack
+_SUM_N = struct.Struct("PqqPqqdPq").pack
+_BLEND = struct.Struct("PqPqPqPqPPq").pack
+_DOT_AND_NORMS = struct.Struct("PqPqPqPPq").pack
+
+
+def _function(function: Any) -> Callable[[bytes], None]:
+    function.argtypes, function.restype = (c_char_p,), None
+    return cast(Callable[[bytes], None], function)
 
 
 def _address(values: array[int] | array[float]) -> int:
@@ -159,12 +177,8 @@ def _address(values: array[int] | array[float]) -> int:
     return values.buffer_info()[0]
 
 
-def _tensor(tensor: Tensor) -> tuple[int, int]:
-    return tensor.data_ptr(), _CODES[tensor.dtype]
-
-
-def _flag(found_inf: Tensor | None) -> int | None:
-    return None if found_inf is None else found_inf.data_ptr()
+def _flag(found_inf: Tensor | None) -> int:
+    return 0 if found_inf is None else found_inf.data_ptr()
 
 
 class _Unavailable(Exception):

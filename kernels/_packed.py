@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels._check import check_apart, check_disjoint, check_no_overlap, check_tensor
-from kernels._known import Known, KnownLists
+from kernels._known import Known, Place
 from kernels._ops import check_list, tracing
 from kernels.layout import Layout, layout_of
 
@@ -42,27 +42,16 @@ class PackedList:
         return array("q", self.layout.numels), array("q", self.layout.segments)
 
 
-LISTS: KnownLists[PackedList] = KnownLists()
-
-
 def check_packed(
     tensors: Sequence[Tensor], layout: Layout | None, dtype: torch.dtype | None
-) -> tuple[list[Tensor], Known[PackedList]]:
-    """The tensors and what is known of them.
+) -> PackedList:
+    """What is to be known of the tensors.
 
     Raises TypeError or ValueError where they cannot be read, or do not fit the layout.
     """
-    plain = not tracing() and type(tensors) in (list, tuple)
-    key: Hashable = None
-    if plain:
-        # A layout is one by its identity: to compare two is to read them whole.
-        key = dtype if layout is None else id(layout)
-        known = LISTS.find(key, tensors)
-        if known is not None and (layout is None or known.value.layout is layout):
-            return list(tensors), known
     if layout is None:
         layout = layout_of(tensors, dtype=dtype)
-        checked = list(tensors)
+        checked: Sequence[Tensor] = tensors
     else:
         check_layout(layout)
         checked = check_list("tensors", tensors)
@@ -71,8 +60,7 @@ def check_packed(
                 f"layout holds {len(layout.shapes)} tensors of other shapes than the "
                 f"{len(checked)} given: call kernels.layout_of on these tensors"
             )
-    value = PackedList(layout, tuple([tensor.dtype for tensor in checked]))
-    return checked, LISTS.keep(key, checked, value) if plain else Known(value)
+    return PackedList(layout, tuple([tensor.dtype for tensor in checked]))
 
 
 def check_layout(layout: object) -> None:
@@ -95,29 +83,31 @@ def check_buffer(name: str, buffer: Tensor, layout: Layout, device: torch.device
         raise ValueError(f"{name} is on {buffer.device} but the tensors are on {device}: move one")
 
 
-def check_all_apart(
+def place_of(
     tensors: list[Tensor],
     known: Known[PackedList],
     name: str,
     buffer: Tensor,
     written: bool,
     found_inf: Tensor | None,
-) -> tuple[int, ...]:
-    """The tensors' addresses; ValueError where two share memory of which one is written.
+) -> Place:
+    """Where all lie; ValueError where two share memory of which one is written.
 
-    written: whether the tensors are.
+    name: the buffer's. written: whether the tensors are.
     """
-    addresses = tuple(map(Tensor.data_ptr, tensors))
-    flag = None if found_inf is None else found_inf.data_ptr()
-    place = (addresses, name, buffer.data_ptr(), flag)
-    if place in known.apart:
-        return addresses
-    layout = known.value.layout
-    check_apart("tensors", tensors, addresses, layout.largest, name, buffer)
-    if written:
-        check_disjoint("tensors", tensors, addresses, layout.numels)
-    if found_inf is not None:
-        check_apart("tensors", tensors, addresses, layout.largest, "found_inf", found_inf)
-        check_no_overlap("found_inf", found_inf, name, buffer)
-    known.found_apart(place, len(addresses))
-    return addresses
+
+    others = (buffer,) if found_inf is None else (buffer, found_inf)
+    everything = [*tensors, *others]
+    addresses = tuple(map(Tensor.data_ptr, everything))
+    place = known.places.get(addresses)
+    if place is None:
+        layout = known.value.layout
+        inputs = addresses[: len(tensors)]
+        check_apart("tensors", tensors, inputs, layout.largest, name, buffer)
+        if written:
+            check_disjoint("tensors", tensors, inputs, layout.numels)
+        if found_inf is not None:
+            check_apart("tensors", tensors, inputs, layout.largest, "found_inf", found_inf)
+            check_no_overlap("found_inf", found_inf, name, buffer)
+        place = known.found_apart(addresses, everything, len(tensors))
+    return place

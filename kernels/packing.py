@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from kernels import _cpu, _launch
+from kernels import _cpu, _launch, _packing
 from kernels._check import (
     check_all_writable,
     check_found_inf,
@@ -16,170 +15,13 @@ from kernels._check import (
     check_tensor,
     check_writable,
 )
-from kernels._known import Known
-from kernels._launch import CACHE, Kernel, jit, tl
+from kernels._known import Known, KnownCalls
 from kernels._ops import call, operator, returns_nothing, tracing
-from kernels._packed import PackedList, check_all_apart, check_buffer, check_layout, check_packed
-from kernels._tiles import flag_non_finite, load_tile, part_of, rescale, store_tile
+from kernels._packed import PackedList, check_buffer, check_layout, check_packed, place_of
 from kernels.layout import Layout
 
-
-@jit
-def _move(
-    source,
-    target,
-    reads,
-    writes,
-    scale_bits,
-    found_inf,
-    SOURCE: tl.constexpr,
-    TARGET: tl.constexpr,
-    WIDE: tl.constexpr,
-    SCALED: tl.constexpr,
-    FINITE: tl.constexpr,
-    CHECKED: tl.constexpr,
-    VECTORS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Up to BLOCK elements from one address to the other: `reads` of them, zeros to `writes`."""
-    x = load_tile(source, reads, SOURCE, VECTORS, BLOCK)
-    x = rescale(x, tl.arange(0, BLOCK) < reads, scale_bits, WIDE, TARGET, SCALED, FINITE)
-    if CHECKED:
-        flag_non_finite(x, found_inf)
-    store_tile(target, writes, x, VECTORS)
-
-
-@Kernel
-def _copy_kernel(
-    table,
-    buffer,
-    found_inf,
-    scale_bits: tl.int64,
-    tensor_count: tl.int32,
-    TENSOR: tl.constexpr,
-    BUFFER: tl.constexpr,
-    WIDE: tl.constexpr,
-    PACK: tl.constexpr,
-    SCALED: tl.constexpr,
-    FINITE: tl.constexpr,
-    CHECKED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One tile between one tensor and its slot.
-
-    The table starts with the row of every tile. A row holds the address of the tensor, the offset
-    of its slot in the buffer, its elements, the elements of the slot (with padding) and the first
-    tile.
-    """
-    tile = tl.program_id(0).to(tl.int64)
-    index = tile
-    # Of many small tensors each is a tile, and what to wait for is most of their time.
-    if tl.num_programs(0) != tensor_count:
-        index = tl.load(table + tile)
-    row = table + tl.num_programs(0) + 5 * index
-    first = (tile - tl.load(row + 4)) * BLOCK
-    in_tensor = tl.load(row) + first * (TENSOR.primitive_bitwidth // 8)
-    in_buffer = buffer.to(tl.int64) + (tl.load(row + 1) + first) * (BUFFER.primitive_bitwidth // 8)
-    used = tl.minimum(tl.maximum(tl.load(row + 2) - first, 0), BLOCK)
-    if PACK:
-        source, target, reads = in_tensor, in_buffer, used
-        writes = tl.minimum(tl.load(row + 3) - first, BLOCK)
-    else:
-        source, target, reads, writes = in_buffer, in_tensor, used, used
-    SOURCE: tl.constexpr = TENSOR if PACK else BUFFER
-    TARGET: tl.constexpr = BUFFER if PACK else TENSOR
-    SOURCE_BYTES: tl.constexpr = SOURCE.primitive_bitwidth // 8
-    TARGET_BYTES: tl.constexpr = TARGET.primitive_bitwidth // 8
-    # A multiple of 16 bytes in the narrower dtype is one in the wider.
-    VECTOR: tl.constexpr = 16 // min(SOURCE_BYTES, TARGET_BYTES)
-    body = reads // VECTOR * VECTOR
-    if (source | target) % 16 == 0 and (writes % VECTOR == 0 or writes < body + VECTOR):
-        _move(
-            source, target, body, writes // VECTOR * VECTOR, scale_bits, found_inf,
-            SOURCE, TARGET, WIDE, SCALED, FINITE, CHECKED, True, BLOCK,
-        )  # fmt: skip
-        if (reads | writes) % VECTOR != 0:
-            # One vector's worth, element by element, where the store above may have put zeros.
-            tl.debug_barrier()
-            _move(
-                source + body * SOURCE_BYTES, target + body * TARGET_BYTES,
-                reads - body, writes - body, scale_bits, found_inf,
-                SOURCE, TARGET, WIDE, SCALED, FINITE, CHECKED, False, VECTOR,
-            )  # fmt: skip
-    else:
-        # In parts, rolled up: see scalar_pointer.
-        PART: tl.constexpr = part_of(BLOCK, 4)
-        for part in tl.range(0, BLOCK // PART, loop_unroll_factor=1):
-            done = part * PART
-            _move(
-                source + done * SOURCE_BYTES, target + done * TARGET_BYTES,
-                reads - done, writes - done, scale_bits, found_inf,
-                SOURCE, TARGET, WIDE, SCALED, FINITE, CHECKED, False, PART,
-            )  # fmt: skip
-
-
-def _copy(
-    addresses: tuple[int, ...],
-    known: PackedList,
-    buffer: Tensor,
-    scale: float,
-    found_inf: Tensor | None,
-    packing: bool,
-) -> None:
-    """Launch once for each dtype among the tensors."""
-    layout = known.layout
-    for dtype, chosen in known.kinds.items():
-        wide = _cpu.compute_dtype(dtype, layout.dtype)
-        block, warps = _launch.block_of(layout.numel, max(dtype.itemsize, layout.dtype.itemsize))
-        table, tiles = _table(addresses, chosen, layout, block, buffer.device)
-        with _launch.device_guard(buffer):
-            _copy_kernel.launch(
-                tiles,
-                table,
-                buffer,
-                buffer if found_inf is None else found_inf,
-                _launch.float_bits(scale),
-                len(chosen),
-                TENSOR=dtype,
-                BUFFER=layout.dtype,
-                WIDE=wide,
-                PACK=packing,
-                SCALED=scale != 1.0,
-                FINITE=scale == 1.0 or abs(scale) <= torch.finfo(wide).max,
-                CHECKED=found_inf is not None,
-                BLOCK=block,
-                num_warps=warps,
-            )
-
-
-def _table(
-    addresses: tuple[int, ...],
-    chosen: tuple[int, ...],
-    layout: Layout,
-    block: int,
-    device: torch.device,
-) -> tuple[Tensor, int]:
-    """The device table of the chosen tensors for tiles of `block` elements, and the tiles."""
-    if len(chosen) < len(addresses):
-        addresses = tuple([addresses[i] for i in chosen])
-
-    def make() -> tuple[Tensor, int, Tensor]:
-        offsets = np.array(layout.offsets, dtype=np.int64)
-        slots = np.array(layout.slots, dtype=np.int64)
-        index = np.array(chosen)
-        tiles = -(-slots[index] // block)
-        ends = np.cumsum(tiles)
-        sizes = np.array(layout.numels, dtype=np.int64)[index]
-        rows = np.stack(
-            [np.array(addresses, dtype=np.int64), offsets[index], sizes, slots[index], ends - tiles]
-        )
-        owners = np.repeat(np.arange(len(chosen)), tiles)
-        table, host = _launch.upload(np.concatenate([owners, rows.T.reshape(-1)]), device)
-        return table, int(ends[-1]), host
-
-    key = ("pack", device, block, addresses, chosen, layout.numels, layout.offsets, layout.numel)
-    table, tiles, _ = CACHE.fetch(key, device, make)
-    return table, tiles
+_PACKS: KnownCalls[PackedList] = KnownCalls()
+_UNPACKS: KnownCalls[PackedList] = KnownCalls()
 
 
 def _pack(
@@ -189,12 +31,12 @@ def _pack(
     out: Tensor,
     found_inf: Tensor | None,
 ) -> None:
-    addresses = check_all_apart(tensors, known, "out", out, False, found_inf)
+    place = place_of(tensors, known, "out", out, False, found_inf)
     if _launch.on_triton(out):
-        _copy(addresses, known.value, out, scale, found_inf, packing=True)
+        _packing.copy(place.inputs, known.value, out, scale, found_inf, packing=True)
         _launch.mark_written([out], found_inf)
     else:
-        _cpu.pack(tensors, addresses, known.value, out, scale, found_inf)
+        _cpu.pack(tensors, place, known.value, out, scale, found_inf)
 
 
 def _unpack(
@@ -204,12 +46,12 @@ def _unpack(
     tensors: list[Tensor],
     found_inf: Tensor | None,
 ) -> None:
-    addresses = check_all_apart(tensors, known, "buffer", buffer, True, found_inf)
+    place = place_of(tensors, known, "buffer", buffer, True, found_inf)
     if _launch.on_triton(buffer):
-        _copy(addresses, known.value, buffer, scale, found_inf, packing=False)
+        _packing.copy(place.inputs, known.value, buffer, scale, found_inf, packing=False)
         _launch.mark_written(tensors, found_inf)
     else:
-        _cpu.unpack(buffer, tensors, addresses, known.value, scale, found_inf)
+        _cpu.unpack(buffer, tensors, place, known.value, scale, found_inf)
 
 
 @operator(
@@ -276,22 +118,33 @@ def pack(
     Products are taken in float32 (float64 where either dtype is float64) and rounded once.
     Returns the buffer. Raises TypeError or ValueError before anything is written.
     """
-    checked, known = check_packed(tensors, layout, None)
-    layout = known.value.layout
+
+    def check() -> PackedList:
+        found = check_packed(tensors, layout, None)
+        device = _device_of(tensors)
+        if out is not None:
+            device = device if tensors else check_tensor("out", out).device
+            check_buffer("out", out, found.layout, device)
+            check_writable("out", out)
+        check_found_inf(found_inf, device)
+        return found
+
     scale = check_scalar("scale", scale)
-    device = checked[0].device if checked else torch.device("cpu")
-    if out is None:
-        out = torch.empty(layout.numel, dtype=layout.dtype, device=device)
+    traced = tracing()
+    known = Known(check()) if traced else _PACKS.checked(check, layout, tensors, (out, found_inf))
+    chosen = known.value.layout
+    target = out
+    if target is None:
+        target = torch.empty(chosen.numel, dtype=chosen.dtype, device=_device_of(tensors))
+    if traced:
+        call("pack", list(tensors), chosen.offsets, chosen.alignment, scale, target, found_inf)
     else:
-        device = device if checked else check_tensor("out", out).device
-        check_buffer("out", out, layout, device)
-        check_writable("out", out)
-    flag = check_found_inf(found_inf, out.device)
-    if tracing():
-        call("pack", checked, layout.offsets, layout.alignment, scale, out, flag)
-    else:
-        _pack(checked, known, scale, out, flag)
-    return out
+        _pack(list(tensors), known, scale, target, found_inf)
+    return target
+
+
+def _device_of(tensors: Sequence[Tensor]) -> torch.device:
+    return tensors[0].device if tensors else torch.device("cpu")
 
 
 def unpack(
@@ -308,46 +161,49 @@ def unpack(
     found_inf and products as in `pack`. Returns the tensors. Raises TypeError or ValueError before
     anything is written.
     """
-    check_tensor("buffer", buffer)
-    checked, known = check_packed(tensors, layout, buffer.dtype)
-    layout = known.value.layout
+
+    def check() -> PackedList:
+        check_tensor("buffer", buffer)
+        found = check_packed(tensors, layout, buffer.dtype)
+        device = tensors[0].device if tensors else buffer.device
+        check_buffer("buffer", buffer, found.layout, device)
+        check_all_writable("tensors", tensors)
+        check_found_inf(found_inf, device)
+        return found
+
     scale = check_scalar("scale", scale)
-    check_buffer("buffer", buffer, layout, checked[0].device if checked else buffer.device)
-    if not known.writable:
-        check_all_writable("tensors", checked)
-    flag = check_found_inf(found_inf, buffer.device)
-    if tracing():
-        call("unpack", buffer, layout.offsets, layout.alignment, scale, checked, flag)
+    traced, others = tracing(), (buffer, found_inf)
+    known = Known(check()) if traced else _UNPACKS.checked(check, layout, tensors, others)
+    chosen, targets = known.value.layout, list(tensors)
+    if traced:
+        call("unpack", buffer, chosen.offsets, chosen.alignment, scale, targets, found_inf)
     else:
-        _unpack(buffer, known, scale, checked, flag)
-    return checked
+        _unpack(buffer, known, scale, targets, found_inf)
+    return targets
 
 
 def pack_bytes(tensors: Sequence[Tensor], *, layout: Layout | None = None) -> int:
     """Least traffic of `pack`, in bytes: every tensor read, the whole buffer written."""
-    checked, known = check_packed(tensors, layout, None)
-    layout = known.value.layout
-    read = sum(tensor.numel() * tensor.element_size() for tensor in checked)
+    layout = check_packed(tensors, layout, None).layout
+    read = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     return read + layout.numel * layout.dtype.itemsize
 
 
 def unpack_bytes(buffer: Tensor, tensors: Sequence[Tensor], *, layout: Layout | None = None) -> int:
     """Least traffic of `unpack`, in bytes: every slot read, every tensor written."""
-    checked, known = check_packed(tensors, layout, check_tensor("buffer", buffer).dtype)
-    itemsize = known.value.layout.dtype.itemsize
-    return sum(tensor.numel() * (tensor.element_size() + itemsize) for tensor in checked)
+    found = check_packed(tensors, layout, check_tensor("buffer", buffer).dtype)
+    itemsize = found.layout.dtype.itemsize
+    return sum(tensor.numel() * (tensor.element_size() + itemsize) for tensor in tensors)
 
 
 def pack_reference(
     tensors: Sequence[Tensor], *, layout: Layout | None = None, scale: float = 1.0
 ) -> Tensor:
     """What `pack` writes, before the rounding to the buffer's dtype: float64, 1-D."""
-    checked, known = check_packed(tensors, layout, None)
-    layout = known.value.layout
+    layout = check_packed(tensors, layout, None).layout
     scale = check_scalar("scale", scale)
-    device = checked[0].device if checked else None
-    buffer = torch.zeros(layout.numel, dtype=torch.float64, device=device)
-    for tensor, view in zip(checked, layout.views(buffer), strict=True):
+    buffer = torch.zeros(layout.numel, dtype=torch.float64, device=_device_of(tensors))
+    for tensor, view in zip(tensors, layout.views(buffer), strict=True):
         view.copy_(tensor.detach().double() * scale)
     return buffer
 

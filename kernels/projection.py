@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,9 +25,10 @@ from kernels._check import (
     check_segments,
     check_sized,
     check_tensor,
-    check_written,
+    new_like,
 )
 from kernels._dots import TINY
+from kernels._known import Known, KnownCalls, place_of
 from kernels._ops import call, operator, returns_nothing, tracing
 
 
@@ -44,10 +46,16 @@ def _no_dots(a: Tensor, b: Tensor, bounds: Sequence[int]) -> Tensor:
 
 
 @operator("dot_and_norms(Tensor a, Tensor b, SymInt[] bounds) -> Tensor", fake=_no_dots)
-def _dot_and_norms(a: Tensor, b: Tensor, bounds: Sequence[int]) -> Tensor:
+def _run_dot_and_norms(a: Tensor, b: Tensor, bounds: Sequence[int]) -> Tensor:
+    return _dot_and_norms(a, b, bounds, Known(None))
+
+
+def _dot_and_norms(a: Tensor, b: Tensor, bounds: Sequence[int], known: Known[Any]) -> Tensor:
     if _launch.on_triton(a):
         return _projection.dot_and_norms(a, b, tuple(bounds))
-    rows = _cpu.dot_and_norms(a, b, bounds)
+    addresses = a.data_ptr(), b.data_ptr()
+    place = known.places.get(addresses) or known.found_apart(addresses, (a, b), 2)
+    rows = _cpu.dot_and_norms(a, b, place, bounds)
     return torch.from_numpy(np.array(rows, dtype=np.float64).reshape(-1, 3))
 
 
@@ -56,7 +64,7 @@ def _dot_and_norms(a: Tensor, b: Tensor, bounds: Sequence[int]) -> Tensor:
     "Tensor(b!)? found_inf) -> ()",
     fake=returns_nothing,
 )
-def _combine(
+def _run_combine(
     a: Tensor,
     b: Tensor,
     dots: Tensor,
@@ -64,30 +72,80 @@ def _combine(
     out: Tensor,
     found_inf: Tensor | None,
 ) -> None:
-    check_written(out, found_inf, (a, b), "ab".__getitem__)
+    _combine(a, b, dots, bounds, out, found_inf, Known(None))
+
+
+def _combine(
+    a: Tensor,
+    b: Tensor,
+    dots: Tensor,
+    bounds: Sequence[int],
+    out: Tensor,
+    found_inf: Tensor | None,
+    known: Known[Any],
+) -> None:
+    place = place_of([a, b], known, out, found_inf, "ab".__getitem__)
     check_no_overlap("out", out, "dots", dots)
     if _launch.on_triton(a):
         _projection.combine(a, b, dots, tuple(bounds), out, found_inf)
     else:
-        _cpu.combine(a, b, dots.tolist(), bounds, out, found_inf)
+        _cpu.combine(a, b, place, dots.tolist(), bounds, out, found_inf)
 
 
 @operator(
     "adasum(Tensor a, Tensor b, SymInt[] bounds, Tensor(a!) out, Tensor(b!)? found_inf) -> ()",
     fake=returns_nothing,
 )
-def _adasum(
+def _run_adasum(
     a: Tensor,
     b: Tensor,
     bounds: Sequence[int],
     out: Tensor,
     found_inf: Tensor | None,
 ) -> None:
-    check_written(out, found_inf, (a, b), "ab".__getitem__)
+    _adasum(a, b, bounds, out, found_inf, Known(None))
+
+
+def _adasum(
+    a: Tensor,
+    b: Tensor,
+    bounds: Sequence[int],
+    out: Tensor,
+    found_inf: Tensor | None,
+    known: Known[Any],
+) -> None:
+    place = place_of([a, b], known, out, found_inf, "ab".__getitem__)
     if _launch.on_triton(a):
         _projection.adasum(a, b, tuple(bounds), out, found_inf)
     else:
-        _cpu.combine(a, b, _cpu.dot_and_norms(a, b, bounds), bounds, out, found_inf)
+        rows = _cpu.dot_and_norms(a, b, place, bounds)
+        _cpu.combine(a, b, place, rows, bounds, out, found_inf)
+
+
+class _Cut(NamedTuple):
+    """The segments last given, if they cannot change, and their boundaries."""
+
+    given: object
+    bounds: tuple[int, ...]
+
+
+_DOTS: KnownCalls[_Cut] = KnownCalls()
+_COMBINES: KnownCalls[_Cut] = KnownCalls()
+_ADASUMS: KnownCalls[_Cut] = KnownCalls()
+
+
+def _cut(segments: Sequence[int] | None, a: Tensor) -> _Cut:
+    bounds = check_segments(segments, a.numel())
+    lasting = segments is None or type(segments) is tuple
+    return _Cut(segments if lasting else _Cut, bounds)
+
+
+def _bounds(known: Known[_Cut], segments: Sequence[int] | None, a: Tensor) -> tuple[int, ...]:
+    """The boundaries of segments that a known call may not have."""
+    cut = known.value
+    if cut.given is not segments:
+        cut = known.value = _cut(segments, a)
+    return cut.bounds
 
 
 def dot_and_norms(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -> Tensor:
@@ -97,13 +155,17 @@ def dot_and_norms(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -
     (0, ..., numel), None for one segment; an empty segment gives zeros. No square under- or
     overflows for float16, bfloat16 or float32 values. Raises TypeError or ValueError.
     """
-    left = check_tensor("a", a)
-    right = check_like("b", b, "a", left)
-    bounds = check_segments(segments, left.numel())
-    if tracing():
-        dots: Tensor = call("dot_and_norms", left, right, bounds)
+
+    def check() -> _Cut:
+        return _cut(segments, check_pair(a, b, None))
+
+    traced = tracing()
+    known = Known(check()) if traced else _DOTS.checked(check, None, (a, b))
+    bounds = _bounds(known, segments, a)
+    if traced:
+        dots: Tensor = call("dot_and_norms", a, b, bounds)
         return dots
-    return _dot_and_norms(left, right, bounds)
+    return _dot_and_norms(a, b, bounds, known)
 
 
 def combine(
@@ -123,15 +185,25 @@ def combine(
     not finite, else left. Rounded once to the dtype. Raises TypeError or ValueError before
     anything is written.
     """
-    left = check_tensor("a", a)
-    bounds = check_segments(segments, left.numel())
-    dots = check_dots(dots, len(bounds) - 1, left)
-    left, right, target = check_pair(a, b, out)
-    flag = check_found_inf(found_inf, left.device)
-    if tracing():
-        call("combine", left, right, dots, bounds, target, flag)
+
+    def check() -> _Cut:
+        left = check_tensor("a", a)
+        cut = _cut(segments, left)
+        check_dots(dots, len(cut.bounds) - 1, left)
+        check_pair(a, b, out)
+        check_found_inf(found_inf, left.device)
+        return cut
+
+    traced, others = tracing(), (dots, found_inf)
+    known = Known(check()) if traced else _COMBINES.checked(check, None, (a, b), others, out)
+    bounds = _bounds(known, segments, a)
+    if dots.shape[0] != len(bounds) - 1:
+        check_dots(dots, len(bounds) - 1, a)
+    target = new_like(a) if out is None else out
+    if traced:
+        call("combine", a, b, dots, bounds, target, found_inf)
     else:
-        _combine(left, right, dots, bounds, target, flag)
+        _combine(a, b, dots, bounds, target, found_inf, known)
     return target
 
 
@@ -147,13 +219,20 @@ def adasum(
 
     Arguments and errors as there. NaN or Inf in a segment reaches that segment alone.
     """
-    left, right, target = check_pair(a, b, out)
-    bounds = check_segments(segments, left.numel())
-    flag = check_found_inf(found_inf, left.device)
-    if tracing():
-        call("adasum", left, right, bounds, target, flag)
+
+    def check() -> _Cut:
+        left = check_pair(a, b, out)
+        check_found_inf(found_inf, left.device)
+        return _cut(segments, left)
+
+    traced, others = tracing(), (found_inf,)
+    known = Known(check()) if traced else _ADASUMS.checked(check, None, (a, b), others, out)
+    bounds = _bounds(known, segments, a)
+    target = new_like(a) if out is None else out
+    if traced:
+        call("adasum", a, b, bounds, target, found_inf)
     else:
-        _adasum(left, right, bounds, target, flag)
+        _adasum(a, b, bounds, target, found_inf, known)
     return target
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels import _cpu, _launch
+from kernels import _cpu, _launch, _reduction
 from kernels._check import (
     check_dtype,
     check_found_inf,
@@ -18,188 +18,10 @@ from kernels._check import (
     check_sized,
     check_target,
     check_tensor,
-    check_written,
+    new_like,
 )
-from kernels._known import Known, KnownLists
-from kernels._launch import Kernel, jit, tl
+from kernels._known import Known, KnownCalls, place_of
 from kernels._ops import call, check_list, operator, returns_nothing, tracing
-from kernels._tiles import convert, flag_non_finite, float_of, load_tile, part_of, store_tile, weigh
-
-
-@jit
-def _total(
-    addresses,
-    offset,
-    count,
-    tensor_count,
-    DTYPE: tl.constexpr,
-    WIDE: tl.constexpr,
-    VECTORS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Sum, in list order, of the tensors' tiles that start `offset` bytes into each."""
-    x = load_tile(tl.load(addresses) + offset, count, DTYPE, VECTORS, BLOCK)
-    total = tl.zeros([BLOCK], WIDE)
-    # One tensor ahead: ptxas would else use two registers' worth of loads again and again.
-    for k in range(1, tensor_count):
-        following = load_tile(tl.load(addresses + k) + offset, count, DTYPE, VECTORS, BLOCK)
-        total += convert(x, WIDE)
-        x = following
-    return total + convert(x, WIDE)
-
-
-@Kernel
-def _sum_kernel(
-    addresses,
-    out,
-    found_inf,
-    tensor_count: tl.int32,
-    element_count: tl.int64,
-    scale_bits: tl.int64,
-    DTYPE: tl.constexpr,
-    OUT: tl.constexpr,
-    WIDE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    CHECKED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One tile of all tensors; every read of it comes before its write, so `out` may be one."""
-    BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    OUT_BYTES: tl.constexpr = OUT.primitive_bitwidth // 8
-    # A multiple of 16 bytes in the narrower dtype is one in the wider.
-    VECTOR: tl.constexpr = 16 // min(BYTES, OUT_BYTES)
-    first = tl.program_id(0).to(tl.int64) * BLOCK
-    count = tl.minimum(element_count - first, BLOCK)
-    scale = float_of(scale_bits).to(WIDE)
-    to = out.to(tl.int64)
-    if ALIGNED and count % VECTOR == 0:
-        x = _total(addresses, first * BYTES, count, tensor_count, DTYPE, WIDE, True, BLOCK)
-        x = convert(x * scale, OUT)
-        if CHECKED:
-            flag_non_finite(x, found_inf)
-        store_tile(to + first * OUT_BYTES, count, x, True)
-    else:
-        # In parts, rolled up: see scalar_pointer.
-        PART: tl.constexpr = part_of(BLOCK, 4)
-        for part in tl.range(0, BLOCK // PART, loop_unroll_factor=1):
-            at = first + part * PART
-            left = count - part * PART
-            y = _total(addresses, at * BYTES, left, tensor_count, DTYPE, WIDE, False, PART)
-            y = convert(y * scale, OUT)
-            if CHECKED:
-                flag_non_finite(y, found_inf)
-            store_tile(to + at * OUT_BYTES, left, y, False)
-
-
-def _sum(
-    tensors: Sequence[Tensor],
-    addresses: tuple[int, ...],
-    out: Tensor,
-    scale: float,
-    found_inf: Tensor | None,
-) -> None:
-    dtype = tensors[0].dtype
-    block, warps = _launch.block_of(out.numel(), max(dtype.itemsize, out.element_size()))
-    tiles = -(-out.numel() // block)
-    if tiles == 0:
-        return
-    with _launch.device_guard(out):
-        _sum_kernel.launch(
-            tiles,
-            _launch.address_table(addresses, out.device),
-            out,
-            out if found_inf is None else found_inf,
-            len(tensors),
-            out.numel(),
-            _launch.float_bits(scale),
-            DTYPE=dtype,
-            OUT=out.dtype,
-            WIDE=_cpu.compute_dtype(dtype, out.dtype),
-            ALIGNED=all(address % 16 == 0 for address in (*addresses, out.data_ptr())),
-            CHECKED=found_inf is not None,
-            BLOCK=block,
-            num_warps=warps,
-        )
-    _launch.mark_written([out], found_inf)
-
-
-@Kernel
-def _scaled_add_kernel(
-    a,
-    b,
-    out,
-    found_inf,
-    element_count: tl.int64,
-    alpha_bits: tl.int64,
-    beta_bits: tl.int64,
-    A: tl.constexpr,
-    B: tl.constexpr,
-    OUT: tl.constexpr,
-    WIDE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    CHECKED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One tile of alpha*a + beta*b."""
-    A_BYTES: tl.constexpr = A.primitive_bitwidth // 8
-    B_BYTES: tl.constexpr = B.primitive_bitwidth // 8
-    OUT_BYTES: tl.constexpr = OUT.primitive_bitwidth // 8
-    # A multiple of 16 bytes in the narrowest dtype is one in the others.
-    VECTOR: tl.constexpr = 16 // min(A_BYTES, min(B_BYTES, OUT_BYTES))
-    first = tl.program_id(0).to(tl.int64) * BLOCK
-    count = tl.minimum(element_count - first, BLOCK)
-    alpha, beta = float_of(alpha_bits), float_of(beta_bits)
-    at_a = a.to(tl.int64) + first * A_BYTES
-    at_b = b.to(tl.int64) + first * B_BYTES
-    to = out.to(tl.int64) + first * OUT_BYTES
-    if ALIGNED and count % VECTOR == 0:
-        x = load_tile(at_a, count, A, True, BLOCK)
-        y = load_tile(at_b, count, B, True, BLOCK)
-        z = convert(weigh(x, y, alpha, beta, WIDE), OUT)
-        if CHECKED:
-            flag_non_finite(z, found_inf)
-        store_tile(to, count, z, True)
-    else:
-        # In parts, rolled up: see scalar_pointer. Of quarters ptxas spills.
-        PART: tl.constexpr = part_of(BLOCK, 8)
-        for part in tl.range(0, BLOCK // PART, loop_unroll_factor=1):
-            done = part * PART
-            u = load_tile(at_a + done * A_BYTES, count - done, A, False, PART)
-            v = load_tile(at_b + done * B_BYTES, count - done, B, False, PART)
-            w = convert(weigh(u, v, alpha, beta, WIDE), OUT)
-            if CHECKED:
-                flag_non_finite(w, found_inf)
-            store_tile(to + done * OUT_BYTES, count - done, w, False)
-
-
-def _scaled_add(
-    a: Tensor, b: Tensor, alpha: float, beta: float, out: Tensor, found_inf: Tensor | None
-) -> None:
-    widest = max(a.element_size(), b.element_size(), out.element_size())
-    block, warps = _launch.block_of(out.numel(), widest)
-    tiles = -(-out.numel() // block)
-    if tiles == 0:
-        return
-    with _launch.device_guard(out):
-        _scaled_add_kernel.launch(
-            tiles,
-            a,
-            b,
-            out,
-            out if found_inf is None else found_inf,
-            out.numel(),
-            _launch.float_bits(alpha),
-            _launch.float_bits(beta),
-            A=a.dtype,
-            B=b.dtype,
-            OUT=out.dtype,
-            WIDE=_cpu.compute_dtype(a.dtype, b.dtype, out.dtype),
-            ALIGNED=all(tensor.data_ptr() % 16 == 0 for tensor in (a, b, out)),
-            CHECKED=found_inf is not None,
-            BLOCK=block,
-            num_warps=warps,
-        )
-    _launch.mark_written([out], found_inf)
 
 
 @operator(
@@ -212,26 +34,22 @@ def _run_sum_n(
     out: Tensor,
     found_inf: Tensor | None,
 ) -> None:
-    _sum_known(tensors, Known(None), scale, out, found_inf)
+    wide = _cpu.compute_dtype(tensors[0].dtype, out.dtype)
+    _sum_known(tensors, Known(wide), scale, out, found_inf)
 
 
 def _sum_known(
     tensors: list[Tensor],
-    known: Known[None],
+    known: Known[torch.dtype],
     scale: float,
     out: Tensor,
     found_inf: Tensor | None,
 ) -> None:
-    addresses = tuple(map(Tensor.data_ptr, tensors))
-    flag = None if found_inf is None else found_inf.data_ptr()
-    place = (addresses, out.data_ptr(), out.dtype, flag)
-    if place not in known.apart:
-        check_written(out, found_inf, tensors, "tensors[{}]".format)
-        known.found_apart(place, len(addresses))
+    place = place_of(tensors, known, out, found_inf, "tensors[{}]".format)
     if _launch.on_triton(out):
-        _sum(tensors, addresses, out, scale, found_inf)
+        _reduction.sum_n(tensors, place.inputs, known.value, out, scale, found_inf)
     else:
-        _cpu.sum_n(tensors, addresses, out, scale, found_inf)
+        _cpu.sum_n(tensors, place, known.value, out, scale, found_inf)
 
 
 @operator(
@@ -242,11 +60,24 @@ def _sum_known(
 def _run_scaled_add(
     a: Tensor, b: Tensor, alpha: float, beta: float, out: Tensor, found_inf: Tensor | None
 ) -> None:
-    check_written(out, found_inf, (a, b), "ab".__getitem__)
+    wide = _cpu.compute_dtype(a.dtype, b.dtype, out.dtype)
+    _scaled_add_known(a, b, Known(wide), alpha, beta, out, found_inf)
+
+
+def _scaled_add_known(
+    a: Tensor,
+    b: Tensor,
+    known: Known[torch.dtype],
+    alpha: float,
+    beta: float,
+    out: Tensor,
+    found_inf: Tensor | None,
+) -> None:
+    place = place_of([a, b], known, out, found_inf, "ab".__getitem__)
     if _launch.on_triton(out):
-        _scaled_add(a, b, alpha, beta, out, found_inf)
+        _reduction.scaled_add(a, b, known.value, alpha, beta, out, found_inf)
     else:
-        _cpu.scaled_add(a, b, alpha, beta, out, found_inf)
+        _cpu.scaled_add(a, b, place, known.value, alpha, beta, out, found_inf)
 
 
 def sum_n(
@@ -265,14 +96,20 @@ def sum_n(
     taken in float32 (float64 where either dtype is float64) and rounded once. Raises TypeError or
     ValueError before anything is written.
     """
-    checked, known = _check_equals(tensors)
-    target = check_target(out, "tensors[0]", checked[0], dtype)
+
+    def check() -> torch.dtype:
+        first = _check_equals(tensors)[0]
+        check_found_inf(found_inf, first.device)
+        return _cpu.compute_dtype(first.dtype, check_target(out, "tensors[0]", first, dtype))
+
     scale = check_scalar("scale", scale)
-    flag = check_found_inf(found_inf, target.device)
-    if tracing():
-        call("sum_n", checked, scale, target, flag)
+    traced = tracing()
+    known = Known(check()) if traced else _SUMS.checked(check, dtype, tensors, (found_inf,), out)
+    target = new_like(tensors[0], dtype) if out is None else out
+    if traced:
+        call("sum_n", list(tensors), scale, target, found_inf)
     else:
-        _sum_known(checked, known, scale, target, flag)
+        _sum_known(list(tensors), known, scale, target, found_inf)
     return target
 
 
@@ -292,28 +129,34 @@ def scaled_add(
     b. dtype: of the output, None for that of `out` or, without one, of a. found_inf: as in
     `sum_n`. Raises TypeError or ValueError before anything is written.
     """
-    left = check_tensor("a", a)
-    right = check_place("b", b, "a", left)
-    target = check_target(out, "a", left, dtype)
+
+    def check() -> torch.dtype:
+        left = check_tensor("a", a)
+        right = check_place("b", b, "a", left)
+        check_found_inf(found_inf, left.device)
+        target = check_target(out, "a", left, dtype)
+        return _cpu.compute_dtype(left.dtype, right.dtype, target)
+
     alpha, beta = check_scalar("alpha", alpha), check_scalar("beta", beta)
-    flag = check_found_inf(found_inf, target.device)
-    if tracing():
-        call("scaled_add", left, right, alpha, beta, target, flag)
+    traced, others = tracing(), (found_inf,)
+    known = Known(check()) if traced else _SCALED_ADDS.checked(check, dtype, (a, b), others, out)
+    target = new_like(a, dtype) if out is None else out
+    if traced:
+        call("scaled_add", a, b, alpha, beta, target, found_inf)
     else:
-        _run_scaled_add(left, right, alpha, beta, target, flag)
+        _scaled_add_known(a, b, known, alpha, beta, target, found_inf)
     return target
 
 
 _EMPTY = "tensors is empty: pass at least one tensor to sum"
 
 
-_LISTS: KnownLists[None] = KnownLists()
+# The dtype in which they compute.
+_SUMS: KnownCalls[torch.dtype] = KnownCalls()
+_SCALED_ADDS: KnownCalls[torch.dtype] = KnownCalls()
 
 
-def _check_equals(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Known[None]]:
-    plain = not tracing() and type(tensors) in (list, tuple)
-    if plain and (known := _LISTS.find(None, tensors)) is not None:
-        return list(tensors), known
+def _check_equals(tensors: Sequence[Tensor]) -> list[Tensor]:
     checked = check_list("tensors", tensors)
     if not checked:
         raise ValueError(_EMPTY)
@@ -322,7 +165,7 @@ def _check_equals(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Known[None]]
     for i in range(1, len(checked)):
         if checked[i].dtype != dtype or checked[i].shape != shape:
             check_like(f"tensors[{i}]", checked[i], "tensors[0]", first)
-    return checked, _LISTS.keep(None, checked, None) if plain else Known(None)
+    return checked
 
 
 def sum_n_bytes(tensors: Sequence[Tensor], *, dtype: torch.dtype | None = None) -> int:
@@ -351,7 +194,7 @@ def _written(like: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 def sum_n_reference(tensors: Sequence[Tensor], *, scale: float = 1.0) -> Tensor:
     """`sum_n` evaluated in float64 and left there; arguments and errors as there."""
-    checked, scale = _check_equals(tensors)[0], check_scalar("scale", scale)
+    checked, scale = _check_equals(tensors), check_scalar("scale", scale)
     total = torch.zeros_like(checked[0], dtype=torch.float64, requires_grad=False)
     for tensor in checked:
         total += tensor.detach().double()

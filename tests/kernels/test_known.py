@@ -1,4 +1,4 @@
-"""Lists that passed the checks before: recognised, and nothing else taken for them."""
+"""Calls that passed the checks before: recognised, and nothing else taken for them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels import _known, _packed, reduction
-from kernels._known import KnownLists
+from kernels import _known, _packed, packing, projection, reduction
+from kernels._known import KnownCalls
 
 SHAPES = [(8, 4), (8,), (), (3, 5)]
 
@@ -23,142 +23,220 @@ def tensors(*, dtype: torch.dtype = torch.float32) -> list[Tensor]:
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_packed, "LISTS", KnownLists())
-    monkeypatch.setattr(reduction, "_LISTS", KnownLists())
+    for module, name in (
+        *((packing, "_PACKS"), (packing, "_UNPACKS"), (reduction, "_SUMS")),
+        *((reduction, "_SCALED_ADDS"), (projection, "_DOTS"), (projection, "_COMBINES")),
+        (projection, "_ADASUMS"),
+    ):
+        monkeypatch.setattr(module, name, KnownCalls())
 
 
-def calls(layout: kernels.Layout | None) -> dict[str, Callable[[Any], Any]]:
-    made = kernels.layout_of(tensors())
-
-    def unpack(given: Any) -> None:
-        kernels.unpack(torch.randn(made.numel), given, layout=layout)
-
-    return {
-        "pack": lambda given: kernels.pack(given, layout=layout),
-        "unpack": unpack,
-        "sum_n": kernels.sum_n,
-    }
-
-
-FUNCTIONS = ["pack", "unpack", "sum_n"]
 REFUSED = ("None", "complex", "strided", "negative", "sparse", "meta", "nested")
+FUNCTIONS = ["pack", "unpack", "sum_n", "scaled_add", "dot_and_norms", "combine", "adasum"]
+ELEMENTWISE = ["sum_n", "scaled_add", "combine", "adasum"]
+CHOICES: list[tuple[str, ...]] = [(), ("out",), ("found_inf",), ("out", "found_inf")]
+Operands = dict[str, Any]
 
 
-def good(function: str) -> list[Tensor]:
-    return tensors() if function in ("pack", "unpack") else [torch.randn(8, 4) for _ in SHAPES]
+def good(function: str, layout: kernels.Layout, optional: tuple[str, ...] = ()) -> Operands:
+    """A call's tensors, by what they are to it."""
+    if function in ("pack", "unpack"):
+        given: Operands = {f"tensors{i}": tensor for i, tensor in enumerate(tensors())}
+        buffer = "out" if function == "pack" else "buffer"
+        whole = {buffer: torch.randn(layout.numel)}
+    else:
+        count = len(SHAPES) if function == "sum_n" else 2
+        given = {f"tensors{i}": torch.randn(8, 4) for i in range(count)}
+        whole = {"out": torch.randn(8, 4)}
+    if function == "combine":
+        given["dots"] = torch.ones(1, 3, dtype=torch.float64)
+    whole["found_inf"] = torch.zeros(1)
+    if function == "dot_and_norms":
+        whole.clear()
+    chosen = {name: whole[name] for name in whole if name in ("buffer", *optional)}
+    return given | chosen
 
 
-@pytest.mark.skipif(_known._guards is None, reason="this torch has no TensorGuards")
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("given", [True, False], ids=["layout", "no layout"])
-def test_the_third_call_reads_no_attributes(
-    function: str, given: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    call = calls(kernels.layout_of(tensors()) if given else None)[function]
-    call(good(function))
-    call(good(function))
+def run(function: str, layout: kernels.Layout | None, given: Operands) -> Any:
+    others = dict(given)
+    listed = [others.pop(name) for name in given if name.startswith("tensors")]
+    if function == "pack":
+        return kernels.pack(listed, layout=layout, **others)
+    if function == "unpack":
+        return kernels.unpack(others.pop("buffer"), listed, layout=layout, **others)
+    if function == "sum_n":
+        return kernels.sum_n(listed, **others)
+    if function == "combine":
+        return kernels.combine(*listed, others.pop("dots"), **others)
+    return getattr(kernels, function)(*listed, **others)
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """From its call on, to check is an error; True: where things lie, too."""
 
     def fail(*_: object, **__: object) -> None:
         raise AssertionError("checked anew")
 
-    for module in (_packed, reduction):
-        monkeypatch.setattr(module, "check_list", fail)
-    monkeypatch.setattr(_packed, "layout_of", fail)
-    call(good(function))
-    call(tuple(good(function)))
-    with pytest.raises(AssertionError, match="checked anew"):
-        call(good(function)[:-1])
+    def forbid(places: bool) -> None:
+        if _known._guards is None:
+            pytest.skip("this torch has no TensorGuards")
+        monkeypatch.setattr(packing, "check_packed", fail)
+        monkeypatch.setattr(reduction, "_check_equals", fail)
+        for module in (packing, reduction, projection):
+            for name in ("check_tensor", "check_pair", "check_found_inf", "check_segments"):
+                if hasattr(module, name):
+                    monkeypatch.setattr(module, name, fail)
+        if places:
+            monkeypatch.setattr(_known, "check_written", fail)
+            monkeypatch.setattr(_packed, "check_apart", fail)
+
+    return forbid
 
 
-def sparse() -> Tensor:
-    return torch.ones(8, 4).to_sparse()
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("with_layout", [True, False], ids=["layout", "no layout"])
+@pytest.mark.parametrize("optional", CHOICES)
+def test_the_third_call_reads_no_attributes(
+    function: str, with_layout: bool, optional: tuple[str, ...], unchecked: Callable[[bool], None]
+) -> None:
+    made = kernels.layout_of(tensors())
+    layout = made if with_layout else None
+    given = good(function, made, optional)
+    for _ in range(2):
+        run(function, layout, given)
+    # What is allocated may lie elsewhere each time.
+    unchecked("out" in optional or function in ("unpack", "dot_and_norms"))
+    run(function, layout, given)
+    if function in ("pack", "unpack", "sum_n"):
+        del given["tensors0"]
+        with pytest.raises(AssertionError, match="checked anew"):
+            run(function, layout, given)
 
 
-def inference() -> Tensor:
+@pytest.mark.parametrize("function", ELEMENTWISE)
+@pytest.mark.parametrize("place", [0, 1])
+def test_an_output_that_is_an_input_is_known_too(
+    function: str, place: int, unchecked: Callable[[bool], None]
+) -> None:
+    made = kernels.layout_of(tensors())
+    given = good(function, made)
+    given["out"] = given[f"tensors{place}"]
+    for _ in range(3):
+        assert run(function, None, given) is given["out"]
+    # Neither says anything of another place.
+    for other in (1 - place, None):
+        apart = good(function, made)
+        apart["out"] = torch.empty(8, 4) if other is None else apart[f"tensors{other}"]
+        mine = {name: tensor.clone() for name, tensor in apart.items() if name != "out"}
+        assert torch.equal(run(function, None, apart), run(function, None, mine))
+    unchecked(True)
+    run(function, None, given)
+
+
+def inference(good: Tensor) -> Tensor:
     with torch.inference_mode():
-        return torch.ones(8, 4)
+        return good.clone()
 
 
-def retyped() -> Tensor:
-    tensor = torch.ones(8, 4)
+def retyped(good: Tensor) -> Tensor:
+    tensor = good.clone()
     tensor.data = tensor.data.to(torch.int32)
     return tensor
 
 
-def nested() -> Tensor:
+def nested(_: Tensor) -> Tensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The PyTorch API of nested tensors is in prototype")
         return torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)])
 
 
 class Shapeless(Tensor):
-    """No list of these is kept, and what it says of its shape is not asked."""
+    """No call with one of these is kept, and what it says of its shape is not asked."""
 
     @property
     def shape(self) -> Any:
         return [8, 4]
 
 
-def transposed() -> Tensor:
+def transposed(_: Tensor) -> Tensor:
     return torch.ones(4, 8).t_()
 
 
-BAD: dict[str, Callable[[], Any]] = {
-    "None": lambda: None,
-    "array": lambda: torch.ones(8, 4).numpy(),
-    "dtype": lambda: torch.ones(8, 4, dtype=torch.int32),
-    "complex": lambda: torch.ones(8, 4, dtype=torch.complex64),
+# Made from the tensor in whose place they come.
+BAD: dict[str, Callable[[Tensor], Any]] = {
+    "None": lambda _: None,
+    "array": lambda good: good.numpy(),
+    "dtype": lambda good: good.to(torch.int32),
+    "complex": lambda good: good.to(torch.complex64),
     "retyped in place": retyped,
-    "shape": lambda: torch.ones(4, 8),
-    "more dimensions": lambda: torch.ones(8, 4, 1),
-    "strided": lambda: torch.ones(8, 8)[:, ::2],
-    "transposed": lambda: torch.ones(4, 8).t(),
+    "shape": lambda good: torch.ones(4, 8),
+    "more dimensions": lambda good: good.unsqueeze(-1),
+    "fewer elements": lambda good: good.view(-1)[:-1],
+    "strided": lambda good: torch.stack([good, good], -1)[..., 0],
+    "transposed": lambda good: torch.ones(4, 8).t(),
     "transposed in place": transposed,
-    "expanded": lambda: torch.ones(8, 1).expand(8, 4),
-    "negative": lambda: torch._neg_view(torch.ones(8, 4)),
-    "sparse": sparse,
+    "expanded": lambda good: torch.ones(8, 1).expand(8, 4),
+    "negative": torch._neg_view,
+    "sparse": Tensor.to_sparse,
     # A guard that is asked about one ends the process.
     "nested": nested,
-    "uninitialised": torch.nn.parameter.UninitializedParameter,
-    "subclass": lambda: torch.ones(8, 4).as_subclass(Shapeless),
-    "meta": lambda: torch.ones(8, 4, device="meta"),
-    "other float": lambda: torch.ones(8, 4, dtype=torch.float16),
+    "uninitialised": lambda _: torch.nn.parameter.UninitializedParameter(),
+    "subclass": lambda good: good.as_subclass(Shapeless),
+    "meta": lambda good: good.to("meta"),
+    "other float": Tensor.half,
+    "double": Tensor.double,
     "inference": inference,
-    "parameter": lambda: torch.nn.Parameter(torch.ones(8, 4)),
-    "needs grad": lambda: torch.ones(8, 4, requires_grad=True),
+    "parameter": torch.nn.Parameter,
+    "needs grad": lambda good: good.clone().requires_grad_(),
 }
 
 
-def outcome(call: Callable[[Any], Any], given: Any) -> tuple[type, str] | None:
+def outcome(function: str, layout: kernels.Layout | None, given: Operands) -> Any:
+    """The error, or the numbers."""
     try:
-        call(given)
+        found = run(function, layout, given)
     except (TypeError, ValueError) as error:
         return type(error), str(error)
-    return None
+    return [tensor.tolist() for tensor in (found if isinstance(found, list) else [found])]
 
 
+@pytest.mark.parametrize("optional", CHOICES)
 @pytest.mark.parametrize("with_layout", [True, False], ids=["layout", "no layout"])
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("bad", BAD)
 def test_what_differs_is_answered_as_if_it_came_first(
-    function: str, bad: str, with_layout: bool, monkeypatch: pytest.MonkeyPatch
+    function: str,
+    bad: str,
+    with_layout: bool,
+    optional: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    layout = kernels.layout_of(tensors()) if with_layout else None
-    call = calls(layout)[function]
-    for place in (0, 2):
-        # Of sum_n's tensors all have the shape of the first.
-        given: list[Any] = good(function)
-        given[place] = BAD[bad]()
+    if function == "dot_and_norms" and optional:
+        return
+    made = kernels.layout_of(tensors())
+    layout = made if with_layout else None
+    for place in good(function, made, optional):
+        given = good(function, made, optional)
+        given[place] = BAD[bad](given[place])
         with monkeypatch.context() as context:
             context.setattr(_known, "_guards", None)
-            expected = outcome(call, given)
+            copies = {
+                name: operand if name == place else operand.clone()
+                for name, operand in given.items()
+            }
+            expected = outcome(function, layout, copies)
         for _ in range(4):
-            call(good(function))
-        assert outcome(call, given) == expected
-        assert outcome(call, given) == expected
-        call(good(function))
-        if bad in REFUSED and place == 0:
-            assert expected is not None
+            run(function, layout, good(function, made, optional))
+        for _ in range(2):
+            again = {
+                name: operand if name == place else operand.clone()
+                for name, operand in given.items()
+            }
+            assert outcome(function, layout, again) == expected, place
+        run(function, layout, good(function, made, optional))
+        if bad in REFUSED and place == "tensors0":
+            assert isinstance(expected, tuple)
 
 
 @pytest.mark.parametrize("guards", [True, False], ids=["guards", "none"])
@@ -192,46 +270,6 @@ def test_an_equal_layout_is_another_one() -> None:
             assert kernels.pack(given, layout=layout).numel() == layout.numel
 
 
-@pytest.mark.parametrize("known", [1, 4])
-def test_addresses_are_looked_at_every_time(known: int) -> None:
-    layout = kernels.layout_of(tensors())
-    memory = torch.zeros(layout.numel + 8)
-    out, found_inf = memory[: layout.numel], torch.zeros(1)
-    for _ in range(known):
-        kernels.pack(tensors(), layout=layout, out=torch.empty(layout.numel))
-        kernels.unpack(torch.zeros(layout.numel), tensors(), layout=layout)
-        kernels.unpack(out, tensors(), layout=layout, found_inf=found_inf)
-    within = [out[:32].view(8, 4), *tensors()[1:]]
-    shared = torch.zeros(40)
-    twice = [shared[:32].view(8, 4), shared[31:39], *tensors()[2:]]
-    for _ in range(2):
-        with pytest.raises(ValueError, match=r"out overlaps tensors\[0\]"):
-            kernels.pack(within, layout=layout, out=out)
-        with pytest.raises(ValueError, match=r"buffer overlaps tensors\[0\]"):
-            kernels.unpack(out, within, layout=layout)
-        with pytest.raises(ValueError, match=r"tensors\[0\] and tensors\[1\] overlap"):
-            kernels.unpack(out, twice, layout=layout)
-        with pytest.raises(ValueError, match="found_inf overlaps buffer"):
-            kernels.unpack(out, tensors(), layout=layout, found_inf=out[3:4])
-        # Reading twice is no fault.
-        kernels.pack(twice, layout=layout, out=out)
-
-
-@pytest.mark.parametrize("known", [1, 4])
-def test_sum_n_looks_at_addresses_every_time(known: int) -> None:
-    memory = torch.zeros(64)
-    for _ in range(known):
-        kernels.sum_n([memory[:32], torch.ones(32)], out=memory[:32])
-    for _ in range(2):
-        with pytest.raises(ValueError, match=r"out overlaps tensors\[0\]"):
-            kernels.sum_n([memory[:32], torch.ones(32)], out=memory[1:33])
-        with pytest.raises(ValueError, match=r"found_inf overlaps"):
-            kernels.sum_n([memory[:32], torch.ones(32)], found_inf=memory[2:3])
-        # The output's dtype decides how far it reaches.
-        with pytest.raises(ValueError, match=r"out overlaps tensors\[0\]"):
-            kernels.sum_n([memory[:32], torch.ones(32)], out=memory.view(torch.float64)[:32])
-
-
 def test_inference_mode_may_write_what_outside_may_not() -> None:
     layout = kernels.layout_of(tensors())
     with torch.inference_mode():
@@ -245,27 +283,28 @@ def test_inference_mode_may_write_what_outside_may_not() -> None:
 
 
 def test_what_is_remembered_has_a_limit() -> None:
-    lists: KnownLists[int] = KnownLists(limit=4)
+    calls: KnownCalls[int] = KnownCalls(limit=4)
     for numel in range(100):
         for _ in range(3):
-            lists.keep(None, [torch.ones(numel)], numel)
-            assert len(lists) <= 4 * _known._ALIKE
+            calls.checked(lambda: 0, None, [torch.ones(numel)])
+            assert len(calls) <= 4 * _known._ALIKE
     for numel in range(100):
         # Alike but in what follows.
         for _ in range(2):
-            lists.keep(None, [torch.ones(1), torch.ones(numel)], numel)
-        assert len(lists) <= 4 * _known._ALIKE
+            calls.checked(lambda: 0, None, [torch.ones(1), torch.ones(numel)])
+        assert len(calls) <= 4 * _known._ALIKE
     for numel in range(100):
         # To be told apart by the one in the middle alone.
         for _ in range(2):
-            lists.keep(None, [torch.ones(1), torch.ones(numel), torch.ones(1)], numel)
-        assert len(lists) <= 4 * _known._ALIKE
+            calls.checked(lambda: 0, None, [torch.ones(1), torch.ones(numel), torch.ones(1)])
+        assert len(calls) <= 4 * _known._ALIKE
     known = _known.Known(None)
     for length in (1, 16, 5000):
-        for address in range(2000):
-            known.found_apart((address,), length)
-            assert (address,) in known.apart
-            assert len(known.apart) <= max(1, _known._ADDRESSES // length)
+        for address in range(1000):
+            addresses = (address,) * length
+            place = known.found_apart(addresses, [torch.ones(1)] * length, length)
+            assert known.places[addresses] is place
+            assert len(known.places) <= max(1, _known._ADDRESSES // length)
 
 
 def test_no_tensor_is_kept() -> None:

@@ -31,6 +31,10 @@ def operands(memory: Tensor) -> list[Tensor]:
     return [memory[48:80], memory[160:192]]
 
 
+def listed() -> list[Tensor]:
+    return [torch.randn(shape) for shape in ((8, 4), (8,), (), (3, 5))]
+
+
 def refused(text: str) -> pytest.RaisesExc[ValueError]:
     return pytest.raises(ValueError, match=text)
 
@@ -193,3 +197,43 @@ def test_known_lists_are_not_asked_again_who_may_be_written(
 
     monkeypatch.setattr(packing, "check_all_writable", refuse)
     kernels.unpack(buffer, given)
+
+
+@pytest.mark.parametrize("known", [1, 4])
+def test_addresses_are_looked_at_every_time(known: int) -> None:
+    layout = kernels.layout_of(listed())
+    memory = torch.zeros(layout.numel + 8)
+    out, found_inf = memory[: layout.numel], torch.zeros(1)
+    for _ in range(known):
+        kernels.pack(listed(), layout=layout, out=torch.empty(layout.numel))
+        kernels.unpack(torch.zeros(layout.numel), listed(), layout=layout)
+        kernels.unpack(out, listed(), layout=layout, found_inf=found_inf)
+    within = [out[:32].view(8, 4), *listed()[1:]]
+    shared = torch.zeros(40)
+    twice = [shared[:32].view(8, 4), shared[31:39], *listed()[2:]]
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"out overlaps tensors\[0\]"):
+            kernels.pack(within, layout=layout, out=out)
+        with pytest.raises(ValueError, match=r"buffer overlaps tensors\[0\]"):
+            kernels.unpack(out, within, layout=layout)
+        with pytest.raises(ValueError, match=r"tensors\[0\] and tensors\[1\] overlap"):
+            kernels.unpack(out, twice, layout=layout)
+        with pytest.raises(ValueError, match="found_inf overlaps buffer"):
+            kernels.unpack(out, listed(), layout=layout, found_inf=out[3:4])
+        # Reading twice is no fault.
+        kernels.pack(twice, layout=layout, out=out)
+
+
+@pytest.mark.parametrize("known", [1, 4])
+def test_sum_n_looks_at_addresses_every_time(known: int) -> None:
+    memory = torch.zeros(64)
+    for _ in range(known):
+        kernels.sum_n([memory[:32], torch.ones(32)], out=memory[:32])
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"out overlaps tensors\[0\]"):
+            kernels.sum_n([memory[:32], torch.ones(32)], out=memory[1:33])
+        with pytest.raises(ValueError, match=r"found_inf overlaps"):
+            kernels.sum_n([memory[:32], torch.ones(32)], found_inf=memory[2:3])
+        # The output's dtype decides how far it reaches.
+        with pytest.raises(ValueError, match=r"out overlaps tensors\[0\]"):
+            kernels.sum_n([memory[:32], torch.ones(32)], out=memory.view(torch.float64)[:32])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels import _launch, reduction
+from kernels import _launch, _reduction
 from kernels._launch import Chip, Kernel, _in_triton, triton
 from tests.kernels.cases import random
 from tests.kernels.conftest import Backend
@@ -179,8 +179,8 @@ def test_products_are_fused_whatever_tritons_default(on_triton, monkeypatch):
     if hasattr(triton.knobs, "warn_once"):
         monkeypatch.setattr(triton.knobs, "warn_once", asked.append)
     monkeypatch.setattr(triton.knobs.language, "default_fp_fusion", False)
-    fresh = Kernel(reduction._sum_kernel.function.fn)
-    monkeypatch.setattr(reduction, "_sum_kernel", fresh)
+    fresh = Kernel(_reduction._sum_kernel.function.fn)
+    monkeypatch.setattr(_reduction, "_sum_kernel", fresh)
     x = torch.ones(5, device=on_triton.device)
     kernels.sum_n([x, x])
     ((compiled, _),) = fresh._compiled.values()
@@ -190,8 +190,8 @@ def test_products_are_fused_whatever_tritons_default(on_triton, monkeypatch):
 
 def test_what_was_compiled_in_another_thread_is_launched_again(on_triton, monkeypatch):
     """Triton then hands out what compiles a kernel, in its place."""
-    fresh = Kernel(reduction._sum_kernel.function.fn)
-    monkeypatch.setattr(reduction, "_sum_kernel", fresh)
+    fresh = Kernel(_reduction._sum_kernel.function.fn)
+    monkeypatch.setattr(_reduction, "_sum_kernel", fresh)
     x = torch.ones(5, device=on_triton.device)
     with ThreadPoolExecutor(1) as executor:
         with triton.AsyncCompileMode(executor):
@@ -203,8 +203,8 @@ def test_what_was_compiled_in_another_thread_is_launched_again(on_triton, monkey
 
 def test_threads_that_come_at_once_compile_once(on_triton, monkeypatch):
     """Triton alone would compile in each, and keep what came last."""
-    fresh = Kernel(reduction._sum_kernel.function.fn)
-    monkeypatch.setattr(reduction, "_sum_kernel", fresh)
+    fresh = Kernel(_reduction._sum_kernel.function.fn)
+    monkeypatch.setattr(_reduction, "_sum_kernel", fresh)
     x, ready, compiled = torch.ones(5, device=on_triton.device), threading.Barrier(3), []
     compile_kernel = triton.compiler.compile
 
@@ -227,12 +227,12 @@ def test_threads_that_come_at_once_compile_once(on_triton, monkeypatch):
 
 def test_a_hook_may_launch_while_a_kernel_is_compiled(on_triton, monkeypatch):
     """As may a signal's handler, and what is collected."""
-    outer, inner = (Kernel(reduction._sum_kernel.function.fn) for _ in range(2))
+    outer, inner = (Kernel(_reduction._sum_kernel.function.fn) for _ in range(2))
     x, compile_kernel, found = torch.ones(5, device=on_triton.device), triton.compiler.compile, []
 
     def total(kernel: Kernel) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(reduction, "_sum_kernel", kernel)
+            patch.setattr(_reduction, "_sum_kernel", kernel)
             found.append(kernels.sum_n([x, x]))
 
     def compile_with_hook(*arguments: Any, **options: Any) -> Any:
@@ -251,8 +251,8 @@ def test_a_hook_may_launch_while_a_kernel_is_compiled(on_triton, monkeypatch):
 def test_compiling_waits_for_no_thread_that_waits_to_compile(on_triton, monkeypatch):
     """The only thread that AsyncCompileMode has launches first what no one has compiled either."""
     monkeypatch.setattr(_launch, "_compiling", threading.RLock())
-    fresh = Kernel(reduction._sum_kernel.function.fn)
-    monkeypatch.setattr(reduction, "_sum_kernel", fresh)
+    fresh = Kernel(_reduction._sum_kernel.function.fn)
+    monkeypatch.setattr(_reduction, "_sum_kernel", fresh)
     x, found = torch.ones(5, device=on_triton.device), []
 
     class Busy(Executor):
