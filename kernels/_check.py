@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -322,6 +323,16 @@ def _near(out: Tensor, found_inf: Tensor | None, inputs: Sequence[Tensor]) -> bo
     return False
 
 
+def _all_rise(bounds: tuple[Any, ...], numel: int) -> bool:
+    """Whether these are ints from 0 to `numel` in order; for all, since a model has hundreds."""
+    return (
+        {*map(type, bounds)} == {int}
+        and bounds[0] == 0
+        and bounds[-1] == numel
+        and all(map(operator.le, bounds, bounds[1:]))
+    )
+
+
 def check_segments(segments: object, numel: int) -> tuple[int, ...]:
     """Return the boundaries (0, e1, ..., numel) as a tuple; None means one segment.
 
@@ -336,6 +347,8 @@ def check_segments(segments: object, numel: int) -> tuple[int, ...]:
             "pass tensor.tolist()"
         )
     bounds = tuple(segments)
+    if not torch.compiler.is_compiling() and _all_rise(bounds, numel):
+        return bounds
     if not all(type(bound) is int for bound in bounds):
         bad = next(bound for bound in bounds if type(bound) is not int)
         raise TypeError(f"segments must hold ints, not {type(bad).__name__}")

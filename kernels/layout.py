@@ -46,6 +46,11 @@ class Layout:
     @property
     def segments(self) -> tuple[int, ...]:
         """Boundaries (0, ..., numel), one segment a tensor with its padding; (0,) for none."""
+        # One and the same each time, for what is known by identity; dynamo cannot read that.
+        return (*self.offsets, self.numel) if tracing() else self._segments
+
+    @cached_property
+    def _segments(self) -> tuple[int, ...]:
         return (*self.offsets, self.numel)
 
     @cached_property
