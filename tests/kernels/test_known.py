@@ -239,6 +239,27 @@ def test_what_differs_is_answered_as_if_it_came_first(
             assert isinstance(expected, tuple)
 
 
+def test_what_the_tensors_are_to_the_call_counts() -> None:
+    a, b, c = (torch.randn(1) for _ in range(3))
+    for _ in range(4):
+        kernels.sum_n([a, b], dtype=torch.float64)
+    with pytest.raises(TypeError, match="drop one of them"):
+        kernels.sum_n([a, b], out=a, dtype=torch.float64)
+    calls: KnownCalls[int] = KnownCalls()
+    roles: list[tuple[list[Tensor], tuple[Tensor | None, ...], Tensor | None]] = [
+        ([a, b, c], (), None),
+        ([a, b], (None, c), None),
+        ([a, b], (c, None), None),
+        ([a, b], (), c),
+        ([a, b, c], (), a),
+        ([a, b, c], (), b),
+        ([a, b, c], (None,), None),
+    ]
+    for _ in range(3):
+        for i, (inputs, others, out) in enumerate(roles):
+            assert calls.checked(lambda i=i: i, None, inputs, others, out).value == i
+
+
 @pytest.mark.parametrize("guards", [True, False], ids=["guards", "none"])
 def test_the_same_bits_every_time(guards: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not guards:
