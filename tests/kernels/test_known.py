@@ -319,6 +319,10 @@ def test_what_is_remembered_has_a_limit() -> None:
         for _ in range(2):
             calls.checked(lambda: 0, None, [torch.ones(1), torch.ones(numel), torch.ones(1)])
         assert len(calls) <= 4 * _known._ALIKE
+    for _ in range(3):
+        # One tensor twice no guard finds.
+        twice = calls.checked(lambda: 0, None, [a := torch.ones(7), a])
+        assert twice.check is None
     known = _known.Known(None)
     for length in (1, 16, 5000):
         for address in range(1000):

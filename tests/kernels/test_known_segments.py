@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,6 +9,7 @@ import torch
 from torch import Tensor
 
 import kernels
+from kernels import _known, projection
 
 
 @pytest.mark.parametrize("function", ["dot_and_norms", "combine", "adasum"])
@@ -46,20 +45,20 @@ def test_segments_are_looked_at_every_time(function: str) -> None:
                     call(segments, rows)
 
 
-def test_threads_with_segments_of_their_own() -> None:
-    a, b = torch.randn(64), torch.randn(64)
-    cuts = [(0, cut, 64) for cut in (8, 16, 24, 32)]
-    expected = [kernels.adasum(a, b, cut) for cut in cuts]
+def test_a_thread_with_other_segments_between_two_readings() -> None:
+    a, halves = torch.randn(32), (0, 16, 32)
 
-    def work(which: int) -> bool:
-        return all(
-            torch.equal(kernels.adasum(a, b, cuts[which]), expected[which]) for _ in range(500)
-        )
+    class Changing(_known.Known[Any]):
+        """After one reading it is another thread's."""
 
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(len(cuts)) as pool:
-            assert all(pool.map(work, range(len(cuts))))
-    finally:
-        sys.setswitchinterval(before)
+        @property
+        def value(self) -> Any:
+            self.readings += 1
+            return projection._cut(halves if self.readings == 1 else (0, 32), a)
+
+        @value.setter
+        def value(self, _: Any) -> None:
+            self.readings = 0
+
+    assert projection._bounds(Changing(None), halves, a) == halves
+    assert projection._bounds(Changing(None), (0, 8, 32), a) == (0, 8, 32)

@@ -8,11 +8,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import tree_map
 
 import kernels
 from kernels import _native
@@ -151,6 +153,33 @@ def test_tensors_without_memory(fresh: Path) -> None:
     for call in (lambda: kernels.dot_and_norms(fake, ones), lambda: kernels.sum_n([ones, fake])):
         with pytest.raises(AssertionError, match="FakeTensor"):
             call()
+
+
+class Wrapper(Tensor):
+    """Its own memory holds NaN; what it stands for lies elsewhere."""
+
+    inner: Tensor
+
+    @staticmethod
+    def of(inner: Tensor) -> Wrapper:
+        wrapper: Wrapper = Tensor._make_subclass(Wrapper, torch.full_like(inner, torch.nan))
+        wrapper.inner = inner
+        return wrapper
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def inner(value: Any) -> Any:
+            return value.inner if isinstance(value, Wrapper) else value
+
+        return func(*tree_map(inner, args), **tree_map(inner, kwargs or {}))
+
+
+def test_wrappers_are_asked_for_what_they_stand_for(fresh: Path) -> None:
+    a, b = torch.randn(100), torch.randn(100)
+    wrapper = Wrapper.of(a)
+    for _ in range(3):
+        assert torch.equal(kernels.sum_n([wrapper, b]), kernels.sum_n([a, b]))
+        assert torch.equal(kernels.scaled_add(b, wrapper), b + a)
 
 
 def test_a_folder_that_others_may_write_to_is_not_used(fresh: Path) -> None:
