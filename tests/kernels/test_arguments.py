@@ -188,3 +188,41 @@ assert kernels.pack([h], scale=2.0).device.type == "cpu"
         [sys.executable, "-c", code], capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("wrong", [True, "1", None, torch.ones(()), 1j])
+def test_what_is_no_float(wrong):
+    x, words = torch.ones(3), f"must be a float, not {type(wrong).__name__}"
+    for call, name in (
+        (lambda: kernels.pack([x], scale=wrong), "scale"),
+        (lambda: kernels.unpack(torch.ones(16), [x], scale=wrong), "scale"),
+        (lambda: kernels.sum_n([x, x], scale=wrong), "scale"),
+        (lambda: kernels.scaled_add(x, x, alpha=wrong), "alpha"),
+        (lambda: kernels.scaled_add(x, x, beta=wrong), "beta"),
+    ):
+        with pytest.raises(TypeError, match=f"{name} {words}"):
+            call()
+    with pytest.raises(ValueError, match="scale is an int that no float64 holds"):
+        kernels.sum_n([x, x], scale=10**400)
+    assert torch.equal(kernels.sum_n([x, x], scale=2), 4 * x)
+
+
+def test_outputs_made_in_inference_mode():
+    with torch.inference_mode():
+        inside, flag, buffer = torch.ones(3), torch.zeros(()), torch.ones(16)
+    x, dots = torch.ones(3), torch.ones(1, 3, dtype=torch.float64)
+    calls = {
+        "pack": lambda **options: kernels.pack([x], **{"out": buffer, **options}),
+        "sum_n": lambda **options: kernels.sum_n([x, inside], **{"out": inside, **options}),
+        "scaled_add": lambda **options: kernels.scaled_add(x, x, **{"out": inside, **options}),
+        "combine": lambda **options: kernels.combine(x, x, dots, **{"out": inside, **options}),
+        "adasum": lambda **options: kernels.adasum(x, x, **{"out": inside, **options}),
+    }
+    for call in calls.values():
+        with pytest.raises(ValueError, match="out was made in inference mode"):
+            call()
+        with pytest.raises(ValueError, match="found_inf was made in inference mode"):
+            call(out=None, found_inf=flag)
+    with pytest.raises(ValueError, match="found_inf was made in inference mode"):
+        kernels.unpack(torch.ones(16), [x], found_inf=flag)
+    assert (inside == 1).all() and (buffer == 1).all() and flag == 0
