@@ -10,6 +10,7 @@ autograd, does not tell an inference tensor from another. Addresses are asked ea
 
 from __future__ import annotations
 
+import itertools
 import operator
 from array import array
 from collections.abc import Callable, Hashable, Sequence
@@ -31,6 +32,8 @@ Value = TypeVar("Value")
 # Calls that are alike at first sight; and addresses in all that one of them remembers.
 _ALIKE = 8
 _ADDRESSES = 1024
+# More bytes than any tensor has; most addresses are higher.
+_FAR = 2**40
 _is_nested = operator.attrgetter("is_nested")
 
 
@@ -79,8 +82,14 @@ def _in_memory(tensors: Sequence[Tensor], addresses: tuple[int, ...]) -> bool:
     """Whether they can be read at their addresses: wrappers, fakes and torch's zeros cannot."""
     if not PLAIN.issuperset(map(type, tensors)):
         return False
-    pairs = zip(tensors, addresses, strict=True)
-    return all(addresses) or not any(tensor.numel() for tensor, address in pairs if not address)
+    # Without memory a tensor's address is where it starts: 0, of a view more, but no such number.
+    if min(addresses) >= _FAR:
+        return True
+    starts = map(
+        operator.mul, map(Tensor.storage_offset, tensors), map(Tensor.element_size, tensors)
+    )
+    nowhere = itertools.compress(tensors, map(operator.eq, addresses, starts))
+    return not any(map(Tensor.numel, nowhere))
 
 
 class KnownCalls(Generic[Value]):
@@ -110,8 +119,6 @@ class KnownCalls(Generic[Value]):
         in what `check` returns, or lives as long as the process. others: none of them one of the
         inputs. out: may be one.
         """
-        if type(inputs) not in (list, tuple):
-            return Known(check())
         tensors = [*inputs]
         # A bit each: whether it is given. And which of the inputs `out` is.
         given, at = 1, None

@@ -72,11 +72,14 @@ class Library:
 
         pointers: the tensors' addresses, here and below maybe followed by others.
         """
+        # Held here: another thread that reads it for the first time may put its own in its place.
+        numels, bounds = listed.in_c
         self._copy(
             _COPY(
                 _address(pointers),
                 _CODES[listed.dtypes[0]],
-                *map(_address, listed.in_c),
+                _address(numels),
+                _address(bounds),
                 len(listed.dtypes),
                 buffer.data_ptr(),
                 _CODES[buffer.dtype],

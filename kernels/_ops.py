@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from kernels._check import check_tensor, check_tensors, same_device
+from kernels._check import check_sequence, check_tensor, check_tensors, same_device
 
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 _LIBRARY = torch.library.Library("adasum", "DEF")
@@ -65,6 +65,16 @@ def call(name: str, *args: Any) -> Any:
 
 def returns_nothing(*_: Any) -> None:
     """The fake of an operator that only writes into its arguments."""
+
+
+def read_list(name: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors, read once: what is used is what was checked, whatever the list says later.
+
+    Another thread may change it, and a Sequence of one's own may make its tensors anew.
+    """
+    if type(tensors) not in (list, tuple):
+        check_sequence(name, tensors)
+    return list(tensors)
 
 
 def check_list(name: str, tensors: object) -> list[Tensor]:

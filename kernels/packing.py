@@ -16,7 +16,7 @@ from kernels._check import (
     check_writable,
 )
 from kernels._known import Known, KnownCalls
-from kernels._ops import call, operator, returns_nothing, tracing
+from kernels._ops import call, operator, read_list, returns_nothing, tracing
 from kernels._packed import PackedList, check_buffer, check_layout, check_packed, place_of
 from kernels.layout import Layout
 
@@ -129,7 +129,7 @@ def pack(
         check_found_inf(found_inf, device)
         return found
 
-    scale = check_scalar("scale", scale)
+    tensors, scale = read_list("tensors", tensors), check_scalar("scale", scale)
     traced = tracing()
     known = Known(check()) if traced else _PACKS.checked(check, layout, tensors, (out, found_inf))
     chosen = known.value.layout
@@ -137,9 +137,9 @@ def pack(
     if target is None:
         target = torch.empty(chosen.numel, dtype=chosen.dtype, device=_device_of(tensors))
     if traced:
-        call("pack", list(tensors), chosen.offsets, chosen.alignment, scale, target, found_inf)
+        call("pack", tensors, chosen.offsets, chosen.alignment, scale, target, found_inf)
     else:
-        _pack(list(tensors), known, scale, target, found_inf)
+        _pack(tensors, known, scale, target, found_inf)
     return target
 
 
@@ -171,15 +171,15 @@ def unpack(
         check_found_inf(found_inf, device)
         return found
 
-    scale = check_scalar("scale", scale)
+    tensors, scale = read_list("tensors", tensors), check_scalar("scale", scale)
     traced, others = tracing(), (buffer, found_inf)
     known = Known(check()) if traced else _UNPACKS.checked(check, layout, tensors, others)
-    chosen, targets = known.value.layout, list(tensors)
+    chosen = known.value.layout
     if traced:
-        call("unpack", buffer, chosen.offsets, chosen.alignment, scale, targets, found_inf)
+        call("unpack", buffer, chosen.offsets, chosen.alignment, scale, tensors, found_inf)
     else:
-        _unpack(buffer, known, scale, targets, found_inf)
-    return targets
+        _unpack(buffer, known, scale, tensors, found_inf)
+    return tensors
 
 
 def pack_bytes(tensors: Sequence[Tensor], *, layout: Layout | None = None) -> int:

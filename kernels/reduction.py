@@ -21,7 +21,7 @@ from kernels._check import (
     new_like,
 )
 from kernels._known import Known, KnownCalls, place_of
-from kernels._ops import call, check_list, operator, returns_nothing, tracing
+from kernels._ops import call, check_list, operator, read_list, returns_nothing, tracing
 
 
 @operator(
@@ -102,14 +102,14 @@ def sum_n(
         check_found_inf(found_inf, first.device)
         return _cpu.compute_dtype(first.dtype, check_target(out, "tensors[0]", first, dtype))
 
-    scale = check_scalar("scale", scale)
+    tensors, scale = read_list("tensors", tensors), check_scalar("scale", scale)
     traced = tracing()
     known = Known(check()) if traced else _SUMS.checked(check, dtype, tensors, (found_inf,), out)
     target = new_like(tensors[0], dtype) if out is None else out
     if traced:
-        call("sum_n", list(tensors), scale, target, found_inf)
+        call("sum_n", tensors, scale, target, found_inf)
     else:
-        _sum_known(list(tensors), known, scale, target, found_inf)
+        _sum_known(tensors, known, scale, target, found_inf)
     return target
 
 
