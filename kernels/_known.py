@@ -191,16 +191,20 @@ def _check_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     return check
 
 
+# Alike in all but this.
+with torch.inference_mode(mode=False):
+    _ORDINARY = torch.empty(0, dtype=torch.uint8, device="cpu")
+with torch.inference_mode():
+    _INFERENCE = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
 def _tells_inference() -> bool:
     """Whether a guard made now refuses an inference tensor in the place of another, always.
 
     By the key of autograd, which only the other has: what was seen to have it once keeps it.
     """
-    # Alike in all but this, and made anew: in another mode they may be of another kind, and a dtype
-    # left to torch may have become another.
-    ordinary = torch.empty(0, dtype=torch.uint8, device="cpu")
-    with torch.inference_mode():
-        inference = torch.empty(0, dtype=torch.uint8, device="cpu")
-    # In a mode of torch's that makes tensors of a class of its own this would tell nothing.
-    plain = type(ordinary) is type(inference) is Tensor
-    return plain and not _check_of([ordinary])(inference)
+    # In inference mode a tensor from outside looks as one from inside looks out there. And imported
+    # in a mode of torch's that makes tensors of another class these two would tell nothing.
+    if torch.is_inference_mode_enabled() or not type(_ORDINARY) is type(_INFERENCE) is Tensor:
+        return False
+    return not _check_of([_ORDINARY])(_INFERENCE)

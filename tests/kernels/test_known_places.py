@@ -6,6 +6,8 @@ one thing that makes the call wrong.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
@@ -163,6 +165,19 @@ def test_what_was_written_says_nothing_of_inference_tensors(
             with refused(r"tensors\[0\] was made in inference mode"):
                 kernels.unpack(buffer, inside)
     assert (given[0] == 1).all() and (inside[0] == 0).all()
+
+
+def test_where_it_is_imported_says_nothing_of_inference_tensors() -> None:
+    if _known._guards is None:
+        pytest.skip("this torch has no guards for lists of tensors")
+    code = """if True:
+        import torch
+        with torch.inference_mode():
+            import kernels
+            from kernels import _known
+            assert not _known._tells_inference()
+        assert _known._tells_inference()"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 @pytest.fixture
