@@ -171,15 +171,16 @@ def _tensors() -> list[torch.Tensor]:
 
     Another thread may be filling a tuple, and fails if something else holds that when it goes on.
     So what gc returns is made, gone through and dropped in one call of C's, within which gc runs no
-    finalizers. It is made twice, for values and types, the youngest last: what is new the second
-    time comes behind all else. The types end first, so that both are dropped.
+    finalizers, and no class is asked for its hash, which some have in Python. It is made twice, for
+    values and types, the youngest last: what is new the second time comes behind all else. The
+    types end first, so that both are dropped.
     """
     collects = gc.isenabled()
     gc.disable()
     try:
         objects = chain.from_iterable(map(gc.get_objects, (2, 1, 0)))
         types = map(type, chain.from_iterable(map(gc.get_objects, (2, 1, 0))))
-        plain = map(PLAIN.__contains__, types)
+        plain = map({*map(id, PLAIN)}.__contains__, map(id, types))
         found: list[Any] = list(compress(chain(objects, repeat(None)), plain))
     finally:
         if collects:

@@ -60,3 +60,21 @@ def test_all_tensors_are_found_whatever_is_made_meanwhile():
         assert len(found) == len(set(found))
         assert {id(tensor) for tensor in kept}.issubset(found)
         del rubbish
+
+
+def test_no_class_is_asked_for_its_hash_while_memory_is_looked_through():
+    """One that is written in Python, as of a protocol, would let another thread go on."""
+    asked = []
+
+    class Asking(type):
+        def __hash__(cls) -> int:
+            asked.append(cls)
+            return type.__hash__(cls)
+
+    class Thing(metaclass=Asking):
+        pass
+
+    there = [Thing(), torch.ones(3)]
+    asked.clear()
+    assert any(tensor is there[1] for tensor in _tensors())
+    assert not asked

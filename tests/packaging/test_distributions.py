@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import email
+import os
 import shutil
 import subprocess
 import sys
@@ -131,6 +132,7 @@ def test_tests_pass_on_the_installed_wheel(built: dict[str, Path], tmp_path: Pat
     for package in PACKAGES:
         shutil.rmtree(tests / package)
     said = []
+    bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     for arguments in (
         ["adasum.check", "--no-self-test"],
         ["pytest", "-q", "-p", "no:cacheprovider", *FAST],
@@ -138,6 +140,7 @@ def test_tests_pass_on_the_installed_wheel(built: dict[str, Path], tmp_path: Pat
         done = subprocess.run(
             [str(environment / "bin" / "python"), "-m", *arguments],
             cwd=tests,
+            env=bare,
             capture_output=True,
             text=True,
             timeout=150,
