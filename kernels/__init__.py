@@ -9,13 +9,15 @@
 float16, bfloat16, float32 and float64 (`DTYPES`); any other dtype is a TypeError. Bad arguments
 raise before anything is written. Each function has a twin `*_bytes` (least memory traffic) and
 `*_reference` (float64, plain torch). `cpu_path` says what computes on CPU tensors: C compiled at
-first use, or torch's functions, with `use_torch_on_cpu` in any case. No communication happens here.
+first use, or torch's functions, with `use_torch_on_cpu` in any case. `calls_recognised_by` says
+whether C or Python does that for calls made before. No communication happens here.
 `__adasum__` is True in this package and tells it from the distribution on PyPI that is also called
 `kernels`.
 """
 
 from kernels._check import DTYPES
 from kernels._native import cpu_path, use_torch_on_cpu
+from kernels._recall import calls_recognised_by
 from kernels.layout import Layout, layout_of
 from kernels.packing import (
     pack,
@@ -53,6 +55,7 @@ __all__ = [
     "adasum",
     "adasum_bytes",
     "adasum_reference",
+    "calls_recognised_by",
     "combine",
     "combine_bytes",
     "combine_reference",

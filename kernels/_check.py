@@ -286,24 +286,26 @@ def check_pair(a: object, b: object, out: object | None) -> Tensor:
 
 
 def check_written(
-    out: Tensor,
+    out: Tensor | None,
     found_inf: Tensor | None,
     inputs: Sequence[Tensor],
     name: Callable[[int], str],
 ) -> None:
     """Raise ValueError unless `out` is an input or apart from it, and `found_inf` from all.
 
-    inputs: of as many elements as `out`. name: of the i-th.
+    out: None where it is to be made. inputs: of as many elements. name: of the i-th.
     """
-    if not _near(out, found_inf, inputs):
-        return
-    low, high = byte_range(out)
-    for i, tensor in enumerate(inputs):
-        start, stop = byte_range(tensor)
-        if start < high and low < stop and (start, stop) != (low, high):
-            check_no_overlap("out", out, name(i), tensor)
+    if out is not None:
+        if not _near(out, found_inf, inputs):
+            return
+        low, high = byte_range(out)
+        for i, tensor in enumerate(inputs):
+            start, stop = byte_range(tensor)
+            if start < high and low < stop and (start, stop) != (low, high):
+                check_no_overlap("out", out, name(i), tensor)
+        if found_inf is not None:
+            check_no_overlap("found_inf", found_inf, "out", out)
     if found_inf is not None:
-        check_no_overlap("found_inf", found_inf, "out", out)
         for i, tensor in enumerate(inputs):
             check_no_overlap("found_inf", found_inf, name(i), tensor)
 

@@ -14,12 +14,10 @@ from torch import Tensor
 
 from kernels import _cpu_torch, _native
 from kernels._dots import TINY
-from kernels._known import Place
+from kernels._known import Known, Place, in_memory
 from kernels._launch import mark_written
 from kernels._packed import PackedList
-
-# Coefficients inside this range times any float32 lose nothing to float32's exponent.
-_SAFE_LOW, _SAFE_HIGH = 2.0**-60, 2.0**60
+from kernels._recall import SAFE_HIGH, SAFE_LOW
 
 
 def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:
@@ -27,25 +25,35 @@ def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
-def _native_for_packed(listed: PackedList, place: Place) -> _native.Library | None:
-    """The compiled functions, if they take this: lists of one dtype, in memory."""
-    if len(listed.dtype_set) > 1 or not place.in_c:
+def _native_for(place: Place, wide: torch.dtype, *made: Tensor) -> _native.Library | None:
+    """The compiled functions, if all is in memory; made: of what `place` may say nothing."""
+    if place.in_c and in_memory(made, [*map(Tensor.data_ptr, made)]):
+        return _native.library(wide)
+    return None
+
+
+def _native_for_packed(listed: PackedList, place: Place, buffer: Tensor) -> _native.Library | None:
+    """The same for lists, of one dtype."""
+    if len(listed.dtype_set) > 1:
         return None
-    return _native.library(compute_dtype(listed.layout.dtype, *listed.dtype_set))
+    return _native_for(place, compute_dtype(listed.layout.dtype, *listed.dtype_set), buffer)
 
 
 def pack(
     tensors: Sequence[Tensor],
     place: Place,
-    listed: PackedList,
+    known: Known[PackedList],
     out: Tensor,
     scale: float,
     found_inf: Tensor | None,
 ) -> None:
     """Write the tensors into their slots of `out` and zero into the padding."""
+    listed = known.value
     if not tensors:
         return
-    if native := _native_for_packed(listed, place):
+    if native := _native_for_packed(listed, place, out):
+        if known.is_met_again:
+            known.job = native.copy_job(listed, out, packing=True)
         native.copy(place.in_c, listed, out, scale, found_inf, packing=True)
         mark_written([out], found_inf)
     else:
@@ -56,14 +64,17 @@ def unpack(
     buffer: Tensor,
     tensors: list[Tensor],
     place: Place,
-    listed: PackedList,
+    known: Known[PackedList],
     scale: float,
     found_inf: Tensor | None,
 ) -> None:
     """Write the slots of `buffer` into the tensors."""
+    listed = known.value
     if not tensors:
         return
-    if native := _native_for_packed(listed, place):
+    if native := _native_for_packed(listed, place, buffer):
+        if known.is_met_again:
+            known.job = native.copy_job(listed, buffer, packing=False)
         native.copy(place.in_c, listed, buffer, scale, found_inf, packing=False)
         mark_written(tensors, found_inf)
     else:
@@ -73,33 +84,37 @@ def unpack(
 def sum_n(
     tensors: Sequence[Tensor],
     place: Place,
-    wide: torch.dtype,
+    known: Known[torch.dtype],
     out: Tensor,
     scale: float,
     found_inf: Tensor | None,
 ) -> None:
     """out = scale * (t0 + t1 + ...), in list order; `out` may be any of the tensors."""
-    if place.in_c and (native := _native.library(wide)):
+    if native := _native_for(place, known.value, out):
+        if known.is_met_again:
+            known.job = native.sum_n_job(len(tensors), tensors[0].dtype, out)
         native.sum_n(place.in_c, len(tensors), tensors[0].dtype, out, scale, found_inf)
         mark_written([out], found_inf)
     else:
-        _cpu_torch.sum_n(tensors, wide, out, scale, found_inf)
+        _cpu_torch.sum_n(tensors, known.value, out, scale, found_inf)
 
 
 def scaled_add(
     a: Tensor,
     b: Tensor,
     place: Place,
-    wide: torch.dtype,
+    known: Known[torch.dtype],
     alpha: float,
     beta: float,
     out: Tensor,
     found_inf: Tensor | None,
 ) -> None:
     """out = alpha*a + beta*b, elementwise; `out` may be a or b."""
-    if not (_safe(alpha) and _safe(beta)):
-        wide = torch.float64
-    if place.in_c and (native := _native.library(wide)):
+    safe = _safe(alpha) and _safe(beta)
+    wide = known.value if safe else torch.float64
+    if native := _native_for(place, wide, out):
+        if safe and known.is_met_again:
+            known.job = native.blend_job(a, b, out)
         native.blend(a, b, out, (0, out.numel()), (alpha, beta), found_inf)
         mark_written([out], found_inf)
     else:
@@ -108,7 +123,7 @@ def scaled_add(
 
 def dot_and_norms(a: Tensor, b: Tensor, place: Place, bounds: Sequence[int]) -> list[list[float]]:
     """S rows (a.b, |a|^2, |b|^2) of the flattened segments."""
-    if place.in_c and (native := _native.library(compute_dtype(a.dtype))):
+    if native := _native_for(place, compute_dtype(a.dtype)):
         return native.dot_and_norms(a, b, bounds)
     return _cpu_torch.dot_and_norms(a, b, bounds)
 
@@ -126,7 +141,7 @@ def combine(
     factors = [(_coefficient(dot, mine), _coefficient(dot, theirs)) for dot, mine, theirs in dots]
     flat = [*itertools.chain.from_iterable(factors)]
     wide = compute_dtype(a.dtype, out.dtype)
-    native = _native.library(wide) if place.in_c else None
+    native = _native_for(place, wide, out)
     if native and all(map(_safe, flat)):
         native.blend(a, b, out, bounds, flat, found_inf)
         mark_written([out], found_inf)
@@ -135,14 +150,12 @@ def combine(
     for (alpha, beta), (low, high) in zip(factors, itertools.pairwise(bounds), strict=True):
         if high > low:
             left, right, to = (part[low:high] for part in parts)
-            scaled_add(left, right, place, wide, alpha, beta, to, found_inf)
+            scaled_add(left, right, place, Known(wide), alpha, beta, to, found_inf)
 
 
 def _safe(coefficient: float) -> bool:
     return (
-        coefficient == 0.0
-        or _SAFE_LOW < abs(coefficient) < _SAFE_HIGH
-        or coefficient != coefficient
+        coefficient == 0.0 or SAFE_LOW < abs(coefficient) < SAFE_HIGH or coefficient != coefficient
     )
 
 

@@ -8,13 +8,14 @@
  *
  * Every `out` may be one of the inputs: a tile is read before it is written.
  *
- * A function takes one argument, a struct of 8-byte fields, as kernels/_native.py packs it: to pass
- * nine by ctypes takes four times as long.
+ * A function takes one argument, a struct of kernels/_tasks.h: to pass nine by ctypes takes four times
+ * as long.
  */
 #include "_native.h"
+#include "_tasks.h"
 
-/* Elements; BLOCK comes from kernels/_native.py, too. Up to ALONE are not worth a second thread. */
-enum { TILE = 1024, ALONE = 32768, LANES = 8 };
+/* Elements; BLOCK comes from kernels/_native.py, too. */
+enum { TILE = 1024, LANES = 8 };
 
 /* What is written to may be what is read, element by element; nothing else overlaps. */
 #define ELEMENTWISE _Pragma("GCC ivdep")
@@ -84,16 +85,6 @@ static void walk_blocks(visitor *visit, const void *task, const int64_t *bounds,
         walk_part(&walk, 0, 1);
 }
 
-struct sum {
-    const void *const *inputs;
-    int64_t count, dtype;
-    void *out;
-    int64_t out_dtype, numel;
-    double scale;
-    float *found_inf;
-    int64_t threads;
-};
-
 static void sum_block(const void *task, struct block block, int64_t number)
 {
     (void)number;
@@ -128,25 +119,12 @@ static void sum_block(const void *task, struct block block, int64_t number)
     }
 }
 
-/* out = scale * (inputs[0] + inputs[1] + ...), added in order. found_inf: set to 1 where out holds
- * an Inf or NaN, else left; or NULL. */
+/* out = scale * (inputs[0] + inputs[1] + ...), added in order. */
 void sum_n(const struct sum *task)
 {
     const int64_t bounds[] = {0, task->numel};
     walk_blocks(sum_block, task, bounds, 1, task->threads);
 }
-
-struct list {
-    void *const *tensors;
-    int64_t dtype;
-    const int64_t *numels, *bounds;
-    int64_t count;
-    void *buffer;
-    int64_t buffer_dtype, packing;
-    double scale;
-    float *found_inf;
-    int64_t threads;
-};
 
 /* `n` elements to `to`, times the scale. */
 static void copy_run(const struct list *t, const void *from, int dtype, void *to, int to_dtype,
@@ -196,25 +174,11 @@ static void copy_block(const void *task, struct block block, int64_t number)
 
 /* Between a buffer and `count` tensors, of numels elements, whose slots in it start, and end, at
  * bounds. packing: into the buffer, with zeros into what a slot has beyond its tensor; else out of
- * it. found_inf as for sum_n. */
+ * it. */
 void copy(const struct list *task)
 {
     walk_blocks(copy_block, task, task->bounds, task->count, task->threads);
 }
-
-struct blend {
-    const void *a;
-    int64_t a_dtype;
-    const void *b;
-    int64_t b_dtype;
-    void *out;
-    int64_t out_dtype;
-    const int64_t *bounds;
-    int64_t segments;
-    const double *coefficients;
-    float *found_inf;
-    int64_t threads;
-};
 
 static void blend_block(const void *task, struct block block, int64_t number)
 {
@@ -238,22 +202,11 @@ static void blend_block(const void *task, struct block block, int64_t number)
 }
 
 /* out = alpha * a + beta * b, by segment: coefficients are its rows (alpha, beta), bounds the
- * elements where segments start, and end. found_inf as for sum_n. */
+ * elements where segments start, and end. */
 void blend(const struct blend *task)
 {
     walk_blocks(blend_block, task, task->bounds, task->segments, task->threads);
 }
-
-struct pair {
-    const void *a;
-    int64_t a_dtype;
-    const void *b;
-    int64_t b_dtype;
-    const int64_t *bounds;
-    int64_t segments;
-    double *partials, *rows;
-    int64_t threads;
-};
 
 /* Sums of products in double, where those of two floats are exact. An element's place in its block
  * says in which of the lanes it is added. */

@@ -1,47 +1,40 @@
-"""The CPU path compiled: kernels/_native.c, by the system's C compiler, loaded with ctypes.
+"""The CPU path compiled: kernels/_native.c, loaded with ctypes.
 
-As Triton does for its launchers: at first use, once a machine. Without a compiler, or on a
-processor without AVX2, `library` is None, and the CPU path is torch's own functions.
+Without a compiler, or on a processor without AVX2, `library` is None, and the CPU path is torch's
+own functions.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
 import platform
-import shlex
-import shutil
-import stat
 import struct
-import subprocess
-import tempfile
+import sys
 import threading
 from array import array
 from collections.abc import Callable, Sequence
 from ctypes import c_char_p, c_double
 from pathlib import Path
-from typing import Any, cast
+from types import ModuleType
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from kernels._compile import Unavailable, built
 from kernels._packed import PackedList
 
 # In the order of the C file's enum.
 _CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 # Elements of a block, whose dot products are one partial result.
 BLOCK = 8192
-_SOURCE = Path(__file__).with_suffix(".c")
+_SOURCES = [Path(__file__).with_name(name) for name in ("_native.c", "_native.h", "_tasks.h")]
 _FLAGS = (
-    *("-std=gnu11", "-O3", "-march=x86-64", "-mavx2", "-mfma", "-mf16c"),
-    *("-fPIC", "-shared", f"-DBLOCK={BLOCK}"),
-    # The bits are the same on all machines, whatever $CC says beside the compiler's name.
-    *("-fno-fast-math", "-ffp-contract=off"),
+    *("-O3", "-funroll-loops", "-march=x86-64", "-mavx2", "-mfma", "-mf16c", f"-DBLOCK={BLOCK}"),
     # What is written as floats is looked at as integers.
     "-fno-strict-aliasing",
 )
-_COMPILE_SECONDS = 60.0
 _VARIABLE = "ADASUM_CPU_KERNELS"
 _CHOICES = ("auto", "native", "torch")
 # The C file's REAL for each arithmetic.
@@ -54,6 +47,7 @@ class Library:
     def __init__(self, path: Path) -> None:
         """OSError or AttributeError where it cannot be loaded."""
         library = ctypes.CDLL(str(path))
+        self._library = library
         self._copy = _function(library.copy)
         self._sum_n = _function(library.sum_n)
         self._blend = _function(library.blend)
@@ -162,6 +156,58 @@ class Library:
         )
         return [rows[i : i + 3] for i in range(0, 3 * count, 3)]
 
+    def copy_job(self, listed: PackedList, buffer: Tensor, packing: bool) -> Job | None:
+        """How kernels/_recall.c makes `copy` again; None where it is not to do so."""
+        numels, bounds = kept = listed.in_c
+        task = _COPY(
+            *(0, _CODES[listed.dtypes[0]], _address(numels), _address(bounds)),
+            *(len(listed.dtypes), 0, _CODES[buffer.dtype], packing, 1.0, 0, 1),
+        )
+        return _job(self, self._library.copy, task, buffer, kept)
+
+    def sum_n_job(self, count: int, dtype: torch.dtype, out: Tensor) -> Job | None:
+        task = _SUM_N(0, count, _CODES[dtype], 0, _CODES[out.dtype], out.numel(), 1.0, 0, 1)
+        return _job(self, self._library.sum_n, task, out)
+
+    def blend_job(self, a: Tensor, b: Tensor, out: Tensor) -> Job | None:
+        """With one segment."""
+        cuts = array("q", (0, out.numel()))
+        task = _BLEND(
+            *(0, _CODES[a.dtype], 0, _CODES[b.dtype], 0, _CODES[out.dtype]),
+            *(_address(cuts), 1, 0, 0, 1),
+        )
+        return _job(self, self._library.blend, task, out, cuts)
+
+
+class Job(NamedTuple):
+    """How kernels/_recall.c makes a call again, while this module's state has these libraries.
+
+    task: the C file's struct, for it to fill in. like: of an output's dtype and shape. kept: what
+    the struct points to.
+    """
+
+    module: ModuleType
+    libraries: dict[torch.dtype, Library]
+    function: int
+    task: bytes
+    like: Tensor
+    kept: object
+
+
+def _job(
+    library: Library, function: Any, task: bytes, out: Tensor, kept: object = None
+) -> Job | None:
+    # Another thread may have called use_torch_on_cpu; a mode of the user's can have made another
+    # output than is made without it.
+    libraries = _state.libraries or {}
+    if library not in libraries.values() or torch._C._is_torch_function_mode_enabled():
+        return None
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    assert address is not None
+    # Takes no memory, and torch.empty_like makes of it what it makes of a whole one.
+    like = torch.empty((1,) * out.dim(), dtype=out.dtype, device="cpu").expand(out.shape)
+    return Job(sys.modules[__name__], libraries, address, task, like, kept)
+
 
 # The C file's structs: q for an integer, P for a pointer, d for a double.
 _COPY = struct.Struct("PqPPqPqqdPq").pack
@@ -184,10 +230,6 @@ def _flag(found_inf: Tensor | None) -> int:
     return 0 if found_inf is None else found_inf.data_ptr()
 
 
-class _Unavailable(Exception):
-    """Why there is no compiled path."""
-
-
 class _State:
     """libraries: by arithmetic, once looked for. why_not: why torch's functions are used."""
 
@@ -198,6 +240,15 @@ class _State:
 
 
 _state = _State()
+
+
+def _forked() -> None:
+    """A thread that compiles is not in a child of the process, the lock that it held is."""
+    _state.lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 def library(wide: torch.dtype) -> Library | None:
@@ -247,10 +298,13 @@ def _load() -> dict[torch.dtype, Library]:
         if _state.libraries is None:
             try:
                 if choice == "torch":
-                    raise _Unavailable(f"{_VARIABLE}=torch")
+                    raise Unavailable(f"{_VARIABLE}=torch")
                 _check_machine()
-                _state.libraries = {wide: _built(real) for wide, real in _REALS.items()}
-            except _Unavailable as error:
+                _state.libraries = {
+                    wide: built(real, _SOURCES, [*_FLAGS, f"-DREAL={real}"], Library)
+                    for wide, real in _REALS.items()
+                }
+            except Unavailable as error:
                 if choice == "native":
                     raise RuntimeError(f"{_VARIABLE}=native: {error}") from error
                 _state.libraries, _state.why_not = {}, str(error)
@@ -260,104 +314,7 @@ def _load() -> dict[torch.dtype, Library]:
 def _check_machine() -> None:
     system, machine = platform.system(), platform.machine()
     if system != "Linux" or machine not in ("x86_64", "AMD64"):
-        raise _Unavailable(f"compiled for Linux on x86-64, this is {system} on {machine}")
+        raise Unavailable(f"compiled for Linux on x86-64, this is {system} on {machine}")
     capability = torch.backends.cpu.get_cpu_capability()
     if not capability.startswith("AVX"):
-        raise _Unavailable(f"needs AVX2, torch says {capability}")
-
-
-def _built(real: str) -> Library:
-    """From the cache or, compiled into it, from the C file."""
-    try:
-        sources = [path.read_bytes() for path in (_SOURCE, _SOURCE.with_suffix(".h"))]
-        key = hashlib.sha256(repr((sources, _FLAGS)).encode()).hexdigest()
-        name = f"{real}-{key[:24]}.so"
-        folder = _cache()
-        if folder is not None and _is_whole(folder / name):
-            return Library(folder / name)
-        compiler = _compiler()
-        # Takes its name when it is whole: other processes do the same at the same time.
-        shared = folder if folder is not None and os.access(folder, os.W_OK) else None
-        with tempfile.TemporaryDirectory(prefix="adasum-", dir=shared) as private:
-            made = Path(private, name)
-            _run([*compiler, *_FLAGS, f"-DREAL={real}", str(_SOURCE), "-o", str(made)])
-            _seal(made)
-            library = Library(made)
-            if shared is not None:
-                made.replace(shared / name)
-            return library
-    except (OSError, AttributeError) as error:
-        raise _Unavailable(f"{_SOURCE.name} could not be compiled and loaded: {error}") from error
-
-
-def _seal(path: Path) -> None:
-    """Append a hash of what is there, which loading does not look at, and have it on the disk."""
-    with path.open("r+b") as file:
-        seal = hashlib.sha256(file.read()).digest()
-        file.write(seal)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _is_whole(path: Path) -> bool:
-    """Whether it is as `_seal` left it, and nobody else's: what is cut short ends the process."""
-    try:
-        if not _is_mine(path):
-            return False
-        content = path.read_bytes()
-    except OSError:
-        return False
-    return hashlib.sha256(content[:-32]).digest() == content[-32:]
-
-
-def _compiler() -> list[str]:
-    """The command that $CC names, else the first of the usual ones."""
-    try:
-        named = shlex.split(os.environ.get("CC", ""))
-    except ValueError as error:
-        raise _Unavailable(f"$CC is no command: {error}") from error
-    for command in [named] if named else [["gcc"], ["cc"], ["clang"]]:
-        if shutil.which(command[0]):
-            return command
-    wanted = f"$CC, {named[0]}," if named else "a C compiler"
-    raise _Unavailable(f"{wanted} is not on the PATH: install gcc")
-
-
-def _run(command: list[str]) -> None:
-    try:
-        subprocess.run(
-            command,
-            check=True,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            stdin=subprocess.DEVNULL,
-            timeout=_COMPILE_SECONDS,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise _Unavailable(f"{command[0]} took over {_COMPILE_SECONDS:.0f} s") from error
-    except subprocess.CalledProcessError as error:
-        said = (error.stderr.strip().splitlines() or [f"exit status {error.returncode}"])[0]
-        raise _Unavailable(f"{command[0]} failed: {said}") from error
-
-
-def _cache() -> Path | None:
-    """A folder that only this user can write to; None where there is none.
-
-    What lies there is loaded, so it may not be put there by others.
-    """
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = Path(base, "adasum")
-    if not folder.is_absolute():
-        return None
-    try:
-        if not folder.exists():
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return folder if _is_mine(folder) else None
-    except OSError:
-        return None
-
-
-def _is_mine(path: Path) -> bool:
-    info = path.stat()
-    return info.st_uid == os.geteuid() and not info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        raise Unavailable(f"needs AVX2, torch says {capability}")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels._check import check_apart, check_disjoint, check_no_overlap, check_tensor
-from kernels._known import Known, Place
+from kernels._known import Known, Place, given_of
 from kernels._ops import check_list, tracing
 from kernels.layout import Layout, layout_of
 
@@ -87,27 +87,22 @@ def place_of(
     tensors: list[Tensor],
     known: Known[PackedList],
     name: str,
-    buffer: Tensor,
+    buffer: Tensor | None,
     written: bool,
     found_inf: Tensor | None,
 ) -> Place:
-    """Where all lie; ValueError where two share memory of which one is written.
+    """Where all that are given lie; ValueError where two share memory of which one is written.
 
-    name: the buffer's. written: whether the tensors are.
+    name: the buffer's, None where it is to be made. written: whether the tensors are.
     """
-
-    others = (buffer,) if found_inf is None else (buffer, found_inf)
-    everything = [*tensors, *others]
-    addresses = tuple(map(Tensor.data_ptr, everything))
-    place = known.places.get(addresses)
-    if place is None:
-        layout = known.value.layout
-        inputs = addresses[: len(tensors)]
-        check_apart("tensors", tensors, inputs, layout.largest, name, buffer)
-        if written:
-            check_disjoint("tensors", tensors, inputs, layout.numels)
-        if found_inf is not None:
-            check_apart("tensors", tensors, inputs, layout.largest, "found_inf", found_inf)
+    layout = known.value.layout
+    addresses = tuple(map(Tensor.data_ptr, tensors))
+    if buffer is not None:
+        check_apart("tensors", tensors, addresses, layout.largest, name, buffer)
+    if written:
+        check_disjoint("tensors", tensors, addresses, layout.numels)
+    if found_inf is not None:
+        check_apart("tensors", tensors, addresses, layout.largest, "found_inf", found_inf)
+        if buffer is not None:
             check_no_overlap("found_inf", found_inf, name, buffer)
-        place = known.found_apart(addresses, everything, len(tensors))
-    return place
+    return known.found_apart(given_of(tensors, (buffer, found_inf), None), len(tensors))

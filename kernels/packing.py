@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels import _cpu, _launch, _packing
+from kernels import _cpu, _launch, _packing, _recall
 from kernels._check import (
     check_all_writable,
     check_found_inf,
@@ -15,7 +15,7 @@ from kernels._check import (
     check_tensor,
     check_writable,
 )
-from kernels._known import Known, KnownCalls
+from kernels._known import Known, KnownCalls, Place
 from kernels._ops import call, operator, read_list, returns_nothing, tracing
 from kernels._packed import PackedList, check_buffer, check_layout, check_packed, place_of
 from kernels.layout import Layout
@@ -27,31 +27,31 @@ _UNPACKS: KnownCalls[PackedList] = KnownCalls()
 def _pack(
     tensors: list[Tensor],
     known: Known[PackedList],
+    place: Place,
     scale: float,
     out: Tensor,
     found_inf: Tensor | None,
 ) -> None:
-    place = place_of(tensors, known, "out", out, False, found_inf)
     if _launch.on_triton(out):
         _packing.copy(place.inputs, known.value, out, scale, found_inf, packing=True)
         _launch.mark_written([out], found_inf)
     else:
-        _cpu.pack(tensors, place, known.value, out, scale, found_inf)
+        _cpu.pack(tensors, place, known, out, scale, found_inf)
 
 
 def _unpack(
     buffer: Tensor,
     known: Known[PackedList],
+    place: Place,
     scale: float,
     tensors: list[Tensor],
     found_inf: Tensor | None,
 ) -> None:
-    place = place_of(tensors, known, "buffer", buffer, True, found_inf)
     if _launch.on_triton(buffer):
         _packing.copy(place.inputs, known.value, buffer, scale, found_inf, packing=False)
         _launch.mark_written(tensors, found_inf)
     else:
-        _cpu.unpack(buffer, tensors, place, known.value, scale, found_inf)
+        _cpu.unpack(buffer, tensors, place, known, scale, found_inf)
 
 
 @operator(
@@ -67,7 +67,9 @@ def _pack_op(
     out: Tensor,
     found_inf: Tensor | None,
 ) -> None:
-    _pack(tensors, _known_within(out, tensors, offsets, alignment), scale, out, found_inf)
+    known = _known_within(out, tensors, offsets, alignment)
+    place = place_of(tensors, known, "out", out, False, found_inf)
+    _pack(tensors, known, place, scale, out, found_inf)
 
 
 @operator(
@@ -83,7 +85,9 @@ def _unpack_op(
     tensors: list[Tensor],
     found_inf: Tensor | None,
 ) -> None:
-    _unpack(buffer, _known_within(buffer, tensors, offsets, alignment), scale, tensors, found_inf)
+    known = _known_within(buffer, tensors, offsets, alignment)
+    place = place_of(tensors, known, "buffer", buffer, True, found_inf)
+    _unpack(buffer, known, place, scale, tensors, found_inf)
 
 
 def _known_within(
@@ -118,6 +122,12 @@ def pack(
     Products are taken in float32 (float64 where either dtype is float64) and rounded once.
     Returns the buffer. Raises TypeError or ValueError before anything is written.
     """
+    traced = tracing()
+    if not traced:
+        done: Tensor | None
+        done = _recall.copy(_PACKS.calls, layout, tensors, scale, out, found_inf, True)
+        if done is not None:
+            return done
 
     def check() -> PackedList:
         found = check_packed(tensors, layout, None)
@@ -130,8 +140,10 @@ def pack(
         return found
 
     tensors, scale = read_list("tensors", tensors), check_scalar("scale", scale)
-    traced = tracing()
-    known = Known(check()) if traced else _PACKS.checked(check, layout, tensors, (out, found_inf))
+    if traced:
+        known, place = Known(check()), None
+    else:
+        known, place = _PACKS.checked(check, layout, tensors, (out, found_inf))
     chosen = known.value.layout
     target = out
     if target is None:
@@ -139,7 +151,8 @@ def pack(
     if traced:
         call("pack", tensors, chosen.offsets, chosen.alignment, scale, target, found_inf)
     else:
-        _pack(tensors, known, scale, target, found_inf)
+        place = place or place_of(tensors, known, "out", out, False, found_inf)
+        _pack(tensors, known, place, scale, target, found_inf)
     return target
 
 
@@ -161,6 +174,12 @@ def unpack(
     found_inf and products as in `pack`. Returns the tensors. Raises TypeError or ValueError before
     anything is written.
     """
+    traced = tracing()
+    if not traced:
+        done: list[Tensor] | None
+        done = _recall.copy(_UNPACKS.calls, layout, tensors, scale, buffer, found_inf, False)
+        if done is not None:
+            return done
 
     def check() -> PackedList:
         check_tensor("buffer", buffer)
@@ -172,13 +191,16 @@ def unpack(
         return found
 
     tensors, scale = read_list("tensors", tensors), check_scalar("scale", scale)
-    traced, others = tracing(), (buffer, found_inf)
-    known = Known(check()) if traced else _UNPACKS.checked(check, layout, tensors, others)
+    if traced:
+        known, place = Known(check()), None
+    else:
+        known, place = _UNPACKS.checked(check, layout, tensors, (buffer, found_inf))
     chosen = known.value.layout
     if traced:
         call("unpack", buffer, chosen.offsets, chosen.alignment, scale, tensors, found_inf)
     else:
-        _unpack(buffer, known, scale, tensors, found_inf)
+        place = place or place_of(tensors, known, "buffer", buffer, True, found_inf)
+        _unpack(buffer, known, place, scale, tensors, found_inf)
     return tensors
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from kernels._check import (
     new_like,
 )
 from kernels._dots import TINY
-from kernels._known import Known, KnownCalls, place_of
+from kernels._known import Known, KnownCalls, Place, place_of
 from kernels._ops import call, operator, returns_nothing, tracing
 
 
@@ -47,14 +47,12 @@ def _no_dots(a: Tensor, b: Tensor, bounds: Sequence[int]) -> Tensor:
 
 @operator("dot_and_norms(Tensor a, Tensor b, SymInt[] bounds) -> Tensor", fake=_no_dots)
 def _run_dot_and_norms(a: Tensor, b: Tensor, bounds: Sequence[int]) -> Tensor:
-    return _dot_and_norms(a, b, bounds, Known(None))
+    return _dot_and_norms(a, b, bounds, Known(None).found_apart((a, b), 2))
 
 
-def _dot_and_norms(a: Tensor, b: Tensor, bounds: Sequence[int], known: Known[Any]) -> Tensor:
+def _dot_and_norms(a: Tensor, b: Tensor, bounds: Sequence[int], place: Place) -> Tensor:
     if _launch.on_triton(a):
         return _projection.dot_and_norms(a, b, tuple(bounds))
-    addresses = a.data_ptr(), b.data_ptr()
-    place = known.places.get(addresses) or known.found_apart(addresses, (a, b), 2)
     rows = _cpu.dot_and_norms(a, b, place, bounds)
     return torch.from_numpy(np.array(rows, dtype=np.float64).reshape(-1, 3))
 
@@ -72,7 +70,8 @@ def _run_combine(
     out: Tensor,
     found_inf: Tensor | None,
 ) -> None:
-    _combine(a, b, dots, bounds, out, found_inf, Known(None))
+    place = place_of((a, b), Known(None), out, found_inf, _A_OR_B)
+    _combine(a, b, dots, bounds, out, found_inf, place)
 
 
 def _combine(
@@ -82,9 +81,8 @@ def _combine(
     bounds: Sequence[int],
     out: Tensor,
     found_inf: Tensor | None,
-    known: Known[Any],
+    place: Place,
 ) -> None:
-    place = place_of([a, b], known, out, found_inf, "ab".__getitem__)
     check_no_overlap("out", out, "dots", dots)
     if _launch.on_triton(a):
         _projection.combine(a, b, dots, tuple(bounds), out, found_inf)
@@ -103,7 +101,8 @@ def _run_adasum(
     out: Tensor,
     found_inf: Tensor | None,
 ) -> None:
-    _adasum(a, b, bounds, out, found_inf, Known(None))
+    place = place_of((a, b), Known(None), out, found_inf, _A_OR_B)
+    _adasum(a, b, bounds, out, found_inf, place)
 
 
 def _adasum(
@@ -112,9 +111,8 @@ def _adasum(
     bounds: Sequence[int],
     out: Tensor,
     found_inf: Tensor | None,
-    known: Known[Any],
+    place: Place,
 ) -> None:
-    place = place_of([a, b], known, out, found_inf, "ab".__getitem__)
     if _launch.on_triton(a):
         _projection.adasum(a, b, tuple(bounds), out, found_inf)
     else:
@@ -129,6 +127,8 @@ class _Cut(NamedTuple):
     bounds: tuple[int, ...]
 
 
+# How messages call the inputs.
+_A_OR_B = "ab".__getitem__
 _DOTS: KnownCalls[_Cut] = KnownCalls()
 _COMBINES: KnownCalls[_Cut] = KnownCalls()
 _ADASUMS: KnownCalls[_Cut] = KnownCalls()
@@ -159,13 +159,12 @@ def dot_and_norms(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -
     def check() -> _Cut:
         return _cut(segments, check_pair(a, b, None))
 
-    traced = tracing()
-    known = Known(check()) if traced else _DOTS.checked(check, None, (a, b))
-    bounds = _bounds(known, segments, a)
-    if traced:
-        dots: Tensor = call("dot_and_norms", a, b, bounds)
+    if tracing():
+        dots: Tensor = call("dot_and_norms", a, b, check().bounds)
         return dots
-    return _dot_and_norms(a, b, bounds, known)
+    known, place = _DOTS.checked(check, None, (a, b))
+    place = place or known.found_apart((a, b), 2)
+    return _dot_and_norms(a, b, _bounds(known, segments, a), place)
 
 
 def combine(
@@ -194,8 +193,11 @@ def combine(
         check_found_inf(found_inf, left.device)
         return cut
 
-    traced, others = tracing(), (dots, found_inf)
-    known = Known(check()) if traced else _COMBINES.checked(check, None, (a, b), others, out)
+    traced = tracing()
+    if traced:
+        known, place = Known(check()), None
+    else:
+        known, place = _COMBINES.checked(check, None, (a, b), (found_inf,), out, dots)
     bounds = _bounds(known, segments, a)
     if dots.shape[0] != len(bounds) - 1:
         check_dots(dots, len(bounds) - 1, a)
@@ -203,7 +205,8 @@ def combine(
     if traced:
         call("combine", a, b, dots, bounds, target, found_inf)
     else:
-        _combine(a, b, dots, bounds, target, found_inf, known)
+        place = place or place_of((a, b), known, out, found_inf, _A_OR_B)
+        _combine(a, b, dots, bounds, target, found_inf, place)
     return target
 
 
@@ -225,14 +228,18 @@ def adasum(
         check_found_inf(found_inf, left.device)
         return _cut(segments, left)
 
-    traced, others = tracing(), (found_inf,)
-    known = Known(check()) if traced else _ADASUMS.checked(check, None, (a, b), others, out)
+    traced = tracing()
+    if traced:
+        known, place = Known(check()), None
+    else:
+        known, place = _ADASUMS.checked(check, None, (a, b), (found_inf,), out)
     bounds = _bounds(known, segments, a)
     target = new_like(a) if out is None else out
     if traced:
         call("adasum", a, b, bounds, target, found_inf)
     else:
-        _adasum(a, b, bounds, target, found_inf, known)
+        place = place or place_of((a, b), known, out, found_inf, _A_OR_B)
+        _adasum(a, b, bounds, target, found_inf, place)
     return target
 
 

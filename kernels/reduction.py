@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels import _cpu, _launch, _reduction
+from kernels import _cpu, _launch, _recall, _reduction
 from kernels._check import (
     check_dtype,
     check_found_inf,
@@ -20,7 +20,7 @@ from kernels._check import (
     check_tensor,
     new_like,
 )
-from kernels._known import Known, KnownCalls, place_of
+from kernels._known import Known, KnownCalls, Place, place_of
 from kernels._ops import call, check_list, operator, read_list, returns_nothing, tracing
 
 
@@ -34,22 +34,23 @@ def _run_sum_n(
     out: Tensor,
     found_inf: Tensor | None,
 ) -> None:
-    wide = _cpu.compute_dtype(tensors[0].dtype, out.dtype)
-    _sum_known(tensors, Known(wide), scale, out, found_inf)
+    known = Known(_cpu.compute_dtype(tensors[0].dtype, out.dtype))
+    place = place_of(tensors, known, out, found_inf, _TENSOR)
+    _sum_known(tensors, known, place, scale, out, found_inf)
 
 
 def _sum_known(
     tensors: list[Tensor],
     known: Known[torch.dtype],
+    place: Place,
     scale: float,
     out: Tensor,
     found_inf: Tensor | None,
 ) -> None:
-    place = place_of(tensors, known, out, found_inf, "tensors[{}]".format)
     if _launch.on_triton(out):
         _reduction.sum_n(tensors, place.inputs, known.value, out, scale, found_inf)
     else:
-        _cpu.sum_n(tensors, place, known.value, out, scale, found_inf)
+        _cpu.sum_n(tensors, place, known, out, scale, found_inf)
 
 
 @operator(
@@ -60,24 +61,25 @@ def _sum_known(
 def _run_scaled_add(
     a: Tensor, b: Tensor, alpha: float, beta: float, out: Tensor, found_inf: Tensor | None
 ) -> None:
-    wide = _cpu.compute_dtype(a.dtype, b.dtype, out.dtype)
-    _scaled_add_known(a, b, Known(wide), alpha, beta, out, found_inf)
+    known = Known(_cpu.compute_dtype(a.dtype, b.dtype, out.dtype))
+    place = place_of((a, b), known, out, found_inf, _A_OR_B)
+    _scaled_add_known(a, b, known, place, alpha, beta, out, found_inf)
 
 
 def _scaled_add_known(
     a: Tensor,
     b: Tensor,
     known: Known[torch.dtype],
+    place: Place,
     alpha: float,
     beta: float,
     out: Tensor,
     found_inf: Tensor | None,
 ) -> None:
-    place = place_of([a, b], known, out, found_inf, "ab".__getitem__)
     if _launch.on_triton(out):
         _reduction.scaled_add(a, b, known.value, alpha, beta, out, found_inf)
     else:
-        _cpu.scaled_add(a, b, place, known.value, alpha, beta, out, found_inf)
+        _cpu.scaled_add(a, b, place, known, alpha, beta, out, found_inf)
 
 
 def sum_n(
@@ -96,6 +98,12 @@ def sum_n(
     taken in float32 (float64 where either dtype is float64) and rounded once. Raises TypeError or
     ValueError before anything is written.
     """
+    traced = tracing()
+    if not traced:
+        done: Tensor | None
+        done = _recall.sum_n(_SUMS.calls, dtype, tensors, scale, out, found_inf)
+        if done is not None:
+            return done
 
     def check() -> torch.dtype:
         first = _check_equals(tensors)[0]
@@ -103,13 +111,16 @@ def sum_n(
         return _cpu.compute_dtype(first.dtype, check_target(out, "tensors[0]", first, dtype))
 
     tensors, scale = read_list("tensors", tensors), check_scalar("scale", scale)
-    traced = tracing()
-    known = Known(check()) if traced else _SUMS.checked(check, dtype, tensors, (found_inf,), out)
+    if traced:
+        known, place = Known(check()), None
+    else:
+        known, place = _SUMS.checked(check, dtype, tensors, (found_inf,), out)
     target = new_like(tensors[0], dtype) if out is None else out
     if traced:
         call("sum_n", tensors, scale, target, found_inf)
     else:
-        _sum_known(tensors, known, scale, target, found_inf)
+        place = place or place_of(tensors, known, out, found_inf, _TENSOR)
+        _sum_known(tensors, known, place, scale, target, found_inf)
     return target
 
 
@@ -129,6 +140,12 @@ def scaled_add(
     b. dtype: of the output, None for that of `out` or, without one, of a. found_inf: as in
     `sum_n`. Raises TypeError or ValueError before anything is written.
     """
+    traced = tracing()
+    if not traced:
+        done: Tensor | None
+        done = _recall.scaled_add(_SCALED_ADDS.calls, dtype, a, b, alpha, beta, out, found_inf)
+        if done is not None:
+            return done
 
     def check() -> torch.dtype:
         left = check_tensor("a", a)
@@ -138,19 +155,22 @@ def scaled_add(
         return _cpu.compute_dtype(left.dtype, right.dtype, target)
 
     alpha, beta = check_scalar("alpha", alpha), check_scalar("beta", beta)
-    traced, others = tracing(), (found_inf,)
-    known = Known(check()) if traced else _SCALED_ADDS.checked(check, dtype, (a, b), others, out)
+    if traced:
+        known, place = Known(check()), None
+    else:
+        known, place = _SCALED_ADDS.checked(check, dtype, (a, b), (found_inf,), out)
     target = new_like(a, dtype) if out is None else out
     if traced:
         call("scaled_add", a, b, alpha, beta, target, found_inf)
     else:
-        _scaled_add_known(a, b, known, alpha, beta, target, found_inf)
+        place = place or place_of((a, b), known, out, found_inf, _A_OR_B)
+        _scaled_add_known(a, b, known, place, alpha, beta, target, found_inf)
     return target
 
 
 _EMPTY = "tensors is empty: pass at least one tensor to sum"
-
-
+# How messages call what a function was given.
+_TENSOR, _A_OR_B = "tensors[{}]".format, "ab".__getitem__
 # The dtype in which they compute.
 _SUMS: KnownCalls[torch.dtype] = KnownCalls()
 _SCALED_ADDS: KnownCalls[torch.dtype] = KnownCalls()

@@ -36,6 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def _compiled() -> None:
     """Before ranks are started that would each compile, and be timed meanwhile."""
     kernels.cpu_path()
+    kernels.calls_recognised_by()
 
 
 @pytest.fixture(scope="session", autouse=True)

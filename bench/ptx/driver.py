@@ -21,7 +21,7 @@ from torch import Tensor
 from bench.ptx.machine import launch
 from bench.ptx.memory import Traffic, freeze_tensors
 from bench.ptx.parse import Program, parse
-from kernels import _launch
+from kernels import _launch, _recall
 
 _parse = cache(parse)
 # Of four programs of the one-launch kernel at most, so that they take turns.
@@ -142,9 +142,13 @@ def emulated(
         self._run, self.function = run, None
 
     freeze_tensors()
+    # What is loaded now is what is there again afterwards.
+    _recall.load(wait=True)
+    passed_by = dict.fromkeys(("copy", "sum_n", "scaled_add"), _recall.not_known)
     outer, _current = _current, emulator
     with (
         mock.patch.object(_launch, "_emulated", True),
+        mock.patch.multiple(_recall, **passed_by),
         mock.patch.object(_launch, "chip_of", return_value=chip),
         mock.patch.object(CompiledKernel, "_init_handles", handles),
         mock.patch.object(driver, "_active", _Driver(capability)),

@@ -75,8 +75,8 @@ def test_a_view_into_no_memory_is_not_read_there() -> None:
     """It lies at a low address, not at 0: what reads there ends the process."""
     zeros, ones = torch._efficientzerotensor((8,))[2:6], torch.ones(4)
     assert zeros.data_ptr() == 8
-    assert _known._in_memory([ones, ones[4:], ones[2:]], (ones.data_ptr(), 0, ones[2:].data_ptr()))
-    assert not _known._in_memory([ones, zeros], (ones.data_ptr(), zeros.data_ptr()))
+    assert _known.in_memory([ones, ones[4:], ones[2:]], (ones.data_ptr(), 0, ones[2:].data_ptr()))
+    assert not _known.in_memory([ones, zeros], (ones.data_ptr(), zeros.data_ptr()))
     for _ in range(3):
         assert torch.equal(kernels.sum_n([zeros, ones]), ones)
         assert torch.equal(kernels.scaled_add(ones, zeros), ones)

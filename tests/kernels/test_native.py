@@ -17,7 +17,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_map
 
 import kernels
-from kernels import _native
+from kernels import _compile, _native
 from tests.kernels.cases import DTYPES, bits, random
 
 
@@ -96,6 +96,21 @@ def test_a_file_of_others_is_not_loaded(fresh: Path, monkeypatch: pytest.MonkeyP
     assert len(old) == 2 and all(path.stat().st_ino != inode for path, inode in old.items())
 
 
+def test_what_a_group_may_write_to_is_compiled_once(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with Debian's other usual umask: what others may write to is not loaded."""
+    before = os.umask(0o002)
+    try:
+        need_compiled()
+        old = {path: path.stat().st_ino for path in fresh.iterdir()}
+        monkeypatch.setattr(_native, "_state", _native._State())
+        assert kernels.cpu_path() == "compiled"
+    finally:
+        os.umask(before)
+    assert {path: path.stat().st_ino for path in fresh.iterdir()} == old and len(old) == 2
+
+
 def test_what_is_there_needs_no_compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     need_compiled()
     monkeypatch.setattr(_native, "_state", _native._State())
@@ -113,7 +128,7 @@ def test_a_full_disk_is_a_reason(fresh: Path, monkeypatch: pytest.MonkeyPatch) -
     for path in fresh.iterdir():
         path.unlink()
     monkeypatch.setattr(_native, "_state", _native._State())
-    monkeypatch.setattr(_native, "_seal", full)
+    monkeypatch.setattr(_compile, "_seal", full)
     assert kernels.cpu_path().endswith("No space left on device") and works()
 
 
@@ -215,7 +230,7 @@ def test_torch_takes_over(
     fresh: Path, monkeypatch: pytest.MonkeyPatch, compiler: str, reason: str
 ) -> None:
     monkeypatch.setattr(_native, "_check_machine", lambda: None)
-    monkeypatch.setattr(_native, "_COMPILE_SECONDS", 0.3)
+    monkeypatch.setattr(_compile, "_SECONDS", 0.3)
     if compiler.startswith("no-such"):
         monkeypatch.setenv("CC", compiler)
     elif compiler:
@@ -269,7 +284,7 @@ def test_torch_can_be_demanded(fresh: Path) -> None:
 
 
 def test_without_its_source(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_native, "_SOURCE", fresh / "_native.c")
+    monkeypatch.setattr(_native, "_SOURCES", [fresh / "_native.c"])
     monkeypatch.setattr(_native, "_check_machine", lambda: None)
     assert "_native.c could not be compiled" in kernels.cpu_path() and works()
 
