@@ -144,11 +144,12 @@ def emulated(
     freeze_tensors()
     # What is loaded now is what is there again afterwards.
     _recall.load(wait=True)
-    passed_by = dict.fromkeys(("copy", "sum_n", "scaled_add"), _recall.not_known)
+    made_in_c = ("copy", "sum_n", "scaled_add")
+    in_python: dict[str, Any] = dict.fromkeys(made_in_c, _recall.not_known)
     outer, _current = _current, emulator
     with (
         mock.patch.object(_launch, "_emulated", True),
-        mock.patch.multiple(_recall, **passed_by),
+        mock.patch.multiple(_recall, **in_python),
         mock.patch.object(_launch, "chip_of", return_value=chip),
         mock.patch.object(CompiledKernel, "_init_handles", handles),
         mock.patch.object(driver, "_active", _Driver(capability)),
