@@ -132,8 +132,9 @@ def test_a_full_disk_is_a_reason(fresh: Path, monkeypatch: pytest.MonkeyPatch) -
     assert kernels.cpu_path().endswith("No space left on device") and works()
 
 
-def test_a_compilers_own_options_change_no_numbers(fresh: Path) -> None:
-    """With -ffast-math gcc would have the whole process flush subnormal numbers to zero."""
+@pytest.mark.parametrize("option", ["-ffast-math", "-funsafe-math-optimizations"])
+def test_a_compilers_own_options_change_no_numbers(fresh: Path, option: str) -> None:
+    """With these gcc would have the whole process flush subnormal numbers to zero."""
     need_compiled()
     for path in fresh.iterdir():
         path.unlink()
