@@ -4,7 +4,8 @@
  *
  * Tensors are cut into blocks, and blocks into tiles that stay in a core's first cache: a tile is
  * read from any dtype into REAL, computed on and rounded once where it is written. Its bits depend
- * on neither the number of threads, nor the place in memory, nor the compiler.
+ * on neither the number of threads, nor the place in memory, nor the compiler or, but for doubles
+ * that become float16, the processor; only which NaN comes of one does.
  *
  * Every `out` may be one of the inputs: a tile is read before it is written.
  *
@@ -18,7 +19,11 @@
 enum { TILE = 1024, LANES = 8 };
 
 /* What is written to may be what is read, element by element; nothing else overlaps. */
+#ifdef __clang__
+#define ELEMENTWISE _Pragma("clang loop vectorize(assume_safety)")
+#else
 #define ELEMENTWISE _Pragma("GCC ivdep")
+#endif
 
 /* Blocks of segments: each segment is cut for itself, from its own start. */
 struct block {
@@ -215,25 +220,25 @@ struct dots {
 };
 
 /* Four elements. */
-static __m256d widen(const real *from)
+static quad widen(const real *from)
 {
-    return sizeof(real) == 4 ? _mm256_cvtps_pd(_mm_loadu_ps((const float *)from))
-                             : _mm256_loadu_pd((const double *)from);
+    return sizeof(real) == 4 ? quad_of_floats((const float *)from)
+                             : quad_of_doubles((const double *)from);
 }
 
 static void add_dots(const real *x, const real *y, int64_t n, struct dots *sums)
 {
-    __m256d dot[LANES / 4], a[LANES / 4], b[LANES / 4];
+    quad dot[LANES / 4], a[LANES / 4], b[LANES / 4];
     memcpy(dot, sums->dot, sizeof dot);
     memcpy(a, sums->a, sizeof a);
     memcpy(b, sums->b, sizeof b);
     int64_t whole = n - n % LANES;
     for (int64_t i = 0; i < whole; i += LANES)
         for (int j = 0; j < LANES / 4; j++) {
-            __m256d u = widen(x + i + 4 * j), v = widen(y + i + 4 * j);
-            dot[j] = _mm256_fmadd_pd(u, v, dot[j]);
-            a[j] = _mm256_fmadd_pd(u, u, a[j]);
-            b[j] = _mm256_fmadd_pd(v, v, b[j]);
+            quad u = widen(x + i + 4 * j), v = widen(y + i + 4 * j);
+            dot[j] = add_product(dot[j], u, v);
+            a[j] = add_product(a[j], u, u);
+            b[j] = add_product(b[j], v, v);
         }
     memcpy(sums->dot, dot, sizeof dot);
     memcpy(sums->a, a, sizeof a);

@@ -1,7 +1,7 @@
 """The CPU path compiled: kernels/_native.c, loaded with ctypes.
 
-Without a compiler, or on a processor without AVX2, `library` is None, and the CPU path is torch's
-own functions.
+Without a compiler, or on an x86-64 processor without AVX2, `library` is None, and the CPU path is
+torch's own functions.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ from kernels._packed import PackedList
 _CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 # Elements of a block, whose dot products are one partial result.
 BLOCK = 8192
-_SOURCES = [Path(__file__).with_name(name) for name in ("_native.c", "_native.h", "_tasks.h")]
-_FLAGS = (
-    *("-O3", "-funroll-loops", "-march=x86-64", "-mavx2", "-mfma", "-mf16c", f"-DBLOCK={BLOCK}"),
-    # What is written as floats is looked at as integers.
-    "-fno-strict-aliasing",
-)
+_FILES = ("_native.c", "_native.h", "_vectors.h", "_tasks.h")
+_SOURCES = [Path(__file__).with_name(name) for name in _FILES]
+# What is written as floats is looked at as integers.
+_FLAGS = ("-O3", "-funroll-loops", f"-DBLOCK={BLOCK}", "-fno-strict-aliasing")
+_PROCESSORS = {
+    "x86_64": ("-march=x86-64", "-mavx2", "-mfma", "-mf16c"),
+    "aarch64": ("-march=armv8-a",),
+}
 _VARIABLE = "ADASUM_CPU_KERNELS"
 _CHOICES = ("auto", "native", "torch")
 # The C file's REAL for each arithmetic.
@@ -299,9 +301,9 @@ def _load() -> dict[torch.dtype, Library]:
             try:
                 if choice == "torch":
                     raise Unavailable(f"{_VARIABLE}=torch")
-                _check_machine()
+                flags = [*_FLAGS, *_flags_here()]
                 _state.libraries = {
-                    wide: built(real, _SOURCES, [*_FLAGS, f"-DREAL={real}"], Library)
+                    wide: built(real, _SOURCES, [*flags, f"-DREAL={real}"], Library)
                     for wide, real in _REALS.items()
                 }
             except Unavailable as error:
@@ -311,10 +313,13 @@ def _load() -> dict[torch.dtype, Library]:
         return _state.libraries
 
 
-def _check_machine() -> None:
+def _flags_here() -> tuple[str, ...]:
+    """The compiler's for this processor."""
     system, machine = platform.system(), platform.machine()
-    if system != "Linux" or machine not in ("x86_64", "AMD64"):
-        raise Unavailable(f"compiled for Linux on x86-64, this is {system} on {machine}")
+    if system != "Linux" or machine not in _PROCESSORS:
+        wanted = " or ".join(_PROCESSORS)
+        raise Unavailable(f"compiled for Linux on {wanted}, this is {system} on {machine}")
     capability = torch.backends.cpu.get_cpu_capability()
-    if not capability.startswith("AVX"):
+    if machine == "x86_64" and not capability.startswith("AVX"):
         raise Unavailable(f"needs AVX2, torch says {capability}")
+    return _PROCESSORS[machine]
