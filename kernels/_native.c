@@ -37,10 +37,16 @@ static int64_t blocks_of(const int64_t *bounds, int64_t segment)
 
 /* Threads: those of torch's own OpenMP, which is in the process where torch uses one. Linking a
  * second one would put two pools of threads on the same cores. */
-extern void GOMP_parallel(void (*start)(void *), void *team, unsigned threads, unsigned flags)
-    __attribute__((weak));
-extern int omp_get_thread_num(void) __attribute__((weak));
-extern int omp_get_num_threads(void) __attribute__((weak));
+static struct team {
+    void (*parallel)(void (*start)(void *), void *task, unsigned threads, unsigned flags);
+    int (*thread_num)(void), (*num_threads)(void);
+} team;
+
+/* GOMP_parallel, omp_get_thread_num and omp_get_num_threads; before any other call. */
+void use_team(const struct team *found)
+{
+    team = *found;
+}
 
 /* What is done with each block; `number` counts those of all segments. */
 typedef void visitor(const void *task, struct block block, int64_t number);
@@ -75,7 +81,7 @@ static void walk_part(const struct walk *walk, int64_t thread, int64_t threads)
 
 static void walk_in_team(void *walk)
 {
-    walk_part(walk, omp_get_thread_num(), omp_get_num_threads());
+    walk_part(walk, team.thread_num(), team.num_threads());
 }
 
 /* Visit the blocks of all segments, in any order, on up to so many threads. */
@@ -83,9 +89,8 @@ static void walk_blocks(visitor *visit, const void *task, const int64_t *bounds,
                         int threads)
 {
     struct walk walk = {visit, task, bounds, segments};
-    int found = GOMP_parallel && omp_get_thread_num && omp_get_num_threads;
-    if (bounds[segments] - bounds[0] > ALONE && threads > 1 && found)
-        GOMP_parallel(walk_in_team, &walk, threads, 0);
+    if (bounds[segments] - bounds[0] > ALONE && threads > 1 && team.parallel)
+        team.parallel(walk_in_team, &walk, threads, 0);
     else
         walk_part(&walk, 0, 1);
 }

@@ -54,6 +54,8 @@ class Library:
         self._sum_n = _function(library.sum_n)
         self._blend = _function(library.blend)
         self._dot_and_norms = _function(library.dot_and_norms)
+        if team := _team():
+            _function(library.use_team)(_TEAM(*team))
 
     def copy(
         self,
@@ -211,11 +213,26 @@ def _job(
     return Job(sys.modules[__name__], libraries, address, task, like, kept)
 
 
+def _team() -> list[int]:
+    """What starts torch's own threads, by address; nothing where that is not OpenMP.
+
+    Not all of torch's wheels have it among what every library in the process can see.
+    """
+    try:
+        itself = ctypes.CDLL(torch._C.__file__)
+        found = [getattr(itself, name) for name in _OPENMP]
+    except (OSError, AttributeError):
+        return []
+    return [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in found]
+
+
+_OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 # The C file's structs: q for an integer, P for a pointer, d for a double.
 _COPY = struct.Struct("PqPPqPqqdPq").pack
 _SUM_N = struct.Struct("PqqPqqdPq").pack
 _BLEND = struct.Struct("PqPqPqPqPPq").pack
 _DOT_AND_NORMS = struct.Struct("PqPqPqPPq").pack
+_TEAM = struct.Struct("PPP").pack
 
 
 def _function(function: Any) -> Callable[[bytes], None]:
