@@ -4,7 +4,8 @@
  *
  * Tensors are cut into blocks, and blocks into tiles that stay in a core's first cache: a tile is
  * read from any dtype into REAL, computed on and rounded once where it is written. Its bits depend
- * on neither the number of threads, nor the place in memory, nor the compiler.
+ * on neither the number of threads, nor the place in memory, nor the compiler or, but for doubles
+ * that become float16, the processor; only which NaN comes of one does.
  *
  * Every `out` may be one of the inputs: a tile is read before it is written.
  *
@@ -18,7 +19,11 @@
 enum { TILE = 1024, LANES = 8 };
 
 /* What is written to may be what is read, element by element; nothing else overlaps. */
+#ifdef __clang__
+#define ELEMENTWISE _Pragma("clang loop vectorize(assume_safety)")
+#else
 #define ELEMENTWISE _Pragma("GCC ivdep")
+#endif
 
 /* Blocks of segments: each segment is cut for itself, from its own start. */
 struct block {
@@ -32,10 +37,16 @@ static int64_t blocks_of(const int64_t *bounds, int64_t segment)
 
 /* Threads: those of torch's own OpenMP, which is in the process where torch uses one. Linking a
  * second one would put two pools of threads on the same cores. */
-extern void GOMP_parallel(void (*start)(void *), void *team, unsigned threads, unsigned flags)
-    __attribute__((weak));
-extern int omp_get_thread_num(void) __attribute__((weak));
-extern int omp_get_num_threads(void) __attribute__((weak));
+static struct team {
+    void (*parallel)(void (*start)(void *), void *task, unsigned threads, unsigned flags);
+    int (*thread_num)(void), (*num_threads)(void);
+} team;
+
+/* GOMP_parallel, omp_get_thread_num and omp_get_num_threads; before any other call. */
+void use_team(const struct team *found)
+{
+    team = *found;
+}
 
 /* What is done with each block; `number` counts those of all segments. */
 typedef void visitor(const void *task, struct block block, int64_t number);
@@ -70,7 +81,7 @@ static void walk_part(const struct walk *walk, int64_t thread, int64_t threads)
 
 static void walk_in_team(void *walk)
 {
-    walk_part(walk, omp_get_thread_num(), omp_get_num_threads());
+    walk_part(walk, team.thread_num(), team.num_threads());
 }
 
 /* Visit the blocks of all segments, in any order, on up to so many threads. */
@@ -78,9 +89,8 @@ static void walk_blocks(visitor *visit, const void *task, const int64_t *bounds,
                         int threads)
 {
     struct walk walk = {visit, task, bounds, segments};
-    int found = GOMP_parallel && omp_get_thread_num && omp_get_num_threads;
-    if (bounds[segments] - bounds[0] > ALONE && threads > 1 && found)
-        GOMP_parallel(walk_in_team, &walk, threads, 0);
+    if (bounds[segments] - bounds[0] > ALONE && threads > 1 && team.parallel)
+        team.parallel(walk_in_team, &walk, threads, 0);
     else
         walk_part(&walk, 0, 1);
 }
@@ -215,25 +225,25 @@ struct dots {
 };
 
 /* Four elements. */
-static __m256d widen(const real *from)
+static quad widen(const real *from)
 {
-    return sizeof(real) == 4 ? _mm256_cvtps_pd(_mm_loadu_ps((const float *)from))
-                             : _mm256_loadu_pd((const double *)from);
+    return sizeof(real) == 4 ? quad_of_floats((const float *)from)
+                             : quad_of_doubles((const double *)from);
 }
 
 static void add_dots(const real *x, const real *y, int64_t n, struct dots *sums)
 {
-    __m256d dot[LANES / 4], a[LANES / 4], b[LANES / 4];
+    quad dot[LANES / 4], a[LANES / 4], b[LANES / 4];
     memcpy(dot, sums->dot, sizeof dot);
     memcpy(a, sums->a, sizeof a);
     memcpy(b, sums->b, sizeof b);
     int64_t whole = n - n % LANES;
     for (int64_t i = 0; i < whole; i += LANES)
         for (int j = 0; j < LANES / 4; j++) {
-            __m256d u = widen(x + i + 4 * j), v = widen(y + i + 4 * j);
-            dot[j] = _mm256_fmadd_pd(u, v, dot[j]);
-            a[j] = _mm256_fmadd_pd(u, u, a[j]);
-            b[j] = _mm256_fmadd_pd(v, v, b[j]);
+            quad u = widen(x + i + 4 * j), v = widen(y + i + 4 * j);
+            dot[j] = add_product(dot[j], u, v);
+            a[j] = add_product(a[j], u, u);
+            b[j] = add_product(b[j], v, v);
         }
     memcpy(sums->dot, dot, sizeof dot);
     memcpy(sums->a, a, sizeof a);

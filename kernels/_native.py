@@ -1,7 +1,7 @@
 """The CPU path compiled: kernels/_native.c, loaded with ctypes.
 
-Without a compiler, or on a processor without AVX2, `library` is None, and the CPU path is torch's
-own functions.
+Without a compiler, or on an x86-64 processor without AVX2, `library` is None, and the CPU path is
+torch's own functions.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ from kernels._packed import PackedList
 _CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 # Elements of a block, whose dot products are one partial result.
 BLOCK = 8192
-_SOURCES = [Path(__file__).with_name(name) for name in ("_native.c", "_native.h", "_tasks.h")]
-_FLAGS = (
-    *("-O3", "-funroll-loops", "-march=x86-64", "-mavx2", "-mfma", "-mf16c", f"-DBLOCK={BLOCK}"),
-    # What is written as floats is looked at as integers.
-    "-fno-strict-aliasing",
-)
+_FILES = ("_native.c", "_native.h", "_vectors.h", "_tasks.h")
+_SOURCES = [Path(__file__).with_name(name) for name in _FILES]
+# What is written as floats is looked at as integers.
+_FLAGS = ("-O3", "-funroll-loops", f"-DBLOCK={BLOCK}", "-fno-strict-aliasing")
+_PROCESSORS = {
+    "x86_64": ("-march=x86-64", "-mavx2", "-mfma", "-mf16c"),
+    "aarch64": ("-march=armv8-a",),
+}
 _VARIABLE = "ADASUM_CPU_KERNELS"
 _CHOICES = ("auto", "native", "torch")
 # The C file's REAL for each arithmetic.
@@ -52,6 +54,8 @@ class Library:
         self._sum_n = _function(library.sum_n)
         self._blend = _function(library.blend)
         self._dot_and_norms = _function(library.dot_and_norms)
+        if team := _team():
+            _function(library.use_team)(_TEAM(*team))
 
     def copy(
         self,
@@ -209,11 +213,26 @@ def _job(
     return Job(sys.modules[__name__], libraries, address, task, like, kept)
 
 
+def _team() -> list[int]:
+    """What starts torch's own threads, by address; nothing where that is not OpenMP.
+
+    Not all of torch's wheels have it among what every library in the process can see.
+    """
+    try:
+        itself = ctypes.CDLL(torch._C.__file__)
+        found = [getattr(itself, name) for name in _OPENMP]
+    except (OSError, AttributeError):
+        return []
+    return [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in found]
+
+
+_OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 # The C file's structs: q for an integer, P for a pointer, d for a double.
 _COPY = struct.Struct("PqPPqPqqdPq").pack
 _SUM_N = struct.Struct("PqqPqqdPq").pack
 _BLEND = struct.Struct("PqPqPqPqPPq").pack
 _DOT_AND_NORMS = struct.Struct("PqPqPqPPq").pack
+_TEAM = struct.Struct("PPP").pack
 
 
 def _function(function: Any) -> Callable[[bytes], None]:
@@ -299,9 +318,9 @@ def _load() -> dict[torch.dtype, Library]:
             try:
                 if choice == "torch":
                     raise Unavailable(f"{_VARIABLE}=torch")
-                _check_machine()
+                flags = [*_FLAGS, *_flags_here()]
                 _state.libraries = {
-                    wide: built(real, _SOURCES, [*_FLAGS, f"-DREAL={real}"], Library)
+                    wide: built(real, _SOURCES, [*flags, f"-DREAL={real}"], Library)
                     for wide, real in _REALS.items()
                 }
             except Unavailable as error:
@@ -311,10 +330,13 @@ def _load() -> dict[torch.dtype, Library]:
         return _state.libraries
 
 
-def _check_machine() -> None:
+def _flags_here() -> tuple[str, ...]:
+    """The compiler's for this processor."""
     system, machine = platform.system(), platform.machine()
-    if system != "Linux" or machine not in ("x86_64", "AMD64"):
-        raise Unavailable(f"compiled for Linux on x86-64, this is {system} on {machine}")
+    if system != "Linux" or machine not in _PROCESSORS:
+        wanted = " or ".join(_PROCESSORS)
+        raise Unavailable(f"compiled for Linux on {wanted}, this is {system} on {machine}")
     capability = torch.backends.cpu.get_cpu_capability()
-    if not capability.startswith("AVX"):
+    if machine == "x86_64" and not capability.startswith("AVX"):
         raise Unavailable(f"needs AVX2, torch says {capability}")
+    return _PROCESSORS[machine]

@@ -19,11 +19,12 @@ A rank that waits sleeps at a gate, a futex which whoever posts last changes: so
 before it can go on. Where there are no futexes it naps.
 
 Order of memory accesses: a word is one aligned store, so nothing has to be ordered within a row. A
-rank posts before it sends a message of the call, and says that it stopped after its last one;
-send(2) and recv(2) take the lock of the socket's queue, and a thread's mailbox has one, which
-orders these on every processor. Between a window and its word stand `_fence`s, one between a word
-and the look whether it was the last (of the ranks that post at once, one sees all), and one between
-a gate's number and the last look before sleeping.
+rank posts before it sends a message of the call: send(2) and recv(2) take the lock of the socket's
+queue, and a thread's mailbox has one, which orders what precedes the one before what follows the
+other on every processor. It does not order a message before what its sender does next: so `_fence`s
+stand around the words that say that a rank stopped, or has discarded all. Others stand between a
+window and its word, one between a word and the look whether it was the last (of the ranks that post
+at once, one sees all), and one between a gate's number and the last look before sleeping.
 """
 
 from __future__ import annotations
@@ -278,8 +279,10 @@ class Board:
             def all_there(entries: memoryview = entries) -> bool:
                 return entries.tolist().count(self._calls) == self._size
 
+            self._fence()
             self._post(column, self._calls, all_there)
             self._until(all_there, column, step, timeout, column)
+            self._fence()
 
     def _post(self, column: int, word: int, enough: Callable[[], bool]) -> None:
         """Say it to all; where that is `enough` for those that wait, wake them."""

@@ -86,6 +86,35 @@ def test_a_difference_is_seen_by_all(kind: str, codes: tuple[int, ...]) -> None:
     together(*(lambda t=t: run(t) for t in ranks))
 
 
+def test_fences_stand_around_what_a_rank_says_of_its_messages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No processor that runs the tests need show it where they lack: x86-64 keeps most order."""
+    events: list[str] = []
+
+    class Peers:
+        def discard(self) -> None:
+            events.append("discard")
+
+    def noted(name: str) -> None:
+        method = getattr(Board, name)
+
+        def note(self: Board, *args: Any) -> Any:
+            events.append(name)
+            return method(self, *args)
+
+        monkeypatch.setattr(Board, name, note)
+
+    alone = Board(memoryview(mmap.mmap(-1, board_bytes(1))), 0, 1, cast(Any, Peers()), cores=[0])
+    alone.enter(1)
+    for name in ("_fence", "_post", "_until"):
+        noted(name)
+    alone.clear("a step", TIMEOUT)
+    # Those of `_post` itself stand between the word and the look at the others'.
+    said = ["_fence", "_post", "_fence", "_until", "_fence"]
+    assert events == [*said, "discard", *said]
+
+
 @both
 @pytest.mark.parametrize("length", LENGTHS)
 def test_messages_sent_in_good_faith_are_discarded(kind: str, length: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -132,9 +133,12 @@ def test_a_full_disk_is_a_reason(fresh: Path, monkeypatch: pytest.MonkeyPatch) -
     assert kernels.cpu_path().endswith("No space left on device") and works()
 
 
-def test_a_compilers_own_options_change_no_numbers(fresh: Path) -> None:
-    """With -ffast-math gcc would have the whole process flush subnormal numbers to zero."""
+@pytest.mark.parametrize("option", ["-ffast-math", "-funsafe-math-optimizations"])
+def test_a_compilers_own_options_change_no_numbers(fresh: Path, option: str) -> None:
+    """With these gcc would have the whole process flush subnormal numbers to zero."""
     need_compiled()
+    if not shutil.which("gcc"):
+        pytest.skip("no gcc on the PATH")
     for path in fresh.iterdir():
         path.unlink()
     code = """
@@ -148,7 +152,7 @@ print((torch.tensor([1e-40]) * 1).item(), kernels.sum_n([torch.tensor([1e-40])])
         text=True,
         timeout=60,
         check=True,
-        env={**os.environ, "CC": "gcc -ffast-math -march=native"},
+        env={**os.environ, "CC": f"gcc {option} -march=native"},
     )
     assert [float(word) for word in done.stdout.split()] == [torch.tensor(1e-40).item()] * 2
 
@@ -229,7 +233,7 @@ def test_a_home_that_is_no_folder(fresh: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_torch_takes_over(
     fresh: Path, monkeypatch: pytest.MonkeyPatch, compiler: str, reason: str
 ) -> None:
-    monkeypatch.setattr(_native, "_check_machine", lambda: None)
+    monkeypatch.setattr(_native, "_flags_here", lambda: ())
     monkeypatch.setattr(_compile, "_SECONDS", 0.3)
     if compiler.startswith("no-such"):
         monkeypatch.setenv("CC", compiler)
@@ -251,7 +255,7 @@ def test_torch_takes_over(
 
 @pytest.mark.parametrize(
     ("system", "machine", "capability"),
-    [("Linux", "aarch64", "DEFAULT"), ("Darwin", "x86_64", "AVX2"), ("Linux", "x86_64", "DEFAULT")],
+    [("Linux", "ppc64le", "VSX"), ("Darwin", "x86_64", "AVX2"), ("Linux", "x86_64", "DEFAULT")],
 )
 def test_other_machines(
     fresh: Path, monkeypatch: pytest.MonkeyPatch, system: str, machine: str, capability: str
@@ -285,43 +289,8 @@ def test_torch_can_be_demanded(fresh: Path) -> None:
 
 def test_without_its_source(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_native, "_SOURCES", [fresh / "_native.c"])
-    monkeypatch.setattr(_native, "_check_machine", lambda: None)
+    monkeypatch.setattr(_native, "_flags_here", lambda: ())
     assert "_native.c could not be compiled" in kernels.cpu_path() and works()
-
-
-def test_it_has_torchs_threads() -> None:
-    """One OpenMP in the process: two would put two pools of threads on the same cores.
-
-    As many threads as torch was told, in one of the user's own, too.
-    """
-    need_compiled()
-    code = """
-import os, threading, time, kernels, torch
-def more():
-    before = len(os.listdir("/proc/self/task"))
-    kernels.scaled_add(a, a, out=a)
-    seen.append(len(os.listdir("/proc/self/task")) - before)
-a, seen = torch.empty(1 << 20), []
-kernels.cpu_path()
-torch.set_num_threads(1)
-user = threading.Thread(target=more)
-before = len(os.listdir("/proc/self/task"))
-user.start()
-user.join()
-deadline = time.monotonic() + 10.0
-while len(os.listdir("/proc/self/task")) > before and time.monotonic() < deadline:
-    time.sleep(0.01)
-torch.set_num_threads(3)
-more()
-print(*seen)
-print(*{line.split()[-1] for line in open("/proc/self/maps") if "omp" in line.split("/")[-1]})
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
-    if "OpenMP" in torch.__config__.parallel_info():
-        seen, runtime = done.stdout.splitlines()
-        assert seen == "0 2" and len(runtime.split()) == 1
 
 
 def test_autograd_sees_what_is_written() -> None:
