@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from kernels._check import check_sequence, check_tensor, check_tensors, same_device
@@ -36,9 +37,10 @@ def tracing() -> bool:
     """Whether the call is read rather than run: by torch.compile, export or a dispatch mode.
 
     make_fx, aot_function and FakeTensorMode are dispatch modes. Under one that does run the call,
-    a counting one say, the operator gives the same bits.
+    a counting one say, the operator gives the same bits. What recognises known calls cannot ask
+    instead: inside make_fx a tensor looks to torch's guards as outside.
     """
-    return torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
+    return is_compiling() or is_in_torch_dispatch_mode()
 
 
 def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Kernel], Kernel]:

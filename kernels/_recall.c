@@ -240,8 +240,8 @@ PyMODINIT_FUNC PyInit__recall_c(void)
         PyObject **name;
         const char *text;
     } names[] = {
-        {&check, "check"}, {&writable, "writable"}, {&places, "places"},
-        {&job, "job"},     {&state, "_state"},      {&libraries, "libraries"},
+        {&state, "_state"},
+        {&libraries, "libraries"},
     };
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (!(*names[i].name = PyUnicode_InternFromString(names[i].text)))

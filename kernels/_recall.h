@@ -4,6 +4,7 @@
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <structmember.h>
 #include <stdint.h>
 
 #include "_tasks.h"
@@ -37,7 +38,12 @@ static PyTypeObject *tensor_type;
 static PyObject *plain, *empty_like, *increment_version, *get_num_threads;
 static unsigned long long far;
 static double least_safe, most_safe;
-static PyObject *check, *writable, *places, *job, *state, *libraries;
+static PyObject *state, *libraries;
+
+/* What is read of a Known, in its slots: where these lie is found out at the first. */
+enum { CHECK, WRITABLE, PLACES, JOB, SLOTS };
+static PyTypeObject *known_type;
+static Py_ssize_t offsets[SLOTS];
 
 struct call {
     /* Inputs, others and output as far as given; who calls keeps them. The slot before the first is
@@ -64,12 +70,28 @@ static void leave(struct call *call)
     Py_XDECREF(call->addresses);
 }
 
-static int is_true(PyObject *of, PyObject *name)
+static int learn_slots(PyTypeObject *type)
 {
-    PyObject *value = PyObject_GetAttr(of, name);
-    int answer = value ? PyObject_IsTrue(value) : -1;
-    Py_XDECREF(value);
-    return answer;
+    static const char *const names[SLOTS] = {"check", "writable", "places", "job"};
+    for (int i = 0; i < SLOTS; i++) {
+        PyObject *slot = PyObject_GetAttrString((PyObject *)type, names[i]);
+        if (!slot)
+            return -1;
+        int is_slot = Py_TYPE(slot) == &PyMemberDescr_Type;
+        if (is_slot)
+            offsets[i] = ((PyMemberDescrObject *)slot)->d_member->offset;
+        Py_DECREF(slot);
+        if (!is_slot)
+            return 0;
+    }
+    known_type = (PyTypeObject *)Py_NewRef((PyObject *)type);
+    return 1;
+}
+
+/* What a Known has there: a new reference, as another thread may put something else in its place. */
+static PyObject *of_known(PyObject *known, int slot)
+{
+    return Py_NewRef(*(PyObject **)((char *)known + offsets[slot]));
 }
 
 static int64_t numel(const struct reading *tensor)
@@ -161,10 +183,12 @@ static PyObject *sight_of(const struct call *call, PyObject *key, Py_ssize_t cou
 static int find_known(struct call *call, PyObject *alike)
 {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(alike); i++) {
-        PyObject *known = PyTuple_GET_ITEM(alike, i), *guard = PyObject_GetAttr(known, check);
-        if (!guard)
-            return -1;
-        int found = 0;
+        PyObject *known = PyTuple_GET_ITEM(alike, i);
+        int found = Py_TYPE(known) == known_type ? 1 : learn_slots(Py_TYPE(known));
+        if (found != 1)
+            return found;
+        PyObject *guard = of_known(known, CHECK);
+        found = 0;
         if (guard != Py_None) {
             size_t count = call->count | PY_VECTORCALL_ARGUMENTS_OFFSET;
             PyObject *answer = PyObject_Vectorcall(guard, call->tensors, count, NULL);
@@ -174,8 +198,10 @@ static int find_known(struct call *call, PyObject *alike)
         Py_DECREF(guard);
         if (found > 0) {
             call->known = Py_NewRef(known);
+            PyObject *of_all = of_known(known, WRITABLE);
+            Py_DECREF(of_all);
             /* Else Python has to ask each tensor. */
-            return is_true(known, writable);
+            return of_all == Py_True;
         }
         if (found < 0)
             return -1;
@@ -186,9 +212,7 @@ static int find_known(struct call *call, PyObject *alike)
 /* What is known of where the tensors lie: a Place, or None. */
 static int find_place(struct call *call)
 {
-    PyObject *known_places = PyObject_GetAttr(call->known, places);
-    if (!known_places)
-        return -1;
+    PyObject *known_places = of_known(call->known, PLACES);
     PyObject *place = PyDict_GetItemWithError(known_places, call->addresses);
     call->place = Py_NewRef(place ? place : Py_None);
     Py_DECREF(known_places);
@@ -232,12 +256,11 @@ static int take_job(const struct call *call, size_t size, struct job *taken)
 {
     if (call->place == Py_None || PyObject_Size(PyTuple_GET_ITEM(call->place, 1)) < 1)
         return 0;
-    PyObject *whole = taken->whole = PyObject_GetAttr(call->known, job);
-    if (!whole || whole == Py_None)
-        return whole ? 0 : -1;
-    PyObject *now = PyObject_GetAttr(PyTuple_GET_ITEM(whole, 0), state);
+    PyObject *whole = taken->whole = of_known(call->known, JOB);
+    if (whole == Py_None)
+        return 0;
+    PyObject *now = PyDict_GetItemWithError(PyModule_GetDict(PyTuple_GET_ITEM(whole, 0)), state);
     PyObject *used = now ? PyObject_GetAttr(now, libraries) : NULL;
-    Py_XDECREF(now);
     Py_XDECREF(used);
     if (used != PyTuple_GET_ITEM(whole, 1))
         return used ? 0 : -1;

@@ -24,7 +24,7 @@ _PACKS: KnownCalls[PackedList] = KnownCalls()
 _UNPACKS: KnownCalls[PackedList] = KnownCalls()
 
 
-def _pack(
+def _pack_known(
     tensors: list[Tensor],
     known: Known[PackedList],
     place: Place,
@@ -39,7 +39,7 @@ def _pack(
         _cpu.pack(tensors, place, known, out, scale, found_inf)
 
 
-def _unpack(
+def _unpack_known(
     buffer: Tensor,
     known: Known[PackedList],
     place: Place,
@@ -69,7 +69,7 @@ def _pack_op(
 ) -> None:
     known = _known_within(out, tensors, offsets, alignment)
     place = place_of(tensors, known, "out", out, False, found_inf)
-    _pack(tensors, known, place, scale, out, found_inf)
+    _pack_known(tensors, known, place, scale, out, found_inf)
 
 
 @operator(
@@ -87,7 +87,7 @@ def _unpack_op(
 ) -> None:
     known = _known_within(buffer, tensors, offsets, alignment)
     place = place_of(tensors, known, "buffer", buffer, True, found_inf)
-    _unpack(buffer, known, place, scale, tensors, found_inf)
+    _unpack_known(buffer, known, place, scale, tensors, found_inf)
 
 
 def _known_within(
@@ -122,13 +122,19 @@ def pack(
     Products are taken in float32 (float64 where either dtype is float64) and rounded once.
     Returns the buffer. Raises TypeError or ValueError before anything is written.
     """
-    traced = tracing()
-    if not traced:
-        done: Tensor | None
+    done: Tensor | None = None
+    if not tracing():
         done = _recall.copy(_PACKS.calls, layout, tensors, scale, out, found_inf, True)
-        if done is not None:
-            return done
+    return _pack(tensors, layout, out, scale, found_inf) if done is None else done
 
+
+def _pack(
+    tensors: Sequence[Tensor],
+    layout: Layout | None,
+    out: Tensor | None,
+    scale: float,
+    found_inf: Tensor | None,
+) -> Tensor:
     def check() -> PackedList:
         found = check_packed(tensors, layout, None)
         device = _device_of(tensors)
@@ -140,6 +146,7 @@ def pack(
         return found
 
     tensors, scale = read_list("tensors", tensors), check_scalar("scale", scale)
+    traced = tracing()
     if traced:
         known, place = Known(check()), None
     else:
@@ -152,7 +159,7 @@ def pack(
         call("pack", tensors, chosen.offsets, chosen.alignment, scale, target, found_inf)
     else:
         place = place or place_of(tensors, known, "out", out, False, found_inf)
-        _pack(tensors, known, place, scale, target, found_inf)
+        _pack_known(tensors, known, place, scale, target, found_inf)
     return target
 
 
@@ -174,13 +181,19 @@ def unpack(
     found_inf and products as in `pack`. Returns the tensors. Raises TypeError or ValueError before
     anything is written.
     """
-    traced = tracing()
-    if not traced:
-        done: list[Tensor] | None
+    done: list[Tensor] | None = None
+    if not tracing():
         done = _recall.copy(_UNPACKS.calls, layout, tensors, scale, buffer, found_inf, False)
-        if done is not None:
-            return done
+    return _unpack(buffer, tensors, layout, scale, found_inf) if done is None else done
 
+
+def _unpack(
+    buffer: Tensor,
+    tensors: Sequence[Tensor],
+    layout: Layout | None,
+    scale: float,
+    found_inf: Tensor | None,
+) -> list[Tensor]:
     def check() -> PackedList:
         check_tensor("buffer", buffer)
         found = check_packed(tensors, layout, buffer.dtype)
@@ -191,6 +204,7 @@ def unpack(
         return found
 
     tensors, scale = read_list("tensors", tensors), check_scalar("scale", scale)
+    traced = tracing()
     if traced:
         known, place = Known(check()), None
     else:
@@ -200,7 +214,7 @@ def unpack(
         call("unpack", buffer, chosen.offsets, chosen.alignment, scale, tensors, found_inf)
     else:
         place = place or place_of(tensors, known, "buffer", buffer, True, found_inf)
-        _unpack(buffer, known, place, scale, tensors, found_inf)
+        _unpack_known(buffer, known, place, scale, tensors, found_inf)
     return tensors
 
 

@@ -98,19 +98,26 @@ def sum_n(
     taken in float32 (float64 where either dtype is float64) and rounded once. Raises TypeError or
     ValueError before anything is written.
     """
-    traced = tracing()
-    if not traced:
-        done: Tensor | None
+    done: Tensor | None = None
+    if not tracing():
         done = _recall.sum_n(_SUMS.calls, dtype, tensors, scale, out, found_inf)
-        if done is not None:
-            return done
+    return _sum_n(tensors, out, scale, dtype, found_inf) if done is None else done
 
+
+def _sum_n(
+    tensors: Sequence[Tensor],
+    out: Tensor | None,
+    scale: float,
+    dtype: torch.dtype | None,
+    found_inf: Tensor | None,
+) -> Tensor:
     def check() -> torch.dtype:
         first = _check_equals(tensors)[0]
         check_found_inf(found_inf, first.device)
         return _cpu.compute_dtype(first.dtype, check_target(out, "tensors[0]", first, dtype))
 
     tensors, scale = read_list("tensors", tensors), check_scalar("scale", scale)
+    traced = tracing()
     if traced:
         known, place = Known(check()), None
     else:
@@ -140,13 +147,21 @@ def scaled_add(
     b. dtype: of the output, None for that of `out` or, without one, of a. found_inf: as in
     `sum_n`. Raises TypeError or ValueError before anything is written.
     """
-    traced = tracing()
-    if not traced:
-        done: Tensor | None
+    done: Tensor | None = None
+    if not tracing():
         done = _recall.scaled_add(_SCALED_ADDS.calls, dtype, a, b, alpha, beta, out, found_inf)
-        if done is not None:
-            return done
+    return _scaled_add(a, b, alpha, beta, out, dtype, found_inf) if done is None else done
 
+
+def _scaled_add(
+    a: Tensor,
+    b: Tensor,
+    alpha: float,
+    beta: float,
+    out: Tensor | None,
+    dtype: torch.dtype | None,
+    found_inf: Tensor | None,
+) -> Tensor:
     def check() -> torch.dtype:
         left = check_tensor("a", a)
         right = check_place("b", b, "a", left)
@@ -155,6 +170,7 @@ def scaled_add(
         return _cpu.compute_dtype(left.dtype, right.dtype, target)
 
     alpha, beta = check_scalar("alpha", alpha), check_scalar("beta", beta)
+    traced = tracing()
     if traced:
         known, place = Known(check()), None
     else:
