@@ -43,17 +43,19 @@ static const real *read(const void *from, int dtype, int64_t at, int64_t n, real
         }
     } else {
         const uint16_t *source = (const uint16_t *)from + at;
-        for (int64_t i = 0; i < n; i += 8) {
-            uint16_t half[8] = {0};
-            float value[8];
-            int64_t few = least(8, n - i);
-            if (few == 8)
-                memcpy(half, source + i, sizeof half);
-            else
-                memcpy(half, source + i, few * sizeof *half);
-            floats_of_halves(value, half);
-            for (int64_t j = 0; j < few; j++)
+        int64_t whole = n - n % 8;
+        float value[8];
+        for (int64_t i = 0; i < whole; i += 8) {
+            floats_of_halves(value, source + i);
+            for (int j = 0; j < 8; j++)
                 tile[i + j] = value[j];
+        }
+        if (whole < n) {
+            uint16_t half[8] = {0};
+            memcpy(half, source + whole, (n - whole) * sizeof *half);
+            floats_of_halves(value, half);
+            for (int64_t i = whole; i < n; i++)
+                tile[i] = value[i - whole];
         }
     }
     return tile;
@@ -94,14 +96,19 @@ static void write(void *to, int dtype, int64_t at, int64_t n, const real *tile)
 #endif
     } else {
         uint16_t *target = (uint16_t *)to + at;
-        for (int64_t i = 0; i < n; i += 8) {
-            uint16_t half[8];
-            float value[8] = {0};
-            int64_t few = least(8, n - i);
-            for (int64_t j = 0; j < few; j++)
+        int64_t whole = n - n % 8;
+        float value[8] = {0};
+        for (int64_t i = 0; i < whole; i += 8) {
+            for (int j = 0; j < 8; j++)
                 value[j] = (float)tile[i + j];
+            halves_of_floats(target + i, value);
+        }
+        if (whole < n) {
+            uint16_t half[8];
+            for (int64_t i = whole; i < n; i++)
+                value[i - whole] = (float)tile[i];
             halves_of_floats(half, value);
-            memcpy(target + i, half, few * sizeof *half);
+            memcpy(target + whole, half, (n - whole) * sizeof *half);
         }
     }
 }
