@@ -28,7 +28,7 @@ from bench.inputs import FEW_SIZES, KIB, SIZES, normal, size_label
 from bench.shapes import MODELS, Shape
 from bench.timing import DEVICE
 
-FP32, BF16 = torch.float32, torch.bfloat16
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 SCALE = 1 / 3
 
 
@@ -63,6 +63,9 @@ SERIES: dict[str, dict[str, Any]] = {
     "bf16 buffer": {"buffer": BF16},
     "bf16 tensors": {"tensor": BF16},
     "bf16 buffer, scaled": {"buffer": BF16, "scale": SCALE},
+    "fp16 buffer": {"buffer": FP16},
+    "fp16 tensors": {"tensor": FP16},
+    "fp16 buffer, scaled": {"buffer": FP16, "scale": SCALE},
     "scaled, found_inf": {"scale": SCALE, "checked": True},
 }
 # The two others would take more memory than a shared machine can spare.

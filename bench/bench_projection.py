@@ -19,7 +19,7 @@ from bench.row import ONE_DOT, ONE_SEGMENT
 from bench.shapes import MODELS
 from bench.timing import DEVICE, Call
 
-FP32, BF16 = torch.float32, torch.bfloat16
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 # 8 MiB of float32 are about what fits on a chip.
 ADASUM_SIZES = sorted({*SIZES, 8 * MIB})
 LISTS = {"cuda": ["ResNet-50", "BERT-large"], "cpu": ["ResNet-50"]}[DEVICE]
@@ -46,6 +46,9 @@ def _specs() -> Iterator[Spec]:
             yield Spec(kernel, "fp32", f"fp32 {size_label(size)}", size)
         for size in FEW_SIZES:
             yield Spec(kernel, "bf16", f"bf16 {size_label(size)}", size, BF16)
+            # Its rivals' dots are rounded to float16, where those of large tensors are Inf.
+            if kernel == "combine":
+                yield Spec(kernel, "fp16", f"fp16 {size_label(size)}", size, FP16)
         for model in LISTS:
             label = f"{model} ({len(MODELS[model])} segments)"
             yield Spec(kernel, "segments", label, model=model)

@@ -17,7 +17,7 @@ from bench.case import Answer, Case, Contender, check_flag, rounded, wide_of
 from bench.inputs import FEW_SIZES, SIZES, normal, size_label
 from bench.timing import DEVICE
 
-FP32, BF16 = torch.float32, torch.bfloat16
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 # They add up to less than one: torch.lerp cannot do it.
 ALPHA, BETA = 0.3, 0.6
 SCALE = 1 / 3
@@ -54,6 +54,8 @@ def _specs() -> Iterator[Spec]:
         ("n=8, bf16", BF16, {"out": BF16}),
         ("n=8, bf16 to fp32", BF16, {}),
         ("n=8, fp32 to bf16", FP32, {"out": BF16}),
+        ("n=8, fp16", FP16, {"out": FP16}),
+        ("n=8, fp16 to fp32", FP16, {}),
         ("n=8, scaled", FP32, {"scale": SCALE}),
         ("n=8, scaled, found_inf", FP32, {"scale": SCALE, "checked": True}),
     ):
@@ -63,6 +65,7 @@ def _specs() -> Iterator[Spec]:
         yield Spec("scaled_add", "fp32", size, (FP32, FP32))
     for series, dtypes, options in (
         ("bf16", (BF16, BF16), {"out": BF16}),
+        ("fp16", (FP16, FP16), {"out": FP16}),
         ("fp32 + bf16 to fp32", (FP32, BF16), {}),
         ("bf16 + fp32 to bf16", (BF16, FP32), {"out": BF16}),
         ("fp32, found_inf", (FP32, FP32), {"checked": True}),
