@@ -89,7 +89,7 @@ def test_a_difference_is_seen_by_all(kind: str, codes: tuple[int, ...]) -> None:
 def test_fences_stand_around_what_a_rank_says_of_its_messages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No processor that runs the tests need show it where they lack: x86-64 keeps most order."""
+    """In the code: x86-64 keeps stores in order, so a run there would not miss one."""
     events: list[str] = []
 
     class Peers:
