@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import struct
 from collections.abc import Collection, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -30,6 +31,9 @@ _NO_CODE = torch.iinfo(torch.int64).min
 CODE_BITS = 63
 # Queued calls that one message agrees on beside its own.
 AHEAD = 15
+_CODES = struct.Struct(f"={3 + 2 * AHEAD}q")
+_NONE = (0,) * AHEAD
+_INTEGERS = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 class Joined(NamedTuple):
@@ -55,6 +59,9 @@ class Agreed(NamedTuple):
     ahead: int = 0
 
 
+_AGREED = Agreed()
+
+
 def agree(
     mine: Description | Joined,
     transport: Transport,
@@ -73,11 +80,14 @@ def agree(
     joined ranks cannot take part.
     """
     if isinstance(mine, Joined):
-        codes = [_NO_CODE, _NO_CODE, mine.since * transport.size + transport.rank + 1]
+        codes = (_NO_CODE, _NO_CODE, mine.since * transport.size + transport.rank + 1)
     else:
-        codes = [code, -code, 0]
-    later = [*queued, *[0] * (AHEAD - len(queued))]
-    extremes = torch.tensor([*codes, *later, *(-code for code in later)], device="cpu")
+        codes = (code, -code, 0)
+    # The most of what is given and the least of it, which is the most of its opposite. In memory
+    # that is kept: a new tensor costs ten microseconds, and the ranks wait for each other.
+    extremes = workspace.within.take(_CODES.size // 8, _INTEGERS)
+    words = extremes.numpy().data
+    _CODES.pack_into(words, 0, *codes, *_filled(queued), *_filled([-code for code in queued]))
     label = f"the agreement on {label}"
     execute(
         doubling.all_reduce(transport.size),
@@ -88,10 +98,12 @@ def agree(
         timeout=timeout,
         workspace=workspace,
     )
-    most, least, since, *others = extremes.tolist()
+    most, least, since, *others = _CODES.unpack_from(words)
     if most == _NO_CODE:
         return Agreed(last=(since - 1) % transport.size)
     if most == -least and not since:
+        if not queued:
+            return _AGREED
         alike = zip(others[:AHEAD], others[AHEAD:], strict=True)
         same = takewhile(lambda pair: pair[0] == -pair[1] != 0, alike)
         return Agreed(ahead=sum(1 for _ in same))
@@ -102,6 +114,11 @@ def agree(
         said = [mine.to_json()]
     told = gather_bytes(json.dumps(said).encode(), transport, label, timeout, workspace)
     return _verdict([json.loads(other) for other in told])
+
+
+def _filled(codes: Sequence[int]) -> Sequence[int]:
+    """AHEAD codes, with 0 for those that are none."""
+    return (*codes, *_NONE[len(codes) :])
 
 
 def code_of(call: Description, bits: int) -> int:

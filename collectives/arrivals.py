@@ -39,7 +39,9 @@ def post(
 ) -> Arrivals:
     """Start the messages of a step; without parts they have arrived when this returns."""
     start: Callable[..., Wait] | None = getattr(transport, "post", None)
-    count = max((parts_of(_nbytes(m.tensor)) for m in (*sends, *recvs)), default=1)
+    count = 1
+    if start is not None:
+        count = max((parts_of(_nbytes(m.tensor)) for m in (*sends, *recvs)), default=1)
     if start is None or count == 1:
         transport.exchange(sends, recvs, where, timeout)
         return Arrivals([])

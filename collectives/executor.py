@@ -8,9 +8,9 @@ import torch
 
 from .algorithms import doubling
 from .arrivals import post
+from .itinerary import Leg, legs_of
 from .reducers import Operands, Piece, Reducer, Sum
-from .schedule import Action, Schedule, Step, Transfer, steps_of
-from .split import segment_bounds, split_bounds
+from .schedule import Schedule
 from .transport.base import Message, Transport
 
 # Of a workspace, kept; making one costs some microseconds.
@@ -97,78 +97,46 @@ def execute(
     of them unless given. label: what an error calls this collective. timeout: seconds for each
     step.
     """
-    members = range(transport.size) if ranks is None else ranks
-    if len(members) != schedule.size:
-        raise ValueError(f"schedule is for {schedule.size} ranks, got {len(members)}")
-    cuts = _cuts(schedule, buffer.numel(), segments) if bounds is None else bounds
-    rank = members.index(transport.rank)
-    for number, step in enumerate(steps_of(schedule, rank)):
-        where = f"step {number} ({schedule.name}) of {label}"
-        scratch = workspace.take(_staged(step, cuts), buffer) if step.recvs else buffer[:0]
-        sends = [Message(members[t.peer], _piece(buffer, cuts, t)) for t in step.sends]
-        recvs: list[Message] = []
-        used = 0
-        for transfer in step.recvs:
-            target = _piece(buffer, cuts, transfer)
-            if transfer.action is not Action.COPY:
-                target = scratch[used : used + target.numel()]
-                used += target.numel()
-            recvs.append(Message(members[transfer.peer], target))
+    size = transport.size if ranks is None else len(ranks)
+    if size != schedule.size:
+        raise ValueError(f"schedule is for {schedule.size} ranks, got {size}")
+    rank = transport.rank if ranks is None else ranks.index(transport.rank)
+    members = None if ranks is None else tuple(ranks)
+    legs = legs_of(schedule, rank, buffer.numel(), segments=segments, bounds=bounds, ranks=members)
+    for leg in legs:
+        where = f"{leg.name} of {label}"
+        scratch = workspace.take(leg.staged, buffer) if leg.staged else buffer[:0]
+        sends = [Message(cut.peer, _elements(buffer, cut.low, cut.high)) for cut in leg.sends]
+        recvs = [
+            Message(cut.peer, _elements(scratch if cut.staged else buffer, cut.low, cut.high))
+            for cut in leg.recvs
+        ]
         arrivals = post(sends, recvs, transport, where, timeout)
-
-        pieces = _pieces(step, recvs, buffer, cuts)
-        if pieces or step.group:
-            operator = reducer if isinstance(reducer, Reducer) else reducer[step.phase]
-            group = tuple(members[r] for r in step.group)
-            if schedule.whole_segments:
-                group = (transport.rank,)
+        if leg.reductions or leg.group:
+            operator = reducer if isinstance(reducer, Reducer) else reducer[leg.phase]
+            group = (transport.rank,) if schedule.whole_segments else leg.group
             sum_partials = _partial_sum(group, transport, where, timeout, workspace)
             # What is reduced whole, segment by segment, waits for all of it.
-            apart = (not operator.uniform or sum_partials is not None) and _sent_first(step)
-            coming = arrivals.pieces(pieces, apart=apart)
+            apart = leg.sent_first and (not operator.uniform or sum_partials is not None)
+            coming = arrivals.pieces(_pieces(leg, recvs, buffer), apart=apart)
             operator.reduce(Operands(coming, buffer.numel(), segments, sum_partials))
         arrivals.wait()
 
 
-def _cuts(schedule: Schedule, numel: int, segments: Sequence[int] | None) -> Sequence[int]:
-    if schedule.whole_segments:
-        return segment_bounds((0, numel) if segments is None else segments, schedule.chunks)
-    return split_bounds(numel, schedule.chunks)
-
-
-def _pieces(
-    step: Step, recvs: Sequence[Message], buffer: torch.Tensor, cuts: Sequence[int]
-) -> tuple[Piece, ...]:
-    """What a step reduces: for each range of chunks what was received, and the rank's own value."""
-    found: dict[tuple[int, int], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    for transfer, message in zip(step.recvs, recvs, strict=True):
-        if transfer.action is not Action.COPY:
-            sides = found.setdefault((transfer.start, transfer.stop), ([], []))
-            sides[transfer.action is Action.REDUCE_RIGHT].append(message.tensor)
+def _pieces(leg: Leg, recvs: Sequence[Message], buffer: torch.Tensor) -> tuple[Piece, ...]:
+    """What a step reduces: for each range what comes, and the rank's own value."""
     pieces = []
-    for (start, stop), (before, after) in found.items():
-        mine = buffer[cuts[start] : cuts[stop]]
-        pieces.append(Piece((*before, mine, *after), mine, cuts[start]))
+    for before, after, low, high in leg.reductions:
+        mine = _elements(buffer, low, high)
+        left = [recvs[number].tensor for number in before]
+        right = [recvs[number].tensor for number in after]
+        pieces.append(Piece((*left, mine, *right), mine, low))
     return tuple(pieces)
 
 
-def _sent_first(step: Step) -> bool:
-    """Whether what a part of a message is reduced into has been sent when that part has come."""
-    return all(
-        sent.stop <= recv.start or recv.stop <= sent.start or sent[1:3] == recv[1:3]
-        for recv in step.recvs
-        if recv.action is not Action.COPY
-        for sent in step.sends
-    )
-
-
-def _piece(buffer: torch.Tensor, cuts: Sequence[int], transfer: Transfer) -> torch.Tensor:
-    return buffer[cuts[transfer.start] : cuts[transfer.stop]]
-
-
-def _staged(step: Step, cuts: Sequence[int]) -> int:
-    """Elements that a step receives but must not write to the buffer yet."""
-    return sum(cuts[t.stop] - cuts[t.start] for t in step.recvs if t.action is not Action.COPY)
+def _elements(whole: torch.Tensor, low: int, high: int) -> torch.Tensor:
+    """whole[low:high], which costs a microsecond or two."""
+    return whole if high - low == whole.numel() else whole[low:high]
 
 
 def _partial_sum(

@@ -71,20 +71,23 @@ class HybridTransport:
     def exchange(
         self, sends: Sequence[Message], recvs: Sequence[Message], step: str, timeout: float
     ) -> None:
+        if all(map(self._near, sends)) and all(map(self._near, recvs)):
+            if sends or recvs:
+                self._local.exchange(sends, recvs, step, timeout)
+            return
+        start = time.monotonic()
         far_sends = [message for message in sends if not self._near(message)]
         far_recvs = [message for message in recvs if not self._near(message)]
-        if far_sends or far_recvs:
-            start = time.monotonic()
-            try:
-                self._other.exchange(far_sends, far_recvs, step, timeout)
-            except BaseException as error:
-                self._local.abandon(words(error))
-                raise
-            sends = [message for message in sends if self._near(message)]
-            recvs = [message for message in recvs if self._near(message)]
-            timeout -= time.monotonic() - start
+        try:
+            self._other.exchange(far_sends, far_recvs, step, timeout)
+        except BaseException as error:
+            self._local.abandon(words(error))
+            raise
+        sends = [message for message in sends if self._near(message)]
+        recvs = [message for message in recvs if self._near(message)]
         if sends or recvs:
-            self._local.exchange(sends, recvs, step, max(timeout, 0.0))
+            left = timeout - (time.monotonic() - start)
+            self._local.exchange(sends, recvs, step, max(left, 0.0))
 
     def deferred(self) -> AbstractContextManager[None]:
         """What `other` may put off: messages over links are waited for at once."""

@@ -24,6 +24,7 @@ from .link import Bytes, Link, PeerGone
 LINE_BYTES = 64
 # How many bytes follow, less the padding. Of a farewell, which is text, with the highest bit set.
 _HEADER = struct.Struct(f"<Q{LINE_BYTES - 8}x")
+_PADDING = memoryview(bytes(LINE_BYTES))
 _FAREWELL = 1 << 63
 _FAREWELL_BYTES = 4096
 # The rest of one whose header has come was sent with it.
@@ -43,6 +44,9 @@ class TcpLink(Link):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # Bytes of the first message's frame that have gone, and of the first receive's that came.
         self._sent = self._come = 0
+        # What is left of each, where that is known already.
+        self._outgoing: list[memoryview] = []
+        self._incoming: list[memoryview] = []
         # What is left of the farewell and what goes before it.
         self._last: list[memoryview] | None = None
         self._header = memoryview(bytearray(LINE_BYTES))
@@ -55,9 +59,11 @@ class TcpLink(Link):
 
     def _push(self) -> bool:
         data, sent = self._sends[0], self._sent
+        if not self._outgoing:
+            self._outgoing = _frame(data)
         self._sent = _UNKNOWN
         try:
-            sent += self._socket.sendmsg(_behind(_frame(data), sent))
+            count = self._socket.sendmsg(self._outgoing)
         except BlockingIOError:
             self._sent, self._blocked = sent, True
             return False
@@ -66,7 +72,9 @@ class TcpLink(Link):
         except OSError as error:
             raise self._broken(error) from None
         self._blocked = False
-        if sent == _frame_bytes(data.size):
+        self._outgoing = _behind(self._outgoing, count)
+        sent += count
+        if not self._outgoing:
             self._sends.popleft()
             sent = 0
         self._sent = sent
@@ -74,9 +82,10 @@ class TcpLink(Link):
 
     def _pull(self) -> bool:
         target, before = self._recvs[0], self._come
-        frame = [self._header, target.data, self._sink[: -target.size % LINE_BYTES]]
+        if not self._incoming:
+            self._incoming = [self._header, target.data, self._sink[: -target.size % LINE_BYTES]]
         try:
-            count, *_ = self._socket.recvmsg_into(_behind(frame, before))
+            count = self._socket.recvmsg_into(self._incoming)[0]
         except BlockingIOError:
             return False
         except _CLOSED:
@@ -88,7 +97,8 @@ class TcpLink(Link):
         self._come += count
         if before < LINE_BYTES <= self._come:
             self._check(target)
-        if self._come == _frame_bytes(target.size):
+        self._incoming = _behind(self._incoming, count)
+        if not self._incoming:
             self._recvs.popleft()
             self._come = 0
         return True
@@ -186,15 +196,14 @@ class TcpLink(Link):
 
     def forsake(self) -> None:
         self._socket.close()
-        self._last = []
+        self._last = self._outgoing = self._incoming = []
         self._sends.clear()
         self._recvs.clear()
 
 
 def _frame(data: Bytes) -> list[memoryview]:
     """What goes out for a message."""
-    padding = memoryview(bytes(-data.size % LINE_BYTES))
-    return [memoryview(_HEADER.pack(data.size)), data.data, padding]
+    return [memoryview(_HEADER.pack(data.size)), data.data, _PADDING[: -data.size % LINE_BYTES]]
 
 
 def _frame_bytes(length: int) -> int:

@@ -15,7 +15,8 @@ from bench.ptx.driver import emulated
 from collectives import CollectiveTimeoutError, Group, Operands, Reducer, Sum, arrivals, run_threads
 from collectives.algorithms import ALL_REDUCE, shuffle
 from collectives.arrivals import parts_of
-from collectives.executor import Workspace, _sent_first, execute
+from collectives.executor import Workspace, execute
+from collectives.itinerary import sent_first
 from collectives.schedule import Action, Schedule, Step, Transfer
 from collectives.transport import Message, Transport
 
@@ -215,9 +216,9 @@ def test_nothing_is_reduced_into_what_is_still_to_be_sent() -> None:
     def step(*sends: Transfer) -> Step:
         return Step(sends, (Transfer(1, 2, 4, Action.REDUCE_LEFT), Transfer(1, 0, 8)))
 
-    assert _sent_first(step(Transfer(1, 0, 2), Transfer(2, 4, 6), Transfer(1, 2, 4)))
-    assert not _sent_first(step(Transfer(1, 0, 3)))
-    assert not _sent_first(step(Transfer(1, 2, 8)))
+    assert sent_first(step(Transfer(1, 0, 2), Transfer(2, 4, 6), Transfer(1, 2, 4)))
+    assert not sent_first(step(Transfer(1, 0, 3)))
+    assert not sent_first(step(Transfer(1, 2, 8)))
 
 
 @pytest.fixture
