@@ -36,7 +36,13 @@ def _clip(segments: tuple[int, ...], start: int, length: int) -> tuple[int, int,
     first = bisect_right(segments, start) - 1
     last = bisect_left(segments, stop)
     inner = (boundary - start for boundary in segments[first + 1 : last])
-    return first, last, (0, *inner, length)
+    return first, last, _the_same((0, *inner, length))
+
+
+@lru_cache(maxsize=1024)
+def _the_same(cuts: tuple[int, ...]) -> tuple[int, ...]:
+    """One tuple for equal ones: the kernels know segments that they have checked by identity."""
+    return cuts
 
 
 @lru_cache(maxsize=1024)
@@ -54,9 +60,18 @@ class _Clipped(NamedTuple):
     cuts: tuple[int, ...]
 
 
-def _no_dots(segments: tuple[int, ...], device: torch.device) -> Tensor:
-    """A table for all segments: equal on all ranks, wherever the pieces were cut."""
-    return torch.zeros(len(segments) - 1, 3, dtype=torch.float64, device=device)
+def _table(
+    pieces: Sequence[_Clipped], rows: Sequence[Tensor], count: int, device: torch.device
+) -> Tensor:
+    """The `count` segments' sums of the pieces' rows: of one shape, wherever those were cut."""
+    ends = [0, *(piece.rows.stop for piece in pieces)]
+    if rows and [*(piece.rows.start for piece in pieces), count] == ends:
+        # Each row is one piece's: most often they are all of a single one.
+        return rows[0] if len(rows) == 1 else torch.cat([*rows])
+    dots = torch.zeros(count, 3, dtype=torch.float64, device=device)
+    for piece, mine in zip(pieces, rows, strict=True):
+        dots[piece.rows] += mine
+    return dots
 
 
 class AdasumReducer(Reducer):
@@ -97,20 +112,19 @@ class AdasumReducer(Reducer):
             for parts, out, start in operands.pieces:
                 self._reduce_whole(parts, out, start, segments)
             return
-        dots: Tensor | None = None
+        device = torch.device("cpu")
         folds = 1
         pieces: list[_Clipped] = []
+        rows: list[Tensor] = []
         # Of what has come while the rest is on its way.
         for parts, out, start in operands.pieces:
             folds = max(folds, len(parts) - 1)
-            if dots is None:
-                dots = _no_dots(segments, out.device)
+            device = out.device
             if out.numel():
                 first, last, cuts = _clip(segments, start, out.numel())
-                dots[first:last] += kernels.dot_and_norms(parts[0], parts[1], cuts)
+                rows.append(kernels.dot_and_norms(parts[0], parts[1], cuts))
                 pieces.append(_Clipped(parts, out, slice(first, last), cuts))
-        if dots is None:
-            dots = _no_dots(segments, torch.device("cpu"))
+        dots = _table(pieces, rows, len(segments) - 1, device)
         left = [piece.parts[0] for piece in pieces]
         for k in range(1, folds + 1):
             if k > 1:
@@ -121,9 +135,8 @@ class AdasumReducer(Reducer):
                 add(dots)
             for i, piece in enumerate(pieces):
                 target = piece.out if k == folds else None
-                left[i] = kernels.combine(
-                    left[i], piece.parts[k], dots[piece.rows], piece.cuts, out=target
-                )
+                mine = dots if len(pieces) == 1 and len(dots) == len(rows[0]) else dots[piece.rows]
+                left[i] = kernels.combine(left[i], piece.parts[k], mine, piece.cuts, out=target)
 
     def _reduce_whole(
         self, parts: Sequence[Tensor], out: Tensor, start: int, segments: tuple[int, ...]

@@ -68,7 +68,7 @@ class Consent:
         key: Hashable = None
         code = JOINED
         if isinstance(mine, Description):
-            key = mine.key()
+            key = mine.key
             code = self._known.get(key) or code_of(mine, HASH_BITS)
         board.enter(code)
         if self._any_joined:
@@ -100,7 +100,7 @@ class Consent:
         board = None if self._any_joined else self._runner.transport.board
         if board is not None and self._runner.transport.size > 1 and (show := exhibit()):
             return self._show(board, show, call, label, work)
-        code = None if board is None else self._known.get(call.key())
+        code = None if board is None else self._known.get(call.key)
         target = None if code is None else written()
         if board is None or code is None or target is None or target.nbytes > UNDO_BYTES:
             self.agree(call, label)
@@ -131,8 +131,8 @@ class Consent:
         show.fill(board.window(show.numel, show.dtype))
         if self.agree(call, label).joined:
             return work()
-        vectors = board.windows(show.numel, show.dtype)
-        self._runner.shown = Shown(board, vectors, show.way)
+        windows = board.windows(show.numel, show.dtype)
+        self._runner.shown = Shown(board, windows, show.way)
         try:
             return work()
         finally:
@@ -165,7 +165,7 @@ class Consent:
         """What the agreement knows a call by; 0 for what is none."""
         if call is None:
             return 0
-        key = call.key()
+        key = call.key
         code = self._codes.get(key)
         if code is None:
             if len(self._codes) >= _MOST:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -42,13 +43,15 @@ class Description:
     """A call as all ranks must make it.
 
     kind: what is called. name: what the user calls it. options: every other argument that ranks
-    must agree on, as JSON keeps it. tensors: what the tensors look like.
+    must agree on, as JSON keeps it. tensors: what the tensors look like. kept: for whoever works
+    out something of it that every call like it needs.
     """
 
     kind: str
     name: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     tensors: Sequence[Like] = ()
+    kept: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # Here, before anything is sent: a name that JSON cannot carry would fail half-way.
@@ -59,6 +62,7 @@ class Description:
         # A call named "" is another one than a call without a name, and must not look the same.
         return f"{self.kind}({'' if self.name is None else self.name or repr(self.name)})"
 
+    @cached_property
     def key(self) -> Hashable:
         """Equal for equal descriptions, other for others; in this process alone."""
         return self.kind, self.name, tuple(self.options.items()), tuple(self.tensors)

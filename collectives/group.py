@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -25,6 +26,8 @@ from .work import Work
 
 Tensor = torch.Tensor
 _formatted = lru_cache(format_all_reduce_spec)
+# Of the calls that passed the checks, how many are remembered.
+_MOST = 1024
 
 
 class Group:
@@ -67,6 +70,7 @@ class Group:
         self._gpus = place.gpus
         self._runner = Runner(transport, place.topology, timeout)
         self._call = Calls(self._runner)
+        self._made = _Made()
         self._parts: list[Group] = []
         self._whole: Group | None = None
 
@@ -110,9 +114,15 @@ class Group:
         checks.tensor("tensor", tensor)
         if segments is not None:
             segments = checks.segments(segments, tensor.numel())
-        specs = self._reduction([tensor], op, algorithm, prescale, postscale)
-        options = _options(op, specs, prescale, postscale)
-        call = Description("all_reduce", name, {**options, "segments": segments}, [like(tensor)])
+        scales = prescale, postscale, type(prescale), type(postscale)
+        look = tensor.shape, tensor.dtype, tensor.device
+        known = (*look, op, str(op), algorithm, name, *scales, segments)
+        call = self._made.get(known) if tensor.is_cpu else None
+        if call is None:
+            specs = self._reduction([tensor], op, algorithm, prescale, postscale)
+            options = {**_options(op, specs, prescale, postscale), "segments": segments}
+            call = Description("all_reduce", name, options, [like(tensor)])
+            self._made.keep(known, call)
         return self._call(call, [tensor], op, async_op=async_op)
 
     def grouped_all_reduce(
@@ -378,6 +388,26 @@ class Group:
                 raise TypeError(f"prescale and postscale need a floating dtype, got {tensor.dtype}")
         self._runner.check(specs, op, tensors)
         return specs
+
+
+class _Made:
+    """The calls that passed the checks, by all that was checked but the tensor's memory."""
+
+    def __init__(self) -> None:
+        self._calls: dict[Hashable, Description] = {}
+
+    def get(self, known: Hashable) -> Description | None:
+        try:
+            return self._calls.get(known)
+        except TypeError:
+            # An argument without a hash is a wrong one, or an operator of the user's.
+            return None
+
+    def keep(self, known: Hashable, call: Description) -> None:
+        with contextlib.suppress(TypeError):
+            if len(self._calls) >= _MOST:
+                self._calls.clear()
+            self._calls[known] = call
 
 
 def _options(op: Reducer, specs: Specs, prescale: float, postscale: float) -> dict[str, Any]:

@@ -7,7 +7,6 @@ call's description.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -20,7 +19,7 @@ from .fused import buffer_of
 from .owners import owners
 from .reducers import Reducer, Sum
 from .runner import Runner
-from .shown import Exhibit, exhibit_of, way_of
+from .shown import Exhibit, exhibit_of, flat_of, way_of
 from .spec import parse_all_reduce_spec, spec_for
 from .split import split_bounds
 from .transport.base import Message
@@ -34,7 +33,7 @@ def _all_reduce(
 ) -> Tensor:
     options = call.options
     runner.all_reduce(
-        tensors[0].detach().view(-1),
+        flat_of(tensors[0]),
         op,
         parse_all_reduce_spec(options["algorithm"]),
         options["segments"],
@@ -229,7 +228,7 @@ def written_by(call: Description, tensors: Sequence[Tensor]) -> Tensor | None:
     if any({spec.inner, spec.outer} & LIBRARY for spec in specs):
         return None
     if len(tensors) == 1:
-        return tensors[0].detach().view(-1)
+        return flat_of(tensors[0])
     fused = buffer_of(tensors)
     return None if fused is None else fused.buffer
 
@@ -244,10 +243,16 @@ def exhibit(
     options = call.options
     if call.kind not in ("all_reduce", "grouped_all_reduce") or not op.alone or not tensors:
         return None
-    size = runner.transport.size
     found = exhibit_of(tensors, options.get("segments")) if options["prescale"] == 1.0 else None
     if found is None:
         return None
-    spec = spec_for(parse_all_reduce_spec(options["algorithm"]), found.numel)
-    way = way_of(spec, found, size, op, runner.links is not None)
-    return None if way is None else replace(found, way=way)
+    measured = runner.links is not None
+    known = "way", op, found.numel, found.rows, measured
+    if known not in call.kept:
+        spec = spec_for(parse_all_reduce_spec(options["algorithm"]), found.numel)
+        call.kept[known] = way_of(spec, found, runner.transport.size, op, measured)
+    way = call.kept[known]
+    if way is None:
+        return None
+    found.way = way
+    return found

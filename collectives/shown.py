@@ -26,7 +26,7 @@ from .fused import buffer_of
 from .reducers import Operands, Piece, Reducer, kernels
 from .spec import AllReduceSpec
 from .split import split_bounds
-from .transport.board import TABLE_BYTES, WINDOW_BYTES, Board
+from .transport.board import TABLE_BYTES, WINDOW_BYTES, Board, Windows
 
 Tensor = torch.Tensor
 
@@ -38,7 +38,7 @@ _ROW_BYTES = 24
 _CACHE_LINE = 64
 
 
-@dataclass(frozen=True)
+@dataclass
 class Exhibit:
     """What a rank shows in a call: `fill` writes it to a tensor of `numel` elements.
 
@@ -56,13 +56,17 @@ class Exhibit:
         return self.numel * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
+@dataclass
 class Shown:
     """What all ranks show in a call, and how the result is made of it."""
 
     board: Board
-    vectors: Sequence[Tensor]
+    windows: Windows
     way: str
+
+    @property
+    def vectors(self) -> Sequence[Tensor]:
+        return self.windows.vectors
 
     def reduce(
         self,
@@ -90,8 +94,8 @@ class Shown:
         numel = vectors[0].numel()
         line = _CACHE_LINE // vectors[0].element_size()
         cuts = split_bounds(-(-numel // line), len(vectors))
-        here = slice(cuts[rank] * line, min(cuts[rank + 1] * line, numel))
-        mine = [vector[here] for vector in vectors]
+        here = cuts[rank] * line, min(cuts[rank + 1] * line, numel)
+        mine = [self.windows.part(other, *here) for other in range(len(vectors))]
         for left, right in _pairs(len(vectors)):
             _reduce_two(mine[left], mine[right], mine[left], op, None)
         op.finish(mine[0], len(vectors))
@@ -133,9 +137,9 @@ class Shown:
         cuts = split_bounds(numel, Fold(len(vectors)).leaves)
         pieces = []
         for i, part in enumerate(mine):
-            here = slice(cuts[part.start], cuts[part.stop])
-            left, right = vectors[part.left][here], vectors[part.right][here]
-            pieces.append(Piece((left, right), left, i * numel + here.start))
+            here = cuts[part.start], cuts[part.stop]
+            left, right = (self.windows.part(other, *here) for other in (part.left, part.right))
+            pieces.append(Piece((left, right), left, i * numel + here[0]))
         bounds = _repeated(None if segments is None else tuple(segments), numel, len(mine))
         sums = _Sums(self.board, level, mine, where, timeout) if level.block > 1 else None
         op.reduce(Operands(tuple(pieces), len(mine) * numel, bounds, sums))
@@ -151,14 +155,16 @@ def exhibit_of(tensors: Sequence[Tensor], segments: Sequence[int] | None) -> Exh
     Several tensors are shown as they are packed: of one dtype, each in its slot.
     """
     first = tensors[0]
+    if len(tensors) == 1:
+        if not (first.is_cpu and 0 < first.nbytes <= WINDOW_BYTES):
+            return None
+        flat = flat_of(first)
+        rows = 1 if segments is None else len(segments) - 1
+        return Exhibit(flat.numel(), flat.dtype, rows, lambda window: window.copy_(flat))
     if not all(t.is_cpu and t.dtype == first.dtype for t in tensors):
         return None
     if not 0 < sum(tensor.nbytes for tensor in tensors) <= WINDOW_BYTES:
         return None
-    if len(tensors) == 1:
-        flat = first.detach().view(-1)
-        rows = 1 if segments is None else len(segments) - 1
-        return Exhibit(flat.numel(), flat.dtype, rows, lambda window: window.copy_(flat))
     if first.dtype not in kernels.DTYPES:
         return None
     fused = buffer_of(tensors)
@@ -177,6 +183,13 @@ def exhibit_of(tensors: Sequence[Tensor], segments: Sequence[int] | None) -> Exh
         len(tensors),
         lambda window: kernels.pack(parts, layout=layout, out=window),
     )
+
+
+def flat_of(tensor: Tensor) -> Tensor:
+    """A contiguous tensor's elements in one dimension, apart from autograd."""
+    if type(tensor) is Tensor and tensor.dim() == 1 and not tensor.requires_grad:
+        return tensor
+    return tensor.detach().view(-1)
 
 
 def way_of(
@@ -272,18 +285,19 @@ class _Sums:
     def __call__(self, tables: Tensor) -> None:
         self.calls += 1
         level, mine = self.level, self.mine
-        rows = tables.view(len(mine), -1)
+        # Numpy's operations on a few numbers cost a third of torch's.
+        rows = tables.detach().view(len(mine), -1).numpy()
         first, sums = mine[0].leaf, rows
         if level.shared:
             leaves = [part.leaf for part in mine]
             sums = self.board.gather(leaves, rows, len(level.parts), self.where, self.timeout)
             first = 0
-        sums = sums.view(-1, level.block, rows.shape[1])
-        while sums.shape[1] > 1:
+        pairs = sums.reshape(-1, level.block, rows.shape[1])
+        while pairs.shape[1] > 1:
             # In the order in which recursive doubling adds them.
-            sums = sums[:, ::2] + sums[:, 1::2]
+            pairs = pairs[:, ::2] + pairs[:, 1::2]
         for row, part in zip(rows, mine, strict=True):
-            row.copy_(sums[(part.leaf - first) // level.block, 0])
+            row[:] = pairs[(part.leaf - first) // level.block, 0]
 
 
 class _Plan(NamedTuple):

@@ -124,6 +124,8 @@ class Worker:
         if not inline:
             return self.submit(function, tensors, note).wait()
         try:
+            if not torch.is_grad_enabled():
+                return function()
             with torch.no_grad():
                 return function()
         finally:

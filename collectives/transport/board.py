@@ -37,11 +37,14 @@ import zlib
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from ..errors import CollectiveTimeoutError
 from . import futex
 
+Table = npt.NDArray[np.float64]
 # A cache line: a rank that posts does not take the line that others write.
 ROW_BYTES = 64
 _ROW = ROW_BYTES // 8
@@ -79,6 +82,25 @@ def _windows_at(size: int) -> int:
 
 class RanksDiffer(Exception):
     """Another rank is in another call: what was sent in this one means nothing."""
+
+
+class Windows:
+    """What all ranks show in a call: `vectors` by rank. Views are kept: one costs microseconds."""
+
+    def __init__(self, vectors: Sequence[torch.Tensor]) -> None:
+        self.vectors = vectors
+        self._parts: dict[tuple[int, int, int], torch.Tensor] = {}
+
+    def part(self, rank: int, start: int, stop: int) -> torch.Tensor:
+        """Elements [start, stop) of a rank's vector."""
+        key = rank, start, stop
+        part = self._parts.get(key)
+        if part is None:
+            if len(self._parts) >= _MOST_VIEWS:
+                self._parts.clear()
+            with torch.inference_mode(False):
+                part = self._parts[key] = self.vectors[rank][start:stop]
+        return part
 
 
 class Peers(Protocol):
@@ -125,8 +147,8 @@ class Board:
             [2 * size * WINDOW_BYTES, 2 * size * TABLE_BYTES]
         )
         self._windows = windows.view(2, size, WINDOW_BYTES)
-        self._tables = tables.view(2, size, TABLE_BYTES)
-        self._kept: dict[tuple[int, int, torch.dtype], Sequence[torch.Tensor]] = {}
+        self._tables = tables.view(2, size, TABLE_BYTES).numpy()
+        self._kept: dict[tuple[int, int, torch.dtype], Windows] = {}
         self._workers = 0
         self._met = 0
         self.rank = rank
@@ -154,16 +176,16 @@ class Board:
 
     def window(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Where this rank shows `numel` elements in the next call, before it enters that."""
-        return self._views(self._calls + 1, numel, dtype)[self.rank]
+        return self._views(self._calls + 1, numel, dtype).vectors[self.rank]
 
-    def windows(self, numel: int, dtype: torch.dtype) -> Sequence[torch.Tensor]:
-        """What all ranks show in this call, by rank, after `wait`.
+    def windows(self, numel: int, dtype: torch.dtype) -> Windows:
+        """What all ranks show in this call, after `wait`.
 
         Whoever writes to them sees to it that no other rank uses these elements.
         """
         return self._views(self._calls, numel, dtype)
 
-    def _views(self, call: int, numel: int, dtype: torch.dtype) -> Sequence[torch.Tensor]:
+    def _views(self, call: int, numel: int, dtype: torch.dtype) -> Windows:
         key = call % 2, numel, dtype
         views = self._kept.get(key)
         if views is None:
@@ -171,7 +193,7 @@ class Board:
                 self._kept.clear()
             with torch.inference_mode(False):
                 shown = self._windows[call % 2, :, : numel * dtype.itemsize]
-                views = self._kept[key] = shown.view(dtype).unbind()
+                views = self._kept[key] = Windows(shown.view(dtype).unbind())
         return views
 
     def enter(self, code: int) -> None:
@@ -222,15 +244,15 @@ class Board:
         self._fence()
 
     def gather(
-        self, places: Sequence[int], rows: torch.Tensor, count: int, step: str, timeout: float
-    ) -> torch.Tensor:
+        self, places: Sequence[int], rows: Table, count: int, step: str, timeout: float
+    ) -> Table:
         """The `count` rows that all ranks give by place, this one `rows` (float64) at `places`.
 
         TABLE_BYTES a row and one place a rank at most. To be read before this rank's next meeting.
         A meeting, as `meet`; every rank that gives none meets instead.
         """
-        nbytes = rows.shape[1] * rows.element_size()
-        table = self._tables[(self._met + 1) % 2, :count, :nbytes].view(rows.dtype)
+        nbytes = rows.shape[1] * rows.itemsize
+        table: Table = self._tables[(self._met + 1) % 2, :count, :nbytes].view(rows.dtype)
         for place, row in zip(places, rows, strict=True):
             table[place] = row
         self.meet(step, timeout)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import collectives
 from adasum import Adasum
-from adasum.reducer import _clip
+from adasum.reducer import _clip, _Clipped, _table
 from tests.adasum.definition import relative_error, tolerance, tree
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -132,3 +132,38 @@ def test_clip_boundaries() -> None:
     assert _clip((0, 4, 4, 9), 4, 2) == (2, 3, (0, 2))
     assert _clip((0, 4, 4, 9), 3, 2) == (0, 3, (0, 1, 1, 2))
     assert _clip((0, 10), 3, 4) == (0, 1, (0, 4))
+
+
+def test_equal_cuts_are_one_tuple() -> None:
+    """The kernels then know them for those that they have checked."""
+    halves = [_clip((0, 4, 8), start, 4)[2] for start in (0, 4)]
+    assert halves[0] is halves[1] is _clip((0, 2, 3, 7), 3, 4)[2]
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [(0, 3)],
+        [(0, 1), (1, 3)],
+        [(0, 1), (1, 2), (2, 3)],
+        [(0, 2), (1, 3)],
+        [(0, 2)],
+        [(1, 3)],
+        [(1, 3), (0, 1)],
+        [(0, 3), (0, 3)],
+        [],
+    ],
+)
+def test_the_table_has_the_sums_of_each_segment(spans: list[tuple[int, int]]) -> None:
+    generator = torch.Generator().manual_seed(len(spans))
+    rows = [
+        torch.rand(last - first, 3, generator=generator, dtype=torch.float64)
+        for first, last in spans
+    ]
+    expected = torch.zeros(3, 3, dtype=torch.float64)
+    for (first, last), mine in zip(spans, rows, strict=True):
+        expected[first:last] += mine
+    pieces = [_Clipped((), torch.empty(0), slice(*span), ()) for span in spans]
+    found = _table(pieces, rows, 3, torch.device("cpu"))
+    assert torch.equal(found, expected)
+    assert found.is_contiguous()

@@ -276,6 +276,23 @@ def test_an_operator_that_sums_twice_is_told() -> None:
         run(2, job, timeout=0.5)
 
 
+def test_partial_sums_that_are_not_contiguous_are_told() -> None:
+    """Sums written to a copy of them would be lost."""
+
+    class Turned(AdasumReducer):
+        def reduce(self, operands: Operands) -> None:
+            if operands.sum_partials is not None:
+                operands.sum_partials(torch.ones(3, 4, dtype=torch.float64).t())
+
+    def job(group: Group) -> None:
+        with pytest.raises((RuntimeError, CollectiveError), match=r"view size|rank"):
+            group.all_reduce(torch.ones(9), Turned(), algorithm="vhdd", segments=(0, 5, 9))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Board, "workers", 1)
+        run(2, job, timeout=0.5)
+
+
 def test_a_mismatch_leaves_everything_as_it_was() -> None:
     def job(group: Group) -> None:
         for turn in range(3):
