@@ -105,7 +105,7 @@ def execute(
     legs = legs_of(schedule, rank, buffer.numel(), segments=segments, bounds=bounds, ranks=members)
     for leg in legs:
         where = f"{leg.name} of {label}"
-        scratch = workspace.take(leg.staged, buffer) if leg.staged else buffer[:0]
+        scratch = workspace.take(leg.staged, buffer) if leg.staged else buffer
         sends = [Message(cut.peer, _elements(buffer, cut.low, cut.high)) for cut in leg.sends]
         recvs = [
             Message(cut.peer, _elements(scratch if cut.staged else buffer, cut.low, cut.high))
