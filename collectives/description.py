@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 ANY = -1
+# Of the calls that passed the checks, how many are remembered.
+_MOST = 1024
 
 
 class Like(NamedTuple):
@@ -83,6 +86,26 @@ class Description:
         options = [f"{key}={value}" for key, value in self.options.items()]
         looks = [f"tensor {i}: {look}" for i, look in enumerate(self.tensors)]
         return [str(self), *options, *looks]
+
+
+class Described:
+    """The calls that passed the checks, by all that was checked but the tensor's memory."""
+
+    def __init__(self) -> None:
+        self._calls: dict[Hashable, Description] = {}
+
+    def get(self, known: Hashable) -> Description | None:
+        try:
+            return self._calls.get(known)
+        except TypeError:
+            # An argument without a hash is a wrong one, or an operator of the user's.
+            return None
+
+    def keep(self, known: Hashable, call: Description) -> None:
+        with contextlib.suppress(TypeError):
+            if len(self._calls) >= _MOST:
+                self._calls.clear()
+            self._calls[known] = call
 
 
 def difference(calls: Mapping[int, Description]) -> str:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -14,7 +13,7 @@ from . import checks
 from .agreement import as_tensor
 from .calls import Calls
 from .cost import Links
-from .description import Description, like
+from .description import Described, Description, like
 from .owners import owners
 from .place import along_links, find_place, place_of
 from .reducers import Reducer, Sum
@@ -26,8 +25,6 @@ from .work import Work
 
 Tensor = torch.Tensor
 _formatted = lru_cache(format_all_reduce_spec)
-# Of the calls that passed the checks, how many are remembered.
-_MOST = 1024
 
 
 class Group:
@@ -70,7 +67,7 @@ class Group:
         self._gpus = place.gpus
         self._runner = Runner(transport, place.topology, timeout)
         self._call = Calls(self._runner)
-        self._made = _Made()
+        self._made = Described()
         self._parts: list[Group] = []
         self._whole: Group | None = None
 
@@ -117,12 +114,14 @@ class Group:
         scales = prescale, postscale, type(prescale), type(postscale)
         look = tensor.shape, tensor.dtype, tensor.device
         known = (*look, op, str(op), algorithm, name, *scales, segments)
+        # On CUDA it counts, too, whether a graph is being captured.
         call = self._made.get(known) if tensor.is_cpu else None
         if call is None:
             specs = self._reduction([tensor], op, algorithm, prescale, postscale)
             options = {**_options(op, specs, prescale, postscale), "segments": segments}
             call = Description("all_reduce", name, options, [like(tensor)])
-            self._made.keep(known, call)
+            if tensor.is_cpu:
+                self._made.keep(known, call)
         return self._call(call, [tensor], op, async_op=async_op)
 
     def grouped_all_reduce(
@@ -388,26 +387,6 @@ class Group:
                 raise TypeError(f"prescale and postscale need a floating dtype, got {tensor.dtype}")
         self._runner.check(specs, op, tensors)
         return specs
-
-
-class _Made:
-    """The calls that passed the checks, by all that was checked but the tensor's memory."""
-
-    def __init__(self) -> None:
-        self._calls: dict[Hashable, Description] = {}
-
-    def get(self, known: Hashable) -> Description | None:
-        try:
-            return self._calls.get(known)
-        except TypeError:
-            # An argument without a hash is a wrong one, or an operator of the user's.
-            return None
-
-    def keep(self, known: Hashable, call: Description) -> None:
-        with contextlib.suppress(TypeError):
-            if len(self._calls) >= _MOST:
-                self._calls.clear()
-            self._calls[known] = call
 
 
 def _options(op: Reducer, specs: Specs, prescale: float, postscale: float) -> dict[str, Any]:

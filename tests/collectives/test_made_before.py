@@ -15,10 +15,10 @@ from collectives import (
     Group,
     Reducer,
     Sum,
+    description,
     operations,
     run_threads,
 )
-from collectives import group as group_module
 from collectives.cost import Links, Rate
 from collectives.description import Description
 from collectives.reducers import SumReducer
@@ -131,7 +131,7 @@ def test_every_argument_counts(
 
 
 def test_what_is_remembered_is_bounded(alone: Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_module, "_MOST", 3)
+    monkeypatch.setattr(description, "_MOST", 3)
     for number in range(10):
         alone.all_reduce(torch.ones(6), name=str(number))
         assert len(alone._made._calls) <= 3
