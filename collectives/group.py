@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
+from weakref import ref
 
 import torch
 
@@ -111,16 +112,20 @@ class Group:
         checks.tensor("tensor", tensor)
         if segments is not None:
             segments = checks.segments(segments, tensor.numel())
+        checks.reducer("op", op)
         scales = prescale, postscale, type(prescale), type(postscale)
         look = tensor.shape, tensor.dtype, tensor.device
-        known = (*look, op, str(op), algorithm, name, *scales, segments)
+        # No call keeps an operator alive: it may hold much, and be another one every time.
+        known = (*look, ref(op), str(op), algorithm, name, *scales, segments)
         # On CUDA it counts, too, whether a graph is being captured.
         call = self._made.get(known) if tensor.is_cpu else None
         if call is None:
             specs = self._reduction([tensor], op, algorithm, prescale, postscale)
             options = {**_options(op, specs, prescale, postscale), "segments": segments}
             call = Description("all_reduce", name, options, [like(tensor)])
-            if tensor.is_cpu:
+            # Zeros are equal whatever their sign, and what they make of a number is not.
+            if tensor.is_cpu and prescale and postscale:
+                self._made.keep(known, call)
                 self._made.keep(known, call)
         return self._call(call, [tensor], op, async_op=async_op)
 

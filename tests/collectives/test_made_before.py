@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -200,3 +203,48 @@ def test_the_way_follows_what_auto_may_choose_by(monkeypatch: pytest.MonkeyPatch
 
     assert run_threads(2, main) == [[2.0] * 6] * 2
     assert sorted(asked) == [False, False, True, True]
+
+
+@dataclass
+class _Unhashable(SumReducer):
+    """With an equality of its own, and so without a hash."""
+
+    name: str = "Unhashable"
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_operator_without_a_hash_where_ranks_share_memory(size: int) -> None:
+    def main(group: Group) -> list[float]:
+        one = torch.ones(6)
+        several = [torch.ones(3), torch.ones(2)]
+        for _ in range(2):
+            group.all_reduce(one, _Unhashable())
+            group.grouped_all_reduce(several, _Unhashable())
+        return [one[-1].item(), several[-1][-1].item()]
+
+    assert run_threads(size, main) == [[float(size) ** 2] * 2] * size
+
+
+def test_an_operator_is_not_kept() -> None:
+    class Large(SumReducer):
+        """May hold a table."""
+
+    def main(group: Group) -> bool:
+        op = Large()
+        for _ in range(2):
+            group.all_reduce(torch.ones(6), op)
+        kept = weakref.ref(op)
+        del op
+        gc.collect()
+        return kept() is not None
+
+    assert run_threads(2, main) == [False] * 2
+
+
+def test_a_zero_has_a_sign(alone: Group) -> None:
+    for zero in (0.0, -0.0, 0.0):
+        before, after = torch.ones(3), torch.ones(3)
+        alone.all_reduce(before, prescale=zero)
+        alone.all_reduce(after, postscale=zero)
+        for tensor in (before, after):
+            assert torch.equal(tensor.signbit(), torch.tensor(zero).signbit().expand(3))
