@@ -212,14 +212,15 @@ class _Unhashable(SumReducer):
     name: str = "Unhashable"
 
 
+@pytest.mark.parametrize("algorithm", ["auto", "xring"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_an_operator_without_a_hash_where_ranks_share_memory(size: int) -> None:
+def test_an_operator_without_a_hash_among_several_ranks(size: int, algorithm: str) -> None:
     def main(group: Group) -> list[float]:
         one = torch.ones(6)
         several = [torch.ones(3), torch.ones(2)]
         for _ in range(2):
-            group.all_reduce(one, _Unhashable())
-            group.grouped_all_reduce(several, _Unhashable())
+            group.all_reduce(one, _Unhashable(), algorithm=algorithm)
+            group.grouped_all_reduce(several, _Unhashable(), algorithm=algorithm)
         return [one[-1].item(), several[-1][-1].item()]
 
     assert run_threads(size, main) == [[float(size) ** 2] * 2] * size
@@ -233,6 +234,7 @@ def test_an_operator_is_not_kept() -> None:
         op = Large()
         for _ in range(2):
             group.all_reduce(torch.ones(6), op)
+            group.all_reduce(torch.ones(6), op, algorithm="xring")
         kept = weakref.ref(op)
         del op
         gc.collect()
