@@ -126,7 +126,6 @@ class Group:
             # Zeros are equal whatever their sign, and what they make of a number is not.
             if tensor.is_cpu and prescale and postscale:
                 self._made.keep(known, call)
-                self._made.keep(known, call)
         return self._call(call, [tensor], op, async_op=async_op)
 
     def grouped_all_reduce(

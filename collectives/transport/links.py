@@ -220,6 +220,9 @@ def _bytes(tensor: torch.Tensor) -> Bytes:
     if flat.requires_grad:
         flat = flat.detach()
     if flat.dtype not in _NUMPYS:
+        if flat.numel() == 1:
+            # Contiguous with any stride, but bytes are asked for by one of 1.
+            flat = flat.as_strided((1,), (1,))
         flat = flat.view(torch.uint8)
     return flat.numpy().view(np.uint8)
 

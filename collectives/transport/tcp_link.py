@@ -170,6 +170,7 @@ class TcpLink(Link):
             text = farewell.encode()[:_FAREWELL_BYTES]
             words = _HEADER.pack(_FAREWELL | len(text)) + text
             self._last = [] if self._sent == _UNKNOWN else [*half, memoryview(words)]
+            self._outgoing = self._incoming = []
             self._sends.clear()
             self._recvs.clear()
         while self._last:

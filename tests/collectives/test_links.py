@@ -13,6 +13,7 @@ import torch
 
 from collectives import CollectiveTimeoutError, TransportError
 from collectives.transport import HybridTransport, LinkTransport, Message, ThreadWorld
+from collectives.transport.links import _bytes
 from collectives.transport.shm_link import INLINE_BYTES, RING_BYTES, SLOT_BYTES, SLOTS
 
 from .neighbours import TIMEOUT, both, exchange, meet, noise, poisoned, together
@@ -37,6 +38,29 @@ def test_every_length_both_ways_in_one_exchange(way: str) -> None:
             assert torch.equal(got, noise(lengths[i], 100 * peer + i)), lengths[i]
 
     together(lambda: swap(first), lambda: swap(second))
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+        *(torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool),
+        *(torch.complex64, torch.float8_e4m3fn),
+    ],
+)
+def test_bytes_are_those_in_memory(dtype: torch.dtype) -> None:
+    """Of one element, too, which is contiguous with any stride, and of what needs a gradient."""
+    many = torch.arange(1, 11).to(dtype)
+    for tensor in (many, many[3:7], many.view(2, 5), many[::5][:1], many[:0], many[4]):
+        data = _bytes(tensor)
+        dense = torch.empty(tensor.numel(), dtype=dtype).copy_(tensor.reshape(-1))
+        assert data.tobytes() == dense.view(torch.uint8).numpy().tobytes()
+        before = tensor.clone()
+        data[:] = 0
+        assert not tensor.to(torch.complex128).any()
+        tensor.copy_(before)
+    if dtype.is_floating_point and dtype.itemsize > 1:
+        assert _bytes(many.clone().requires_grad_()).tobytes() == _bytes(many).tobytes()
 
 
 class FullQueue:
