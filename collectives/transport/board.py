@@ -147,7 +147,7 @@ class Board:
             [2 * size * WINDOW_BYTES, 2 * size * TABLE_BYTES]
         )
         self._windows = windows.view(2, size, WINDOW_BYTES)
-        self._tables = tables.view(2, size, TABLE_BYTES).numpy()
+        self._tables: Table = tables.view(torch.float64).view(2, size, -1).numpy()
         self._kept: dict[tuple[int, int, torch.dtype], Windows] = {}
         self._workers = 0
         self._met = 0
@@ -251,8 +251,7 @@ class Board:
         TABLE_BYTES a row and one place a rank at most. To be read before this rank's next meeting.
         A meeting, as `meet`; every rank that gives none meets instead.
         """
-        nbytes = rows.shape[1] * rows.itemsize
-        table: Table = self._tables[(self._met + 1) % 2, :count, :nbytes].view(rows.dtype)
+        table = self._tables[(self._met + 1) % 2, :count, : rows.shape[1]]
         for place, row in zip(places, rows, strict=True):
             table[place] = row
         self.meet(step, timeout)
