@@ -15,7 +15,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 DOCS := $(VENV)/.docs
 OUT := out
-BENCH = $(PY) -m pytest bench --benchmark-only --benchmark-quiet --bench-results=bench/results
+BENCH = $(PY) -m pytest bench/kernels --benchmark-only --benchmark-quiet --bench-results=bench/results
 TORCH := $(shell grep -o '^torch==[^;]*' constraints.txt)
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
@@ -38,8 +38,8 @@ test: $(READY)  ## every test, two files at a time
 	$(PY) -m pytest tests -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-emulated: $(READY)  ## collectives and adasum over the kernels' compiled code, emulated: 10 minutes
-	$(PY) -m pytest tests/collectives tests/adasum/test_reducer.py tests/adasum/test_optimizer.py \
-		tests/adasum/test_ops.py --emulated -n 2 --dist loadfile $(PYTEST_ARGS)
+	$(PY) -m pytest tests/collectives tests/adasum/test_reducer.py tests/adasum/optimizer/test_optimizer.py \
+		tests/adasum/horovod/test_ops.py --emulated -n 2 --dist loadfile $(PYTEST_ARGS)
 
 test-timing: $(READY)  ## tests of measured times, for a machine with nothing else to do
 	$(PY) -m pytest tests -m timing $(PYTEST_ARGS)
@@ -65,7 +65,7 @@ bench-gpu: $(READY)  ## the same; an error where torch sees no GPU
 	$(BENCH) --benchmark-json=$(OUT)/bench-gpu.json --bench-seconds=420 $(PYTEST_ARGS)
 
 bench-compiled: $(READY)  ## what the compiler makes of each kernel, no GPU needed: a table in bench/results
-	$(PY) -m bench.compiled
+	$(PY) -m bench.static_analysis.compiled
 
 clean:  ## remove .venv, out/ and caches
 	rm -rf $(VENV) $(OUT) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING
 # First: it says what is wrong where another package is called kernels.
 import collectives  # noqa: F401
 from adasum import orthogonality
-from adasum.basics import (
+from adasum.compression import Compression
+from adasum.ddp import HookState, ddp_hook
+from adasum.fsdp import register_fsdp_hook
+from adasum.horovod.basics import (
     cross_rank,
     cross_size,
     init,
@@ -21,7 +24,7 @@ from adasum.basics import (
     rank,
     size,
 )
-from adasum.builds import (
+from adasum.horovod.builds import (
     ccl_built,
     cuda_built,
     ddl_built,
@@ -33,10 +36,7 @@ from adasum.builds import (
     nccl_built,
     rocm_built,
 )
-from adasum.compression import Compression
-from adasum.ddp import HookState, ddp_hook
-from adasum.fsdp import register_fsdp_hook
-from adasum.gathering import (
+from adasum.horovod.gathering import (
     allgather,
     allgather_async,
     broadcast,
@@ -44,9 +44,8 @@ from adasum.gathering import (
     broadcast_async,
     broadcast_async_,
 )
-from adasum.gradients import OptimizerOrderError
-from adasum.handles import poll, synchronize
-from adasum.ops import (
+from adasum.horovod.handles import poll, synchronize
+from adasum.horovod.ops import (
     allreduce,
     allreduce_,
     allreduce_async,
@@ -57,8 +56,7 @@ from adasum.ops import (
     grouped_allreduce_async,
     grouped_allreduce_async_,
 )
-from adasum.optimizer import DistributedOptimizer
-from adasum.process_sets import (
+from adasum.horovod.process_sets import (
     ProcessSet,
     add_process_set,
     get_process_set_ids_and_ranks,
@@ -66,8 +64,7 @@ from adasum.process_sets import (
     process_set_by_id,
     remove_process_set,
 )
-from adasum.reducer import Adasum, AdasumReducer
-from adasum.scattering import (
+from adasum.horovod.scattering import (
     alltoall,
     alltoall_async,
     grouped_allgather,
@@ -77,13 +74,16 @@ from adasum.scattering import (
     reducescatter,
     reducescatter_async,
 )
-from adasum.sparse import sparse_allreduce_async
-from adasum.state import (
+from adasum.horovod.state import (
     allgather_object,
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from adasum.optimizer.gradients import OptimizerOrderError
+from adasum.optimizer.optimizer import DistributedOptimizer
+from adasum.reducer import Adasum, AdasumReducer
+from adasum.sparse import sparse_allreduce_async
 from collectives import (
     Average,
     CollectiveError,

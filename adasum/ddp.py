@@ -18,7 +18,7 @@ from torch import Tensor
 import collectives
 from adasum.sparse import sparse_all_reduce_async
 from adasum.watch import Watcher
-from collectives import Average, Group, Reducer, Work, checks
+from collectives import Average, Group, Reducer, Work, validation
 
 if TYPE_CHECKING or dist.is_available():
     from torch.distributed import GradBucket
@@ -62,7 +62,7 @@ class HookState:
             raise TypeError(f"op must be Sum, Average or Adasum, not {op!r}")
         if spec is not None:
             collectives.parse_all_reduce_spec(spec)
-        checks.timeout(timeout)
+        validation.timeout(timeout)
         self.op = op
         self.spec = spec
         self.process_group = process_group

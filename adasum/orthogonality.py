@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from adasum.reducer import Adasum
-from collectives import Group, Sum, checks, default_group
-from collectives.world import group_or_default
+from collectives import Group, Sum, default_group, validation
+from collectives.initialize import group_or_default
 
 __all__ = ["Recorder", "Row", "orthogonality"]
 
@@ -46,7 +46,7 @@ def orthogonality(tensors: Sequence[Tensor], group: Group | None = None) -> Tens
     every rank has no ratio: NaN. Collective; TypeError for dtypes that Adasum does not take.
     """
     group = group_or_default(group)
-    for tensor in checks.tensors("tensors", tensors, dense=True):
+    for tensor in validation.tensors("tensors", tensors, dense=True):
         Adasum.check(tensor.dtype)
     copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
     squares = squared_norms(copies)

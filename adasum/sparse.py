@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adasum.process_sets import ProcessSet, members_of
+from adasum.horovod.process_sets import ProcessSet, members_of
 from collectives import Average, Group, Reducer, Sum, Work
 
 __all__ = ["SparseHandle", "sparse_all_reduce_async", "sparse_allreduce_async"]

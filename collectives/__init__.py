@@ -15,14 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .errors import (
-    CollectiveError,
-    CollectiveMismatchError,
-    CollectiveTimeoutError,
-    TransportError,
-)
-from .fused import FusedBuffer, buffer_of
-from .fusion import (
+from collectives.bucketing import (
     Packing,
     extract_ranges,
     group_devices,
@@ -31,15 +24,15 @@ from .fusion import (
     split_by_size,
     unpack_small_tensors,
 )
-from .group import Group
-from .proof import verify
-from .reducers import Average, Operands, Piece, Reducer, Sum
-from .schedule import Action, Schedule, Step, Transfer
-from .spec import AllReduceSpec, parse_all_reduce_spec, parse_general_int
-from .split import split_bounds
-from .topology import Topology, ring_permutations
-from .work import Work
-from .world import (
+from collectives.errors import (
+    CollectiveError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    TransportError,
+)
+from collectives.fused_buffer import FusedBuffer, buffer_of
+from collectives.group import Group
+from collectives.initialize import (
     default_group,
     from_process_group,
     group_or_default,
@@ -49,6 +42,13 @@ from .world import (
     run_threads,
     shutdown,
 )
+from collectives.reducers import Average, Operands, Piece, Reducer, Sum
+from collectives.schedules.partition import split_bounds
+from collectives.schedules.schedule import Action, Schedule, Step, Transfer
+from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec, parse_general_int
+from collectives.schedules.topology import Topology, ring_permutations
+from collectives.schedules.verify import verify
+from collectives.work import Work
 
 
 def all_reduce(

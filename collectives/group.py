@@ -10,19 +10,19 @@ from weakref import ref
 
 import torch
 
-from . import checks
-from .agreement import as_tensor
-from .calls import Calls
-from .cost import Links
-from .description import Described, Description, like
-from .owners import owners
-from .place import along_links, find_place, place_of
-from .reducers import Reducer, Sum
-from .runner import Runner, Specs
-from .spec import format_all_reduce_spec
-from .topology import Topology
-from .transport.base import Transport
-from .work import Work
+from collectives import validation
+from collectives.bootstrap.locality import along_links, find_place, place_of
+from collectives.consistency.agreement import as_tensor
+from collectives.consistency.description import Described, Description, like
+from collectives.cost import Links
+from collectives.execution.all_reduce import Runner, Specs
+from collectives.execution.call_queue import Calls
+from collectives.owners import owners
+from collectives.reducers import Reducer, Sum
+from collectives.schedules.spec import format_all_reduce_spec
+from collectives.schedules.topology import Topology
+from collectives.transport.base import Transport
+from collectives.work import Work
 
 Tensor = torch.Tensor
 _formatted = lru_cache(format_all_reduce_spec)
@@ -53,7 +53,7 @@ class Group:
         local_size: int | None = None,
         topology: Topology | None = None,
     ) -> None:
-        checks.timeout(timeout)
+        validation.timeout(timeout)
         if topology is not None and not isinstance(topology, Topology):
             raise TypeError(f"topology must be a Topology, got {type(topology).__name__}")
         self.transport = transport
@@ -109,10 +109,10 @@ class Group:
 
         Raises TypeError or ValueError, before anything is sent, for arguments that are not valid.
         """
-        checks.tensor("tensor", tensor)
+        validation.tensor("tensor", tensor)
         if segments is not None:
-            segments = checks.segments(segments, tensor.numel())
-        checks.reducer("op", op)
+            segments = validation.segments(segments, tensor.numel())
+        validation.reducer("op", op)
         scales = prescale, postscale, type(prescale), type(postscale)
         look = tensor.shape, tensor.dtype, tensor.device
         # No call keeps an operator alive: it may hold much, and be another one every time.
@@ -145,7 +145,7 @@ class Group:
         take every tensor as a segment. Arguments and errors as all_reduce; tensors that share
         memory are a ValueError.
         """
-        tensors = checks.tensor_list("tensors", tensors)
+        tensors = validation.tensor_list("tensors", tensors)
         specs = self._reduction(tensors, op, algorithm, prescale, postscale)
         options = _options(op, specs, prescale, postscale)
         call = Description("grouped_all_reduce", name, options, list(map(like, tensors)))
@@ -166,8 +166,8 @@ class Group:
         partial results afterwards, as torch.distributed's does. Sum and Average only: Adasum's
         answer needs all ranks (all_reduce).
         """
-        checks.tensor("tensor", tensor)
-        checks.rank("dst", dst, self.size)
+        validation.tensor("tensor", tensor)
+        validation.rank("dst", dst, self.size)
         self._owned([tensor], op)
         call = Description("reduce", name, {"op": str(op), "dst": dst}, [like(tensor)])
         return self._call(call, [tensor], op, async_op=async_op)
@@ -183,7 +183,7 @@ class Group:
 
         Owners are chosen by bytes, in list order. Arguments and other ranks' tensors as in reduce.
         """
-        tensors = checks.tensor_list("tensors", tensors)
+        tensors = validation.tensor_list("tensors", tensors)
         self._owned(tensors, op)
         looks = list(map(like, tensors))
         call = Description("reduce_to_owners", name, {"op": str(op)}, looks)
@@ -194,7 +194,7 @@ class Group:
         self, tensors: Sequence[Tensor], *, name: str | None = None
     ) -> list[Tensor]:
         """Copy each tensor to every rank, in place, from the owner that reduce_to_owners chose."""
-        tensors = checks.tensor_list("tensors", tensors)
+        tensors = validation.tensor_list("tensors", tensors)
         for tensor in tensors:
             self.transport.check_device(tensor.device)
         call = Description("broadcast_from_owners", name, {}, list(map(like, tensors)))
@@ -222,7 +222,7 @@ class Group:
         ones first; rank r gets piece r, 1-D. by_rows: the first dimension is cut in the same way,
         and pieces have all others.
         """
-        checks.tensor("tensor", tensor, written=False)
+        validation.tensor("tensor", tensor, written=False)
         if not isinstance(by_rows, bool):
             raise TypeError(f"by_rows must be a bool, got {type(by_rows).__name__}")
         if by_rows:
@@ -239,7 +239,7 @@ class Group:
 
         First dimensions may differ between ranks, the others may not; 0-d tensors are a ValueError.
         """
-        checks.tensor("tensor", tensor, written=False)
+        validation.tensor("tensor", tensor, written=False)
         _check_rows(tensor)
         self.transport.check_device(tensor.device)
         call = Description("all_gather", name, {}, [like(tensor, any_rows=True)])
@@ -259,10 +259,10 @@ class Group:
         Rows beyond their sum are not sent. The second answer has the numbers of rows that came from
         each rank, int64. First dimensions may differ between ranks, the others may not.
         """
-        checks.tensor("tensor", tensor, written=False)
+        validation.tensor("tensor", tensor, written=False)
         _check_rows(tensor)
         self.transport.check_device(tensor.device)
-        counts = checks.row_splits("splits", splits, tensor.shape[0], self.size)
+        counts = validation.row_splits("splits", splits, tensor.shape[0], self.size)
         looks = [like(tensor, any_rows=True), like(counts)]
         call = Description("all_to_all", name, {}, looks)
         return self._call(call, [tensor, counts], async_op=async_op)
@@ -271,8 +271,8 @@ class Group:
         self, tensor: Tensor, root: int = 0, *, name: str | None = None, async_op: bool = False
     ) -> Tensor | Work:
         """Copy `root`'s tensor to every rank, in place, and return it."""
-        checks.tensor("tensor", tensor)
-        checks.rank("root", root, self.size)
+        validation.tensor("tensor", tensor)
+        validation.rank("root", root, self.size)
         self.transport.check_device(tensor.device)
         call = Description("broadcast", name, {"root": root}, [like(tensor)])
         return self._call(call, [tensor], async_op=async_op)
@@ -308,7 +308,7 @@ class Group:
             device = torch.device("cuda", torch.cuda.current_device())
         known = list(operators)
         for op in known:
-            checks.reducer("operators", op)
+            validation.reducer("operators", op)
         return self._call.join(known, device)
 
     def split(self, ranks: Sequence[int]) -> Group | None:
@@ -322,7 +322,7 @@ class Group:
 
         TypeError or ValueError for ranks that are not distinct ranks of this group.
         """
-        members = checks.distinct_ranks("ranks", ranks, self.size)
+        members = validation.distinct_ranks("ranks", ranks, self.size)
 
         def run() -> Group | None:
             if self.rank not in members:
@@ -378,10 +378,10 @@ class Group:
         postscale: float,
     ) -> Specs:
         """Check the arguments that all reductions share; return the algorithm's ranges."""
-        checks.reducer("op", op)
-        specs = checks.algorithm("algorithm", algorithm)
-        checks.scale("prescale", prescale)
-        checks.scale("postscale", postscale)
+        validation.reducer("op", op)
+        specs = validation.algorithm("algorithm", algorithm)
+        validation.scale("prescale", prescale)
+        validation.scale("postscale", postscale)
         for tensor in tensors:
             op.check(tensor.dtype)
             self.transport.check_device(tensor.device)

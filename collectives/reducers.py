@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from ._kernels_check import require_our_kernels
+from collectives._kernels_check import require_our_kernels
 
 kernels = require_our_kernels()
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .errors import TransportError
+from collectives.errors import TransportError
 
 
 class Work:

@@ -15,18 +15,10 @@ whether C or Python does that for calls made before. No communication happens he
 `kernels`.
 """
 
-from kernels._check import DTYPES
-from kernels._native import cpu_path, use_torch_on_cpu
 from kernels._recall import calls_recognised_by
+from kernels.cpu.native import cpu_path, use_torch_on_cpu
 from kernels.layout import Layout, layout_of
-from kernels.packing import (
-    pack,
-    pack_bytes,
-    pack_reference,
-    unpack,
-    unpack_bytes,
-    unpack_reference,
-)
+from kernels.packing import pack, pack_bytes, pack_reference, unpack, unpack_bytes, unpack_reference
 from kernels.projection import (
     adasum,
     adasum_bytes,
@@ -46,6 +38,7 @@ from kernels.reduction import (
     sum_n_bytes,
     sum_n_reference,
 )
+from kernels.validation import DTYPES
 
 __adasum__ = True
 

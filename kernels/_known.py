@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kernels import _recall
-from kernels._check import PLAIN, check_written
+from kernels.validation import PLAIN, check_written
 
 _guards: Callable[..., Any] | None
 try:

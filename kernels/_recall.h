@@ -243,7 +243,7 @@ static int find(struct call *call, PyObject *calls, PyObject *key, PyObject *con
     return answer == 1 ? find_place(call) : answer;
 }
 
-/* What Known.job says of a call on CPU tensors: a kernels._native.Job. */
+/* What Known.job says of a call on CPU tensors: a kernels.cpu.native.Job. */
 struct job {
     PyObject *whole;
     void (*function)(const void *);

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels._check import PLAIN
-from kernels._compile import Unavailable, built
+from kernels.cpu.build import Unavailable, built
+from kernels.validation import PLAIN
 
 # Where memory begins: more bytes than any tensor has. Most addresses are higher.
 FAR = 2**40

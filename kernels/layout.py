@@ -12,8 +12,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kernels._check import DTYPES, check_dtype, round_up
-from kernels._ops import check_list, tracing
+from kernels.torch_ops import check_list, tracing
+from kernels.validation import DTYPES, check_dtype, round_up
 
 CUDA_ALIGNMENT = 256
 CPU_ALIGNMENT = 64

@@ -7,18 +7,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels import _cpu, _launch, _packing, _recall
-from kernels._check import (
+from kernels import _recall
+from kernels._known import Known, KnownCalls, Place
+from kernels.cpu import dispatch
+from kernels.gpu import copy_kernel, launcher
+from kernels.layout import Layout
+from kernels.packed_list import PackedList, check_buffer, check_layout, check_packed, place_of
+from kernels.torch_ops import call, operator, read_list, returns_nothing, tracing
+from kernels.validation import (
     check_all_writable,
     check_found_inf,
     check_scalar,
     check_tensor,
     check_writable,
 )
-from kernels._known import Known, KnownCalls, Place
-from kernels._ops import call, operator, read_list, returns_nothing, tracing
-from kernels._packed import PackedList, check_buffer, check_layout, check_packed, place_of
-from kernels.layout import Layout
 
 _PACKS: KnownCalls[PackedList] = KnownCalls()
 _UNPACKS: KnownCalls[PackedList] = KnownCalls()
@@ -32,11 +34,11 @@ def _pack_known(
     out: Tensor,
     found_inf: Tensor | None,
 ) -> None:
-    if _launch.on_triton(out):
-        _packing.copy(place.inputs, known.value, out, scale, found_inf, packing=True)
-        _launch.mark_written([out], found_inf)
+    if launcher.on_triton(out):
+        copy_kernel.copy(place.inputs, known.value, out, scale, found_inf, packing=True)
+        launcher.mark_written([out], found_inf)
     else:
-        _cpu.pack(tensors, place, known, out, scale, found_inf)
+        dispatch.pack(tensors, place, known, out, scale, found_inf)
 
 
 def _unpack_known(
@@ -47,11 +49,11 @@ def _unpack_known(
     tensors: list[Tensor],
     found_inf: Tensor | None,
 ) -> None:
-    if _launch.on_triton(buffer):
-        _packing.copy(place.inputs, known.value, buffer, scale, found_inf, packing=False)
-        _launch.mark_written(tensors, found_inf)
+    if launcher.on_triton(buffer):
+        copy_kernel.copy(place.inputs, known.value, buffer, scale, found_inf, packing=False)
+        launcher.mark_written(tensors, found_inf)
     else:
-        _cpu.unpack(buffer, tensors, place, known, scale, found_inf)
+        dispatch.unpack(buffer, tensors, place, known, scale, found_inf)
 
 
 @operator(

@@ -15,8 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels import _cpu, _launch, _projection
-from kernels._check import (
+from kernels._known import Known, KnownCalls, Place, place_of
+from kernels.cpu import dispatch
+from kernels.gpu import launcher, projection_kernels
+from kernels.gpu.dots import TINY
+from kernels.torch_ops import call, operator, returns_nothing, tracing
+from kernels.validation import (
     check_dots,
     check_found_inf,
     check_like,
@@ -27,9 +31,6 @@ from kernels._check import (
     check_tensor,
     new_like,
 )
-from kernels._dots import TINY
-from kernels._known import Known, KnownCalls, Place, place_of
-from kernels._ops import call, operator, returns_nothing, tracing
 
 
 def coefficients(dots: Tensor) -> Tensor:
@@ -51,9 +52,9 @@ def _run_dot_and_norms(a: Tensor, b: Tensor, bounds: Sequence[int]) -> Tensor:
 
 
 def _dot_and_norms(a: Tensor, b: Tensor, bounds: Sequence[int], place: Place) -> Tensor:
-    if _launch.on_triton(a):
-        return _projection.dot_and_norms(a, b, tuple(bounds))
-    rows = _cpu.dot_and_norms(a, b, place, bounds)
+    if launcher.on_triton(a):
+        return projection_kernels.dot_and_norms(a, b, tuple(bounds))
+    rows = dispatch.dot_and_norms(a, b, place, bounds)
     return torch.from_numpy(np.array(rows, dtype=np.float64).reshape(-1, 3))
 
 
@@ -84,10 +85,10 @@ def _combine(
     place: Place,
 ) -> None:
     check_no_overlap("out", out, "dots", dots)
-    if _launch.on_triton(a):
-        _projection.combine(a, b, dots, tuple(bounds), out, found_inf)
+    if launcher.on_triton(a):
+        projection_kernels.combine(a, b, dots, tuple(bounds), out, found_inf)
     else:
-        _cpu.combine(a, b, place, dots.tolist(), bounds, out, found_inf)
+        dispatch.combine(a, b, place, dots.tolist(), bounds, out, found_inf)
 
 
 @operator(
@@ -113,11 +114,11 @@ def _adasum(
     found_inf: Tensor | None,
     place: Place,
 ) -> None:
-    if _launch.on_triton(a):
-        _projection.adasum(a, b, tuple(bounds), out, found_inf)
+    if launcher.on_triton(a):
+        projection_kernels.adasum(a, b, tuple(bounds), out, found_inf)
     else:
-        rows = _cpu.dot_and_norms(a, b, place, bounds)
-        _cpu.combine(a, b, place, rows, bounds, out, found_inf)
+        rows = dispatch.dot_and_norms(a, b, place, bounds)
+        dispatch.combine(a, b, place, rows, bounds, out, found_inf)
 
 
 class _Cut(NamedTuple):

@@ -7,8 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels import _cpu, _launch, _recall, _reduction
-from kernels._check import (
+from kernels import _recall
+from kernels._known import Known, KnownCalls, Place, place_of
+from kernels.cpu import dispatch
+from kernels.gpu import launcher, sum_kernels
+from kernels.torch_ops import call, check_list, operator, read_list, returns_nothing, tracing
+from kernels.validation import (
     check_dtype,
     check_found_inf,
     check_like,
@@ -20,8 +24,6 @@ from kernels._check import (
     check_tensor,
     new_like,
 )
-from kernels._known import Known, KnownCalls, Place, place_of
-from kernels._ops import call, check_list, operator, read_list, returns_nothing, tracing
 
 
 @operator(
@@ -34,7 +36,7 @@ def _run_sum_n(
     out: Tensor,
     found_inf: Tensor | None,
 ) -> None:
-    known = Known(_cpu.compute_dtype(tensors[0].dtype, out.dtype))
+    known = Known(dispatch.compute_dtype(tensors[0].dtype, out.dtype))
     place = place_of(tensors, known, out, found_inf, _TENSOR)
     _sum_known(tensors, known, place, scale, out, found_inf)
 
@@ -47,10 +49,10 @@ def _sum_known(
     out: Tensor,
     found_inf: Tensor | None,
 ) -> None:
-    if _launch.on_triton(out):
-        _reduction.sum_n(tensors, place.inputs, known.value, out, scale, found_inf)
+    if launcher.on_triton(out):
+        sum_kernels.sum_n(tensors, place.inputs, known.value, out, scale, found_inf)
     else:
-        _cpu.sum_n(tensors, place, known, out, scale, found_inf)
+        dispatch.sum_n(tensors, place, known, out, scale, found_inf)
 
 
 @operator(
@@ -61,7 +63,7 @@ def _sum_known(
 def _run_scaled_add(
     a: Tensor, b: Tensor, alpha: float, beta: float, out: Tensor, found_inf: Tensor | None
 ) -> None:
-    known = Known(_cpu.compute_dtype(a.dtype, b.dtype, out.dtype))
+    known = Known(dispatch.compute_dtype(a.dtype, b.dtype, out.dtype))
     place = place_of((a, b), known, out, found_inf, _A_OR_B)
     _scaled_add_known(a, b, known, place, alpha, beta, out, found_inf)
 
@@ -76,10 +78,10 @@ def _scaled_add_known(
     out: Tensor,
     found_inf: Tensor | None,
 ) -> None:
-    if _launch.on_triton(out):
-        _reduction.scaled_add(a, b, known.value, alpha, beta, out, found_inf)
+    if launcher.on_triton(out):
+        sum_kernels.scaled_add(a, b, known.value, alpha, beta, out, found_inf)
     else:
-        _cpu.scaled_add(a, b, place, known, alpha, beta, out, found_inf)
+        dispatch.scaled_add(a, b, place, known, alpha, beta, out, found_inf)
 
 
 def sum_n(
@@ -114,7 +116,7 @@ def _sum_n(
     def check() -> torch.dtype:
         first = _check_equals(tensors)[0]
         check_found_inf(found_inf, first.device)
-        return _cpu.compute_dtype(first.dtype, check_target(out, "tensors[0]", first, dtype))
+        return dispatch.compute_dtype(first.dtype, check_target(out, "tensors[0]", first, dtype))
 
     tensors, scale = read_list("tensors", tensors), check_scalar("scale", scale)
     traced = tracing()
@@ -167,7 +169,7 @@ def _scaled_add(
         right = check_place("b", b, "a", left)
         check_found_inf(found_inf, left.device)
         target = check_target(out, "a", left, dtype)
-        return _cpu.compute_dtype(left.dtype, right.dtype, target)
+        return dispatch.compute_dtype(left.dtype, right.dtype, target)
 
     alpha, beta = check_scalar("alpha", alpha), check_scalar("beta", beta)
     traced = tracing()

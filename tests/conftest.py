@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import pytest
 
 import kernels
-from bench.ptx.driver import emulated
+from tests.ptx_emulator.driver import emulated
 
-FIRST = ("faults", "packaging", "examples", "hosts", "multi_rank", "bench", "docs")
+FIRST = ("faults", "packaging", "examples", "network_namespaces", "processes", "bench", "docs")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -28,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--emulated",
         action="store_true",
-        help="this process's kernels run what Triton compiles for sm_90, in bench/ptx",
+        help="this process's kernels run what Triton compiles for sm_90, in tests/ptx_emulator",
     )
 
 

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from ..algorithms import LIBRARY, one_level, two_levels
-from ..schedule import Schedule
-from ..spec import AllReduceSpec, parse_all_reduce_spec
-from ..topology import Topology
-from .closed_forms import closed
-from .links import ASSUMED, Links, Rate, read_topology, with_rates
-from .profiles import Cost, Profile
-from .walker import walk
+from collectives.cost.closed_forms import closed
+from collectives.cost.link_rates import ASSUMED, Links, Rate, read_topology, with_rates
+from collectives.cost.profiles import Cost, Profile
+from collectives.cost.walker import walk
+from collectives.schedules.algorithms import LIBRARY, one_level, two_levels
+from collectives.schedules.schedule import Schedule
+from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec
+from collectives.schedules.topology import Topology
 
 OPS = ("sum", "adasum")
 WALKED = 64

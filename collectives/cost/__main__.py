@@ -14,9 +14,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ..spec import parse_general_int
-from ..topology import Topology
-from . import ASSUMED, OPS, Cost, Links, Rate, estimate, read_topology, with_rates
+from collectives.cost import ASSUMED, OPS, Cost, Links, Rate, estimate, read_topology, with_rates
+from collectives.schedules.spec import parse_general_int
+from collectives.schedules.topology import Topology
 
 _Row = tuple[str, str, Cost]
 

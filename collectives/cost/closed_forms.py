@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..algorithms.folding import Fold
-from ..spec import AllReduceSpec
-from ..topology import Topology
-from .profiles import Ints, Profile, Profiler, Transfers
+from collectives.cost.profiles import Ints, Profile, Profiler, Transfers
+from collectives.schedules.folding import Fold
+from collectives.schedules.spec import AllReduceSpec
+from collectives.schedules.topology import Topology
 
 # Steps of a pipeline times ranks beyond which only some of its steps, evenly spread, are looked at:
 # bytes are then right to 1 %.

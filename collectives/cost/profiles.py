@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..topology import Topology
-from .links import Floats, Links, Rate
+from collectives.cost.link_rates import Floats, Links, Rate
+from collectives.schedules.topology import Topology
 
 Ints = NDArray[np.int64]
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..algorithms import doubling
-from ..schedule import Action, Schedule, Step
-from ..topology import Topology
-from .profiles import Profile, Profiler, Transfers
+from collectives.cost.profiles import Profile, Profiler, Transfers
+from collectives.schedules import recursive_doubling
+from collectives.schedules.schedule import Action, Schedule, Step
+from collectives.schedules.topology import Topology
 
 
 def walk(schedule: Schedule, topology: Topology, reductions: Sequence[str] = ("sum",)) -> Profile:
@@ -53,7 +53,7 @@ def _transfers(steps: Sequence[Step], chunks: int) -> Transfers:
 
 def _add_dots(profiler: Profiler, groups: set[tuple[int, ...]]) -> None:
     """All groups sum their partial products at the same time."""
-    schedules = {group: doubling.all_reduce(len(group)) for group in groups}
+    schedules = {group: recursive_doubling.all_reduce(len(group)) for group in groups}
     programs = [
         (group, tuple(tuple(schedule.steps(i)) for i in range(len(group))))
         for group, schedule in schedules.items()

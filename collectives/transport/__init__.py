@@ -1,14 +1,14 @@
-"""Ways for ranks to exchange messages; all pass the checks of tests/multi_rank/conformance.py."""
+"""Ways for ranks to exchange messages; all pass the checks of tests/processes/conformance.py."""
 
-from .base import Message, Transport
-from .gloo import GlooTransport
-from .hybrid import HybridTransport
-from .links import LinkTransport
-from .nccl import NcclTransport
-from .nccl_calls import load_nccl
-from .process_groups import store_of, subgroup
-from .rendezvous import WAYS, open_links
-from .threads import ThreadTransport, ThreadWorld
+from collectives.transport.base import Message, Transport
+from collectives.transport.connections.connect import WAYS, open_links
+from collectives.transport.connections.connections import LinkTransport
+from collectives.transport.gloo import GlooTransport
+from collectives.transport.hybrid import HybridTransport
+from collectives.transport.nccl.calls import load_nccl
+from collectives.transport.nccl.nccl import NcclTransport
+from collectives.transport.process_groups import store_of, subgroup
+from collectives.transport.threads import ThreadTransport, ThreadWorld
 
 __all__ = [
     "WAYS",

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from .board import Board
+from collectives.transport.shared_memory.symmetric_memory import Board
 
 
 class Message(NamedTuple):

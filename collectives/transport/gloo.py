@@ -13,10 +13,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ..errors import CollectiveTimeoutError
-from .base import Message
-from .process_groups import first_line, leave, outlast, subgroup
-from .torch_nccl import TorchNccl
+from collectives.errors import CollectiveTimeoutError
+from collectives.transport.base import Message
+from collectives.transport.nccl.torch_nccl import TorchNccl
+from collectives.transport.process_groups import first_line, leave, outlast, subgroup
 
 
 def _backends(config: str) -> dict[str, str]:

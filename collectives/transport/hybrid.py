@@ -9,11 +9,11 @@ from typing import cast
 
 import torch
 
-from ..errors import words
-from .base import Message, Transport
-from .board import Board
-from .links import LinkTransport
-from .rendezvous import WAYS, Met, open_links
+from collectives.errors import words
+from collectives.transport.base import Message, Transport
+from collectives.transport.connections.connect import WAYS, Met, open_links
+from collectives.transport.connections.connections import LinkTransport
+from collectives.transport.shared_memory.symmetric_memory import Board
 
 
 class HybridTransport:
@@ -97,8 +97,8 @@ class HybridTransport:
     def split(self, ranks: Sequence[int], timeout: float) -> HybridTransport:
         """New links by the same ways as here, `other` split for the rest."""
         # The agreement stands on the transports, so it cannot be imported above.
-        from ..agreement import gather_bytes
-        from ..executor import Workspace
+        from collectives.consistency.agreement import gather_bytes
+        from collectives.execution.executor import Workspace
 
         other = self._other.split(ranks, timeout)
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from ..errors import CollectiveTimeoutError, TransportError
+from collectives.errors import CollectiveTimeoutError, TransportError
 
 # None in a torch built without torch.distributed, which makes no process groups either.
 _c10d: Any = getattr(dist, "distributed_c10d", None)

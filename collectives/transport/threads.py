@@ -15,9 +15,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ..errors import CollectiveTimeoutError, TransportError
-from .base import Message
-from .board import Board, board_bytes
+from collectives.errors import CollectiveTimeoutError, TransportError
+from collectives.transport.base import Message
+from collectives.transport.shared_memory.symmetric_memory import Board, board_bytes
 
 _POLL = 0.05
 # Linux's number, which Python names from 3.13 on.

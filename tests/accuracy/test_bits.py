@@ -11,8 +11,8 @@ import collectives
 from adasum import Adasum
 from collectives import Average, FusedBuffer, Group, Sum, run_threads
 from tests.accuracy.vectors import KINDS, vectors
-from tests.multi_rank.conformance import start_or_pretend
-from tests.multi_rank.harness import run_ranks
+from tests.processes.conformance import start_or_pretend
+from tests.processes.harness import run_ranks
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SIZE = 3

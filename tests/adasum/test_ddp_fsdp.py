@@ -14,7 +14,7 @@ from collectives import run_threads
 from tests.adasum import fsdp_jobs
 from tests.adasum.ddp_jobs import ddp_job, selected
 from tests.adasum.fsdp_jobs import fsdp_job
-from tests.multi_rank.harness import run_ranks
+from tests.processes.harness import run_ranks
 
 
 def job(rank: int, replicas: int, shards: int) -> tuple[list[str], list[str]]:

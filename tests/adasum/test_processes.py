@@ -16,7 +16,7 @@ from tests.adasum.definition import (
     tree,
 )
 from tests.adasum.jobs import DTYPES, STEPS, TRAJECTORIES, inputs, process_job
-from tests.multi_rank.harness import run_ranks
+from tests.processes.harness import run_ranks
 
 BOUNDS = (0, 1, 130, 900, 1003)
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collectives.owners import owners
-from collectives.split import segment_bounds, split_bounds
+from collectives.schedules.partition import segment_bounds, split_bounds
 
 
 def test_the_least_loaded_rank_and_the_lowest_of_equals() -> None:

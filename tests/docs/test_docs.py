@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import adasum
-from tests.multi_rank.harness import run_ranks, script
+from tests.processes.harness import run_ranks, script
 
 ROOT = Path(__file__).parents[2]
 GUIDE = sorted((ROOT / "docs").glob("*.md"))

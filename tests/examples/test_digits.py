@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.multi_rank.harness import run_ranks, script
+from tests.processes.harness import run_ranks, script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

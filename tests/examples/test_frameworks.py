@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.multi_rank.harness import run_ranks, script
+from tests.processes.harness import run_ranks, script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TRAIN = ("--epochs", "1", "--op", "own", "average", "adasum")

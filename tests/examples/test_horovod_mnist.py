@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.multi_rank.harness import run_ranks, script
+from tests.processes.harness import run_ranks, script
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "horovod_mnist.py"
 # What the script calls, all of it in Horovod 0.28.1's horovod.torch.

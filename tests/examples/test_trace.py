@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.multi_rank.harness import run_ranks, script
+from tests.processes.harness import run_ranks, script
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_digits.py"
 

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import adasum as hvd
-import collectives.world
+import collectives.initialize
 from tests.faults import mismatches
 
 STEPS = 4
@@ -155,7 +155,7 @@ def _patch_init(where: str, strike: Strike) -> None:
     """The fault in the middle of init: before the links of a host, or before they are measured."""
     module, name = {
         "links": (collectives.connect, "open_links"),
-        "calibration": (collectives.world, "measure_links"),
+        "calibration": (collectives.initialize, "measure_links"),
     }[where]
     whole = getattr(module, name)
 

@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..multi_rank.harness import free_port, on_one_node
-from ..multi_rank.test_nccl import ONE_GPU
-from ..nursery import Nursery, Rank
-from .cases import EXIT, GRACE, Case
+from tests.faults.cases import EXIT, GRACE, Case
+from tests.processes.harness import free_port, on_one_node
+from tests.processes.nursery import Nursery, Rank
+from tests.processes.test_nccl import ONE_GPU
 
 # What a rank runs.
 MAIN = "tests.faults.job:main"

@@ -11,10 +11,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from ..multi_rank.test_nccl import why_not
-from ..nursery import nursery
-from .cases import CASES, EXIT, GRACE, Case
-from .ranks import Report, carry_out
+from tests.faults.cases import CASES, EXIT, GRACE, Case
+from tests.faults.ranks import Report, carry_out
+from tests.processes.nursery import nursery
+from tests.processes.test_nccl import why_not
 
 AT_ONCE = 4
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from ..nursery import nursery
-from . import mismatches
-from .cases import Case
-from .ranks import Report, carry_out
+from tests.faults import mismatches
+from tests.faults.cases import Case
+from tests.faults.ranks import Report, carry_out
+from tests.processes.nursery import nursery
 
 
 @pytest.fixture(scope="module", params=["shm", "tcp"])

@@ -1,6 +1,7 @@
 """A link that is cut: two hosts of one rank each, in a plain collective and in training.
 
-Hosts are network namespaces of one machine (tests/hosts). All cases run at once over one link.
+Hosts are network namespaces of one machine (tests/network_namespaces). All cases run at once over
+one link.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from ..hosts.network import LINK, Hosts, why_not
-from ..nursery import Nursery
-from .cases import EXIT, GRACE, TIMEOUT, Case
-from .ranks import MAIN, Report, environment, read, wait_for
+from tests.faults.cases import EXIT, GRACE, TIMEOUT, Case
+from tests.faults.ranks import MAIN, Report, environment, read, wait_for
+from tests.network_namespaces.network import LINK, Hosts, why_not
+from tests.processes.nursery import Nursery
 
 CASES = [
     Case("all_reduce", "until cut", "", "tcp", victim=-1, size=2),

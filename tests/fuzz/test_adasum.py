@@ -14,16 +14,7 @@ import adasum
 from adasum import Adasum, Average, Compression, ProcessSet, Sum
 from tests.fuzz.outcome import SETTINGS
 from tests.fuzz.test_group import alike, recipes, unlike
-from tests.fuzz.values import (
-    ODD_VALUES,
-    Arg,
-    Look,
-    constant,
-    sometimes,
-    tensor,
-    tensors,
-    value,
-)
+from tests.fuzz.values import ODD_VALUES, Arg, Look, constant, sometimes, tensor, tensors, value
 
 Strategy = st.SearchStrategy[Arg]
 REJECTIONS = (TypeError, ValueError, NotImplementedError)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import collectives
 from collectives import Action, Packing, Schedule, Step, Topology, Transfer
-from collectives.proof import ScheduleError
-from collectives.schedule import Collective
+from collectives.schedules.schedule import Collective
+from collectives.schedules.verify import ScheduleError
 from collectives.transport import ThreadWorld
 from tests.fuzz.outcome import REJECTIONS, SETTINGS, Recipe, attempt
 from tests.fuzz.test_group import NAMES as WITH_RANKS

@@ -14,8 +14,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import kernels
-from bench.ptx.driver import emulated
 from tests.kernels.cases import DTYPES, assert_close, relative_l2, rounding, tolerance
+from tests.ptx_emulator.driver import emulated
 
 SIZES = (0, 1, 7, 8, 17, 127, 129, 1000, 1023, 1025, 2049, 4999)
 SCALES = (1.0, 0.5, 0.3, -2.0, 1 / 7)

@@ -19,13 +19,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kernels
-from bench import compiled
-from bench.compiled_cases import KERNELS, cases
+from bench.static_analysis import compiled
+from bench.static_analysis.cases import KERNELS, cases
 from collectives import extract_ranges, plan_groups, split_bounds, split_by_size
-from collectives.algorithms import ring
 from collectives.owners import owners
-from collectives.schedule import Schedule, steps_of
-from collectives.split import segment_bounds
+from collectives.schedules import ring
+from collectives.schedules.partition import segment_bounds
+from collectives.schedules.schedule import Schedule, steps_of
 from tests.fuzz.outcome import SETTINGS
 
 HUGE = 2**33 + 5

@@ -37,7 +37,7 @@ SCALES = (1.0, 0.5, 2, 1e-300, 1e300)
 
 # Plain data, whose wrong values are passed to the functions that take them.
 DATA = {"DTYPES", "Layout"}
-# What would change all other examples, or compile: tests/kernels/test_native.py has them, and
+# What would change all other examples, or compile: tests/kernels/cpu/test_native.py has them, and
 # test_recall_loading.py.
 PROCESS_WIDE = {"calls_recognised_by", "cpu_path", "use_torch_on_cpu"}
 

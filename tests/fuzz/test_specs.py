@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import collectives
 from adasum import Adasum
 from collectives import Average, Sum
-from collectives.spec import (
+from collectives.schedules.spec import (
     INNER,
     ONE_LEVEL,
     OUTER,

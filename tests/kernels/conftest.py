@@ -1,8 +1,8 @@
 """The backends every kernel test runs on.
 
 `cpu` is the CPU path, compiled or, `cpu_torch`, where nothing could be; `triton` the Triton path on
-a GPU, `emulator` the same code, compiled for sm_90 and run on CPU tensors by bench/ptx, which looks
-for stray and misaligned accesses, races and hangs on the way.
+a GPU, `emulator` the same code, compiled for sm_90 and run on CPU tensors by tests/ptx_emulator,
+which looks for stray and misaligned accesses, races and hangs on the way.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import pytest
 import torch
 
 import kernels
-from bench.ptx.driver import emulated
-from kernels import _native, _recall, packing, projection, reduction
+from kernels import _recall, packing, projection, reduction
 from kernels._known import KnownCalls
+from kernels.cpu import native
+from tests.ptx_emulator.driver import emulated
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,8 @@ class Backend:
 def choose_cpu(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Take one of the CPU path's two ways; skip where it is not to be had."""
     if path == "cpu_torch":
-        monkeypatch.setattr(_native._state, "libraries", {})
-    elif why_not := _native.why_not():
+        monkeypatch.setattr(native._state, "libraries", {})
+    elif why_not := native.why_not():
         pytest.skip(f"no compiled CPU path: {why_not}")
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels import _known, _packed, packing, projection, reduction
+from kernels import _known, packed_list, packing, projection, reduction
 from kernels._known import KnownCalls
 
 SHAPES = [(8, 4), (8,), (), (3, 5)]
@@ -80,7 +80,7 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
                     monkeypatch.setattr(module, name, fail)
         if places:
             monkeypatch.setattr(_known, "check_written", fail)
-            monkeypatch.setattr(_packed, "check_apart", fail)
+            monkeypatch.setattr(packed_list, "check_apart", fail)
 
     return forbid
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels import _known, _native
+from kernels import _known
+from kernels.cpu import native
 
 
 class Changing(Sequence[Tensor]):
@@ -44,9 +45,9 @@ def test_a_list_is_read_once(with_layout: bool) -> None:
 
 
 def test_arrays_that_c_reads_are_kept_until_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = _native.library(torch.float32)
+    library = native.library(torch.float32)
     if library is None:
-        pytest.skip(f"no compiled CPU path: {_native.why_not()}")
+        pytest.skip(f"no compiled CPU path: {native.why_not()}")
     copy, seen = library._copy, []
 
     def late(task: bytes) -> None:
@@ -57,13 +58,13 @@ def test_arrays_that_c_reads_are_kept_until_it_has(monkeypatch: pytest.MonkeyPat
         copy(task)
 
     kept: list[tuple[Any, ...]] = []
-    copied = _native.Library.copy
+    copied = native.Library.copy
 
     def watched(self: Any, pointers: Any, listed: Any, *rest: Any, **options: Any) -> None:
         kept[:] = [(listed, *map(weakref.ref, listed.in_c))]
         copied(self, pointers, listed, *rest, **options)
 
-    monkeypatch.setattr(_native.Library, "copy", watched)
+    monkeypatch.setattr(native.Library, "copy", watched)
     monkeypatch.setattr(library, "_copy", late)
     given = [torch.randn(3, 5), torch.randn(7)]
     buffer = kernels.pack(given)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kernels
-from kernels import _plan
+from kernels.gpu import chunking
 from tests.kernels.cases import (
     DTYPES,
     bits,
@@ -80,7 +80,7 @@ def test_more_chunks_than_one_partial_block(backend, monkeypatch):
     if backend.slow:
         # As many chunks, at a size that a test can afford; no other test has this one's plan.
         numel = 257 * 1024 - 4
-        monkeypatch.setattr(_plan, "tile_of", lambda numel, itemsize: (1024, 4))
+        monkeypatch.setattr(chunking, "tile_of", lambda numel, itemsize: (1024, 4))
     a, b = (random(numel, torch.float32, backend.device, seed) for seed in (7, 8))
     got, expected = kernels.adasum(a, b), kernels.adasum_reference(a, b)
     assert relative_l2(got, expected) <= bound_of(torch.float32, numel)
@@ -88,7 +88,7 @@ def test_more_chunks_than_one_partial_block(backend, monkeypatch):
 
 def test_chunks_of_several_tiles(backend, monkeypatch):
     # As for more than 32 Mi elements, at a size that a test can afford.
-    monkeypatch.setattr(_plan, "_MAX_CHUNKS", 4)
+    monkeypatch.setattr(chunking, "_MAX_CHUNKS", 4)
     numel = 20_011
     a, b = (random(numel, torch.float32, backend.device, seed) for seed in (7, 8))
     segments = (0, 6001, numel)

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import kernels
-from kernels import _compile, _recall
+from kernels import _recall
+from kernels.cpu import build
 from tests.kernels.cases import random
 from tests.kernels.conftest import forget_calls, recognise_in_python
 
@@ -95,7 +96,7 @@ def test_nobody_waits_for_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(*_: object) -> Any:
         begun.set()
         assert go_on.wait(30)
-        raise _compile.Unavailable("it took too long")
+        raise build.Unavailable("it took too long")
 
     monkeypatch.setattr(_recall, "built", slow)
     thread = threading.Thread(target=_recall.load)

@@ -19,12 +19,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import kernels
-from bench.ptx.driver import emulated
-from kernels import _compile, _cpu_torch, _native, packing, reduction
-from kernels._packed import PackedList
+from kernels import packing, reduction
+from kernels.cpu import build, native, torch_fallback
+from kernels.packed_list import PackedList
 from tests.kernels.cases import random
 from tests.kernels.conftest import forget_calls
 from tests.kernels.recall_case import Call, Case
+from tests.ptx_emulator.driver import emulated
 
 
 @pytest.fixture(autouse=True)
@@ -63,13 +64,13 @@ def test_torchs_functions_from_now_on(function: str, monkeypatch: pytest.MonkeyP
     case.fill(1)
     for _ in range(4):
         case.call()
-    state = _native._State()
-    state.libraries = _native._state.libraries
-    monkeypatch.setattr(_native, "_state", state)
+    state = native._State()
+    state.libraries = native._state.libraries
+    monkeypatch.setattr(native, "_state", state)
     kernels.use_torch_on_cpu("of a test")
     called: list[str] = []
     for name in ("pack", "unpack", "sum_n", "scaled_add"):
-        path = f"kernels._cpu_torch.{name}"
+        path = f"kernels.cpu.torch_fallback.{name}"
         monkeypatch.setattr(path, lambda *_, name=name: called.append(name))
     case.call()
     assert called == [function]
@@ -217,13 +218,13 @@ def test_what_modes_allocate_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch) 
     for _ in range(4):
         kernels.sum_n([a, b])
     called: list[Tensor] = []
-    real = _cpu_torch.sum_n
+    real = torch_fallback.sum_n
 
     def watched(tensors: Any, wide: Any, out: Tensor, *rest: Any) -> None:
         called.append(out)
         real(tensors, wide, out, *rest)
 
-    monkeypatch.setattr(_cpu_torch, "sum_n", watched)
+    monkeypatch.setattr(torch_fallback, "sum_n", watched)
     with Otherwise(lambda made: made.as_subclass(Foreign)):
         found = kernels.sum_n([a, b])
     assert type(found) is Foreign and torch.equal(found.as_subclass(Tensor), a + b)
@@ -266,22 +267,22 @@ def test_to_know_how_takes_no_memory() -> None:
     for _ in range(3):
         kernels.sum_n([a, b], out=a)
     [known] = [known for alike in reduction._SUMS.calls.values() for known in alike]
-    assert isinstance(known.job, _native.Job)
+    assert isinstance(known.job, native.Job)
     assert known.job.like.untyped_storage().nbytes() == 8
 
 
 @pytest.mark.usefixtures("in_c")
 def test_functions_out_of_use_are_not_made_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when another thread says so while they compute."""
-    native = _native.library(torch.float32)
-    assert native is not None
+    library = native.library(torch.float32)
+    assert library is not None
     out, dtype = torch.ones(3), torch.float32
     listed = PackedList(kernels.layout_of([out]), (dtype,))
-    assert native.sum_n_job(2, dtype, out) is not None
-    monkeypatch.setattr(_native._state, "libraries", {})
-    assert native.sum_n_job(2, dtype, out) is None
-    assert native.blend_job(out, out, out) is None
-    assert native.copy_job(listed, out, True) is None
+    assert library.sum_n_job(2, dtype, out) is not None
+    monkeypatch.setattr(native._state, "libraries", {})
+    assert library.sum_n_job(2, dtype, out) is None
+    assert library.blend_job(out, out, out) is None
+    assert library.copy_job(listed, out, True) is None
 
 
 def test_what_was_known_inside_a_transform_says_nothing_of_others() -> None:
@@ -329,13 +330,13 @@ def test_threads_do_not_meet() -> None:
 def test_others_go_on_while_c_computes(tmp_path: Path) -> None:
     source = tmp_path / "slow.c"
     source.write_text("#include <unistd.h>\nvoid slow(const void *task) { usleep(500000); }\n")
-    slow = _compile.built("slow", [source], [], lambda path: ctypes.CDLL(str(path)).slow)
+    slow = build.built("slow", [source], [], lambda path: ctypes.CDLL(str(path)).slow)
     address = ctypes.cast(slow, ctypes.c_void_p).value
     a, b = (random(1 << 17, torch.float32, "cpu", seed) for seed in (1, 2))
     for _ in range(3):
         kernels.scaled_add(a, b, out=a)
     [known] = [known for alike in reduction._SCALED_ADDS.calls.values() for known in alike]
-    assert isinstance(known.job, _native.Job) and address is not None
+    assert isinstance(known.job, native.Job) and address is not None
     known.job = known.job._replace(function=address)
     thread = threading.Thread(target=lambda: kernels.scaled_add(a, b, out=a))
     turns = 0

@@ -17,8 +17,8 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import kernels
-from tests.kernels import test_launches
 from tests.kernels.cases import DTYPES, bits, random
+from tests.kernels.gpu import test_launches
 
 SHAPES = [(5, 3), (7,), (), (0,), (2, 1, 2)]
 CUTS = (0, 0, 5, 36)

@@ -22,7 +22,7 @@ TREE = ("bench", "docs", "examples", "tests")
 # One file for each package, seconds in all.
 FAST = (
     "tests/kernels/test_packing.py",
-    "tests/collectives/test_topology.py",
+    "tests/collectives/schedules/test_topology.py",
     "tests/adasum/test_reducer.py",
 )
 BUILD = """

@@ -1,0 +1,1 @@
+"""The distributed optimizer and its two methods."""

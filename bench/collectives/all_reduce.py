@@ -1,0 +1,345 @@
+"""All-reduce over all ranks, ours beside torch.distributed's, with nccl-tests' flags and columns.
+
+    torchrun --nproc-per-node 4 -m bench.collectives.all_reduce -b 8 -e 128M -f 2 -a xring,rd
+    torchrun --nproc-per-node 4 -m bench.collectives.all_reduce -d float16 -o adasum -a vhdd
+    torchrun --nproc-per-node 4 -m bench.collectives.all_reduce --model -b 4K -e 16M -f 4
+
+size is a rank's buffer in bytes. time is the median over the iterations of the slowest rank's time
+for a call; algbw is size / time, busbw 2 (n - 1) / n of it. In every iteration each contender runs
+a block of calls, one after the other, after a barrier and in turns, so that what drifts reaches all
+alike. #wrong counts elements of all ranks that are further from a float64 evaluation than rounding
+explains. Adasum stands beside torch's sum, since torch has no Adasum; -o avg beside its sum and a
+division. --model compares with the cost model's prediction instead, from links calibrated in the
+same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import collectives
+from adasum import Adasum
+from bench.collectives import answer
+from bench.collectives import cost_model as model
+from bench.collectives.row import Row, header, line
+from collectives.execution.phases import plan_of
+from collectives.schedules.spec import parse_all_reduce_spec, parse_general_int, spec_for
+
+TORCH = "torch"
+DTYPES = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+    "int32": torch.int32,
+    "int64": torch.int64,
+}
+_ALIASES = {"half": "float16", "float": "float32", "double": "float64"}
+OPS = {"sum": collectives.Sum, "avg": collectives.Average, "adasum": Adasum}
+_DEFAULTS = {"sum": "xring,rechd,rd", "avg": "xring,rechd,rd", "adasum": "vhdd,rd"}
+# A block of calls lasts about so long, which is much longer than ranks leave a barrier apart, and
+# holds at most so many.
+_BLOCK_SECONDS, _BLOCK_CALLS = 2e-3, 10
+
+
+class Bench:
+    """The contenders of one operator on one group."""
+
+    def __init__(self, group: collectives.Group, device: torch.device, args: Any) -> None:
+        self._group = group
+        self._device = device
+        self._args = args
+
+    def rows(self, op: str, algorithms: Sequence[str], size: int) -> list[Row]:
+        """One row a contender, torch's first."""
+        args, group = self._args, self._group
+        dtype = DTYPES[args.datatype]
+        count = size // dtype.itemsize
+        source = answer.inputs(count, dtype, group.rank, seed=count).to(self._device)
+        tensor = torch.empty_like(source)
+        calls = {TORCH: _torch_call(tensor, op, group.size)}
+        for name in algorithms:
+            calls[name] = _our_call(group, tensor, op, name)
+        wrong = self._wrong(calls, source, tensor, op) if args.check else dict.fromkeys(calls)
+        seconds = self._time(calls, source, tensor)
+        return [
+            Row(
+                size=count * dtype.itemsize,
+                count=count,
+                type=args.datatype,
+                redop=_redop(op, name),
+                algorithm=name,
+                ranks=group.size,
+                seconds=seconds[name],
+                wrong=wrong[name],
+            )
+            for name in calls
+        ]
+
+    def _wrong(
+        self, calls: Mapping[str, Callable[[], object]], source: Tensor, tensor: Tensor, op: str
+    ) -> dict[str, int | None]:
+        """The elements that each contender gets wrong, over args.check calls."""
+        topology = self._group.topology
+        answers: dict[str, answer.Slice] = {}
+        wrong: dict[str, int | None] = {}
+        for name, call in calls.items():
+            redop, tree = _redop(op, name), None
+            if redop == "adasum":
+                spec = spec_for(parse_all_reduce_spec(name), source.numel())
+                tree = answer.tree_of(spec, topology)
+            key = f"{redop} {tree}"
+            if key not in answers:
+                # One answer at a time: it is four times a float32 buffer.
+                answers = {key: answer.expected(source, redop, tree)}
+            total = 0
+            for _ in range(self._args.check):
+                tensor.copy_(source)
+                call()
+                total += answer.count_wrong(tensor, answers[key])
+            wrong[name] = total
+        return wrong
+
+    def _time(
+        self, calls: Mapping[str, Callable[[], object]], source: Tensor, tensor: Tensor
+    ) -> dict[str, list[float]]:
+        """Seconds of one call by iteration, of the slowest rank."""
+
+        def block(name: str, times: int) -> float:
+            tensor.copy_(source)
+            dist.barrier()
+            self._wait()
+            begin = time.perf_counter()
+            for _ in range(times):
+                calls[name]()
+            self._wait()
+            return (time.perf_counter() - begin) / times
+
+        times = {}
+        for name in calls:
+            block(name, max(1, self._args.warmup))
+            (once,) = slowest([block(name, 1)])
+            times[name] = min(max(1, math.ceil(_BLOCK_SECONDS / once)), _BLOCK_CALLS)
+        samples: dict[str, list[float]] = {name: [] for name in calls}
+        names = [*calls]
+        for done in range(self._args.iters):
+            first = done % len(names)
+            for name in names[first:] + names[:first]:
+                samples[name].append(block(name, times[name]))
+        return {name: slowest(values) for name, values in samples.items()}
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def slowest(seconds: Sequence[float]) -> list[float]:
+    """The largest of all ranks' numbers, one by one."""
+    worst = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    return worst.tolist()
+
+
+def _torch_call(tensor: Tensor, op: str, size: int) -> Callable[[], object]:
+    def average() -> None:
+        dist.all_reduce(tensor)
+        tensor.div_(size)
+
+    return average if op == "avg" else lambda: dist.all_reduce(tensor)
+
+
+def _our_call(
+    group: collectives.Group, tensor: Tensor, op: str, algorithm: str
+) -> Callable[[], object]:
+    return lambda: group.all_reduce(tensor, OPS[op], algorithm=algorithm)
+
+
+def _redop(op: str, name: str) -> str:
+    return "sum" if name == TORCH and op == "adasum" else op
+
+
+def environment(group: collectives.Group, device: torch.device) -> dict[str, Any]:
+    """What a number means nothing without."""
+    cuda = device.type == "cuda"
+    return {
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "torch": torch.__version__,
+        "python": sys.version.split()[0],
+        "device": torch.cuda.get_device_name(device) if cuda else "cpu",
+        "processors": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load": os.getloadavg()[0],
+        "ranks": group.size,
+        "local_ranks": group.topology.local_size,
+        "nodes": group.topology.num_nodes,
+        "transport": repr(group.transport),
+        "backend": dist.get_backend_config(),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run on every rank; rank 0 prints. Returns 1 where an element was wrong, 2 for bad options."""
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    try:
+        sizes, ops = sizes_and_algorithms(args)
+    except (TypeError, ValueError) as error:
+        parser.error(str(error))
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        parser.error("needs ranks: torchrun --nproc-per-node 2 -m bench.collectives.all_reduce ...")
+    device = torch.device(args.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    group = collectives.init()
+    try:
+        _check(args, group, device, ops)
+        return run(args, group, device, sizes, ops)
+    except ValueError as error:
+        # All ranks find the same fault; one line of it is enough.
+        if group.rank == 0:
+            print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 2
+    finally:
+        collectives.shutdown()
+
+
+def _check(
+    args: Any,
+    group: collectives.Group,
+    device: torch.device,
+    ops: Mapping[str, Sequence[str]],
+) -> None:
+    """Raise ValueError for what cannot be run on this group."""
+    group.transport.check_device(device)
+    for op, names in ops.items():
+        for name in names:
+            for spec in parse_all_reduce_spec(name):
+                if spec.outer != "auto":
+                    plan_of(spec, OPS[op], group.topology)
+            if args.model:
+                model.check(name, op, group.topology)
+
+
+def run(
+    args: Any,
+    group: collectives.Group,
+    device: torch.device,
+    sizes: Sequence[int],
+    ops: Mapping[str, Sequence[str]],
+) -> int:
+    def say(*lines: str) -> None:
+        if group.rank == 0:
+            print(*lines, sep="\n", flush=True)
+
+    facts = environment(group, device)
+    width = max(len(name) for names in ops.values() for name in [*names, "algorithm"])
+    say(f"# {', '.join(f'{key} {value}' for key, value in facts.items())}", *header(width))
+    bench = Bench(group, device, args)
+    found: list[Row] = []
+    compared: list[model.Comparison] = []
+    # Links drift with whatever else the machine does, so they are measured around every size.
+    machines = [model.links(group, device)] if args.model else []
+    for size in sizes:
+        for op, names in ops.items():
+            rows = bench.rows(op, names, size)
+            say(*(line(row, rows[0], width) for row in rows))
+            found += rows
+            if args.model:
+                machines = [machines[-1], model.links(group, device)]
+                samples = {row.algorithm: row.seconds for row in rows[1:]}
+                compared.append(model.compare(op, rows[0].size, samples, machines, group.topology))
+    wrong = sum(row.wrong or 0 for row in found)
+    say(
+        f"# Wrong elements: {wrong} {'OK' if not wrong else 'FAILED'}"
+        if args.check
+        else "# Not checked"
+    )
+    if args.model:
+        say("", *model.report(compared))
+    if args.output_file and group.rank == 0:
+        record = {
+            "arguments": vars(args),
+            "environment": facts,
+            "results": [row.record() for row in found],
+            "model": [each.record() for each in compared],
+        }
+        Path(args.output_file).write_text(json.dumps(record, indent=1) + "\n")
+    return int(wrong > 0)
+
+
+def sizes_and_algorithms(args: Any) -> tuple[list[int], dict[str, list[str]]]:
+    """Check the options; the sizes in bytes, and the algorithms of each operator."""
+    args.datatype = _ALIASES.get(args.datatype, args.datatype)
+    if args.datatype not in DTYPES:
+        raise ValueError(
+            f"-d must be one of {', '.join([*DTYPES, *_ALIASES])}, got {args.datatype}"
+        )
+    ops = {}
+    for op in args.op.split(","):
+        if op not in OPS:
+            raise ValueError(f"-o must be of {', '.join(OPS)}, got {op!r}")
+        names = (args.algorithm or _DEFAULTS[op]).split(",")
+        for name in names:
+            parse_all_reduce_spec(name)
+        OPS[op].check(DTYPES[args.datatype])
+        ops[op] = names
+    least, most = (parse_general_int(text.upper()) for text in (args.minbytes, args.maxbytes))
+    if least > most:
+        raise ValueError(f"-b must not be more than -e, got {args.minbytes} and {args.maxbytes}")
+    if args.stepfactor < 2 or args.iters < 1 or args.warmup < 0 or args.check < 0:
+        raise ValueError("-f must be at least 2, -n at least 1, -w and -c not negative")
+    sizes = [least]
+    while sizes[-1] * args.stepfactor <= most:
+        sizes.append(sizes[-1] * args.stepfactor)
+    return sizes, ops
+
+
+def output_file(text: str) -> str:
+    """A path that can be written to, which is known before a long run."""
+    try:
+        Path(text).touch()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.collectives.all_reduce", description=__doc__
+    )
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("-b", "--minbytes", default="32M", help="smallest size (32M)")
+    parser.add_argument("-e", "--maxbytes", default="32M", help="largest size (32M)")
+    parser.add_argument("-f", "--stepfactor", type=int, default=2, help="from size to size (2)")
+    parser.add_argument("-n", "--iters", type=int, default=20, help="iterations (20)")
+    parser.add_argument("-w", "--warmup", type=int, default=5, help="calls before them (5)")
+    parser.add_argument("-c", "--check", type=int, default=1, help="calls checked (1), 0 for none")
+    parser.add_argument("-d", "--datatype", default="float", help="such as float16 (float)")
+    parser.add_argument("-o", "--op", default="sum", help="sum, avg or adasum; several with commas")
+    parser.add_argument("-a", "--algorithm", help="specification strings, with commas")
+    parser.add_argument(
+        "-J", "--output_file", metavar="FILE", type=output_file, help="write JSON as well"
+    )
+    parser.add_argument("--model", action="store_true", help="compare with the cost model")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=["cpu", "cuda"], default=default, help=f"({default})")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

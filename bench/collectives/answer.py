@@ -1,0 +1,171 @@
+"""What an all-reduce should have given, in float64, and how far an honest one may be from it.
+
+No rank ever holds more than its slice of the others' inputs: every rank works out one slice of the
+answer and of its error bound, and all ranks compare their own results with every slice. Nothing of
+it goes through this library's collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from collectives.schedules.folding import Fold
+from collectives.schedules.partition import split_bounds
+from collectives.schedules.spec import AllReduceSpec
+from collectives.schedules.topology import Topology
+
+# A rank, the average of a node's ranks, or two trees that a reduction joins.
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Average:
+    """A leaf: what `ranks` of one node hold on average."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Slice:
+    """float64, 1-D: values, and how much each may differ."""
+
+    value: Tensor
+    bound: Tensor
+
+
+def inputs(count: int, dtype: torch.dtype, rank: int, seed: int) -> Tensor:
+    """What `rank` brings, on the CPU: a part that all ranks have and a part of its own.
+
+    So Adasum's dot products are neither those of equal nor those of orthogonal vectors. Integers
+    are small enough that no sum of 64 ranks leaves 8 bits.
+    """
+    own = torch.Generator().manual_seed(seed * 1_000_003 + rank + 1)
+    if not dtype.is_floating_point:
+        return torch.randint(0, 2, (count,), generator=own).to(dtype)
+    common = torch.Generator().manual_seed(seed)
+    values = torch.randn(count, generator=common)
+    return values.add_(torch.randn(count, generator=own)).to(dtype)
+
+
+def tree_of(spec: AllReduceSpec, topology: Topology) -> Tree:
+    """The order in which Adasum by `spec` joins the ranks; part of its answer."""
+    leaves: list[Tree] = list(range(topology.size))
+    if spec.inner is not None:
+        leaves = [Average(tuple(topology.ranks_of(w))) for w in range(topology.num_nodes)]
+    if spec.outer in ("xring", "pscpu", "psgpu"):
+        tree = leaves[0]
+        for leaf in leaves[1:]:
+            tree = (tree, leaf)
+        return tree
+    extra = Fold(len(leaves)).extra
+    folded = [(leaves[2 * i], leaves[2 * i + 1]) for i in range(extra)] + leaves[2 * extra :]
+    while len(folded) > 1:
+        folded = [*zip(folded[::2], folded[1::2], strict=True)]
+    return folded[0]
+
+
+def expected(mine: Tensor, op: str, tree: Tree) -> Slice:
+    """This rank's slice of the answer. mine: its whole input, 1-D; a collective of all ranks."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    parts: list[Tensor] = []
+    for owner, (begin, end) in enumerate(pairwise(split_bounds(mine.numel(), size))):
+        if begin == end:
+            continue
+        piece = mine[begin:end].contiguous()
+        gathered = [torch.empty_like(piece) for _ in range(size)] if owner == rank else None
+        dist.gather(piece, gathered, dst=owner)
+        if gathered is not None:
+            parts = [part.double() for part in gathered]
+    if not parts:
+        parts = [mine.new_empty(0, dtype=torch.float64)] * size
+    if op == "adasum":
+        return _adasum(tree, parts, mine.dtype)
+    return _mean(parts, mine.dtype, divisor=size if op == "avg" else 1)
+
+
+def count_wrong(result: Tensor, answer: Slice) -> int:
+    """Elements of all ranks' results that are further off than their bounds; a collective."""
+    rank = dist.get_rank()
+    wrong = torch.zeros(1, dtype=torch.int64, device=result.device)
+    for owner, (begin, end) in enumerate(
+        pairwise(split_bounds(result.numel(), dist.get_world_size()))
+    ):
+        if begin == end:
+            continue
+        both = torch.stack([answer.value, answer.bound]) if owner == rank else None
+        if both is None:
+            both = torch.empty(2, end - begin, dtype=torch.float64, device=result.device)
+        dist.broadcast(both, src=owner)
+        near = (result[begin:end].double() - both[0]).abs() <= both[1]
+        # A NaN is near nothing.
+        wrong += (~near).sum()
+    dist.all_reduce(wrong)
+    return int(wrong)
+
+
+def _eps(dtype: torch.dtype) -> float:
+    """Twice the error of rounding to nearest, so that it bounds one rounding of any kind."""
+    return torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
+
+
+def _least(dtype: torch.dtype) -> float:
+    """What a rounding may lose below the normal range."""
+    return torch.finfo(dtype).smallest_normal * _eps(dtype) if dtype.is_floating_point else 0.0
+
+
+def _mean(parts: Sequence[Tensor], dtype: torch.dtype, divisor: int) -> Slice:
+    """Summed in any order, a value rounds n - 1 times, each time by eps of at most the sum of the
+    magnitudes, and once more where it is divided (before or after)."""
+    roundings = len(parts) - 1 + (divisor > 1)
+    value, magnitude = torch.zeros_like(parts[0]), torch.zeros_like(parts[0])
+    for part in parts:
+        value += part
+        magnitude += part.abs()
+    bound = (roundings * _eps(dtype)) * magnitude + roundings * _least(dtype)
+    return Slice(value / divisor, bound / divisor)
+
+
+def _adasum(tree: Tree, parts: Sequence[Tensor], dtype: torch.dtype) -> Slice:
+    """The tree's Adasum with a bound that runs along, to first order in eps."""
+    if isinstance(tree, int):
+        return Slice(parts[tree], torch.zeros_like(parts[tree]))
+    if isinstance(tree, Average):
+        return _mean([parts[rank] for rank in tree.ranks], dtype, len(tree.ranks))
+    a, b = (_adasum(side, parts, dtype) for side in tree)
+    sizes = a.value.abs(), b.value.abs()
+    sums = torch.stack(
+        [
+            a.value @ b.value,
+            a.value @ a.value,
+            b.value @ b.value,
+            sizes[0] @ sizes[1],
+            sizes[0] @ b.bound + sizes[1] @ a.bound,
+            2 * (sizes[0] @ a.bound),
+            2 * (sizes[1] @ b.bound),
+        ]
+    )
+    dist.all_reduce(sums)
+    dot, norm_a, norm_b, crossed, moved, moved_a, moved_b = sums.tolist()
+    # A tile's products are added in the working precision, 2^14 of them at most, as a tree of
+    # 14 levels at best; tiles are added in float64.
+    products = 16 * _eps(torch.float64 if dtype == torch.float64 else torch.float32)
+    off = moved + products * crossed
+    value, bound = torch.zeros_like(a.value), torch.zeros_like(a.value)
+    # Coefficient, its product, the sum and the result are rounded: 4 times half an eps.
+    rounding = 2 * _eps(dtype)
+    for side, size, norm, moved_norm in (
+        (a, sizes[0], norm_a, moved_a),
+        (b, sizes[1], norm_b, moved_b),
+    ):
+        factor = 1 - dot / (2 * norm) if norm else 1.0
+        slack = (off + abs(dot) * (products + moved_norm / norm)) / (2 * norm) if norm else 0.0
+        value += factor * side.value
+        bound += abs(factor) * (side.bound + rounding * size) + slack * size
+    return Slice(value, bound + _least(dtype))

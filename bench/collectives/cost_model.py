@@ -1,0 +1,173 @@
+"""The cost model against measured times: the order of the algorithms, and the times themselves.
+
+Links are calibrated before and after the measurements at a size, and the model predicts from both.
+The order of two algorithms is decided where their interquartile ranges do not overlap and where the
+predictions agree on it: then it is right or wrong. Where ranges overlap the measurement says
+nothing, where calibrations contradict each other the model says nothing, and neither does it where
+two algorithms have the very same steps (xring and rechd on two ranks). A time is near where some
+prediction is within a factor of two of some time between the quartiles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import torch
+
+import collectives
+from bench.collectives.row import quartiles
+from collectives.bootstrap.calibration import calibrate
+from collectives.cost import Links, estimate, profile
+from collectives.schedules.topology import Topology
+
+_CALLS = 15
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One operator at one size, in seconds.
+
+    samples: measured, by algorithm. predicted: one for each calibration, by algorithm.
+    """
+
+    op: str
+    size: int
+    samples: dict[str, list[float]]
+    predicted: dict[str, list[float]]
+
+    def pairs(self) -> list[tuple[str, str, str]]:
+        """(an algorithm, another, "right", "wrong", "undecided" or "same steps")."""
+        return [(a, b, self._verdict(a, b)) for a, b in combinations(self.samples, 2)]
+
+    def ratio(self, name: str) -> float:
+        """Mean prediction over median time."""
+        return statistics.fmean(self.predicted[name]) / statistics.median(self.samples[name])
+
+    def near(self, name: str) -> bool:
+        """Whether the prediction is within a factor of two."""
+        low, _, high = quartiles(self.samples[name])
+        predicted = self.predicted[name]
+        return min(predicted) <= 2 * high and 2 * max(predicted) >= low
+
+    def record(self) -> dict[str, Any]:
+        """For JSON, in microseconds."""
+        return {
+            "op": self.op,
+            "size": self.size,
+            "predicted": {
+                name: [value * 1e6 for value in values] for name, values in self.predicted.items()
+            },
+            "quartiles": {
+                name: [value * 1e6 for value in quartiles(samples)]
+                for name, samples in self.samples.items()
+            },
+            "pairs": self.pairs(),
+            "near": {name: self.near(name) for name in self.samples},
+        }
+
+    def _verdict(self, a: str, b: str) -> str:
+        low_a, _, high_a = quartiles(self.samples[a])
+        low_b, _, high_b = quartiles(self.samples[b])
+        both = [*zip(self.predicted[a], self.predicted[b], strict=True)]
+        # Equal but for the order in which the steps were added up.
+        if all(abs(one - other) <= 1e-9 * one for one, other in both):
+            return "same steps"
+        if (low_a <= high_b and low_b <= high_a) or len({one < other for one, other in both}) > 1:
+            return "undecided"
+        return "right" if (high_a < low_b) == (both[0][0] < both[0][1]) else "wrong"
+
+
+def check(spec: str, op: str, topology: Topology) -> None:
+    """Raise ValueError for a specification of several ranges, or whose steps are not known."""
+    profile(spec, topology, _kind(op))
+
+
+def links(group: collectives.Group, device: torch.device) -> Links:
+    """Calibrated anew, with what a call takes beside its steps; a collective of all ranks.
+
+    That is what an all-reduce of one element by rd takes longer than the model says.
+    """
+    found = calibrate(group, device, renew=True)
+    tensor = torch.zeros(1, device=device)
+    samples = []
+    for _ in range(_CALLS):
+        begin = time.perf_counter()
+        group.all_reduce(tensor, algorithm="rd")
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        samples.append(time.perf_counter() - begin)
+    steps = estimate("rd", tensor.nbytes, found, group.topology).seconds
+    return dataclasses.replace(found, call=max(0.0, statistics.median(samples) - steps))
+
+
+def compare(
+    op: str,
+    size: int,
+    samples: Mapping[str, Sequence[float]],
+    machines: Sequence[Links],
+    topology: Topology,
+) -> Comparison:
+    """samples: seconds by algorithm; machines: links of one calibration or more."""
+    return Comparison(
+        op,
+        size,
+        {name: [*values] for name, values in samples.items()},
+        {
+            name: [
+                estimate(name, size, machine, topology, _kind(op)).seconds for machine in machines
+            ]
+            for name in samples
+        },
+    )
+
+
+def _kind(op: str) -> str:
+    return "adasum" if op == "adasum" else "sum"
+
+
+def report(comparisons: Sequence[Comparison]) -> list[str]:
+    """A table, and what it comes to."""
+    lines = [
+        "| op | bytes | algorithm | measured us | quartiles | model us | model / measured |",
+        "| --- | ---: | --- | ---: | ---: | ---: | ---: |",
+    ]
+    for each in comparisons:
+        for name, samples in each.samples.items():
+            low, middle, high = (value * 1e6 for value in quartiles(samples))
+            cells = [
+                each.op,
+                str(each.size),
+                name,
+                f"{middle:.0f}",
+                f"{low:.0f}-{high:.0f}",
+                f"{statistics.fmean(each.predicted[name]) * 1e6:.0f}",
+                f"{each.ratio(name):.2f}",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    verdicts = [(each, pair) for each in comparisons for pair in each.pairs()]
+    counts = {
+        verdict: sum(pair[2] == verdict for _, pair in verdicts)
+        for verdict in ("right", "wrong", "undecided", "same steps")
+    }
+    rows = [(each, name) for each in comparisons for name in each.samples]
+    ratios = [each.ratio(name) for each, name in rows]
+    within = sum(0.5 <= ratio <= 2 for ratio in ratios)
+    lines += [
+        "",
+        f"Order of pairs: {', '.join(f'{n} {verdict}' for verdict, n in counts.items())}.",
+        f"Times: {within} of {len(rows)} within 2x, "
+        f"{sum(each.near(name) for each, name in rows)} with the spread allowed for; "
+        f"model / measured from {min(ratios):.2f} to {max(ratios):.2f}.",
+    ]
+    lines += [
+        f"Wrong: {each.op} at {each.size} bytes, {a} and {b}."
+        for each, (a, b, verdict) in verdicts
+        if verdict == "wrong"
+    ]
+    return lines

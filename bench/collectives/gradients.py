@@ -1,0 +1,218 @@
+"""A step's gradients of real models, reduced one by one, packed, in fused groups and in place.
+
+    torchrun --nproc-per-node 2 -m bench.collectives.gradients
+    torchrun --nproc-per-node 4 -m bench.collectives.gradients --op adasum -J out.json
+
+The lists are in the order in which backward produces them. "one by one" is an all-reduce for each
+tensor; "small packed" packs neighbours of up to 64 KiB, 32 at most, before; "fused" packs groups of
+25 MiB; "in place" has the gradients lie in the groups' buffers (`FusedBuffer`), as the optimizer
+keeps them. Every call is asynchronous and the step waits at its end. torch's rows are its
+all_reduce, one by one and of flat buckets of 25 MiB that already hold the gradients. A step is
+timed on the slowest rank; contenders take turns. Refuses to report where an answer is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import collectives
+from adasum import Adasum
+from bench import shapes
+from bench.collectives.all_reduce import environment, output_file, slowest
+from collectives.fused_buffer import FusedBuffer
+
+# The LeNet of examples/train_digits.py: what small messages cost.
+_LENET: list[shapes.Shape] = [
+    *((8, 1, 3, 3), (8,), (16, 8, 3, 3), (16,)),
+    *((64, 64), (64,), (10, 64), (10,)),
+]
+MODELS: dict[str, Callable[[], list[shapes.Shape]]] = {
+    "lenet": lambda: _LENET,
+    "resnet50": shapes.resnet50,
+    "bert_large": shapes.bert_large,
+    "llama_7b_layer": shapes.llama_7b_layer,
+}
+OPS = {"sum": collectives.Sum, "avg": collectives.Average, "adasum": Adasum}
+BUCKET_MIB = 25.0
+SMALL_BYTES, SMALL_GROUP = 64 * 1024, 32
+BASE = "one by one"
+Contender = tuple[list[Tensor], Callable[[], None]]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run on every rank; rank 0 prints. Returns 1 where an answer was wrong."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["resnet50", "bert_large"])
+    parser.add_argument("--op", choices=OPS, default="sum")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("-n", "--iters", type=int, default=9)
+    parser.add_argument("-J", "--json", type=output_file, help="write the rows there")
+    args = parser.parse_args(argv)
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        parser.error(
+            "needs ranks: start with torchrun --nproc-per-node 2 -m bench.collectives.gradients ..."
+        )
+    group = collectives.init()
+    try:
+        facts = environment(group, torch.device("cpu"))
+        rows = [row for model in args.models for row in _rows(group, model, args)]
+    finally:
+        collectives.shutdown()
+    if facts["ranks"] and int(os.environ["RANK"]) == 0:
+        print("# " + ", ".join(f"{key} {value}" for key, value in facts.items()))
+        print(f"{'model':16} {'op':7} {'way':22} {'ms':>9} {'quartiles':>17}  one by one / this")
+        for row in rows:
+            low, high = row["quartiles"]
+            print(
+                f"{row['model']:16} {row['op']:7} {row['way']:22} {row['ms']:9.2f} "
+                f"{f'{low:.2f}-{high:.2f}':>17}  {row['speedup']:.2f}"
+            )
+        if args.json:
+            Path(args.json).write_text(json.dumps({"environment": facts, "rows": rows}, indent=1))
+    wrong = [f"{row['model']}, {row['way']}" for row in rows if not row["right"]]
+    if wrong and int(os.environ["RANK"]) == 0:
+        print(f"wrong: {wrong}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def _rows(group: collectives.Group, model: str, args: Any) -> list[dict[str, Any]]:
+    dtype, op = getattr(torch, args.dtype), OPS[args.op]
+    generator = torch.Generator().manual_seed(group.rank)
+    # Windows into one pool, since a large model's gradients lie twice in memory as it is.
+    counts = [math.prod(shape) for shape in reversed(MODELS[model]())]
+    pool = torch.randn(max(counts) + len(counts), generator=generator).to(dtype)
+    source = [
+        pool[i : i + count].view(shape)
+        for i, (count, shape) in enumerate(zip(counts, reversed(MODELS[model]()), strict=True))
+    ]
+    plan = collectives.plan_groups(source, memory_size=BUCKET_MIB)
+    contenders = _contenders(group, source, plan, op)
+    right = _check(group, contenders, source, plan, op)
+    names = [*contenders]
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(args.iters):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            tensors, step = contenders[name]
+            torch._foreach_copy_(tensors, source)
+            dist.barrier()
+            begin = time.perf_counter()
+            step()
+            samples[name].append(time.perf_counter() - begin)
+    times = {name: slowest(values) for name, values in samples.items()}
+    base = statistics.median(times[BASE])
+    return [
+        {
+            "model": model,
+            "op": args.op if not name.startswith("torch") else "sum",
+            "dtype": args.dtype,
+            "tensors": len(source),
+            "bytes": sum(each.nbytes for each in source),
+            "way": name,
+            "ms": statistics.median(values) * 1e3,
+            "quartiles": [each * 1e3 for each in statistics.quantiles(values, n=4)[::2]],
+            "speedup": base / statistics.median(values),
+            "right": right[name],
+        }
+        for name, values in times.items()
+    ]
+
+
+def _contenders(
+    group: collectives.Group,
+    source: Sequence[Tensor],
+    plan: Sequence[Sequence[int]],
+    op: collectives.Reducer,
+) -> dict[str, Contender]:
+    """Each way's gradients, and one step, which reduces them where they are."""
+    mine = [each.clone() for each in source]
+    buckets = [FusedBuffer([source[i] for i in members]) for members in plan]
+    places = {
+        i: view
+        for members, bucket in zip(plan, buckets, strict=True)
+        for i, view in zip(members, bucket.views, strict=True)
+    }
+    inside = [places[i] for i in range(len(source))]
+    torch._foreach_copy_(inside, mine)
+
+    def one_by_one() -> None:
+        _wait([group.all_reduce(each, op, async_op=True) for each in mine])
+
+    def small_packed() -> None:
+        packed, packing = collectives.pack_small_tensors(mine, SMALL_BYTES, SMALL_GROUP)
+        ranges = packing.ranges if packing is not None else ()
+        works = []
+        for i, tensor in enumerate(packed):
+            bounds = None
+            if i < len(ranges):
+                first, last = ranges[i]
+                bounds = [0, *accumulate(each.numel() for each in mine[first : last + 1])]
+            works.append(group.all_reduce(tensor, op, segments=bounds, async_op=True))
+        _wait(works)
+        torch._foreach_copy_(mine, collectives.unpack_small_tensors(packed, packing))
+
+    def grouped(groups: Sequence[Sequence[Tensor]]) -> None:
+        _wait([group.grouped_all_reduce(each, op, async_op=True) for each in groups])
+
+    def torch_reduces(tensors: Sequence[Tensor]) -> None:
+        _wait([dist.all_reduce(each, async_op=True) for each in tensors])
+
+    return {
+        BASE: (mine, one_by_one),
+        "small packed": (mine, small_packed),
+        "fused": (mine, lambda: grouped([[mine[i] for i in members] for members in plan])),
+        "in place": (inside, lambda: grouped([bucket.tensors for bucket in buckets])),
+        "torch, one by one": (mine, lambda: torch_reduces(mine)),
+        "torch, flat buckets": (inside, lambda: torch_reduces([each.buffer for each in buckets])),
+    }
+
+
+def _wait(works: Sequence[Any]) -> None:
+    for work in works:
+        work.wait()
+
+
+def _check(
+    group: collectives.Group,
+    contenders: dict[str, Contender],
+    source: Sequence[Tensor],
+    plan: Sequence[Sequence[int]],
+    op: collectives.Reducer,
+) -> dict[str, bool]:
+    """Whether each way gives what the gradients in float64, reduced as a group, give."""
+    # n additions, or Adasum's log2 n levels with their coefficients, round by half an eps each.
+    slack = 10 * group.size * torch.finfo(source[0].dtype).eps
+    right = {}
+    for name, (tensors, step) in contenders.items():
+        torch._foreach_copy_(tensors, list(source))
+        step()
+        kind = collectives.Sum if name.startswith("torch") else op
+        good = True
+        for members in plan:
+            exact = [source[i].double() for i in members]
+            scale = [each.abs() for each in exact]
+            group.grouped_all_reduce(exact, kind)
+            group.grouped_all_reduce(scale, collectives.Sum)
+            for i, each, size in zip(members, exact, scale, strict=True):
+                good &= bool((tensors[i].double() - each).norm() <= slack * size.norm())
+        verdict = torch.tensor([int(good)])
+        dist.all_reduce(verdict, op=dist.ReduceOp.MIN)
+        right[name] = bool(verdict.item())
+    return right
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

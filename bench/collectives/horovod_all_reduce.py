@@ -1,0 +1,234 @@
+"""Horovod's all-reduce beside ours on one host's processors, in turns, by one clock.
+
+    python -m bench.collectives.horovod_all_reduce --ranks 2 --horovod-python PATH -J out.json
+    mpirun -n 2 PATH -m bench.collectives.horovod_all_reduce -b 4K -e 64M -f 4 -o adasum
+
+The first runs in turns `mpirun` with Horovod's interpreter (the second) and `torchrun -m
+bench.collectives.all_reduce` with this one: Horovod's threads never rest, so the two cannot share
+processes. Ranks of Horovod time hvd.allreduce_, in place, just as bench.collectives.all_reduce
+times ours; a wrong answer ends either. A turn's time is the median over its iterations of the
+slowest rank's; the table has the median of the turns, and the span of their ratios. Other flags go
+to bench.collectives.all_reduce on both sides, and HOROVOD_* in the environment to Horovod;
+bench/NOTES.md says how it is built.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import collectives
+from adasum import Adasum
+from bench.collectives import all_reduce
+from collectives.schedules.topology import Topology
+
+# Not bound, as in Horovod's documentation. Two threads of a rank wait by spinning, so they must
+# yield even where each rank has a processor.
+MPIRUN = "mpirun --oversubscribe --bind-to none --map-by slot --mca mpi_yield_when_idle 1"
+DEFAULTS = "-b 4K -e 64M -f 4 -n 10 -o sum,adasum --device cpu"
+
+
+class Horovod:
+    """What bench.collectives.all_reduce asks of a collectives.Group, by Horovod."""
+
+    def __init__(self) -> None:
+        import horovod.torch as hvd
+
+        hvd.init()
+        self._hvd, self.transport = hvd, self
+        self.rank, self.size = hvd.rank(), hvd.size()
+        self.topology = Topology(self.size, self.size)
+        # torch's gloo, for barriers and the true answer, meets at rank 0's port.
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = hvd.broadcast_object(store.port, root_rank=0)
+        if self.rank:
+            store = dist.TCPStore("127.0.0.1", port)
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size)
+
+    def all_reduce(self, tensor: Tensor, op: Any, *, algorithm: str) -> None:
+        """In place. algorithm: for the answer's sake alone; Horovod has no choice of it."""
+        hvd = self._hvd
+        ops = {collectives.Sum: hvd.Sum, collectives.Average: hvd.Average, Adasum: hvd.Adasum}
+        # A name that comes back is agreed on by a bit instead of a message.
+        hvd.allreduce_(tensor, op=ops[op], name=f"{ops[op]} {tensor.numel()}")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One size and operator. horovod, ours, torch (its sum over gloo): microseconds by turn."""
+
+    size: int
+    redop: str
+    horovod: list[float]
+    ours: list[float]
+    torch: list[float]
+
+    @property
+    def ratio(self) -> float:
+        """Horovod's time over ours."""
+        return median(self.horovod) / median(self.ours)
+
+    def __str__(self) -> str:
+        ratios = [theirs / mine for theirs, mine in zip(self.horovod, self.ours, strict=True)]
+        spread = f"{min(ratios):.2f}-{max(ratios):.2f}"
+        times = " ".join(f"{median(us):12.1f}" for us in (self.horovod, self.ours, self.torch))
+        return f"  {self.size:12d} {self.redop:>7} {times} {self.ratio:12.2f} {spread:>12}"
+
+
+def lines(turns: Sequence[Mapping[str, Any]]) -> list[Line]:
+    """turns: {"horovod": ..., "ours": ...}, each what all_reduce's -J writes for one algorithm."""
+
+    # Rows come in pairs: torch's, the algorithm's.
+    def times(name: str, place: int) -> list[float]:
+        return [turn[name]["results"][place]["time"] for turn in turns]
+
+    return [
+        Line(row["size"], row["redop"], times("horovod", i), times("ours", i), times("ours", i - 1))
+        for i, row in enumerate(turns[0]["ours"]["results"])
+        if i % 2
+    ]
+
+
+def table(found: Sequence[Line]) -> list[str]:
+    names = f"{'Horovod':>12} {'ours':>12} {'torch sum':>12} {'Horovod/ours':>12} {'by turn':>12}"
+    slower = [f"{line.redop} at {line.size} ({line.ratio:.2f})" for line in found if line.ratio < 1]
+    return [
+        f"# {'size':>12} {'redop':>7} {names}",
+        f"# {'(B)':>12} {'':>7} {'(us)':>12} {'(us)':>12} {'(us)':>12}",
+        *(str(line) for line in found),
+        f"# Ours is slower: {', '.join(slower)}" if slower else "# Ours is never slower",
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 1 where a run failed or an element was wrong, 2 for bad options."""
+    if "OMPI_COMM_WORLD_SIZE" in os.environ:
+        return _rank(argv)
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    flags = [*DEFAULTS.split(), *rest]
+    try:
+        _check(args, flags)
+    except (OSError, TypeError, ValueError) as error:
+        parser.error(str(error))
+    ranks, mpirun = str(args.ranks), shlex.split(args.mpirun)
+    theirs = [
+        *mpirun,
+        "-n",
+        ranks,
+        args.horovod_python,
+        "-m",
+        "bench.collectives.horovod_all_reduce",
+    ]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    ours = [
+        *torchrun,
+        "--nproc-per-node",
+        ranks,
+        "-m",
+        "bench.collectives.all_reduce",
+        "-a",
+        args.algorithm,
+    ]
+    commands = {"horovod": [*theirs, *flags], "ours": [*ours, *flags]}
+    variables = {name: text for name, text in os.environ.items() if name.startswith("HOROVOD_")}
+    print(f"# {args.ranks} ranks, {variables or 'no HOROVOD_*'}, {args.mpirun}", flush=True)
+    turns: list[dict[str, Any]] = [{} for _ in range(args.turns)]
+    for turn, results in enumerate(turns):
+        for name in sorted(commands, reverse=turn % 2 > 0):
+            results[name] = _run(commands[name], args.limit)
+            load = results[name]["environment"]["load"]
+            print(f"# turn {turn + 1}, {name}: load {load:.1f}", flush=True)
+    found = lines(turns)
+    print(*table(found), sep="\n")
+    if args.output_file:
+        record = {"commands": commands, "variables": variables, "turns": turns}
+        record["lines"] = [{**asdict(line), "ratio": line.ratio} for line in found]
+        Path(args.output_file).write_text(json.dumps(record, indent=1) + "\n")
+    return 0
+
+
+def _rank(argv: Sequence[str] | None) -> int:
+    """One of mpirun's."""
+    torch.set_num_threads(1)
+    args = all_reduce.make_parser().parse_args(argv)
+    # Horovod's tree of ranks in Adasum is that of recursive halving.
+    args.algorithm = "vhdd"
+    sizes, ops = all_reduce.sizes_and_algorithms(args)
+    code = all_reduce.run(args, Horovod(), torch.device("cpu"), sizes, ops)
+    dist.destroy_process_group()
+    return code
+
+
+def _run(command: Sequence[str], limit: float) -> dict[str, Any]:
+    """What the command writes as JSON; SystemExit with its last words where it fails.
+
+    limit: seconds, after which the command and all that it started are killed.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with tempfile.NamedTemporaryFile("r", suffix=".json") as file:
+        whole = [*command, "-J", file.name]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        run = subprocess.Popen(whole, text=True, env=environment, start_new_session=True, **pipes)
+        try:
+            said = run.communicate(timeout=limit)
+        except BaseException:
+            os.killpg(run.pid, signal.SIGKILL)
+            run.communicate()
+            raise
+        if run.returncode:
+            words = "\n".join(text[-3000:] for text in said)
+            raise SystemExit(f"error: {shlex.join(whole)}: exit {run.returncode}\n{words}")
+        return json.load(file)
+
+
+def _check(args: Any, flags: Sequence[str]) -> None:
+    """Raise ValueError for what one side would refuse, OSError for no such interpreter."""
+    shared = all_reduce.make_parser().parse_args([*flags, "-a", args.algorithm])
+    _, ops = all_reduce.sizes_and_algorithms(shared)
+    if args.ranks < 2 or ("adasum" in ops and args.ranks & (args.ranks - 1)):
+        raise ValueError(f"--ranks must be 2, 4, 8, ... for Horovod's Adasum, got {args.ranks}")
+    if "," in args.algorithm or shared.model or shared.device != "cpu" or args.turns < 1:
+        raise ValueError("give one algorithm in -a, 1 or more --turns; no --model, no other device")
+    probe = [args.horovod_python, "-c", "import horovod.torch as hvd; assert hvd.mpi_built()"]
+    if subprocess.run(probe).returncode:
+        raise ValueError("--horovod-python must be an interpreter with Horovod over MPI")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, epilog=f"Defaults: {DEFAULTS}")
+    parser.prog = "python -m bench.collectives.horovod_all_reduce"
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--ranks", type=int, default=2, help="of each side (2)")
+    parser.add_argument("--turns", type=int, default=3, help="of each side (3)")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds for a turn (600)")
+    parser.add_argument("--horovod-python", default="python", help="interpreter with Horovod")
+    parser.add_argument("--mpirun", default=MPIRUN, help=f"({MPIRUN})")
+    parser.add_argument("-a", "--algorithm", default="auto", help="ours (auto)")
+    parser.add_argument(
+        "-J",
+        "--output_file",
+        metavar="FILE",
+        type=all_reduce.output_file,
+        help="write JSON as well",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

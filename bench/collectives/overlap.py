@@ -1,0 +1,136 @@
+"""How much of the gradients' reduction backward hides.
+
+    torchrun --nproc-per-node 2 -m bench.collectives.overlap
+
+A step of a multi-layer perceptron is timed three ways in turns: backward alone, the reduction of
+its buckets alone, and both as DistributedOptimizer runs them, where a bucket is sent as soon as its
+last gradient is there. hidden = 1 - (both - backward) / reduction: 1 where the reduction costs no
+time beside backward, 0 where it might as well come after it. Ranks that share processors with their
+communication threads can hide the waiting of a reduction, not its computing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import collectives
+from adasum import Adasum, DistributedOptimizer
+from bench.collectives.all_reduce import environment, slowest
+
+OPS = {"sum": collectives.Sum, "avg": collectives.Average, "adasum": Adasum}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run on every rank; rank 0 prints."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=512, help="examples a rank and step")
+    parser.add_argument("--bucket", type=float, default=2.0, help="MiB")
+    parser.add_argument("--op", choices=OPS, default="avg")
+    parser.add_argument("--in-backward", action="store_true", help="Adasum's steps in backward")
+    parser.add_argument("-n", "--iters", type=int, default=9)
+    parser.add_argument("-J", "--json", type=Path, help="write the answer there")
+    args = parser.parse_args(argv)
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        parser.error(
+            "needs ranks: start with torchrun --nproc-per-node 2 -m bench.collectives.overlap ..."
+        )
+    group = collectives.init()
+    try:
+        answer = {**environment(group, torch.device("cpu")), **_measure(group, args)}
+    finally:
+        collectives.shutdown()
+    if answer["rank"] == 0:
+        for key, value in answer.items():
+            print(f"{key:14} {value:.3f}" if isinstance(value, float) else f"{key:14} {value}")
+        if args.json:
+            args.json.write_text(json.dumps(answer, indent=1))
+    return 0
+
+
+def _measure(group: collectives.Group, args: Any) -> dict[str, Any]:
+    plain, wrapped = (_model(args) for _ in range(2))
+    options = {"method": "delta" if args.in_backward else "gradient"} if args.op == "adasum" else {}
+    optimizer: Any = DistributedOptimizer(
+        torch.optim.SGD(wrapped.parameters(), lr=1e-3),
+        wrapped.named_parameters(),
+        op=OPS[args.op],
+        memory_size=args.bucket,
+        step_in_backward=args.in_backward,
+        **options,
+    )
+    inputs = torch.randn(args.batch, args.width, generator=torch.Generator().manual_seed(1))
+    parameters = list(reversed(list(plain.parameters())))
+    plan = collectives.plan_groups(parameters, memory_size=args.bucket)
+    buckets = [collectives.FusedBuffer([parameters[i] for i in members]) for members in plan]
+
+    def backward() -> Callable[[], object]:
+        plain.zero_grad()
+        return plain(inputs).square().mean().backward
+
+    def reduction() -> Callable[[], object]:
+        def run() -> None:
+            works: list[Any] = [
+                group.grouped_all_reduce(bucket.tensors, OPS[args.op], async_op=True)
+                for bucket in buckets
+            ]
+            for work in works:
+                work.wait()
+
+        return run
+
+    def both() -> Callable[[], object]:
+        optimizer.zero_grad()
+        loss = wrapped(inputs).square().mean()
+
+        def run() -> None:
+            loss.backward()
+            if args.in_backward:
+                optimizer.step()
+
+        return run
+
+    ways = {"backward": backward, "reduction": reduction, "both": both}
+    samples: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(-2, args.iters):
+        for name, prepare in ways.items():
+            run = prepare()
+            dist.barrier()
+            begin = time.perf_counter()
+            run()
+            if turn >= 0:
+                samples[name].append(time.perf_counter() - begin)
+            if name == "both" and not args.in_backward:
+                optimizer.step()
+    seconds = {name: statistics.median(slowest(values)) for name, values in samples.items()}
+    return {
+        "rank": group.rank,
+        "op": args.op,
+        "bytes": sum(each.nbytes for each in parameters),
+        "buckets": len(buckets),
+        **{f"{name} ms": value * 1e3 for name, value in seconds.items()},
+        "hidden": 1.0 - (seconds["both"] - seconds["backward"]) / seconds["reduction"],
+    }
+
+
+def _model(args: Any) -> torch.nn.Module:
+    torch.manual_seed(0)
+    layers: list[torch.nn.Module] = []
+    for _ in range(args.layers):
+        layers += [torch.nn.Linear(args.width, args.width), torch.nn.Tanh()]
+    return torch.nn.Sequential(*layers)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

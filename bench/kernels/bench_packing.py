@@ -1,0 +1,196 @@
+"""pack and unpack beside every way torch has to do the same."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kernels
+from bench.kernels import peers
+from bench.kernels.case import (
+    CHUNK,
+    Answer,
+    Case,
+    Contender,
+    Expected,
+    WrongAnswer,
+    check_flag,
+    rounded,
+    wide_of,
+)
+from bench.kernels.inputs import FEW_SIZES, KIB, SIZES, normal, size_label
+from bench.kernels.timing import DEVICE
+from bench.shapes import MODELS, Shape
+
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+SCALE = 1 / 3
+
+
+@dataclass(frozen=True)
+class Spec:
+    """tensor, buffer: dtypes. misaligned: tensors start 4 bytes off a 16-byte boundary."""
+
+    kernel: str
+    series: str
+    label: str
+    shapes: tuple[Shape, ...]
+    tensor: torch.dtype = FP32
+    buffer: torch.dtype = FP32
+    scale: float = 1.0
+    misaligned: bool = False
+    checked: bool = False
+
+    @property
+    def size(self) -> int:
+        """Bytes of the tensors."""
+        return sum(map(math.prod, self.shapes)) * self.tensor.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.kernel} {self.label}"
+
+
+SERIES: dict[str, dict[str, Any]] = {
+    "aligned": {},
+    "misaligned": {"misaligned": True},
+    "scaled": {"scale": SCALE},
+    "bf16": {"tensor": BF16, "buffer": BF16},
+    "bf16 buffer": {"buffer": BF16},
+    "bf16 tensors": {"tensor": BF16},
+    "bf16 buffer, scaled": {"buffer": BF16, "scale": SCALE},
+    "fp16 buffer": {"buffer": FP16},
+    "fp16 tensors": {"tensor": FP16},
+    "fp16 buffer, scaled": {"buffer": FP16, "scale": SCALE},
+    "scaled, found_inf": {"scale": SCALE, "checked": True},
+}
+# The two others would take more memory than a shared machine can spare.
+LISTS = {"cuda": list(MODELS), "cpu": ["ResNet-50", "Llama-7B layer"]}[DEVICE]
+
+
+def _specs(kernel: str) -> Iterator[Spec]:
+    shapes: tuple[Shape, ...]
+    for series, options in SERIES.items():
+        for size in SIZES if series == "aligned" else FEW_SIZES:
+            # 16 tensors, of `size` bytes in all.
+            numel = size // 16 // options.get("tensor", FP32).itemsize
+            shapes = ((numel,),) * 16
+            yield Spec(kernel, series, f"{series} {size_label(size)}", shapes, **options)
+    yield Spec(kernel, "many small", "1,000 x 1 KiB", ((KIB // 4,),) * 1000)
+    yield Spec(kernel, "many small", "10,000 x 64 B", ((16,),) * 10_000)
+    for name in LISTS:
+        shapes = tuple(MODELS[name])
+        yield Spec(kernel, "models", f"{name} ({len(shapes)} tensors)", shapes)
+
+
+SPECS = [*_specs("pack"), *_specs("unpack")]
+
+
+def case_of(spec: Spec) -> Case:
+    tensors = [normal(shape, spec.tensor, spec.misaligned) for shape in spec.shapes]
+    layout = kernels.layout_of(tensors, dtype=spec.buffer)
+    flag = torch.zeros((), device=DEVICE) if spec.checked else None
+    options = {"layout": layout, "scale": spec.scale}
+    if flag is not None:
+        options["found_inf"] = flag
+    source, target = spec.tensor, spec.buffer
+    if spec.kernel == "unpack":
+        source, target = target, source
+    exact = spec.scale == 1.0 and target.itemsize >= source.itemsize
+    bound = 0.0 if exact else rounded(target, wide_of(source, target), 1)
+    make = _pack if spec.kernel == "pack" else _unpack
+    ours, tight, traffic, expected = make(tensors, layout, options, bound)
+    job = peers.Packing(tensors, tight, spec.scale, flag, bound)
+    return Case(
+        kernel=spec.kernel,
+        series=spec.series,
+        label=spec.label,
+        size=spec.size,
+        traffic=traffic,
+        elements=sum(layout.numels),
+        tensors=len(tensors),
+        ours=ours,
+        rivals=peers.pack(job) if spec.kernel == "pack" else peers.unpack(job),
+        expected=expected,
+    )
+
+
+# Ours, the rivals' buffer without padding, bytes, and the answer. Where it can be, that buffer is
+# ours, too: what lies in a cache when its turn comes is then the same for all.
+Made = tuple[Contender, Tensor, int, Expected]
+
+
+def _pack(
+    tensors: list[Tensor], layout: kernels.Layout, options: dict[str, Any], bound: float
+) -> Made:
+    out = torch.empty(layout.numel, dtype=layout.dtype, device=DEVICE)
+
+    def call() -> Tensor:
+        return kernels.pack(tensors, out=out, **options)
+
+    def also() -> None:
+        ends = layout.segments[1:]
+        padding = [
+            out[offset + count : end]
+            for offset, count, end in zip(layout.offsets, layout.numels, ends, strict=True)
+        ]
+        if torch.cat(padding).count_nonzero():
+            raise WrongAnswer("ours: the padding is not zero")
+        if "found_inf" in options:
+            check_flag(call, options["found_inf"], tensors[-1])
+
+    def expected() -> Iterator[Answer]:
+        for group in _groups(tensors):
+            end_to_end = kernels.layout_of(group, dtype=torch.float64, alignment=8)
+            yield kernels.pack_reference(group, layout=end_to_end, scale=options["scale"]), None
+
+    ours = Contender("ours", call, bound, layout.views, [out], also)
+    return ours, out[: sum(layout.numels)], kernels.pack_bytes(tensors, layout=layout), expected
+
+
+def _unpack(
+    tensors: list[Tensor], layout: kernels.Layout, options: dict[str, Any], bound: float
+) -> Made:
+    buffer = normal(layout.numel, layout.dtype)
+    tight = buffer
+    if sum(layout.numels) < layout.numel:
+        tight = torch.cat([view.reshape(-1) for view in layout.views(buffer)])
+
+    def call() -> list[Tensor]:
+        return kernels.unpack(buffer, tensors, **options)
+
+    def also() -> None:
+        if "found_inf" in options:
+            check_flag(call, options["found_inf"], layout.views(buffer)[-1])
+
+    def expected() -> Iterator[Answer]:
+        for group in _groups(layout.views(buffer)):
+            joined = torch.cat(group)
+            whole = kernels.layout_of([joined], alignment=joined.element_size())
+            yield kernels.unpack_reference(joined, whole, scale=options["scale"])[0], None
+
+    ours = Contender("ours", call, bound, list, tensors, also)
+    return ours, tight, kernels.unpack_bytes(buffer, tensors, layout=layout), expected
+
+
+def _groups(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """The tensors as 1-D parts, end to end, in groups of at most CHUNK elements."""
+    group: list[Tensor] = []
+    held = 0
+    for tensor in tensors:
+        for part in tensor.view(-1).split(CHUNK):
+            if group and held + part.numel() > CHUNK:
+                yield group
+                group, held = [], 0
+            group.append(part)
+            held += part.numel()
+    yield group
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_packing(spec: Spec, record: Callable[[Case], None]) -> None:
+    record(case_of(spec))

@@ -1,0 +1,188 @@
+"""dot_and_norms, combine and adasum beside the same formulas in torch, eager and compiled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+import kernels
+from bench.kernels import peers_projection as peers
+from bench.kernels.case import Answer, Case, Contender, rounded, wide_of
+from bench.kernels.inputs import FEW_SIZES, MIB, SIZES, normal, size_label
+from bench.kernels.row import ONE_DOT, ONE_SEGMENT
+from bench.kernels.timing import DEVICE, Call
+from bench.shapes import MODELS
+
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+# 8 MiB of float32 are about what fits on a chip.
+ADASUM_SIZES = sorted({*SIZES, 8 * MIB})
+LISTS = {"cuda": ["ResNet-50", "BERT-large"], "cpu": ["ResNet-50"]}[DEVICE]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """size: bytes of one operand; model: whose tensors are the segments, "" for one segment."""
+
+    kernel: str
+    series: str
+    label: str
+    size: int = 0
+    dtype: torch.dtype = FP32
+    model: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kernel} {self.label}"
+
+
+def _specs() -> Iterator[Spec]:
+    for kernel in ("dot_and_norms", "combine", "adasum"):
+        for size in ADASUM_SIZES if kernel == "adasum" else SIZES:
+            yield Spec(kernel, "fp32", f"fp32 {size_label(size)}", size)
+        for size in FEW_SIZES:
+            yield Spec(kernel, "bf16", f"bf16 {size_label(size)}", size, BF16)
+            # Its rivals' dots are rounded to float16, where those of large tensors are Inf.
+            if kernel == "combine":
+                yield Spec(kernel, "fp16", f"fp16 {size_label(size)}", size, FP16)
+        for model in LISTS:
+            label = f"{model} ({len(MODELS[model])} segments)"
+            yield Spec(kernel, "segments", label, model=model)
+
+
+SPECS = list(_specs())
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the three kernels are given, and the float64 dots that their answers rest on."""
+
+    pair: peers.Pair
+    bounds: tuple[int, ...]
+
+    @property
+    def segments(self) -> tuple[int, ...] | None:
+        """None for one segment, as a caller without a list would have it."""
+        return self.bounds if self.pair.many else None
+
+    @property
+    def dots_bound(self) -> float:
+        """Of a dot over the product of the norms: 32 additions a thread, then a tree of log2 n."""
+        wide = torch.finfo(wide_of(self.pair.a.dtype)).eps
+        return (33 + math.log2(self.pair.a.numel())) * wide
+
+    def dots(self) -> Tensor:
+        return kernels.dot_and_norms_reference(self.pair.a, self.pair.b, self.segments)
+
+    def expected(self) -> Answer:
+        """Adasum, and by element what an error of the dots is worth.
+
+        A coefficient 1 - d/(2A) is off by at most half the error of d over A and of A over A, so
+        by that bound times |b|/|a|. -2|a||b| in place of d makes the coefficient 1 + |b|/|a|,
+        which also covers its own size.
+        """
+        a, b, dots = self.pair.a, self.pair.b, self.dots()
+        worst = dots.clone()
+        worst[:, 0] = -2 * (dots[:, 1] * dots[:, 2]).sqrt()
+        return (
+            kernels.combine_reference(a, b, dots, self.segments),
+            kernels.combine_reference(a.abs(), b.abs(), worst, self.segments),
+        )
+
+
+Made = tuple[Contender, list[Contender], Callable[[], Answer], int]
+
+
+def _dot_and_norms(job: Job) -> Made:
+    a, b = job.pair.a, job.pair.b
+
+    def call() -> Tensor:
+        return kernels.dot_and_norms(a, b, job.segments)
+
+    def make() -> Answer:
+        dots = job.dots()
+        magnitudes = torch.stack([(dots[:, 1] * dots[:, 2]).sqrt(), dots[:, 1], dots[:, 2]], 1)
+        return dots.view(-1), magnitudes.view(-1)
+
+    ours = Contender("ours", call, job.dots_bound, lambda dots: [dots.view(-1)])
+    traffic = kernels.dot_and_norms_bytes(a, b, job.segments)
+    return ours, peers.dot_and_norms(job.pair), make, traffic
+
+
+def _combine(job: Job) -> Made:
+    a, b, out = job.pair.a, job.pair.b, job.pair.out
+    dots = kernels.dot_and_norms(a, b, job.segments)
+    bound = rounded(a.dtype, wide_of(a.dtype), 2)
+
+    def call() -> Tensor:
+        return kernels.combine(a, b, dots, job.segments, out=out)
+
+    def make() -> Answer:
+        # With -|d| for d no coefficient is below its own size.
+        worst = torch.cat([-dots[:, :1].abs(), dots[:, 1:]], 1)
+        return (
+            kernels.combine_reference(a, b, dots, job.segments),
+            kernels.combine_reference(a.abs(), b.abs(), worst, job.segments),
+        )
+
+    ours = Contender("ours", call, bound, written=[out])
+    traffic = kernels.combine_bytes(a, b, job.segments)
+    return ours, peers.combine(job.pair, dots, bound), make, traffic
+
+
+def _adasum(job: Job) -> Made:
+    a, b, out = job.pair.a, job.pair.b, job.pair.out
+    bound = rounded(a.dtype, wide_of(a.dtype), 2) + job.dots_bound
+
+    def call() -> Tensor:
+        return kernels.adasum(a, b, job.segments, out=out)
+
+    ours = Contender("ours", call, bound, written=[out])
+    return ours, peers.adasum(job.pair, bound), job.expected, kernels.adasum_bytes(a, b)
+
+
+MAKERS = {"dot_and_norms": _dot_and_norms, "combine": _combine, "adasum": _adasum}
+
+
+def case_of(spec: Spec, compiled: bool) -> Case:
+    """compiled: whether torch.compile of the formula is among adasum's rivals."""
+    bounds: tuple[int, ...] = (0, spec.size // spec.dtype.itemsize)
+    if spec.model:
+        shapes = MODELS[spec.model]
+        bounds = kernels.layout_of([torch.empty(shape, device=DEVICE) for shape in shapes]).segments
+    a, b = (normal(bounds[-1], spec.dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    job = Job(peers.Pair(a, b, out, bounds), bounds)
+    ours, rivals, make, traffic = MAKERS[spec.kernel](job)
+    if spec.kernel == "adasum" and compiled and not spec.model:
+        rivals = [*rivals, peers.compiled(job.pair, ours.bound)]
+    beside: dict[str, Call] = {}
+    if spec.kernel == "dot_and_norms":
+        beside[ONE_DOT] = lambda: torch.dot(a, b)
+    if spec.model:
+        whole = Job(peers.Pair(a, b, out, (0, a.numel())), (0, a.numel()))
+        beside[ONE_SEGMENT] = MAKERS[spec.kernel](whole)[0].call
+    return Case(
+        kernel=spec.kernel,
+        series=spec.series,
+        label=spec.label,
+        size=a.numel() * a.element_size(),
+        traffic=traffic,
+        elements=a.numel(),
+        tensors=len(bounds) - 1,
+        ours=ours,
+        rivals=rivals,
+        expected=cache(lambda: [make()]),
+        beside=beside,
+    )
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_projection(
+    spec: Spec, record: Callable[[Case], None], request: pytest.FixtureRequest
+) -> None:
+    record(case_of(spec, request.config.getoption("bench_compile")))

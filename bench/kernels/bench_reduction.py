@@ -1,0 +1,152 @@
+"""sum_n and scaled_add beside every way torch has to do the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kernels
+from bench.kernels import peers
+from bench.kernels.case import Answer, Case, Contender, check_flag, rounded, wide_of
+from bench.kernels.inputs import FEW_SIZES, SIZES, normal, size_label
+from bench.kernels.timing import DEVICE
+
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+# They add up to less than one: torch.lerp cannot do it.
+ALPHA, BETA = 0.3, 0.6
+SCALE = 1 / 3
+
+
+@dataclass(frozen=True)
+class Spec:
+    """size: bytes of the first tensor. tensors: their dtypes. checked: with found_inf."""
+
+    kernel: str
+    series: str
+    size: int
+    tensors: tuple[torch.dtype, ...]
+    out: torch.dtype = FP32
+    scale: float = 1.0
+    checked: bool = False
+
+    @property
+    def label(self) -> str:
+        return f"{self.series} {size_label(self.size)}"
+
+    def __str__(self) -> str:
+        return f"{self.kernel} {self.label}"
+
+
+def _specs() -> Iterator[Spec]:
+    options: dict[str, Any]
+    for count in (2, 8):
+        for size in SIZES:
+            yield Spec("sum_n", f"n={count}", size, (FP32,) * count)
+    for count in range(3, 8):
+        yield Spec("sum_n", f"n={count}", SIZES[-2], (FP32,) * count)
+    for series, dtype, options in (
+        ("n=8, bf16", BF16, {"out": BF16}),
+        ("n=8, bf16 to fp32", BF16, {}),
+        ("n=8, fp32 to bf16", FP32, {"out": BF16}),
+        ("n=8, fp16", FP16, {"out": FP16}),
+        ("n=8, fp16 to fp32", FP16, {}),
+        ("n=8, scaled", FP32, {"scale": SCALE}),
+        ("n=8, scaled, found_inf", FP32, {"scale": SCALE, "checked": True}),
+    ):
+        for size in FEW_SIZES:
+            yield Spec("sum_n", series, size, (dtype,) * 8, **options)
+    for size in SIZES:
+        yield Spec("scaled_add", "fp32", size, (FP32, FP32))
+    for series, dtypes, options in (
+        ("bf16", (BF16, BF16), {"out": BF16}),
+        ("fp16", (FP16, FP16), {"out": FP16}),
+        ("fp32 + bf16 to fp32", (FP32, BF16), {}),
+        ("bf16 + fp32 to bf16", (BF16, FP32), {"out": BF16}),
+        ("fp32, found_inf", (FP32, FP32), {"checked": True}),
+    ):
+        for size in FEW_SIZES:
+            yield Spec("scaled_add", series, size, dtypes, **options)
+
+
+SPECS = list(_specs())
+
+
+def case_of(spec: Spec) -> Case:
+    numel = spec.size // spec.tensors[0].itemsize
+    tensors = [normal(numel, dtype) for dtype in spec.tensors]
+    out = torch.empty(numel, dtype=spec.out, device=DEVICE)
+    flag = torch.zeros((), device=DEVICE) if spec.checked else None
+    options: dict[str, Any] = {"out": out}
+    if flag is not None:
+        options["found_inf"] = flag
+    bound = rounded(spec.out, wide_of(spec.out, *spec.tensors), len(tensors))
+    # Every step of a coarse rival may round to the narrowest dtype in sight.
+    narrowest = max(torch.finfo(dtype).eps for dtype in (spec.out, *spec.tensors))
+    job = peers.Reduction(
+        tensors, out, bound, bound + 2 * len(tensors) * narrowest, spec.scale, flag
+    )
+    if spec.kernel == "sum_n":
+        call, make, traffic = _sum_n(tensors, spec, options)
+        rivals = peers.sum_n(job)
+    else:
+        call, make, traffic = _scaled_add(tensors, spec, options)
+        rivals = peers.scaled_add(job, ALPHA, BETA)
+
+    def also() -> None:
+        if flag is not None:
+            check_flag(call, flag, tensors[-1])
+
+    return Case(
+        kernel=spec.kernel,
+        series=spec.series,
+        label=spec.label,
+        size=spec.size,
+        traffic=traffic,
+        elements=numel,
+        tensors=len(tensors),
+        ours=Contender("ours", call, bound, written=[out], also=also),
+        rivals=rivals,
+        expected=cache(lambda: [make()]),
+    )
+
+
+Made = tuple[Callable[[], Tensor], Callable[[], Answer], int]
+
+
+def _sum_n(tensors: list[Tensor], spec: Spec, options: dict[str, Any]) -> Made:
+    def make() -> Answer:
+        magnitude = torch.zeros(tensors[0].numel(), dtype=torch.float64, device=DEVICE)
+        for tensor in tensors:
+            magnitude += tensor.abs()
+        return kernels.sum_n_reference(tensors, scale=spec.scale), magnitude.mul_(abs(spec.scale))
+
+    def call() -> Tensor:
+        return kernels.sum_n(tensors, scale=spec.scale, **options)
+
+    return call, make, kernels.sum_n_bytes(tensors, dtype=spec.out)
+
+
+def _scaled_add(tensors: list[Tensor], spec: Spec, options: dict[str, Any]) -> Made:
+    a, b = tensors
+
+    def make() -> Answer:
+        return (
+            kernels.scaled_add_reference(a, b, alpha=ALPHA, beta=BETA),
+            kernels.scaled_add_reference(a.abs(), b.abs(), alpha=ALPHA, beta=BETA),
+        )
+
+    def call() -> Tensor:
+        return kernels.scaled_add(a, b, alpha=ALPHA, beta=BETA, **options)
+
+    return call, make, kernels.scaled_add_bytes(a, b, dtype=spec.out)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_reduction(spec: Spec, record: Callable[[Case], None]) -> None:
+    record(case_of(spec))

@@ -1,0 +1,221 @@
+"""From cases to rows to the report: the fixture `record`, and what happens when all have run.
+
+    --bench-results DIR   write results.json, tables.md and plots below DIR/<device>
+    --bench-compile       torch.compile as a peer on the CPU, too (there it takes minutes)
+    --bench-seconds N     skip what has not begun N seconds after the start; rows that goals single
+                          out come first
+    --bench-rows TEXT     only rows whose name has TEXT in it: "sum_n n=5 16 MiB" is one row
+
+Without --bench-results the tables are printed and nothing is written. A run that did not measure
+every row - a selection, or one with a wrong answer - is written to DIR/<device>/partial, so it
+never takes the place of a full one. Until then DIR/<device>/rows.jsonl has a line for each row
+measured: what is left of a run that was killed.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import gc
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.kernels import bench_packing, bench_projection, bench_reduction, goals, report
+from bench.kernels.case import Case
+from bench.kernels.measure import measure
+from bench.kernels.row import Row
+from bench.kernels.timing import DEVICE
+
+ROWS = pytest.StashKey[list[Row]]()
+BEGAN = pytest.StashKey[tuple[float, float]]()
+_SPECS = [*bench_packing.SPECS, *bench_reduction.SPECS, *bench_projection.SPECS]
+# Its place in the report, by the name of a row.
+PLANNED = {str(spec): place for place, spec in enumerate(_SPECS)}
+_played = {"now": 0.0}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("bench")
+    group.addoption("--bench-results", type=Path, metavar="DIR", help="write the report there")
+    group.addoption(
+        "--bench-compile",
+        action="store_true",
+        default=DEVICE == "cuda",
+        help="time torch.compile on the CPU, too",
+    )
+    group.addoption("--bench-seconds", type=float, metavar="N", help="begin no row after N seconds")
+    group.addoption("--bench-rows", default="", metavar="TEXT", help="only rows named like it")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[ROWS] = []
+    config.stash[BEGAN] = time.time(), os.getloadavg()[0]
+    if config.getoption("benchmark_compare"):
+        # `make bench` keeps the plugin quiet, which has the numbers of our tables; a comparison is
+        # in none of those.
+        config.option.benchmark_quiet = False
+
+
+def read_played() -> float:
+    """The clock of the `benchmark` fixture: it advances by what `measure` has measured."""
+    return _played["now"]
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    item.add_marker(pytest.mark.benchmark(timer=read_played))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    limit = item.config.getoption("bench_seconds")
+    if limit is not None and time.time() - item.config.stash[BEGAN][0] > limit:
+        pytest.skip(f"--bench-seconds {limit:g} have passed")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    named = config.getoption("bench_rows")
+    if left := [item for item in items if named not in _row(item)]:
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if named in _row(item)]
+    if config.getoption("bench_seconds") is None:
+        return
+    first = {str(s) for s in _SPECS if goals.singled_out(s.kernel, s.series, s.size)}
+    items.sort(key=lambda item: _row(item) not in first)
+
+
+def _row(item: pytest.Item) -> str:
+    """The name of its row, as the tables have it."""
+    return item.name.partition("[")[2].removesuffix("]")
+
+
+def pytest_collection_finish() -> None:
+    if DEVICE == "cuda":
+        # After a kernel's invalid access the driver may refuse even this.
+        _device()
+        # Each capture of a graph and each row collects garbage: let it skip what is imported.
+        gc.collect()
+        gc.freeze()
+
+
+@pytest.fixture
+def record(benchmark: Any, request: pytest.FixtureRequest) -> Iterator[Callable[[Case], None]]:
+    """Measure a case, keep its row, and play its samples to the `benchmark` fixture.
+
+    Fails on a wrong answer. With --benchmark-disable the answer is all that is looked at.
+    """
+
+    def run(case: Case) -> None:
+        if benchmark.disabled:
+            benchmark(case.ours.check, case.expected)
+            return
+        row, samples = measure(case)
+        left = iter(samples)
+
+        def play() -> None:
+            _played["now"] += next(left)
+
+        _played["now"] = 0.0
+        benchmark.pedantic(play, rounds=len(samples))
+        benchmark.extra_info.update(
+            bytes=row.traffic,
+            gigabytes_per_second=row.bandwidth / 1e9,
+            fraction_of_copy_roof=row.fraction,
+            best_peer=row.best_rival,
+            best_peer_over_ours=row.ratio,
+            peer_seconds={name: row.times[name].median for name in row.rivals},
+            notes=row.notes,
+        )
+        rows = request.config.stash[ROWS]
+        rows.append(row)
+        if (folder := _folder(request.config)) is not None:
+            report.note(row, folder, anew=len(rows) == 1)
+
+    yield run
+    if DEVICE == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    rows = sorted(config.stash[ROWS], key=lambda row: PLANNED[row.key])
+    if not rows:
+        return
+    meta = _meta(rows, *config.stash[BEGAN])
+    terminalreporter.section("kernels beside their peers")
+    for line in report.report(rows, meta):
+        terminalreporter.write_line(line)
+    folder = _folder(config)
+    if folder is not None:
+        complete = {row.key for row in rows} == PLANNED.keys()
+        for path in report.write(rows, meta, folder if complete else folder / "partial"):
+            terminalreporter.write_line(f"wrote {path}")
+        (folder / report.NOTES).unlink()
+
+
+def _folder(config: pytest.Config) -> Path | None:
+    results: Path | None = config.getoption("bench_results")
+    if results is None:
+        return None
+    return results / (report.slug(_device()) if DEVICE == "cuda" else "cpu")
+
+
+@functools.cache
+def _device() -> str:
+    return torch.cuda.get_device_name() if DEVICE == "cuda" else _processor()
+
+
+def _meta(rows: list[Row], began: float, load: float) -> dict[str, Any]:
+    on_gpu = DEVICE == "cuda"
+    return {
+        "device": _device(),
+        "kind": DEVICE,
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "cuda": torch.version.cuda if on_gpu else "none",
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+        "load": f"{load:.1f} before and {os.getloadavg()[0]:.1f} after, {os.cpu_count()} cores",
+        "date": datetime.date.today().isoformat(),
+        "commit": _commit(),
+        "rows": f"{len(rows)} of {len(PLANNED)} in {time.time() - began:.0f} s",
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or "unknown CPU"
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def _commit() -> str:
+    """The commit, and whether tracked files differ from it."""
+
+    def git(*arguments: str) -> str:
+        root = Path(__file__).resolve().parent
+        return subprocess.run(
+            ["git", *arguments], cwd=root, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "--short", "HEAD") + (" and changes" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

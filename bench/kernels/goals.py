@@ -1,0 +1,305 @@
+"""What the kernels are to reach, as data: which rows, which figure of a row, which threshold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from bench.kernels.peers import CHAIN
+from bench.kernels.peers_projection import COMPILED, EAGER, THREE_DOTS
+from bench.kernels.row import EMPTY, ONE_DOT, ONE_SEGMENT, OURS, Row, geometric_mean
+
+MET, NOT_MET, PARTLY, NOT_MEASURED, STATED = (
+    "met",
+    "NOT MET",
+    "met where measured",
+    "not measured",
+    "for information",
+)
+PACKING = ("pack", "unpack")
+LARGE = 64_000_000
+ON_CHIP = 2 << 20
+_CPU_KERNELS = ("pack", "unpack", "sum_n", "scaled_add", "combine", "adasum")
+
+
+class Goal(NamedTuple):
+    """Every chosen row's figure must be at least `threshold`, or at most if `at_most`.
+
+    figure: None where a row does not tell. mean: the geometric mean of the figures is held against
+    the threshold, not each. threshold: None states the worst figure without judging.
+    """
+
+    name: str
+    device: str
+    chosen: Callable[[Row], bool]
+    figure: Callable[[Row], float | None]
+    threshold: float | None
+    at_most: bool = False
+    mean: bool = False
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """value: the mean or the worst figure; row: where the worst was.
+
+    rows: how many were chosen; told: how many had a figure; missed: how many of those failed.
+    """
+
+    goal: Goal
+    status: str
+    value: float | None
+    row: str
+    rows: int
+    told: int
+    missed: int
+
+
+def judge(goal: Goal, rows: Sequence[Row]) -> Verdict:
+    chosen = [row for row in rows if goal.chosen(row)]
+    figures = [(figure, row.key) for row in chosen if (figure := goal.figure(row)) is not None]
+    if not figures:
+        return Verdict(goal, NOT_MEASURED, None, "", len(chosen), 0, 0)
+    worst, where = (max if goal.at_most else min)(figures)
+    value = geometric_mean(figure for figure, _ in figures) if goal.mean else worst
+    missed = sum(_misses(goal, figure) for figure, _ in figures)
+    if goal.threshold is None:
+        status = STATED
+    elif _misses(goal, value):
+        status = NOT_MET
+    else:
+        status = MET if len(figures) == len(chosen) else PARTLY
+    return Verdict(goal, status, value, where, len(chosen), len(figures), missed)
+
+
+def _misses(goal: Goal, value: float) -> bool:
+    if goal.threshold is None:
+        return False
+    return value > goal.threshold if goal.at_most else value < goal.threshold
+
+
+def singled_out(kernel: str, series: str, size: int) -> bool:
+    """Whether a goal is about such rows, not about all rows of a kernel or all rows there are."""
+    return kernel == "adasum" or size >= LARGE or series in ("many small", "models", "segments")
+
+
+def _of(*kernels: str) -> Callable[[Row], bool]:
+    return lambda row: row.kernel in kernels
+
+
+def _of_size(kernel: str) -> Callable[[Row], bool]:
+    return lambda row: row.kernel == kernel and row.size >= 1 << 20
+
+
+def _ratio(row: Row) -> float | None:
+    return row.ratio
+
+
+def _fraction(row: Row) -> float:
+    return row.fraction
+
+
+def _straight(row: Row) -> bool:
+    return row.kernel in PACKING and row.size >= LARGE and row.series != "misaligned"
+
+
+def _misaligned(row: Row) -> bool:
+    return row.kernel in PACKING and row.size >= LARGE and row.series == "misaligned"
+
+
+def _sums(row: Row) -> bool:
+    return row.kernel in ("sum_n", "scaled_add") and row.size >= LARGE
+
+
+def _special_sums(row: Row) -> bool:
+    return _sums(row) and (" to " in row.series or "found_inf" in row.series)
+
+
+def _one_segment(row: Row) -> bool:
+    return row.kernel == "adasum" and row.tensors == 1
+
+
+def _over_best(prefix: str) -> Callable[[Row], float | None]:
+    """Time of the fastest rival of that name over ours."""
+
+    def figure(row: Row) -> float | None:
+        ratios = [row.times[name].median for name in row.rivals if name.startswith(prefix)]
+        return min(ratios) / row.seconds if ratios else None
+
+    return figure
+
+
+def _times_empty(row: Row) -> float | None:
+    return row.seconds / row.times[EMPTY].median if EMPTY in row.times else None
+
+
+def _over_three_units(row: Row) -> float | None:
+    """Time over the roof of three units of traffic, what an empty launch costs taken off."""
+    if EMPTY not in row.times:
+        return None
+    return (row.seconds - row.times[EMPTY].median) / (row.traffic / row.roof)
+
+
+def _of_five_units(row: Row) -> float:
+    """Fraction of the roof with five units of traffic; `adasum_bytes` counts three."""
+    return row.fraction * 5 / 3
+
+
+def _slowdown(name: str) -> Callable[[Row], float | None]:
+    """Our time over that of `name`."""
+
+    def figure(row: Row) -> float | None:
+        ratio = row.over(name)
+        return None if ratio is None else 1 / ratio
+
+    return figure
+
+
+def _host_microseconds(row: Row) -> float | None:
+    return row.hosts[OURS] * 1e6 if OURS in row.hosts else None
+
+
+GPU = (
+    Goal(
+        "pack, unpack of 64 MB or more: fraction of the roof",
+        "cuda",
+        _straight,
+        _fraction,
+        0.95,
+    ),
+    Goal("the same, misaligned", "cuda", _misaligned, _fraction, 0.85),
+    Goal(
+        "1,000 tensors of 1 KiB: times an empty launch",
+        "cuda",
+        lambda row: row.kernel in PACKING and "1,000 x" in row.label,
+        _times_empty,
+        2.0,
+        True,
+    ),
+    Goal(
+        "10,000 tensors of 64 B: right, in microseconds",
+        "cuda",
+        lambda row: row.kernel in PACKING and "10,000 x" in row.label,
+        lambda row: row.seconds * 1e6,
+        None,
+        True,
+    ),
+    Goal(
+        "pack, unpack: best peer over ours, each row",
+        "cuda",
+        _of(*PACKING),
+        _ratio,
+        1.0,
+    ),
+    Goal(
+        "pack, unpack: best peer over ours, geometric mean",
+        "cuda",
+        _of(*PACKING),
+        _ratio,
+        1.3,
+        mean=True,
+    ),
+    Goal(
+        "sum_n, scaled_add of tensors of 64 MB or more: fraction of the roof",
+        "cuda",
+        _sums,
+        _fraction,
+        0.95,
+    ),
+    Goal(
+        "the same, mixed dtypes and found_inf",
+        "cuda",
+        _special_sums,
+        _fraction,
+        0.95,
+    ),
+    Goal(
+        "sum_n of 8: chain of adds over ours",
+        "cuda",
+        lambda row: row.kernel == "sum_n" and row.tensors == 8,
+        _over_best(CHAIN),
+        2.0,
+    ),
+    Goal(
+        "adasum on chip: (time - empty launch) over the three-unit roof",
+        "cuda",
+        lambda row: _one_segment(row) and row.elements <= ON_CHIP,
+        _over_three_units,
+        1.2,
+        True,
+    ),
+    Goal(
+        "adasum beyond: fraction of the five-unit roof",
+        "cuda",
+        lambda row: _one_segment(row) and row.elements > ON_CHIP,
+        _of_five_units,
+        0.93,
+    ),
+    Goal(
+        "adasum of a model's segments over one segment",
+        "cuda",
+        lambda row: row.kernel == "adasum" and row.series == "segments",
+        _slowdown(ONE_SEGMENT),
+        1.05,
+        True,
+    ),
+    Goal("adasum: torch eager over ours", "cuda", _one_segment, _over_best(EAGER), 3.0),
+    Goal("adasum: torch.compile over ours", "cuda", _one_segment, _over_best(COMPILED), 1.5),
+    Goal(
+        "host cost of a call on up to 16 tensors, microseconds",
+        "cuda",
+        lambda row: row.tensors <= 16,
+        _host_microseconds,
+        25.0,
+        True,
+    ),
+    Goal(
+        "host cost of a call on a model's list, microseconds",
+        "cuda",
+        lambda row: row.series in ("models", "segments"),
+        _host_microseconds,
+        25.0,
+        True,
+    ),
+    Goal(
+        "replays inside a CUDA graph (1: yes), every kernel",
+        "cuda",
+        lambda row: row.captured is not None,
+        lambda row: float(bool(row.captured)),
+        1.0,
+    ),
+    Goal(
+        "a second device works when it is not the current one",
+        "cuda",
+        lambda row: False,
+        lambda row: None,
+        1.0,
+    ),
+)
+CPU = (
+    *(
+        Goal(f"CPU {kernel}: best torch formulation over ours", "cpu", _of(kernel), _ratio, 0.9)
+        for kernel in _CPU_KERNELS
+    ),
+    *(
+        Goal(f"CPU {kernel}, 1 MiB or more: the same", "cpu", _of_size(kernel), _ratio, 0.9)
+        for kernel in _CPU_KERNELS
+    ),
+    Goal(
+        "CPU dot_and_norms: ours over three float32 torch.dot",
+        "cpu",
+        lambda row: row.kernel == "dot_and_norms" and row.series == "fp32",
+        _slowdown(THREE_DOTS),
+        2.0,
+        True,
+    ),
+    Goal(
+        "CPU dot_and_norms: ours over one float32 torch.dot",
+        "cpu",
+        lambda row: row.kernel == "dot_and_norms" and row.series == "fp32",
+        _slowdown(ONE_DOT),
+        None,
+        True,
+    ),
+)
+GOALS = (*GPU, *CPU)

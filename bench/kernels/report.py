@@ -1,0 +1,155 @@
+"""Tables, verdicts and files of a run."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from bench.kernels.goals import GOALS, Goal, Verdict, judge
+from bench.kernels.inputs import size_label
+from bench.kernels.row import OURS, Row, geometric_mean
+
+# Rows as they come, a line each, until the report is written.
+NOTES = "rows.jsonl"
+KERNELS = ("pack", "unpack", "sum_n", "scaled_add", "dot_and_norms", "combine", "adasum")
+
+
+def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
+    """Markdown that also reads well as plain text; all columns but the first to the right."""
+    widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        first, *others = cells
+        padded = [first.ljust(widths[0])]
+        padded += [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        return f"| {' | '.join(padded)} |"
+
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    return [line(header), line(rule), *map(line, lines)]
+
+
+def kernel_lines(kernel: str, rows: Sequence[Row]) -> list[str]:
+    """The table of one kernel, the geometric mean over its rows, and the notes on its peers."""
+    mine = [row for row in rows if row.kernel == kernel]
+    if not mine:
+        return []
+    on_gpu = any(row.hosts for row in mine)
+    header = ["row", "size", "us", "spread", "GB/s", "of roof", "best peer", "peer / ours"]
+    if on_gpu:
+        header.insert(6, "host us")
+    lines = []
+    for row in mine:
+        ours = row.times[OURS]
+        best = row.best_rival
+        cells = [
+            row.label,
+            size_label(row.size),
+            f"{ours.median * 1e6:.1f}",
+            f"{ours.low * 1e6:.1f}-{ours.high * 1e6:.1f}",
+            f"{row.bandwidth / 1e9:.1f}",
+            f"{row.fraction:.2f}",
+            "none" if best is None else best + ("*" if best in row.notes else ""),
+            "" if row.ratio is None else f"{row.ratio:.2f}",
+        ]
+        if on_gpu:
+            cells.insert(6, f"{row.hosts[OURS] * 1e6:.1f}")
+        lines.append(cells)
+    mean = geometric_mean(row.ratio for row in mine if row.ratio is not None)
+    notes = sorted({f"{name}: {note}" for row in mine for name, note in row.notes.items()})
+    return [
+        f"## {kernel}",
+        "",
+        *table(header, lines),
+        "",
+        f"Geometric mean of best peer / ours: {mean:.2f} over {len(mine)} rows.",
+        *(f"\\* {note}" for note in notes),
+        "",
+    ]
+
+
+def goal_lines(rows: Sequence[Row], device: str) -> list[str]:
+    """One line a goal: on the other device it is not measured."""
+    lines = [
+        _goal_cells(goal, judge(goal, rows if goal.device == device else [])) for goal in GOALS
+    ]
+    return [
+        "## Goals",
+        "",
+        *table(["goal", "asked", "got", "rows", "missed", "verdict", "worst row"], lines),
+        "",
+    ]
+
+
+def _goal_cells(goal: Goal, verdict: Verdict) -> list[str]:
+    asked = "" if goal.threshold is None else f"{'<=' if goal.at_most else '>='} {goal.threshold:g}"
+    got = "" if verdict.value is None else f"{verdict.value:.3g}"
+    rows = f"{verdict.told}" if verdict.told == verdict.rows else f"{verdict.told}/{verdict.rows}"
+    return [goal.name, asked, got, rows, f"{verdict.missed}", verdict.status, verdict.row]
+
+
+def report(rows: Sequence[Row], meta: dict[str, Any]) -> list[str]:
+    """All tables. meta: see conftest.py; `device` and `kind` ("cuda" or "cpu") are needed."""
+    if not rows:
+        return ["No rows."]
+    wide = sum(row.times[OURS].high > 1.2 * row.times[OURS].low for row in rows)
+    roofs = sorted({(row.copy_traffic, row.roof) for row in rows})
+    large = [roof for traffic, roof in roofs if traffic == roofs[-1][0]]
+    lines = [
+        f"# Kernels on {meta['device']}",
+        "",
+        *(f"- {key}: {value}" for key, value in meta.items()),
+        f"- roof, a copy of {size_label(roofs[-1][0] // 2)} timed in each row: "
+        f"{min(large) / 1e9:.1f} to {max(large) / 1e9:.1f} GB/s read and written",
+        f"- rows whose quartiles are more than 20 % apart: {wide} of {len(rows)}",
+        "",
+        "Medians; spread is from the lower to the upper quartile. GB/s counts the least traffic "
+        "(`*_bytes`). " + _roof_words(meta["kind"]) + " Peer / ours above 1: ours is faster.",
+        "",
+    ]
+    for kernel in KERNELS:
+        lines += kernel_lines(kernel, rows)
+    return lines + goal_lines(rows, meta["kind"])
+
+
+def _roof_words(kind: str) -> str:
+    if kind == "cuda":
+        return "The roof is that large copy. Times are the device's alone."
+    return "The roof is a copy of as much traffic as the row's, at most that large one."
+
+
+def slug(device: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+
+
+def _json(row: Row) -> str:
+    """One line; five digits of every figure, more than any of them is good for."""
+    exact = json.dumps(asdict(row))
+    return json.dumps(json.loads(exact, parse_float=lambda text: float(f"{float(text):.5g}")))
+
+
+def note(row: Row, folder: Path, anew: bool) -> None:
+    """Add a row to the notes in `folder`, or begin them `anew` with it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / NOTES).open("w" if anew else "a") as file:
+        file.write(_json(row) + "\n")
+
+
+def write(rows: Sequence[Row], meta: dict[str, Any], folder: Path) -> list[Path]:
+    """results.json, tables.md and, where there is matplotlib, a plot a kernel; returns what was
+    written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    data, text = folder / "results.json", folder / "tables.md"
+    lines = ",\n".join(map(_json, rows))
+    data.write_text(f'{{"meta": {json.dumps(meta, indent=1)},\n"rows": [\n{lines}\n]}}\n')
+    text.write_text("\n".join(report(rows, meta)) + "\n")
+    try:
+        from bench.kernels.plots import plot
+    except ImportError:
+        # An extra, and nothing else here needs it.
+        return [data, text]
+    plots = [plot(kernel, rows, meta, folder) for kernel in KERNELS]
+    return [data, text, *(path for path in plots if path is not None)]

@@ -1,0 +1,143 @@
+"""How the launchers compile their kernels: the one table to change when a kernel changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from bench.static_analysis.occupancy import ARCHITECTURES
+from kernels.gpu import chunking, copy_kernel, launcher, projection_kernels, sum_kernels
+
+NUMEL = 1 << 26
+ITEMSIZES = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
+
+
+class Kernel(NamedTuple):
+    """How a launcher compiles a kernel.
+
+    tile: its (elements a tile, warps) for a number of elements and an item size. values: the
+    constexprs of the plain variant that are no dtype; NUMEL, if not the usual one. variants: what
+    differs from them, by name; a mapping gives a value for each dtype. stores: whether tiles are
+    written back.
+    """
+
+    function: Any
+    tile: Callable[[int, int], tuple[int, int]]
+    values: Mapping[str, Any]
+    variants: Mapping[str, Mapping[str, Any]]
+    options: Mapping[str, Any] = MappingProxyType({})
+    stores: bool = True
+
+
+_CAST = {"fp16": "fp32", "fp32": "fp16"}
+_COPY = Kernel(
+    copy_kernel._copy_kernel.function,
+    launcher.block_of,
+    {"PACK": True, "SCALED": False, "FINITE": True, "CHECKED": False},
+    {
+        "scaled": {"SCALED": True},
+        "checked": {"SCALED": True, "CHECKED": True},
+        "cast": {"BUFFER": _CAST},
+    },
+)
+_ELEMENTWISE = {"ALIGNED": True, "CHECKED": False}
+_ELEMENTWISE_VARIANTS: dict[str, dict[str, Any]] = {
+    "misaligned": {"ALIGNED": False},
+    "checked": {"CHECKED": True},
+    "cast": {"OUT": _CAST},
+}
+# Most elements that 128 multiprocessors hold in one tile each.
+_LARGEST_TILES = {dtype: 1 << (20 if dtype == "fp64" else 21) for dtype in ITEMSIZES}
+KERNELS = {
+    "pack": _COPY,
+    "unpack": _COPY._replace(values={**_COPY.values, "PACK": False}),
+    "sum_n": Kernel(
+        sum_kernels._sum_kernel.function, launcher.block_of, _ELEMENTWISE, _ELEMENTWISE_VARIANTS
+    ),
+    "scaled_add": Kernel(
+        sum_kernels._scaled_add_kernel.function,
+        launcher.block_of,
+        _ELEMENTWISE,
+        _ELEMENTWISE_VARIANTS,
+    ),
+    "dots": Kernel(
+        projection_kernels._dots_kernel.function,
+        chunking.tile_of,
+        {"VECTORS": True},
+        {"odd_bounds": {"VECTORS": False}},
+        stores=False,
+    ),
+    "combine": Kernel(
+        projection_kernels._combine_kernel.function,
+        chunking.tile_of,
+        {"CHECKED": False},
+        {"checked": {"CHECKED": True}},
+    ),
+    "one_launch": Kernel(
+        projection_kernels._one_launch_kernel.function,
+        chunking.tile_of,
+        {"CHECKED": False, "NUMEL": _LARGEST_TILES},
+        {
+            "checked": {"CHECKED": True},
+            "beyond_registers": {"NUMEL": 3 << 20},
+        },
+        {"launch_cooperative_grid": True, "maxnreg": projection_kernels.REGISTERS},
+    ),
+}
+DTYPES = ("DTYPE", "A", "B", "OUT", "TENSOR", "BUFFER")
+_VARIANT_CAPABILITY = 90
+
+
+class Case(NamedTuple):
+    """One compilation. variant: "plain" or a name in the kernel's `variants`."""
+
+    kernel: str
+    variant: str
+    dtype: str
+    capability: int
+
+    def __str__(self) -> str:
+        return f"{self.kernel}-{self.variant}-{self.dtype}-sm_{self.capability}"
+
+    @classmethod
+    def parse(cls, name: str) -> Case:
+        """The case whose name that is."""
+        kernel, variant, dtype, capability = name.split("-")
+        return cls(kernel, variant, dtype, int(capability.removeprefix("sm_")))
+
+    @property
+    def aligned(self) -> bool:
+        """Whether 16-byte accesses are due."""
+        values = values_of(self)[0]
+        return values.get("ALIGNED", True) and values.get("VECTORS", True)
+
+
+def cases() -> list[Case]:
+    """Every kernel for every dtype and architecture; its variants for two dtypes and one."""
+    plain = [
+        Case(name, "plain", dtype, capability)
+        for name in KERNELS
+        for dtype in ITEMSIZES
+        for capability in ARCHITECTURES
+    ]
+    return plain + [
+        Case(name, variant, dtype, _VARIANT_CAPABILITY)
+        for name, kernel in KERNELS.items()
+        for variant in kernel.variants
+        for dtype in _CAST
+    ]
+
+
+def values_of(case: Case) -> tuple[dict[str, Any], int]:
+    """(values of the constexprs, dtypes by their short names; warps) of a case."""
+    kernel = KERNELS[case.kernel]
+    changes = {**kernel.values, **kernel.variants.get(case.variant, {})}
+    values: dict[str, Any] = {"NUMEL": NUMEL} | dict.fromkeys(DTYPES, case.dtype)
+    for name, value in changes.items():
+        values[name] = value[case.dtype] if isinstance(value, dict) else value
+    dtypes = {values[name] for name in DTYPES}
+    itemsize = max(ITEMSIZES[dtype] for dtype in dtypes)
+    values["BLOCK"], warps = kernel.tile(values["NUMEL"], itemsize)
+    values["WIDE"] = "fp64" if "fp64" in dtypes else "fp32"
+    return values, warps

@@ -1,0 +1,226 @@
+"""What the compiler makes of every kernel, without a GPU: `make bench-compiled` writes the table.
+
+Each kernel is compiled as its launcher compiles it, for every dtype and architecture, and its
+machine code is read. Results: bench/results/compiled.json and, made from it alone, compiled.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.static_analysis import sass
+from bench.static_analysis.cases import DTYPES, ITEMSIZES, KERNELS, Case, cases, values_of
+from kernels.gpu import launcher
+
+RESULTS = Path(__file__).parents[1] / "results"
+_NAMES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+# The constexpr that names the dtype an argument points to, or the dtype itself.
+_POINTERS = {"a": "A", "b": "B", "out": "OUT", "buffer": "BUFFER"}
+_POINTERS |= {"table": "i64", "addresses": "i64", "arrivals": "i64"}
+_POINTERS |= {"partials": "fp64", "dots": "fp64"}
+
+
+@dataclass
+class Record:
+    """What was read of one compilation.
+
+    registers: a thread. shared, stack, local: bytes, the last two where spilled registers go;
+    spills: instructions that read or write there. instructions: all, without padding. loads,
+    stores: global accesses by bytes a thread. atomics: opcodes. fp64: instructions on the float64
+    units. vector: the path of aligned tiles; scalar: of all others, moved elementwise.
+    """
+
+    registers: int
+    warps: int
+    shared: int
+    stack: int
+    local: int
+    spills: int
+    instructions: int
+    loads: dict[str, int]
+    stores: dict[str, int]
+    atomics: list[str]
+    fp64: int
+    vector: sass.Path
+    scalar: sass.Path
+
+
+def compile_case(case: Case) -> Any:
+    """Compile as the launcher does. Raises ValueError for an argument without a rule above."""
+    values, warps = values_of(case)
+    kernel = KERNELS[case.kernel]
+    function = kernel.function
+    names = function.arg_names
+    # Where nothing is checked the launcher passes the output in the flag's place.
+    flag = "fp32" if values.get("CHECKED") else "BUFFER" if "buffer" in names else "OUT"
+    pointers = _POINTERS | {"found_inf": flag}
+    signature, constexprs = {}, {}
+    for i, (name, parameter) in enumerate(zip(names, function.params, strict=True)):
+        if name in values:
+            signature[name] = "constexpr"
+            value = values[name]
+            constexprs[(i,)] = getattr(launcher.tl, _NAMES[value]) if value in _NAMES else value
+        elif parameter.annotation_type:
+            signature[name] = parameter.annotation_type
+        elif name in pointers:
+            kind = pointers[name]
+            signature[name] = f"*{values.get(kind, kind)}"
+        else:
+            raise ValueError(
+                f"{function.__name__} has an argument {name!r} that {__name__} does not "
+                "know: annotate it, or add it to _POINTERS or the kernel's values"
+            )
+    options = {**launcher.OPTIONS, **kernel.options, "num_warps": warps}
+    return compile_source(function, signature, constexprs, case.capability, options)
+
+
+def compile_source(
+    function: Any,
+    signature: dict[str, str],
+    constexprs: Mapping[tuple[int], Any],
+    capability: int,
+    options: Mapping[str, Any],
+) -> Any:
+    """Triton's compiled kernel. RuntimeError in a process that interprets kernels."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise RuntimeError("an interpreted kernel is not compiled: unset TRITON_INTERPRET")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    source = ASTSource(function, signature, constexprs)
+    target = GPUTarget("cuda", capability, 32)
+    return launcher.triton.compile(source, target=target, options=dict(options))
+
+
+def _tool(name: str, *arguments: str) -> str:
+    from triton.backends import nvidia
+
+    tool = Path(nvidia.__file__).parent / "bin" / name
+    if not tool.exists():
+        raise FileNotFoundError(f"this Triton brings no {name}: install one with NVIDIA's backend")
+    return subprocess.run(
+        [str(tool), *arguments], capture_output=True, text=True, check=True
+    ).stdout
+
+
+def read(compiled: Any, itemsizes: set[int]) -> Record:
+    """The record of a compiled kernel. itemsizes: bytes of the elements that it may take one by
+    one, empty where it takes whole vectors only."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.cubin"
+        file.write_bytes(compiled.asm["cubin"])
+        usage = _tool("cuobjdump", "--dump-resource-usage", str(file))
+        blocks = sass.parse(_tool("nvdisasm", "-c", str(file)))
+    used = {key: int(value) for key, value in re.findall(r"\b([A-Z]+):(\d+)", usage)}
+    every = [x for block in blocks for x in block.instructions if x.opcode != "NOP"]
+    loads = Counter(str(x.access_bytes) for x in every if x.access_bytes and x.is_load)
+    stores = Counter(str(x.access_bytes) for x in every if x.access_bytes and not x.is_load)
+    return Record(
+        registers=used["REG"],
+        warps=compiled.metadata.num_warps,
+        shared=compiled.metadata.shared,
+        stack=used["STACK"],
+        local=used["LOCAL"],
+        spills=sum(x.opcode.startswith(("LDL", "STL")) for x in every),
+        instructions=len(every),
+        loads=dict(sorted(loads.items())),
+        stores=dict(sorted(stores.items())),
+        atomics=sorted(x.opcode for x in every if re.match(r"(ATOM|RED)[GS]?\.", x.opcode)),
+        fp64=sum(x.is_fp64 for x in every),
+        vector=sass.vector_path(blocks),
+        scalar=sass.scalar_path(blocks, itemsizes) if itemsizes else sass.NO_PATH,
+    )
+
+
+def measure(case: Case) -> Record:
+    """Compile one case and read it. RuntimeError where it does not compile."""
+    from triton.compiler.errors import CompilationError
+
+    values, _ = values_of(case)
+    itemsizes = {ITEMSIZES[values[name]] for name in DTYPES}
+    try:
+        return read(compile_case(case), set() if values.get("VECTORS") else itemsizes)
+    except CompilationError as error:
+        raise RuntimeError(f"{case} does not compile: {error}") from error
+
+
+def measure_all(chosen: Sequence[Case]) -> dict[str, Record]:
+    """Records by the cases' names. The compiler's own programs run beside each other."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return dict(zip(map(str, chosen), pool.map(measure, chosen), strict=True))
+
+
+def faults(record: Record, vectors: tuple[str, ...]) -> list[str]:
+    """What no kernel may have, in words. vectors: those of "loads", "stores" due in 16 bytes."""
+    found = []
+    if record.stack or record.local or record.spills:
+        found.append(f"spills: {record.stack} + {record.local} bytes, {record.spills} accesses")
+    # A loop of compare-and-swap would be a float atomic in disguise.
+    disguised = [x for x in record.atomics if re.search(r"F16|F32|F64|CAS", x)]
+    if disguised:
+        found.append(f"float atomics: {', '.join(disguised)}")
+    for kind in vectors:
+        widths = getattr(record, kind)
+        if not any(int(width) in sass.VECTOR_SIZES for width in widths):
+            found.append(f"no 128-bit {kind}, only (bytes: how many) {widths}")
+    return found
+
+
+def faults_of(case: Case, record: Record) -> list[str]:
+    """`faults` with what is due from this case."""
+    due = ("loads", "stores") if KERNELS[case.kernel].stores else ("loads",)
+    return faults(record, due if case.aligned else ())
+
+
+def to_json(records: dict[str, Record]) -> str:
+    """The machine-readable twin, with the version of Triton that made it."""
+    plain = {
+        name: asdict(record)
+        | {"vector": record.vector._asdict(), "scalar": record.scalar._asdict()}
+        for name, record in records.items()
+    }
+    # A case a line, so that a difference between two versions can be read.
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(plain[name])}" for name in plain)
+    version = json.dumps(launcher.triton.__version__)
+    return f'{{"triton": {version}, "cases": {{\n{lines}\n}}}}\n'
+
+
+def from_json(text: str) -> tuple[str, dict[str, Record]]:
+    """(Triton's version, records by the cases' names)."""
+    data = json.loads(text)
+    records = {}
+    for name, fields in data["cases"].items():
+        paths = {key: sass.Path(**fields[key]) for key in ("vector", "scalar")}
+        records[name] = Record(**(fields | paths))
+    return data["triton"], records
+
+
+def main() -> int:
+    """Compile everything, write both files, print every fault; the exit status."""
+    from bench.static_analysis import table
+
+    records = measure_all(cases())
+    text = to_json(records)
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "compiled.json").write_text(text)
+    (RESULTS / "compiled.md").write_text(table.render(*from_json(text)))
+    found = [(case, fault) for case in cases() for fault in faults_of(case, records[str(case)])]
+    for case, fault in found:
+        print(f"{case}: {fault}")
+    print(f"{len(records)} compilations in {RESULTS / 'compiled.md'}, {len(found)} faults")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""How ranks find each other, and what they find out at start-up."""

@@ -1,0 +1,166 @@
+"""How ranks meet: through one store, at the address that the environment variables name."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from collectives.errors import CollectiveTimeoutError, TransportError
+
+# Seconds for a thread to leave torch's code, where torch takes longer than it was given: it may
+# lose a connection that it waited on, pause, and try another one for the whole time.
+_LEAVE = 5.0
+
+
+def open_store(rank: int, timeout: float) -> dist.Store:
+    """The store at MASTER_ADDR and MASTER_PORT: torchrun's, else rank 0's own.
+
+    As torch's "env://", but it does not wait for the other ranks: `meet` does, and can tell who is
+    missing. timeout: seconds. CollectiveTimeoutError where there is none in time,
+    TransportError where the port is taken.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    place = f"{host}:{port}"
+    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        if agents or rank != 0:
+            _await(lambda left: socket.create_connection((host, port), left).close(), timeout)
+        else:
+            _await(lambda left: socket.getaddrinfo(host, port), timeout)
+        if agents:
+            store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
+            return store
+        return dist.TCPStore(
+            host,
+            port,
+            is_master=rank == 0,
+            timeout=timedelta(seconds=timeout),
+            wait_for_workers=False,
+            # As torch's own, so that torch can open one there, too.
+            multi_tenant=True,
+        )
+    except (dist.DistError, OSError) as error:
+        if "EADDRINUSE" in str(error):
+            raise TransportError(
+                f"rank {rank} cannot listen on {place}, where all ranks are to meet: something "
+                "else does already; set another MASTER_PORT on all ranks"
+            ) from error
+        raise CollectiveTimeoutError(
+            f"rank {rank} got no answer from the store at {place}, which rank 0 or torchrun keeps, "
+            f"within {timeout:g} s: {first_line(error)}"
+        ) from error
+
+
+def _await(attempt: Callable[[float], object], timeout: float) -> None:
+    """Return once `attempt(seconds left)` does; its last OSError where it does not in time.
+
+    Looks for what listens, or for a name's address. torch tries by itself, too, but pauses for
+    seconds between two tries, into its overtime, and says a page about each.
+    """
+    deadline = time.monotonic() + timeout
+    pause = 0.01
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            attempt(max(left, 0.1))
+            return
+        except OSError:
+            if left <= 0:
+                raise
+        time.sleep(min(pause, max(left, 0)))
+        pause = min(2 * pause, 0.25)
+
+
+def bounded(start: Callable[[], None], rank: int, timeout: float) -> None:
+    """Run `start`; CollectiveTimeoutError where it neither ends nor raises in `timeout` seconds.
+
+    torch waits without an end for the first word of what listens at a store's port, and, after a
+    wait has timed out, for the store to take note of that: both where the store's process was
+    stopped, the first also where something else took its port.
+    """
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            start()
+            future.set_result(None)
+        except BaseException as error:  # noqa: BLE001 - raised by result()
+            future.set_exception(error)
+
+    # Not a pool's, which the interpreter would wait for at exit.
+    thread = threading.Thread(target=run, name="collectives-start", daemon=True)
+    thread.start()
+    if not wait([future], timeout).done:
+        # An interpreter aborts where a thread leaves torch's code while it ends.
+        atexit.register(thread.join, _LEAVE)
+        raise CollectiveTimeoutError(
+            f"rank {rank} could not start within {timeout:g} s: what listens at "
+            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} is not the store that rank 0 "
+            "or torchrun keeps, or that has stopped"
+        )
+    thread.join(_LEAVE)
+    future.result()
+
+
+def meet(store: dist.Store, rank: int, size: int, timeout: float) -> dist.Store:
+    """A part of the store for this start alone, once all ranks are there.
+
+    A store may outlive ranks: torchrun keeps one over its restarts, with what those before wrote.
+    So every rank says that it is there by a new token, and ranks meet under a name made of all
+    tokens that they see. Whoever has confirmed a name that holds another's token was started when
+    that one was; a name that holds a dead rank's token is confirmed by all but that rank.
+
+    CollectiveTimeoutError naming the ranks that have not come in `timeout` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    tokens = [f"adasum: rank {peer}" for peer in range(size)]
+    names: list[str] = []
+    pause = 0.001
+    try:
+        store.set(tokens[rank], secrets.token_hex(16))
+        while True:
+            # The oldest first: a rank that is done with this start may have begun another.
+            for name in names:
+                if store.check(_confirmations(name, size)):
+                    return dist.PrefixStore(name, store)
+            if store.check(tokens):
+                seen = b" ".join(store.multi_get(tokens))
+                name = f"adasum {hashlib.blake2b(seen, digest_size=16).hexdigest()}"
+                if name not in names:
+                    store.set(_confirmations(name, size)[rank], "")
+                    names.append(name)
+                    continue
+            if time.monotonic() > deadline:
+                break
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+        said = _confirmations(names[-1], size) if names else tokens
+        missing = [peer for peer, key in enumerate(said) if not store.check([key])]
+    except dist.DistError as error:
+        raise CollectiveTimeoutError(
+            f"rank {rank} could not start: the store, which rank 0 or torchrun keeps, has ended "
+            f"(look at rank 0's own error): {first_line(error)}"
+        ) from error
+    late = ", ".join(f"rank {peer}" for peer in missing)
+    raise CollectiveTimeoutError(
+        f"rank {rank} could not start: {late or 'another rank'} did not come within {timeout:.3g} s"
+    )
+
+
+def _confirmations(name: str, size: int) -> list[str]:
+    return [f"{name}: rank {peer}" for peer in range(size)]
+
+
+def first_line(error: BaseException) -> str:
+    """What torch says, without its C++ stack."""
+    return str(error).strip().split("\n", 1)[0]

@@ -1,0 +1,190 @@
+"""How the ranks of a group are to be connected: what was asked for, and what can be had."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+
+import torch
+import torch.distributed as dist
+
+import kernels
+from collectives.consistency.agreement import CODE_BITS, agree, code_of, gather_bytes
+from collectives.consistency.description import Description
+from collectives.errors import TransportError
+from collectives.execution.executor import Workspace
+from collectives.transport import (
+    WAYS,
+    GlooTransport,
+    HybridTransport,
+    LinkTransport,
+    NcclTransport,
+    Transport,
+    load_nccl,
+    open_links,
+    store_of,
+)
+from collectives.transport.connections.shm import ShmLink
+
+# What `kernels.cpu_path` says where it is not torch.
+_COMPILED = "compiled"
+# Whether a group of several ranks was made that all computed so: this process has to go on.
+_promised = False
+_logger = logging.getLogger(__name__)
+# The links that a rank offers for each choice.
+_WAYS = {
+    "auto": WAYS,
+    "gloo": (),
+    "shm": ("shm",),
+    "tcp": ("tcp",),
+    "nccl": WAYS,
+}
+
+
+def transport_choice(transport: str | None) -> str:
+    """The argument, else the environment variable ADASUM_TRANSPORT, else "auto".
+
+    ValueError, naming the one that is wrong.
+    """
+    source, choice = "transport", transport
+    if choice is None:
+        source, choice = "ADASUM_TRANSPORT", os.environ.get("ADASUM_TRANSPORT") or "auto"
+    if choice not in _WAYS:
+        raise ValueError(f"{source} must be one of {', '.join(_WAYS)}, got {choice!r}")
+    return choice
+
+
+def agree_on_start(gloo: GlooTransport, timeout: float, **options: bool) -> None:
+    """CollectiveMismatchError on all ranks where they do not start with the same options."""
+    if gloo.size > 1:
+        call = Description("init", options=options)
+        agree(call, gloo, "start-up", timeout, Workspace(), code_of(call, CODE_BITS))
+
+
+def connect(gloo: GlooTransport, timeout: float, choice: str) -> Transport:
+    """`gloo`, with links beside it, and NCCL, as this rank's choice and the others' are.
+
+    TransportError on all ranks where one demands what cannot be had.
+    """
+    if gloo.size == 1:
+        return gloo
+
+    def gather(data: bytes) -> list[bytes]:
+        return gather_bytes(data, gloo, "start-up", timeout, Workspace())
+
+    store = store_of(gloo.process_group)
+    toward = _host_of(store)
+    ways = _WAYS[choice]
+    met = open_links(gloo.rank, gloo.size, gather, timeout, ways=ways, toward=toward)
+    host: Transport = gloo
+    others = sorted(set(range(gloo.size)) - {gloo.rank})
+    unlinked = [peer for peer in others if peer not in met.links]
+    unshared = [peer for peer in others if not isinstance(met.links.get(peer), ShmLink)]
+    said = json.dumps([[choice, unlinked, unshared], [kernels.cpu_path(), _promised]]).encode()
+    told = [json.loads(data) for data in gather(said)]
+    reports = [report for report, _ in told]
+    with contextlib.ExitStack() as failed:
+        if any(len(missing) < len(others) for _, missing, _ in reports):
+            # Also on a rank without links: splitting must be the same work on all.
+            links = LinkTransport(gloo.rank, gloo.size, *met)
+            failed.callback(links.close)
+            host = HybridTransport(links, gloo, ways=ways, toward=toward)
+        _check_demands(reports)
+        _compute_alike([computing for _, computing in told], gloo.rank)
+        if any(demand == "nccl" for demand, _, _ in reports):
+            said = json.dumps([_lacks_for_nccl(), _gpu(), _shares_gpus()]).encode()
+            _check_gpus([json.loads(data) for data in gather(said)])
+            host = NcclTransport(host, store, timeout=timeout)
+        failed.pop_all()
+    return host
+
+
+def _compute_alike(ranks: list[tuple[str, bool]], rank: int) -> None:
+    """ranks: what `kernels.cpu_path` says there, and whether it has promised others "compiled".
+
+    Compiled code and torch's functions differ in last bits, and all ranks are to have the same.
+    """
+    global _promised
+    lacking = [i for i, (path, _) in enumerate(ranks) if path != _COMPILED]
+    if not lacking:
+        _promised = True
+    if not lacking or len(lacking) == len(ranks):
+        return
+    why = f"rank {lacking[0]} has {ranks[lacking[0]][0]}"
+    bound = [i for i, (path, promised) in enumerate(ranks) if path == _COMPILED and promised]
+    if bound:
+        raise TransportError(
+            f"ranks {bound} compute on CPU tensors in compiled code, as other groups of theirs do, "
+            f"and ranks {lacking} cannot: {why}; set ADASUM_CPU_KERNELS=torch on all ranks"
+        )
+    kernels.use_torch_on_cpu(why)
+    if rank == lacking[0]:
+        _logger.warning(
+            "all ranks compute on CPU tensors by torch's functions, as ranks %s have to: %s",
+            lacking,
+            why,
+        )
+
+
+def _check_demands(reports: list[tuple[str, list[int], list[int]]]) -> None:
+    """reports: of every rank its choice, the ranks it has no link to, and no shared memory with."""
+    for rank, (choice, unlinked, _) in enumerate(reports):
+        if choice == "tcp" and unlinked:
+            raise TransportError(
+                f'transport="tcp": rank {rank} has no connection to ranks {unlinked}: one asked '
+                "for gloo or shm, or the network refused it (GLOO_SOCKET_IFNAME names the "
+                'interface to use); transport="auto" uses gloo there'
+            )
+    if any(choice == "shm" for choice, _, _ in reports):
+        for rank, (_, _, unshared) in enumerate(reports):
+            if unshared:
+                raise TransportError(
+                    f'transport="shm": rank {rank} shares no memory with ranks {unshared}: they '
+                    "are on different hosts, or one asked for something else, or the system "
+                    'refused it; transport="auto" uses TCP there'
+                )
+
+
+def _check_gpus(reports: list[tuple[str, str, bool]]) -> None:
+    """reports: of every rank what it lacks for NCCL, its GPU, and whether NCCL may share that."""
+    first: dict[str, int] = {}
+    for rank, (lack, gpu, shares) in enumerate(reports):
+        if lack:
+            raise TransportError(f'transport="nccl": rank {rank}: {lack}')
+        other = first.setdefault(gpu, rank)
+        if other != rank and not shares:
+            raise TransportError(
+                f'transport="nccl": ranks {other} and {rank} have the same current GPU, {gpu}: '
+                'call torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before init; with '
+                "NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL 2.30 and newer lets ranks share one"
+            )
+
+
+def _host_of(store: dist.Store) -> str:
+    """The host that keeps the store where the ranks met, as far as it tells."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return getattr(store, "host", None) or os.environ.get("MASTER_ADDR") or socket.gethostname()
+
+
+def _lacks_for_nccl() -> str:
+    """What this rank needs before it can use NCCL; "" where it has all."""
+    try:
+        load_nccl()
+    except (ImportError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def _gpu() -> str:
+    """The UUID of this rank's GPU; "" without one."""
+    if not torch.cuda.is_available():
+        return ""
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+
+
+def _shares_gpus() -> bool:
+    return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") != "0"

@@ -1,0 +1,213 @@
+"""Which tensors travel together: small ones packed, a model's gradients in groups.
+
+The arithmetic on sizes follows the TensorFlow benchmarks' all-reduce (ranges, packing, device
+groups) and Paddle's fused all-reduce (groups by memory and by number).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeVar
+
+import torch
+
+from collectives import validation
+from collectives.reducers import kernels
+
+Tensor = torch.Tensor
+T = TypeVar("T")
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How `pack_small_tensors` changed a list: what `unpack_small_tensors` needs to undo it.
+
+    ranges: first and last index of each packed buffer, in the order of the buffers. shapes: of all
+    tensors of the list.
+    """
+
+    ranges: tuple[tuple[int, int], ...]
+    shapes: tuple[torch.Size, ...]
+
+    @property
+    def sound(self) -> bool:
+        """Whether the ranges lie one after the other within the list."""
+        ends = [-1, *(end for pair in self.ranges for end in pair), len(self.shapes)]
+        return all(a < b for a, b in pairwise(ends))
+
+
+def extract_ranges(
+    indices: Sequence[int], range_size_limit: int = 32
+) -> tuple[list[list[int]], list[int]]:
+    """([first, last] of each run of consecutive indices, the indices that stand alone).
+
+    indices: ascending. A run has at most `range_size_limit` members; what follows begins another.
+    ValueError for indices that do not ascend and for a limit below 1.
+    """
+    validation.integer("range_size_limit", range_size_limit)
+    if range_size_limit < 1:
+        raise ValueError(f"range_size_limit must be at least 1, got {range_size_limit}")
+    ranges: list[list[int]] = []
+    for index in indices:
+        if ranges and index <= ranges[-1][1]:
+            raise ValueError(f"indices must ascend, got {index} after {ranges[-1][1]}")
+        fits = ranges and index - ranges[-1][0] < range_size_limit
+        if fits and index == ranges[-1][1] + 1:
+            ranges[-1][1] = index
+        else:
+            ranges.append([index, index])
+    return [each for each in ranges if each[0] < each[1]], [a for a, b in ranges if a == b]
+
+
+def split_by_size(tensors: Sequence[Tensor], threshold: int) -> tuple[list[Tensor], list[Tensor]]:
+    """(tensors of at most `threshold` elements, the others), each in the order of the list."""
+    tensors = validation.tensors("tensors", tensors)
+    validation.integer("threshold", threshold)
+    small = [tensor for tensor in tensors if tensor.numel() <= threshold]
+    return small, [tensor for tensor in tensors if tensor.numel() > threshold]
+
+
+def group_devices(devices: Sequence[T], group_size: int) -> list[list[T]]:
+    """ceil(n / group_size) groups of `group_size` devices, dealt out in turns.
+
+    The list is gone through again until every group is full, so some devices may be in two groups.
+    ValueError for a group size below 1 or above the number of devices.
+    """
+    if not isinstance(devices, Sequence):
+        raise TypeError(f"devices must be a list or tuple, got {type(devices).__name__}")
+    validation.integer("group_size", group_size)
+    count = len(devices)
+    if not 1 <= group_size <= count:
+        raise ValueError(
+            f"group_size must be from 1 to the number of devices, got {group_size} of {count}"
+        )
+    number = -(-count // group_size)
+    return [
+        [devices[i % count] for i in range(group, number * group_size, number)]
+        for group in range(number)
+    ]
+
+
+def pack_small_tensors(
+    tensors: Sequence[Tensor], max_bytes: int = 0, max_group: int = 0
+) -> tuple[list[Tensor], Packing | None]:
+    """The list with its small tensors packed: packed 1-D buffers, then all others; how to undo it.
+
+    Neighbours in the list of one dtype and device, each of at most `max_bytes` bytes, are copied
+    into one buffer without gaps, at most `max_group` of them (0: any number). Two at least: a small
+    tensor between large ones stays as it is. The packing is None where nothing was packed, as
+    always with max_bytes=0. Tensors may be strided. ValueError for negative limits.
+    """
+    tensors = validation.tensors("tensors", tensors, dense=True)
+    validation.integer("max_bytes", max_bytes)
+    validation.integer("max_group", max_group)
+    if max_bytes < 0 or max_group < 0:
+        raise ValueError(
+            f"max_bytes and max_group must not be negative, got {max_bytes} and {max_group}"
+        )
+    runs: list[list[int]] = []
+    for i, tensor in enumerate(tensors):
+        if max_bytes == 0 or tensor.numel() * tensor.element_size() > max_bytes:
+            continue
+        last = runs[-1][-1] if runs else -2
+        if last == i - 1 and _kind(tensors[last]) == _kind(tensor):
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+    ranges = [
+        (first, last)
+        for run in runs
+        for first, last in extract_ranges(run, max_group or len(tensors))[0]
+    ]
+    if not ranges:
+        return list(tensors), None
+    packed = {i for first, last in ranges for i in range(first, last + 1)}
+    buffers = [_joined(tensors[first : last + 1]) for first, last in ranges]
+    others = [tensor for i, tensor in enumerate(tensors) if i not in packed]
+    shapes = tuple(tensor.shape for tensor in tensors)
+    return buffers + others, Packing(tuple(ranges), shapes)
+
+
+def unpack_small_tensors(tensors: Sequence[Tensor], packing: Packing | None) -> list[Tensor]:
+    """The list as it was before `pack_small_tensors`; what was packed as views of the buffers.
+
+    ValueError where the list is not one that the packing made.
+    """
+    tensors = validation.tensors("tensors", tensors)
+    if packing is None:
+        return tensors
+    if not isinstance(packing, Packing):
+        raise TypeError(f"packing must be a Packing or None, got {type(packing).__name__}")
+    if not packing.sound:
+        raise ValueError("packing's fields contradict each other: take pack_small_tensors' own")
+    count = len(packing.ranges)
+    inside = sum(last - first + 1 for first, last in packing.ranges)
+    if len(tensors) != count + len(packing.shapes) - inside:
+        raise ValueError(
+            f"tensors: {count} packed and {len(packing.shapes) - inside} other tensors expected, "
+            f"got {len(tensors)}"
+        )
+    restored: dict[int, Tensor] = {}
+    for buffer, (first, last) in zip(tensors, packing.ranges, strict=False):
+        shapes = packing.shapes[first : last + 1]
+        sizes = [shape.numel() for shape in shapes]
+        if buffer.shape != (sum(sizes),):
+            raise ValueError(
+                f"tensors: a packed one of shape {(sum(sizes),)} expected, got "
+                f"{tuple(buffer.shape)}"
+            )
+        for i, (part, shape) in enumerate(zip(buffer.split(sizes), shapes, strict=True)):
+            restored[first + i] = part.view(shape)
+    rest = iter(tensors[count:])
+    return [restored[i] if i in restored else next(rest) for i in range(len(packing.shapes))]
+
+
+def plan_groups(
+    tensors: Sequence[Tensor],
+    *,
+    memory_size: float | None = None,
+    groups_size: int | None = None,
+) -> list[list[int]]:
+    """Indices of the tensors that are reduced together, one dtype and one device a group.
+
+    tensors: in the order in which backward produces them; groups are in the order in which their
+    last members come. memory_size: MiB; a group closes before it would grow past it (a larger
+    tensor has a group to itself). groups_size: the most tensors a group holds. Either may be left
+    out. ValueError for limits that are not positive.
+    """
+    tensors = validation.tensors("tensors", tensors)
+    if memory_size is not None and not isinstance(memory_size, int | float):
+        raise TypeError(f"memory_size must be a number, got {type(memory_size).__name__}")
+    if groups_size is not None:
+        validation.integer("groups_size", groups_size)
+    if memory_size is not None and not memory_size > 0:
+        raise ValueError(f"memory_size must be a positive number of MiB, got {memory_size}")
+    if groups_size is not None and groups_size < 1:
+        raise ValueError(f"groups_size must be at least 1, got {groups_size}")
+    groups: list[list[int]] = []
+    open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
+    for i, tensor in enumerate(tensors):
+        nbytes = tensor.numel() * tensor.element_size()
+        group, held = open_groups.get(_kind(tensor), ([], 0))
+        full = memory_size is not None and held + nbytes > memory_size * _MIB
+        if not group or full or len(group) == groups_size:
+            group, held = [], 0
+            groups.append(group)
+        group.append(i)
+        open_groups[_kind(tensor)] = group, held + nbytes
+    return sorted(groups, key=lambda group: group[-1])
+
+
+def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.device]:
+    return tensor.dtype, tensor.device
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    if tensors[0].dtype not in kernels.DTYPES:
+        return torch.cat([tensor.reshape(-1) for tensor in tensors])
+    dense = [tensor.contiguous() for tensor in tensors]
+    layout = kernels.layout_of(dense, alignment=dense[0].element_size())
+    return kernels.pack(dense, layout=layout)

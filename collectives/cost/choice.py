@@ -1,0 +1,32 @@
+"""The algorithm that `auto` stands for, from what messages and reductions cost here."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from collectives.cost import Links, estimate
+from collectives.reducers import Reducer
+from collectives.schedules.topology import Topology
+
+
+def candidates(op: Reducer, topology: Topology) -> tuple[str, ...]:
+    """The specifications that give the same mathematics as `op` over all ranks.
+
+    Sums may be grouped in any way, on two levels too. Adasum's order is part of its answer: `rd`
+    and `vhdd` are the same tree, two levels and the ring's line are others.
+    """
+    if op.uniform:
+        return ("rd", "vhdd")
+    flat = ("rd", "rechd", "xring")
+    if topology.num_nodes == 1 or topology.local_size == 1:
+        return flat
+    pairs = tuple(f"{inner}/{outer}" for inner in ("rechd", "xring") for outer in flat)
+    return (*flat, f"xring#{topology.local_size}", *pairs)
+
+
+@lru_cache(maxsize=4096)
+def choose(op: Reducer, nbytes: int, links: Links, topology: Topology) -> str:
+    """The candidate that costs least for a buffer of nbytes; of equal ones the first."""
+    kind = "adasum" if op.uniform else "sum"
+    specs = candidates(op, topology)
+    return min(specs, key=lambda spec: estimate(spec, nbytes, links, topology, kind).seconds)

@@ -1,0 +1,151 @@
+"""The numbers of the α-β-γ model: what a message and a reduction cost on a machine."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.schedules.topology import Topology
+
+Floats = NDArray[np.float64]
+
+
+class Rate(NamedTuple):
+    """alpha seconds for each, beta seconds a byte, and `far` a byte for those beyond `knee` bytes.
+
+    On a CPU the knee is where buffers no longer fit in the caches.
+    """
+
+    alpha: float
+    beta: float
+    knee: float = math.inf
+    far: float = 0.0
+
+    def seconds(self, count: Floats, nbytes: Floats) -> Floats:
+        """Of so many, with so many bytes in all."""
+        near = self.alpha * count + self.beta * np.minimum(nbytes, self.knee)
+        return near + self.far * np.maximum(nbytes - self.knee, 0.0)
+
+    def scaled(self, factor: float) -> Rate:
+        """The same, in that many times the time."""
+        return Rate(self.alpha * factor, self.beta * factor, self.knee, self.far * factor)
+
+
+@dataclass(frozen=True)
+class Links:
+    """What moves bytes between ranks, and what reduces them.
+
+    intra, inter: what a rank sends to, or receives from, one peer on its node and on another node.
+    sum, adasum: one reduction on a rank, by the bytes it has received for it.
+    nic: seconds a byte of the connection that all ranks of a node share, each way; None where
+    every rank has its own. call: seconds of a collective beside its steps.
+    """
+
+    intra: Rate
+    inter: Rate
+    sum: Rate
+    adasum: Rate
+    nic: float | None = None
+    call: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            numbers = (value.alpha, value.beta, value.far) if isinstance(value, Rate) else (value,)
+            if any(n is not None and not (n >= 0 and math.isfinite(n)) for n in numbers):
+                raise ValueError(
+                    f"{field.name} must be finite seconds and not negative, got {value}"
+                )
+            if isinstance(value, Rate) and not value.knee > 0:
+                raise ValueError(f"{field.name} must have a knee of more than 0 bytes, got {value}")
+
+
+ASSUMED = Links(
+    intra=Rate(3.4e-6, 1 / 450e9),
+    inter=Rate(14e-6, 1 / 50e9),
+    sum=Rate(3e-6, 3 / 3.35e12),
+    adasum=Rate(7.5e-6, 7.5 / 3.35e12),
+)
+"""Assumptions, not measurements: nodes of H100 GPUs, each with a 400 Gb/s adapter of its own.
+
+alpha: the latencies that NCCL's tuning tables give a hop of a ring over NVLink and over the network
+(protocol Simple). beta: the makers' figures, NVLink 4 at 450 GB/s each way and 400 Gb/s. sum: a
+kernel launch of 3 µs, and two reads and a write at the 3.35 TB/s of the data sheet. adasum: two and
+a half times that, for five units of traffic in two launches and their dot products.
+"""
+
+
+def read_topology(path: str | Path) -> tuple[Topology, Links]:
+    """A machine described by a .json or .toml file.
+
+    Keys: nodes, local; intra, inter, sum and adasum, each a Rate's fields; nic, call. All but
+    nodes and local have ASSUMED's values unless given, adasum two and a half times sum's. Raises
+    ValueError naming the file and the key that is wrong.
+    """
+    path = Path(path)
+    try:
+        return _described(_read(path))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def with_rates(links: Links, given: Mapping[str, Any]) -> Links:
+    """`links` with some fields replaced; adasum follows a sum that is given alone."""
+    values = {field.name: getattr(links, field.name) for field in fields(Links)}
+    values.update(given)
+    if "sum" in given and "adasum" not in given:
+        values["adasum"] = given["sum"].scaled(2.5)
+    return Links(**values)
+
+
+def _read(path: Path) -> Any:
+    if path.suffix == ".json":
+        return json.loads(path.read_text())
+    if path.suffix != ".toml":
+        raise ValueError("the name must end in .json or .toml")
+    try:
+        import tomllib
+    except ModuleNotFoundError:
+        raise ValueError("reading .toml needs Python 3.11: write it as .json") from None
+    return tomllib.loads(path.read_text())
+
+
+def _described(data: Any) -> tuple[Topology, Links]:
+    if not isinstance(data, dict):
+        raise ValueError(f"expected keys and values, got {type(data).__name__}")
+    names = [field.name for field in fields(Links)]
+    unknown = sorted(set(data) - {"nodes", "local", *names})
+    if unknown:
+        raise ValueError(f"unknown key {unknown[0]!r}: use nodes, local, {', '.join(names)}")
+    nodes, local = (_count(key, data.get(key, 1)) for key in ("nodes", "local"))
+    given: dict[str, Any] = {}
+    for name in names:
+        if name in data:
+            plain = name in ("nic", "call")
+            given[name] = _number(name, data[name]) if plain else _rate(name, data[name])
+    return Topology(nodes * local, local), with_rates(ASSUMED, given)
+
+
+def _count(key: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{key} must be a positive integer, got {value!r}")
+    return value
+
+
+def _number(key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{key} must be a number, got {value!r}")
+    return float(value)
+
+
+def _rate(key: str, value: Any) -> Rate:
+    if not isinstance(value, dict) or not {"alpha", "beta"} <= set(value) <= set(Rate._fields):
+        raise ValueError(f"{key} must have alpha and beta, may have knee and far, got {value!r}")
+    return Rate(**{name: _number(f"{key}.{name}", number) for name, number in value.items()})

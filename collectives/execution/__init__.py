@@ -1,0 +1,1 @@
+"""Running schedules: lowering, the executor, and the all-reduces built on it."""

@@ -1,0 +1,167 @@
+"""Run one rank's part of a schedule on a buffer, over any transport, with any reducer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from collectives.execution.lowering import Leg, legs_of
+from collectives.execution.pipelining import post
+from collectives.reducers import Operands, Piece, Reducer, Sum
+from collectives.schedules import recursive_doubling
+from collectives.schedules.schedule import Schedule
+from collectives.transport.base import Message, Transport
+
+# Of a workspace, kept; making one costs some microseconds.
+_MOST_VIEWS = 256
+_MOST_BLOCKS = 8
+
+# A device, and a stream's handle; 0 for the CPU.
+_Where = tuple[torch.device, int]
+
+
+class Workspace:
+    """Reusable memory for what is received but not yet reduced: one block a device and stream.
+
+    What a stream still reads is not there for another one. A graph gets memory of its own: it
+    would go on using the block after that has been given back for a larger one.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[_Where, torch.Tensor] = {}
+        self._views: dict[tuple[_Where, torch.dtype, int], torch.Tensor] = {}
+        self._within: Workspace | None = None
+
+    def take(self, numel: int, like: torch.Tensor) -> torch.Tensor:
+        """`numel` uninitialised elements of `like`'s dtype and device, until the next take."""
+        nbytes = numel * like.element_size()
+        where: _Where = (like.device, 0)
+        if like.is_cuda:
+            where = (like.device, torch.cuda.current_stream(like.device).cuda_stream)
+            if torch.cuda.is_current_stream_capturing():
+                return self._part(self._block(nbytes, like), nbytes, like)
+        key = (where, like.dtype, numel)
+        view = self._views.get(key)
+        if view is None:
+            view = self._views[key] = self._view(nbytes, like, where)
+        return view
+
+    def _view(self, nbytes: int, like: torch.Tensor, where: _Where) -> torch.Tensor:
+        block = self._blocks.get(where)
+        grows = block is None or block.numel() < nbytes
+        if grows or len(self._views) >= _MOST_VIEWS:
+            # The smaller block goes with its views.
+            self._views.clear()
+        if block is None or grows:
+            if len(self._blocks) >= _MOST_BLOCKS:
+                self._blocks.clear()
+            block = self._blocks[where] = self._block(nbytes, like)
+        return self._part(block, nbytes, like)
+
+    def _part(self, block: torch.Tensor, nbytes: int, like: torch.Tensor) -> torch.Tensor:
+        # Nobody may write outside inference mode to a tensor made inside it.
+        with torch.inference_mode(False):
+            return block[:nbytes].view(like.dtype)
+
+    def _block(self, nbytes: int, like: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode(False):
+            return torch.empty(max(nbytes, 1), dtype=torch.uint8, device=like.device)
+
+    @property
+    def within(self) -> Workspace:
+        """Another one, for what runs while this one is in use."""
+        if self._within is None:
+            self._within = Workspace()
+        return self._within
+
+
+def execute(
+    schedule: Schedule,
+    buffer: torch.Tensor,
+    transport: Transport,
+    reducer: Reducer | Sequence[Reducer],
+    *,
+    label: str,
+    timeout: float,
+    workspace: Workspace,
+    segments: Sequence[int] | None = None,
+    bounds: Sequence[int] | None = None,
+    ranks: Sequence[int] | None = None,
+) -> None:
+    """Run this rank's steps of `schedule` in place on `buffer` (1-D, contiguous).
+
+    reducer: what REDUCE means, one for all phases or one a phase. bounds: element boundaries of
+    the schedule's chunks; nearly equal pieces unless given, of whole segments where the schedule
+    asks for them. ranks: the transport's ranks that stand for the schedule's ranks 0, 1, ...; all
+    of them unless given. label: what an error calls this collective. timeout: seconds for each
+    step.
+    """
+    size = transport.size if ranks is None else len(ranks)
+    if size != schedule.size:
+        raise ValueError(f"schedule is for {schedule.size} ranks, got {size}")
+    rank = transport.rank if ranks is None else ranks.index(transport.rank)
+    members = None if ranks is None else tuple(ranks)
+    legs = legs_of(schedule, rank, buffer.numel(), segments=segments, bounds=bounds, ranks=members)
+    for leg in legs:
+        where = f"{leg.name} of {label}"
+        scratch = workspace.take(leg.staged, buffer) if leg.staged else buffer
+        sends = [Message(cut.peer, _elements(buffer, cut.low, cut.high)) for cut in leg.sends]
+        recvs = [
+            Message(cut.peer, _elements(scratch if cut.staged else buffer, cut.low, cut.high))
+            for cut in leg.recvs
+        ]
+        arrivals = post(sends, recvs, transport, where, timeout)
+        if leg.reductions or leg.group:
+            operator = reducer if isinstance(reducer, Reducer) else reducer[leg.phase]
+            group = (transport.rank,) if schedule.whole_segments else leg.group
+            sum_partials = _partial_sum(group, transport, where, timeout, workspace)
+            # What is reduced whole, segment by segment, waits for all of it.
+            apart = leg.sent_first and (not operator.uniform or sum_partials is not None)
+            coming = arrivals.pieces(_pieces(leg, recvs, buffer), apart=apart)
+            operator.reduce(Operands(coming, buffer.numel(), segments, sum_partials))
+        arrivals.wait()
+
+
+def _pieces(leg: Leg, recvs: Sequence[Message], buffer: torch.Tensor) -> tuple[Piece, ...]:
+    """What a step reduces: for each range what comes, and the rank's own value."""
+    pieces = []
+    for before, after, low, high in leg.reductions:
+        mine = _elements(buffer, low, high)
+        left = [recvs[number].tensor for number in before]
+        right = [recvs[number].tensor for number in after]
+        pieces.append(Piece((*left, mine, *right), mine, low))
+    return tuple(pieces)
+
+
+def _elements(whole: torch.Tensor, low: int, high: int) -> torch.Tensor:
+    """whole[low:high], which costs a microsecond or two."""
+    return whole if high - low == whole.numel() else whole[low:high]
+
+
+def _partial_sum(
+    group: tuple[int, ...],
+    transport: Transport,
+    where: str,
+    timeout: float,
+    workspace: Workspace,
+) -> Callable[[torch.Tensor], None] | None:
+    """Sums over `group` by recursive doubling: addition commutes, so all members get equal bits."""
+    if len(group) == 1:
+        return None
+
+    def sum_partials(partials: torch.Tensor) -> None:
+        if not group:
+            raise ValueError(f"{where} names no group to sum over; use a uniform algorithm")
+        execute(
+            recursive_doubling.all_reduce(len(group)),
+            partials.view(-1),
+            transport,
+            Sum,
+            label=f"the dot products of {where}",
+            timeout=timeout,
+            workspace=workspace.within,
+            ranks=group,
+        )
+
+    return sum_partials

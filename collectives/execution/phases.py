@@ -1,0 +1,76 @@
+"""From a range of the specification string to what is run: schedules and libraries, in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from collectives.reducers import Reducer
+from collectives.schedules.algorithms import LIBRARY, one_level, two_levels
+from collectives.schedules.schedule import Schedule
+from collectives.schedules.spec import AllReduceSpec
+from collectives.schedules.topology import Topology
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A schedule over all ranks, or a library's all-reduce in `shards` pieces.
+
+    local: whether the library reduces over the ranks of each node alone.
+    """
+
+    schedule: Schedule | None = None
+    library: str | None = None
+    shards: int = 1
+    local: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The phases of one all-reduce.
+
+    two_levels: whether the schedule's phase 0 sums inside nodes and its phase 1 is the operator's.
+    prescale: what every rank multiplies its contribution by first. host: whether all of it happens
+    in host memory.
+    """
+
+    phases: tuple[Phase, ...]
+    two_levels: bool = False
+    prescale: float = 1.0
+    host: bool = False
+
+
+def plan_of(spec: AllReduceSpec, op: Reducer, topology: Topology) -> Plan:
+    """How to reduce with `op` by `spec` (not auto) on `topology`.
+
+    An operator that needs one expression tree (Adasum) runs across nodes alone in a two-level
+    plan: inside a node its operands are averaged, by a factor before the sum, so that no float16
+    overflows.
+
+    Raises ValueError for shards that the algorithm does not take and operators it cannot carry.
+    """
+    return _plan_of(spec, op.uniform, str(op), topology)
+
+
+# Not by the operator, which need not have a hash and would be kept alive.
+@lru_cache(maxsize=1024)
+def _plan_of(spec: AllReduceSpec, uniform: bool, op: str, topology: Topology) -> Plan:
+    host = "pscpu" in (spec.inner, spec.outer)
+    if spec.inner is None:
+        if spec.outer not in LIBRARY:
+            schedule = one_level(spec.outer, spec.shards, topology, uniform=uniform)
+            return Plan((Phase(schedule),), host=host)
+        if uniform:
+            raise ValueError(
+                f"algorithm {spec.outer!r} is a library's own sum, which cannot do {op}: "
+                "use vhdd, rd or xring"
+            )
+        return Plan((Phase(library=spec.outer, shards=spec.shards),))
+    schedule = two_levels(
+        spec.inner, spec.inner_shards, spec.outer, spec.shards, topology, uniform=uniform
+    )
+    phases: tuple[Phase, ...] = (Phase(schedule),)
+    if spec.inner in LIBRARY:
+        phases = (Phase(library=spec.inner, shards=spec.inner_shards, local=True), *phases)
+    prescale = 1.0 / topology.local_size if uniform else 1.0
+    return Plan(phases, two_levels=True, prescale=prescale, host=host)

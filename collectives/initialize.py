@@ -1,0 +1,358 @@
+"""Start-up and shut-down, and the group that calls without `group=` use."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+import kernels
+from collectives import validation
+from collectives.bootstrap.calibration import calibrate as measure_links
+from collectives.bootstrap.launchers import refuse_to_stand_alone
+from collectives.bootstrap.rendezvous import bounded, first_line, meet, open_store
+from collectives.bootstrap.transport_selection import agree_on_start, connect, transport_choice
+from collectives.errors import CollectiveError, CollectiveTimeoutError
+from collectives.group import Group
+from collectives.schedules.topology import Topology
+from collectives.transport import GlooTransport, ThreadWorld, subgroup
+
+T = TypeVar("T")
+
+_NO_PROCESS_GROUP = (
+    "process_group must be a torch.distributed.ProcessGroup that this rank is in, got {}"
+)
+
+_group: Group | None = None
+_store: tuple[str, dist.Store] | None = None
+_thread = threading.local()
+_adopted: weakref.WeakKeyDictionary[dist.ProcessGroup, Group] = weakref.WeakKeyDictionary()
+
+
+def init(
+    *,
+    timeout: float = 300.0,
+    process_group: dist.ProcessGroup | None = None,
+    transport: str | None = None,
+    calibrate: bool = True,
+) -> Group:
+    """Join the ranks that torchrun started, and return their group; alone without torchrun.
+
+    Reads RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and, where set, LOCAL_RANK and
+    LOCAL_WORLD_SIZE. With torch.distributed already initialised its ranks are used; then, and with
+    `process_group`, messages travel on that group. A second call returns the first one's group.
+
+    timeout: seconds any one step of a collective may wait for a peer. transport: how CPU tensors
+    travel; unless given, the environment variable ADASUM_TRANSPORT says it, else it is "auto":
+    through shared memory between ranks of one host, over TCP between hosts, by gloo where neither
+    is to be had. "gloo": by gloo alone; on some ranks only, for messages to and from those. "tcp":
+    the same over TCP; a TransportError on all where such a rank reaches another in no way but gloo.
+    "shm" on any rank: a TransportError on all where any two ranks share no memory. "nccl" on any
+    rank: CPU tensors as with "auto", CUDA tensors through cupy's NCCL on each rank's current
+    device; a TransportError on all that says what one of them lacks. CUDA tensors otherwise travel
+    over torch.distributed. Rings follow the links of the GPUs that are in use by then. calibrate:
+    measure for a fraction of a second, so that "auto" can choose the algorithm of a Sum or Average
+    by it; False, on all ranks alike: by size alone, the same in every run of the program.
+
+    Raises ValueError where the environment variables are incomplete, wrong or mpirun's, srun's or
+    horovodrun's alone, or `transport` is unknown, RuntimeError for more ranks than one in a torch
+    built without torch.distributed, or where ADASUM_CPU_KERNELS demands what is not to be had,
+    CollectiveTimeoutError naming the ranks that did not come, CollectiveMismatchError on all ranks
+    where they differ in `calibrate`.
+    """
+    global _group
+    if getattr(_thread, "group", None) is not None:
+        return _thread.group
+    if _group is not None:
+        return _group
+    validation.timeout(timeout)
+    choice = transport_choice(transport)
+    # What it raises, and the second it may take, come before anybody waits.
+    kernels.cpu_path()
+    if not isinstance(calibrate, bool):
+        raise TypeError(f"calibrate must be a bool, got {type(calibrate).__name__}")
+    if process_group is not None and not (
+        dist.is_available() and isinstance(process_group, dist.ProcessGroup)
+    ):
+        raise TypeError(_NO_PROCESS_GROUP.format(type(process_group).__name__))
+    owned = process_group is None
+    if process_group is None and not _distributed():
+        if _world_size() == 1:
+            _group = Group(ThreadWorld(1).transport(0), timeout=timeout, local_rank=0, local_size=1)
+            return _group
+        _require_distributed()
+        # Enough for torch to give up by itself, and to say more about it.
+        bounded(lambda: _start_torch_distributed(timeout), int(os.environ["RANK"]), timeout + 3.0)
+        process_group = dist.group.WORLD
+    elif process_group is None:
+        process_group = dist.new_group(timeout=timedelta(seconds=timeout), backend=_backend())
+    assert process_group is not None
+    gloo = GlooTransport(process_group, owned=owned)
+    group: Group | None = None
+    try:
+        agree_on_start(gloo, timeout, calibrate=calibrate)
+        group = _over_gloo(gloo, timeout, choice)
+        if calibrate and group.size > 1:
+            group.use_links(measure_links(group))
+    except BaseException:
+        (group or gloo).close()
+        raise
+    _group = group
+    atexit.register(shutdown)
+    return group
+
+
+def _start_torch_distributed(timeout: float) -> None:
+    """As init_process_group does by the environment, but any number of times.
+
+    The store outlives shut-down: with a new one on the old port, a rank that is quick could meet
+    the old one. Each start has its own part of it. Ranks that are to meet elsewhere open another.
+    CollectiveTimeoutError or TransportError where the ranks do not meet.
+    """
+    global _store
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    deadline = time.monotonic() + timeout
+    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    if _store is None or _store[0] != place:
+        _store = place, open_store(rank, timeout)
+    try:
+        store = meet(_store[1], rank, size, deadline - time.monotonic())
+        dist.init_process_group(
+            _backend(),
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=timeout),
+        )
+    except RuntimeError as error:
+        # Rank 0 lets go of the port, too.
+        _store = None
+        if isinstance(error, CollectiveError):
+            raise
+        others = ", ".join(f"rank {peer}" for peer in range(size) if peer != rank)
+        raise CollectiveTimeoutError(
+            f"rank {rank} could not connect to all of {others}: {first_line(error)}"
+        ) from error
+
+
+def _distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _require_distributed() -> None:
+    if not dist.is_available():
+        raise RuntimeError(
+            f"torch {torch.__version__} is built without torch.distributed, which ranks in "
+            "processes of their own need: pip install a torch that has it, as PyPI's for Linux do, "
+            "or use ranks that are threads (run_threads)"
+        )
+
+
+def _world_size() -> int:
+    names = ("RANK", "WORLD_SIZE")
+    missing = [name for name in names if name not in os.environ]
+    if len(missing) == 2:
+        refuse_to_stand_alone()
+        return 1
+    if missing:
+        raise ValueError(
+            f"environment variable {missing[0]} is not set, the other of RANK and WORLD_SIZE is: "
+            "start with torchrun, or set both"
+        )
+    try:
+        rank, size = (int(os.environ[name]) for name in names)
+    except ValueError:
+        raise ValueError(
+            f"RANK and WORLD_SIZE must be integers, got {os.environ['RANK']!r} and "
+            f"{os.environ['WORLD_SIZE']!r}"
+        ) from None
+    if not 0 <= rank < size:
+        raise ValueError(f"RANK must be from 0 to WORLD_SIZE - 1, got {rank} of {size}")
+    if size > 1:
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if not os.environ.get(name):
+                raise ValueError(f"environment variable {name} is not set: start with torchrun")
+        port = os.environ["MASTER_PORT"]
+        if not port.isdecimal() or not 0 < int(port) < 1 << 16:
+            raise ValueError(f"MASTER_PORT must be a port from 1 to 65535, got {port!r}")
+        _local()
+    return size
+
+
+def _local() -> tuple[int | None, int | None]:
+    """LOCAL_RANK and LOCAL_WORLD_SIZE, where both are set."""
+    said = [os.environ.get(name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+    if None in said:
+        return None, None
+    try:
+        rank, size = (int(text or "") for text in said)
+    except ValueError:
+        rank, size = 0, 0
+    if not 0 <= rank < size:
+        raise ValueError(
+            "LOCAL_RANK must be an integer from 0 to LOCAL_WORLD_SIZE - 1, got "
+            f"{said[0]!r} of {said[1]!r}"
+        )
+    return rank, size
+
+
+def _backend() -> str:
+    """gloo, and NCCL beside it where every rank of the host can have a GPU of its own."""
+    local_size = _local()[1] or (
+        dist.get_world_size() if _distributed() else int(os.environ["WORLD_SIZE"])
+    )
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return "cpu:gloo,cuda:nccl" if dist.is_nccl_available() and gpus >= local_size else "gloo"
+
+
+def new_group(ranks: Sequence[int]) -> Group | None:
+    """`Group.split` of the default group: a group of some of its ranks, None on the others."""
+    return default_group().split(ranks)
+
+
+def from_process_group(process_group: dist.ProcessGroup, *, timeout: float = 300.0) -> Group:
+    """A group of the ranks of a torch.distributed process group, in its order; init is not needed.
+
+    Messages travel on a process group of their own, so they never meet torch's, and through shared
+    memory inside a host. Called by exactly these ranks. A second call for the same process group
+    returns the first one's Group, unless that was closed; it lasts until it or the process ends.
+
+    timeout: seconds any one step of a collective may wait for a peer. Raises RuntimeError where
+    torch.distributed is not initialised, TypeError or ValueError for what is no process group that
+    this rank is in.
+    """
+    _require_distributed()
+    if not _distributed():
+        raise RuntimeError("torch.distributed is not initialised: call init_process_group first")
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise TypeError(_NO_PROCESS_GROUP.format(type(process_group).__name__))
+    validation.timeout(timeout)
+    known = _adopted.get(process_group)
+    if known is None or known.closed:
+        # What these raise comes before anybody waits.
+        choice = transport_choice(None)
+        kernels.cpu_path()
+        ranks = range(dist.get_world_size(process_group))
+        own = GlooTransport(subgroup(process_group, ranks, _backend(), timeout), owned=True)
+        known = _over_gloo(own, timeout, choice)
+        if not _adopted:
+            atexit.register(_close_adopted)
+        _adopted[process_group] = known
+    return known
+
+
+def _close_adopted() -> None:
+    for group in list(_adopted.values()):
+        group.close()
+
+
+def _over_gloo(gloo: GlooTransport, timeout: float, choice: str) -> Group:
+    whole = gloo.size == dist.get_world_size()
+    local_rank, local_size = _local() if whole else (None, None)
+    return Group(
+        connect(gloo, timeout, choice),
+        timeout=timeout,
+        local_rank=local_rank,
+        local_size=local_size,
+    )
+
+
+def shutdown() -> None:
+    """Close the group that init made, if any; init may be called again."""
+    global _group
+    if _group is None:
+        return
+    group, _group = _group, None
+    group.close()
+    atexit.unregister(shutdown)
+
+
+def is_initialized() -> bool:
+    """Whether default_group() has an answer in this thread."""
+    return getattr(_thread, "group", None) is not None or _group is not None
+
+
+def default_group() -> Group:
+    """The group of init, or of this thread under run_threads; RuntimeError where there is none."""
+    group: Group | None = getattr(_thread, "group", None) or _group
+    if group is None:
+        raise RuntimeError("no group yet: call init() first")
+    return group
+
+
+def group_or_default(group: Group | None) -> Group:
+    """The default group for None; TypeError for what is no Group."""
+    if group is None:
+        return default_group()
+    if not isinstance(group, Group):
+        raise TypeError(f"group must be a collectives.Group or None, got {type(group).__name__}")
+    return group
+
+
+def run_threads(
+    size: int,
+    fn: Callable[[Group], T],
+    *,
+    timeout: float = 60.0,
+    local_size: int | None = None,
+) -> list[T]:
+    """Run `fn(group)` on `size` ranks, each a thread of this process; return the results by rank.
+
+    In each thread the default group is that thread's. The first rank's error is raised, after all
+    threads have ended; the others' collectives fail as soon as they need a rank that has ended.
+    timeout: seconds any one step of a collective may wait. local_size: play nodes of so many
+    ranks; all ranks are on one unless given. Raises ValueError where it does not divide size. The
+    ranks share out torch's number of threads, and draw from torch's one global random generator in
+    no fixed order: what must be the same each time takes a torch.Generator of its own.
+    """
+    validation.integer("size", size)
+    validation.timeout(timeout)
+    world = ThreadWorld(size)
+    topology = Topology(size, size if local_size is None else local_size)
+    results: dict[int, T] = {}
+    errors: list[BaseException] = []
+    groups = [
+        Group(
+            world.transport(rank),
+            timeout=timeout,
+            local_rank=topology.local_rank_of(rank),
+            local_size=topology.local_size,
+            topology=topology,
+        )
+        for rank in range(size)
+    ]
+
+    cores = torch.get_num_threads()
+
+    def main(group: Group) -> None:
+        _thread.group = group
+        # A new thread's BLAS would start as many threads as there are processors, in every rank.
+        torch.set_num_threads(max(1, cores // size))
+        try:
+            results[group.rank] = fn(group)
+        except BaseException as error:  # noqa: BLE001 - raised below, for all threads
+            errors.append(error)
+        finally:
+            group.close()
+
+    threads = [
+        threading.Thread(target=main, args=(group,), name=f"rank-{group.rank}", daemon=True)
+        for group in groups
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    # Part of what it sets is the process's, not the thread's.
+    torch.set_num_threads(cores)
+    if errors:
+        raise next((e for e in errors if not isinstance(e, CollectiveTimeoutError)), errors[0])
+    return [results[rank] for rank in range(size)]

@@ -1,0 +1,1 @@
+"""Collectives as plain data: schedules, the algorithms that make them, and their verification."""

@@ -1,0 +1,85 @@
+"""Folding: how algorithms built for powers of two take any number of ranks.
+
+With P the largest power of two <= n and r = n - P, ranks (0, 1), (2, 3), ... of the first 2r reduce
+pairwise; the even one of each pair and the remaining ranks, P in all, are the leaves of a balanced
+tree in rank order; at the end the even ranks send the result to the odd ones. Folding costs two
+steps and two whole buffers on the folded ranks' links. Source: Thakur, Rabenseifner and Gropp,
+"Optimization of collective communication operations in MPICH", IJHPCA 2005.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from collectives.schedules.schedule import IDLE, Action, Step, Transfer
+
+
+@dataclass(frozen=True)
+class Fold:
+    """How `size` ranks map to the leaves of a balanced tree."""
+
+    size: int
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"size must be at least 1, got {self.size}")
+
+    @property
+    def leaves(self) -> int:
+        """P, the largest power of two that is no more than `size`."""
+        return 1 << (self.size.bit_length() - 1)
+
+    @property
+    def extra(self) -> int:
+        """r = size - P, the number of ranks folded away."""
+        return self.size - self.leaves
+
+    def rank(self, leaf: int) -> int:
+        """The rank that stands for a leaf."""
+        return 2 * leaf if leaf < self.extra else leaf + self.extra
+
+    def leaf(self, rank: int) -> int | None:
+        """The leaf a rank stands for, None if it was folded away."""
+        if rank >= 2 * self.extra:
+            return rank - self.extra
+        return None if rank % 2 else rank // 2
+
+    def block(self, leaf: int, width: int) -> tuple[int, ...]:
+        """The ranks of the aligned block of `width` leaves that `leaf` is in."""
+        first = leaf - leaf % width
+        return tuple(self.rank(other) for other in range(first, first + width))
+
+
+def fold_in(fold: Fold, rank: int, chunks: int) -> Iterator[Step]:
+    """The step in which the odd ranks of the pairs are reduced into the even ones, if any."""
+    if fold.extra:
+        if rank >= 2 * fold.extra:
+            yield IDLE
+        elif rank % 2:
+            yield Step(sends=(Transfer(rank - 1, 0, chunks),))
+        else:
+            recv = Transfer(rank + 1, 0, chunks, Action.REDUCE_RIGHT)
+            yield Step(recvs=(recv,), group=(rank,))
+
+
+def fold_out(fold: Fold, rank: int, chunks: int) -> Iterator[Step]:
+    """The step in which the odd ranks of the pairs are sent the result, if any."""
+    if fold.extra:
+        if rank >= 2 * fold.extra:
+            yield IDLE
+        elif rank % 2:
+            yield Step(recvs=(Transfer(rank - 1, 0, chunks),))
+        else:
+            yield Step(sends=(Transfer(rank + 1, 0, chunks),))
+
+
+def on_leaves(
+    fold: Fold, rank: int, count: int, steps: Callable[[Fold, int], Iterator[Step]]
+) -> Iterator[Step]:
+    """The `count` steps of `steps(fold, leaf)`; ranks that are no leaf stay idle as long."""
+    leaf = fold.leaf(rank)
+    if leaf is None:
+        yield from [IDLE] * count
+    else:
+        yield from steps(fold, leaf)

@@ -1,0 +1,137 @@
+"""Rings: every rank talks to its two neighbours only.
+
+`all_reduce` wins on large buffers: 2 (n - 1) steps in which every rank sends and receives
+2 (n - 1) / n of the buffer, the least any all-reduce can, with 1/n of it as extra memory. A chunk
+is summed along its ring from its owner's successor to its owner, so every chunk has another order
+and the schedule cannot carry an operator that is not associative. Source: Patarasuk and Yuan,
+"Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009.
+
+`linear_all_reduce` is the ring for such an operator: whole segments travel the line 0, 1, ...,
+n - 1 and the results travel on round the ring, chunk after chunk in a pipeline. With c chunks:
+c + 2n - 3 steps; ranks n - 2 and n - 1 send the buffer once, the others twice, and each receives
+what its predecessor sends; 1/c of the buffer as extra memory.
+
+`reduce` is the line alone, towards its root: c + n - 2 steps, the buffer once over every link, 1/c
+of it as extra memory. Source of the pipelines: Sanders, Speck and Träff, "Two-tree algorithms for
+full bandwidth broadcast, reduction and scan", Parallel Computing 2009.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+
+from collectives.schedules.building_blocks import Halves
+from collectives.schedules.schedule import Action, Collective, Schedule, Step, Transfer
+
+Orders = tuple[tuple[int, ...], ...]
+
+
+def _rings(orders: Orders, rank: int, lag: int) -> Iterator[Step]:
+    """Once round every ring, starting with the chunk of the rank `lag` positions before.
+
+    The chunks of owner r are [r k, (r + 1) k), one for each of the k rings.
+    """
+    size, rings = len(orders[0]), len(orders)
+    places = [order.index(rank) for order in orders]
+    action = Action.REDUCE_LEFT if lag else Action.COPY
+    for hop in range(lag, lag + size - 1):
+        sends, recvs = [], []
+        for ring, (order, place) in enumerate(zip(orders, places, strict=True)):
+            out = order[(place - hop) % size] * rings + ring
+            into = order[(place - hop - 1) % size] * rings + ring
+            sends.append(Transfer(order[(place + 1) % size], out, out + 1))
+            recvs.append(Transfer(order[place - 1], into, into + 1, action))
+        yield Step(tuple(sends), tuple(recvs))
+
+
+@lru_cache(maxsize=64)
+def halves(size: int, orders: Orders | None = None) -> Halves:
+    """One ring for each of `orders`, each on 1/k of every rank's region.
+
+    orders: the ranks by their position on each ring; one ring 0, 1, ..., size - 1 unless given.
+    """
+    if size < 1:
+        raise ValueError(f"size must be at least 1, got {size}")
+    rings = orders or (tuple(range(size)),)
+    if any(sorted(order) != list(range(size)) for order in rings):
+        raise ValueError(f"orders must each be a permutation of 0 to {size - 1}")
+    return Halves(
+        "xring" if len(rings) == 1 else f"xring#{len(rings)}",
+        size,
+        owners=tuple(range(size)),
+        width=len(rings),
+        scatter=lambda rank: _rings(rings, rank, 1),
+        gather=lambda rank: _rings(rings, rank, 0),
+    )
+
+
+@lru_cache(maxsize=64)
+def all_reduce(size: int, orders: Orders | None = None) -> Schedule:
+    """`xring`, or `xring#k` with k orders (topology.ring_orders): all k rings at once."""
+    return halves(size, orders).all_reduce()
+
+
+@lru_cache(maxsize=64)
+def reduce_scatter(size: int) -> Schedule:
+    """n - 1 steps; every rank sends and receives (n - 1) / n of the buffer and owns chunk rank."""
+    scatter = halves(size).scatter
+    return Schedule("ring reduce_scatter", size, size, Collective.REDUCE_SCATTER, scatter)
+
+
+@lru_cache(maxsize=64)
+def all_gather(size: int) -> Schedule:
+    """n - 1 steps; every rank sends and receives (n - 1) / n of the buffer."""
+    return Schedule("ring all_gather", size, size, Collective.ALL_GATHER, halves(size).gather)
+
+
+def _line(
+    order: Sequence[int], rank: int, chunks: int, first: int, action: Action
+) -> Iterator[tuple[tuple[Transfer, ...], tuple[Transfer, ...]]]:
+    """What a rank sends and receives while chunks follow each other down a line of ranks.
+
+    The first chunk leaves the line's first rank in step `first`; endless.
+    """
+    place = order.index(rank)
+
+    def transfer(step: int, hop: int, peer: int, action: Action) -> tuple[Transfer, ...]:
+        chunk = step - first - hop
+        return (Transfer(peer, chunk, chunk + 1, action),) if 0 <= chunk < chunks else ()
+
+    step = 0
+    while True:
+        last = place == len(order) - 1
+        sends = () if last else transfer(step, place, order[place + 1], Action.COPY)
+        recvs = transfer(step, place - 1, order[place - 1], action) if place else ()
+        yield sends, recvs
+        step += 1
+
+
+@lru_cache(maxsize=64)
+def linear_all_reduce(size: int, chunks: int | None = None) -> Schedule:
+    """`xring` for Adasum: ((0 · 1) · 2) · ... for every segment; 4n chunks unless given."""
+    pieces = 4 * size if chunks is None else chunks
+
+    def steps(rank: int) -> Iterator[Step]:
+        ranks = range(size)
+        there = _line(ranks, rank, pieces, 0, Action.REDUCE_LEFT)
+        onward = _line([size - 1, *ranks[:-1]], rank, pieces, size - 1, Action.COPY)
+        for _ in range(pieces + 2 * size - 3 if size > 1 else 0):
+            (sends, recvs), (more_sends, more_recvs) = next(there), next(onward)
+            yield Step(sends + more_sends, recvs + more_recvs)
+
+    return Schedule("linear xring", size, pieces, Collective.ALL_REDUCE, steps, whole_segments=True)
+
+
+@lru_cache(maxsize=256)
+def reduce(size: int, root: int, chunks: int | None = None) -> Schedule:
+    """Everything to `root` along root + 1, root + 2, ..., root; n chunks unless given."""
+    pieces = size if chunks is None else chunks
+
+    def steps(rank: int) -> Iterator[Step]:
+        order = [(root + 1 + i) % size for i in range(size)]
+        line = _line(order, rank, pieces, 0, Action.REDUCE_LEFT)
+        for _ in range(pieces + size - 2 if size > 1 else 0):
+            yield Step(*next(line))
+
+    return Schedule("ring reduce", size, pieces, Collective.REDUCE, steps, root=root)

@@ -1,0 +1,95 @@
+"""Two levels: reduce inside every node, all-reduce across nodes, share the result inside again.
+
+Wins where links between nodes are slower than links inside them. The inner algorithm reduces each
+region of the buffer onto one owner a node; the owners of a region, one a node, all-reduce it by
+the outer schedule, all regions at once; the inner algorithm sends it from the owner to the node.
+The links of a node to the others carry the buffer as often as one rank's do in the outer schedule
+over num_nodes ranks. Steps are the sum of both levels'; a rank's bytes are the inner algorithm's on
+the whole buffer and the outer's on a region, and its extra memory is the larger of the two. A
+region is 1/L of the buffer for `xring`, L = local_size; 1/P for `rechd`, P the largest power of two
+<= L; 1/k for `pscpu` and `psgpu` with k shards. Inner reductions are phase 0, outer ones phase 1,
+so that Adasum across nodes can follow a sum inside them. Sources: Mikami et al., "Massively
+distributed SGD: ImageNet/ResNet-50 training in a flash", arXiv 1811.05233 (2D-torus all-reduce);
+Maleki et al., arXiv 2006.02924 (Adasum across nodes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from collectives.schedules import ring
+from collectives.schedules.building_blocks import Halves
+from collectives.schedules.schedule import IDLE, Collective, Schedule, Step, Transfer
+from collectives.schedules.topology import Topology
+
+
+def all_reduce(topology: Topology, inner: Halves | None, outer: Schedule) -> Schedule:
+    """`inner` on every node's local ranks, `outer` on the nodes.
+
+    inner: of topology.local_size ranks; None where a library has done the inner all-reduce, so
+    that the local ranks start with their node's sum: the schedule then has no phase 0 and ends with
+    a ring all-gather in the node. outer: an all-reduce of topology.num_nodes ranks; the schedule
+    wants whole segments where `outer` does, and has groups where `outer` has them.
+
+    Raises ValueError where the sizes do not fit the topology.
+    """
+    local_size, nodes = topology.local_size, topology.num_nodes
+    node = inner or ring.halves(local_size, topology.node().ring_orders())
+    if node.size != local_size:
+        raise ValueError(f"inner is of {node.size} ranks, a node of the topology has {local_size}")
+    if outer.size != nodes:
+        raise ValueError(f"outer is of {outer.size} ranks, the topology has {nodes} nodes")
+    regions = {owner: region for region, owner in enumerate(node.owners)}
+    owners = tuple(sorted(regions))
+
+    def inside(rank: int, steps: Iterable[Step]) -> Iterator[Step]:
+        first = rank - rank % local_size
+        for step in steps:
+            yield Step(
+                sends=_placed(step.sends, first, 1, 0, outer.chunks),
+                recvs=_placed(step.recvs, first, 1, 0, outer.chunks),
+            )
+
+    def across(rank: int) -> Iterator[Step]:
+        at, local = divmod(rank, local_size)
+        region = regions.get(local)
+        if region is None:
+            yield from (IDLE for _ in outer.steps(at))
+            return
+        start = region * node.width * outer.chunks
+        for step in outer.steps(at):
+            yield Step(
+                sends=_placed(step.sends, local, local_size, start, node.width),
+                recvs=_placed(step.recvs, local, local_size, start, node.width),
+                group=tuple(w * local_size + owner for w in step.group for owner in owners),
+                phase=1,
+            )
+
+    def steps(rank: int) -> Iterator[Step]:
+        local = rank % local_size
+        if inner is None and nodes == 1:
+            return
+        if inner is not None:
+            yield from inside(rank, inner.scatter(local))
+        yield from across(rank)
+        yield from inside(rank, node.gather(local))
+
+    return Schedule(
+        f"{inner.name if inner else 'library'}/{outer.name}",
+        topology.size,
+        node.chunks * outer.chunks,
+        Collective.ALL_REDUCE,
+        steps,
+        whole_segments=outer.whole_segments,
+        replicas=1 if inner else local_size,
+    )
+
+
+def _placed(
+    transfers: tuple[Transfer, ...], first: int, stride: int, start: int, width: int
+) -> tuple[Transfer, ...]:
+    """A level's transfers in the whole schedule's ranks and chunks."""
+    return tuple(
+        Transfer(first + peer * stride, start + a * width, start + b * width, action)
+        for peer, a, b, action in transfers
+    )

@@ -1,0 +1,256 @@
+"""Proof that a schedule is right, for all ranks at once, by running it on symbols, not numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from collectives.schedules.schedule import Action, Collective, Schedule, Step
+
+
+class ScheduleError(AssertionError):
+    """A schedule that does not do what it says."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What `verify` found.
+
+    steps: how many. phases: how many reducers the run takes, 0 where nothing is reduced. one_tree:
+    all chunks end with one expression tree of the last phase, whose leaves are what the earlier
+    phases reduced, in any order. uniform: one_tree, and every reduction of the last phase names a
+    group that holds its whole operands.
+    """
+
+    steps: int
+    phases: int
+    one_tree: bool
+    uniform: bool
+
+
+class _Expressions:
+    """Interned expression trees over the ranks' inputs; a node is an int.
+
+    `ranks`: the inputs in it, a bit each. `phase`: of its root, -1 for an input.
+    """
+
+    def __init__(self, inputs: int) -> None:
+        self.ranks = [1 << i for i in range(inputs)]
+        self.phase = [-1] * inputs
+        self._shapes: list[int] = [-1] * inputs
+        self._nodes: dict[tuple[int, int, int], int] = {}
+        self._ids: dict[Hashable, int] = {}
+
+    def reduce(self, left: int, right: int, phase: int, where: str) -> int:
+        node = self._nodes.get((left, right, phase))
+        if node is not None:
+            return node
+        if self.ranks[left] & self.ranks[right]:
+            raise ScheduleError(f"{where}: a rank's contribution is counted twice")
+        if max(self.phase[left], self.phase[right]) > phase:
+            raise ScheduleError(f"{where}: phase {phase} reduces the answer of a later phase")
+        node = self._nodes[left, right, phase] = len(self.ranks)
+        shape = (phase, self.shape(left, phase), self.shape(right, phase))
+        self._shapes.append(self._id(shape))
+        self.ranks.append(self.ranks[left] | self.ranks[right])
+        self.phase.append(phase)
+        return node
+
+    def shape(self, node: int, phase: int) -> int:
+        """An id of the node's tree in which earlier phases count as the set of their inputs."""
+        return self._shapes[node] if self.phase[node] == phase else self._id(self.ranks[node])
+
+    def _id(self, key: Hashable) -> int:
+        return self._ids.setdefault(key, len(self._ids))
+
+
+_State = list[list[int | None]]
+_Reduction = tuple[int, int, int]  # chunk, shape of the left operand, shape of the right one
+
+
+def verify(schedule: Schedule) -> Proof:
+    """Prove `schedule` for every rank, or raise ScheduleError naming the rank and the step.
+
+    Proved: every send has its receive in the same step and of the same chunks, and the reverse;
+    no chunk is read before it is written, nor received into while it is being sent; every rank
+    ends with every contribution exactly once where the collective says so; all ranks hold the same
+    expression tree for a chunk; no phase reduces what a later one answered; what a rank reduces in
+    a step is equal or disjoint ranges; and every non-empty `group` holds one pair of operands, each
+    chunk once, every rank's part of it in one range.
+    """
+    if not isinstance(schedule, Schedule):
+        raise TypeError(f"schedule must be a Schedule, got {type(schedule).__name__}")
+    size, chunks = schedule.size, schedule.chunks
+    expressions = _Expressions(size // schedule.replicas)
+    state = _initial(schedule)
+    grouped: dict[int, bool] = {}
+    programs = [iter(schedule.steps(rank)) for rank in range(size)]
+    count = 0
+    while True:
+        steps = [next(program, None) for program in programs]
+        if all(step is None for step in steps):
+            break
+        where = f"{schedule.name} of {size}, step {count}"
+        present = [step for step in steps if step is not None]
+        if len(present) != size:
+            raise ScheduleError(f"{where}: rank {steps.index(None)} has no step while others do")
+        reductions = _run_step(present, state, expressions, chunks, where)
+        _check_ranges(present, where)
+        _check_groups(present, reductions, chunks, where)
+        for step, reduced in zip(present, reductions, strict=True):
+            if reduced:
+                grouped[step.phase] = grouped.get(step.phase, True) and bool(step.group)
+        count += 1
+    last = max(grouped, default=-1)
+    one_tree = len({expressions.shape(n, last) for n in _answers(schedule, state, expressions)}) < 2
+    return Proof(count, last + 1, one_tree, one_tree and grouped.get(last, True))
+
+
+def _initial(schedule: Schedule) -> _State:
+    size, chunks = schedule.size, schedule.chunks
+    if schedule.collective is Collective.ALL_GATHER:
+        if chunks != size:
+            raise ScheduleError(f"{schedule.name}: an all_gather has one chunk a rank")
+        return [[c if c == rank else None for c in range(chunks)] for rank in range(size)]
+    if schedule.collective is Collective.BROADCAST:
+        root = schedule.root
+        return [[root if rank == root else None] * chunks for rank in range(size)]
+    return [[rank // schedule.replicas] * chunks for rank in range(size)]
+
+
+def _run_step(
+    steps: Sequence[Step], state: _State, expressions: _Expressions, chunks: int, where: str
+) -> list[list[_Reduction]]:
+    """Advance all ranks by one step; return every rank's reductions."""
+    mail: dict[tuple[int, int], list[tuple[int, int, list[int | None]]]] = {}
+    for rank, step in enumerate(steps):
+        for peer, start, stop, _ in step.sends:
+            _check_transfer(rank, peer, start, stop, len(steps), chunks, where)
+            values = state[rank][start:stop]
+            if None in values:
+                raise ScheduleError(f"{where}: rank {rank} sends a chunk it does not have yet")
+            mail.setdefault((rank, peer), []).append((start, stop, values))
+        for recv in step.recvs:
+            if recv.action is Action.COPY and any(
+                send.start < recv.stop and recv.start < send.stop for send in step.sends
+            ):
+                raise ScheduleError(f"{where}: rank {rank} receives into chunks it is sending")
+    reductions: list[list[_Reduction]] = [[] for _ in steps]
+    for rank, step in enumerate(steps):
+        phase = step.phase
+        copied: set[int] = set()
+        sides: dict[int, tuple[list[int], list[int]]] = {}
+        for peer, start, stop, action in step.recvs:
+            _check_transfer(rank, peer, start, stop, len(steps), chunks, where)
+            queue = mail.get((peer, rank))
+            if not queue:
+                raise ScheduleError(f"{where}: rank {rank} waits for rank {peer}, which sends none")
+            sent_start, sent_stop, values = queue.pop(0)
+            if (sent_start, sent_stop) != (start, stop):
+                raise ScheduleError(
+                    f"{where}: rank {peer} sends chunks [{sent_start}, {sent_stop}), "
+                    f"rank {rank} expects [{start}, {stop})"
+                )
+            for chunk, value in enumerate(values, start):
+                assert value is not None
+                if chunk in copied or (action is Action.COPY and chunk in sides):
+                    raise ScheduleError(f"{where}: rank {rank} writes chunk {chunk} twice")
+                if action is Action.COPY:
+                    copied.add(chunk)
+                    state[rank][chunk] = value
+                else:
+                    after_mine = action is Action.REDUCE_RIGHT
+                    sides.setdefault(chunk, ([], []))[after_mine].append(value)
+        for chunk, (before, after) in sides.items():
+            mine = state[rank][chunk]
+            if mine is None:
+                raise ScheduleError(f"{where}: rank {rank} reduces a chunk it does not have")
+            operands = [*before, mine, *after]
+            left = operands[0]
+            for right in operands[1:]:
+                shapes = expressions.shape(left, phase), expressions.shape(right, phase)
+                reductions[rank].append((chunk, *shapes))
+                left = expressions.reduce(left, right, phase, where)
+            state[rank][chunk] = left
+    for (source, peer), queue in mail.items():
+        if queue:
+            raise ScheduleError(f"{where}: rank {source} sends to rank {peer}, which receives none")
+    return reductions
+
+
+def _check_transfer(
+    rank: int, peer: int, start: int, stop: int, size: int, chunks: int, where: str
+) -> None:
+    if not 0 <= peer < size or peer == rank:
+        raise ScheduleError(f"{where}: rank {rank} names rank {peer} as its peer")
+    if not 0 <= start < stop <= chunks:
+        raise ScheduleError(f"{where}: rank {rank} names chunks [{start}, {stop}) of {chunks}")
+
+
+def _check_ranges(steps: Sequence[Step], where: str) -> None:
+    """What a rank reduces is equal or disjoint ranges, and one range where the step has a group."""
+    for rank, step in enumerate(steps):
+        recvs = [r for r in step.recvs if r.action is not Action.COPY]
+        ranges = list(dict.fromkeys((start, stop) for _, start, stop, _ in recvs))
+        if any(b[0] < a[1] for a, b in pairwise(sorted(ranges))):
+            raise ScheduleError(f"{where}: rank {rank} reduces ranges that overlap: {ranges}")
+        if step.group and any(b[0] != a[1] for a, b in pairwise(ranges)):
+            raise ScheduleError(f"{where}: rank {rank} has a group but not one range: {ranges}")
+
+
+def _check_groups(
+    steps: Sequence[Step], reductions: Sequence[Sequence[_Reduction]], chunks: int, where: str
+) -> None:
+    """Every group of a step holds one pair of whole operands, each chunk once."""
+    seen: set[tuple[int, ...]] = set()
+    for rank, step in enumerate(steps):
+        group = step.group
+        if not group:
+            continue
+        if rank not in group:
+            raise ScheduleError(f"{where}: rank {rank} names a group it is not in: {group}")
+        if group in seen:
+            continue
+        seen.add(group)
+        if list(group) != sorted(set(group)) or not 0 <= group[0] <= group[-1] < len(steps):
+            raise ScheduleError(f"{where}: group {group} is not ranks in ascending order")
+        for member in group:
+            if (steps[member].group, steps[member].phase) != (group, step.phase):
+                raise ScheduleError(f"{where}: ranks {rank} and {member} name different groups")
+        held = [reduction for member in group for reduction in reductions[member]]
+        pairs = {(left, right) for _, left, right in held}
+        covered = {chunk for chunk, _, _ in held}
+        if not len(held) == len(covered) == chunks or len(pairs) != 1:
+            raise ScheduleError(f"{where}: group {group} does not hold one pair of whole vectors")
+
+
+def _answers(schedule: Schedule, state: _State, expressions: _Expressions) -> set[int]:
+    """Check what every rank ends with; return the distinct expressions of the reduced chunks."""
+    size, chunks, collective = schedule.size, schedule.chunks, schedule.collective
+    everyone = (1 << size // schedule.replicas) - 1
+    answers: set[int] = set()
+    if collective is Collective.REDUCE_SCATTER and chunks != size:
+        raise ScheduleError(f"{schedule.name}: a reduce_scatter has one chunk a rank")
+    for rank in [schedule.root] if collective is Collective.REDUCE else range(size):
+        wanted = range(chunks)
+        if collective is Collective.REDUCE_SCATTER:
+            wanted = range(rank, rank + 1)
+        for chunk in wanted:
+            value = state[rank][chunk]
+            where = f"{schedule.name} of {size}: rank {rank} chunk {chunk}"
+            if value is None:
+                raise ScheduleError(f"{where} is never written")
+            if collective is Collective.ALL_GATHER:
+                if value != chunk:
+                    raise ScheduleError(f"{where} is not rank {chunk}'s contribution")
+            elif collective is Collective.BROADCAST:
+                if value != schedule.root:
+                    raise ScheduleError(f"{where} is not the root's")
+            else:
+                if expressions.ranks[value] != everyone:
+                    raise ScheduleError(f"{where} misses a rank's contribution")
+                answers.add(value)
+                if collective is Collective.ALL_REDUCE and value != state[0][chunk]:
+                    raise ScheduleError(f"{where} was computed in another order than on rank 0")
+    return answers

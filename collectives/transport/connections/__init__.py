@@ -1,0 +1,1 @@
+"""Connections to single peers, through shared memory or over TCP."""

@@ -1,0 +1,239 @@
+"""Messages over links: through shared memory to ranks of this host, over TCP to others. CPU only.
+
+`rendezvous` finds the ranks and opens the links, `shm_link` and `tcp_link` are one each; `hybrid`
+adds a way to the ranks that no link leads to, and for other devices.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+import numpy as np
+import torch
+
+from collectives.errors import CollectiveTimeoutError, TransportError, words
+from collectives.transport.base import Message
+from collectives.transport.connections.connection import Bytes, Link, PeerGone
+from collectives.transport.connections.shm import ShmLink
+from collectives.transport.shared_memory.symmetric_memory import Board, RanksDiffer
+
+# Looks at the sockets before sleeping, some 20 us in all: a partner that works in step answers
+# within that, and its answer then costs neither side a wake-up.
+_LOOKS = 10
+# Sleeping no longer than this between two glances at the board, which wakes nobody.
+_GLANCE_SECONDS = 0.02
+# A day; poll counts milliseconds in 32 bits.
+_LONGEST_SECONDS = 86400.0
+# What telling the peers the cause may take, all of them together.
+_FAREWELL_SECONDS = 0.5
+# Of those that numpy has, too: its view costs a third of torch's.
+_NUMPYS = frozenset((torch.float32, torch.float64, torch.float16, torch.int64, torch.uint8))
+
+
+class LinkTransport:
+    """Point-to-point messages over `links`, by peer.
+
+    After a failed exchange it cannot be used, and the peers are told the cause, so that they fail
+    with it at once instead of waiting. In a forked child it cannot be used; the parent's is not
+    touched by that.
+
+    memory: what a Board of all ranks lies in, where there are links to all. board: that, until the
+    transport cannot be used any more.
+    """
+
+    def __init__(
+        self, rank: int, size: int, links: Mapping[int, Link], memory: memoryview | None = None
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.peers = frozenset(links)
+        # Those through memory.
+        self.sharing = frozenset(p for p, link in links.items() if isinstance(link, ShmLink))
+        self._links = dict(links)
+        self._unusable = ""
+        # With more ranks than cores a rank that looks again keeps its partner from working.
+        cores = _cores()
+        near = sum(link.near for link in links.values())
+        self._looks = _LOOKS if near < len(cores) else 0
+        self.board: Board | None = None
+        if memory is not None:
+            self.board = Board(memory, rank, size, self, cores=cores)
+        self._hang_ups = select.poll()
+        for link in self._links.values():
+            self._hang_ups.register(link, 0)
+        _transports.add(self)
+
+    def check_device(self, device: torch.device) -> None:
+        if device.type != "cpu":
+            raise ValueError(f"tensor is on {device}; links carry cpu, move it there")
+
+    def exchange(
+        self, sends: Sequence[Message], recvs: Sequence[Message], step: str, timeout: float
+    ) -> None:
+        if self._unusable:
+            raise TransportError(f"the links cannot be used in {step}: {self._unusable}")
+        deadline = time.monotonic() + timeout
+        active: dict[int, Link] = {}
+        try:
+            for peer, tensor in sends:
+                if tensor.numel():
+                    active[peer] = link = self._link(peer, step)
+                    link.send(_bytes(tensor))
+            for peer, tensor in recvs:
+                if tensor.numel():
+                    active[peer] = link = self._link(peer, step)
+                    link.receive(_bytes(tensor))
+            self._run(list(active.values()), step, deadline, timeout)
+        except RanksDiffer:
+            raise
+        except PeerGone as gone:
+            self.abandon(str(gone))
+            raise CollectiveTimeoutError(
+                f"rank {self.rank} got no answer from rank {gone.peer} in {step}: {gone}"
+            ) from None
+        except BaseException as error:
+            self.abandon(words(error))
+            raise
+
+    def _link(self, peer: int, step: str) -> Link:
+        if peer not in self._links:
+            raise TransportError(f"rank {self.rank} has no link to rank {peer}, needed in {step}")
+        return self._links[peer]
+
+    def _run(self, links: list[Link], step: str, deadline: float, timeout: float) -> None:
+        """Advance the links until none is busy."""
+        looks = self._looks
+        while links:
+            moved = False
+            try:
+                for link in links:
+                    moved = link.advance() or moved
+            except TransportError:
+                self._glance()
+                raise
+            links = [link for link in links if link.busy]
+            if moved or not links:
+                looks = self._looks
+                continue
+            if looks:
+                looks -= 1
+                continue
+            self._glance()
+            watched = self.board is not None and self.board.watched
+            if not _wait(links, deadline, _GLANCE_SECONDS if watched else None):
+                late = ", ".join(f"rank {link.peer}" for link in links)
+                raise CollectiveTimeoutError(
+                    f"rank {self.rank} got no answer from {late} in {step} within {timeout:.3g} s"
+                )
+
+    def _glance(self) -> None:
+        if self.board is not None:
+            self.board.glance()
+
+    def gone(self) -> int | None:
+        """A peer whose end is closed, if any."""
+        if self._unusable:
+            raise TransportError(f"the links cannot be used: {self._unusable}")
+        closed = {fd for fd, _ in self._hang_ups.poll(0)}
+        return next((p for p, link in self._links.items() if link.fileno() in closed), None)
+
+    def last_words(self, peer: int) -> str:
+        """Why the end of a peer that is gone was closed."""
+        return self._links[peer].last_words()
+
+    def discard(self) -> None:
+        """Forget the messages under way: no rank sends any, and no other rank has begun to."""
+        try:
+            for link in self._links.values():
+                # A board has no others beside it.
+                if isinstance(link, ShmLink):
+                    link.discard()
+        except PeerGone as gone:
+            self.abandon(str(gone))
+            raise CollectiveTimeoutError(f"rank {self.rank} cannot go on: {gone}") from None
+
+    def split(self, ranks: Sequence[int], timeout: float) -> NoReturn:
+        raise TransportError("links alone cannot be split: HybridTransport opens new ones")
+
+    def abandon(self, reason: str) -> None:
+        """Close every link and tell the peers why; what is under way here is lost."""
+        self._unusable = self._unusable or reason
+        if self.board is not None:
+            self.board.withdraw()
+        self.board = None
+        links = list(self._links.values())
+        deadline = time.monotonic() + _FAREWELL_SECONDS
+        try:
+            while links := [link for link in links if not link.part(reason)]:
+                if not _wait(links, deadline, None):
+                    break
+        finally:
+            for link in self._links.values():
+                link.close()
+
+    def close(self) -> None:
+        """Close every link. What was sent before still arrives."""
+        self._unusable = self._unusable or f"rank {self.rank} has closed it"
+        self.board = None
+        for link in self._links.values():
+            link.close()
+
+    def forsake(self) -> None:
+        """In a forked child: let go of the parent's sockets, which would outlive the parent."""
+        self._unusable = "this process was forked from a rank; only the rank itself can use it"
+        self.board = None
+        for link in self._links.values():
+            link.forsake()
+
+
+def _cores() -> set[int]:
+    """The processors that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
+def _wait(links: Sequence[Link], deadline: float, nap: float | None) -> bool:
+    """Sleep until a link can go on, or for `nap` seconds; False when the deadline is past."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        return False
+    poller = select.poll()
+    for link in links:
+        poller.register(link, link.events)
+    most = _LONGEST_SECONDS if nap is None else nap
+    if most < left:
+        poller.poll(math.ceil(most * 1e3))
+        return True
+    return bool(poller.poll(math.ceil(left * 1e3)))
+
+
+def _bytes(tensor: torch.Tensor) -> Bytes:
+    """The tensor's memory as bytes, so that every dtype travels."""
+    flat = tensor if tensor.dim() == 1 else tensor.reshape(-1)
+    if flat.requires_grad:
+        flat = flat.detach()
+    if flat.dtype not in _NUMPYS:
+        if flat.numel() == 1:
+            # Contiguous with any stride, but bytes are asked for by one of 1.
+            flat = flat.as_strided((1,), (1,))
+        flat = flat.view(torch.uint8)
+    return flat.numpy().view(np.uint8)
+
+
+_transports: weakref.WeakSet[LinkTransport] = weakref.WeakSet()
+
+
+def _forsake_all() -> None:
+    for transport in list(_transports):
+        transport.forsake()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forsake_all)

@@ -1,0 +1,241 @@
+"""One peer on the same host: a ring of slots in shared memory each way, and a socket beside it.
+
+The sender copies a piece of a message into a slot of its ring and sends a record through the
+socket; the receiver reads the record, copies the piece out, and hands slots back with the next
+record that it sends, or with one of their own. Small messages travel inside the record. A rank that
+waits sleeps on the socket, which ends with the peer's process: nothing spins where there are more
+ranks than cores, and a death is seen at once.
+
+Order of memory accesses: a slot is written before send(2) and read after recv(2), and handed back
+the same way. Both calls take the lock of the socket's queue in the kernel, which orders what either
+side did before and after on every processor; nothing relies on the store order of x86.
+
+Memory: RING_BYTES for each ordered pair of ranks, which the system provides when the first message
+larger than INLINE_BYTES passes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import socket
+import struct
+from collections import deque
+
+import numpy as np
+import torch
+
+from collectives.errors import TransportError
+from collectives.transport.connections.connection import Bytes, Link, PeerGone
+
+# Small enough to stay in the shared cache between the two copies, large enough that a record a slot
+# costs a few hundredths of its copies.
+SLOT_BYTES = 512 * 1024
+SLOTS = 4
+RING_BYTES = SLOTS * SLOT_BYTES
+# Up to here the kernel's two copies are as cheap as ours.
+INLINE_BYTES = 16 * 1024
+# Room for a window of the largest records, and the kernel's own bytes beside them.
+SOCKET_BYTES = 2 * SLOTS * INLINE_BYTES
+# Pieces taken from the peer so far; bytes of the piece sent, 0 where there is none.
+_HEADER = struct.Struct("<QQ")
+_FAREWELL = (1 << 64) - 1
+_CACHE_LINE = 64
+# What send(2) raises where the peer's end is closed.
+_CLOSED = (BrokenPipeError, ConnectionResetError)
+
+
+class ShmLink(Link):
+    """This rank's end. Messages of one direction arrive in the order in which they were posted.
+
+    sock: SOCK_SEQPACKET, connected to the peer. outgoing, incoming: the rings, RING_BYTES each.
+    """
+
+    def __init__(
+        self, peer: int, sock: socket.socket, outgoing: mmap.mmap, incoming: mmap.mmap
+    ) -> None:
+        super().__init__(peer, sock, near=True)
+        self._outgoing = np.frombuffer(outgoing, np.uint8)
+        self._incoming = np.frombuffer(incoming, np.uint8)
+        self._record = bytearray(_HEADER.size + INLINE_BYTES)
+        self._inline = np.frombuffer(self._record, np.uint8)[_HEADER.size :]
+        self._early: deque[tuple[int, Bytes | None]] = deque()
+        self._send_at = self._recv_at = 0
+        self._sent = self._returned = 0
+        self._taken = self._told = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a posted message, or a slot to hand back, is still under way."""
+        return super().busy or self._owing()
+
+    def advance(self) -> bool:
+        moved = bool(self._sends) and self._push()
+        while self._listens() and self._pull():
+            moved = True
+        return (self._owing() and self._hand_back()) or moved
+
+    def last_words(self) -> str:
+        try:
+            while self._pull():
+                pass
+        except PeerGone as gone:
+            return str(gone)
+        return str(PeerGone(self.peer))
+
+    def discard(self) -> None:
+        """Forget all that is under way both ways, as the peer does, while neither side sends."""
+        self._sends.clear()
+        self._recvs.clear()
+        while self._pull():
+            self._early.clear()
+        self._early.clear()
+        self._blocked = False
+        self._send_at = self._recv_at = 0
+        self._sent = self._returned = self._taken = self._told = 0
+
+    def part(self, farewell: str) -> bool:
+        text = farewell.encode()[:INLINE_BYTES]
+        # The peer may be gone already, or its queue full: then it sees the end alone.
+        with contextlib.suppress(OSError):
+            self._socket.sendmsg([_HEADER.pack(self._taken, _FAREWELL), text])
+        return True
+
+    def close(self) -> None:
+        self.forsake()
+
+    def forsake(self) -> None:
+        self._socket.close()
+        self._sends.clear()
+        self._recvs.clear()
+        self._early.clear()
+        # Nothing is left that keeps the rings mapped.
+        self._outgoing = self._incoming = np.empty(0, np.uint8)
+
+    def _push(self) -> bool:
+        """Send the next piece if there is a slot for it."""
+        if self._no_slot():
+            return False
+        data, start = self._sends[0], self._send_at
+        inline = data.size <= INLINE_BYTES
+        stop = data.size if inline else min(start + SLOT_BYTES, data.size)
+        if not inline:
+            _copy(_slot(self._outgoing, self._sent, stop - start), data[start:stop])
+        try:
+            if not self._post(stop - start, data if inline else None):
+                return False
+        except _CLOSED:
+            raise self._gone() from None
+        self._sent += 1
+        self._send_at = stop
+        if stop == data.size:
+            self._sends.popleft()
+            self._send_at = 0
+        return True
+
+    def _post(self, length: int, inline: Bytes | None = None) -> bool:
+        """Send a record; False where the socket's queue is full. Raises _CLOSED."""
+        header = _HEADER.pack(self._taken, length)
+        try:
+            if inline is None:
+                self._socket.send(header)
+            else:
+                self._socket.sendmsg([header, inline.data])
+        except BlockingIOError:
+            self._blocked = True
+            return False
+        self._blocked = False
+        self._told = self._taken
+        return True
+
+    def _no_slot(self) -> bool:
+        return self._sent - self._returned == SLOTS
+
+    def _listens(self) -> bool:
+        """Whether a record could help: one with data, or with slots handed back."""
+        return bool(self._recvs) or (bool(self._sends) and self._no_slot())
+
+    def _owing(self) -> bool:
+        """Whether the peer may be waiting for slots that this rank has emptied."""
+        return self._taken - self._told >= SLOTS // 2
+
+    def _hand_back(self) -> bool:
+        try:
+            return self._post(0)
+        except _CLOSED:
+            # The peer has ended after its last message, which may still be read: no error here.
+            self._told = self._taken
+            return True
+
+    def _pull(self) -> bool:
+        """Take a piece that has arrived for a posted receive, else read one record."""
+        if self._early and self._recvs:
+            self._take(*self._early.popleft())
+            return True
+        try:
+            count = self._socket.recv_into(self._record)
+        except BlockingIOError:
+            return False
+        except ConnectionResetError:
+            # The peer ended and left records unread. What it sent before can still be read.
+            return True
+        if not count:
+            raise PeerGone(self.peer)
+        self._returned, length = _HEADER.unpack_from(self._record)
+        inline = self._inline[: count - _HEADER.size] if count > _HEADER.size else None
+        if length == _FAREWELL and inline is not None:
+            raise PeerGone(self.peer, inline.tobytes().decode(errors="replace"))
+        if length and self._recvs:
+            self._take(length, inline)
+        elif length:
+            self._early.append((length, None if inline is None else inline.copy()))
+        return True
+
+    def _take(self, length: int, inline: Bytes | None) -> None:
+        """Copy one piece to the first posted receive."""
+        target, start = self._recvs[0], self._recv_at
+        stop = start + length
+        expected = min(SLOT_BYTES, target.size - start)
+        if length != expected or (inline is None) != (target.size > INLINE_BYTES):
+            raise TransportError(
+                f"rank {self.peer} sent {length} bytes where {expected} of a message of "
+                f"{target.size} were expected"
+            )
+        if inline is None:
+            _copy(target[start:stop], _slot(self._incoming, self._taken, length))
+        else:
+            np.copyto(target, inline)
+        self._taken += 1
+        self._recv_at = stop
+        if stop == target.size:
+            self._recvs.popleft()
+            self._recv_at = 0
+
+    def _gone(self) -> PeerGone:
+        """Why the peer takes no more records: among the unread ones may be what it said last."""
+        self._recvs.clear()
+        try:
+            while self._pull():
+                pass
+        except PeerGone as gone:
+            return gone
+        return PeerGone(self.peer)
+
+
+def _slot(ring: Bytes, number: int, length: int) -> Bytes:
+    """The first `length` bytes of the slot of piece `number`."""
+    start = number % SLOTS * SLOT_BYTES
+    return ring[start : start + length]
+
+
+def _copy(target: Bytes, source: Bytes) -> None:
+    """Copy bytes by memmove, except where the processor would take ten times as long for it.
+
+    Zen 4's string instruction does where the target's place in its page is a few bytes behind the
+    source's, as it can be with pieces of odd lengths (glibc bug 30994); torch's loop does not.
+    """
+    behind = (target.ctypes.data - source.ctypes.data) % mmap.PAGESIZE
+    if 0 < behind < _CACHE_LINE:
+        torch.from_numpy(target).copy_(torch.from_numpy(source))
+    else:
+        np.copyto(target, source)

@@ -1,0 +1,189 @@
+"""How ranks find out that they share a host, and open links through its memory.
+
+Every rank listens on a Unix socket in Linux's abstract namespace and tells all ranks its name and a
+secret. Who can connect to it and knows the secret is in the same network namespace, so under the
+same kernel; host names, which containers invent, play no part. The rings are memfds that travel
+through the sockets: they have no name that could be guessed or left behind, they vanish with the
+last process that maps them however it ends, and the size of /dev/shm, 64 MiB in many containers,
+does not limit them.
+
+Rank 0's answers carry one more memfd, the same for all: where all ranks have links to all, it is
+the memory of their board.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import mmap
+import os
+import secrets
+import socket
+import time
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from collectives.transport.connections.connection import ANSWER_SECONDS, Link
+from collectives.transport.connections.shm import (
+    INLINE_BYTES,
+    RING_BYTES,
+    SLOT_BYTES,
+    SOCKET_BYTES,
+    ShmLink,
+)
+from collectives.transport.shared_memory import futex
+from collectives.transport.shared_memory.symmetric_memory import WINDOW_BYTES, board_bytes
+
+# Ranks whose links would not understand each other open none.
+_FORMAT = [5, SLOT_BYTES, RING_BYTES, INLINE_BYTES, WINDOW_BYTES, futex.available]
+_HELLO_BYTES = 256
+
+
+class ShmDoor:
+    """One rank's door to those of its host. What it holds beside its links ends with `stack`.
+
+    size: ranks in all. OSError where the system has no such door.
+    """
+
+    def __init__(self, rank: int, size: int, stack: contextlib.ExitStack) -> None:
+        self._rank = rank
+        self._board_bytes = board_bytes(size)
+        self._secret = secrets.token_hex(16)
+        self._listener = _listen(stack)
+        self._own_board = _new_board(stack, self._board_bytes) if rank == 0 else None
+        self._calls: dict[int, tuple[socket.socket, mmap.mmap]] = {}
+        stack.callback(self._hang_up)
+        self.offer = [_FORMAT, _name(self._listener), self._secret]
+        # Of those that share it, what all see; None unless the system gave the memory.
+        self.board = None if self._own_board is None else self._own_board[1]
+
+    def call(self, peer: int, offer: Sequence[Any], timeout: float) -> None:
+        """Connect to a rank by what it offers; OSError where it is not on this host."""
+        if offer[0] != _FORMAT:
+            raise OSError(f"rank {peer} speaks {offer[0]}, this one {_FORMAT}")
+        _, name, secret = offer
+        self._calls[peer] = _call(self._rank, name, secret, timeout)
+
+    def open(self, callers: Collection[int], timeout: float) -> dict[int, Link]:
+        """Links to those that were called and those that called, all of whom have by now."""
+        own = [] if self._own_board is None else [self._own_board[0]]
+        links = _answer(self._listener, self._secret, set(callers), own)
+        deadline = time.monotonic() + min(timeout, ANSWER_SECONDS)
+        for peer, (sock, ring) in self._calls.items():
+            try:
+                # What is there already is taken in any case.
+                sock.settimeout(max(deadline - time.monotonic(), 1e-3))
+                _, incoming, other = _receive_ring(sock, self._board_bytes)
+                links[peer] = ShmLink(peer, sock, ring, incoming)
+                self.board = other or self.board
+            except OSError:
+                sock.close()
+        self._calls.clear()
+        return links
+
+    def _hang_up(self) -> None:
+        """Where no links came of the calls."""
+        for sock, _ in self._calls.values():
+            sock.close()
+
+
+def _listen(stack: contextlib.ExitStack) -> socket.socket:
+    """A listening socket, open as long as the stack; OSError where the system has none to give."""
+    if not hasattr(os, "memfd_create"):
+        raise OSError("shared memory between ranks needs Linux's memfd")
+    listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    listener.bind(f"\0adasum-{secrets.token_hex(8)}")
+    listener.listen(socket.SOMAXCONN)
+    listener.setblocking(False)
+    return listener
+
+
+def _new_board(stack: contextlib.ExitStack, nbytes: int) -> tuple[int, mmap.mmap] | None:
+    """Memory for a board and its descriptor, open as long as the stack; None where refused."""
+    try:
+        fd = os.memfd_create("adasum-board")
+        stack.callback(os.close, fd)
+        os.ftruncate(fd, nbytes)
+        return fd, mmap.mmap(fd, nbytes)
+    except OSError:
+        return None
+
+
+def _name(listener: socket.socket) -> str:
+    name: bytes = listener.getsockname()
+    return name[1:].decode()
+
+
+def _call(rank: int, name: str, secret: str, timeout: float) -> tuple[socket.socket, mmap.mmap]:
+    """Connect to a rank and introduce this one; OSError where it is not on this host."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        sock.settimeout(timeout)
+        sock.connect(f"\0{name}")
+        return sock, _send_ring(sock, json.dumps([secret, rank]).encode())
+    except OSError:
+        sock.close()
+        raise
+
+
+def _answer(
+    listener: socket.socket, secret: str, expected: set[int], more: Sequence[int]
+) -> dict[int, Link]:
+    """Links to the ranks that have called; all of `expected` have, and strangers may have.
+
+    more: descriptors to send with the answers.
+    """
+    links: dict[int, Link] = {}
+    while expected - links.keys():
+        try:
+            sock, _ = listener.accept()
+        except OSError:
+            break
+        # What a rank says is there already, so a silent stranger is not waited for.
+        sock.setblocking(False)
+        try:
+            hello, incoming, _ = _receive_ring(sock)
+            said, peer = json.loads(hello)
+            if not hmac.compare_digest(said, secret) or peer not in expected:
+                raise ValueError("a stranger")
+            links[peer] = ShmLink(peer, sock, _send_ring(sock, b"welcome", more), incoming)
+        except (OSError, ValueError, TypeError):
+            sock.close()
+    return links
+
+
+def _send_ring(sock: socket.socket, text: bytes, more: Sequence[int] = ()) -> mmap.mmap:
+    """Send `text` with a new ring and the descriptors `more`, and return the ring.
+
+    OSError where one cannot be had.
+    """
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
+    if sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) < SOCKET_BYTES:
+        raise OSError("net.core.wmem_max is too small for a link")
+    fd = os.memfd_create("adasum-ring")
+    try:
+        os.ftruncate(fd, RING_BYTES)
+        ring = mmap.mmap(fd, RING_BYTES)
+        socket.send_fds(sock, [text], [fd, *more])
+    finally:
+        os.close(fd)
+    return ring
+
+
+def _receive_ring(sock: socket.socket, board: int = 0) -> tuple[bytes, mmap.mmap, mmap.mmap | None]:
+    """What the peer sent with its ring, the ring, and the board, of `board` bytes, if it did."""
+    text, fds, _, _ = socket.recv_fds(sock, _HELLO_BYTES, 2)
+    try:
+        if not fds or os.fstat(fds[0]).st_size != RING_BYTES:
+            raise OSError("the peer sent no ring")
+        ring = mmap.mmap(fds[0], RING_BYTES)
+        shared = None
+        if len(fds) > 1 and os.fstat(fds[1]).st_size == board:
+            # Without the room for a board there are still messages.
+            with contextlib.suppress(OSError):
+                shared = mmap.mmap(fds[1], board)
+        return text, ring, shared
+    finally:
+        for fd in fds:
+            os.close(fd)

@@ -1,0 +1,1 @@
+"""NCCL, through cupy or through torch.distributed."""

@@ -1,0 +1,247 @@
+"""NCCL's calls through cupy: one thread that makes them, waits that are bounded, errors in words.
+
+Facts about NCCL that shape this file (its user guide, "Thread Safety", "Group Calls" and "Fault
+Tolerance"; cupy 14.2): a communicator, and all communicators of one device, must not be used from
+two threads at once, and a group is a thread's own; init, split, the first use of a connection,
+destroy and abort wait for other ranks without a limit; a group that fails still needs its end;
+`NcclError` raises KeyError for the codes 7 and 8; a communicator that is collected is destroyed,
+which may wait for ever.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import queue
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import cuda
+
+from collectives.errors import TransportError
+from collectives.transport.nccl.pending import Pending
+
+T = TypeVar("T")
+_Job = tuple["futures.Future[Any]", Callable[[], Any]]
+
+# What NCCL adds.
+DTYPES = {
+    torch.float16: "NCCL_FLOAT16",
+    torch.bfloat16: "NCCL_BFLOAT16",
+    torch.float32: "NCCL_FLOAT32",
+    torch.float64: "NCCL_FLOAT64",
+    torch.int8: "NCCL_INT8",
+    torch.uint8: "NCCL_UINT8",
+    torch.int32: "NCCL_INT32",
+    torch.int64: "NCCL_INT64",
+}
+_CLOSE_SECONDS = 5.0
+_ABORT_SECONDS = 3.0
+_LOOK_SECONDS = 1.0
+_STATUS = {
+    7: "ncclInProgress: communicators must block, unset NCCL_COMM_BLOCKING",
+    8: "ncclTimeout",
+}
+
+# The module, once it was found to be new enough.
+_known: list[Any] = []
+
+
+def load_nccl() -> Any:
+    """The module `cupy.cuda.nccl`.
+
+    RuntimeError where torch sees no GPU, ImportError where cupy or NCCL's library is missing or too
+    old: one line that says what to install.
+    """
+    major = "12" if (torch.version.cuda or "").startswith("12.") else "13"
+    if not cuda.is_available():
+        raise RuntimeError(
+            "NCCL needs a GPU that torch sees: install a CUDA build of torch and NVIDIA's driver, "
+            "or use CPU tensors"
+        )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from cupy.cuda import nccl
+    except ImportError as error:
+        raise ImportError(
+            f'NCCL is called through cupy ({error}): pip install "adasum[cuda{major}]"'
+        ) from None
+    if not nccl.available:
+        raise ImportError(f"cupy found no NCCL library: pip install nvidia-nccl-cu{major}")
+    if not any(known is nccl for known in _known):
+        # Asked once: behind every id NCCL leaves a thread that listens for ranks to come.
+        if not isinstance(nccl.get_unique_id(), bytes):
+            raise ImportError(f'cupy is too old: pip install "cupy-cuda{major}x>=14.2"')
+        _known.append(nccl)
+    return nccl
+
+
+@contextmanager
+def in_words(nccl: Any, step: str) -> Iterator[None]:
+    """Raise what NCCL raises as a TransportError with NCCL's text."""
+    try:
+        yield
+    except nccl.NcclError as error:
+        raise TransportError(f"NCCL failed in {step}: {error}") from error
+    except KeyError as error:
+        if not error.args or not isinstance(error.args[0], int):
+            raise
+        text = _STATUS.get(error.args[0], "unknown to cupy")
+        raise TransportError(f"NCCL failed in {step}: status {error.args[0]}, {text}") from error
+
+
+class Communicators:
+    """A rank's communicator on one device and the parts split from it, used from one thread.
+
+    The thread never keeps the process from ending. While it has nothing to call it looks at
+    `pending`.
+    """
+
+    def __init__(self, nccl: Any, device: torch.device, name: str) -> None:
+        self.nccl = nccl
+        self.pending = Pending()
+        self._made: list[Any] = []
+        # Held to add a communicator or to begin the end of all; by one thread twice where what it
+        # does meanwhile collects the transport, which closes this.
+        self._lock = threading.RLock()
+        self._process = os.getpid()
+        self._ended = False
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, args=(device,), name=name, daemon=True)
+        self._thread.start()
+
+    def call(self, job: Callable[[], T], timeout: float) -> T:
+        """What `job` returns or raises; futures.TimeoutError when it has not after `timeout` s."""
+        if threading.current_thread() is self._thread:
+            return job()
+        future: futures.Future[T] = futures.Future()
+        self._jobs.put((future, job))
+        return future.result(timeout)
+
+    def make(self, job: Callable[[], Any], timeout: float) -> Any:
+        """`call` for a job that makes a communicator; its end is taken care of."""
+
+        def run() -> Any:
+            made = job()
+            with self._lock:
+                self._made.append(made)
+                late = self._ended
+            if late:
+                # It came too late: whoever wanted it has given up.
+                _keep_for_ever(made)
+                made.abort()
+            return made
+
+        return self.call(run, timeout)
+
+    def group(self, job: Callable[[], None], timeout: float) -> None:
+        """`call` between groupStart and groupEnd."""
+
+        def run() -> None:
+            self.nccl.groupStart()
+            try:
+                job()
+            except BaseException:
+                # NCCL answers the end of a failed group with the failure: the first one counts.
+                with _ignored(self.nccl.NcclError, KeyError):
+                    self.nccl.groupEnd()
+                raise
+            self.nccl.groupEnd()
+
+        self.call(run, timeout)
+
+    def check(self, step: str) -> None:
+        """Raise an asynchronous error of any of the communicators as a TransportError."""
+        for made in self._made:
+            with in_words(self.nccl, step):
+                made.check_async_error()
+
+    def abort(self) -> None:
+        """End all communicators and what they have under way; returns within 3 s.
+
+        An abort waits for other ranks of the host to abort too, and some never will; it may also
+        meet the thread inside a call that the abort is to end. So it runs beside both.
+        """
+        with self._lock:
+            if self._ended:
+                return
+            self._ended = True
+            # What comes later aborts itself.
+            every = [*self._made]
+        deadline = time.monotonic() + _ABORT_SECONDS
+        threads = []
+        for made in every:
+            _keep_for_ever(made)
+            thread = threading.Thread(target=made.abort, name="nccl-abort", daemon=True)
+            thread.start()
+            threads.append(thread)
+        for thread in threads:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+        self._jobs.put(None)
+
+    def close(self) -> None:
+        """Destroy all communicators, which waits for the host's other ranks, 5 s at the longest.
+
+        Calls nothing in a forked child: CUDA does not survive the fork.
+        """
+        if os.getpid() != self._process:
+            # Not locked: the thread that held the lock may not be here.
+            for communicator in self._made:
+                _keep_for_ever(communicator)
+            return
+        with self._lock:
+            if self._ended:
+                return
+            self._ended = True
+            made = self._made[::-1]
+
+        def run() -> None:
+            for communicator in made:
+                communicator.destroy()
+
+        try:
+            self.call(run, _CLOSE_SECONDS)
+        except futures.TimeoutError:
+            for communicator in made:
+                _keep_for_ever(communicator)
+        self._jobs.put(None)
+
+    def _serve(self, device: torch.device) -> None:
+        cuda.set_device(device)
+        while True:
+            try:
+                item = self._jobs.get(timeout=_LOOK_SECONDS)
+            except queue.Empty:
+                # CUDA's errors reach the host's thread, too.
+                with _ignored(RuntimeError):
+                    self.pending.look(self.abort)
+                continue
+            if item is None:
+                return
+            future, job = item
+            try:
+                future.set_result(job())
+            except BaseException as error:  # noqa: BLE001 - raised by whoever waits
+                future.set_exception(error)
+            # Neither the job nor what it holds may live on while the next one is waited for.
+            del item, future, job
+
+
+@contextmanager
+def _ignored(*kinds: type[BaseException]) -> Iterator[None]:
+    try:
+        yield
+    except kinds:
+        return
+
+
+def _keep_for_ever(communicator: Any) -> None:
+    """Never collect it: cupy would destroy it then, and wait for ranks that are gone."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator))

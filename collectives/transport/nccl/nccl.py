@@ -1,0 +1,354 @@
+"""Messages between GPUs through NCCL, called with `cupy.cuda.nccl`.
+
+All of a step's messages are one NCCL group of sends and receives of bytes, so every dtype travels,
+on a communication stream of its own that is ordered by events behind and before the caller's
+stream. NCCL's calls are made by one thread (nccl_calls.py).
+
+Not yet run on a GPU: shown over a strict stand-in for NCCL alone (tests/fakes/fake_nccl.py).
+tests/processes/test_nccl.py is for where there is one.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent import futures
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import cuda
+
+from collectives.errors import CollectiveError, CollectiveTimeoutError, TransportError
+from collectives.transport.base import Message, Transport
+from collectives.transport.nccl.calls import DTYPES, Communicators, in_words, load_nccl
+from collectives.transport.nccl.pending import Posted, arrives
+from collectives.transport.shared_memory.symmetric_memory import Board
+
+
+def _nothing() -> None:
+    """What there is to wait for where nothing is under way."""
+
+
+class NcclTransport:
+    """Point-to-point messages of CUDA tensors on one device a rank; CPU tensors go to `host`.
+
+    Making one is a collective of all ranks of `host`. store: through which rank 0's NCCL id reaches
+    the others. device: this rank's GPU, the current one unless given. timeout: seconds that making
+    it may take.
+
+    `exchange` waits on the host for its messages, so that a timeout is an error of the step that
+    caused it. Within `deferred()` steps are only put on the streams and are waited for at the end.
+    While the caller's stream is captured in a CUDA graph nothing waits at all: capture on all ranks
+    alike, after a first run outside (NCCL connects ranks at their first message). As NCCL demands,
+    let no other communicator of the device be busy in another thread meanwhile.
+
+    Raises ImportError or RuntimeError that says what to install, ValueError for a device that is
+    not CUDA, CollectiveTimeoutError when a rank does not come, TransportError when NCCL fails.
+    """
+
+    def __init__(
+        self,
+        host: Transport,
+        store: dist.Store,
+        device: torch.device | None = None,
+        *,
+        timeout: float,
+    ) -> None:
+        nccl = load_nccl()
+        self.device = device or torch.device("cuda", cuda.current_device())
+        if self.device.type != "cuda" or self.device.index is None:
+            raise ValueError(f'device must be a CUDA device such as "cuda:0", got {self.device}')
+        self.rank = host.rank
+        self.size = host.size
+        self.process_group = getattr(host, "process_group", None)
+        self._nccl = nccl
+        self._host = host
+        # Each rank counts for itself, and all make their communicators in one order.
+        count = store.add(f"adasum/nccl/made-by-{self.rank}", 1)
+        self._store = dist.PrefixStore(f"adasum/nccl/{count}", store)
+        self._failure: BaseException | None = None
+        self._parts: dict[tuple[int, ...], Any] = {}
+        self._stream = cuda.Stream(self.device)
+        self._communicators = Communicators(nccl, self.device, f"nccl-{self.rank}")
+        self._pending = self._communicators.pending
+        # Runs at the latest when the interpreter exits.
+        self._close = weakref.finalize(self, self._communicators.close)
+        others = tuple(r for r in range(self.size) if r != self.rank)
+        self._whole = self._join("all", self.rank, self.size, others, "start-up", timeout)
+
+    @property
+    def board(self) -> Board | None:
+        """The host's. Steps on the streams do not look at it while they wait."""
+        return self._host.board
+
+    def __repr__(self) -> str:
+        return f"NcclTransport(CPU tensors: {self._host!r})"
+
+    def check_device(self, device: torch.device) -> None:
+        if device.type == "cpu":
+            self._host.check_device(device)
+        elif device.type != "cuda":
+            raise ValueError(f"tensor is on {device}, NCCL carries CUDA tensors: move it there")
+        elif device != self.device:
+            raise ValueError(
+                f"tensor is on {device}, this rank's NCCL communicator is on {self.device}: move "
+                f"the tensor there, or call torch.cuda.set_device({device.index}) before init"
+            )
+
+    def exchange(
+        self, sends: Sequence[Message], recvs: Sequence[Message], step: str, timeout: float
+    ) -> None:
+        self.post(sends, recvs, step, timeout)()
+
+    def post(
+        self, sends: Sequence[Message], recvs: Sequence[Message], step: str, timeout: float
+    ) -> Callable[[], None]:
+        """Put the messages on the communication stream, in order with those posted before.
+
+        Returns what has to be called before the messages are used: what the caller's stream was
+        given in the meantime runs beside them. CPU tensors have arrived already.
+        """
+        sends = [message for message in sends if message.tensor.numel()]
+        recvs = [message for message in recvs if message.tensor.numel()]
+        if not sends and not recvs:
+            return _nothing
+        if (sends or recvs)[0].tensor.device.type == "cpu":
+            self._host.exchange(sends, recvs, step, timeout)
+            return _nothing
+        stream = self._stream.cuda_stream
+        kind = self._nccl.NCCL_UINT8
+
+        def post() -> None:
+            for peer, tensor in sends:
+                nbytes = tensor.numel() * tensor.element_size()
+                self._whole.send(tensor.data_ptr(), nbytes, kind, peer, stream)
+            for peer, tensor in recvs:
+                nbytes = tensor.numel() * tensor.element_size()
+                self._whole.recv(tensor.data_ptr(), nbytes, kind, peer, stream)
+
+        peers = tuple(sorted({message.peer for message in (*sends, *recvs)}))
+        tensors = [message.tensor for message in (*sends, *recvs)]
+        return self._start(post, tensors, peers, step, timeout)
+
+    def all_reduce(
+        self, flat: torch.Tensor, ranks: tuple[int, ...] | None, step: str, timeout: float
+    ) -> None:
+        """NCCL's own sum of a contiguous CUDA tensor, in place.
+
+        ranks: those to sum over, in ascending order; all for None. Every rank of the transport
+        calls with the part it belongs to, and a part is new on all of them or on none: the first
+        call splits the communicator.
+        TypeError for dtypes that NCCL does not add.
+        """
+        values = torch.view_as_real(flat) if flat.is_complex() else flat
+        if values.dtype not in DTYPES:
+            raise TypeError(f"NCCL cannot add {flat.dtype}: use another algorithm, or convert")
+        self.check_device(flat.device)
+        part = self._part(ranks, step, timeout)
+        peers = tuple(r for r in (range(self.size) if ranks is None else ranks) if r != self.rank)
+        if not flat.numel() or not peers:
+            return
+        stream = self._stream.cuda_stream
+        kind = getattr(self._nccl, DTYPES[values.dtype])
+
+        def post() -> None:
+            address = values.data_ptr()
+            part.allReduce(address, address, values.numel(), kind, self._nccl.NCCL_SUM, stream)
+
+        self._start(post, [flat], peers, step, timeout)()
+
+    def deferred(self) -> AbstractContextManager[None]:
+        """Steps within do not wait on the host; leaving waits for all, each up to its timeout.
+
+        No more than 64 are under way at once. One that is late while the host is held up inside
+        CUDA is noticed all the same, and ends the communicators. What a step received may be used
+        on the caller's stream at once, as ever.
+        """
+        return self._pending.deferred(self._await)
+
+    def split(self, ranks: Sequence[int], timeout: float) -> NcclTransport:
+        """With communicators of its own on the same device.
+
+        As NCCL demands, work on the two must not be under way at once, unless all ranks start it
+        in one order.
+        """
+        store = dist.PrefixStore(f"ranks {tuple(ranks)}", self._store)
+        return NcclTransport(self._host.split(ranks, timeout), store, self.device, timeout=timeout)
+
+    def abandon(self, reason: str) -> None:
+        """End the communicators, with what is under way, and tell the peers why over `host`."""
+        self._failure = self._failure or TransportError(reason)
+        abandon = getattr(self._host, "abandon", None)
+        if abandon is not None:
+            abandon(reason)
+        self._end()
+
+    def close(self) -> None:
+        """Destroy the communicators, in bounded time also when ranks are gone; close `host`."""
+        self._failure = self._failure or TransportError("it was closed")
+        self._close()
+        self._host.close()
+
+    def _start(
+        self,
+        post: Callable[[], None],
+        tensors: Sequence[torch.Tensor],
+        peers: tuple[int, ...],
+        step: str,
+        timeout: float,
+    ) -> Callable[[], None]:
+        """Put one group on the communication stream, behind the caller's work so far.
+
+        Returns what puts the caller's later work behind it.
+        """
+        self._check_usable(step)
+        start = time.monotonic()
+        with cuda.device(self.device):
+            caller = cuda.current_stream(self.device)
+            capturing = cuda.is_current_stream_capturing()
+            before = cuda.Event()
+            before.record(caller)
+            self._stream.wait_event(before)
+            if not capturing:
+                # In a graph the order of the streams alone keeps memory from being used again.
+                for tensor in tensors:
+                    tensor.record_stream(self._stream)
+            self._bounded(lambda: self._communicators.group(post, timeout), peers, step, timeout)
+            after = cuda.Event()
+            after.record(self._stream)
+        posted = Posted(after, peers, step, timeout)
+        deferred = self._pending.deferring
+        if deferred and not capturing:
+            self._pending.put_off(posted, self._await)
+
+        def wait() -> None:
+            with cuda.device(self.device):
+                caller.wait_event(after)
+            if not deferred and not capturing:
+                self._await(posted, start)
+
+        return wait
+
+    def _await(self, posted: Posted, start: float) -> None:
+        """Wait on the host, its timeout from `start`, watching for NCCL's errors."""
+
+        def look() -> None:
+            try:
+                self._communicators.check(posted.step)
+            except TransportError as error:
+                self._check_late()
+                self._fail(error)
+            self._check_late()
+
+        if not arrives(posted, start, look):
+            self._fail(self._too_slow(posted.peers, posted.step, posted.timeout))
+
+    def _bounded(
+        self, job: Callable[[], Any], peers: tuple[int, ...], step: str, timeout: float
+    ) -> Any:
+        """What `job` returns; any failure of NCCL's ends the communicators."""
+        try:
+            with in_words(self._nccl, step):
+                return job()
+        except futures.TimeoutError:
+            self._fail(self._too_slow(peers, step, timeout))
+        except TransportError as error:
+            self._check_late()
+            self._fail(error)
+
+    def _fail(self, error: CollectiveError) -> NoReturn:
+        self._failure = error
+        self._end()
+        raise error
+
+    def _end(self) -> None:
+        self._pending.items.clear()
+        self._communicators.abort()
+
+    def _too_slow(
+        self, peers: tuple[int, ...], step: str, timeout: float
+    ) -> CollectiveTimeoutError:
+        names = f"rank {peers[0]}" if len(peers) == 1 else f"one of the ranks {peers}"
+        return CollectiveTimeoutError(
+            f"rank {self.rank} got no answer from {names} in {step} (gave up after {timeout:g} s; "
+            "its NCCL communicator was aborted)"
+        )
+
+    def _check_late(self) -> None:
+        """Raise what the thread of NCCL found while this one was held up in CUDA."""
+        late = self._pending.late
+        if late is not None and self._failure is None:
+            self._fail(self._too_slow(late.peers, late.step, late.timeout))
+
+    def _check_usable(self, step: str) -> None:
+        self._check_late()
+        if self._failure is not None:
+            raise TransportError(
+                f"{step}: this NCCL transport is unusable since {self._failure}"
+            ) from self._failure
+
+    def _part(self, ranks: tuple[int, ...] | None, step: str, timeout: float) -> Any:
+        """The communicator over some of the ranks, split from the whole one at its first use."""
+        if ranks is None or len(ranks) == self.size:
+            return self._whole
+        if ranks not in self._parts:
+            if self.rank not in ranks or list(ranks) != sorted({*ranks}):
+                raise ValueError(f"ranks must be ascending and hold {self.rank}, got {ranks}")
+            self._check_usable(step)
+            position = ranks.index(self.rank)
+            others = tuple(r for r in range(self.size) if r != self.rank)
+
+            def split() -> Any:
+                return self._whole.commSplit(ranks[0], position)
+
+            if hasattr(self._whole, "commSplit"):
+                made = self._bounded(
+                    lambda: self._communicators.make(split, timeout), others, step, timeout
+                )
+            else:
+                others = tuple(r for r in ranks if r != self.rank)
+                key = f"part {len(self._parts)} of rank {ranks[0]}"
+                made = self._join(key, position, len(ranks), others, step, timeout)
+            self._parts[ranks] = made
+        return self._parts[ranks]
+
+    def _join(
+        self,
+        key: str,
+        position: int,
+        size: int,
+        others: tuple[int, ...],
+        step: str,
+        timeout: float,
+    ) -> Any:
+        """A new communicator of `size` ranks, this one at `position`; its id goes by the store."""
+        deadline = time.monotonic() + timeout
+        if position == 0:
+            self._store.set(
+                key,
+                self._bounded(
+                    lambda: self._communicators.call(self._nccl.get_unique_id, timeout),
+                    others,
+                    step,
+                    timeout,
+                ),
+            )
+        try:
+            self._store.wait([key], timedelta(seconds=timeout))
+        except RuntimeError:
+            self._fail(self._too_slow(others[:1], step, timeout))
+        unique_id = self._store.get(key)
+
+        def join() -> Any:
+            return self._nccl.NcclCommunicator(size, unique_id, position)
+
+        return self._bounded(
+            lambda: self._communicators.make(join, max(deadline - time.monotonic(), 0.1)),
+            others,
+            step,
+            timeout,
+        )

@@ -1,0 +1,191 @@
+"""Argument checks that all collectives share: a clear error before anything is sent."""
+
+from __future__ import annotations
+
+import operator
+import sys
+import threading
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from itertools import pairwise
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from collectives.reducers import Reducer
+from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec
+
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def tensor(argument: str, value: torch.Tensor, *, written: bool = True) -> None:
+    """A dense, contiguous tensor, which the collective may write to where it is `written`."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{argument} must be a torch.Tensor, got {type(value).__name__}")
+    if value.layout is not torch.strided:
+        raise ValueError(f"{argument} must be dense, got layout {value.layout}: use to_dense()")
+    if is_lazy(value):
+        raise ValueError(f"{argument} is an uninitialised parameter: call its module once first")
+    if value.is_nested:
+        raise ValueError(f"{argument} must not be nested: pass its parts, {argument}.unbind()")
+    if value.is_quantized:
+        raise ValueError(f"{argument} must not be quantized: pass {argument}.int_repr()")
+    if not _copies(value.dtype):
+        raise TypeError(f"{argument} is of {value.dtype}, which torch cannot copy")
+    if value.is_conj() or value.is_neg():
+        raise ValueError(
+            f"{argument} must hold its values, and is a conjugate or negative view: pass "
+            f"{argument}.resolve_conj().resolve_neg()"
+        )
+    if written and value.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(f"{argument} was made in inference mode: pass {argument}.clone()")
+    if not value.is_contiguous():
+        raise ValueError(
+            f"{argument} must be contiguous, got shape {tuple(value.shape)} with strides "
+            f"{value.stride()}: pass {argument}.contiguous() and copy the result back"
+        )
+
+
+@lru_cache
+def _copies(dtype: torch.dtype) -> bool:
+    """Whether torch copies elements of the dtype, as it does not those smaller than a byte."""
+    try:
+        torch.empty(1, dtype=dtype, device="cpu").clone()
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+def tensors(argument: str, values: object, *, dense: bool = False) -> list[torch.Tensor]:
+    """Tensors of any kind, or dense ones that may be strided; for functions that move nothing."""
+    if isinstance(values, torch.Tensor) or not isinstance(values, Sequence):
+        kind = type(values).__name__
+        raise TypeError(f"{argument} must be a list or tuple of tensors, got {kind}")
+    for i, value in enumerate(values):
+        if not isinstance(value, torch.Tensor):
+            kind = type(value).__name__
+            raise TypeError(f"{argument}[{i}] must be a torch.Tensor, got {kind}")
+        if value.is_nested or (dense and value.layout is not torch.strided):
+            raise ValueError(f"{argument}[{i}] must be a dense tensor: use to_dense() or unbind()")
+    return list(values)
+
+
+def integer(argument: str, value: int) -> None:
+    """An int."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{argument} must be an int, got {type(value).__name__}")
+
+
+def tensor_list(argument: str, values: object) -> list[torch.Tensor]:
+    """Dense, contiguous tensors that share no memory."""
+    if isinstance(values, torch.Tensor):
+        raise TypeError(f"{argument} must be a sequence of tensors, got one tensor")
+    if not isinstance(values, Iterable):
+        raise TypeError(f"{argument} must be a sequence of tensors, got {type(values).__name__}")
+    values = list(values)
+    for i, value in enumerate(values):
+        tensor(f"{argument}[{i}]", value)
+    spans = sorted(
+        (str(v.device), v.data_ptr(), v.data_ptr() + v.numel() * v.element_size(), i)
+        for i, v in enumerate(values)
+        if v.numel()
+    )
+    for (device, _, stop, i), (other_device, start, _, j) in pairwise(spans):
+        if device == other_device and start < stop:
+            raise ValueError(f"{argument}[{i}] and {argument}[{j}] overlap in memory: pass copies")
+    return values
+
+
+def segments(values: object, numel: int) -> tuple[int, ...]:
+    """Element boundaries that start at 0, do not descend and end at `numel`."""
+    if isinstance(values, torch.Tensor) or not isinstance(values, Iterable):
+        kind = type(values).__name__
+        raise TypeError(f"segments must be a list or tuple of ints, got {kind}")
+    try:
+        cuts = tuple(map(operator.index, values))
+    except TypeError as error:
+        raise TypeError(f"segments must be ints: {error}") from None
+    if not cuts or cuts[0] != 0 or cuts[-1] != numel:
+        raise ValueError(f"segments must start at 0 and end at the tensor's {numel} elements")
+    if any(b < a for a, b in pairwise(cuts)):
+        raise ValueError("segments must not descend")
+    return cuts
+
+
+def rank(argument: str, value: int, size: int) -> None:
+    """A rank of the group."""
+    integer(argument, value)
+    if not 0 <= value < size:
+        raise ValueError(f"{argument} must be a rank from 0 to {size - 1}, got {value}")
+
+
+def distinct_ranks(argument: str, values: object, size: int) -> tuple[int, ...]:
+    """One or more different ranks of the group."""
+    if not isinstance(values, Iterable) or isinstance(values, str | torch.Tensor):
+        raise TypeError(f"{argument} must be a sequence of ranks, got {type(values).__name__}")
+    members = tuple(values)
+    for i, value in enumerate(members):
+        rank(f"{argument}[{i}]", value, size)
+    if not members or len({*members}) < len(members):
+        raise ValueError(f"{argument} must be one or more different ranks, got {list(members)}")
+    return members
+
+
+def row_splits(
+    argument: str, values: Sequence[int] | torch.Tensor | None, rows: int, size: int
+) -> torch.Tensor:
+    """How many of a tensor's rows go to each rank: int64 [size] on the CPU."""
+    if values is None:
+        if rows % size:
+            raise ValueError(
+                f"{argument} must say which rows go to which of {size} ranks: "
+                f"{rows} rows are not equally many for each"
+            )
+        return torch.full((size,), rows // size, device="cpu")
+    try:
+        counts = torch.as_tensor(values, device="cpu")
+    except (RuntimeError, TypeError, ValueError) as error:
+        kind = type(values).__name__
+        raise TypeError(f"{argument} must be a list or tensor of ints, got {kind}") from error
+    if counts.dtype not in _INTEGERS or counts.layout is not torch.strided or counts.is_nested:
+        raise TypeError(f"{argument} must be ints, got {counts.dtype} {counts.layout}")
+    if counts.shape != (size,) or bool((counts < 0).any()):
+        raise ValueError(f"{argument} must be {size} numbers of rows, got {counts.tolist()}")
+    if int(counts.sum()) > rows:
+        raise ValueError(f"{argument} are {int(counts.sum())} rows in all, tensor has {rows}")
+    return counts.to(torch.int64)
+
+
+def reducer(argument: str, value: Reducer) -> None:
+    """Sum, Average or another instance of Reducer."""
+    if not isinstance(value, Reducer):
+        raise TypeError(
+            f"{argument} must be a Reducer such as collectives.Sum, got {type(value).__name__}"
+        )
+
+
+def algorithm(argument: str, value: str | None) -> tuple[AllReduceSpec, ...]:
+    """A specification string, "auto" for None; ValueError naming what is wrong with it."""
+    try:
+        return parse_all_reduce_spec("auto" if value is None else value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{argument}: {error}") from None
+
+
+def timeout(value: float) -> None:
+    """Seconds that a thread can wait for."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"timeout must be a number of seconds, got {type(value).__name__}")
+    if not 0 < value <= threading.TIMEOUT_MAX:
+        raise ValueError(
+            f"timeout must be a positive number of seconds, got {value}: at most "
+            f"{threading.TIMEOUT_MAX:.0f}"
+        )
+
+
+def scale(argument: str, value: float) -> None:
+    """A finite factor."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{argument} must be a number, got {type(value).__name__}")
+    if not abs(value) <= sys.float_info.max:
+        raise ValueError(f"{argument} must be finite, got {value}")

@@ -1,0 +1,1 @@
+"""The CPU path: C compiled at first use, or torch's functions."""

@@ -1,0 +1,337 @@
+"""The Triton kernels of the projection and their launchers; `projection.py` has the public side.
+
+A *chunk* is a run of tiles inside one segment: what one program takes. Its partial (d, A, B) is
+written by its index, and the partials of a segment are added in that order by whoever needs them,
+so the bits never depend on timing. Chunks and tiles follow from segments, size and dtype alone,
+never from the device: the one-launch and the two-launch path cut alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.dispatch import compute_dtype
+from kernels.gpu import launcher
+from kernels.gpu.chunking import Plan, plan_of
+from kernels.gpu.dots import add_partials, coefficient, store_row, tile_dots
+from kernels.gpu.launcher import CACHE, Kernel, jit, tl
+from kernels.gpu.tiles import flag_non_finite, load_tile, part_of, store_tile, weigh
+
+# Registers a thread of the one-launch kernel: it tells how many programs are resident at once.
+REGISTERS = 128
+
+
+@Kernel
+def _dots_kernel(
+    a,
+    b,
+    table,
+    partials,
+    arrivals,
+    dots,
+    DTYPE: tl.constexpr,
+    WIDE: tl.constexpr,
+    VECTORS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Partials of one chunk; the last program of a segment to arrive writes the segment's row.
+
+    Protocol: a program stores its partial, then counts itself in `arrivals[segment]` (release).
+    The one that finds all others counted (acquire) sees all partials. It sets the counter back
+    to zero, ready for the next launch on this scratch memory.
+    """
+    BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    chunk = tl.program_id(0)
+    start = tl.load(table + 3 * chunk)
+    length = tl.load(table + 3 * chunk + 1)
+    segment = tl.load(table + 3 * chunk + 2)
+    from_a = a.to(tl.int64) + start * BYTES
+    from_b = b.to(tl.int64) + start * BYTES
+    dot = tl.full([], 0.0, tl.float64)
+    norm_a = tl.full([], 0.0, tl.float64)
+    norm_b = tl.full([], 0.0, tl.float64)
+    for done in range(0, length, BLOCK):
+        count = tl.minimum(length - done, BLOCK)
+        x = load_tile(from_a + done * BYTES, count, DTYPE, VECTORS, BLOCK)
+        y = load_tile(from_b + done * BYTES, count, DTYPE, VECTORS, BLOCK)
+        d, p, q = tile_dots(x, y, WIDE)
+        dot += d
+        norm_a += p
+        norm_b += q
+    store_row(partials + 3 * chunk, dot, norm_a, norm_b)
+    share = table + 3 * tl.num_programs(0) + 2 * segment
+    chunk_count = tl.load(share + 1)
+    tl.debug_barrier()
+    if tl.atomic_add(arrivals + segment, 1, sem="acq_rel") == chunk_count - 1:
+        dot, norm_a, norm_b = add_partials(partials, tl.load(share), chunk_count)
+        store_row(dots + 3 * segment, dot, norm_a, norm_b)
+        tl.store(arrivals + segment, tl.full([], 0, tl.int64))
+
+
+@Kernel
+def _combine_kernel(
+    a,
+    b,
+    dots,
+    table,
+    out,
+    found_inf,
+    DTYPE: tl.constexpr,
+    WIDE: tl.constexpr,
+    CHECKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One chunk of the result. Chunks and tiles go backwards: the dots left their tail in L2."""
+    BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    VECTOR: tl.constexpr = 16 // BYTES
+    chunk = tl.num_programs(0) - 1 - tl.program_id(0)
+    start = tl.load(table + 3 * chunk)
+    length = tl.load(table + 3 * chunk + 1)
+    segment = tl.load(table + 3 * chunk + 2)
+    dot = tl.load(dots + 3 * segment)
+    alpha = coefficient(dot, tl.load(dots + 3 * segment + 1))
+    beta = coefficient(dot, tl.load(dots + 3 * segment + 2))
+    tiles = (length + BLOCK - 1) // BLOCK
+    for k in range(tiles):
+        done = (tiles - 1 - k) * BLOCK
+        count = tl.minimum(length - done, BLOCK)
+        offset = (start + done) * BYTES
+        at_a = a.to(tl.int64) + offset
+        at_b = b.to(tl.int64) + offset
+        to = out.to(tl.int64) + offset
+        if (at_a | at_b | to) % 16 == 0 and count % VECTOR == 0:
+            x = load_tile(at_a, count, DTYPE, True, BLOCK)
+            y = load_tile(at_b, count, DTYPE, True, BLOCK)
+            z = weigh(x, y, alpha, beta, WIDE).to(DTYPE)
+            if CHECKED:
+                flag_non_finite(z, found_inf)
+            store_tile(to, count, z, True)
+        else:
+            # In parts, rolled up: see scalar_pointer.
+            PART: tl.constexpr = part_of(BLOCK, 4)
+            for part in tl.range(0, BLOCK // PART, loop_unroll_factor=1):
+                before = part * PART
+                u = load_tile(at_a + before * BYTES, count - before, DTYPE, False, PART)
+                v = load_tile(at_b + before * BYTES, count - before, DTYPE, False, PART)
+                w = weigh(u, v, alpha, beta, WIDE).to(DTYPE)
+                if CHECKED:
+                    flag_non_finite(w, found_inf)
+                store_tile(to + before * BYTES, count - before, w, False)
+
+
+@jit
+def _finish_chunk(
+    x,
+    y,
+    chunk,
+    chunk_count,
+    table,
+    partials,
+    out,
+    found_inf,
+    DTYPE: tl.constexpr,
+    WIDE: tl.constexpr,
+    CHECKED: tl.constexpr,
+):
+    """Write one chunk of the result from its tiles of a and b and all partials of its segment."""
+    share = table + 3 * chunk_count + 2 * tl.load(table + 3 * chunk + 2)
+    dot, norm_a, norm_b = add_partials(partials, tl.load(share), tl.load(share + 1))
+    z = weigh(x, y, coefficient(dot, norm_a), coefficient(dot, norm_b), WIDE).to(DTYPE)
+    if CHECKED:
+        flag_non_finite(z, found_inf)
+    to = out.to(tl.int64) + tl.load(table + 3 * chunk) * (DTYPE.primitive_bitwidth // 8)
+    store_tile(to, tl.load(table + 3 * chunk + 1), z, True)
+
+
+@Kernel
+def _one_launch_kernel(
+    a,
+    b,
+    table,
+    partials,
+    arrivals,
+    out,
+    found_inf,
+    chunk_count: tl.int32,
+    DTYPE: tl.constexpr,
+    WIDE: tl.constexpr,
+    CHECKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The whole of adasum in one cooperative launch, for chunks of one tile.
+
+    Program p takes the chunks p, p + programs, ... The last one stays in its registers over the
+    barrier; those before it, if any, are read again afterwards, backwards, from L2.
+
+    Protocol: the counter only ever rises, by one a program and launch, so launch n releases when
+    it reaches n times the grid. All programs must be resident at once, which a cooperative launch
+    grants; the count of arrivals releases this program's partials and acquires all others.
+    Every chunk starts and ends on a 16-byte boundary in a, b and out: elementwise accesses would
+    need more registers than a thread may have.
+    """
+    BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    programs = tl.num_programs(0)
+    chunk = tl.program_id(0)
+    x = tl.zeros([BLOCK], DTYPE)
+    y = tl.zeros([BLOCK], DTYPE)
+    for current in range(chunk, chunk_count, programs):
+        offset = tl.load(table + 3 * current) * BYTES
+        count = tl.load(table + 3 * current + 1)
+        x = load_tile(a.to(tl.int64) + offset, count, DTYPE, True, BLOCK)
+        y = load_tile(b.to(tl.int64) + offset, count, DTYPE, True, BLOCK)
+        dot, norm_a, norm_b = tile_dots(x, y, WIDE)
+        store_row(partials + 3 * current, dot, norm_a, norm_b)
+    tl.debug_barrier()
+    grid = programs.to(tl.int64)
+    seen = tl.atomic_add(arrivals, 1, sem="acq_rel") + 1
+    goal = (seen + grid - 1) // grid * grid
+    while seen < goal:
+        seen = tl.atomic_add(arrivals, 0, sem="acquire")
+    earlier = (chunk_count - 1 - chunk) // programs
+    last = chunk + earlier * programs
+    _finish_chunk(
+        x, y, last, chunk_count, table, partials, out, found_inf,
+        DTYPE, WIDE, CHECKED,
+    )  # fmt: skip
+    for k in range(earlier):
+        current = last - (k + 1) * programs
+        offset = tl.load(table + 3 * current) * BYTES
+        count = tl.load(table + 3 * current + 1)
+        x = load_tile(a.to(tl.int64) + offset, count, DTYPE, True, BLOCK)
+        y = load_tile(b.to(tl.int64) + offset, count, DTYPE, True, BLOCK)
+        _finish_chunk(
+            x, y, current, chunk_count, table, partials, out, found_inf,
+            DTYPE, WIDE, CHECKED,
+        )  # fmt: skip
+
+
+def _scratch(use: Hashable, a: Tensor, plan: Plan, counters: int) -> tuple[Tensor, Tensor]:
+    """Partials and zeroed counters of one plan on one stream: no two launches share them. use: what
+    decides how they are counted up."""
+    stream = torch.cuda.current_stream(a.device).cuda_stream if a.is_cuda else 0
+
+    def make() -> tuple[Tensor, Tensor, Plan]:
+        partials = torch.empty(3 * plan.chunks, dtype=torch.float64, device=a.device)
+        # The plan is kept too: the key names it by its address.
+        return partials, torch.zeros(counters, dtype=torch.int64, device=a.device), plan
+
+    key = (use, a.device, stream, plan.table.data_ptr(), a.dtype)
+    partials, arrivals, _ = CACHE.fetch(key, a.device, make, shared=False)
+    return partials, arrivals
+
+
+def _meta(a: Tensor, plan: Plan) -> dict[str, Hashable]:
+    return {
+        "DTYPE": a.dtype,
+        "WIDE": compute_dtype(a.dtype),
+        "BLOCK": plan.block,
+        "num_warps": plan.warps,
+    }
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of it on a 16-byte boundary.
+
+    Vector and scalar accesses put other elements into a thread, so sums round differently. Ranks
+    must find the same bits wherever their buffers start; only the segments may decide.
+    """
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.detach().clone()
+
+
+def dot_and_norms(a: Tensor, b: Tensor, bounds: tuple[int, ...]) -> Tensor:
+    """float64 [S, 3] in one launch."""
+    dots = torch.empty(len(bounds) - 1, 3, dtype=torch.float64, device=a.device)
+    if len(bounds) == 1:
+        return dots
+    with launcher.device_guard(a):
+        plan = plan_of(a, bounds)
+        partials, arrivals = _scratch("dots", a, plan, plan.segments)
+        _dots_kernel.launch(
+            plan.chunks,
+            _aligned(a),
+            _aligned(b),
+            plan.table,
+            partials,
+            arrivals,
+            dots,
+            VECTORS=plan.vector_bounds,
+            **_meta(a, plan),
+        )
+    return dots
+
+
+def combine(
+    a: Tensor,
+    b: Tensor,
+    dots: Tensor,
+    bounds: tuple[int, ...],
+    out: Tensor,
+    found_inf: Tensor | None,
+) -> None:
+    """out from the dots, in one launch."""
+    if a.numel() == 0:
+        return
+    with launcher.device_guard(a):
+        plan = plan_of(a, bounds)
+        _combine_kernel.launch(
+            plan.chunks,
+            a,
+            b,
+            dots,
+            plan.table,
+            out,
+            out if found_inf is None else found_inf,
+            CHECKED=found_inf is not None,
+            **_meta(a, plan),
+        )
+    launcher.mark_written([out], found_inf)
+
+
+def _programs(a: Tensor, plan: Plan) -> int:
+    """Programs of the one launch; 0 where two launches are the better or only way.
+
+    As many as the multiprocessors hold with REGISTERS a thread, at most one a chunk. Where a
+    program takes several chunks, half of L2 must hold a and b, so that the second reading is from
+    there.
+    """
+    if not (plan.one_tile and plan.vector_bounds):
+        return 0
+    chip = launcher.chip_of(a.device)
+    resident = chip.multiprocessors * (65536 // (32 * plan.warps * REGISTERS))
+    on_chip = 2 * a.numel() * a.element_size() <= chip.cache // 2
+    return min(resident, plan.chunks) if plan.chunks <= resident or on_chip else 0
+
+
+def adasum(
+    a: Tensor, b: Tensor, bounds: tuple[int, ...], out: Tensor, found_inf: Tensor | None
+) -> None:
+    """out = adasum(a, b): one cooperative launch for what fits on chip, else two."""
+    if a.numel() == 0:
+        return
+    with launcher.device_guard(a):
+        plan = plan_of(a, bounds)
+        programs = _programs(a, plan)
+        if programs == 0 or out.data_ptr() % 16 != 0:
+            combine(a, b, dot_and_norms(a, b, bounds), bounds, out, found_inf)
+            return
+        # The barrier counts in multiples of the grid.
+        partials, arrivals = _scratch(programs, a, plan, 1)
+        _one_launch_kernel.launch(
+            programs,
+            _aligned(a),
+            _aligned(b),
+            plan.table,
+            partials,
+            arrivals,
+            out,
+            out if found_inf is None else found_inf,
+            plan.chunks,
+            CHECKED=found_inf is not None,
+            launch_cooperative_grid=True,
+            maxnreg=REGISTERS,
+            **_meta(a, plan),
+        )
+    launcher.mark_written([out], found_inf)

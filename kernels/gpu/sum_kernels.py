@@ -1,0 +1,203 @@
+"""sum_n and scaled_add on a GPU: one launch each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kernels.gpu import launcher
+from kernels.gpu.launcher import Kernel, jit, tl
+from kernels.gpu.tiles import (
+    convert,
+    flag_non_finite,
+    float_of,
+    load_tile,
+    part_of,
+    store_tile,
+    weigh,
+)
+
+
+@jit
+def _total(
+    addresses,
+    offset,
+    count,
+    tensor_count,
+    DTYPE: tl.constexpr,
+    WIDE: tl.constexpr,
+    VECTORS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sum, in list order, of the tensors' tiles that start `offset` bytes into each."""
+    x = load_tile(tl.load(addresses) + offset, count, DTYPE, VECTORS, BLOCK)
+    total = tl.zeros([BLOCK], WIDE)
+    # One tensor ahead: ptxas would else use two registers' worth of loads again and again.
+    for k in range(1, tensor_count):
+        following = load_tile(tl.load(addresses + k) + offset, count, DTYPE, VECTORS, BLOCK)
+        total += convert(x, WIDE)
+        x = following
+    return total + convert(x, WIDE)
+
+
+@Kernel
+def _sum_kernel(
+    addresses,
+    out,
+    found_inf,
+    tensor_count: tl.int32,
+    element_count: tl.int64,
+    scale_bits: tl.int64,
+    DTYPE: tl.constexpr,
+    OUT: tl.constexpr,
+    WIDE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CHECKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One tile of all tensors; every read of it comes before its write, so `out` may be one."""
+    BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    OUT_BYTES: tl.constexpr = OUT.primitive_bitwidth // 8
+    # A multiple of 16 bytes in the narrower dtype is one in the wider.
+    VECTOR: tl.constexpr = 16 // min(BYTES, OUT_BYTES)
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    count = tl.minimum(element_count - first, BLOCK)
+    scale = float_of(scale_bits).to(WIDE)
+    to = out.to(tl.int64)
+    if ALIGNED and count % VECTOR == 0:
+        x = _total(addresses, first * BYTES, count, tensor_count, DTYPE, WIDE, True, BLOCK)
+        x = convert(x * scale, OUT)
+        if CHECKED:
+            flag_non_finite(x, found_inf)
+        store_tile(to + first * OUT_BYTES, count, x, True)
+    else:
+        # In parts, rolled up: see scalar_pointer.
+        PART: tl.constexpr = part_of(BLOCK, 4)
+        for part in tl.range(0, BLOCK // PART, loop_unroll_factor=1):
+            at = first + part * PART
+            left = count - part * PART
+            y = _total(addresses, at * BYTES, left, tensor_count, DTYPE, WIDE, False, PART)
+            y = convert(y * scale, OUT)
+            if CHECKED:
+                flag_non_finite(y, found_inf)
+            store_tile(to + at * OUT_BYTES, left, y, False)
+
+
+def sum_n(
+    tensors: Sequence[Tensor],
+    addresses: tuple[int, ...],
+    wide: torch.dtype,
+    out: Tensor,
+    scale: float,
+    found_inf: Tensor | None,
+) -> None:
+    dtype = tensors[0].dtype
+    block, warps = launcher.block_of(out.numel(), max(dtype.itemsize, out.element_size()))
+    tiles = -(-out.numel() // block)
+    if tiles == 0:
+        return
+    with launcher.device_guard(out):
+        _sum_kernel.launch(
+            tiles,
+            launcher.address_table(addresses, out.device),
+            out,
+            out if found_inf is None else found_inf,
+            len(tensors),
+            out.numel(),
+            launcher.float_bits(scale),
+            DTYPE=dtype,
+            OUT=out.dtype,
+            WIDE=wide,
+            ALIGNED=all(address % 16 == 0 for address in (*addresses, out.data_ptr())),
+            CHECKED=found_inf is not None,
+            BLOCK=block,
+            num_warps=warps,
+        )
+    launcher.mark_written([out], found_inf)
+
+
+@Kernel
+def _scaled_add_kernel(
+    a,
+    b,
+    out,
+    found_inf,
+    element_count: tl.int64,
+    alpha_bits: tl.int64,
+    beta_bits: tl.int64,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    OUT: tl.constexpr,
+    WIDE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    CHECKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One tile of alpha*a + beta*b."""
+    A_BYTES: tl.constexpr = A.primitive_bitwidth // 8
+    B_BYTES: tl.constexpr = B.primitive_bitwidth // 8
+    OUT_BYTES: tl.constexpr = OUT.primitive_bitwidth // 8
+    # A multiple of 16 bytes in the narrowest dtype is one in the others.
+    VECTOR: tl.constexpr = 16 // min(A_BYTES, min(B_BYTES, OUT_BYTES))
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    count = tl.minimum(element_count - first, BLOCK)
+    alpha, beta = float_of(alpha_bits), float_of(beta_bits)
+    at_a = a.to(tl.int64) + first * A_BYTES
+    at_b = b.to(tl.int64) + first * B_BYTES
+    to = out.to(tl.int64) + first * OUT_BYTES
+    if ALIGNED and count % VECTOR == 0:
+        x = load_tile(at_a, count, A, True, BLOCK)
+        y = load_tile(at_b, count, B, True, BLOCK)
+        z = convert(weigh(x, y, alpha, beta, WIDE), OUT)
+        if CHECKED:
+            flag_non_finite(z, found_inf)
+        store_tile(to, count, z, True)
+    else:
+        # In parts, rolled up: see scalar_pointer. Of quarters ptxas spills.
+        PART: tl.constexpr = part_of(BLOCK, 8)
+        for part in tl.range(0, BLOCK // PART, loop_unroll_factor=1):
+            done = part * PART
+            u = load_tile(at_a + done * A_BYTES, count - done, A, False, PART)
+            v = load_tile(at_b + done * B_BYTES, count - done, B, False, PART)
+            w = convert(weigh(u, v, alpha, beta, WIDE), OUT)
+            if CHECKED:
+                flag_non_finite(w, found_inf)
+            store_tile(to + done * OUT_BYTES, count - done, w, False)
+
+
+def scaled_add(
+    a: Tensor,
+    b: Tensor,
+    wide: torch.dtype,
+    alpha: float,
+    beta: float,
+    out: Tensor,
+    found_inf: Tensor | None,
+) -> None:
+    widest = max(a.element_size(), b.element_size(), out.element_size())
+    block, warps = launcher.block_of(out.numel(), widest)
+    tiles = -(-out.numel() // block)
+    if tiles == 0:
+        return
+    with launcher.device_guard(out):
+        _scaled_add_kernel.launch(
+            tiles,
+            a,
+            b,
+            out,
+            out if found_inf is None else found_inf,
+            out.numel(),
+            launcher.float_bits(alpha),
+            launcher.float_bits(beta),
+            A=a.dtype,
+            B=b.dtype,
+            OUT=out.dtype,
+            WIDE=wide,
+            ALIGNED=all(tensor.data_ptr() % 16 == 0 for tensor in (a, b, out)),
+            CHECKED=found_inf is not None,
+            BLOCK=block,
+            num_warps=warps,
+        )
+    launcher.mark_written([out], found_inf)

@@ -1,0 +1,160 @@
+"""Device functions the kernels share: 16-byte pointers and exact powers of two."""
+
+from __future__ import annotations
+
+from kernels.gpu.launcher import constexpr_function, jit, tl
+
+
+@jit
+def vector_pointer(address, DTYPE: tl.constexpr):
+    """Pointer to DTYPE at an int64 `address` that the caller has found to be a multiple of 16.
+
+    The hint must follow the cast: on the integer it would be lost.
+    """
+    return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
+
+
+@jit
+def scalar_pointer(address, DTYPE: tl.constexpr):
+    """Pointer to DTYPE at an int64 `address` of which nothing is known.
+
+    Accesses to tiles of one shape share a layout. Where one of them may take 16 bytes a thread, all
+    leave as much between neighbouring threads, and elements taken one by one then fill an eighth
+    of the sectors that a warp asks for. So no pointer of the scalar way may carry a hint, and where
+    a kernel has both ways, the scalar one goes by parts of a tile, another shape. In a loop that
+    stays one: the registers it takes would be taken from the vector way, too.
+    """
+    return address.to(tl.pointer_type(DTYPE))
+
+
+@constexpr_function
+def part_of(block, count):
+    """Elements of a part, `count` in a tile, of the scalar way: as many as four warps have threads
+    at least. Two threads that share an element may load it after one of them has stored it."""
+    return max(block // count, 128)
+
+
+@jit
+def vector_count(count, VECTOR: tl.constexpr):
+    """`count`, a multiple of VECTOR, in a form from which the compiler sees that it is one.
+
+    A mask below such a count is constant over each 16-byte vector and does not break it up.
+    """
+    return (count // VECTOR * VECTOR).to(tl.int32)
+
+
+@jit
+def load_tile(address, count, DTYPE: tl.constexpr, VECTORS: tl.constexpr, BLOCK: tl.constexpr):
+    """The first `count`, BLOCK at most, of the elements at `address`; zeros behind them. With
+    VECTORS both are multiples of 16 bytes."""
+    i = tl.arange(0, BLOCK)
+    if VECTORS:
+        inside = i < vector_count(count, 128 // DTYPE.primitive_bitwidth)
+        return tl.load(vector_pointer(address, DTYPE) + i, mask=inside, other=0.0)
+    return tl.load(scalar_pointer(address, DTYPE) + i, mask=i < tl.cast(count, tl.int32), other=0.0)
+
+
+@jit
+def store_tile(address, count, x, VECTORS: tl.constexpr):
+    """The twin of `load_tile`, of elements x in their own dtype."""
+    i = tl.arange(0, x.shape[0])
+    if VECTORS:
+        inside = i < vector_count(count, 128 // x.dtype.primitive_bitwidth)
+        tl.store(vector_pointer(address, x.dtype) + i, x, mask=inside)
+    else:
+        tl.store(scalar_pointer(address, x.dtype) + i, x, mask=i < tl.cast(count, tl.int32))
+
+
+@jit
+def convert(x, DTYPE: tl.constexpr):
+    """x in DTYPE. bfloat16 and float64 meet through float32: no hardware converts them."""
+    if (x.dtype == tl.bfloat16 and tl.float64 == DTYPE) or (
+        x.dtype == tl.float64 and tl.bfloat16 == DTYPE
+    ):
+        return x.to(tl.float32).to(DTYPE)
+    return x.to(DTYPE)
+
+
+@jit
+def flag_non_finite(x, found_inf):
+    """Set the float32 at `found_inf` to 1 if any element of the tile is Inf or NaN.
+
+    Every program that stores stores the same value, so no atomic is needed. No x - x != 0: fused
+    with the product that x is, the difference of a finite one is its rounding error.
+    """
+    x = convert(x, tl.float32) if x.dtype != tl.float64 else x
+    bad = tl.max(tl.where(tl.abs(x) < float("inf"), 0, 1), axis=0)
+    tl.store(found_inf, 1.0, mask=bad > 0)
+
+
+@jit
+def rescale(
+    x,
+    used,
+    bits,
+    WIDE: tl.constexpr,
+    TARGET: tl.constexpr,
+    SCALED: tl.constexpr,
+    FINITE: tl.constexpr,
+):
+    """x times the float64 of `bits`, taken in WIDE, in TARGET; a cast alone unless SCALED.
+
+    Where not `used`, x is zero and stays so: 0 times a factor that is not FINITE would be NaN.
+    """
+    # One return: Triton types all of them, even those behind a constexpr condition.
+    if SCALED:
+        scaled = convert(x, WIDE) * float_of(bits).to(WIDE)
+        y = convert(scaled if FINITE else tl.where(used, scaled, 0.0), TARGET)
+    elif x.dtype != TARGET:
+        y = convert(convert(x, WIDE), TARGET)
+    else:
+        y = x
+    return y
+
+
+@jit
+def float_of(bits):
+    """float64 of the bits `float_bits` made."""
+    return bits.to(tl.int64).to(tl.float64, bitcast=True)
+
+
+@jit
+def power_of_two(exponent):
+    """float32 2**exponent for -126 <= exponent <= 127."""
+    return ((exponent + 127) << 23).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@jit
+def double_power_of_two(exponent):
+    """float64 2**exponent for -1022 <= exponent <= 1023."""
+    return ((exponent + 1023).to(tl.int64) << 52).to(tl.float64, bitcast=True)
+
+
+@jit
+def split(factor):
+    """float64 `factor` as float32 (p, q, f): p and q powers of two, 1 <= |f| < 2, p*q*f = factor.
+
+    Adasum's coefficients reach the ratio of two norms, far beyond float32. Scaling by p and q is
+    exact, so x*p*q*f rounds once and overflows only where the product itself does.
+    """
+    bits = factor.to(tl.int64, bitcast=True)
+    exponent = ((bits >> 52) & 0x7FF) - 1023
+    bounded = tl.minimum(tl.maximum(exponent, -250), 252)
+    exponent = tl.where(exponent == 1024, 0, bounded)
+    half = exponent >> 1
+    fraction = (factor * double_power_of_two(-exponent)).to(tl.float32)
+    return power_of_two(half), power_of_two(exponent - half), fraction
+
+
+@jit
+def weigh(x, y, alpha, beta, WIDE: tl.constexpr):
+    """alpha*x + beta*y in WIDE, with float64 scalars alpha and beta.
+
+    Which product the addition is fused with is written out: the compiler chooses element by
+    element, and the same numbers would round differently in another tile or kernel.
+    """
+    if tl.float64 == WIDE:
+        return tl.fma(convert(x, WIDE), alpha, convert(y, WIDE) * beta)
+    p, q, f = split(alpha)
+    r, s, g = split(beta)
+    return tl.fma(x.to(WIDE) * p * q, f, y.to(WIDE) * r * s * g)

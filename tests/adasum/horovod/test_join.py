@@ -1,0 +1,224 @@
+"""join: ranks with more data go on while the others wait. Ranks are threads and processes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import adasum as hvd
+from collectives import CollectiveMismatchError, Group, run_threads
+from collectives.reducers import SumReducer
+from collectives.transport import Message, ThreadTransport
+from tests.adasum.definition import OPTIMIZERS, flat, loss_of, make_model, tolerance, tree
+from tests.processes.harness import run_ranks
+
+KINDS = (hvd.Sum, hvd.Average, hvd.Adasum)
+
+
+def vector(rank: int, step: int, length: int = 50) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(length, generator=generator, dtype=torch.float64)
+
+
+def near(actual: torch.Tensor, wanted: torch.Tensor) -> None:
+    """To rounding: sums of a few terms, and Adasum's few operations on each level."""
+    scale = wanted.abs().max().item() + 1.0
+    assert (actual - wanted).abs().max().item() <= tolerance(torch.float64) * scale
+
+
+def uneven(rank: int, size: int, steps: Sequence[int]) -> int:
+    """Rank r makes steps[r] rounds of every function, then joins; who is last is returned."""
+    for step in range(steps[rank]):
+        live = [r for r in range(size) if steps[r] > step]
+        terms = [vector(r, step) if r in live else torch.zeros(50).double() for r in range(size)]
+        mine, total = terms[rank], sum(terms)
+        near(hvd.allreduce(mine, op=hvd.Sum, name="sum"), total)
+        near(hvd.allreduce(mine, prescale_factor=2.0), 2.0 * total / size)
+        near(hvd.allreduce(mine, op=hvd.Adasum), tree(terms))
+        pieces = list(mine.clone().split([7, 13, 30]))
+        grouped = hvd.grouped_allreduce(pieces, op=hvd.Adasum, name="pieces")
+        near(torch.cat(grouped), tree(terms, (0, 7, 20, 50)))
+        works = [hvd.allreduce_async(mine, op=hvd.Sum, name=f"w{i}") for i in range(3)]
+        hvd.barrier()
+        gathered = hvd.allgather(torch.full((rank + 1, 2), rank))
+        assert gathered[:, 0].tolist() == [r for r in live for _ in range(r + 1)]
+        assert hvd.broadcast(torch.tensor([rank]), live[-1]).item() == live[-1]
+        assert hvd.broadcast_object({"of": rank}, live[0]) == {"of": live[0]}
+        assert hvd.allgather_object(rank) == live
+        for work in works:
+            near(hvd.synchronize(work), total)
+    last = hvd.join()
+    # The ranks are in step again, and may join again.
+    near(hvd.allreduce(vector(rank, 99), op=hvd.Sum), sum(vector(r, 99) for r in range(size)))
+    assert hvd.join() == size - 1
+    return last
+
+
+@pytest.mark.parametrize(
+    ("steps", "last"),
+    [([2], 0), ([1, 3], 1), ([2, 0], 0), ([3, 1, 2], 0), ([1, 1, 1], 2), ([0, 2, 1, 2], 3)],
+)
+def test_uneven_in_threads(steps: list[int], last: int) -> None:
+    size = len(steps)
+    assert run_threads(size, lambda group: uneven(group.rank, size, steps)) == [last] * size
+
+
+def process(rank: int, steps: list[int]) -> list[Any]:
+    hvd.init(timeout=30.0)
+    last = uneven(rank, len(steps), steps)
+    trained = train(rank, steps, "Average", "momentum")
+    hvd.shutdown()
+    return [last, trained]
+
+
+@pytest.mark.parametrize("steps", [[1, 3, 2], [1, 2, 1, 3]])
+def test_uneven_in_processes(steps: list[int]) -> None:
+    results = run_ranks(len(steps), process, steps)
+    most = max(steps)
+    assert [last for last, _ in results] == [steps.index(most)] * len(steps)
+
+
+OPS = {"Sum": hvd.Sum, "Average": hvd.Average, "Adasum": hvd.Adasum}
+
+
+def train(rank: int, steps: Sequence[int], op: str, kind: str, **options: Any) -> int:
+    """An epoch of steps[r] steps on rank r, then join and the last rank's model for all."""
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(
+        OPTIMIZERS[kind](model.parameters()),
+        model.named_parameters(),
+        op=OPS[op],
+        **options,
+    )
+    plain = make_model()
+    shadow = OPTIMIZERS[kind](plain.parameters())
+    for step in range(steps[rank]):
+        alone = [r for r in range(len(steps)) if steps[r] > step] == [rank]
+        before = flat(model)
+        if alone:
+            # From here on this rank's own gradients are all there are.
+            with torch.no_grad():
+                for mine, theirs in zip(plain.parameters(), model.parameters(), strict=True):
+                    mine.copy_(theirs)
+            shadow.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            shadow.zero_grad()
+            loss_of(plain, rank, step).backward()
+            for parameter in plain.parameters():
+                if op == "Average" and parameter.grad is not None:
+                    parameter.grad.div_(len(steps))
+            shadow.step()
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+        assert not torch.equal(flat(model), before)
+        if alone:
+            near(flat(model).double(), flat(plain).double())
+    last = hvd.join()
+    hvd.broadcast_parameters(model.state_dict(), last)
+    mine = flat(model)
+    assert torch.equal(hvd.broadcast(mine, 0), mine)
+    return last
+
+
+@pytest.mark.parametrize(
+    ("op", "options"),
+    [
+        ("Sum", {}),
+        ("Average", {"groups": 2}),
+        ("Adasum", {}),
+        ("Adasum", {"method": "gradient"}),
+        ("Adasum", {"step_in_backward": True}),
+        ("Adasum", {"spec": "xring"}),
+    ],
+)
+def test_the_optimizer_goes_on_alone(op: str, options: dict[str, Any]) -> None:
+    def run(group: Group) -> int:
+        return train(group.rank, [2, 4, 1], op, "momentum", **options)
+
+    assert run_threads(3, run) == [1, 1, 1]
+
+
+def test_state_is_averaged_and_broadcast_among_those_that_go_on() -> None:
+    def run(group: Group) -> float | None:
+        parameter = torch.nn.Parameter(torch.zeros(2))
+        optimizer: Any = hvd.DistributedOptimizer(
+            torch.optim.SGD([parameter], lr=1.0, momentum=0.5), op=hvd.Adasum
+        )
+        optimizer.state[parameter]["momentum_buffer"] = torch.full((2,), 2.0 + group.rank)
+        if group.rank == 0:
+            hvd.join()
+            return None
+        optimizer.average_state()
+        mean = optimizer.state[parameter]["momentum_buffer"]
+        assert mean.tolist() == [3.5, 3.5]
+        mean += group.rank
+        hvd.broadcast_optimizer_state(optimizer, root_rank=2)
+        hvd.join()
+        return float(optimizer.state[parameter]["momentum_buffer"][0])
+
+    assert run_threads(3, run) == [None, 5.5, 5.5]
+
+
+def test_what_cannot_be_done_is_an_error_everywhere() -> None:
+    """And after each the joined rank may join again."""
+
+    def run(group: Group) -> list[str]:
+        texts = []
+
+        def fails(*words: str, call: Any) -> None:
+            with pytest.raises(CollectiveMismatchError) as caught:
+                hvd.join() if group.rank == 1 else call()
+            texts.append(str(caught.value))
+            assert all(word in texts[-1] for word in words), texts[-1]
+
+        ones = torch.ones(3 + group.rank)
+        fails("rank 0", "(3,)", "rank 2", "(5,)", call=lambda: hvd.allreduce(ones, name="x"))
+        fails(
+            "broadcast(b) needs rank 1 while rank 1 has joined",
+            call=lambda: hvd.broadcast(torch.ones(2), 1, name="b"),
+        )
+        fails("needs rank 1", call=lambda: group.reduce(torch.ones(2), 1))
+        fails("cannot be called", call=lambda: group.reduce_to_owners([torch.ones(2)]))
+        fails("cannot be called", call=lambda: group.split([0, 2]))
+
+        def unknown() -> Any:
+            class Other(SumReducer):
+                name = "Other"
+
+            return group.all_reduce(torch.ones(2), Other())
+
+        fails("needs op Other", call=unknown)
+        assert hvd.join() == 2
+        return texts
+
+    first, *others = run_threads(3, run)
+    assert all(other == first for other in others)
+
+
+def test_a_rank_that_dies_ends_a_join() -> None:
+    def run(group: Group) -> None:
+        if group.rank == 0:
+            with pytest.raises(hvd.CollectiveTimeoutError, match="rank 1"):
+                hvd.join()
+            with pytest.raises(hvd.TransportError, match="unusable"):
+                hvd.join()
+
+    run_threads(2, run, timeout=1.0)
+
+
+def test_nothing_more_is_sent_when_no_rank_has_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks: two messages each for the sum, none for the agreement."""
+    counts = [0, 0]
+    exchange = ThreadTransport.exchange
+
+    def counted(self: ThreadTransport, sends: Sequence[Message], *rest: Any, **more: Any) -> None:
+        counts[self.rank] += len(sends)
+        exchange(self, sends, *rest, **more)
+
+    monkeypatch.setattr(ThreadTransport, "exchange", counted)
+    run_threads(2, lambda group: group.all_reduce(torch.ones(3), algorithm="xring"))
+    assert counts == [2, 2]

@@ -1,0 +1,185 @@
+"""Parameters, optimizer state and objects from one rank to all. Ranks are threads."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import adasum as hvd
+from collectives import Group, run_threads
+from tests.adasum.definition import OPTIMIZERS, flat, loss_of, make_model
+
+
+class Foreign:
+    """Not among the kinds that may travel."""
+
+
+def test_parameters_in_every_form() -> None:
+    def run(group: Group) -> None:
+        want = flat(make_model(1))
+        for form in ("state_dict", "named_parameters", "parameters", "list"):
+            model = make_model(group.rank)
+            given: Any = list(model.parameters()) if form == "list" else getattr(model, form)()
+            hvd.broadcast_parameters(given, root_rank=1)
+            assert torch.equal(flat(model), want)
+
+    run_threads(3, run)
+
+
+def test_buffers_strided_and_empty_parameters() -> None:
+    def run(group: Group) -> None:
+        norm = torch.nn.BatchNorm1d(3)
+        for _ in range(group.rank + 1):
+            norm(torch.randn(4, 3))
+        hvd.broadcast_parameters(norm.state_dict(), root_rank=1)
+        assert norm.num_batches_tracked.item() == 2
+        turned = torch.full((3, 2), float(group.rank)).t()
+        hvd.broadcast_parameters([turned, torch.empty(0)], root_rank=1)
+        assert torch.equal(turned, torch.ones(2, 3))
+
+    run_threads(2, run)
+
+
+def test_parameters_refused() -> None:
+    def refuse(params: Any, root: int = 0) -> None:
+        run_threads(1, lambda group: hvd.broadcast_parameters(params, root))
+
+    with pytest.raises(TypeError, match=r"params\['lr'\] must be a tensor, not float"):
+        refuse({"lr": 0.1})
+    with pytest.raises(TypeError, match="params must be a dict or a list, not Tensor"):
+        refuse(torch.ones(2))
+    with pytest.raises(TypeError, match="params must be a dict or a list, not int"):
+        refuse(3)
+    with pytest.raises(ValueError, match=r"root_rank must be in 0\.\.0, not 1"):
+        refuse([torch.ones(2)], 1)
+
+
+@pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
+@pytest.mark.parametrize("stateful", [{1}, {0, 2}, {0, 1, 2}, set()], ids=str)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_optimizer_state(kind: str, stateful: set[int], wrapped: bool) -> None:
+    def run(group: Group) -> tuple[list[Any], list[Any]]:
+        model = make_model()
+        optimizer = OPTIMIZERS[kind](model.parameters())
+        if group.rank in stateful:
+            for step in range(group.rank + 1):
+                loss_of(model, group.rank, step).backward()
+                optimizer.step()
+            optimizer.param_groups[0]["lr"] = 0.5 + group.rank
+        if wrapped:
+            optimizer = hvd.DistributedOptimizer(optimizer, op=hvd.Adasum)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=1)
+        saved = optimizer.state_dict()
+        hyper = [{k: v for k, v in g.items() if k != "params"} for g in saved["param_groups"]]
+        return hyper, [
+            (index, name, value)
+            for index, each in saved["state"].items()
+            for name, value in each.items()
+        ]
+
+    results = run_threads(3, run)
+    assert (results[1][0][0]["lr"] == 1.5) == (1 in stateful)
+    if kind != "sgd":
+        assert bool(results[1][1]) == (1 in stateful)
+    for hyper, state in results:
+        assert hyper == results[1][0]
+        assert len(state) == len(results[1][1])
+        for (index, name, value), (at, called, want) in zip(state, results[1][1], strict=True):
+            assert (index, name) == (at, called)
+            if isinstance(want, torch.Tensor):
+                assert value.dtype == want.dtype
+                assert torch.equal(value, want)
+                assert value is want or value.data_ptr() != want.data_ptr()
+            else:
+                assert value == want
+
+
+def test_optimizer_state_of_another_dtype_keeps_its_bits() -> None:
+    def run(group: Group) -> torch.Tensor:
+        parameter = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+        optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+        if group.rank == 0:
+            optimizer.state[parameter]["momentum_buffer"] = torch.tensor([1.0 + 2.0**-20, 2.0])
+        hvd.broadcast_optimizer_state(optimizer, 0)
+        return optimizer.state[parameter]["momentum_buffer"]
+
+    for result in run_threads(2, run):
+        assert torch.equal(result, torch.tensor([1.0 + 2.0**-20, 2.0]))
+
+
+def test_a_rate_made_with_numpy() -> None:
+    """numpy's numbers, of which a schedule's rate may be one, arrive as Python's."""
+
+    def run(group: Group) -> object:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+        optimizer.param_groups[0]["lr"] = np.cos(np.float64(group.rank))
+        hvd.broadcast_optimizer_state(optimizer, 1)
+        return optimizer.param_groups[0]["lr"]
+
+    received, kept = run_threads(2, run)
+    assert received == kept == np.cos(1.0)
+    assert type(received) is float
+
+
+def test_optimizers_of_different_shape_fail_on_every_rank() -> None:
+    def run(group: Group) -> str:
+        parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(1 + group.rank)]
+        with pytest.raises(ValueError, match="parameter groups") as e:
+            hvd.broadcast_optimizer_state(torch.optim.SGD(parameters, lr=0.1), 0)
+        return str(e.value)
+
+    first, second = run_threads(2, run)
+    assert first == second
+    assert "[1]" in first
+    assert "[2]" in first
+
+
+def test_objects() -> None:
+    thing = {"epoch": 3, "name": "späte", "best": (0.5, None, True), "w": torch.arange(4.0)}
+
+    def run(group: Group) -> None:
+        got = hvd.broadcast_object(thing if group.rank == 2 else None, root_rank=2)
+        assert torch.equal(got["w"], thing["w"])
+        assert {k: v for k, v in got.items() if k != "w"} == {
+            k: v for k, v in thing.items() if k != "w"
+        }
+        mine = "x" * (10 * group.rank)
+        assert hvd.allgather_object(mine) == ["", "x" * 10, "x" * 20]
+
+    run_threads(3, run)
+
+
+def test_foreign_objects_are_refused_on_every_rank() -> None:
+    def run(group: Group) -> list[str]:
+        texts = []
+        with pytest.raises(TypeError, match="rank 0: an object of Foreign cannot be sent") as e:
+            hvd.broadcast_object(Foreign() if group.rank == 0 else None, root_rank=0)
+        assert "Unsupported global: GLOBAL tests.adasum.horovod.test_state.Foreign" in str(e.value)
+        texts.append(str(e.value))
+        with pytest.raises(TypeError, match="rank 1: an object of function cannot be sent") as e:
+            hvd.allgather_object((lambda: 0) if group.rank == 1 else 0)
+        texts.append(str(e.value))
+        # The ranks are still in step.
+        assert hvd.allgather_object(group.rank) == [0, 1]
+        return texts
+
+    first, second = run_threads(2, run)
+    assert first == second
+
+
+def test_received_bytes_cannot_run_code() -> None:
+    class Malice:
+        def __reduce__(self) -> Any:
+            return (pytest.fail, ("code ran while unpickling",))
+
+    from adasum.horovod.state import _decode
+
+    payload = io.BytesIO()
+    torch.save(Malice(), payload)
+    with pytest.raises(pickle.UnpicklingError):
+        _decode(payload.getvalue())

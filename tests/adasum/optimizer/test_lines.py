@@ -1,0 +1,33 @@
+"""Every promise of the optimizer between processes: the bits of ranks that are threads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import adasum as hvd
+import collectives
+from tests.adasum.lines import every_line
+from tests.processes.harness import run_ranks
+
+
+def process_job(rank: int) -> dict[str, Any]:
+    # Without a calibration, so that the algorithms chosen are those of the threads.
+    hvd.init(timeout=60.0, calibrate=False)
+    answers = {name: value.double().numpy() for name, value in every_line().items()}
+    hvd.shutdown()
+    return answers
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_processes_give_the_bits_of_threads(size: int) -> None:
+    threads = collectives.run_threads(size, lambda group: every_line())
+    processes = run_ranks(size, process_job, timeout=150.0)
+    for name, want in threads[0].items():
+        assert want.isfinite().all(), name
+        for rank in range(size):
+            assert torch.equal(threads[rank][name], want), f"{name}: thread {rank}"
+            got = torch.from_numpy(processes[rank][name])
+            assert torch.equal(got, want.double()), f"{name}: process {rank}"

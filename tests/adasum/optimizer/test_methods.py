@@ -1,0 +1,389 @@
+"""Adasum of steps and of gradients: what they compute, when they send, what they hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import adasum as hvd
+import collectives
+from adasum import DistributedOptimizer, OptimizerOrderError
+from adasum.optimizer.delta_method import _IN_FLIGHT, steps_by_parameter
+from tests.adasum.definition import (
+    OPTIMIZERS,
+    flat,
+    loss_of,
+    make_model,
+    relative_error,
+    trajectory,
+    trajectory_tolerance,
+)
+from tests.adasum.jobs import OPS, train
+
+STEPS = 4
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_adasum_of_gradients_equals_the_definition(size: int, kind: str, passes: int) -> None:
+    results = collectives.run_threads(
+        size, lambda group: train("Adasum", kind, passes, STEPS, method="gradient")
+    )
+    want = trajectory("Adasum", kind, size, passes, STEPS, method="gradient")
+    assert relative_error(results[0], want) <= trajectory_tolerance(STEPS)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("spec", ["rechd/vhdd", "xring/rd"])
+@pytest.mark.parametrize("method", ["delta", "gradient"])
+@pytest.mark.parametrize(("size", "local_size"), [(4, 2), (6, 2), (6, 3), (4, 4)])
+def test_two_levels_equal_the_definition(
+    size: int, local_size: int, method: str, spec: str
+) -> None:
+    results = collectives.run_threads(
+        size,
+        lambda group: train("Adasum", "adam", 1, STEPS, method=method, spec=spec),
+        local_size=local_size,
+    )
+    want = trajectory("Adasum", "adam", size, 1, STEPS, method=method, local_size=local_size)
+    assert relative_error(results[0], want) <= trajectory_tolerance(STEPS)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
+def test_stepping_in_backward_gives_the_same_bits(kind: str, passes: int) -> None:
+    for groups in (None, 4):
+        early, late = (
+            collectives.run_threads(
+                3,
+                lambda group, now=now, groups=groups: train(
+                    "Adasum", kind, passes, STEPS, step_in_backward=now, groups=groups
+                ),
+            )
+            for now in (True, False)
+        )
+        assert torch.equal(early[0], late[0])
+        assert torch.equal(early[0], early[2])
+
+
+@pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
+def test_stepping_bucket_by_bucket_gives_the_bits_of_one_step(kind: str) -> None:
+    """A hook on the step needs to see it whole, so it forces the other way."""
+
+    def run(group: collectives.Group, hooked: bool) -> tuple[torch.Tensor, int]:
+        model = make_model()
+        plain = OPTIMIZERS[kind](model.parameters())
+        seen: list[int] = []
+        if hooked:
+            plain.register_step_post_hook(
+                lambda optimizer, *_: seen.append(
+                    sum(len(each["params"]) for each in optimizer.param_groups)
+                )
+            )
+        optimizer = DistributedOptimizer(plain, op=hvd.Adasum, groups=4)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model, group.rank, step).backward()
+            optimizer.step()
+        assert seen == ([4] * STEPS if hooked else [])
+        return flat(model)
+
+    (parts, _), (whole, other) = (
+        collectives.run_threads(2, lambda group, hooked=hooked: run(group, hooked))
+        for hooked in (False, True)
+    )
+    assert torch.equal(parts, whole)
+    assert torch.equal(whole, other)
+
+
+class _Counting:
+    """A watcher that counts what is under way."""
+
+    def __init__(self) -> None:
+        self.under_way = self.most = self.calls = 0
+        self.names: list[str] = []
+
+    def sent(self, names: Any, tensors: Any) -> list[torch.Tensor]:
+        self.calls += 1
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        self.names += names
+        return [tensor.clone() for tensor in tensors]
+
+    def reduced(self, token: list[torch.Tensor], tensors: Any) -> None:
+        self.under_way -= 1
+        assert len(token) == len(tensors)
+
+
+def _chain(length: int) -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(length)))
+
+
+def test_copies_exist_of_the_buckets_under_way_alone() -> None:
+    def run(group: collectives.Group) -> None:
+        model = _chain(12)
+        optimizer: Any = DistributedOptimizer(
+            torch.optim.Adam(model.parameters()), op=hvd.Adasum, groups=12
+        )
+        watcher = _Counting()
+        optimizer.watch(watcher)
+        model(torch.full((2, 8), float(group.rank))).sum().backward()
+        optimizer.step()
+        assert watcher.calls == 12
+        assert watcher.names == [f"allreduce.noname.0.{i}" for i in reversed(range(12))]
+        assert watcher.most <= _IN_FLIGHT + 1
+
+    collectives.run_threads(2, run)
+
+
+def test_parameters_keep_their_values_until_step() -> None:
+    def run(group: collectives.Group) -> None:
+        model = make_model()
+        start = flat(model)
+        optimizer: Any = DistributedOptimizer(
+            OPTIMIZERS["adam"](model.parameters()), op=hvd.Adasum, groups=4, step_in_backward=True
+        )
+        watcher = _Counting()
+        optimizer.watch(watcher)
+        order: list[int] = []
+        model[0].weight.register_hook(lambda _: order.append(watcher.calls))
+        loss_of(model, group.rank, 0).backward()
+        assert order[0] >= 2, "nothing was sent before the last gradient"
+        assert watcher.calls == 4
+        assert torch.equal(flat(model), start)
+        with pytest.raises(OptimizerOrderError, match=r"zero_grad\(\) was called after"):
+            optimizer.zero_grad()
+        optimizer.step()
+        assert not torch.equal(flat(model), start)
+
+    collectives.run_threads(2, run)
+
+
+def test_what_stepping_in_backward_refuses() -> None:
+    def run(group: collectives.Group) -> None:
+        model = make_model().float()
+
+        def wrapped(inner: torch.optim.Optimizer, **options: Any) -> Any:
+            return DistributedOptimizer(inner, op=hvd.Adasum, step_in_backward=True, **options)
+
+        with pytest.raises(ValueError, match="which LBFGS is not: pass step_in_backward=False"):
+            wrapped(torch.optim.LBFGS(model.parameters()))
+        with pytest.raises(ValueError, match="needs op=Adasum and method='delta'"):
+            wrapped(torch.optim.SGD(model.parameters()), method="gradient")
+        optimizer = wrapped(torch.optim.SGD(model.parameters(), lr=0.1))
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(model(torch.ones(1, 6)).sum()).backward()
+        with pytest.raises(OptimizerOrderError, match="clipped"):
+            optimizer.synchronize()
+        with pytest.raises(OptimizerOrderError, match="GradScaler cannot be used with"):
+            scaler.step(optimizer)
+        hooked = make_model().float()
+        optimizer = wrapped(torch.optim.SGD(hooked.parameters(), lr=0.1), groups=4)
+        hook = optimizer.register_step_post_hook(lambda *_: None)
+        with pytest.raises(OptimizerOrderError, match="step hooks cannot be used with"):
+            hooked(torch.ones(1, 6)).sum().backward()
+        hook.remove()
+        optimizer.zero_grad()
+        hooked(torch.ones(1, 6)).sum().backward()
+        optimizer.step()
+
+    collectives.run_threads(2, run)
+
+
+def test_which_optimizers_step_by_parameter() -> None:
+    class Renamed(torch.optim.AdamW):
+        """Keeps AdamW's step."""
+
+    class Own(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    parameter = [torch.nn.Parameter(torch.zeros(1))]
+    for kind in (torch.optim.SGD, torch.optim.Adam, Renamed):
+        assert steps_by_parameter(type(kind(parameter, lr=0.1)))
+    for kind in (torch.optim.LBFGS, Own):
+        assert not steps_by_parameter(type(kind(parameter, lr=0.1)))
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_an_optimizer_that_looks_at_all_parameters(groups: int) -> None:
+    """Steps by the sign of the gradients' total: wrong bucket by bucket."""
+
+    class Coupled(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            members = self.param_groups[0]["params"]
+            total = sum(p.grad.sum() for p in members)
+            for p in members:
+                p.sub_(0.01 * torch.sign(total) * p.grad)
+
+    def run(group: collectives.Group) -> torch.Tensor:
+        model = make_model()
+        optimizer = DistributedOptimizer(Coupled(model.parameters()), op=hvd.Adasum, groups=groups)
+        loss_of(model, 0, 0).backward()
+        optimizer.step()
+        return flat(model)
+
+    model = make_model()
+    plain = Coupled(model.parameters())
+    loss_of(model, 0, 0).backward()
+    plain.step()
+    # Equal steps average, up to the rounding of after - before, its halves and their sum.
+    want = flat(model)
+    for got in collectives.run_threads(2, run):
+        assert relative_error(got, want) <= 4 * torch.finfo(torch.float64).eps
+
+
+@pytest.mark.parametrize("op", sorted(OPS))
+def test_gradients_are_final_when_backward_returns(op: str) -> None:
+    """So clipping needs no synchronize(): the same bits with it and without."""
+    method = {"method": "gradient"} if op == "Adasum" else {}
+
+    def run(group: collectives.Group, explicit: bool) -> tuple[torch.Tensor, float]:
+        model = make_model()
+        optimizer: Any = DistributedOptimizer(
+            OPTIMIZERS["momentum"](model.parameters()), op=OPS[op], **method
+        )
+        norms = 0.0
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model, group.rank, step).backward()
+            if explicit:
+                optimizer.synchronize()
+                norms += torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            else:
+                norms += torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()
+                optimizer.step()
+        return flat(model), norms
+
+    plain = collectives.run_threads(3, lambda group: run(group, False))
+    horovod = collectives.run_threads(3, lambda group: run(group, True))
+    for (model, norm), (other, theirs) in zip(plain, horovod, strict=True):
+        assert torch.equal(model, other) and torch.equal(model, plain[0][0])
+        assert norm == theirs == plain[0][1]
+
+
+@pytest.mark.parametrize("op", sorted(OPS))
+def test_grad_scaler_as_without_ranks(op: str) -> None:
+    """unscale_, clip, step, update, as torch's own recipe has it; one rank's overflow skips all."""
+    method = {"method": "gradient"} if op == "Adasum" else {}
+
+    def run(group: collectives.Group) -> list[torch.Tensor]:
+        model = make_model().float()
+        optimizer: Any = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), op=OPS[op], **method
+        )
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        rows = [flat(model)]
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = model(torch.full((2, 6), 0.1 * (group.rank + 1))).square().mean()
+            if step == 1 and group.rank == 1:
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            rows.append(flat(model))
+        assert scaler.get_scale() == 4.0
+        return rows
+
+    for mine, theirs in zip(*collectives.run_threads(2, run), strict=True):
+        assert torch.equal(mine, theirs)
+    start, stepped, skipped, last = collectives.run_threads(2, run)[0]
+    assert torch.equal(stepped, skipped)
+    assert not torch.equal(start, stepped) and not torch.equal(skipped, last)
+
+
+@pytest.mark.parametrize(
+    ("op", "in_backward"),
+    [("Sum", False), ("Average", False), ("Adasum", False), ("Adasum", True)],
+)
+def test_bfloat16_autocast(op: str, in_backward: bool) -> None:
+    def run(group: collectives.Group) -> torch.Tensor:
+        model = make_model().float()
+        optimizer = DistributedOptimizer(
+            OPTIMIZERS["adamw"](model.parameters()), op=OPS[op], step_in_backward=in_backward
+        )
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + group.rank))
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+        assert all(p.dtype == torch.float32 for p in model.parameters())
+        return flat(model)
+
+    results = collectives.run_threads(3, run)
+    assert all(torch.equal(result, results[0]) for result in results)
+    assert not torch.equal(results[0], flat(make_model().float()))
+
+
+def test_several_optimizers_at_once() -> None:
+    """A GAN's pattern: two models, two optimizers, backward of one through the other."""
+
+    def run(group: collectives.Group, op: str) -> torch.Tensor:
+        maker, judge = make_model(1), torch.nn.Linear(3, 1).double()
+        with torch.no_grad():
+            judge.weight.fill_(0.1)
+            judge.bias.zero_()
+        makes = DistributedOptimizer(
+            OPTIMIZERS["adam"](maker.parameters()), maker.named_parameters(), op=OPS[op]
+        )
+        judges = DistributedOptimizer(
+            OPTIMIZERS["momentum"](judge.parameters()), judge.named_parameters(), op=OPS[op]
+        )
+        for step in range(STEPS):
+            generator = torch.Generator().manual_seed(10 * step + group.rank)
+            x = torch.randn(4, 6, generator=generator, dtype=torch.float64)
+            judges.zero_grad()
+            judge(maker(x).detach()).square().mean().backward()
+            judges.step()
+            makes.zero_grad()
+            judge(maker(x)).mean().backward()
+            makes.step()
+        return flat(torch.nn.ModuleList([maker, judge]))
+
+    for op in OPS:
+        results = collectives.run_threads(3, lambda group, op=op: run(group, op))
+        assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_shared_and_frozen_parameters() -> None:
+    def run(group: collectives.Group, op: str) -> torch.Tensor:
+        model = make_model()
+        tied = torch.nn.Linear(6, 5).double()
+        tied.weight = model[0].weight
+        tied.bias.requires_grad_(False)
+        both = torch.nn.ModuleList([model, tied])
+        frozen = tied.bias.detach().clone()
+        optimizer = DistributedOptimizer(
+            torch.optim.AdamW(both.parameters(), lr=0.1, weight_decay=0.1),
+            both.named_parameters(),
+            op=OPS[op],
+        )
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            x = torch.ones(1, 6, dtype=torch.float64) * (group.rank + 1)
+            (loss_of(model, group.rank, step) + tied(x).square().mean()).backward()
+            optimizer.step()
+        assert torch.equal(tied.bias, frozen)
+        assert tied.weight is model[0].weight
+        return flat(model)
+
+    torch.manual_seed(0)
+    for op in OPS:
+        results = collectives.run_threads(2, lambda group, op=op: run(group, op))
+        assert torch.equal(results[0], results[1])

@@ -1,0 +1,141 @@
+"""A wrong kernel is refused before it is timed; a wrong rival is left out."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from bench.kernels import bench_packing, bench_projection, bench_reduction
+from bench.kernels.bench_packing import Spec
+from bench.kernels.case import Case, WrongAnswer, check_flag
+from bench.kernels.measure import measure
+from bench.kernels.row import COPY, EMPTY, OURS
+from bench.kernels.timing import DEVICE, Limits, Times
+
+FAST = Limits(seconds=0.0, fewest=2, most=2)
+SHAPES = ((5, 3), (), (70,))
+
+
+def small_cases() -> list[Case]:
+    """One case of each kernel, and one with a scale, a cast and a flag."""
+    packing = [
+        Spec("pack", "aligned", "small", SHAPES),
+        Spec("unpack", "aligned", "small", SHAPES),
+        Spec("pack", "all", "at once", SHAPES, buffer=torch.bfloat16, scale=1 / 3, misaligned=True),
+        Spec("unpack", "found_inf", "small", SHAPES, scale=1 / 3, checked=True),
+    ]
+    reduction = [
+        bench_reduction.Spec("sum_n", "n=3", 4000, (torch.float32,) * 3),
+        bench_reduction.Spec(
+            "scaled_add", "mixed", 4000, (torch.bfloat16, torch.float32), checked=True
+        ),
+    ]
+    projection = [
+        bench_projection.Spec(kernel, "fp32", "small", 40_000)
+        for kernel in ("dot_and_norms", "combine", "adasum")
+    ]
+    return [
+        *map(bench_packing.case_of, packing),
+        *map(bench_reduction.case_of, reduction),
+        *(bench_projection.case_of(spec, compiled=False) for spec in projection),
+    ]
+
+
+@pytest.mark.parametrize("case", small_cases(), ids=lambda case: f"{case.kernel} {case.label}")
+def test_kernels_and_rivals_are_right_and_timed_together(case):
+    row, samples = measure(case, FAST)
+    left_out = {name: note for name, note in row.notes.items() if note.startswith("left out")}
+    # On CUDA torch has no _chunk_cat from every dtype to every other.
+    assert {name for name in left_out if DEVICE == "cpu" or "_chunk_cat" not in name} == set()
+    assert row.rivals == [rival.name for rival in case.rivals if rival.name not in left_out]
+    assert row.rivals
+    assert set(row.times) - {EMPTY} == {OURS, COPY, *row.rivals, *case.beside}
+    assert all(times.rounds == 2 and times.median > 0 for times in row.times.values())
+    assert len(samples) == 2 and Times.of(samples) == row.times[OURS]
+    assert row.traffic > 0 and row.fraction > 0
+
+
+@pytest.mark.parametrize("case", small_cases(), ids=lambda case: f"{case.kernel} {case.label}")
+def test_a_kernel_that_writes_nothing_is_refused(case):
+    result = case.ours.call()
+    if case.kernel == "dot_and_norms":
+        result = torch.full_like(result, torch.nan)
+    timed = []
+    idle = dataclasses.replace(case.ours, call=lambda: result)
+    rival = dataclasses.replace(case.rivals[0], call=lambda: timed.append(1))
+    with pytest.raises(WrongAnswer, match="ours: an element"):
+        measure(dataclasses.replace(case, ours=idle, rivals=[rival]), FAST)
+    assert not timed
+
+
+@pytest.mark.parametrize("case", small_cases(), ids=lambda case: f"{case.kernel} {case.label}")
+def test_one_element_off_is_wrong(case):
+    def off() -> object:
+        result = case.ours.call()
+        for piece in case.ours.pieces(result):
+            if piece.numel():
+                piece.view(-1)[-1] *= 1.01
+                break
+        return result
+
+    wrong = dataclasses.replace(case.ours, call=off)
+    with pytest.raises(WrongAnswer, match=r"1 of \d+ are wrong"):
+        measure(dataclasses.replace(case, ours=wrong), FAST)
+
+
+@pytest.mark.parametrize(("extra", "complaint"), [(1, "more elements"), (-1, "fewer elements")])
+def test_an_answer_of_another_length_is_wrong(extra, complaint):
+    case = next(case for case in small_cases() if case.kernel == "sum_n")
+    longer = torch.cat([case.ours.call(), case.ours.call()])[: 1000 + extra]
+    wrong = dataclasses.replace(case.ours, call=lambda: longer)
+    with pytest.raises(WrongAnswer, match=complaint):
+        measure(dataclasses.replace(case, ours=wrong), FAST)
+
+
+def test_padding_must_be_zero():
+    case = bench_packing.case_of(Spec("pack", "aligned", "small", SHAPES))
+
+    def dirty() -> torch.Tensor:
+        buffer = case.ours.call()
+        buffer[15] = 1.0
+        return buffer
+
+    wrong = dataclasses.replace(case.ours, call=dirty)
+    with pytest.raises(WrongAnswer, match="padding"):
+        measure(dataclasses.replace(case, ours=wrong), FAST)
+
+
+def test_a_wrong_or_failing_rival_is_left_out_and_named():
+    case = small_cases()[0]
+
+    def fail() -> None:
+        raise RuntimeError("not built in\nwith details")
+
+    rivals = [
+        dataclasses.replace(case.rivals[0], name="idle", call=lambda: None),
+        dataclasses.replace(case.rivals[0], name="missing", call=fail),
+        dataclasses.replace(case.rivals[0], name="gone", call=lambda: torch.no_such_function),
+        case.rivals[1],
+    ]
+    row, _ = measure(dataclasses.replace(case, rivals=rivals), FAST)
+    assert row.rivals == [case.rivals[1].name]
+    assert row.notes["missing"] == "left out: not built in"
+    assert "no_such_function" in row.notes["gone"]
+    assert row.notes["idle"].startswith("left out: idle: an element is nan")
+
+
+@pytest.mark.parametrize("answers", [(0.0, 0.0), (1.0, 1.0)])
+def test_a_flag_that_says_nothing_or_always_is_wrong(answers):
+    flag, source = torch.zeros(()), torch.ones(4)
+    said = iter(answers)
+    with pytest.raises(WrongAnswer, match="found_inf"):
+        check_flag(lambda: flag.fill_(next(said)), flag, source)
+    assert torch.equal(source, torch.ones(4))
+
+
+def test_every_row_has_a_name_of_its_own():
+    for module in (bench_packing, bench_reduction, bench_projection):
+        names = [str(spec) for spec in module.SPECS]
+        assert len(set(names)) == len(names)

@@ -1,0 +1,166 @@
+"""The report's arithmetic, verdicts and files, on rows made up for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+
+import pytest
+
+from bench.kernels import goals, report
+from bench.kernels.row import COPY, EMPTY, OURS, Row, geometric_mean
+from bench.kernels.timing import Times
+
+META = {"device": "Made-Up GPU 80GB", "kind": "cuda", "torch": "0", "date": "never"}
+
+
+def row_of(kernel="pack", label="aligned 64 MiB", series="aligned", size=64 << 20, **times) -> Row:
+    """Ours takes 128 us for 256 MB, beside a copy of 2 GB in 0.8 ms: 2.0 of 2.5 TB/s."""
+    seconds = {OURS: 128e-6, COPY: 800e-6, EMPTY: 4e-6, "slow": 512e-6, "fast": 192e-6} | times
+    return Row(
+        kernel=kernel,
+        series=series,
+        label=label,
+        size=size,
+        traffic=256_000_000,
+        elements=1 << 24,
+        tensors=1,
+        times={name: Times(s, 0.9 * s, 1.1 * s, 9) for name, s in seconds.items()},
+        rivals=["slow", "fast"],
+        copy_traffic=2_000_000_000,
+        hosts={OURS: 12e-6},
+    )
+
+
+def test_bandwidth_fraction_and_ratio():
+    row = row_of()
+    assert row.bandwidth == pytest.approx(2e12)
+    assert row.roof == pytest.approx(2.5e12)
+    assert row.fraction == pytest.approx(0.8)
+    assert row.best_rival == "fast"
+    assert row.ratio == pytest.approx(1.5)
+    assert row.over("nobody") is None
+
+
+def test_geometric_mean():
+    assert geometric_mean([0.5, 8.0]) == pytest.approx(2.0)
+    assert math.isnan(geometric_mean([]))
+
+
+def test_times_of_samples():
+    assert Times.of([4.0, 1.0, 2.0, 3.0, 5.0]) == Times(3.0, 2.0, 4.0, 5)
+    assert Times.of([7.0]) == Times(7.0, 7.0, 7.0, 1)
+
+
+def goal_of(threshold, at_most=False, mean=False, figure=lambda row: row.ratio) -> goals.Goal:
+    return goals.Goal(
+        "made up", "cuda", lambda row: row.kernel == "pack", figure, threshold, at_most, mean
+    )
+
+
+def test_verdicts():
+    # Ratios of 1.5 and 6.
+    rows = [row_of(), row_of(label="other", ours=32e-6), row_of(kernel="unpack", ours=1.0)]
+    met = goals.judge(goal_of(1.5), rows)
+    assert (met.status, met.row, met.rows, met.missed) == (goals.MET, "pack aligned 64 MiB", 2, 0)
+    missed = goals.judge(goal_of(1.6), rows)
+    assert (missed.status, missed.missed, missed.value) == (goals.NOT_MET, 1, pytest.approx(1.5))
+    assert goals.judge(goal_of(2.9, mean=True), rows).status == goals.MET
+    assert goals.judge(goal_of(3.1, mean=True), rows).value == pytest.approx(3.0)
+    assert goals.judge(goal_of(6.0, at_most=True), rows).status == goals.MET
+    assert goals.judge(goal_of(5.9, at_most=True), rows).row == "pack other"
+    assert goals.judge(goal_of(None), rows).status == goals.STATED
+    assert goals.judge(goal_of(1.0), rows[2:]).status == goals.NOT_MEASURED
+
+
+def test_a_row_that_does_not_tell_keeps_a_goal_from_being_met():
+    rows = [row_of(), row_of(label="silent")]
+    goal = goal_of(1.0, figure=lambda row: None if row.label == "silent" else row.ratio)
+    verdict = goals.judge(goal, rows)
+    assert (verdict.status, verdict.told, verdict.rows) == (goals.PARTLY, 1, 2)
+
+
+def verdict_of(name: str, rows: list[Row]) -> goals.Verdict:
+    return goals.judge(next(goal for goal in goals.GOALS if goal.name == name), rows)
+
+
+def test_adasum_goals_count_three_and_five_units():
+    # 256 MB at 2.5 TB/s are 102.4 us; ours takes 124 us and an empty launch of 4 us.
+    on_chip = row_of("adasum", "fp32 8 MiB", "fp32")
+    name = "adasum on chip: (time - empty launch) over the three-unit roof"
+    verdict = verdict_of(name, [on_chip])
+    assert verdict.status == goals.NOT_MEASURED
+    small = Row(**{**vars(on_chip), "elements": goals.ON_CHIP})
+    assert verdict_of(name, [small]).value == pytest.approx(124 / 102.4)
+    # Five units take 102.4 * 5/3 us at the roof; ours take 128.
+    beyond = verdict_of("adasum beyond: fraction of the five-unit roof", [on_chip])
+    assert beyond.value == pytest.approx(4 / 3)
+
+
+def test_large_rows_are_those_of_64_megabytes():
+    name = "pack, unpack of 64 MB or more: fraction of the roof"
+    small = row_of(size=63_000_000)
+    misaligned = row_of(series="misaligned")
+    assert verdict_of(name, [small, misaligned]).status == goals.NOT_MEASURED
+    assert verdict_of(name, [small, misaligned, row_of()]).value == pytest.approx(0.8)
+
+
+def test_a_chain_of_adds_with_a_second_pass_is_one_too():
+    name = "sum_n of 8: chain of adds over ours"
+    rows = [
+        dataclasses.replace(row_of("sum_n", **{rival: 384e-6}), tensors=8, rivals=[rival, "fast"])
+        for rival in ("chain of adds", "chain of adds + mul_")
+    ]
+    verdict = verdict_of(name, rows)
+    assert (verdict.status, verdict.value, verdict.told) == (goals.MET, pytest.approx(3.0), 2)
+
+
+def test_goals_of_the_other_device_are_not_measured():
+    text = "\n".join(report.goal_lines([row_of()], "cpu"))
+    asked = [
+        line for line in text.splitlines() if "pack, unpack: best peer over ours, each" in line
+    ]
+    assert len(asked) == 1 and goals.NOT_MEASURED in asked[0]
+    assert "NOT MET" not in text
+
+
+def test_tables_and_files(tmp_path):
+    sizes = [1 << 16, 1 << 20, 1 << 24]
+    rows = [row_of(label=f"aligned {size}", size=size) for size in sizes]
+    written = report.write(rows, META, tmp_path / "made-up")
+    assert [path.name for path in written] == ["results.json", "tables.md", "pack.png"]
+    assert all(path.stat().st_size > 0 for path in written)
+    data = json.loads(written[0].read_text())
+    assert data["meta"] == META
+    back = Row(**{**data["rows"][0], "times": {}})
+    assert (back.label, back.traffic) == ("aligned 65536", 256_000_000)
+    assert data["rows"][0]["times"]["ours"]["median"] == 128e-6
+    lines = written[1].read_text().splitlines()
+    row = next(line for line in lines if line.startswith("| aligned 1048576 "))
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells == [
+        "aligned 1048576",
+        "1 MiB",
+        "128.0",
+        "115.2-140.8",
+        "2000.0",
+        "0.80",
+        "12.0",
+        "fast",
+        "1.50",
+    ]
+    assert "Geometric mean of best peer / ours: 1.50 over 3 rows." in lines
+
+
+def test_without_matplotlib_there_are_no_plots(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "bench.kernels.plots", None)
+    sizes = [1 << 16, 1 << 20, 1 << 24]
+    rows = [row_of(label=f"aligned {size}", size=size) for size in sizes]
+    written = report.write(rows, META, tmp_path)
+    assert [path.name for path in written] == ["results.json", "tables.md"]
+
+
+def test_slug():
+    assert report.slug("NVIDIA H100 80GB HBM3") == "nvidia-h100-80gb-hbm3"

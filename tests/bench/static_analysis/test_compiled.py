@@ -1,0 +1,199 @@
+"""What the compiler makes of the kernels, without a GPU: vectors, spills, atomics, registers.
+
+bench/static_analysis/compiled.py compiles and reads; bench/results/compiled.json is what it found
+when it was last run, and what registers and instruction counts are held against here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+
+import kernels  # noqa: E402
+from bench.static_analysis import compiled, sass  # noqa: E402
+from bench.static_analysis.cases import KERNELS, Case, cases  # noqa: E402
+from bench.static_analysis.occupancy import residency  # noqa: E402
+from kernels.gpu import launcher  # noqa: E402
+
+REGENERATE = "Where the change is meant: `make bench-compiled`, and commit bench/results/compiled.*"
+# ptxas changes its mind about a few registers and instructions at the slightest change of source.
+SLACK = 1.1
+# Every kernel and dtype on one architecture; variants and the others with the dtype that needs most
+# registers. `make bench-compiled` holds all cases against the absolute rules, in twice the time.
+TESTED = [
+    case
+    for case in cases()
+    if case.dtype == "fp16" or (case.capability == 90 and case.variant == "plain")
+]
+
+
+@pytest.fixture(scope="module")
+def recorded() -> tuple[str, dict[str, compiled.Record]]:
+    """Triton's version and the records that were committed."""
+    return compiled.from_json((compiled.RESULTS / "compiled.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def measured(request: pytest.FixtureRequest) -> Iterator[Callable[[Case], compiled.Record]]:
+    """The record of a case. All that the selected tests will ask for are compiled side by side."""
+    calls = [getattr(item, "callspec", None) for item in request.session.items]
+    params = [call.params.get("case") for call in calls if call]
+    wanted = dict.fromkeys(case for case in params if isinstance(case, Case))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        results = {case: pool.submit(compiled.measure, case) for case in wanted}
+        yield lambda case: results[case].result()
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("case", TESTED, ids=str)
+def test_vectors_spills_and_atomics(case, measured):
+    record = measured(case)
+    assert compiled.faults_of(case, record) == []
+    assert record.registers > 0
+    counts_arrivals = "arrivals" in KERNELS[case.kernel].function.arg_names
+    assert bool(record.atomics) == counts_arrivals
+    path = record.vector if case.aligned else record.scalar
+    assert path.moved > 0 and path.in_flight > 0
+
+
+@pytest.mark.parametrize("case", TESTED, ids=str)
+def test_no_more_registers_and_instructions_than_recorded(case, measured, recorded):
+    version, records = recorded
+    if version != triton.__version__:
+        pytest.skip(f"recorded with Triton {version}, this is {triton.__version__}")
+    assert str(case) in records, f"{case} is not in bench/results/compiled.json. {REGENERATE}"
+    now, then = measured(case), records[str(case)]
+    grown = {
+        name: f"{new} now, {old} recorded"
+        for name, new, old in (
+            ("registers", now.registers, then.registers),
+            ("instructions", now.instructions, then.instructions),
+            ("instructions of an aligned tile", now.vector.instructions, then.vector.instructions),
+            ("instructions of a scalar tile", now.scalar.instructions, then.scalar.instructions),
+            ("float64 instructions", now.fp64, then.fp64),
+            ("barriers of an aligned tile", now.vector.barriers, then.vector.barriers),
+        )
+        if new > SLACK * old
+    }
+    held, before = now.vector.in_flight, then.vector.in_flight
+    if SLACK * held < before:
+        grown["bytes in flight a thread"] = f"{held} now, {before} recorded"
+    assert not grown, f"{case}: {grown}. {REGENERATE}"
+
+
+def test_the_table_is_up_to_date(recorded):
+    version, records = recorded
+    assert list(records) == [str(case) for case in cases()], REGENERATE
+    table = (compiled.RESULTS / "compiled.md").read_text()
+    assert table == table.render(version, records), REGENERATE
+
+
+def test_every_kernel_is_in_the_table():
+    modules = [
+        importlib.import_module(f"kernels.{module.name}")
+        for module in pkgutil.iter_modules(kernels.__path__)
+    ]
+    found = {
+        value.function
+        for module in modules
+        for value in vars(module).values()
+        if isinstance(value, launcher.Kernel)
+    }
+    assert found == {kernel.function for kernel in KERNELS.values()}
+
+
+@triton.jit
+def _careless_kernel(a, out, element_count, BLOCK: tl.constexpr):
+    """A mask that breaks vectors up, more than registers hold, and a sum in order of arrival."""
+    i = tl.arange(0, BLOCK)
+    a = tl.multiple_of(a, 16)
+    x = tl.load(a + i, mask=i < element_count, other=0.0)
+    tl.atomic_add(out, tl.sum(x, axis=0))
+    tl.debug_barrier()
+    tl.store(a + i, x * tl.load(out), mask=i < element_count)
+
+
+def test_faults_are_found():
+    compilation = compiled.compile_source(
+        _careless_kernel,
+        {"a": "*fp32", "out": "*fp32", "element_count": "i32", "BLOCK": "constexpr"},
+        {(3,): 1 << 15},
+        90,
+        {"num_warps": 4},
+    )
+    found = compiled.faults(compiled.read(compilation, {4}), ("loads", "stores"))
+    assert [fault.split(":")[0].split(",")[0] for fault in found] == [
+        "spills",
+        "float atomics",
+        "no 128-bit loads",
+        "no 128-bit stores",
+    ]
+
+
+# Two tiles' worth of 16 bytes; the loop asks for 32 bytes before it uses any, then for 16. The
+# scalar way asks for two elements of 4 bytes, one after the other.
+LISTING = """
+_a_kernel:
+        /*0000*/              @!P1 BRA `(.L_x_0) ;
+        /*0010*/                   LDG.E R4, desc[UR4][R2.64] ;
+        /*0020*/                   STG.E desc[UR4][R6.64], R4 ;
+        /*0030*/                   LDG.E R4, desc[UR4][R2.64+0x4] ;
+        /*0040*/                   STG.E desc[UR4][R6.64+0x4], R4 ;
+        /*0050*/                   EXIT ;
+.L_x_0:
+        /*0060*/                   LDG.E.64 R2, desc[UR4][R20.64] ;
+.L_x_1:
+        /*0070*/              @!P0 LDG.E.128 R4, desc[UR4][R2.64] ;
+        /*0080*/              @!P0 LDG.E.128 R8, desc[UR4][R2.64+0x10] ;
+        /*0090*/                   DADD R14, R14, R16 ;
+        /*00a0*/                   FADD R12, R9, R12 ;
+        /*00b0*/              @!P0 LDG.E.128 R8, desc[UR4][R2.64+0x20] ;
+        /*00c0*/               @P2 BRA `(.L_x_1) ;
+        /*00d0*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
+        /*00e0*/                   STG.E.128 desc[UR4][R18.64], R4 ;
+        /*00f0*/               @P3 EXIT ;
+        /*0100*/                   STG.E.64 desc[UR4][R18.64], R4 ;
+        /*0110*/                   EXIT ;
+.L_x_2:
+        /*0120*/                   BRA `(.L_x_2) ;
+"""
+
+
+def test_a_path_is_read_off_the_machine_code():
+    blocks = sass.parse(LISTING)
+    vector = sass.Path(instructions=11, moved=64, in_flight=32, fp64=1, shared=0, barriers=1)
+    assert sass.vector_path(blocks) == vector
+    scalar = sass.Path(instructions=6, moved=16, in_flight=4, fp64=0, shared=0, barriers=0)
+    assert sass.scalar_path(blocks, {4}) == scalar
+    assert sass.scalar_path(blocks, {2}) == sass.NO_PATH
+
+
+def test_no_listing_no_blocks():
+    with pytest.raises(ValueError, match="no instruction found"):
+        sass.parse("")
+
+
+@pytest.mark.parametrize(
+    ("capability", "registers", "warps", "shared", "programs", "limit"),
+    [
+        (80, 32, 4, 0, 16, "registers"),
+        (80, 96, 4, 0, 5, "registers"),
+        (90, 128, 16, 0, 1, "registers"),
+        (90, 16, 32, 0, 2, "threads"),
+        (90, 8, 1, 0, 32, "slots"),
+        (80, 32, 4, 48 << 10, 3, "shared"),
+        (90, 32, 4, 48 << 10, 4, "shared"),
+    ],
+)
+def test_programs_resident(capability, registers, warps, shared, programs, limit):
+    """Worked by hand from the guide's table: 65536 registers, 2048 threads, 32 programs, 164 and
+    228 KiB of shared memory, of which the system takes 1 KiB a program."""
+    assert residency(capability, registers, warps, shared) == (programs, limit)

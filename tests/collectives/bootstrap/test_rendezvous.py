@@ -1,0 +1,145 @@
+"""How ranks meet in a store: all there, one missing, what was left by those before."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from collectives import CollectiveTimeoutError, TransportError
+from collectives.bootstrap.rendezvous import bounded, meet, open_store
+from tests.collectives.transport.neighbours import together
+from tests.processes.harness import free_port
+
+
+def store() -> Any:
+    return dist.HashStore()
+
+
+def meet_all(shared: Any, ranks: list[int], size: int) -> list[str]:
+    """Each rank's part of the store, told by what rank 0 writes there."""
+
+    def run(rank: int) -> str:
+        part = meet(shared, rank, size, 10.0)
+        if rank == 0:
+            part.set("place", secrets.token_hex(8))
+        part.wait(["place"], timedelta(seconds=10))
+        return part.get("place").decode()
+
+    return together(*(lambda rank=rank: run(rank) for rank in ranks))
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_all_meet_in_one_place(size: int) -> None:
+    assert len({*meet_all(store(), [*range(size)], size)}) == 1
+
+
+def test_each_start_has_a_place_of_its_own() -> None:
+    shared = store()
+    places = [meet_all(shared, [0, 1, 2], 3) for _ in range(4)]
+    assert [len({*each}) for each in places] == [1] * 4
+    assert len({each[0] for each in places}) == 4
+
+
+def test_what_dead_ranks_wrote_is_not_taken_for_them() -> None:
+    """A rank of the start before had come and ended, the others had not come."""
+    shared = store()
+    with pytest.raises(CollectiveTimeoutError, match=r"rank 1 could not start: rank 0, rank 2 did"):
+        meet(shared, 1, 3, 0.1)
+    with pytest.raises(CollectiveTimeoutError, match=r"rank 1 did not come within 0\.2 s"):
+        together(lambda: meet(shared, 0, 3, 0.2), lambda: meet(shared, 2, 3, 0.2))
+    assert len({*meet_all(shared, [0, 1, 2], 3)}) == 1
+
+
+def test_a_store_that_has_ended() -> None:
+    class Ended:
+        def set(self, key: str, value: str) -> None:
+            raise dist.DistNetworkError("Connection reset by peer\nC++ stack")
+
+    with pytest.raises(
+        CollectiveTimeoutError, match=r"rank 3 could not start: the store.*reset by peer$"
+    ):
+        meet(Ended(), 3, 4, 1.0)  # type: ignore[arg-type]
+
+
+def test_a_start_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    with pytest.raises(CollectiveTimeoutError, match=r"rank 2 could not start within 0\.1 s"):
+        bounded(lambda: time.sleep(1.0), 2, 0.1)
+
+    def fail() -> None:
+        raise KeyError("its own")
+
+    with pytest.raises(KeyError, match="its own"):
+        bounded(fail, 2, 10.0)
+    bounded(lambda: None, 2, 10.0)
+
+
+# Torch gives up after two seconds, in the middle of an exit that takes four.
+_LATE_START = """
+import time
+from datetime import timedelta
+import torch.distributed as dist
+from collectives.meeting import bounded
+
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(4.0)
+
+slow = Slow()
+bounded(lambda: dist.HashStore().wait(["never"], timedelta(seconds=2)), 1, 1.0)
+"""
+
+
+def test_torch_may_be_late_while_the_rank_ends() -> None:
+    """It ends with its own error, not by a signal."""
+    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    ended = subprocess.run(
+        [sys.executable, "-c", _LATE_START], env=env, capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 1, ended.stderr[-3000:]
+    assert "rank 1 could not start within 1 s" in ended.stderr
+
+
+def test_the_store_at_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    with pytest.raises(CollectiveTimeoutError, match=rf"rank 1 got no answer.*127.0.0.1:{port}"):
+        open_store(1, 0.2)
+    first = open_store(0, 5.0)
+    first.set("key", "value")
+    assert open_store(1, 5.0).get("key") == b"value"
+
+
+def test_a_host_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 was told that something else listens there."""
+    monkeypatch.setenv("MASTER_ADDR", "nowhere.invalid")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    for rank in range(2):
+        with pytest.raises(
+            CollectiveTimeoutError, match=rf"rank {rank} got no.*nowhere\.invalid.*Errno"
+        ):
+            open_store(rank, 0.5)
+
+
+def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as other:
+        other.bind(("0.0.0.0", 0))
+        other.listen()
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(other.getsockname()[1]))
+        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+        with pytest.raises(TransportError, match=r"rank 0 cannot listen on .*MASTER_PORT"):
+            open_store(0, 2.0)

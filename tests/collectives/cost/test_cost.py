@@ -1,0 +1,311 @@
+"""The cost model: closed forms against a walk of the schedules, and both against arithmetic."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from collectives.cost import (
+    ASSUMED,
+    OPS,
+    Links,
+    Rate,
+    closed,
+    closed_forms,
+    estimate,
+    read_topology,
+    reductions,
+    schedule,
+    walk,
+    with_rates,
+)
+from collectives.cost.__main__ import main
+from collectives.schedules import binomial_tree, ring
+from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec
+from collectives.schedules.topology import Topology
+
+LINKS = Links(Rate(3e-6, 2e-12), Rate(1.4e-5, 2e-11), Rate(2e-6, 1e-12), Rate(7e-6, 3e-12))
+SHARED = with_rates(LINKS, {"nic": 1e-11, "call": 1e-4})
+ONE_LEVEL = ("xring", "xring#2", "rechd", "rechd#2", "rd", "rd#3", "vhdd", "psgpu", "pscpu#2")
+TWO_LEVELS = (
+    "xring/xring",
+    "rechd/vhdd",
+    "psgpu/rd",
+    "xring/rechd",
+    "pscpu#2/psgpu#2",
+    "xring#2/rd#2",
+    "rechd#2/xring#2",
+)
+
+
+def _spec(text: str) -> AllReduceSpec:
+    (spec,) = parse_all_reduce_spec(text)
+    return spec
+
+
+def _flat(text: str, size: int, nbytes: float, op: str = "sum", segments: int = 1) -> float:
+    return estimate(text, nbytes, LINKS, Topology(size, size), op, segments).seconds
+
+
+def _agree(text: str, topology: Topology, op: str) -> bool:
+    """Compare every figure both ways; False where the topology has no such schedule."""
+    spec = _spec(text)
+    try:
+        steps = schedule(spec, topology, op)
+    except ValueError:
+        return False
+    walked, formula = walk(steps, topology, reductions(spec, op)), closed(spec, topology, op)
+    for links in (LINKS, SHARED):
+        for nbytes in (4096, 1 << 26):
+            one, other = (p.cost(nbytes, links, 5) for p in (walked, formula))
+            # Both add the same few thousand numbers, in another order.
+            assert asdict(one) == pytest.approx(asdict(other), rel=1e-10), (text, topology, op)
+    return True
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_closed_forms_agree_with_a_walk_of_every_size(op: str) -> None:
+    """Every size to 64; every algorithm to 12, beyond that one in three, in turns.
+
+    The ranks of a node take turns over the divisors of the size from case to case.
+    """
+    turn = count()
+    compared = 0
+    for size in range(1, 65):
+        divisors = [d for d in range(1, size + 1) if size % d == 0]
+        for text in (*ONE_LEVEL, *TWO_LEVELS)[
+            slice(None) if size <= 12 else slice(size % 3, None, 3)
+        ]:
+            local_size = divisors[next(turn) % len(divisors)]
+            compared += _agree(text, Topology(size, local_size), op)
+    assert compared > 400
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 6])
+@pytest.mark.parametrize("local_size", [2, 3, 4])
+def test_closed_forms_agree_with_a_walk_of_every_pair(nodes: int, local_size: int) -> None:
+    topology = Topology(nodes * local_size, local_size, tuple(reversed(range(local_size))))
+    for inner in ("xring", "xring#2", "rechd", "psgpu", "pscpu#2"):
+        for outer in ("xring", "rechd", "rd", "vhdd", "psgpu", "pscpu#2"):
+            for op in OPS:
+                assert _agree(f"{inner}/{outer}", topology, op)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8, 64, 1024])
+def test_one_level_costs_what_its_arithmetic_says(size: int) -> None:
+    nbytes = float(1 << 20)
+    (alpha, beta), (call, gamma) = LINKS.intra[:2], LINKS.sum[:2]
+    levels = size.bit_length() - 1
+    moved = nbytes * (size - 1) / size
+    assert _flat("xring", size, nbytes) == pytest.approx(
+        2 * (size - 1) * alpha + 2 * moved * beta + (size - 1) * call + moved * gamma
+    )
+    assert _flat("rechd", size, nbytes) == pytest.approx(
+        2 * levels * alpha + 2 * moved * beta + levels * call + moved * gamma
+    )
+    assert _flat("rd", size, nbytes) == pytest.approx(
+        levels * (alpha + call + nbytes * (beta + gamma))
+    )
+    others = size - 1
+    assert _flat("psgpu", size, nbytes) == pytest.approx(
+        2 * others * (alpha + nbytes * beta) + call + others * nbytes * gamma
+    )
+
+
+def test_adasum_pays_for_its_dots() -> None:
+    nbytes, segments = float(1 << 20), 100
+    (alpha, beta), (call, gamma) = LINKS.intra[:2], LINKS.adasum[:2]
+    dots = alpha + LINKS.sum.alpha + 24 * segments * (beta + LINKS.sum.beta)
+    for levels in (1, 2, 3, 6):
+        size = 1 << levels
+        moved = nbytes * (size - 1) / size
+        # The level of distance d sums its dots over 2d ranks: one step, then two, three, ...
+        assert _flat("vhdd", size, nbytes, "adasum", segments) == pytest.approx(
+            2 * levels * alpha
+            + 2 * moved * beta
+            + levels * call
+            + moved * gamma
+            + dots * levels * (levels + 1) / 2
+        )
+        assert _flat("rd", size, nbytes, "adasum", segments) == pytest.approx(
+            levels * (alpha + call + nbytes * (beta + gamma))
+        )
+
+
+def test_bytes_and_memory() -> None:
+    nbytes = 1 << 20
+    topology = Topology(16, 4)
+    ring_cost = estimate("xring", nbytes, LINKS, topology)
+    total = 2 * 15 * nbytes
+    assert ring_cost.intra + ring_cost.inter == pytest.approx(total)
+    assert ring_cost.inter == pytest.approx(total / 4)
+    assert ring_cost.busiest_inter == pytest.approx(total / 16)
+    assert ring_cost.memory == pytest.approx(nbytes / 16)
+    halving = estimate("rechd", nbytes, LINKS, topology)
+    assert halving.intra + halving.inter == pytest.approx(total)
+    # Distances 4 and 8 cross nodes: 1/8 and 1/16 of the buffer, twice, of all 16 ranks.
+    assert halving.inter == pytest.approx(2 * 16 * nbytes * (1 / 8 + 1 / 16))
+    assert halving.memory == pytest.approx(nbytes / 2)
+    doubling = estimate("rd", nbytes, LINKS, topology)
+    assert doubling.busiest_inter == pytest.approx(2 * 4 * nbytes)
+    assert doubling.memory == nbytes
+    two = estimate("xring/xring", nbytes, LINKS, topology)
+    assert two.busiest_inter == pytest.approx(2 * 3 / 4 * nbytes)
+    assert estimate("psgpu", nbytes, LINKS, topology).memory == 15 * nbytes
+    # One rank of each node is on the wire; two levels put all of them there, on 1/4 each.
+    assert ring_cost.seconds > two.seconds
+
+
+def test_ranks_of_a_node_share_its_connection() -> None:
+    nbytes = float(1 << 30)
+    topology = Topology(8, 4)
+    own = estimate("rd", nbytes, LINKS, topology)
+    shared = estimate("rd", nbytes, with_rates(LINKS, {"nic": LINKS.inter.beta}), topology)
+    # Of rd's three steps the last crosses nodes, with four ranks on each side.
+    assert shared.seconds - own.seconds == pytest.approx(3 * nbytes * LINKS.inter.beta)
+
+
+def test_beyond_the_knee_bytes_take_another_time() -> None:
+    bent = LINKS.intra._replace(knee=1000.0, far=1e-9)
+    links = with_rates(LINKS, {"intra": bent, "sum": LINKS.sum._replace(knee=2000.0, far=1e-8)})
+    topology = Topology(2, 2)
+    (alpha, beta), (call, gamma) = LINKS.intra[:2], LINKS.sum[:2]
+    assert estimate("rd", 800, links, topology) == estimate("rd", 800, LINKS, topology)
+    assert estimate("rd", 5000, links, topology).seconds == pytest.approx(
+        alpha + 1000 * beta + 4000 * 1e-9 + call + 2000 * gamma + 3000 * 1e-8
+    )
+
+
+def test_other_schedules_can_be_walked() -> None:
+    topology = Topology(6, 3)
+    for steps in (ring.reduce_scatter(6), ring.all_gather(6), binomial_tree.broadcast(6, 2)):
+        assert walk(steps, topology).cost(600, LINKS).intra > 0
+    with pytest.raises(ValueError, match="schedule is for 6 ranks, topology has 4"):
+        walk(ring.all_gather(6), Topology(4, 2))
+
+
+def test_one_rank_costs_nothing() -> None:
+    for text in ONE_LEVEL:
+        if "#" not in text:
+            assert _flat(text, 1, 1e6) == 0
+
+
+def test_65536_ranks() -> None:
+    nbytes, size = float(1 << 28), 1 << 16
+    topology = Topology(size, 8)
+    for text, op, steps in (
+        ("xring", "sum", 2 * (size - 1)),
+        ("rechd", "sum", 32),
+        ("rechd/vhdd", "sum", 32),
+        ("vhdd", "adasum", 32),
+    ):
+        cost = estimate(text, nbytes, LINKS, topology, op)
+        assert cost.steps == steps
+        dots = 24 * size * sum(range(1, 17)) if op == "adasum" else 0
+        assert cost.intra + cost.inter == pytest.approx(2 * (size - 1) * nbytes + dots)
+    assert estimate("rd", nbytes, LINKS, topology).steps == 16
+
+
+def test_a_sampled_pipeline_is_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, topology = _spec("xring"), Topology(64, 8)
+    exact = closed(spec, topology, "adasum").cost(1 << 26, LINKS)
+    monkeypatch.setattr(closed_forms, "_PIPELINE_CELLS", 0)
+    sampled = closed(spec, topology, "adasum").cost(1 << 26, LINKS)
+    assert sampled != exact
+    # Each of 128 samples stands for 1/128 of the steps; a rank begins and ends in two of them.
+    for name, value in asdict(exact).items():
+        assert asdict(sampled)[name] == pytest.approx(value, rel=2 / 128), name
+
+
+def test_what_has_no_steps_is_refused() -> None:
+    topology = Topology(4, 2)
+    for text in ("nccl", "collective/xring", "auto"):
+        with pytest.raises(ValueError, match="is no schedule"):
+            estimate(text, 1, LINKS, topology)
+    with pytest.raises(ValueError, match="2 ranges"):
+        estimate("rd:1k:xring", 1, LINKS, topology)
+    with pytest.raises(ValueError, match="op must be one of sum, adasum"):
+        estimate("rd", 1, LINKS, topology, "max")
+    with pytest.raises(ValueError, match="intra must be finite"):
+        with_rates(LINKS, {"intra": Rate(-1.0, 0.0)})
+
+
+def test_a_machine_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps({"nodes": 3, "local": 4, "sum": {"alpha": 1e-6, "beta": 2e-12}}))
+    topology, links = read_topology(path)
+    assert topology == Topology(12, 4)
+    given = {"sum": Rate(1e-6, 2e-12), "adasum": Rate(2.5 * 1e-6, 2.5 * 2e-12)}
+    assert links == with_rates(ASSUMED, given)
+    for data, text in (
+        ([1], "expected keys and values"),
+        ({"node": 3}, "unknown key 'node'"),
+        ({"nodes": 0}, "nodes must be a positive integer"),
+        ({"nic": "fast"}, "nic must be a number"),
+        ({"intra": {"alpha": 1}}, "intra must have alpha and beta"),
+        ({"intra": {"alpha": -1, "beta": 0}}, "intra must be finite"),
+        ({"intra": {"alpha": 0, "beta": 0, "knee": 0}}, "intra must have a knee"),
+    ):
+        path.write_text(json.dumps(data))
+        with pytest.raises(ValueError, match=text) as caught:
+            read_topology(path)
+        assert str(path) in str(caught.value)
+    toml = tmp_path / "machine.toml"
+    toml.write_text("nodes = 2\n[intra]\nalpha = 1e-6\nbeta = 0.0\n")
+    if sys.version_info >= (3, 11):
+        assert read_topology(toml) == (
+            Topology(2, 1),
+            with_rates(ASSUMED, {"intra": Rate(1e-6, 0.0)}),
+        )
+    else:
+        with pytest.raises(ValueError, match=r"write it as \.json"):
+            read_topology(toml)
+
+
+def test_the_command_prints_a_table(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["--nodes", "4", "--local", "8", "--bytes", "1M"]
+    main(command)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "4 nodes of 8 ranks, 1 MiB a rank"
+    assert lines[1].startswith("assumed: intra 3.4 µs + 450 GB/s")
+    sums = [line for line in lines if line.startswith("| sum |")]
+    assert len(sums) == 15
+    assert any("| rechd/rechd |" in line for line in sums)
+
+    main([*command, "--alpha", "1e-6", "--beta", "0,0", "--gamma", "0", "--algorithms", "rd"])
+    out = capsys.readouterr().out
+    # Five steps of 1 µs and a launch of 3 µs each.
+    assert "given: " in out and "| sum | rd | 20 µs | 5 |" in out
+
+    for wrong, text in (
+        (["--bytes", "1x"], "'1x' is not a positive integer"),
+        (["--alpha", "1,2,3"], "--alpha must be one or two numbers"),
+        (["--nodes", "-2"], "--nodes and --local must be at least 1"),
+        (["--nodes", "0"], "--nodes and --local must be at least 1"),
+        (["--topology", str(tmp_path / "none.json")], "No such file"),
+        (["--algorithms", "bogus"], "bogus"),
+    ):
+        with pytest.raises(SystemExit):
+            main([*command, *wrong])
+        assert text in capsys.readouterr().err
+
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(SystemExit, match="pip install matplotlib"):
+        main([*command, "--plot", str(tmp_path / "plot.png")])
+
+
+def test_the_command_writes_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plot.png"
+    main(["--nodes", "2", "--local", "4", "--bytes", "64K", "--op", "sum", "--plot", str(path)])
+    assert path.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SystemExit):
+        main(["--local", "2", "--bytes", "1K", "--plot", str(tmp_path / "none" / "plot.png")])
+    assert "--plot: " in capsys.readouterr().err

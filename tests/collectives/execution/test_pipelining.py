@@ -1,0 +1,262 @@
+"""Messages in parts: right answers, and reducing the first while the second is on its way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from adasum import Adasum
+from collectives import CollectiveTimeoutError, Group, Operands, Reducer, Sum, run_threads
+from collectives.execution import pipelining
+from collectives.execution.executor import Workspace, execute
+from collectives.execution.lowering import sent_first
+from collectives.execution.pipelining import parts_of
+from collectives.schedules import parameter_server
+from collectives.schedules.algorithms import ALL_REDUCE
+from collectives.schedules.schedule import Action, Schedule, Step, Transfer
+from collectives.transport import Message, Transport
+from tests.fakes.fake_cuda import device_tensor
+from tests.fakes.fake_nccl import FakeNccl
+from tests.fakes.nccl_machine import DeviceWorkspace, Machine, all_good, make_machine
+from tests.ptx_emulator.driver import emulated
+
+# Of a message: the third of a buffer of a thousand elements has three.
+SMALL = 400
+
+
+@pytest.fixture(autouse=True)
+def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipelining, "PART_BYTES", SMALL)
+    monkeypatch.setattr(pipelining, "_ALIGNED", 4)
+
+
+@pytest.fixture(params=["torch", "emulator"])
+def _kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Who computes: torch, or what Triton compiles for a GPU, where there would be one."""
+    if request.param == "torch":
+        yield
+        return
+    pytest.importorskip("triton")
+    with emulated() as emulator:
+        yield
+    assert emulator.launches
+
+
+class Late:
+    """A transport that exchanges what is posted in a thread of its own, in order.
+
+    before: called with a part's name before it is exchanged.
+    """
+
+    def __init__(self, inner: Transport, before: Callable[[str], None] = lambda step: None) -> None:
+        self._inner = inner
+        self._before = before
+        self._line = ThreadPoolExecutor(1)
+        self.rank, self.size = inner.rank, inner.size
+        self.posted: list[str] = []
+
+    def exchange(
+        self, sends: Sequence[Message], recvs: Sequence[Message], step: str, timeout: float
+    ) -> None:
+        self.post(sends, recvs, step, timeout)()
+
+    def post(
+        self, sends: Sequence[Message], recvs: Sequence[Message], step: str, timeout: float
+    ) -> Callable[[], None]:
+        # What is received must not be read before.
+        for _, tensor in recvs:
+            tensor.fill_(float("nan"))
+        self.posted.append(step)
+
+        def run() -> None:
+            self._before(step)
+            self._inner.exchange(sends, recvs, step, timeout)
+
+        future: Future[None] = self._line.submit(run)
+        return lambda: future.result(20.0)
+
+
+def run(
+    schedule: Schedule,
+    inputs: Sequence[torch.Tensor],
+    op: Reducer,
+    segments: Sequence[int] | None = None,
+    late: bool = True,
+) -> list[torch.Tensor]:
+    """Every rank's answer, by threads."""
+
+    def main(group: Group) -> torch.Tensor:
+        buffer = inputs[group.rank].clone()
+        execute(
+            schedule,
+            buffer,
+            Late(group.transport) if late else group.transport,  # type: ignore[arg-type]
+            op,
+            label="a test",
+            timeout=20.0,
+            workspace=Workspace(),
+            segments=segments,
+        )
+        return buffer
+
+    return run_threads(len(inputs), main)
+
+
+def vectors(size: int, numel: int = 1021) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(size)
+    return [torch.randn(numel, generator=generator) for _ in range(size)]
+
+
+def test_how_many_parts() -> None:
+    assert [parts_of(n) for n in (0, 1, 799, 800, 1200, 10**9)] == [1, 1, 1, 2, 3, 8]
+
+
+@pytest.mark.parametrize("numel", [200, 201, 399, 1021, 12345])
+def test_parts_cover_the_message_and_begin_aligned(numel: int) -> None:
+    message = Message(3, torch.arange(float(numel)))
+    parts = [pipelining._part(message, i) for i in range(pipelining.MOST_PARTS)]
+    found = [part for part in parts if part is not None]
+    assert len(found) == parts_of(4 * numel) > 1
+    assert torch.equal(torch.cat([part.tensor for part in found]), message.tensor)
+    assert all(part.peer == 3 and part.tensor.numel() for part in found)
+    assert all(part.tensor.storage_offset() % 4 == 0 for part in found)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+@pytest.mark.parametrize("name", [*ALL_REDUCE, "psgpu"])
+def test_sums(name: str, size: int) -> None:
+    """The bits of whole messages: cutting changes no element's sum."""
+    schedule = (
+        parameter_server.all_reduce(size, 1, name) if name == "psgpu" else ALL_REDUCE[name](size)
+    )
+    inputs = vectors(size)
+    whole = run(schedule, inputs, Sum, late=False)
+    for answer in run(schedule, inputs, Sum):
+        assert torch.equal(answer, whole[0])
+
+
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("segments", [None, (0, 1, 130, 130, 700, 1021)])
+@pytest.mark.parametrize(("name", "size"), [("vhdd", 2), ("vhdd", 4), ("vhdd", 5), ("rd", 3)])
+def test_adasum(name: str, size: int, segments: Sequence[int] | None) -> None:
+    """Equal bits on all ranks. Beside whole messages only the order of the dots' sums differs.
+
+    Those are sums of float64: what comes of another order is far below float32's last place, which
+    each of three levels may round to the other side.
+    """
+    inputs = vectors(size)
+    schedule = ALL_REDUCE[name](size)
+    whole = run(schedule, inputs, Adasum, segments, late=False)
+    answers = run(schedule, inputs, Adasum, segments)
+    reach = torch.stack(inputs).abs().sum(0)
+    for answer in answers:
+        assert torch.equal(answer, answers[0])
+        assert ((answer - whole[0]).abs() <= 3 * torch.finfo(torch.float32).eps * reach).all()
+
+
+def test_a_part_is_reduced_while_the_next_is_on_its_way() -> None:
+    """The second part of a step is not let go before the first was reduced."""
+    size, seen = 2, [threading.Event() for _ in range(2)]
+
+    class Watched(Reducer):
+        def reduce(self, operands: Operands) -> None:
+            assert len(operands.pieces) == 5
+            for parts, out, _ in operands.pieces:
+                assert not any(part.isnan().any() for part in parts)
+                torch.add(*parts, out=out)
+                seen[threading.current_thread().name == "rank-1"].set()
+
+    def main(group: Group) -> list[str]:
+        def before(step: str) -> None:
+            if "step 0" in step and "part 0" not in step and not seen[group.rank].wait(10.0):
+                raise CollectiveTimeoutError(f"{step} waited for the part before it")
+
+        late = Late(group.transport, before)
+        buffer = vectors(size)[group.rank].clone()
+        execute(
+            ALL_REDUCE["rechd"](size),
+            buffer,
+            late,  # type: ignore[arg-type]
+            Watched(),
+            label="a test",
+            timeout=20.0,
+            workspace=Workspace(),
+        )
+        assert torch.equal(buffer, torch.add(*vectors(size)))
+        return late.posted
+
+    first, _ = run_threads(size, main)
+    names = [f"step {step} (rechd) of a test, part {i} of 5" for step in (0, 1) for i in range(5)]
+    assert first == names
+
+
+def test_a_part_that_fails_is_the_steps_error() -> None:
+    def main(group: Group) -> None:
+        def before(step: str) -> None:
+            if "part 2" in step:
+                raise CollectiveTimeoutError(f"no answer in {step}")
+
+        execute(
+            ALL_REDUCE["rechd"](2),
+            vectors(2)[group.rank],
+            Late(group.transport, before),  # type: ignore[arg-type]
+            Sum,
+            label="a test",
+            timeout=5.0,
+            workspace=Workspace(),
+        )
+
+    with pytest.raises(CollectiveTimeoutError, match=r"no answer in step 0 .* part 2 of 5"):
+        run_threads(2, main)
+
+
+def test_nothing_is_reduced_into_what_is_still_to_be_sent() -> None:
+    def step(*sends: Transfer) -> Step:
+        return Step(sends, (Transfer(1, 2, 4, Action.REDUCE_LEFT), Transfer(1, 0, 8)))
+
+    assert sent_first(step(Transfer(1, 0, 2), Transfer(2, 4, 6), Transfer(1, 2, 4)))
+    assert not sent_first(step(Transfer(1, 0, 3)))
+    assert not sent_first(step(Transfer(1, 2, 8)))
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    yield from make_machine(monkeypatch, FakeNccl())
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("name", ["xring", "rechd", "rd"])
+def test_on_streams(machine: Machine, name: str, size: int) -> None:
+    """Everything is put on the streams at once; a missing event would show as a wrong sum."""
+    inputs = vectors(size)
+
+    class OnStream(Reducer):
+        def reduce(self, operands: Operands) -> None:
+            for parts, out, _ in operands.pieces:
+                plain = [part.as_subclass(torch.Tensor) for part in (*parts, out)]
+                machine.put(lambda p=plain: torch.add(p[0], p[1], out=p[2]), delay=0.002)
+
+    def work(transport: Any) -> torch.Tensor:
+        buffer = device_tensor(inputs[transport.rank].clone())
+        with transport.deferred():
+            execute(
+                ALL_REDUCE[name](size),
+                buffer,
+                transport,
+                OnStream(),
+                label="a test",
+                timeout=20.0,
+                workspace=DeviceWorkspace(),
+            )
+        return machine.read(buffer)
+
+    answers = all_good(machine.run(size, work))
+    bound = (size - 1) * torch.finfo(torch.float32).eps * torch.stack(inputs).abs().sum(0)
+    for answer in answers:
+        assert ((answer - torch.stack(inputs).double().sum(0)).abs() <= bound).all()
+        assert torch.equal(answer, answers[0])

@@ -1,0 +1,332 @@
+"""All-reduces made of what ranks show on their board: the bits of messages, without any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import collectives
+from adasum import Adasum, AdasumReducer
+from collectives import (
+    Average,
+    CollectiveError,
+    CollectiveMismatchError,
+    FusedBuffer,
+    Group,
+    Operands,
+    Reducer,
+    Sum,
+)
+from collectives.execution import call_queue
+from collectives.execution.shared_memory_all_reduce import WHOLE_BYTES
+from collectives.reducers import SumReducer, kernels
+from collectives.transport.shared_memory.symmetric_memory import TABLE_BYTES, WINDOW_BYTES, Board
+from tests.adasum import definition
+
+OPS = {"Sum": Sum, "Average": Average, "Adasum": Adasum}
+WHOLE, ROOM = WHOLE_BYTES // 4, WINDOW_BYTES // 4
+
+
+def data(group: Group | Rank, count: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
+    generator = torch.Generator().manual_seed(100 * seed + group.rank)
+    if not dtype.is_floating_point:
+        return torch.randint(-100, 100, (count,), generator=generator).to(dtype)
+    return torch.randn(count, generator=generator, dtype=torch.float64).to(dtype)
+
+
+class Rank(NamedTuple):
+    rank: int
+
+
+def messages(group: Group) -> list[str]:
+    """The steps that are sent from here on."""
+    steps: list[str] = []
+    exchange = group.transport.exchange
+
+    def counted(sends: Any, recvs: Any, step: str, timeout: float) -> None:
+        steps.extend(step for message in sends if message.tensor.numel())
+        exchange(sends, recvs, step, timeout)
+
+    group.transport.exchange = counted  # type: ignore[method-assign]
+    return steps
+
+
+run = collectives.run_threads
+
+
+@pytest.fixture
+def by_messages(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    """run, with nothing shown."""
+
+    def alone(size: int, job: Callable[[Group], Any]) -> list[Any]:
+        with monkeypatch.context() as patch:
+            patch.setattr(call_queue, "exhibit", lambda *arguments: None)
+            return run(size, job)
+
+    return alone
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 7, 8])
+def test_the_bits_of_messages(size: int, op: str, by_messages: Any) -> None:
+    sent_any: set[bool] = set()
+
+    def job(group: Group) -> list[torch.Tensor]:
+        steps = messages(group)
+        answers = []
+        for i, count in enumerate((1, 63, 4099)):
+            dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+            for dtype in dtypes if op == "Adasum" else (*dtypes, torch.complex64):
+                bounds = [0, count // 3, count // 3, count]
+                tensor = data(group, count, dtype, i) if dtype.is_floating_point else None
+                if tensor is None:
+                    tensor = torch.complex(data(group, count), data(group, count, seed=9))
+                group.all_reduce(tensor, OPS[op], algorithm="rd", segments=bounds, postscale=0.5)
+                answers.append(tensor)
+        if op == "Sum":
+            answers.append(group.all_reduce(data(group, 99, torch.int64), algorithm="rd"))
+        sent_any.add(bool(steps))
+        return answers
+
+    shown = run(size, job)
+    assert sent_any == {False}
+    sent = by_messages(size, job)
+    assert sent_any == {False, True}
+    for mine, other in zip(shown, sent, strict=True):
+        for a, b, first in zip(mine, other, shown[0], strict=True):
+            assert torch.equal(a, b) and torch.equal(a, first)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("fused", [True, False])
+def test_groups_travel_packed(op: str, fused: bool, by_messages: Any) -> None:
+    sent_any: set[bool] = set()
+
+    def job(group: Group) -> list[torch.Tensor]:
+        steps = messages(group)
+        tensors = [data(group, count, seed=count) for count in (5, 0, 700, 1, 64)]
+        if fused and group.rank != 1:
+            # Whether they lie in one buffer already is a rank's own matter.
+            buffer = FusedBuffer(tensors)
+            torch._foreach_copy_(buffer.tensors, tensors)
+            tensors = list(buffer.tensors)
+        group.grouped_all_reduce(tensors, OPS[op], algorithm="rd")
+        sent_any.add(bool(steps))
+        return [tensor.clone() for tensor in tensors]
+
+    shown = run(3, job)
+    assert sent_any == {False}
+    sent = by_messages(3, job)
+    for mine, other in zip(shown, sent, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
+
+
+def test_one_size_after_another() -> None:
+    """A window is not written to while another rank may read it."""
+
+    def job(group: Group) -> None:
+        for call in range(300):
+            tensor = torch.full((1 + call * 997 % WHOLE,), float(call))
+            group.all_reduce(tensor, algorithm=("rd", "rechd", "rechd")[call % 3])
+            assert bool((tensor == 4.0 * call).all()), call
+
+    run(4, job)
+
+
+@pytest.mark.parametrize(
+    ("count", "options", "sent"),
+    [
+        (WHOLE, {"algorithm": "rd"}, False),
+        (WHOLE + 1, {"algorithm": "rd"}, True),
+        (ROOM, {"algorithm": "rechd"}, False),
+        (ROOM + 1, {"algorithm": "rechd"}, True),
+        (7, {"algorithm": "rechd"}, False),
+        (7, {"algorithm": "rechd#2"}, True),
+        (7, {"algorithm": "xring"}, True),
+        (7, {"algorithm": "rechd/rechd"}, True),
+        (ROOM, {"algorithm": "rd:1k:xring"}, True),
+        (1024, {"algorithm": "rd:1k:xring"}, False),
+        (7, {"algorithm": "rd", "prescale": 0.5}, True),
+        (0, {"algorithm": "rd"}, False),
+        (7, {}, False),
+    ],
+)
+def test_what_is_shown(count: int, options: dict[str, Any], sent: bool) -> None:
+    def job(group: Group) -> bool:
+        steps = messages(group)
+        tensor = torch.ones(count)
+        group.all_reduce(tensor, **options)
+        scale = options.get("prescale", 1.0)
+        assert torch.equal(tensor, torch.full((count,), 3.0 * scale))
+        return bool(steps)
+
+    assert run(3, job) == [sent] * 3
+
+
+@pytest.mark.parametrize("op", ["Sum", "Average"])
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
+def test_slices_have_the_bits_of_messages(size: int, op: str, by_messages: Any) -> None:
+    def job(group: Group) -> list[torch.Tensor]:
+        answers = []
+        for count, dtype in ((1, torch.float32), (17, torch.float64), (4099, torch.bfloat16)):
+            tensor = data(group, count, dtype)
+            group.all_reduce(tensor, OPS[op], algorithm="rechd")
+            answers.append(tensor)
+        return answers
+
+    shown, sent = run(size, job), by_messages(size, job)
+    for mine, other in zip(shown, sent, strict=True):
+        for a, b, first in zip(mine, other, shown[0], strict=True):
+            assert torch.equal(a, b) and torch.equal(a, first)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 8])
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 7, 8])
+def test_adasum_in_slices_has_the_bits_of_messages(
+    size: int, workers: int, by_messages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many ranks work at once, wherever the slices cut segments; by its definition."""
+    monkeypatch.setattr(Board, "workers", workers)
+
+    def bounds(count: int) -> list[int]:
+        return sorted({0, count // 7, count // 2, count})
+
+    def job(group: Group) -> list[torch.Tensor]:
+        steps = messages(group)
+        answers = []
+        for count, dtype in ((1, torch.float32), (40, torch.bfloat16), (100_003, torch.float32)):
+            tensor = data(group, count, dtype)
+            group.all_reduce(tensor, Adasum, algorithm="vhdd", segments=bounds(count))
+            answers.append(tensor)
+        sent.add(bool(steps))
+        return answers
+
+    sent: set[bool] = set()
+    shown, again = run(size, job), run(size, job)
+    assert sent == {False}
+    by_message = by_messages(size, job)
+    assert sent == {False, True}
+    for mine in (*shown, *again, *by_message):
+        assert all(torch.equal(a, b) for a, b in zip(mine, shown[0], strict=True))
+    inputs = [data(Rank(rank), 100_003).double() for rank in range(size)]
+    want = definition.tree(inputs, bounds(100_003))
+    # Coefficients are float64's; each of up to four levels rounds its two products and their sum.
+    eps = torch.finfo(torch.float32).eps
+    assert (shown[0][-1].double() - want).norm() <= 12 * eps * want.norm()
+
+
+def test_more_segments_than_a_table_holds_are_sent() -> None:
+    rows = TABLE_BYTES // 24
+
+    def job(group: Group) -> list[bool]:
+        steps = messages(group)
+        seen = []
+        for count in (rows, rows + 1):
+            steps.clear()
+            group.all_reduce(torch.ones(count), Adasum, algorithm="vhdd", segments=range(count + 1))
+            seen.append(bool(steps))
+        return seen
+
+    assert run(2, job) == [[False, True]] * 2
+
+
+def test_two_dtypes_are_sent() -> None:
+    def job(group: Group) -> None:
+        tensors = [torch.ones(3), torch.ones(3, dtype=torch.float64), torch.ones(2)]
+        group.grouped_all_reduce(tensors, algorithm="rd")
+        assert all(bool((tensor == 2.0).all()) for tensor in tensors)
+
+    run(2, job)
+
+
+def test_an_operator_that_calls_others_is_sent() -> None:
+    class Asking(SumReducer):
+        alone = False
+
+    asking = Asking()
+
+    def job(group: Group) -> bool:
+        steps = messages(group)
+        group.all_reduce(torch.ones(3), asking, algorithm="rd")
+        return bool(steps)
+
+    assert run(2, job) == [True, True]
+    assert not Reducer.alone, "what has not said so calls others"
+
+
+def test_an_operator_that_sums_twice_is_told() -> None:
+    class Twice(AdasumReducer):
+        def reduce(self, operands: Operands) -> None:
+            if operands.sum_partials is not None:
+                operands.sum_partials(torch.zeros(len(operands.segments or ()) - 1, 3))
+            super().reduce(operands)
+
+    twice = Twice()
+
+    def job(group: Group) -> None:
+        with pytest.raises((TypeError, CollectiveError), match=r"not once|rank"):
+            group.all_reduce(torch.ones(9), twice, algorithm="vhdd")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Board, "workers", 1)
+        run(2, job, timeout=0.5)
+
+
+def test_partial_sums_that_are_not_contiguous_are_told() -> None:
+    """Sums written to a copy of them would be lost."""
+
+    class Turned(AdasumReducer):
+        def reduce(self, operands: Operands) -> None:
+            if operands.sum_partials is not None:
+                operands.sum_partials(torch.ones(3, 4, dtype=torch.float64).t())
+
+    def job(group: Group) -> None:
+        with pytest.raises((RuntimeError, CollectiveError), match=r"view size|rank"):
+            group.all_reduce(torch.ones(9), Turned(), algorithm="vhdd", segments=(0, 5, 9))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Board, "workers", 1)
+        run(2, job, timeout=0.5)
+
+
+def test_a_mismatch_leaves_everything_as_it_was() -> None:
+    def job(group: Group) -> None:
+        for turn in range(3):
+            mine = data(group, 30 + (group.rank == turn))
+            before = mine.clone()
+            with pytest.raises(CollectiveMismatchError, match="shape"):
+                group.all_reduce(mine, Adasum)
+            assert torch.equal(mine, before)
+            assert float(group.all_reduce(torch.ones(1))) == 3.0
+
+    run(3, job)
+
+
+def test_with_a_rank_that_has_joined() -> None:
+    def job(group: Group) -> None:
+        if group.rank == 1:
+            group.join([Adasum])
+            return
+        for _ in range(3):
+            tensor = torch.arange(1.0, 9.0)
+            group.all_reduce(tensor, Adasum)
+            assert torch.equal(tensor, torch.arange(1.0, 9.0))
+        group.join([Adasum])
+
+    run(3, job)
+
+
+def test_nothing_is_packed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed: list[int] = []
+    pack = kernels.pack
+
+    def counted(*args: Any, **options: Any) -> Any:
+        packed.append(1)
+        return pack(*args, **options)
+
+    monkeypatch.setattr(kernels, "pack", counted)
+    run(2, lambda group: group.grouped_all_reduce([torch.ones(3), torch.ones(4)]))
+    assert len(packed) == 2

@@ -1,0 +1,104 @@
+"""Schedules run on nested tuples, and what they cost; apart from the prover, to check it by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+from collectives.schedules.schedule import Action, Schedule, Step
+
+Tree = Any  # a rank, or a pair of trees
+
+
+def answers(schedule: Schedule) -> list[list[Tree]]:
+    """What every rank ends with in every chunk of an all-reduce or a reduce: the tree of ranks."""
+    state: list[list[Tree]] = [
+        [rank // schedule.replicas] * schedule.chunks for rank in range(schedule.size)
+    ]
+    for steps in zip(*(schedule.steps(rank) for rank in range(schedule.size)), strict=True):
+        sent: dict[tuple[int, int], list[list[Tree]]] = {}
+        for rank, step in enumerate(steps):
+            for peer, start, stop, _ in step.sends:
+                sent.setdefault((rank, peer), []).append(state[rank][start:stop])
+        for rank, step in enumerate(steps):
+            arrived = [sent[recv.peer, rank].pop(0) for recv in step.recvs]
+            for chunk in range(schedule.chunks):
+                state[rank][chunk] = _received(step, arrived, chunk, state[rank][chunk])
+    return state
+
+
+def _received(step: Step, arrived: list[list[Tree]], chunk: int, mine: Tree) -> Tree:
+    before: list[Tree] = []
+    after: list[Tree] = []
+    for recv, values in zip(step.recvs, arrived, strict=True):
+        if recv.start <= chunk < recv.stop:
+            value = values[chunk - recv.start]
+            if recv.action is Action.COPY:
+                return value
+            (after if recv.action is Action.REDUCE_RIGHT else before).append(value)
+    return folded([*before, mine, *after])
+
+
+def with_step(schedule: Schedule, rank: int, number: int, step: Step) -> Schedule:
+    """The schedule with one step of one rank replaced."""
+
+    def steps(r: int) -> list[Step]:
+        result = list(schedule.steps(r))
+        if r == rank:
+            result[number] = step
+        return result
+
+    return replace(schedule, steps=steps)
+
+
+def folded(trees: list[Tree]) -> Tree:
+    """((0, 1), 2), ...: left to right."""
+    tree = trees[0]
+    for other in trees[1:]:
+        tree = (tree, other)
+    return tree
+
+
+def balanced(trees: list[Tree]) -> Tree:
+    """Neighbours pair, then neighbouring pairs, and so on; a power of two of them."""
+    while len(trees) > 1:
+        trees = list(zip(trees[::2], trees[1::2], strict=True))
+    return trees[0]
+
+
+def ranks_in(tree: Tree) -> frozenset[int]:
+    """The ranks at the leaves of a tree."""
+    if isinstance(tree, tuple):
+        return frozenset().union(*map(ranks_in, tree))
+    return frozenset([tree])
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Steps, and as fractions of the buffer what a rank sends, receives and stages at most."""
+
+    steps: int
+    sent: tuple[Fraction, ...]
+    received: tuple[Fraction, ...]
+    staged: Fraction
+
+
+def cost(schedule: Schedule) -> Cost:
+    """The cost of a schedule, every chunk taken as equally long."""
+    programs = [tuple(schedule.steps(rank)) for rank in range(schedule.size)]
+    staged = [
+        sum(r.stop - r.start for r in step.recvs if r.action is not Action.COPY)
+        for program in programs
+        for step in program
+    ]
+    return Cost(
+        len(programs[0]),
+        tuple(_total(schedule, [t for s in program for t in s.sends]) for program in programs),
+        tuple(_total(schedule, [t for s in program for t in s.recvs]) for program in programs),
+        Fraction(max(staged, default=0), schedule.chunks),
+    )
+
+
+def _total(schedule: Schedule, transfers: list[Any]) -> Fraction:
+    return Fraction(sum(t.stop - t.start for t in transfers), schedule.chunks)

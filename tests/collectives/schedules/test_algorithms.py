@@ -1,0 +1,229 @@
+"""Every one-level algorithm is proved, reduces in the order it says and costs what it says."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+
+from collectives.schedules import (
+    binomial_tree,
+    parameter_server,
+    recursive_doubling,
+    recursive_halving,
+    ring,
+)
+from collectives.schedules.algorithms import ALL_REDUCE, one_level, sharded
+from collectives.schedules.schedule import Schedule
+from collectives.schedules.topology import Topology
+from collectives.schedules.verify import ScheduleError, verify
+from tests.collectives.schedules.simulation import (
+    answers,
+    balanced,
+    cost,
+    folded,
+    ranks_in,
+    with_step,
+)
+
+SIZES = range(1, 65)
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def test_rings_at_once_are_proved() -> None:
+    """All topologies and shard counts to 12 ranks; one of up to 4 shards for each larger size."""
+    cases = [
+        (n, local, k) for n in range(1, 13) for local in divisors(n) for k in range(1, local + 1)
+    ]
+    for n in range(13, 65):
+        local = divisors(n)[-1 - n % (len(divisors(n)) - 1)]
+        cases.append((n, local, 1 + n % min(local, 4)))
+    for n, local, k in [*cases, (24, 24, 24)]:
+        schedule = one_level("xring", k, Topology(n, local))
+        assert schedule.chunks == n * k
+        assert verify(schedule).steps == 2 * (n - 1)
+
+
+def test_linear_ring_is_proved() -> None:
+    for n in SIZES:
+        for chunks in (1, 2, n, 4 * n) if n < 17 else (1 + n % 7,):
+            proof = verify(ring.linear_all_reduce(n, chunks))
+            assert proof.one_tree
+            assert proof.steps == (chunks + 2 * n - 3 if n > 1 else 0)
+    assert verify(ring.linear_all_reduce(150, 3)).one_tree
+
+
+def test_reduce_is_proved() -> None:
+    for n in SIZES:
+        for root in range(n) if n < 9 else (n // 2, n - 1):
+            for chunks in (None, 1, 1 + n % 5) if n < 9 else (1 + n % 9,):
+                schedule = ring.reduce(n, root, chunks)
+                steps = schedule.chunks + n - 2 if n > 1 else 0
+                assert verify(schedule).steps == steps
+    assert verify(ring.reduce(100, 77, 100)).steps == 198
+
+
+def test_shuffle_is_proved() -> None:
+    """All shard counts to 16 ranks; one, all and one in between for each larger size."""
+    for n in SIZES:
+        name = "psgpu" if n % 2 else "pscpu"
+        for shards in range(1, n + 1) if n < 17 else (1, 2 + n % 15, n):
+            proof = verify(one_level(name, shards, Topology(n, n), uniform=True))
+            assert proof.one_tree
+            assert proof.steps == (2 if n > 1 else 0)
+    assert verify(parameter_server.all_reduce(200, 3)).one_tree
+
+
+def test_messages_in_shards_are_proved() -> None:
+    for n in SIZES:
+        for name in ("rd", "vhdd" if n % 2 else "rechd"):
+            schedule = one_level(name, 2 + n % 3, Topology(n, n))
+            assert schedule.chunks == ALL_REDUCE[name](n).chunks * (2 + n % 3)
+            assert verify(schedule).uniform
+    for name in ("rd", "rechd", "vhdd"):
+        assert verify(sharded(ALL_REDUCE[name](100), 5)).uniform
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 6, 8, 11])
+def test_the_order_is_the_one_promised(n: int) -> None:
+    line = folded(list(range(n)))
+    for schedule in (
+        ring.linear_all_reduce(n, 3),
+        one_level("xring", 2 if n > 1 else 1, Topology(n, n), uniform=True),
+        one_level("pscpu", min(n, 2), Topology(n, n), uniform=True),
+        parameter_server.all_reduce(n, n),
+    ):
+        assert answers(schedule) == [[line] * schedule.chunks] * n
+    leaves = 1 << (n.bit_length() - 1)
+    extra = n - leaves
+    pairs = [(2 * i, 2 * i + 1) for i in range(extra)]
+    expected = balanced([*pairs, *range(2 * extra, n)])
+    for name in ("rd", "rechd", "vhdd"):
+        for shards in (1, 3):
+            schedule = one_level(name, shards, Topology(n, n), uniform=True)
+            assert answers(schedule) == [[expected] * schedule.chunks] * n
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
+def test_rings_reduce_everything_on_every_rank(n: int) -> None:
+    for schedule in (ring.all_reduce(n), one_level("xring", n, Topology(n, n))):
+        state = answers(schedule)
+        assert all(row == state[0] for row in state)
+        assert {ranks_in(value) for value in state[0]} == {frozenset(range(n))}
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_a_reduce_leaves_the_line_that_ends_at_the_root(n: int) -> None:
+    for root in range(n):
+        line = folded([(root + 1 + i) % n for i in range(n)])
+        assert answers(ring.reduce(n, root))[root] == [line] * n
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 8, 13])
+def test_costs_of_rings_are_as_documented(n: int) -> None:
+    share = Fraction(2 * (n - 1), n)
+    for k in (1, 2):
+        costs = cost(one_level("xring", k, Topology(n, n)))
+        assert costs.steps == 2 * (n - 1)
+        assert costs.sent == costs.received == (share,) * n
+        assert costs.staged == Fraction(1, n)
+    for chunks in (1, 4, 4 * n):
+        costs = cost(ring.linear_all_reduce(n, chunks))
+        assert costs.steps == chunks + 2 * n - 3
+        assert costs.sent == (2,) * (n - 2) + (1, 1)
+        assert costs.received == costs.sent[-1:] + costs.sent[:-1]
+        assert costs.staged == Fraction(1, chunks)
+        costs = cost(ring.reduce(n, 1, chunks))
+        assert costs.steps == chunks + n - 2
+        assert sorted(costs.sent) == sorted(costs.received) == [0] + [1] * (n - 1)
+        assert costs.sent[1] == costs.received[2 % n] == 0
+        assert costs.staged == Fraction(1, chunks)
+    assert cost(ring.reduce(n, 0)).staged == Fraction(1, n)
+
+
+@pytest.mark.parametrize(("n", "shards"), [(2, 1), (2, 2), (5, 1), (5, 3), (8, 8)])
+def test_costs_of_the_shuffle_are_as_documented(n: int, shards: int) -> None:
+    costs = cost(parameter_server.all_reduce(n, shards))
+    gather = [i * n // shards for i in range(shards)]
+    expected = tuple(Fraction(n + shards - 2, shards) if r in gather else 1 for r in range(n))
+    assert costs.steps == 2
+    assert costs.sent == costs.received == expected
+    assert costs.staged == Fraction(n - 1, shards)
+
+
+@pytest.mark.parametrize("n", [2, 4, 8, 16])
+def test_costs_of_halving_and_doubling_are_as_documented(n: int) -> None:
+    levels = n.bit_length() - 1
+    for shards in (1, 3):
+        costs = cost(one_level("rechd", shards, Topology(n, n)))
+        assert costs.steps == 2 * levels
+        assert costs.sent == costs.received == (Fraction(2 * (n - 1), n),) * n
+        assert costs.staged == Fraction(1, 2)
+        costs = cost(one_level("rd", shards, Topology(n, n)))
+        assert costs.steps == levels
+        assert costs.sent == costs.received == (levels,) * n
+        assert costs.staged == 1
+    for make in (recursive_halving.all_reduce, recursive_doubling.all_reduce):
+        folded_costs, plain = cost(make(n + 1)), cost(make(n))
+        assert folded_costs.steps == plain.steps + 2
+        assert max(folded_costs.sent) == max(plain.sent) + 1
+        assert folded_costs.staged == 1
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        one_level("xring", 2, Topology(4, 2)),
+        ring.linear_all_reduce(4, 3),
+        ring.reduce(4, 1, 3),
+        parameter_server.all_reduce(4, 2),
+        one_level("vhdd", 2, Topology(3, 3)),
+        one_level("rd", 2, Topology(3, 3)),
+    ],
+    ids=lambda schedule: schedule.name,
+)
+def test_every_lost_or_misplaced_message_is_found(schedule: Schedule) -> None:
+    for rank in range(schedule.size):
+        for number, step in enumerate(schedule.steps(rank)):
+            for side in ("sends", "recvs"):
+                transfers = getattr(step, side)
+                for i, transfer in enumerate(transfers):
+                    kept = transfers[:i] + transfers[i + 1 :]
+                    moved = transfer._replace(peer=(transfer.peer + 1) % schedule.size)
+                    for wrong in (kept, (*transfers[:i], moved, *transfers[i + 1 :])):
+                        bad = with_step(schedule, rank, number, step._replace(**{side: wrong}))
+                        with pytest.raises(ScheduleError):
+                            verify(bad)
+
+
+def test_shards_out_of_range_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"3 ring shards .* which has 2"):
+        one_level("xring", 3, Topology(4, 2))
+    with pytest.raises(ValueError, match=r"3 ring shards .* which has 2"):
+        one_level("xring", 3, Topology(4, 2), uniform=True)
+    with pytest.raises(ValueError, match=r"pscpu of 4 ranks takes 1 to 4 shards, .* got 5"):
+        one_level("pscpu", 5, Topology(4, 2))
+    with pytest.raises(ValueError, match="shards must be at least 1, got 0"):
+        one_level("rd", 0, Topology(4, 2))
+    with pytest.raises(ValueError, match="cannot be sharded"):
+        sharded(ring.all_gather(4), 2)
+
+
+def test_names_and_sizes_out_of_range_are_refused() -> None:
+    for name in ("nccl", "collective", "auto", "bogus"):
+        with pytest.raises(ValueError, match=f"'{name}' is no schedule: use .*xring"):
+            one_level(name, 1, Topology(4, 2))
+    for make in (*ALL_REDUCE.values(), ring.linear_all_reduce, parameter_server.all_reduce):
+        with pytest.raises(ValueError, match=r"size|ranks"):
+            make(0)
+    with pytest.raises(ValueError, match="permutation of 0 to 2"):
+        ring.all_reduce(3, ((0, 1, 1),))
+    for make in (ring.reduce, binomial_tree.broadcast):
+        with pytest.raises(ValueError, match="root"):
+            make(3, 3)
+    for make in (ring.linear_all_reduce, lambda n, chunks: ring.reduce(n, 0, chunks)):
+        with pytest.raises(ValueError, match="chunks must be at least 1, got 0"):
+            make(3, 0)

@@ -1,0 +1,160 @@
+"""Schedules are proved for every rank at once, and the prover itself is shown to find faults."""
+
+from __future__ import annotations
+
+import pytest
+
+from collectives.schedules import binomial_tree, recursive_doubling, recursive_halving, ring
+from collectives.schedules.algorithms import ALL_REDUCE, UNIFORM
+from collectives.schedules.folding import Fold
+from collectives.schedules.schedule import IDLE, Action, Collective, Schedule, Step, Transfer
+from collectives.schedules.verify import ScheduleError, verify
+from tests.collectives.schedules.simulation import with_step
+
+SIZES = [*range(1, 65), 96, 128]
+
+
+@pytest.mark.parametrize("name", sorted(ALL_REDUCE))
+def test_all_reduce_is_proved_for_every_size(name: str) -> None:
+    for size in SIZES:
+        proof = verify(ALL_REDUCE[name](size))
+        assert proof.uniform == (name in UNIFORM or size == 1)
+
+
+@pytest.mark.parametrize("name", sorted(ALL_REDUCE))
+def test_all_reduce_is_proved_for_many_ranks(name: str) -> None:
+    # A proof of a ring takes size³ operations, the others size² log size.
+    size = 150 if name == "xring" else 500
+    steps = {"xring": 2 * 149, "rechd": 2 * 8 + 2, "vhdd": 2 * 8 + 2, "rd": 8 + 2}[name]
+    assert verify(ALL_REDUCE[name](size)).steps == steps
+
+
+def test_the_other_collectives_are_proved() -> None:
+    for size in SIZES:
+        assert verify(ring.reduce_scatter(size)).steps == size - 1
+        assert verify(ring.all_gather(size)).steps == size - 1
+        for root in {0, size // 2, size - 1}:
+            assert verify(binomial_tree.broadcast(size, root)).steps == (size - 1).bit_length()
+    assert verify(binomial_tree.broadcast(1000, 7)).steps == 10
+
+
+def test_step_counts_are_logarithmic() -> None:
+    for exponent in range(7):
+        assert verify(recursive_halving.all_reduce(2**exponent)).steps == 2 * exponent
+        assert verify(recursive_doubling.all_reduce(2**exponent)).steps == exponent
+
+
+def test_fold_maps_leaves_and_ranks_both_ways() -> None:
+    for size in range(1, 130):
+        fold = Fold(size)
+        ranks = [fold.rank(leaf) for leaf in range(fold.leaves)]
+        assert ranks == sorted(set(ranks))
+        assert [fold.leaf(rank) for rank in ranks] == list(range(fold.leaves))
+        assert sum(fold.leaf(rank) is None for rank in range(size)) == fold.extra
+    assert [Fold(6).rank(leaf) for leaf in range(4)] == [0, 2, 4, 5]
+
+
+@pytest.mark.parametrize("size", [2, 3, 6, 8])
+def test_every_lost_message_is_found(size: int) -> None:
+    for make in (ring.all_reduce, recursive_halving.all_reduce, recursive_doubling.all_reduce):
+        schedule = make(size)
+        for rank in range(size):
+            for number, step in enumerate(schedule.steps(rank)):
+                if step.sends:
+                    with pytest.raises(ScheduleError):
+                        verify(with_step(schedule, rank, number, step._replace(sends=())))
+                if step.recvs:
+                    with pytest.raises(ScheduleError):
+                        verify(with_step(schedule, rank, number, step._replace(recvs=())))
+
+
+def test_swapped_operands_are_found() -> None:
+    schedule = recursive_doubling.all_reduce(4)
+    step = next(iter(schedule.steps(1)))
+    flipped = step.recvs[0]._replace(action=Action.REDUCE_RIGHT)
+    with pytest.raises(ScheduleError, match=r"whole vectors|another order"):
+        verify(with_step(schedule, 1, 0, step._replace(recvs=(flipped,))))
+
+
+def test_wrong_group_is_found() -> None:
+    schedule = recursive_halving.all_reduce(4)
+    step = next(iter(schedule.steps(0)))
+    with pytest.raises(ScheduleError, match="group"):
+        verify(with_step(schedule, 0, 0, step._replace(group=(0,))))
+
+
+def _pair(steps: dict[int, list[Step]], chunks: int = 1) -> Schedule:
+    return Schedule("made up", 2, chunks, Collective.ALL_REDUCE, lambda rank: steps[rank])
+
+
+@pytest.mark.parametrize(
+    ("steps", "chunks", "message"),
+    [
+        ({0: [IDLE], 1: [IDLE]}, 1, "misses a rank's contribution"),
+        ({0: [IDLE], 1: []}, 1, "rank 1 has no step"),
+        ({0: [Step(sends=(Transfer(0, 0, 1),))], 1: [IDLE]}, 1, "as its peer"),
+        ({0: [Step(sends=(Transfer(1, 0, 2),))], 1: [IDLE]}, 1, r"chunks \[0, 2\) of 1"),
+        (
+            {
+                0: [Step(sends=(Transfer(1, 0, 1),))],
+                1: [Step(recvs=(Transfer(0, 1, 2, Action.REDUCE_LEFT),))],
+            },
+            2,
+            r"expects \[1, 2\)",
+        ),
+        (
+            {
+                0: [Step(sends=(Transfer(1, 0, 1),), recvs=(Transfer(1, 0, 1),))],
+                1: [Step(sends=(Transfer(0, 0, 1),), recvs=(Transfer(0, 0, 1),))],
+            },
+            1,
+            "receives into chunks it is sending",
+        ),
+        (
+            {
+                r: [
+                    Step(
+                        sends=(Transfer(1 - r, 0, 1),),
+                        recvs=(Transfer(1 - r, 0, 1, Action.REDUCE_LEFT),),
+                    )
+                ]
+                for r in range(2)
+            },
+            1,
+            "another order",
+        ),
+        (
+            {
+                r: [
+                    Step(
+                        sends=(Transfer(1 - r, 0, 1),),
+                        recvs=(
+                            Transfer(1 - r, 0, 1, Action.REDUCE_LEFT if r else Action.REDUCE_RIGHT),
+                        ),
+                    )
+                ]
+                * 2
+                for r in range(2)
+            },
+            1,
+            "counted twice",
+        ),
+    ],
+)
+def test_faults_are_named(steps: dict[int, list[Step]], chunks: int, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        verify(_pair(steps, chunks))
+
+
+def test_unwritten_chunks_are_not_sent() -> None:
+    schedule = binomial_tree.broadcast(4, 0)
+    early = Step(sends=(Transfer(2, 0, 1),))
+    with pytest.raises(ScheduleError, match="does not have yet"):
+        verify(with_step(schedule, 3, 0, early))
+
+
+def test_schedule_arguments() -> None:
+    with pytest.raises(ValueError, match="size"):
+        ring.all_reduce(0)
+    with pytest.raises(ValueError, match="root"):
+        binomial_tree.broadcast(3, 3)

@@ -1,0 +1,248 @@
+"""Every pair of an inner and an outer algorithm is proved, and joins nodes in the right order."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from fractions import Fraction
+from itertools import product
+from typing import NamedTuple
+
+import pytest
+
+from collectives.schedules import recursive_halving, ring, two_level
+from collectives.schedules.algorithms import LIBRARY, one_level, two_levels
+from collectives.schedules.schedule import Schedule
+from collectives.schedules.spec import INNER, OUTER
+from collectives.schedules.topology import Topology
+from collectives.schedules.verify import Proof, ScheduleError, verify
+from tests.collectives.schedules.simulation import (
+    answers,
+    balanced,
+    cost,
+    folded,
+    ranks_in,
+    with_step,
+)
+
+WHOLE = ("xring", "pscpu", "psgpu")
+"""Outer algorithms that carry Adasum on whole segments; the others name groups."""
+
+
+class Pair(NamedTuple):
+    inner: str
+    inner_shards: int
+    outer: str
+    outer_shards: int
+
+    def on(self, topology: Topology, *, uniform: bool) -> Schedule:
+        return two_levels(*self, topology, uniform=uniform)
+
+
+def most_shards(name: str, size: int, topology: Topology) -> int:
+    """The most shards a level of `size` ranks takes; 3 where any number is allowed."""
+    if name == "xring":
+        return topology.local_size if topology.size > 1 else 3
+    return size if name in WHOLE else 3
+
+
+def pairs(topology: Topology) -> Iterator[Pair]:
+    """Every pair with every shard count allowed."""
+    for inner, outer in product(INNER, OUTER):
+        inner_most = 1 if inner in LIBRARY else most_shards(inner, topology.local_size, topology)
+        outer_most = most_shards(outer, topology.num_nodes, topology)
+        for shards in product(range(1, inner_most + 1), range(1, outer_most + 1)):
+            yield Pair(inner, shards[0], outer, shards[1])
+
+
+def topologies(sizes: range) -> list[Topology]:
+    return [Topology(n, local) for n in sizes for local in range(1, n + 1) if n % local == 0]
+
+
+def prove(pair: Pair, topology: Topology) -> None:
+    """Adasum by the pair has one tree, and groups or whole segments."""
+    schedule = pair.on(topology, uniform=True)
+    proof = verify(schedule)
+    if topology.num_nodes == 1:
+        reduces = pair.inner not in LIBRARY and topology.local_size > 1
+        assert proof.phases == (1 if reduces else 0)
+        return
+    assert proof.phases == 2 and proof.one_tree
+    assert schedule.whole_segments == (pair.outer in WHOLE)
+    assert proof.uniform == (pair.outer not in WHOLE)
+
+
+def test_every_pair_is_proved_on_small_topologies() -> None:
+    """To 6 ranks everything: every topology, pair and shard count."""
+    for topology in topologies(range(1, 7)):
+        for pair in pairs(topology):
+            prove(pair, topology)
+            verify(pair.on(topology, uniform=False))
+
+
+def test_every_topology_is_proved() -> None:
+    """From 7 to 64 ranks every topology, each with the next of its pairs and counts of shards."""
+    tried = set()
+    for i, topology in enumerate(topologies(range(7, 65))):
+        local = dataclasses.replace(topology, local_order=tuple(reversed(topology.local_order)))
+        most = 4 if topology.size < 25 else 2
+        few = [p for p in pairs(topology) if max(p.inner_shards, p.outer_shards) <= most]
+        pair = few[i * 41 % len(few)]
+        tried.add((pair.inner, pair.outer))
+        if i % 2:
+            prove(pair, local)
+        else:
+            assert verify(pair.on(local, uniform=False)).phases <= 2
+    assert len(tried) == len(INNER) * len(OUTER)
+
+
+def test_larger_topologies_are_proved() -> None:
+    for text in (
+        Pair("xring", 2, "vhdd", 1),
+        Pair("nccl", 1, "rechd", 2),
+        Pair("pscpu", 3, "xring", 1),
+        Pair("rechd", 1, "pscpu", 2),
+    ):
+        prove(text, Topology(16 * 8, 8))
+
+
+TOPOLOGIES = [Topology(8, 2), Topology(8, 4), Topology(9, 3), Topology(12, 2), Topology(5, 1)]
+
+
+@pytest.mark.parametrize("outer", OUTER)
+@pytest.mark.parametrize("inner", INNER)
+def test_nodes_are_summed_in_any_order_and_join_in_the_one_promised(inner: str, outer: str) -> None:
+    for topology in TOPOLOGIES:
+        schedule = two_levels(inner, 1, outer, 1, topology, uniform=True)
+        nodes = topology.num_nodes
+        leaves = 1 << (nodes.bit_length() - 1)
+        extra = nodes - leaves
+        tree_of_pairs = balanced(
+            [(2 * i, 2 * i + 1) for i in range(extra)] + list(range(2 * extra, nodes))
+        )
+        expected = folded(list(range(nodes))) if outer in WHOLE else tree_of_pairs
+        for row in answers(schedule):
+            assert [collapsed(tree, topology, schedule.replicas) for tree in row] == [
+                expected
+            ] * schedule.chunks
+
+
+def collapsed(tree: object, topology: Topology, replicas: int) -> object:
+    """The tree with the sum of a whole node replaced by the node's number."""
+    if replicas > 1:
+        return tree
+    ranks = ranks_in(tree)
+    node = topology.node_of(min(ranks))
+    if ranks == frozenset(topology.ranks_of(node)):
+        return node
+    assert isinstance(tree, tuple), f"{tree} is part of a node"
+    return tuple(collapsed(part, topology, replicas) for part in tree)
+
+
+@pytest.mark.parametrize("outer", OUTER)
+@pytest.mark.parametrize("inner", INNER)
+def test_bytes_between_nodes_are_those_of_one_rank_a_node(inner: str, outer: str) -> None:
+    topology = Topology(12, 3)
+    schedule = two_levels(inner, 1, outer, 1, topology)
+    outside = one_level(outer, 1, Topology(4, 1))
+    assert crossing(schedule, topology) == list(cost(outside).sent)
+
+
+def crossing(schedule: Schedule, topology: Topology) -> list[Fraction]:
+    """What each node sends to the others, as fractions of the buffer."""
+    sent = [Fraction(0)] * topology.num_nodes
+    for rank in range(topology.size):
+        node = topology.node_of(rank)
+        for step in schedule.steps(rank):
+            for peer, start, stop, _ in step.sends:
+                if topology.node_of(peer) != node:
+                    sent[node] += Fraction(stop - start, schedule.chunks)
+    return sent
+
+
+@pytest.mark.parametrize(
+    ("name", "flat", "two"),
+    [
+        ("xring", Fraction(7, 4), 1),
+        ("rd", 4, 1),
+        # Halving meets the other node last, with the smallest pieces: nothing is left to save.
+        ("rechd", 1, 1),
+    ],
+)
+def test_two_levels_cross_fewer_bytes_than_one(name: str, flat: Fraction, two: Fraction) -> None:
+    topology = Topology(8, 4)
+    assert crossing(one_level(name, 1, topology), topology) == [flat] * 2
+    assert crossing(two_levels("xring", 1, name, 1, topology), topology) == [two] * 2
+
+
+@pytest.mark.parametrize(
+    ("pair", "steps", "staged"),
+    [
+        (Pair("xring", 1, "rechd", 1), 3 + 2 + 3, Fraction(1, 4)),
+        (Pair("rechd", 1, "xring", 1), 2 + 2 + 2, Fraction(1, 2)),
+        (Pair("pscpu", 1, "rd", 1), 1 + 1 + 1, Fraction(3)),
+        (Pair("psgpu", 4, "psgpu", 2), 1 + 2 + 1, Fraction(3, 4)),
+        (Pair("nccl", 1, "vhdd", 1), 2 + 3, Fraction(1, 8)),
+    ],
+)
+def test_costs_are_as_documented(pair: Pair, steps: int, staged: Fraction) -> None:
+    costs = cost(pair.on(Topology(8, 4), uniform=False))
+    assert (costs.steps, costs.staged) == (steps, staged)
+
+
+def test_a_library_inside_one_node_leaves_nothing_to_do() -> None:
+    schedule = two_levels("collective", 2, "vhdd", 1, Topology(4, 4), uniform=True)
+    assert verify(schedule) == Proof(0, phases=0, one_tree=True, uniform=True)
+
+
+@pytest.mark.parametrize("pair", [Pair("xring", 2, "vhdd", 1), Pair("nccl", 1, "pscpu", 2)])
+def test_faults_are_found(pair: Pair) -> None:
+    """A lost message, and where steps have groups a wrong group or phase."""
+    schedule = pair.on(Topology(6, 2), uniform=True)
+    for rank in range(6):
+        for number, step in enumerate(schedule.steps(rank)):
+            wrong = [step._replace(sends=step.sends[1:])] if step.sends else []
+            if step.group:
+                wrong += [step._replace(phase=0), step._replace(group=step.group[:-1])]
+            for other in wrong:
+                with pytest.raises(ScheduleError):
+                    verify(with_step(schedule, rank, number, other))
+
+
+def test_a_level_of_one_rank_takes_any_number_of_shards() -> None:
+    for pair, topology in (
+        (Pair("pscpu", 5, "rd", 1), Topology(4, 1)),
+        (Pair("rechd", 1, "psgpu", 5), Topology(4, 4)),
+        (Pair("xring", 5, "xring", 5), Topology(1, 1)),
+    ):
+        prove(pair, topology)
+
+
+def test_faults_of_the_replicas_are_found() -> None:
+    schedule = two_levels("nccl", 1, "rechd", 1, Topology(6, 2))
+    with pytest.raises(ScheduleError):
+        verify(dataclasses.replace(schedule, replicas=1))
+    with pytest.raises(ScheduleError):
+        verify(dataclasses.replace(schedule, replicas=3))
+
+
+def test_levels_that_do_not_fit_are_refused() -> None:
+    topology = Topology(6, 2)
+    with pytest.raises(ValueError, match=r"inner is of 3 ranks, a node of the topology has 2"):
+        two_level.all_reduce(topology, ring.halves(3), recursive_halving.all_reduce(3))
+    with pytest.raises(ValueError, match=r"outer is of 2 ranks, the topology has 3 nodes"):
+        two_level.all_reduce(topology, ring.halves(2), recursive_halving.all_reduce(2))
+    with pytest.raises(ValueError, match=r"3 ring shards .* which has 2"):
+        two_levels("xring", 3, "rd", 1, topology)
+    with pytest.raises(ValueError, match=r"3 ring shards .* which has 2"):
+        two_levels("rechd", 1, "xring", 3, topology)
+    with pytest.raises(ValueError, match="pscpu of 2 ranks takes 1 to 2 shards"):
+        two_levels("pscpu", 3, "rd", 1, topology)
+    with pytest.raises(ValueError, match="psgpu of 3 ranks takes 1 to 3 shards"):
+        two_levels("pscpu", 1, "psgpu", 4, topology)
+    for name in ("vhdd", "rd", "bogus"):
+        with pytest.raises(ValueError, match=f"'{name}' is no algorithm inside a node"):
+            two_levels(name, 1, "rd", 1, topology)
+    for name in ("nccl", "collective", "bogus"):
+        with pytest.raises(ValueError, match=f"'{name}' is no schedule"):
+            two_levels("xring", 1, name, 1, topology)

@@ -1,0 +1,200 @@
+"""The prover finds faults in n-way reductions, phases, replicas, groups and reduces to a root."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from itertools import pairwise, permutations
+
+import pytest
+
+from collectives.schedules.schedule import IDLE, Action, Collective, Schedule, Step, Transfer
+from collectives.schedules.verify import Proof, ScheduleError, verify
+
+COPY, LEFT, RIGHT = Action.COPY, Action.REDUCE_LEFT, Action.REDUCE_RIGHT
+
+
+def made(steps: Sequence[Sequence[Step]], chunks: int = 1) -> Schedule:
+    """A schedule from steps[rank][number]."""
+    return Schedule("made up", len(steps), chunks, Collective.ALL_REDUCE, lambda rank: steps[rank])
+
+
+def send(*peers: int, chunk: int = 0) -> Step:
+    return Step(sends=tuple(Transfer(peer, chunk, chunk + 1) for peer in peers))
+
+
+def recv(*actions: tuple[int, Action], chunk: int = 0) -> Step:
+    return Step(recvs=tuple(Transfer(peer, chunk, chunk + 1, action) for peer, action in actions))
+
+
+def compared(recvs: Sequence[tuple[int, Action]], order: Sequence[int]) -> bool:
+    """Whether rank 1's n-way pass over `recvs` reduces four ranks' values in `order`.
+
+    Chunk 0 is reduced by the n-way pass, chunk 1 pair by pair along `order`; both are sent to all.
+    """
+    steps = [[send(1)], [recv(*recvs)], [send(1)], [send(1)]]
+    for source, peer in pairwise(order):
+        for rank in range(4):
+            steps[rank].append(IDLE)
+        steps[source][-1] = send(peer, chunk=1)
+        steps[peer][-1] = recv((source, LEFT), chunk=1)
+    for chunk, owner in enumerate((1, order[-1])):
+        for rank in range(4):
+            others = [peer for peer in range(4) if peer != owner]
+            copied = recv((owner, COPY), chunk=chunk)
+            steps[rank].append(send(*others, chunk=chunk) if rank == owner else copied)
+    return verify(made(steps, chunks=2)).one_tree
+
+
+@pytest.mark.parametrize(
+    ("recvs", "expected"),
+    [
+        ([(0, LEFT), (2, RIGHT), (3, RIGHT)], (0, 1, 2, 3)),
+        ([(3, RIGHT), (0, LEFT), (2, RIGHT)], (0, 1, 3, 2)),
+        ([(2, LEFT), (0, LEFT), (3, LEFT)], (2, 0, 3, 1)),
+        ([(0, RIGHT), (2, RIGHT), (3, RIGHT)], (1, 0, 2, 3)),
+    ],
+)
+def test_n_way_reductions_run_left_to_right(
+    recvs: list[tuple[int, Action]], expected: tuple[int, ...]
+) -> None:
+    for order in permutations(range(4)):
+        assert compared(recvs, order) == (order == expected)
+
+
+@pytest.mark.parametrize(
+    ("recvs", "message"),
+    [
+        ([(0, LEFT), (2, COPY)], "rank 1 writes chunk 0 twice"),
+        ([(0, COPY), (2, LEFT)], "rank 1 writes chunk 0 twice"),
+        ([(0, COPY), (2, COPY)], "rank 1 writes chunk 0 twice"),
+        ([(0, LEFT)], "rank 2 sends to rank 1, which receives none"),
+        ([(0, LEFT), (2, LEFT), (2, RIGHT)], "waits for rank 2"),
+    ],
+)
+def test_faults_of_n_way_reductions(recvs: list[tuple[int, Action]], message: str) -> None:
+    back = [recv((1, COPY)), send(0, 2), recv((1, COPY))]
+    steps = [[send(1), back[0]], [recv(*recvs), back[1]], [send(1), back[2]]]
+    with pytest.raises(ScheduleError, match=message):
+        verify(made(steps))
+
+
+def test_one_value_twice_in_an_n_way_reduction_is_found() -> None:
+    twice = Step(sends=(Transfer(1, 0, 1), Transfer(1, 0, 1)))
+    steps = [[twice, recv((1, COPY))], [recv((0, LEFT), (0, RIGHT)), send(0)]]
+    with pytest.raises(ScheduleError, match="counted twice"):
+        verify(made(steps))
+
+
+def test_an_n_way_reduction_is_no_pair_for_a_group() -> None:
+    steps = [[send(1)], [recv((0, LEFT), (2, RIGHT))._replace(group=(1,))], [send(1)]]
+    with pytest.raises(ScheduleError, match="one pair of whole vectors"):
+        verify(made(steps))
+
+
+def two_nodes(*, phase: int = 1, grouped: bool = True, first: int = 0) -> list[list[Step]]:
+    """Nodes (0, 1) and (2, 3): each sums its halves in opposite orders, then they pair up."""
+    steps: list[list[Step]] = []
+    for rank in range(4):
+        node, local = divmod(rank, 2)
+        mate, twin = 2 * node + 1 - local, (rank + 2) % 4
+        group = (2 * node, 2 * node + 1) if grouped else ()
+        across = Transfer(twin, local, local + 1, LEFT if node else RIGHT)
+        inside = Transfer(mate, local, local + 1, RIGHT)
+        steps.append(
+            [
+                Step((Transfer(mate, 1 - local, 2 - local),), (inside,), phase=first),
+                Step((Transfer(twin, local, local + 1),), (across,), group, phase),
+                Step((Transfer(mate, local, local + 1),), (Transfer(mate, 1 - local, 2 - local),)),
+            ]
+        )
+    return steps
+
+
+def test_earlier_phases_may_reduce_in_any_order() -> None:
+    assert verify(made(two_nodes(), 2)) == Proof(3, phases=2, one_tree=True, uniform=True)
+    ungrouped = verify(made(two_nodes(grouped=False), 2))
+    assert ungrouped == Proof(3, phases=2, one_tree=True, uniform=False)
+    flat = verify(made(two_nodes(grouped=False, phase=0), 2))
+    assert flat == Proof(3, phases=1, one_tree=False, uniform=False)
+    with pytest.raises(ScheduleError, match="one pair of whole vectors"):
+        verify(made(two_nodes(phase=0), 2))
+
+
+def test_phases_do_not_descend() -> None:
+    with pytest.raises(ScheduleError, match="phase 0 reduces the answer of a later phase"):
+        verify(made(two_nodes(first=1, phase=0, grouped=False), 2))
+
+
+def test_ranks_in_different_phases_of_a_group_are_found() -> None:
+    steps = two_nodes()
+    steps[1][1] = steps[1][1]._replace(phase=2)
+    with pytest.raises(ScheduleError, match="ranks 0 and 1 name different groups"):
+        verify(made(steps, 2))
+
+
+@pytest.mark.parametrize("group", [(0, 1, 4), (-1, 0, 1), (1, 0), (0, 0, 1)])
+def test_groups_are_ranks_in_ascending_order(group: tuple[int, ...]) -> None:
+    steps = two_nodes()
+    steps[0][1] = steps[0][1]._replace(group=group)
+    with pytest.raises(ScheduleError, match="not ranks in ascending order"):
+        verify(made(steps, 2))
+
+
+def test_replicas_start_with_their_nodes_contribution() -> None:
+    steps = [program[1:] for program in two_nodes()]
+    shared = dataclasses.replace(made(steps, 2), replicas=2)
+    assert verify(shared) == Proof(2, phases=2, one_tree=True, uniform=True)
+    with pytest.raises(ScheduleError, match=r"misses a rank's contribution|one pair"):
+        verify(made(steps, 2))
+    with pytest.raises(ScheduleError, match="counted twice"):
+        verify(dataclasses.replace(made(two_nodes(), 2), replicas=2))
+
+
+def test_replicas_divide_the_ranks_of_an_all_reduce() -> None:
+    for replicas in (0, 3):
+        with pytest.raises(ValueError, match=f"replicas must divide size 4, got {replicas}"):
+            dataclasses.replace(made(two_nodes(), 2), replicas=replicas)
+    with pytest.raises(ValueError, match="not for a reduce"):
+        dataclasses.replace(made(two_nodes(), 2), replicas=2, collective=Collective.REDUCE)
+
+
+def test_a_reduce_answers_on_its_root_alone() -> None:
+    chain = [[send(1), IDLE], [recv((0, LEFT)), send(2)], [IDLE, recv((1, LEFT))]]
+    schedule = dataclasses.replace(made(chain), collective=Collective.REDUCE, root=2)
+    assert verify(schedule) == Proof(2, phases=1, one_tree=True, uniform=False)
+    for root in (0, 1):
+        with pytest.raises(ScheduleError, match=f"rank {root} chunk 0 misses"):
+            verify(dataclasses.replace(schedule, root=root))
+    with pytest.raises(ScheduleError, match="rank 0 chunk 0 misses"):
+        verify(made(chain))
+
+
+def test_ranges_that_a_rank_reduces_do_not_overlap() -> None:
+    wide, narrow = Transfer(1, 0, 2), Transfer(1, 0, 1)
+    steps = [
+        [Step(sends=(wide,)), Step(recvs=(wide,))],
+        [
+            Step(recvs=(Transfer(0, 0, 2, LEFT), Transfer(2, 0, 1, RIGHT))),
+            Step(sends=(Transfer(0, 0, 2), Transfer(2, 0, 2))),
+        ],
+        [Step(sends=(narrow,)), Step(recvs=(wide,))],
+    ]
+    with pytest.raises(ScheduleError, match="rank 1 reduces ranges that overlap"):
+        verify(made(steps, 2))
+
+
+def in_pieces(pieces: Sequence[tuple[int, int]]) -> Schedule:
+    """Two ranks, all reduced on rank 0 in pieces under a group of its own, and sent back."""
+    chunks = max(stop for _, stop in pieces)
+    there = Step(sends=tuple(Transfer(0, *piece) for piece in pieces))
+    here = Step(recvs=tuple(Transfer(1, *piece, RIGHT) for piece in pieces), group=(0,))
+    back = Step(sends=(Transfer(1, 0, chunks),)), Step(recvs=(Transfer(0, 0, chunks),))
+    return made([[here, back[0]], [there, back[1]]], chunks)
+
+
+def test_what_a_rank_with_a_group_reduces_is_one_range() -> None:
+    assert verify(in_pieces([(0, 1), (1, 3)])).uniform
+    for pieces in ([(1, 3), (0, 1)], [(0, 1), (2, 3), (1, 2)]):
+        with pytest.raises(ScheduleError, match="rank 0 has a group but not one range"):
+            verify(in_pieces(pieces))

@@ -1,0 +1,164 @@
+"""Bad input: an error that names the argument and the fix, and nothing sent or changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from collectives import Average, Group, Reducer, Sum
+from collectives.schedules.topology import Topology
+from collectives.transport import ThreadWorld
+
+
+class _Silent:
+    """A transport on which any message is a failure."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = 0, 2
+
+    def check_device(self, device: torch.device) -> None:
+        ThreadWorld(1).transport(0).check_device(device)
+
+    def exchange(self, *args: object) -> None:
+        raise AssertionError("something was sent")
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+@pytest.fixture
+def group() -> Iterator[Group]:
+    silent = Group(_Silent(), timeout=1.0, local_rank=0, local_size=2, topology=Topology(2, 2))
+    yield silent
+    silent.close()
+
+
+class _Uniform(Reducer):
+    name = "Ordered"
+    uniform = True
+
+    def check(self, dtype: torch.dtype) -> None:
+        if dtype is not torch.float32:
+            raise TypeError(f"{self.name} has no meaning on {dtype}")
+
+    def algorithm(self, nbytes: int, size: int) -> str:
+        raise AssertionError("nothing is reduced here")
+
+
+T = torch.Tensor
+Case = tuple[Callable[[Group, T], object], type[Exception], str]
+
+CASES: dict[str, Case] = {
+    "not a tensor": (lambda g, t: g.all_reduce([1.0]), TypeError, "tensor must be a torch.Tensor"),
+    "strided": (lambda g, t: g.all_reduce(t.t()), ValueError, r"contiguous.*\(3, 2\)"),
+    "expanded": (lambda g, t: g.broadcast(t[:1, :1].expand(2, 2)), ValueError, "contiguous"),
+    "sparse": (lambda g, t: g.all_reduce(t.to_sparse()), ValueError, r"dense.*to_dense\(\)"),
+    "meta": (lambda g, t: g.all_reduce(t.to("meta")), ValueError, "on meta"),
+    "bool": (lambda g, t: g.all_reduce(t > 0), TypeError, r"torch\.bool"),
+    "integer average": (lambda g, t: g.all_reduce(t.long(), Average), TypeError, r"torch\.int64"),
+    "op": (lambda g, t: g.all_reduce(t, "sum"), TypeError, "op must be a Reducer"),
+    "op dtype": (lambda g, t: g.all_reduce(t.double(), _Uniform()), TypeError, r"torch\.float64"),
+    "algorithm": (lambda g, t: g.all_reduce(t, algorithm="bogus"), ValueError, "rd, rechd, vhdd"),
+    "uniform": (
+        lambda g, t: g.all_reduce(t, _Uniform(), algorithm="rd:8:collective"),
+        ValueError,
+        "'collective' is a library's own sum, which cannot do Ordered",
+    ),
+    "specification": (
+        lambda g, t: g.all_reduce(t, algorithm="xring:64k:nccl:2k:pscpu"),
+        ValueError,
+        "limits must be positive and ascending",
+    ),
+    "specification type": (lambda g, t: g.all_reduce(t, algorithm=3), TypeError, "must be a str"),
+    "rings": (lambda g, t: g.all_reduce(t, algorithm="xring#3"), ValueError, "3 ring shards.* 2"),
+    "servers": (lambda g, t: g.all_reduce(t, algorithm="psgpu#3"), ValueError, "1 to 2 shards"),
+    "a range not taken": (
+        lambda g, t: g.all_reduce(t, algorithm="rd:1k:xring#3"),
+        ValueError,
+        "3 ring shards",
+    ),
+    "nccl": (lambda g, t: g.all_reduce(t, algorithm="nccl"), ValueError, "use 'collective'"),
+    "collective": (
+        lambda g, t: g.all_reduce(t, algorithm="collective"),
+        ValueError,
+        "has no process group",
+    ),
+    "reduce dst": (lambda g, t: g.reduce(t, 2), ValueError, "dst must be a rank from 0 to 1"),
+    "reduce op": (lambda g, t: g.reduce(t, 0, _Uniform()), ValueError, "Ordered needs all ranks"),
+    "owners": (lambda g, t: g.reduce_to_owners(t), TypeError, "sequence of tensors"),
+    "owners' tensors": (
+        lambda g, t: g.broadcast_from_owners([t.t()]),
+        ValueError,
+        r"tensors\[0\] must be contiguous",
+    ),
+    "prescale": (
+        lambda g, t: g.all_reduce(t, prescale="2"),
+        TypeError,
+        "prescale must be a number",
+    ),
+    "infinite": (lambda g, t: g.all_reduce(t, postscale=float("inf")), ValueError, "postscale"),
+    "integer scale": (lambda g, t: g.all_reduce(t.long(), prescale=0.5), TypeError, "floating"),
+    "segments end": (lambda g, t: g.all_reduce(t, segments=(0, 5)), ValueError, "end at .* 6"),
+    "segments order": (lambda g, t: g.all_reduce(t, segments=(0, 4, 2, 6)), ValueError, "descend"),
+    "segments type": (
+        lambda g, t: g.all_reduce(t, segments=(0, 1.5, 6)),
+        TypeError,
+        "segments must be ints",
+    ),
+    "quantized": (
+        lambda g, t: g.all_gather(torch.quantize_per_tensor(t, 1.0, 0, torch.qint8)),
+        ValueError,
+        r"must not be quantized: pass tensor.int_repr\(\)",
+    ),
+    "less than bytes": (
+        lambda g, t: g.all_to_all(torch.empty(2, dtype=torch.uint4)),
+        TypeError,
+        r"torch\.uint4, which torch cannot copy",
+    ),
+    "no division": (
+        lambda g, t: g.all_reduce(t.to(torch.complex32), Average),
+        TypeError,
+        r"divisions, which torch has not for torch\.complex32",
+    ),
+    "bytes": (lambda g, t: g.all_gather_bytes("text"), TypeError, "payload must be bytes, got str"),
+    "one tensor": (lambda g, t: g.grouped_all_reduce(t), TypeError, "sequence of tensors"),
+    "list entry": (
+        lambda g, t: g.grouped_all_reduce([t, None]),
+        TypeError,
+        r"tensors\[1\] must be a torch.Tensor",
+    ),
+    "overlap": (
+        lambda g, t: g.grouped_all_reduce([t, t.view(-1)[2:4]]),
+        ValueError,
+        r"tensors\[0\] and tensors\[1\] overlap",
+    ),
+    "root": (lambda g, t: g.broadcast(t, 2), ValueError, "root must be a rank from 0 to 1"),
+    "root type": (lambda g, t: g.broadcast(t, "0"), TypeError, "root must be an int"),
+    "scalar gather": (lambda g, t: g.all_gather(t.sum()), ValueError, r"reshape\(1\)"),
+    "scatter": (lambda g, t: g.reduce_scatter(t.t()), ValueError, "contiguous"),
+    "gather": (lambda g, t: g.all_gather(t.t()), ValueError, "contiguous"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_input(group: Group, case: str) -> None:
+    call, error, message = CASES[case]
+    tensor = torch.arange(6.0).view(2, 3)
+    with pytest.raises(error, match=message):
+        call(group, tensor)
+    assert torch.equal(tensor, torch.arange(6.0).view(2, 3))
+
+
+def test_leaves_that_require_grad_are_reduced_in_place() -> None:
+    group = Group(ThreadWorld(1).transport(0), timeout=1.0, local_rank=0, local_size=1)
+    leaf = torch.ones(3, requires_grad=True)
+    group.all_reduce(leaf, Sum, prescale=2.0)
+    assert torch.equal(leaf.detach(), torch.full((3,), 2.0)) and leaf.requires_grad
+    group.close()
+
+
+def test_group_timeout_is_checked() -> None:
+    with pytest.raises(ValueError, match="timeout"):
+        Group(ThreadWorld(1).transport(0), timeout=-1.0, local_rank=0, local_size=1)

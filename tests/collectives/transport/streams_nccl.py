@@ -1,0 +1,90 @@
+"""A stand-in for `cupy.cuda.nccl` over the pretended GPU of streams.py."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+from collections import defaultdict
+from typing import Any
+
+import torch
+
+from tests.collectives.transport.streams import Stream, machine
+
+
+class Nccl:
+    """The module `cupy.cuda.nccl`: bytes go through queues, at once; the stream notes them."""
+
+    NCCL_UINT8, NCCL_FLOAT32, NCCL_SUM = 1, 7, 0
+
+    class NcclError(RuntimeError): ...
+
+    def __init__(self) -> None:
+        self._ids = itertools.count()
+        self._thread = threading.local()
+        self._lines: dict[Any, queue.SimpleQueue[bytes]] = defaultdict(queue.SimpleQueue)
+
+    def get_unique_id(self) -> bytes:
+        return next(self._ids).to_bytes(4, "little") * 32
+
+    def NcclCommunicator(self, size: int, unique_id: bytes, rank: int) -> _Communicator:
+        return _Communicator(self, unique_id, size, rank)
+
+    def groupStart(self) -> None:
+        self._thread.sends, self._thread.recvs = [], []
+
+    def groupEnd(self) -> None:
+        sends, recvs = self._thread.sends, self._thread.recvs
+        if not sends and not recvs:
+            return
+        stream = Stream.by_handle[(sends or recvs)[0][2]]
+        reads = [memory(address, count) for address, count, _, _ in sends]
+        writes = [memory(address, count) for address, count, _, _ in recvs]
+        machine.access("a group of NCCL's", stream, reads, writes)
+        for data, (*_, line) in zip(reads, sends, strict=True):
+            self._lines[line].put(data.numpy().tobytes())
+        for target, (*_, line) in zip(writes, recvs, strict=True):
+            target.copy_(
+                torch.frombuffer(bytearray(self._lines[line].get(timeout=20)), dtype=torch.uint8)
+            )
+
+
+class _Communicator:
+    def __init__(self, nccl: Nccl, name: bytes, size: int, rank: int) -> None:
+        self._nccl, self._name, self._size, self._rank = nccl, name, size, rank
+
+    def send(self, address: int, count: int, kind: int, peer: int, stream: int) -> None:
+        line = (self._name, self._rank, peer)
+        self._nccl._thread.sends.append((address, count, stream, line))
+
+    def recv(self, address: int, count: int, kind: int, peer: int, stream: int) -> None:
+        line = (self._name, peer, self._rank)
+        self._nccl._thread.recvs.append((address, count, stream, line))
+
+    def allReduce(
+        self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int
+    ) -> None:
+        values = memory(recvbuf, count * 4)
+        machine.access("a sum of NCCL's", Stream.by_handle[stream], [values], [values])
+        others = [peer for peer in range(self._size) if peer != self._rank]
+        lines, mine = self._nccl._lines, values.numpy().tobytes()
+        for peer in others:
+            lines["sum", self._name, self._rank, peer].put(mine)
+        for peer in others:
+            data = lines["sum", self._name, peer, self._rank].get(timeout=20)
+            values.view(torch.float32).add_(torch.frombuffer(bytearray(data), dtype=torch.float32))
+
+    def check_async_error(self) -> None: ...
+    def destroy(self) -> None: ...
+    def abort(self) -> None: ...
+
+
+def memory(address: int, count: int) -> torch.Tensor:
+    """The part of a block at an address, as bytes."""
+    for block in list(machine._blocks.values()):
+        start = block.storage.data_ptr()
+        if start <= address and address + count <= start + block.storage.nbytes():
+            whole = torch.empty(0, dtype=torch.uint8).set_(block.storage)
+            return whole[address - start : address - start + count]
+    raise AssertionError("no memory of the GPU's")

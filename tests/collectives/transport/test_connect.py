@@ -1,0 +1,145 @@
+"""How ranks of one host find each other: what is refused, what is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import mmap
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from collectives.transport.connections import shm_listener
+from collectives.transport.connections.shm import RING_BYTES
+from collectives.transport.connections.shm_listener import ShmDoor
+from tests.collectives.transport.neighbours import TIMEOUT, meet
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(os, "memfd_create"), reason="shared memory between ranks needs Linux's memfd"
+)
+
+
+def mapped(what: str = "memfd:adasum") -> list[str]:
+    """What this process's memory map calls the memory of links and boards in it."""
+    with open("/proc/self/maps") as maps:
+        return [line.split(maxsplit=5)[-1].strip() for line in maps if what in line]
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_nothing_has_a_name_or_is_left_behind() -> None:
+    gc.collect()
+    before, files = len(mapped()), descriptors()
+    transports = meet(3)
+    # Six ends of links: a ring each way, and three descriptors, since mmap keeps the rings'; and a
+    # board a rank, which has one.
+    assert len(mapped("adasum-ring")) == 12 and len(mapped("adasum-board")) == 3
+    assert len(mapped()) - before == 15 and descriptors() - files == 21
+    assert set(mapped()) == {"/memfd:adasum-ring (deleted)", "/memfd:adasum-board (deleted)"}
+    for transport in transports:
+        transport.close()
+    assert len(mapped()) == before and descriptors() == files
+
+
+def test_a_board_is_for_ranks_that_all_have_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(transport.board is not None for transport in meet(3))
+    assert [transport.board for transport in meet(3, unwilling=(1,))] == [None] * 3
+    real = os.memfd_create
+
+    def refused(name: str) -> int:
+        if name == "adasum-board":
+            raise OSError("refused")
+        return real(name)
+
+    monkeypatch.setattr(os, "memfd_create", refused)
+    transports = meet(3)
+    assert [transport.board for transport in transports] == [None] * 3
+    assert [len(transport.peers) for transport in transports] == [2] * 3
+
+
+def test_strangers_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anyone in the network namespace can see the name and connect; the secret is what counts."""
+    strangers: list[socket.socket] = []
+    listen = socket.socket.listen
+
+    def crowded(sock: socket.socket, backlog: int) -> None:
+        listen(sock, backlog)
+        for text in (b"", b"[]", json.dumps(["0" * 32, 1]).encode(), b"\xff"):
+            stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            stranger.connect(sock.getsockname())
+            if text:
+                fd = os.memfd_create("stranger")
+                os.ftruncate(fd, RING_BYTES)
+                socket.send_fds(stranger, [text], [fd])
+                os.close(fd)
+            strangers.append(stranger)
+
+    monkeypatch.setattr(socket.socket, "listen", crowded)
+    first, second = meet(2)
+    assert first.peers == {1} and second.peers == {0}
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_ranks_that_have_stopped_are_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a timeout for each: they have been called, and do not answer."""
+    monkeypatch.setattr(shm_listener, "ANSWER_SECONDS", 0.2)
+    gc.collect()
+    files = descriptors()
+    with contextlib.ExitStack() as stack:
+        stopped = [ShmDoor(rank, 4, stack) for rank in range(3)]
+        door = ShmDoor(3, 4, stack)
+        for rank, other in enumerate(stopped):
+            door.call(rank, other.offer, TIMEOUT)
+        start = time.monotonic()
+        assert door.open([], TIMEOUT) == {}
+        assert 0.2 <= time.monotonic() - start < 2.0
+    del stopped, door, other
+    gc.collect()
+    assert descriptors() == files
+
+
+@pytest.mark.parametrize("refused", ["mmap", "memfd", "socket", "board"])
+def test_where_the_system_refuses_there_is_no_link(
+    refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For neither of the two ranks, and nothing is left open. Without a board there are links."""
+    count = iter(range(100))
+
+    def sometimes(
+        real: Callable[..., Any], here: Callable[..., bool] = lambda *_: True
+    ) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            if here(*arguments) and (refused == "board" or next(count) == 1):
+                raise OSError("refused")
+            return real(*arguments, **options)
+
+        return call
+
+    gc.collect()
+    files = descriptors()
+    with monkeypatch.context() as patch:
+        if refused == "mmap":
+            patch.setattr(mmap, "mmap", sometimes(mmap.mmap, lambda _, size: size == RING_BYTES))
+        elif refused in ("memfd", "board"):
+            name = "adasum-ring" if refused == "memfd" else "adasum-board"
+            patch.setattr(os, "memfd_create", sometimes(os.memfd_create, name.__eq__))
+        else:
+            unix = socket.AF_UNIX
+            patch.setattr(socket, "socket", sometimes(socket.socket, lambda *of: of[0] == unix))
+        first, second = meet(2)
+    if refused == "board":
+        assert (first.peers, second.peers) == ({1}, {0})
+        assert first.board is second.board is None
+        first.close()
+        second.close()
+    else:
+        assert first.peers == second.peers == set()
+    assert descriptors() == files

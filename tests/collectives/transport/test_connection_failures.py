@@ -1,0 +1,230 @@
+"""Links between threads of one process, by memory and by TCP: ends, interrupts, forks, causes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from collectives import CollectiveTimeoutError, TransportError
+from collectives.transport.connections import connections
+from collectives.transport.connections.shm import RING_BYTES, SLOT_BYTES, ShmLink
+from collectives.transport.connections.tcp import LINE_BYTES, TcpLink
+from tests.collectives.transport.neighbours import both, exchange, meet, noise, poisoned, together
+
+LINKS = {"shm": ShmLink, "tcp": TcpLink}
+
+
+@both
+def test_a_late_rank_is_named(way: str) -> None:
+    first, _, third = meet(3, ways=(way,))
+    start = time.monotonic()
+    with pytest.raises(CollectiveTimeoutError, match=r"rank 2 got .* rank 1 in a step .* 0\.3 s"):
+        exchange(third, [], [(1, poisoned(4))], timeout=0.3)
+    assert 0.3 <= time.monotonic() - start < 2.0
+    # The cause reaches those who wait for the one who gave up, at once.
+    with pytest.raises(CollectiveTimeoutError, match=r"from rank 2 in a step: rank 2 .* rank 1"):
+        exchange(first, [], [(2, poisoned(4))])
+    assert time.monotonic() - start < 2.0
+
+
+@both
+def test_a_receiver_that_takes_nothing_is_named(way: str) -> None:
+    first, _ = meet(2, ways=(way,))
+    # More than the ring, or the kernel, holds.
+    length = {"shm": RING_BYTES + 1, "tcp": 64 * 2**20}[way]
+    with pytest.raises(CollectiveTimeoutError, match="rank 0 got no answer from rank 1"):
+        exchange(first, [(1, noise(length, 0))], [], timeout=0.2)
+
+
+@both
+@pytest.mark.parametrize("long", [False, True])
+def test_what_was_sent_before_the_end_arrives(way: str, long: bool) -> None:
+    """The sender closes with messages of its peer unread, which resets the connection."""
+    length = 5 if not long else {"shm": 3 * SLOT_BYTES, "tcp": 100_000}[way]
+    first, second = meet(2, ways=(way,))
+    exchange(second, [(0, noise(7, 1))], [])
+    exchange(first, [(1, noise(length, 2)), (1, noise(9, 3))], [])
+    first.close()
+    got = [poisoned(length), poisoned(9)]
+    for tensor in got:
+        exchange(second, [], [(0, tensor)])
+    assert torch.equal(got[0], noise(length, 2)) and torch.equal(got[1], noise(9, 3))
+    start = time.monotonic()
+    with pytest.raises(CollectiveTimeoutError, match="rank 0 has ended"):
+        exchange(second, [], [(0, poisoned(1))])
+    assert time.monotonic() - start < 1.0
+    with pytest.raises(TransportError, match="cannot be used"):
+        exchange(first, [(1, noise(1, 0))], [])
+
+
+@both
+def test_sending_to_a_rank_that_has_ended(way: str) -> None:
+    first, second = meet(2, ways=(way,))
+    first.close()
+    if way == "tcp":
+        # The kernel takes it; its answer is the end.
+        exchange(second, [(0, noise(5, 0))], [])
+        time.sleep(0.2)
+    with pytest.raises(CollectiveTimeoutError, match="from rank 0 in a step: rank 0 has ended"):
+        exchange(second, [(0, noise(5, 0))], [])
+
+
+def test_a_farewell_comes_after_the_rest_of_a_message() -> None:
+    """A rank that gives up within a long message still says why, behind it."""
+    first, second = meet(2, ways=("tcp",))
+    sent, got = noise(2**25, 3), poisoned(2**25)
+
+    def give_up() -> None:
+        with pytest.raises(CollectiveTimeoutError, match="rank 0 got no answer from rank 1"):
+            exchange(first, [(1, sent)], [(1, poisoned(4))], timeout=0.3)
+
+    def late() -> None:
+        time.sleep(0.5)
+        exchange(second, [], [(0, got)])
+        with pytest.raises(CollectiveTimeoutError, match=r"from rank 0 in a step: rank 0 got no"):
+            exchange(second, [], [(0, poisoned(3))])
+
+    together(give_up, late)
+    assert torch.equal(got, sent)
+
+
+class Tampered:
+    """A socket with one method replaced by `instead`, which is given the real one first."""
+
+    def __init__(self, sock: socket.socket, method: str, instead: Callable[..., Any]) -> None:
+        self._socket, self._method, self._instead = sock, method, instead
+
+    def __getattr__(self, asked: str) -> Any:
+        real = getattr(self._socket, asked)
+        return partial(self._instead, real) if asked == self._method else real
+
+
+def test_an_interrupt_within_a_message_never_becomes_data() -> None:
+    """It can come before the kernel's answer is noted; then where a farewell would go is unknown.
+
+    The peer must see the end, not take what follows for the rest of the message.
+    """
+    first, second = meet(2, ways=("tcp",))
+    calls = iter(range(9))
+
+    def interrupted(real: Callable[..., int], parts: list[memoryview]) -> int:
+        count = real([part[:1000] for part in parts])
+        if next(calls):
+            raise KeyboardInterrupt
+        return count
+
+    (link,) = first._links.values()
+    link._socket = Tampered(link._socket, "sendmsg", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        exchange(first, [(1, noise(5000, 0))], [])
+    with pytest.raises(CollectiveTimeoutError, match="rank 0 has ended"):
+        exchange(second, [], [(0, poisoned(5000))])
+
+
+def test_all_peers_are_told_within_one_limit() -> None:
+    """Each of them is in the middle of a message and takes no more of it."""
+    first, *others = meet(6, ways=("tcp",))
+    sent = noise(64 * 2**20, 0)
+    start = time.monotonic()
+    with pytest.raises(CollectiveTimeoutError, match="rank 1, rank 2, rank 3, rank 4, rank 5"):
+        exchange(first, [(peer, sent) for peer in range(1, 6)], [], timeout=0.1)
+    assert time.monotonic() - start < 0.1 + 3 * connections._FAREWELL_SECONDS
+    assert len(others) == 5
+
+
+def test_to_close_does_not_wait_for_a_peer_that_sends_on() -> None:
+    first, second = meet(2, ways=("tcp",))
+    (link,) = first._links.values()
+    link._socket = Tampered(link._socket, "recv", lambda real, count: b"x" * count)
+    first.close()
+    with pytest.raises(CollectiveTimeoutError, match="rank 0 has ended"):
+        exchange(second, [], [(0, poisoned(1))])
+
+
+@pytest.mark.parametrize("cut", [1, LINE_BYTES - 1, LINE_BYTES, LINE_BYTES + 7])
+@pytest.mark.parametrize("length", [1, 5000])
+def test_a_farewell_that_comes_in_two_pieces(cut: int, length: int) -> None:
+    first, second = meet(2, ways=("tcp",))
+    (link,) = first._links.values()
+    text = "rank 0 got no answer"
+
+    def in_two(real: Callable[..., int], parts: list[memoryview]) -> int:
+        whole = b"".join(parts)
+        real([whole[:cut]])
+        time.sleep(0.05)
+        return cut + real([whole[cut:]])
+
+    link._socket = Tampered(link._socket, "sendmsg", in_two)
+
+    def receive() -> None:
+        with pytest.raises(CollectiveTimeoutError, match=f"rank 0 in a step: {text}$"):
+            exchange(second, [], [(0, poisoned(length))])
+
+    together(lambda: first.abandon(text), receive)
+
+
+def test_a_connection_that_breaks_is_named() -> None:
+    """As the kernel says it of a network that has gone, in the middle of either direction."""
+    for name in ("sendmsg", "recvmsg_into"):
+        first, _ = meet(2, ways=("tcp",))
+        (link,) = first._links.values()
+
+        def broken(*_: Any) -> int:
+            raise OSError(errno.EHOSTUNREACH, "No route to host")
+
+        link._socket = Tampered(link._socket, name, broken)
+        with pytest.raises(CollectiveTimeoutError, match=r"to rank 1 broke: No route to host"):
+            exchange(first, [(1, noise(5, 0))], [(1, poisoned(5))])
+
+
+@both
+def test_an_interrupt_is_told_to_the_peers(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = meet(2, ways=(way,))
+
+    def interrupt(link: ShmLink | TcpLink) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LINKS[way], "advance", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        exchange(first, [(1, noise(5, 0))], [])
+    monkeypatch.undo()
+    with pytest.raises(CollectiveTimeoutError, match="KeyboardInterrupt"):
+        exchange(second, [(0, noise(5, 0))], [(0, poisoned(5))])
+
+
+@both
+def test_a_forked_child_leaves_the_parents_links_alone(way: str) -> None:
+    """And does not keep them open: the peer sees the end of the parent while the child lives."""
+    first, second = meet(2, ways=(way,))
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            exchange(first, [(1, noise(5, 0))], [])
+        except TransportError as error:
+            os.write(writing, f"{error}, board {first.board}".encode())
+        time.sleep(5.0)
+        os._exit(0)
+    try:
+        said = os.read(reading, 1000)
+        assert b"forked from a rank" in said and b"board None" in said
+        got = poisoned(5)
+        exchange(first, [(1, noise(5, 1))], [])
+        exchange(second, [], [(0, got)])
+        assert torch.equal(got, noise(5, 1))
+        first.close()
+        with pytest.raises(CollectiveTimeoutError, match="rank 0 has ended"):
+            exchange(second, [], [(0, got)])
+    finally:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+        os.close(reading)
+        os.close(writing)

@@ -1,0 +1,263 @@
+"""Links between threads of one process, by memory and by TCP: lengths, order, layouts."""
+
+from __future__ import annotations
+
+import random
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from collectives import CollectiveTimeoutError, TransportError
+from collectives.transport import HybridTransport, LinkTransport, Message, ThreadWorld
+from collectives.transport.connections.connections import _bytes
+from collectives.transport.connections.shm import INLINE_BYTES, RING_BYTES, SLOT_BYTES, SLOTS
+from tests.collectives.transport.neighbours import (
+    TIMEOUT,
+    both,
+    exchange,
+    meet,
+    noise,
+    poisoned,
+    together,
+)
+
+# Around every boundary of the protocol; the last is more than the ring holds.
+LENGTHS = (0, 1, INLINE_BYTES, INLINE_BYTES + 1, SLOT_BYTES, SLOT_BYTES + 1, RING_BYTES)
+LONG = 2 * RING_BYTES + 12345
+
+
+@both
+def test_every_length_both_ways_in_one_exchange(way: str) -> None:
+    """Both sides send far more than the ring holds before either could have received."""
+    lengths = [*LENGTHS, LONG, *LENGTHS]
+    first, second = meet(2, ways=(way,))
+
+    def swap(transport: LinkTransport) -> None:
+        peer = 1 - transport.rank
+        sends = [(peer, noise(n, 100 * transport.rank + i)) for i, n in enumerate(lengths)]
+        recvs = [(peer, poisoned(n)) for n in lengths]
+        exchange(transport, sends, recvs)
+        for i, (_, got) in enumerate(recvs):
+            assert torch.equal(got, noise(lengths[i], 100 * peer + i)), lengths[i]
+
+    together(lambda: swap(first), lambda: swap(second))
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+        *(torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool),
+        *(torch.complex64, torch.float8_e4m3fn),
+    ],
+)
+def test_bytes_are_those_in_memory(dtype: torch.dtype) -> None:
+    """Of one element, too, which is contiguous with any stride, and of what needs a gradient."""
+    many = torch.arange(1, 11).to(dtype)
+    for tensor in (many, many[3:7], many.view(2, 5), many[::5][:1], many[:0], many[4]):
+        data = _bytes(tensor)
+        dense = torch.empty(tensor.numel(), dtype=dtype).copy_(tensor.reshape(-1))
+        assert data.tobytes() == dense.view(torch.uint8).numpy().tobytes()
+        before = tensor.clone()
+        data[:] = 0
+        assert not tensor.to(torch.complex128).any()
+        tensor.copy_(before)
+    if dtype.is_floating_point and dtype.itemsize > 1:
+        assert _bytes(many.clone().requires_grad_()).tobytes() == _bytes(many).tobytes()
+
+
+class FullQueue:
+    """A socket whose queue is full at every other record, as the kernel may say at any time."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(self._socket, name)
+        return real if not name.startswith("send") else lambda *given: self._send(real, *given)
+
+    def _send(self, real: Callable[..., int], *given: Any) -> int:
+        self._calls += 1
+        if self._calls % 2:
+            raise BlockingIOError
+        return real(*given)
+
+
+@both
+def test_a_full_queue_delays_but_loses_nothing(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = meet(2, ways=(way,))
+    for transport in (first, second):
+        for link in transport._links.values():
+            monkeypatch.setattr(link, "_socket", FullQueue(link._socket))
+    sent = [noise(n, i) for i, n in enumerate((3, LONG, *[7] * (3 * SLOTS), SLOT_BYTES))]
+    got = [poisoned(len(data)) for data in sent]
+
+    back = poisoned(5)
+    together(
+        lambda: exchange(first, [(1, data) for data in sent], [(1, back)]),
+        lambda: exchange(second, [(0, noise(5, 9))], [(0, data) for data in got]),
+    )
+    assert all(torch.equal(a, b) for a, b in zip(got, sent, strict=True))
+    assert torch.equal(back, noise(5, 9))
+
+
+@both
+def test_many_exchanges_between_three(way: str) -> None:
+    """Random lengths and partners; one side may run ahead of another by what the ring holds."""
+    plan = random.Random(5)
+    rounds = [
+        {
+            (a, b): plan.choice([0, 3, INLINE_BYTES, SLOT_BYTES + 7])
+            for a in range(3)
+            for b in range(3)
+            if a != b and plan.random() < 0.6
+        }
+        for _ in range(120)
+    ]
+
+    def play(transport: LinkTransport) -> None:
+        me = transport.rank
+        for number, lengths in enumerate(rounds):
+            sends = [(b, noise(n, number)) for (a, b), n in lengths.items() if a == me]
+            recvs = [(a, poisoned(n)) for (a, b), n in lengths.items() if b == me]
+            exchange(transport, sends, recvs)
+            for _, got in recvs:
+                assert torch.equal(got, noise(len(got), number))
+
+    together(*(lambda t=t: play(t) for t in meet(3, ways=(way,))))
+
+
+@both
+def test_one_direction_alone(way: str) -> None:
+    """Nothing is sent back but slots, and the sender is done before the last are read."""
+    first, second = meet(2, ways=(way,))
+    count = 10 * SLOTS
+    for n in range(SLOTS):
+        exchange(first, [(1, noise(5, n))], [])
+    got = [poisoned(5) for _ in range(count)]
+
+    def send() -> None:
+        for n in range(SLOTS, count):
+            exchange(first, [(1, noise(5, n))], [])
+
+    def receive() -> None:
+        for tensor in got:
+            exchange(second, [], [(0, tensor)])
+
+    together(send, receive)
+    assert all(torch.equal(tensor, noise(5, n)) for n, tensor in enumerate(got))
+
+
+@both
+def test_every_layout_of_a_tensor_travels(way: str) -> None:
+    first, second = meet(2, ways=(way,))
+    for tensor in (
+        torch.tensor(2.5),
+        torch.randn(3, 5, dtype=torch.bfloat16),
+        torch.tensor([True, False]),
+        torch.randn(4, dtype=torch.complex64, requires_grad=True),
+        torch.arange(10)[3:7],
+    ):
+        got = torch.zeros_like(tensor, requires_grad=False)
+        together(
+            lambda tensor=tensor: exchange(first, [(1, tensor)], []),
+            lambda got=got: exchange(second, [], [(0, got)]),
+        )
+        assert torch.equal(got, tensor)
+
+
+@both
+@pytest.mark.parametrize("offset", [1, 4, 15, 64])
+def test_every_place_in_a_page(way: str, offset: int) -> None:
+    """Pieces of odd lengths begin anywhere; a few bytes behind a page's start are copied apart."""
+    first, second = meet(2, ways=(way,))
+    for ours, theirs in ((0, offset), (offset, 0)):
+        sent = torch.cat([poisoned(ours), noise(2 * SLOT_BYTES, offset)])[ours:]
+        whole = poisoned(theirs + 2 * SLOT_BYTES + 1)
+        got = whole[theirs:-1]
+        together(
+            lambda sent=sent: exchange(first, [(1, sent)], []),
+            lambda got=got: exchange(second, [], [(0, got)]),
+        )
+        assert torch.equal(got, sent)
+        assert torch.equal(whole[:theirs], poisoned(theirs)) and whole[-1] == 0xA5
+
+
+@both
+def test_tensors_of_inference_mode_travel(way: str) -> None:
+    first, second = meet(2, ways=(way,))
+    for length in (5, SLOT_BYTES):
+        with torch.inference_mode():
+            sent, got = noise(length, 1), poisoned(length)
+        together(
+            lambda sent=sent: exchange(first, [(1, sent)], []),
+            lambda got=got: exchange(second, [], [(0, got)]),
+        )
+        assert torch.equal(got, sent)
+
+
+@both
+def test_a_message_of_another_length_is_an_error(way: str) -> None:
+    first, second = meet(2, ways=(way,))
+    exchange(first, [(1, noise(4, 0))], [])
+    with pytest.raises(TransportError, match=r"rank 0 sent (a message of )?4 bytes where"):
+        exchange(second, [], [(0, poisoned(5))])
+    with pytest.raises(TransportError, match=r"cannot be used in a step: rank 0 sent .*4 bytes"):
+        exchange(second, [], [(0, poisoned(4))])
+
+
+@both
+def test_a_missing_link_is_named(way: str) -> None:
+    transports = meet(3, unwilling=(1,), ways=(way,))
+    assert [t.peers for t in transports] == [{2}, set(), {0}]
+    with pytest.raises(TransportError, match=r"rank 0 has no link to rank 1.*a step"):
+        exchange(transports[0], [(1, noise(4, 0))], [])
+
+
+def test_cuda_is_refused() -> None:
+    first, _ = meet(2, ways=("tcp",))
+    with pytest.raises(ValueError, match=r"cuda:0.*move it"):
+        first.check_device(torch.device("cuda:0"))
+    first.check_device(torch.device("cpu"))
+
+
+@both
+def test_a_limit_of_months(way: str) -> None:
+    """More milliseconds than poll(2) takes."""
+    first, second = meet(2, ways=(way,))
+    got = poisoned(5)
+
+    def late() -> None:
+        time.sleep(0.05)
+        exchange(first, [(1, noise(5, 0))], [])
+
+    together(late, lambda: exchange(second, [], [(0, got)], timeout=1e9))
+    assert torch.equal(got, noise(5, 0))
+
+
+def test_hybrid_divides_an_exchange() -> None:
+    """Ranks 0 and 1 share memory; messages to and from rank 2 go the other way."""
+    world = ThreadWorld(3)
+    local = meet(3, unwilling=(2,))
+    hybrids = [HybridTransport(local[rank], world.transport(rank)) for rank in range(3)]
+    assert [h.linked_peers for h in hybrids] == [{1}, {0}, set()]
+
+    def swap(transport: HybridTransport) -> None:
+        peers = [peer for peer in range(3) if peer != transport.rank]
+        recvs = [Message(peer, poisoned(LONG)) for peer in peers]
+        sends = [Message(peer, noise(LONG, transport.rank)) for peer in peers]
+        transport.exchange(sends, recvs, "a step", TIMEOUT)
+        for peer, got in recvs:
+            assert torch.equal(got, noise(LONG, peer))
+
+    together(*(lambda h=h: swap(h) for h in hybrids))
+    hybrids[2].close()
+    with pytest.raises(CollectiveTimeoutError, match="rank 2"):
+        hybrids[0].exchange([], [Message(2, poisoned(1))], "a step", TIMEOUT)
+    with pytest.raises(CollectiveTimeoutError, match="rank 2"):
+        hybrids[1].exchange([], [Message(0, poisoned(1))], "a step", TIMEOUT)

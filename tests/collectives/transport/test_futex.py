@@ -1,0 +1,132 @@
+"""Sleeping until a word of shared memory changes, and doing without where there is no futex."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from collectives.transport import ThreadWorld
+from collectives.transport.shared_memory import futex
+from tests.collectives.transport.neighbours import TIMEOUT, together
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="futexes are Linux's")
+
+
+@linux
+def test_there_are_futexes_here() -> None:
+    assert futex.available
+
+
+@linux
+def test_another_value_returns_at_once() -> None:
+    word = ctypes.c_uint32(7)
+    start = time.monotonic()
+    futex.wait(ctypes.addressof(word), 8, 60.0)
+    assert time.monotonic() - start < 10.0
+
+
+@linux
+def test_nobody_wakes() -> None:
+    word = ctypes.c_uint32(7)
+    start = time.monotonic()
+    futex.wait(ctypes.addressof(word), 7, 0.05)
+    assert 0.04 < time.monotonic() - start < 10.0
+
+
+def _woken_by(start: Callable[[Callable[[], None]], None], address: int) -> None:
+    """Wait for a word to be 1 that `start` has another change after a while."""
+    word = ctypes.c_uint32.from_address(address)
+
+    def change() -> None:
+        time.sleep(0.2)
+        word.value = 1
+        futex.wake(address)
+
+    began = time.monotonic()
+    start(change)
+    while not word.value:
+        futex.wait(address, 0, 60.0)
+    assert time.monotonic() - began < 30.0
+
+
+@linux
+def test_a_thread_wakes_another() -> None:
+    word = ctypes.c_uint32(0)
+    _woken_by(lambda change: threading.Thread(target=change).start(), ctypes.addressof(word))
+
+
+@linux
+def test_a_process_wakes_another() -> None:
+    memory = mmap.mmap(-1, mmap.PAGESIZE)
+    held = ctypes.c_uint32.from_buffer(memory)
+    children = []
+
+    def fork(change: Callable[[], None]) -> None:
+        child = os.fork()
+        if not child:
+            try:
+                change()
+                os._exit(0)
+            finally:
+                os._exit(1)
+        children.append(child)
+
+    _woken_by(fork, ctypes.addressof(held))
+    for child in children:
+        assert os.waitpid(child, 0)[1] == 0
+
+
+@linux
+def test_a_bad_address_is_an_error() -> None:
+    with pytest.raises(OSError, match="futex"):
+        futex.wait(1, 0, 0.0)
+
+
+@linux
+def test_a_sandbox_that_forbids_them_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks go on without; other errors stay errors."""
+
+    def refuse(*_: object) -> int:
+        ctypes.set_errno(errno.EPERM)
+        return -1
+
+    monkeypatch.setattr(futex, "available", True)
+    monkeypatch.setattr(futex, "_holding", refuse)
+    futex.wake(0)
+    assert not futex.available
+
+
+@pytest.mark.parametrize("available", [True, False])
+def test_a_board_with_and_without(available: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Late ranks are waited for either way, in calls and within them."""
+    if available and not futex.available:
+        pytest.skip("no futexes here")
+    monkeypatch.setattr(futex, "available", available)
+    world = ThreadWorld(3)
+    order: list[tuple[int, int]] = []
+
+    def run(rank: int) -> None:
+        board = world.transport(rank).board
+        assert board is not None
+        for call in range(9):
+            if rank == call % 3:
+                time.sleep(0.03)
+            order.append((2 * call, rank))
+            board.enter(call + 1)
+            board.wait("a step", TIMEOUT)
+            if rank == (call + 1) % 3:
+                time.sleep(0.03)
+            order.append((2 * call + 1, rank))
+            board.meet("a step", TIMEOUT)
+
+    together(*(lambda r=r: run(r) for r in range(3)))
+    # Nobody goes on before all have come.
+    assert [when for when, _ in order] == sorted(when for when, _ in order)

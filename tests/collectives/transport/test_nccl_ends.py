@@ -1,0 +1,188 @@
+"""The NCCL transport's end, by whoever notices first that there is no other way, and only once.
+
+Over fakes that keep NCCL's rules (fake_nccl.py): no GPU needed.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from collectives import CollectiveTimeoutError, TransportError
+from collectives.transport import Message
+from collectives.transport.nccl import nccl, pending
+from tests.fakes.fake_cuda import FakeEvent
+from tests.fakes.fake_nccl import FakeNccl, NcclError
+from tests.fakes.nccl_machine import Machine, all_good, full, make_machine, swap
+
+TIMEOUT = 0.3
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    yield from make_machine(monkeypatch, FakeNccl())
+
+
+def told(
+    machine: Machine, steps: Callable[[nccl.NcclTransport, Message], None]
+) -> tuple[str, float]:
+    """What rank 0's steps raise where the peer posts nothing after step 0, and after how long."""
+    done = threading.Event()
+
+    def work(transport: nccl.NcclTransport) -> tuple[str, float]:
+        mine = full(3, 1.0)
+        swap(transport, mine, full(3, 0.0), "step 0")
+        if transport.rank == 1:
+            assert done.wait(60.0)
+            return "", 0.0
+        start = time.monotonic()
+        try:
+            steps(transport, Message(1, mine))
+        except CollectiveTimeoutError as error:
+            return str(error), time.monotonic() - start
+        finally:
+            done.set()
+        return "no error", 0.0
+
+    text, waited = all_good(machine.run(2, work))[0]
+    return text, waited
+
+
+def test_a_deferred_step_is_late_while_the_host_is_held_up(machine: Machine) -> None:
+    """As by what waits for the whole device, which ends with the step: nobody else ends that."""
+
+    def steps(transport: nccl.NcclTransport, message: Message) -> None:
+        with transport.deferred():
+            transport.exchange([message], [], "step 1", TIMEOUT)
+            machine.cuda.current_stream().synchronize()
+
+    text, waited = told(machine, steps)
+    assert "got no answer from rank 1 in step 1 " in text
+    assert TIMEOUT <= waited < TIMEOUT + 5.0
+
+
+def test_an_error_of_cudas_does_not_end_the_thread_of_nccl(machine: Machine) -> None:
+    """Its next call would be a time-out, which is not what happened."""
+
+    class Failed:
+        def query(self) -> bool:
+            asked.append(0)
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    asked: list[int] = []
+
+    def work(transport: nccl.NcclTransport) -> int:
+        communicators = transport._communicators
+        communicators.pending.items.append(pending.Posted(Failed(), (0,), "a step", 0.0))
+        while len(asked) < 2:
+            time.sleep(0.01)
+        return communicators.call(lambda: 7, 10.0)
+
+    assert all_good(machine.run(1, work)) == [7]
+
+
+def test_the_host_does_not_run_far_ahead(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch waits without a limit where too many are queued behind a rank that is gone."""
+    monkeypatch.setattr(pending, "MOST_PENDING", 4)
+    posted = []
+
+    def steps(transport: nccl.NcclTransport, message: Message) -> None:
+        with transport.deferred():
+            for step in range(1, 100):
+                posted.append(step)
+                transport.exchange([message], [], f"step {step}", TIMEOUT)
+
+    assert "got no answer from rank 1 in step 1 " in told(machine, steps)[0]
+    assert posted == [1, 2, 3, 4, 5]
+
+
+def test_after_an_error_within_deferred_steps_are_waited_for_again(machine: Machine) -> None:
+    def fail(transport: nccl.NcclTransport, message: Message) -> None:
+        transport.exchange([message], [], "step 1", TIMEOUT)
+        raise KeyError("ours")
+
+    def steps(transport: nccl.NcclTransport, message: Message) -> None:
+        with pytest.raises(KeyError, match="ours"), transport.deferred():
+            fail(transport, message)
+        with transport.deferred():
+            """What was left under way is first."""
+
+    assert "got no answer from rank 1 in step 1 " in told(machine, steps)[0]
+
+
+def test_a_rank_that_gives_up_tells_the_others_and_ends_its_communicators(machine: Machine) -> None:
+    """As a group does when a call is interrupted or fails in any other way than NCCL's."""
+
+    def work(transport: nccl.NcclTransport) -> list[str]:
+        told: list[str] = []
+        transport._host.abandon = told.append  # type: ignore[attr-defined]
+        swap(transport, full(3, 1.0), full(3, 0.0), "step 0")
+        transport.abandon("it was interrupted")
+        with pytest.raises(TransportError, match=r"step 1: .* since it was interrupted"):
+            transport.exchange([], [Message(1 - transport.rank, full(3, 0.0))], "step 1", 10.0)
+        return told
+
+    assert all_good(machine.run(2, work)) == [["it was interrupted"]] * 2
+    assert machine.nccl.aborted == {0, 1}
+
+
+def test_nothing_is_collected_in_a_forked_child(machine: Machine) -> None:
+    """cupy destroys what is collected: in a child that ends as a program does, that never ends."""
+
+    def work(transport: nccl.NcclTransport) -> None:
+        transport._communicators._process = -1
+
+    all_good(machine.run(1, work, close=False))
+    gc.collect()
+    assert not machine.nccl.destroyed and machine.nccl.broken == []
+
+
+def test_a_communicator_that_comes_while_all_are_aborted_is_aborted_once(
+    machine: Machine,
+) -> None:
+    """cupy takes no care of that: the second abort would use what the first has freed."""
+
+    def work(transport: nccl.NcclTransport) -> int:
+        communicators = transport._communicators
+        aborted: list[threading.Thread] = []
+
+        class Late:
+            def abort(self) -> None:
+                aborted.append(threading.current_thread())
+
+        class Made(list):  # type: ignore[type-arg]
+            """Where the abort begins just after the communicator was added."""
+
+            def append(self, made: object) -> None:
+                super().append(made)
+                if isinstance(made, Late):
+                    threading.Thread(target=communicators.abort).start()
+                    time.sleep(0.1)
+
+        communicators._made = Made(communicators._made)
+        communicators.make(Late, 10.0)
+        time.sleep(0.3)
+        return len(aborted)
+
+    assert all_good(machine.run(1, work)) == [1]
+
+
+def test_what_fails_after_a_late_step_was_ended_names_the_step(machine: Machine) -> None:
+    """NCCL says then no more than that its argument, the communicator, is invalid."""
+
+    def work(transport: nccl.NcclTransport) -> str:
+        posted = pending.Posted(FakeEvent(), (1,), "step 7", 3.0)
+
+        def post() -> None:
+            transport._communicators.pending.late = posted
+            raise NcclError(4)
+
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            transport._start(post, [], (1,), "step 8", 10.0)
+        return str(caught.value)
+
+    assert "no answer from rank 1 in step 7" in all_good(machine.run(2, work))[0]

@@ -1,0 +1,276 @@
+"""The NCCL transport when ranks are silent, NCCL fails, a part is missing or a process ends.
+
+Over fakes that keep NCCL's rules (fake_nccl.py): no GPU needed.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from collectives import CollectiveTimeoutError, TransportError
+from collectives.bootstrap import transport_selection
+from collectives.transport import Message, ThreadWorld
+from collectives.transport.nccl import calls, nccl
+from tests.fakes.fake_cuda import FakeCuda
+from tests.fakes.fake_nccl import FakeNccl
+from tests.fakes.nccl_machine import CLOSE_SECONDS, Machine, all_good, full, make_machine, swap
+
+ROOT = Path(__file__).parents[3]
+TIMEOUT = 0.3
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    yield from make_machine(monkeypatch, FakeNccl())
+
+
+def _stay_away(
+    machine: Machine, break_it: Callable[[], None], timeout: float = TIMEOUT
+) -> tuple[Exception, float]:
+    """Rank 0 exchanges, rank 1 does not: rank 0's error, and after how long it came."""
+    done = threading.Event()
+
+    def work(transport: nccl.NcclTransport) -> tuple[Exception, float] | None:
+        swap(transport, full(3, 1.0), full(3, 0.0), "warm-up")
+        if transport.rank == 1:
+            assert done.wait(20.0)
+            return None
+        break_it()
+        message = Message(1, full(3, 1.0))
+        start = time.monotonic()
+        try:
+            with pytest.raises((CollectiveTimeoutError, TransportError)) as caught:
+                transport.exchange(
+                    [message], [message], "step 2 (xring) of all_reduce 'w'", TIMEOUT
+                )
+            waited = time.monotonic() - start
+            with pytest.raises(TransportError, match=r"step 3: .* unusable since .*step 2"):
+                transport.exchange([message], [], "step 3", TIMEOUT)
+        finally:
+            done.set()
+        return caught.value, waited
+
+    return all_good(machine.run(2, work))[0]
+
+
+def test_timeout(machine: Machine) -> None:
+    """The peer never posts: an abort that itself never returns does not keep the error back."""
+    error, waited = _stay_away(machine, lambda: None)
+    assert isinstance(error, CollectiveTimeoutError)
+    assert "rank 0 got no answer from rank 1 in step 2 (xring) of all_reduce 'w'" in str(error)
+    assert TIMEOUT <= waited < TIMEOUT + 5.0
+    assert 0 in machine.nccl.aborted
+
+
+def test_timeout_inside_a_blocking_call(machine: Machine) -> None:
+    """NCCL blocks the host when it connects two ranks for the first time."""
+    error, waited = _stay_away(machine, lambda: machine.nccl.silent_in_group_end.add(0))
+    assert isinstance(error, CollectiveTimeoutError)
+    assert "rank 1 in step 2" in str(error)
+    assert TIMEOUT <= waited < TIMEOUT + 5.0
+
+
+def test_timeout_of_a_deferred_step_names_the_first_that_is_late(machine: Machine) -> None:
+    done = threading.Event()
+
+    def work(transport: nccl.NcclTransport) -> str:
+        mine, got = full(3, 1.0), full(3, 0.0)
+        swap(transport, mine, got, "step 0")
+        if transport.rank == 1:
+            assert done.wait(20.0)
+            return ""
+        try:
+            with transport.deferred():
+                for step in (1, 2):
+                    transport.exchange([Message(1, mine)], [], f"step {step}", TIMEOUT)
+        except CollectiveTimeoutError as error:
+            return str(error)
+        finally:
+            done.set()
+        return "no error"
+
+    assert "rank 1 in step 1 " in all_good(machine.run(2, work))[0]
+
+
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [
+        (2, "NCCL_ERROR_SYSTEM_ERROR: unhandled system error"),
+        (6, "NCCL_ERROR_REMOTE_ERROR: remote process exited or there was a network error"),
+        (7, "status 7, ncclInProgress"),
+        (8, "status 8, ncclTimeout"),
+        (9, "status 9, unknown to cupy"),
+    ],
+)
+def test_errors_have_nccls_text(machine: Machine, status: int, text: str) -> None:
+    """An error of a call: the group is ended all the same, and the communicator aborted."""
+    error, _ = _stay_away(machine, lambda: machine.nccl.fail_send.update({0: status}))
+    assert isinstance(error, TransportError)
+    assert f"NCCL failed in step 2 (xring) of all_reduce 'w': {text}" in str(error)
+    assert 0 in machine.nccl.aborted
+
+
+@pytest.mark.parametrize(("status", "text"), [(6, "remote process exited"), (8, "ncclTimeout")])
+def test_asynchronous_errors(machine: Machine, status: int, text: str) -> None:
+    def report() -> None:
+        found = next(iter(machine.nccl.cliques.values()))
+        threading.Timer(0.1, found.errors.update, [{0: status}]).start()
+
+    error, waited = _stay_away(machine, report, timeout=10.0)
+    assert isinstance(error, TransportError) and text in str(error)
+    assert waited < 5.0
+    assert 0 in machine.nccl.aborted
+
+
+@pytest.mark.parametrize("present", [0, 1])
+def test_a_rank_that_never_starts(machine: Machine, present: int) -> None:
+    """Rank 0 waits inside NCCL, the others for its id; both give up in time."""
+    world = ThreadWorld(2)
+    start = time.monotonic()
+    with pytest.raises(CollectiveTimeoutError) as caught:
+        nccl.NcclTransport(world.transport(present), dist.HashStore(), timeout=TIMEOUT)
+    assert TIMEOUT <= time.monotonic() - start < TIMEOUT + 5.0
+    assert f"rank {present} got no answer from rank {1 - present} in start-up" in str(caught.value)
+
+
+def test_a_rank_that_starts_too_late(machine: Machine) -> None:
+    """The communicator that the first rank no longer waits for is aborted when it comes."""
+    world, store = ThreadWorld(2), dist.HashStore()
+    with pytest.raises(CollectiveTimeoutError):
+        nccl.NcclTransport(world.transport(0), store, timeout=0.2)
+    late = nccl.NcclTransport(world.transport(1), store, timeout=10.0)
+    with pytest.raises(CollectiveTimeoutError, match="from rank 0 in step 1"):
+        late.exchange([Message(0, full(1, 1.0))], [], "step 1", 0.2)
+    assert machine.nccl.aborted == {0, 1}
+
+
+def test_close_is_bounded_where_a_rank_never_closes(machine: Machine) -> None:
+    first = threading.Event()
+
+    def work(transport: nccl.NcclTransport) -> float:
+        if transport.rank == 1:
+            assert first.wait(20.0)
+            return 0.0
+        start = time.monotonic()
+        transport.close()
+        waited = time.monotonic() - start
+        first.set()
+        with pytest.raises(TransportError, match="closed"):
+            transport.exchange([Message(1, full(1, 1.0))], [], "a test", 1.0)
+        return waited
+
+    assert CLOSE_SECONDS <= all_good(machine.run(2, work))[0] < 5.0
+
+
+def test_nothing_is_called_in_a_forked_child(machine: Machine) -> None:
+    def work(transport: nccl.NcclTransport) -> None:
+        communicators = transport._communicators
+        here, communicators._process = communicators._process, -1
+        communicators.close()
+        assert not machine.nccl.destroyed
+        communicators._process = here
+
+    all_good(machine.run(1, work))
+
+
+def test_device_errors_name_the_fix(machine: Machine) -> None:
+    def work(transport: nccl.NcclTransport) -> None:
+        transport.check_device(torch.device("cuda", 0))
+        with pytest.raises(ValueError, match=r"on cuda:1, .* on cuda:0: .*set_device\(1\)"):
+            transport.check_device(torch.device("cuda", 1))
+        with pytest.raises(ValueError, match=r"on meta, NCCL carries CUDA tensors"):
+            transport.check_device(torch.device("meta"))
+
+    all_good(machine.run(1, work))
+    for wrong in ("cpu", "cuda"):
+        host = ThreadWorld(1).transport(0)
+        with pytest.raises(ValueError, match=r'device must be .* "cuda:0", got'):
+            nccl.NcclTransport(host, dist.HashStore(), torch.device(wrong), timeout=1.0)
+
+
+def test_ranks_with_the_same_gpu_are_told_so() -> None:
+    """As where each has the first one: NCCL says no more than that its usage is invalid."""
+    transport_selection._check_gpus([("", "a", False), ("", "b", False)])
+    transport_selection._check_gpus([("", "a", True), ("", "a", True)])
+    with pytest.raises(TransportError, match="rank 1: NCCL needs a GPU"):
+        transport_selection._check_gpus([("", "a", False), ("NCCL needs a GPU", "", False)])
+    with pytest.raises(TransportError, match=r"ranks 0 and 2 .* GPU, a: .*set_device\(.* init"):
+        transport_selection._check_gpus([("", "a", False), ("", "b", False), ("", "a", False)])
+
+
+def test_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "cuda", FakeCuda(available=False))
+    with pytest.raises(RuntimeError, match="install a CUDA build of torch") as none:
+        calls.load_nccl()
+    monkeypatch.setattr(calls, "cuda", FakeCuda())
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    for name in ("cupy", "cupy.cuda"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=r'pip install "adasum\[cuda12\]"') as no_cupy:
+        calls.load_nccl()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    package, module = ModuleType("cupy"), ModuleType("cupy.cuda")
+    monkeypatch.setitem(sys.modules, "cupy", package)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", module)
+    module.nccl = SimpleNamespace(available=False)  # type: ignore[attr-defined]
+    with pytest.raises(ImportError, match="pip install nvidia-nccl-cu13") as no_library:
+        calls.load_nccl()
+    old = SimpleNamespace(available=True, get_unique_id=lambda: (0,) * 128)
+    module.nccl = old  # type: ignore[attr-defined]
+    with pytest.raises(ImportError, match=r'pip install "cupy-cuda13x>=14\.2"') as too_old:
+        calls.load_nccl()
+    for caught in (none, no_cupy, no_library, too_old):
+        assert "\n" not in str(caught.value)
+    module.nccl = FakeNccl()  # type: ignore[attr-defined]
+    for _ in range(2):
+        assert calls.load_nccl() is module.nccl
+    # Each id costs a thread and a socket for good.
+    assert module.nccl.get_unique_id()[0] == 1
+
+
+EXIT = """
+import threading, time, torch, torch.distributed as dist
+from collectives.transport import Message, ThreadWorld, nccl, nccl_calls
+from tests.fakes.fake_cuda import FakeCuda, device_tensor
+from tests.fakes.fake_nccl import FakeNccl
+nccl.cuda = nccl_calls.cuda = FakeCuda()
+fake = FakeNccl()
+nccl.load_nccl = lambda: fake
+world, store, kept = ThreadWorld(2), dist.HashStore(), []
+nccl_calls._CLOSE_SECONDS = 0.3
+message = Message(0, device_tensor(torch.ones(3)))
+def rank(r):
+    transport = nccl.NcclTransport(world.transport(r), store, timeout=10.0)
+    kept.append(transport)
+    if r == 1:
+        transport.exchange([message], [message], "a step", 1000.0)
+for r in range(2):
+    threading.Thread(target=rank, args=(r,), daemon=True).start()
+while len(kept) < 2 or not any(clique.letters[1, 0] for clique in fake.cliques.values()):
+    time.sleep(0.01)
+print("ending", flush=True)
+"""
+
+
+def test_a_process_ends_that_never_closed() -> None:
+    """With an exchange under way, too, whose peer never comes."""
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", EXIT],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (0, "ending\n"), done.stderr
+    assert time.monotonic() - start < 40.0

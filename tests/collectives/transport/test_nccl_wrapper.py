@@ -1,0 +1,315 @@
+"""What the NCCL transport does, over fakes that keep NCCL's rules (fake_nccl.py): no GPU needed.
+
+What it does when something fails: test_nccl_failures.py, test_nccl_ends.py. What real NCCL makes of
+it: tests/processes/test_nccl.py.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import importlib.util
+import inspect
+import time
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from collectives import Operands, Reducer, TransportError
+from collectives.execution.executor import execute
+from collectives.schedules import recursive_doubling, recursive_halving, ring
+from collectives.schedules.schedule import Schedule
+from collectives.transport import Message, ThreadWorld
+from collectives.transport.nccl import calls, nccl
+from tests.fakes.fake_cuda import FakeCuda, FakeGraph, FakeStream, device_tensor
+from tests.fakes.fake_nccl import FakeNccl, NcclError
+from tests.fakes.nccl_machine import DeviceWorkspace, Machine, all_good, full, make_machine, swap
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    yield from make_machine(monkeypatch, FakeNccl())
+
+
+@pytest.fixture
+def machine_without_split(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    yield from make_machine(monkeypatch, FakeNccl(can_split=False))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_every_pair_at_once(machine: Machine, size: int) -> None:
+    """Sizes differ by pair, order within a pair is kept, empty messages vanish."""
+
+    def work(transport: nccl.NcclTransport) -> None:
+        mine, lengths = transport.rank, (3, 0, 7000)
+        others = [r for r in range(size) if r != mine]
+        sends = [Message(p, full(n, 100.0 * mine + p + n)) for p in others for n in lengths]
+        recvs = [Message(p, full(n, float("nan"))) for p in others for n in lengths]
+        transport.exchange(sends, recvs, "a test", 10.0)
+        for peer, tensor in recvs:
+            numel = tensor.numel()
+            expected = torch.full((numel,), 100.0 * peer + mine + numel)
+            assert torch.equal(machine.read(tensor), expected)
+
+    all_good(machine.run(size, work))
+    assert machine.nccl.destroyed and not machine.nccl.aborted
+
+
+def test_cpu_tensors_travel_on_the_host_transport(machine: Machine) -> None:
+    def work(transport: nccl.NcclTransport) -> float:
+        got = torch.zeros(1)
+        peer = 1 - transport.rank
+        mine = torch.full((1,), float(transport.rank))
+        transport.exchange([Message(peer, mine)], [Message(peer, got)], "a test", 10.0)
+        transport.check_device(torch.device("cpu"))
+        return got.item()
+
+    assert all_good(machine.run(2, work)) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_ordered_behind_and_before_the_callers_stream(machine: Machine, deferred: bool) -> None:
+    """What is sent was written late on the caller's stream; what is read was received before."""
+
+    def work(transport: nccl.NcclTransport) -> list[float]:
+        mine, got = full(1000, -1.0), full(1000, -2.0)
+        read: list[float] = []
+
+        def both() -> None:
+            for turn in range(3):
+                machine.put(lambda t=turn: mine.fill_(10.0 * t + transport.rank), delay=0.05)
+                swap(transport, mine, got, "a test")
+                machine.put(lambda: read.append(got.as_subclass(torch.Tensor).mean().item()))
+
+        if deferred:
+            start = time.monotonic()
+            with transport.deferred():
+                both()
+                posted = time.monotonic() - start
+            assert posted < 0.1 < time.monotonic() - start
+        else:
+            both()
+        machine.cuda.current_stream().synchronize()
+        return read
+
+    assert all_good(machine.run(2, work)) == [[1.0, 11.0, 21.0], [0.0, 10.0, 20.0]]
+
+
+def test_tensors_are_kept_for_the_communication_stream(machine: Machine) -> None:
+    def work(transport: nccl.NcclTransport) -> bool:
+        mine, got = full(3, 1.0), full(3, 0.0)
+        swap(transport, mine, got, "a test")
+        return {mine.data_ptr(), got.data_ptr()} <= transport._stream.kept
+
+    assert all_good(machine.run(2, work)) == [True, True]
+
+
+class PlainSum(Reducer):
+    """Sum without the kernels, which would take the tensors for CUDA's."""
+
+    def reduce(self, operands: Operands) -> None:
+        for piece in operands.pieces:
+            parts = [part.as_subclass(torch.Tensor) for part in piece.parts]
+            piece.out.as_subclass(torch.Tensor).copy_(torch.stack(parts).sum(0))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(
+    "make", [ring.all_reduce, recursive_halving.all_reduce, recursive_doubling.all_reduce]
+)
+def test_schedules_run(machine: Machine, make: Callable[[int], Schedule], size: int) -> None:
+    inputs = [torch.randn(1021, generator=torch.Generator().manual_seed(r)) for r in range(size)]
+
+    def work(transport: nccl.NcclTransport) -> torch.Tensor:
+        buffer = device_tensor(inputs[transport.rank].clone())
+        execute(
+            make(size),
+            buffer,
+            transport,
+            PlainSum(),
+            label="all_reduce 0",
+            timeout=10.0,
+            workspace=DeviceWorkspace(),
+        )
+        return machine.read(buffer)
+
+    # size - 1 additions, each rounding to float32 once.
+    bound = (size - 1) * torch.finfo(torch.float32).eps * torch.stack(inputs).abs().sum(0)
+    for answer in all_good(machine.run(size, work)):
+        assert ((answer - torch.stack(inputs).double().sum(0)).abs() <= bound).all()
+
+
+DTYPES = [*(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)]
+DTYPES += [torch.int8, torch.uint8, torch.int32, torch.int64]
+
+
+def test_own_all_reduce(machine: Machine) -> None:
+    def work(transport: nccl.NcclTransport) -> None:
+        for dtype in DTYPES:
+            values = device_tensor(torch.arange(5).to(dtype) + transport.rank)
+            transport.all_reduce(values, None, "a test", 10.0)
+            assert torch.equal(machine.read(values), (3 * torch.arange(5) + 3).to(dtype))
+        for dtype in (torch.int16, torch.bool):
+            with pytest.raises(TypeError, match=f"cannot add {dtype}"):
+                transport.all_reduce(device_tensor(torch.zeros(2, dtype=dtype)), None, "s", 1.0)
+        with pytest.raises(ValueError, match=r"ranks must be ascending and hold"):
+            transport.all_reduce(full(1, 1.0), (transport.rank, 0), "a test", 1.0)
+        transport.all_reduce(full(0, 1.0), None, "a test", 10.0)
+
+    all_good(machine.run(3, work))
+
+
+def _sums_of_parts(machine: Machine) -> list[Any]:
+    def work(transport: nccl.NcclTransport) -> list[float]:
+        part = (0, 2) if transport.rank in (0, 2) else (1,) if transport.rank == 1 else (3, 4)
+        sums = []
+        for _ in range(2):
+            values = full(4, float(10**transport.rank))
+            transport.all_reduce(values, part, "a test", 10.0)
+            sums.append(machine.read(values)[0].item())
+        whole = full(4, 1.0)
+        transport.all_reduce(whole, None, "a test", 10.0)
+        return [*sums, machine.read(whole)[0].item()]
+
+    return all_good(machine.run(5, work))
+
+
+PARTS = [[101.0] * 2, [10.0] * 2, [101.0] * 2, [11000.0] * 2, [11000.0] * 2]
+
+
+def test_own_all_reduce_over_parts(machine: Machine) -> None:
+    assert _sums_of_parts(machine) == [[*part, 5.0] for part in PARTS]
+    # Every rank's part and whole were destroyed: a rank of each communicator is counted once.
+    assert sorted(machine.nccl.destroyed) == sorted([*range(5), 0, 1, 0, 0, 1])
+
+
+def test_parts_where_cupy_cannot_split(machine_without_split: Machine) -> None:
+    assert _sums_of_parts(machine_without_split) == [[*part, 5.0] for part in PARTS]
+
+
+def test_split(machine: Machine) -> None:
+    """Parts that overlap, in any order, made one after the other; the whole goes on."""
+
+    def work(transport: nccl.NcclTransport) -> None:
+        made = []
+        for ranks in ([2, 0], [0, 1], [2, 0]):
+            if transport.rank in ranks:
+                part = transport.split(ranks, 10.0)
+                assert (part.rank, part.size) == (ranks.index(transport.rank), 2)
+                made.append((ranks, part))
+        for ranks, part in made:
+            got = full(5, float("nan"))
+            swap(part, full(5, float(transport.rank)), got, "a swap")
+            assert torch.equal(machine.read(got), torch.full((5,), float(ranks[1 - part.rank])))
+            total = full(4, 1.0 + transport.rank)
+            part.all_reduce(total, None, "a sum", 10.0)
+            assert torch.equal(machine.read(total), torch.full((4,), 2.0 + sum(ranks)))
+            part.close()
+        total = full(4, 1.0)
+        transport.all_reduce(total, None, "the sum of all", 10.0)
+        assert torch.equal(machine.read(total), torch.full((4,), 3.0))
+
+    all_good(machine.run(3, work))
+    assert machine.nccl.destroyed and not machine.nccl.aborted
+
+
+def test_captured_once_and_replayed(machine: Machine) -> None:
+    """Nothing waits on the host in a capture, all streams join, and a replay moves fresh data."""
+
+    def work(transport: nccl.NcclTransport) -> list[float]:
+        mine, got = full(4, 0.0), full(4, 0.0)
+        swap(transport, mine, got, "warm-up")
+        graph = FakeGraph(machine.cuda.current_stream())
+        try:
+            for step in range(3):
+                swap(transport, mine, got, f"step {step}")
+                machine.put(lambda: mine.add_(got.as_subclass(torch.Tensor)))
+            transport.all_reduce(mine, None, "the last step", 10.0)
+        finally:
+            graph.end()
+        read = []
+        for turn in range(2):
+            mine.fill_(1.0 + turn + transport.rank)
+            graph.replay()
+            read.append(machine.read(mine)[0].item())
+        return read
+
+    # Each swap doubles the sum of both ranks' values, the all-reduce once more.
+    assert all_good(machine.run(2, work)) == [[24.0, 40.0]] * 2
+
+
+def test_a_transport_out_of_scope_is_closed(machine: Machine) -> None:
+    all_good(machine.run(2, lambda transport: None, close=False))
+    gc.collect()
+    assert sorted(machine.nccl.destroyed) == [0, 1]
+
+
+def test_any_thread_may_call(machine: Machine) -> None:
+    """The communicator still meets one thread alone."""
+
+    def work(transport: nccl.NcclTransport) -> float:
+        got = full(1, 0.0)
+        swap(transport, full(1, 1.0), full(1, 0.0), "a test")
+        with futures.ThreadPoolExecutor(1) as other:
+            other.submit(swap, transport, full(1, 7.0), got, "a test").result()
+        return machine.read(got).item()
+
+    assert all_good(machine.run(2, work)) == [7.0, 7.0]
+
+
+def _names(signature: str) -> list[str]:
+    """The parameters' names of one of cupy's embedded signatures, without self."""
+    inside = signature[signature.index("(") + 1 : signature.rindex(")")]
+    names = [part.split("=")[0].split()[-1] for part in inside.split(",") if part.strip()]
+    return [name for name in names if name != "self"]
+
+
+@pytest.fixture
+def real() -> Any:
+    """`cupy.cuda.nccl` itself: needs cupy and an NCCL library, but no GPU."""
+    if importlib.util.find_spec("cupy") is None:
+        pytest.skip("cupy is not installed: pip install cupy-cuda13x nvidia-nccl-cu13")
+    module = importlib.import_module("cupy.cuda.nccl")
+    if not module.available:
+        pytest.skip("cupy finds no NCCL library: pip install nvidia-nccl-cu13")
+    return module
+
+
+def test_the_fake_has_cupys_names_and_arguments(real: Any) -> None:
+    fake = FakeNccl()
+    constants = [name for name in dir(fake) if name.startswith("NCCL_")]
+    assert {n: getattr(real, n) for n in constants} == {n: getattr(fake, n) for n in constants}
+    calls = [("send", 5), ("recv", 5), ("allReduce", 6), ("check_async_error", 0), ("commSplit", 3)]
+    for name, count in [*calls, ("destroy", 0), ("abort", 0)]:
+        first = (getattr(real.NcclCommunicator, name).__doc__ or "").strip().split("\n", 1)[0]
+        ours = list(inspect.signature(getattr(fake.NcclCommunicator, name)).parameters)
+        assert ours[1:] == _names(first) and len(ours) == count + 1, first
+    first = real.NcclCommunicator.__doc__.strip().split("\n", 1)[0]
+    ours = list(inspect.signature(fake.NcclCommunicator.__init__).parameters)
+    assert ours[1:] == _names(first), first
+    assert type(real.get_unique_id()) is bytes and len(real.get_unique_id()) == 128
+    for status in range(1, 7):
+        prefix = str(NcclError(status))
+        assert str(real.NcclError(status)).startswith(prefix)
+    for status in (7, 8):
+        with pytest.raises(KeyError):
+            real.NcclError(status)
+    real.groupStart()
+    real.groupEnd()
+
+
+def test_real_nccl_without_a_gpu(real: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's own refusal comes through cupy, the calling thread and the translation."""
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here: see tests/processes/test_nccl.py")
+    cuda = FakeCuda()
+    monkeypatch.setattr(nccl, "cuda", cuda)
+    monkeypatch.setattr(calls, "cuda", cuda)
+    assert calls.load_nccl() is real
+    with pytest.raises(TransportError, match="NCCL failed in start-up: NCCL_ERROR_UNHANDLED_CUDA"):
+        nccl.NcclTransport(ThreadWorld(1).transport(0), dist.HashStore(), timeout=20.0)
+    FakeStream.stop_all()

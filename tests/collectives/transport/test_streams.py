@@ -1,0 +1,345 @@
+"""No race between streams, however a group's calls are mixed; streams.py says what that shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent import futures
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from adasum import Adasum, Compression
+from adasum.compression import Compressor
+from adasum.optimizer.buffers import DeltaBuffers, GradientBuffers
+from adasum.optimizer.delta_method import _Delta
+from adasum.optimizer.wire import Wire
+from collectives import Average, Group, Reducer, Sum, Work
+from collectives.bootstrap import calibration
+from collectives.execution import pipelining
+from collectives.execution.executor import Workspace
+from collectives.schedules.topology import Topology
+from collectives.transport import ThreadWorld
+from collectives.transport.nccl import nccl
+from collectives.work import Worker
+from tests.collectives.transport import streams
+from tests.collectives.transport.streams import Stream, machine, on_gpu
+from tests.collectives.transport.streams_nccl import Nccl
+
+NUMEL = 5000
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams.install(monkeypatch)
+    fake = Nccl()
+    monkeypatch.setattr(nccl, "load_nccl", lambda: fake)
+    monkeypatch.setattr(pipelining, "PART_BYTES", 4096)
+
+
+def run(work: Callable[[Group], object], size: int = 2, local_size: int | None = None) -> list[str]:
+    """The races of `work` on every rank, a thread each, on one node unless given."""
+    world, store = ThreadWorld(size), dist.HashStore()
+
+    def rank_main(rank: int) -> None:
+        transport = nccl.NcclTransport(
+            world.transport(rank), store, torch.device("cuda", 0), timeout=20.0
+        )
+        topology = Topology(size, local_size or size)
+        group = Group(transport, timeout=20.0, local_rank=rank, local_size=size, topology=topology)
+        try:
+            work(group)
+            machine.collect()
+        finally:
+            group.close()
+
+    with futures.ThreadPoolExecutor(size) as pool:
+        list(pool.map(rank_main, range(size)))
+    return machine.races
+
+
+def mine(group: Group, numel: int = NUMEL) -> torch.Tensor:
+    return on_gpu(torch.full((numel,), 1.0 + group.rank))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(
+    "algorithm", ["nccl", "xring", "xring#2", "rechd", "rd", "pscpu", "psgpu", "vhdd"]
+)
+def test_one_call_after_the_other(algorithm: str, size: int) -> None:
+    op = Adasum if algorithm == "vhdd" else Sum
+
+    def work(group: Group) -> None:
+        for _ in range(2):
+            tensor = mine(group)
+            group.all_reduce(tensor, op, algorithm=algorithm, postscale=0.5)
+            tensor.add_(1.0)
+            if op is Sum:
+                assert streams.plain(tensor)[0] == sum(range(size + 1)) / 2 + 1
+
+    assert run(work, size) == []
+
+
+@pytest.mark.parametrize("outer", ["xring", "rechd", "pscpu", "pscpu#2", "psgpu", "rd", "vhdd"])
+@pytest.mark.parametrize("inner", ["nccl", "nccl#2", "xring", "pscpu", "psgpu"])
+def test_two_levels(inner: str, outer: str) -> None:
+    op = Adasum if outer in ("rd", "vhdd") else Sum
+
+    def work(group: Group) -> None:
+        tensor = mine(group)
+        group.all_reduce(tensor, op, algorithm=f"{inner}/{outer}")
+        tensor.add_(1.0)
+        if op is Sum:
+            assert torch.equal(streams.plain(tensor), torch.full((NUMEL,), 11.0))
+
+    assert run(work, 4, local_size=2) == []
+
+
+def test_the_races_are_seen() -> None:
+    def work(group: Group) -> None:
+        tensor = mine(group)
+        work = group.all_reduce(tensor, algorithm="rd", async_op=True)
+        while not work._finished.is_set():
+            pass
+        tensor.add_(1.0)
+
+    assert any(race.startswith("add_ beside sum_n") for race in run(work))
+
+
+@pytest.mark.parametrize("algorithm", ["rd", "rechd", "psgpu"])
+def test_a_call_behind_one_that_nobody_waited_for(algorithm: str) -> None:
+    """Both use the group's memory for what is received, on two streams."""
+
+    def work(group: Group) -> None:
+        first, second = mine(group), mine(group)
+        work = group.all_reduce(first, algorithm=algorithm, async_op=True)
+        while not work._finished.is_set():
+            pass
+        group.all_reduce(second, algorithm=algorithm)
+        work.wait()
+
+    assert run(work) == []
+
+
+def test_calls_from_two_streams() -> None:
+    def work(group: Group) -> None:
+        for numel in (NUMEL, 2 * NUMEL, NUMEL):
+            with torch.cuda.stream(Stream()):
+                group.all_reduce(mine(group, numel), Average, algorithm="rd")
+
+    assert run(work) == []
+
+
+def test_an_answer_that_is_dropped_at_once() -> None:
+    """Its memory is the communication stream's, where the next call takes it again."""
+
+    def work(group: Group) -> None:
+        works = [group.all_gather(mine(group), async_op=True) for _ in range(3)]
+        while works:
+            works.pop(0).wait().mul(2.0)
+            machine.collect()
+
+    assert run(work) == []
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_input_that_is_dropped_at_once(size: int) -> None:
+    def work(group: Group) -> None:
+        works = [group.reduce_scatter(mine(group), async_op=True) for _ in range(3)]
+        works += [group.all_gather(mine(group), async_op=True) for _ in range(3)]
+        while works:
+            works.pop(0).wait()
+            machine.collect()
+
+    assert run(work, size) == []
+
+
+def test_a_group_of_tensors_on_both_devices() -> None:
+    def work(group: Group) -> None:
+        tensors = [torch.ones(5), mine(group)]
+        tensors[1].add_(1.0)
+        work = group.grouped_all_reduce(tensors, async_op=True)
+        work.wait()
+        tensors[1].add_(1.0)
+        assert streams.plain(tensors[1])[0] == 6.0
+
+    assert run(work) == []
+
+
+def test_packed_tensors() -> None:
+    def work(group: Group) -> None:
+        for op in (Sum, Adasum):
+            tensors = [mine(group, numel) for numel in (3, NUMEL, 7)]
+            works = [group.grouped_all_reduce(tensors, op, async_op=True) for _ in range(2)]
+            for each in works:
+                each.wait()
+            tensors[1].add_(1.0)
+
+    assert run(work) == []
+
+
+@pytest.mark.parametrize("op", [Adasum, Average])
+@pytest.mark.parametrize("compression", [Compression.none, Compression.bf16])
+def test_buckets_of_gradients(compression: type[Compressor], op: Reducer) -> None:
+    """In a buffer of their own, made in the first step, and others beside it."""
+    names = ["a", "b", "c"]
+
+    def work(group: Group) -> None:
+        wire, buffers = Wire(group, op, compression), GradientBuffers()
+        parameters = [mine(group, numel) for numel in (3, NUMEL, 7)]
+        for step in range(3):
+            for parameter in parameters:
+                new = mine(group, parameter.numel())
+                parameter.grad = new if step == 0 else parameter.grad.add_(new)
+            placed = buffers.place("a bucket", parameters)
+            others = [mine(group, numel) for numel in (3, NUMEL, 7)]
+            flights = [
+                wire.reduce_async(names, tensors, f"step {step}, {number}")
+                for number, tensors in enumerate((placed, others))
+            ]
+            for flight in flights:
+                flight.wait()
+            for parameter in parameters:
+                parameter.grad.mul_(2.0)
+            del new, placed, others, flight, flights
+            machine.collect()
+            buffers.clear()
+
+    assert run(work) == []
+
+
+def test_buckets_of_differences() -> None:
+    """Through memory that buckets use in turns, and that grows."""
+
+    def work(group: Group) -> None:
+        wire, buffers = Wire(group, Adasum), DeltaBuffers(3)
+        for step in range(2):
+            under_way: list[_Delta] = []
+            for bucket, numel in enumerate((100, NUMEL, 200, 2 * NUMEL, 50)):
+                values = [mine(group, numel) for _ in range(2)]
+                saved, fused = buffers.of(f"bucket {bucket}", values)
+                torch._foreach_copy_(saved.views, values)
+                torch._foreach_add_(values, 1.0)
+                torch._foreach_copy_(fused.views, values)
+                torch._foreach_sub_(fused.views, saved.views)
+                torch._foreach_copy_(values, saved.views)
+                flight = wire.reduce_async(["a", "b"], fused.tensors, f"step {step}, {bucket}")
+                under_way.append(_Delta(flight, values, fused.views))
+                if len(under_way) > 2:
+                    under_way.pop(0).wait()
+            for delta in under_way:
+                delta.wait()
+            buffers.restart()
+
+    assert run(work) == []
+
+
+CALLS: dict[str, Callable[[Group, torch.Tensor, bool], Any]] = {
+    "broadcast": lambda group, tensor, later: group.broadcast(
+        tensor.clone(), root=group.size - 1, async_op=later
+    ),
+    "reduce": lambda group, tensor, later: group.reduce(tensor.clone(), async_op=later),
+    "reduce_scatter": lambda group, tensor, later: group.reduce_scatter(tensor, async_op=later),
+    "adasum_scatter": lambda group, tensor, later: group.reduce_scatter(
+        tensor, Adasum, async_op=later
+    ),
+    "all_gather": lambda group, tensor, later: group.all_gather(tensor, async_op=later),
+    "all_to_all": lambda group, tensor, later: group.all_to_all(tensor, async_op=later),
+}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("kind", CALLS)
+def test_every_kind_of_call(kind: str, size: int) -> None:
+    """On streams of its caller's that change, at once and later, with what nobody keeps."""
+
+    def work(group: Group) -> None:
+        for later in (True, False, True):
+            tensor = mine(group, 6 * NUMEL)
+            works = [CALLS[kind](group, tensor, True), CALLS[kind](group, tensor, later)]
+            works.append(CALLS[kind](group, mine(group, 6 * NUMEL), True))
+            for each in works:
+                with torch.cuda.stream(Stream() if isinstance(each, Work) else None):
+                    answer = each.wait() if isinstance(each, Work) else each
+                    (answer[0] if isinstance(answer, tuple) else answer).mul(2.0)
+            del answer, each, works, tensor
+            machine.collect()
+
+    assert run(work, size) == []
+
+
+def test_a_graph_has_memory_of_its_own() -> None:
+    """It goes on using the addresses, whatever the workspace grows to later."""
+    workspace, like = Workspace(), on_gpu(torch.zeros(1))
+    before = workspace.take(5, like).data_ptr()
+    machine.capturing = True
+    captured = {workspace.take(5, like).data_ptr() for _ in range(2)}
+    assert workspace.take(0, like).numel() == 0
+    machine.capturing = False
+    after = workspace.take(5, like).data_ptr()
+    assert before == after not in captured
+
+
+def test_the_tensors_device_counts_and_not_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def current_stream(device: torch.device | None = None) -> Stream:
+        asked.append(device)
+        return machine.current()
+
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    worker = Worker("test")
+    tensor = on_gpu(torch.zeros(3))
+    assert worker.submit(lambda: tensor, [tensor]).wait() is tensor
+    worker.close(10.0)
+    assert {*asked} == {streams.DEVICE}
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0"])
+def test_calibration_on_the_groups_gpu(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """The current one is meant where none is named, as everywhere in torch."""
+    monkeypatch.setattr(calibration, "_SIZES", (64, 4096))
+    monkeypatch.setattr(calibration, "_known", {})
+
+    def work(group: Group) -> None:
+        assert calibration.calibrate(group, device).intra.alpha >= 0.0
+
+    assert run(work) == []
+
+
+def test_what_runs_on_the_host_is_refused_in_a_capture() -> None:
+    """Before anything is sent, so that the group can be used on."""
+
+    def work(group: Group) -> None:
+        tensor = mine(group)
+        group.all_reduce(tensor, algorithm="rd")
+        group.barrier()
+        machine.capturing = True
+        with pytest.raises(ValueError, match=r"pscpu#2.* on the host.* CUDA graph.*: use psgpu"):
+            group.all_reduce(tensor, algorithm="rd:16:pscpu#2")
+        group.barrier()
+        machine.capturing = False
+        group.barrier()
+        group.all_reduce(tensor, algorithm="psgpu")
+        tensor.add_(1.0)
+
+    assert run(work) == []
+
+
+def test_an_error_of_cudas_before_the_call_is_raised_by_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The communication thread goes on, so that nothing behind it waits for ever."""
+
+    def fails(stream: Stream, event: object) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    worker = Worker("worker")
+    with monkeypatch.context() as patch:
+        patch.setattr(Stream, "wait_event", fails)
+        work = worker.submit(lambda: 1, [on_gpu(torch.ones(3))])
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            work.wait()
+    assert worker.submit(lambda: 2).wait() == 2
+    worker.close(20.0)

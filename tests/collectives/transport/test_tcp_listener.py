@@ -1,0 +1,270 @@
+"""How ranks find each other over TCP: by which address, who is turned away, what is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from collectives import CollectiveTimeoutError
+from collectives.transport import open_links
+from collectives.transport.connections import address, tcp_listener
+from collectives.transport.connections.tcp import LINE_BYTES
+from collectives.transport.connections.tcp_listener import TcpDoor, find_address
+from tests.collectives.transport.neighbours import (
+    TIMEOUT,
+    exchange,
+    meet,
+    noise,
+    poisoned,
+    together,
+)
+
+LOOPBACK = "127.0.0.1"
+
+
+def sockets() -> int:
+    """How many this process has."""
+    count = 0
+    for fd in os.listdir("/proc/self/fd"):
+        # Of what lists them there is no more.
+        with contextlib.suppress(FileNotFoundError):
+            count += os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")
+    return count
+
+
+def test_nothing_is_left_open() -> None:
+    gc.collect()
+    files = len(os.listdir("/proc/self/fd"))
+    transports = meet(3, ways=("tcp",))
+    assert [t.peers for t in transports] == [{1, 2}, {0, 2}, {0, 1}]
+    assert [t.board for t in transports] == [None] * 3
+    assert len(os.listdir("/proc/self/fd")) - files == 6
+    for transport in transports:
+        transport.close()
+    assert len(os.listdir("/proc/self/fd")) == files
+
+
+@pytest.mark.parametrize("way", ["shm", "tcp"])
+@pytest.mark.parametrize("last", range(4))
+def test_nothing_is_left_open_where_the_ranks_do_not_agree(way: str, last: int) -> None:
+    """A rank that dies in between ends the others' start: the error may be kept, no socket is."""
+    gc.collect()
+    before = sockets()
+    said: list[list[bytes]] = [[b""] * 2 for _ in range(4)]
+    barriers = [threading.Barrier(2, timeout=TIMEOUT) for _ in range(4)]
+
+    def meet_until(rank: int) -> None:
+        times = iter(range(4))
+
+        def gather(data: bytes) -> list[bytes]:
+            number = next(times)
+            said[number][rank] = data
+            barriers[number].wait()
+            if number == last:
+                raise CollectiveTimeoutError("gone")
+            return said[number]
+
+        open_links(rank, 2, gather, TIMEOUT, ways=(way,))
+
+    errors = []
+    with ThreadPoolExecutor(2) as pool:
+        for future in [pool.submit(meet_until, rank) for rank in range(2)]:
+            with pytest.raises(CollectiveTimeoutError) as caught:
+                future.result()
+            errors.append(caught)
+    assert sockets() == before
+
+
+def test_ranks_that_share_memory_use_that() -> None:
+    """Only what memory does not reach goes over TCP; a rank that offers neither has no link."""
+    assert [t.sharing for t in meet(2, ways=("shm", "tcp"))] == [{1}, {0}]
+    transports = meet(3, unwilling=(1,), ways=("shm", "tcp"))
+    assert [t.peers for t in transports] == [{2}, set(), {0}]
+
+
+def test_strangers_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silent ones, those who say something else, and one who goes; none of them is waited for."""
+    strangers: list[socket.socket] = []
+    create = socket.create_server
+
+    def crowded(place: tuple[str, int], **options: Any) -> socket.socket:
+        listener = create(place, **options)
+        for text in (b"", b"hello", b"x" * LINE_BYTES, b"y" * 1000, None):
+            stranger = socket.create_connection(listener.getsockname())
+            if text is None:
+                stranger.close()
+                continue
+            stranger.sendall(text)
+            strangers.append(stranger)
+        return listener
+
+    monkeypatch.setattr(socket, "create_server", crowded)
+    start = time.monotonic()
+    first, second = meet(2, ways=("tcp",))
+    assert first.peers == {1} and second.peers == {0}
+    assert time.monotonic() - start < 2.0
+    for stranger in strangers:
+        stranger.settimeout(5.0)
+        # What was not read when the door closed resets the connection.
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+        stranger.close()
+
+
+def test_the_secret_is_needed() -> None:
+    with contextlib.ExitStack() as stack:
+        door = TcpDoor(0, LOOPBACK, stack)
+        wrong = [*door.offer[:3], "00" * 16]
+        assert wrong != door.offer
+        with pytest.raises(OSError, match="rank 0 speaks 2, this one 1"):
+            TcpDoor(2, LOOPBACK, stack).call(0, [2, *door.offer[1:]], 5.0)
+        with pytest.raises(OSError, match="speaks 2"):
+            TcpDoor(2, LOOPBACK, stack).call(0, [2], 5.0)
+        TcpDoor(1, LOOPBACK, stack).call(0, wrong, 5.0)
+        start = time.monotonic()
+        assert door.open([1], 0.3) == {}
+        assert 0.3 <= time.monotonic() - start < 2.0
+
+
+def test_a_rank_that_cannot_listen_has_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any, **__: Any) -> socket.socket:
+        raise OSError("refused")
+
+    monkeypatch.setattr(socket, "create_server", refused)
+    first, second = meet(2, ways=("tcp",))
+    assert first.peers == second.peers == set()
+
+
+@pytest.mark.parametrize(("limit", "timeout"), [(0.4, 30.0), (10.0, 0.8)])
+def test_a_network_that_swallows_everything_is_given_up(
+    limit: float, timeout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One limit for all ranks together, not one for each; before the others give this rank up."""
+    monkeypatch.setattr(tcp_listener, "_CALL_SECONDS", limit)
+
+    def swallow(place: tuple[str, int], timeout: float) -> socket.socket:
+        time.sleep(timeout)
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(socket, "create_connection", swallow)
+    with contextlib.ExitStack() as stack:
+        door = TcpDoor(9, LOOPBACK, stack)
+        start = time.monotonic()
+        for peer in range(9):
+            with pytest.raises(TimeoutError):
+                door.call(peer, [1, "10.255.0.1", 1, "00" * 16], timeout)
+        assert 0.4 <= time.monotonic() - start < 2.0
+
+
+def test_the_address_is_the_one_toward_the_meeting_place() -> None:
+    assert address.toward("localhost") in (LOOPBACK, "::1")
+    assert address.toward(LOOPBACK) == LOOPBACK
+    with pytest.raises(OSError):
+        address.toward("no-such-host.invalid")
+    assert address.reaches_others("10.0.0.3") and address.reaches_others("fd00::2")
+    for near in (LOOPBACK, "127.0.1.1", "::1", "fe80::1%eth0", "169.254.7.7"):
+        assert not address.reaches_others(near)
+
+
+def test_an_interface_may_have_ipv6_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    table = tmp_path / "if_inet6"
+    table.write_text(
+        "fe80000000000000a45349fffede9c54 02 40 20 80      v6-0\n"
+        "fd000000000000000000000000000003 03 40 00 80      v6-1\n"
+        "fd000000000000000000000000000002 02 40 00 80      v6-0\n"
+        "fe80000000000000a45349fffede9c55 04 40 20 80      v6-2\n"
+    )
+    monkeypatch.setattr(address, "_INET6", table)
+    assert address.of_interface("v6-0") == "fd00::2"
+    # A link-local address leads to one machine or another.
+    for lacking in ("v6-2", "v6"):
+        with pytest.raises(OSError, match="No such device"):
+            address.of_interface(lacking)
+    table.unlink()
+    with pytest.raises(OSError, match="No such device"):
+        address.of_interface("v6-0")
+
+
+def test_the_interface_that_is_chosen_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert address.of_interface("lo") == LOOPBACK
+    said: list[bytes] = []
+
+    def gather(data: bytes) -> list[bytes]:
+        said.append(data)
+        return [data, json.dumps("10.9.9.9").encode()]
+
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth7")
+    assert find_address("10.9.9.1", gather) == LOOPBACK
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
+    assert find_address("10.9.9.1", gather) is None
+    with pytest.raises(OSError, match="as long as lo"):
+        # Cut to what an interface's name can have, it would be another's.
+        address.of_interface("lo" + "\0" * 14)
+    assert find_address(None, gather) is None
+    assert said == [json.dumps(LOOPBACK).encode(), b"null", b"null"]
+
+
+def test_a_rank_that_takes_the_meeting_place_for_itself_goes_by_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a host whose own name is 127.0.1.1 in /etc/hosts."""
+    ways = {"node0": "127.0.1.1", "10.1.0.2": "10.1.0.1"}
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(address, "toward", lambda host: ways[host])
+    told = [json.dumps(at).encode() for at in ("127.0.1.1", None, "10.1.0.2")]
+    assert find_address("node0", lambda data: told) == "10.1.0.1"
+    # All on one host: loopback it is.
+    assert find_address("node0", lambda data: [data, data]) == "127.0.1.1"
+
+
+def test_ipv6() -> None:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            pass
+    except OSError as error:
+        pytest.skip(f"no IPv6 here: {error}")
+    with contextlib.ExitStack() as stack:
+        doors = [TcpDoor(rank, "::1", stack) for rank in range(2)]
+        doors[1].call(0, doors[0].offer, 5.0)
+        ends = [doors[0].open([1], 5.0)[1], doors[1].open([], 5.0)[0]]
+        assert all(end.near for end in ends)
+        for end in ends:
+            end.close()
+
+
+def test_frames_are_whole_cache_lines() -> None:
+    """Where they are not, the next message's data come to lie a few bytes too far in a line."""
+    first, second = meet(2, ways=("tcp",))
+    (link,) = first._links.values()
+    sent: list[int] = []
+    real = link._socket
+
+    class Counting:
+        def __getattr__(self, asked: str) -> Any:
+            return getattr(real, asked)
+
+        def sendmsg(self, parts: list[memoryview]) -> int:
+            sent.append(real.sendmsg(parts))
+            return sent[-1]
+
+    link._socket = Counting()
+    lengths = (1, 63, 64, 65, 5000)
+    got = [poisoned(n) for n in lengths]
+    together(
+        lambda: exchange(first, [(1, noise(n, n)) for n in lengths], []),
+        lambda: exchange(second, [], [(0, tensor) for tensor in got]),
+    )
+    assert sent == [128, 128, 128, 192, 5120]
+    for n, tensor in zip(lengths, got, strict=True):
+        assert torch.equal(tensor, noise(n, n))

@@ -1,0 +1,316 @@
+"""Messages through torch's own NCCL, over a stand-in for its calls on streams that run late.
+
+No GPU needed. With one: tests/processes/test_torch_nccl.py.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from collectives import CollectiveTimeoutError, TransportError
+from collectives.execution.vendor import Libraries
+from collectives.transport import GlooTransport, HybridTransport, Message, process_groups
+from collectives.transport.nccl import pending, torch_nccl
+from collectives.transport.nccl.torch_nccl import TorchNccl
+from tests.fakes.fake_cuda import FakeCuda, FakeEvent, FakeGraph, FakeStream, device_tensor
+from tests.fakes.fake_torch import FakeGroup, FakeTorch, FakeWork
+
+TIMEOUT = 0.3
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTorch]:
+    cuda = FakeCuda()
+    found = FakeTorch(cuda)
+    monkeypatch.setattr(torch_nccl, "cuda", cuda)
+    monkeypatch.setattr(torch_nccl, "dist", found)
+    zeros = SimpleNamespace(zeros=lambda numel, device: full(0.0))
+    monkeypatch.setattr(torch_nccl, "torch", zeros, raising=False)
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", FakeGroup, raising=False)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    yield found
+    found.aborted.update(range(9))
+    FakeStream.stop_all()
+
+
+def of(fake: FakeTorch, rank: int) -> TorchNccl:
+    return TorchNccl(FakeGroup(fake, rank), rank)  # type: ignore[arg-type]
+
+
+def ranks(fake: FakeTorch, size: int, work: Callable[[TorchNccl, int], Any]) -> list[Any]:
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(lambda rank: work(of(fake, rank), rank), range(size)))
+
+
+def _deferred(nccl: TorchNccl, deferred: bool) -> AbstractContextManager[None]:
+    return nccl.deferred() if deferred else nullcontext()
+
+
+def full(value: float) -> torch.Tensor:
+    return device_tensor(torch.full((3,), value))
+
+
+def read(fake: FakeTorch, tensor: torch.Tensor) -> torch.Tensor:
+    """A copy made on the current stream, after all that was put there."""
+    copy = torch.zeros(tensor.shape)
+    stream = fake.cuda.current_stream()
+    stream.put(lambda: copy.copy_(tensor.as_subclass(torch.Tensor)))
+    stream.synchronize()
+    return copy
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_messages_are_behind_and_before_the_callers_work(fake: FakeTorch, deferred: bool) -> None:
+    """What is sent is written late on the caller's stream; what came is there for it at once."""
+
+    def work(nccl: TorchNccl, rank: int) -> torch.Tensor:
+        mine, got = full(-1.0), full(-1.0)
+
+        def write() -> None:
+            time.sleep(0.05)
+            mine.as_subclass(torch.Tensor).fill_(float(rank))
+
+        def exchange() -> torch.Tensor:
+            empty = Message(1 - rank, device_tensor(torch.empty(0)))
+            sends, recvs = [Message(1 - rank, mine), empty], [Message(1 - rank, got), empty]
+            fake.cuda.current_stream().put(write)
+            nccl.exchange(sends, recvs, "step 0", 20.0)
+            nccl.exchange([empty], [], "step 1", 20.0)
+            return read(fake, got)
+
+        # Within one another, as a reduction's phases are.
+        with _deferred(nccl, deferred), _deferred(nccl, deferred):
+            return exchange()
+
+    assert [came.tolist() for came in ranks(fake, 2, work)] == [[1.0] * 3, [0.0] * 3]
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_a_silent_peer(fake: FakeTorch, deferred: bool) -> None:
+    """The error names the first step that is late; torch has aborted the communicator by then."""
+    nccl = of(fake, 0)
+
+    def steps() -> None:
+        nccl.exchange([Message(1, full(1.0))], [], "step 1", TIMEOUT)
+        nccl.exchange([], [Message(1, full(0.0))], "step 2 (rd) of 'w'", TIMEOUT)
+        assert deferred and time.monotonic() - start < TIMEOUT, "this one should have waited"
+        nccl.exchange([], [Message(2, full(0.0))], "step 3", TIMEOUT)
+
+    start = time.monotonic()
+    with pytest.raises(CollectiveTimeoutError) as caught, _deferred(nccl, deferred):
+        steps()
+    assert str(caught.value) == (
+        "rank 0 got no answer from rank 1 in step 2 (rd) of 'w' (gave up after 0.3 s): "
+        "NCCL was aborted"
+    )
+    # Two steps, the first of which ends at once, and slow threads.
+    assert TIMEOUT <= time.monotonic() - start < TIMEOUT + 5.0
+    assert fake.aborted == {0}
+
+
+def test_several_peers_are_named(fake: FakeTorch) -> None:
+    recvs = [Message(peer, full(0.0)) for peer in (2, 1)]
+    with pytest.raises(CollectiveTimeoutError, match=r"no answer from ranks \(1, 2\) in step 7"):
+        of(fake, 0).exchange([], recvs, "step 7", TIMEOUT)
+
+
+def test_so_many_steps_are_under_way_at_once(
+    fake: FakeTorch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond them the host waits for the first, and says which was late."""
+    monkeypatch.setattr(pending, "MOST_PENDING", 2)
+    nccl, posted = of(fake, 0), []
+
+    def steps() -> None:
+        for step in range(9):
+            posted.append(step)
+            nccl.exchange([], [Message(1, full(0.0))], f"step {step}", TIMEOUT)
+
+    with pytest.raises(CollectiveTimeoutError, match="in step 0 "), nccl.deferred():
+        steps()
+    assert posted == [0, 1, 2]
+
+
+def test_after_an_error_within_deferred_steps_are_waited_for_again(fake: FakeTorch) -> None:
+    nccl = of(fake, 0)
+
+    def steps() -> None:
+        nccl.exchange([], [Message(1, full(0.0))], "step 0", TIMEOUT)
+        raise KeyError("ours")
+
+    with pytest.raises(KeyError, match="ours"), nccl.deferred():
+        steps()
+    # It stands before all later ones.
+    with pytest.raises(CollectiveTimeoutError, match="in step 0 "):
+        nccl.exchange([], [Message(1, full(0.0))], "step 1", TIMEOUT)
+    with nccl.deferred():
+        """Nothing is left to wait for."""
+
+
+def test_nothing_waits_in_a_capture(fake: FakeTorch) -> None:
+    """The stand-in raises where an event is asked while a stream is captured."""
+    nccl = of(fake, 0)
+    nccl.exchange([Message(1, full(4.0))], [], "step 0", TIMEOUT)
+    fake.lines[0, 1].get(timeout=20.0)
+    graph = FakeGraph(fake.cuda.current_stream())
+    with nccl.deferred():
+        nccl.exchange([Message(1, full(4.0))], [], "step 1", TIMEOUT)
+    graph.end()
+    assert fake.lines[0, 1].empty()
+    graph.replay()
+    assert fake.lines[0, 1].get(timeout=20.0).tolist() == [4.0] * 3
+
+
+def test_what_torch_refuses_is_said_in_its_words(fake: FakeTorch) -> None:
+    fake.refuse = "NCCL error: unhandled system error\nLast error: no route"
+    with pytest.raises(TransportError, match=r"^NCCL failed in step 4: NCCL error: unhandled sys"):
+        of(fake, 0).exchange([Message(1, full(1.0))], [], "step 4", TIMEOUT)
+
+
+def _transport(
+    fake: FakeTorch, monkeypatch: pytest.MonkeyPatch, owned: bool
+) -> tuple[GlooTransport, FakeGroup]:
+    """Over a pretended process group of gloo and NCCL."""
+    found = FakeGroup(fake, 0)
+    dist = torch.distributed
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
+    return GlooTransport(found, owned=owned), found  # type: ignore[arg-type]
+
+
+def test_torch_ends_the_process_later_than_a_step_is_late(
+    fake: FakeTorch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's watchdog, of a group that is ours; another's keeps what its owner gave it."""
+    assert _transport(fake, monkeypatch, owned=True)[1].options._timeout == timedelta(seconds=90)
+    assert _transport(fake, monkeypatch, owned=False)[1].options._timeout == timedelta(seconds=30)
+
+
+def test_a_group_of_gloo_alone_has_no_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = SimpleNamespace(_device_types=[torch.device("cpu")])
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    process_groups.outlast(group)  # type: ignore[arg-type]
+    assert not hasattr(group, "_get_backend")
+
+
+def test_cuda_messages_of_a_mixed_transport_are_deferred(
+    fake: FakeTorch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through the transport that ranks of one host have, with links for the CPU's messages."""
+    gloo, _ = _transport(fake, monkeypatch, owned=False)
+    links = SimpleNamespace(peers={1}, abandon=lambda reason: None)
+    mixed = HybridTransport(links, gloo)  # type: ignore[arg-type]
+    message = Message(1, device_tensor(torch.zeros(3)))
+    # DeviceTensor says its device alone: what it is, too, the transport asks a link for.
+    monkeypatch.setattr(type(message.tensor), "is_cpu", False, raising=False)
+    left = []
+
+    def steps() -> None:
+        mixed.exchange([], [message], "step 5", TIMEOUT)
+        left.append(time.monotonic())
+
+    with pytest.raises(CollectiveTimeoutError, match="in step 5 "), mixed.deferred():
+        steps()
+    assert len(left) == 1 and time.monotonic() - left[0] >= TIMEOUT
+
+
+def test_a_rank_without_messages_connects_too(fake: FakeTorch) -> None:
+    """torch makes one communicator of all ranks for batched messages: else they would wait."""
+    nccl = of(fake, 0)
+    nccl.exchange([], [], "no tensors, no device", TIMEOUT)
+    assert fake.connected == []
+    nothing = Message(1, device_tensor(torch.empty(0)))
+    for step in ("step 0", "step 1"):
+        nccl.exchange([nothing], [nothing], step, TIMEOUT)
+    assert fake.connected == [0]
+
+
+def test_nccl_is_found_where_torch_wraps_it(fake: FakeTorch) -> None:
+    """As with TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+    inner = FakeGroup(fake, 3)
+    wrapper = SimpleNamespace(wrapped_pg=inner)
+    group: Any = SimpleNamespace(
+        _device_types=inner._device_types, _get_backend=lambda device: wrapper
+    )
+    process_groups.outlast(group)
+    assert inner.options._timeout == timedelta(seconds=90)
+    assert process_groups.end_nccl(group) == "NCCL was aborted"
+    assert fake.aborted == {3}
+
+
+def test_an_abort_that_hangs_does_not_keep_the_error_back(
+    fake: FakeTorch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_groups, "_ABORT_SECONDS", 0.1)
+    ended = threading.Event()
+    group = FakeGroup(fake, 0)
+    monkeypatch.setattr(group, "abort", lambda: ended.wait(30.0))
+    start = time.monotonic()
+    assert process_groups.end_nccl(group) == "NCCL is being aborted"
+    assert time.monotonic() - start < 20.0
+    ended.set()
+
+
+def test_an_abort_that_fails_is_said(fake: FakeTorch, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = FakeGroup(fake, 0)
+
+    def fails() -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure\nmore")
+
+    monkeypatch.setattr(group, "abort", fails)
+    said = "NCCL could not be aborted: CUDA error: unspecified launch failure"
+    assert process_groups.end_nccl(group) == said
+
+
+@pytest.mark.parametrize("comes", [False, True])
+def test_what_another_error_leaves_under_way_is_ended(
+    fake: FakeTorch, monkeypatch: pytest.MonkeyPatch, comes: bool
+) -> None:
+    """Through the transport that ranks of one host have; not where it has come meanwhile."""
+    gloo, _ = _transport(fake, monkeypatch, owned=False)
+    told: list[str] = []
+    mixed = HybridTransport(SimpleNamespace(peers={1}, abandon=told.append), gloo)  # type: ignore[arg-type]
+    got = full(0.0)
+    monkeypatch.setattr(type(got), "is_cpu", False, raising=False)
+
+    def interrupted() -> None:
+        mixed.exchange([], [Message(1, got)], "step 5", TIMEOUT)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), mixed.deferred():
+        interrupted()
+    if comes:
+        fake.lines[1, 0].put(torch.ones(3))
+        read(fake, got)
+    mixed.abandon("interrupted")
+    assert told == ["interrupted"]
+    assert fake.aborted == (set() if comes else {0})
+
+
+def test_librarys_sum_that_is_late(fake: FakeTorch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own all-reduce is waited for as messages are."""
+    group = FakeGroup(fake, 0)
+    never = FakeEvent()
+    monkeypatch.setattr(
+        torch.distributed, "all_reduce", lambda piece, **_: FakeWork(fake, 0, never)
+    )
+    flat = full(1.0)
+    monkeypatch.setattr(type(flat), "is_cuda", True, raising=False)
+    libraries = Libraries(SimpleNamespace(process_group=group, rank=0))  # type: ignore[arg-type]
+    with pytest.raises(
+        CollectiveTimeoutError, match=r"in step 2 took over 0.3 s: NCCL was aborted"
+    ):
+        libraries.all_reduce("collective", flat, 1, None, "step 2", TIMEOUT)
+    assert fake.aborted == {0}
+    never._done.set()

@@ -1,0 +1,107 @@
+"""Ranks of the NCCL transport as threads, over fake_nccl.py and fake_cuda.py."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from collectives.execution.executor import Workspace
+from collectives.transport import Message, ThreadWorld
+from collectives.transport.nccl import calls, nccl, pending
+from tests.fakes.fake_cuda import FakeCuda, FakeStream, device_tensor
+from tests.fakes.fake_nccl import FakeNccl
+
+CLOSE_SECONDS = 0.2
+Work = Callable[[nccl.NcclTransport], Any]
+
+
+class Machine:
+    """Ranks as threads over the fakes; results by rank, errors as results."""
+
+    def __init__(self, fake: FakeNccl, cuda: FakeCuda) -> None:
+        self.nccl = fake
+        self.cuda = cuda
+
+    def run(self, size: int, work: Work, *, timeout: float = 20.0, close: bool = True) -> list[Any]:
+        world = ThreadWorld(size)
+        store = dist.HashStore()
+
+        def rank_main(rank: int) -> Any:
+            transport = nccl.NcclTransport(world.transport(rank), store, timeout=timeout)
+            try:
+                return work(transport)
+            finally:
+                if close:
+                    transport.close()
+
+        def safely(rank: int) -> Any:
+            try:
+                return rank_main(rank)
+            except Exception as error:  # noqa: BLE001 - the test looks at it
+                return error
+
+        with futures.ThreadPoolExecutor(size) as pool:
+            return list(pool.map(safely, range(size)))
+
+    def put(self, op: Callable[[], Any], delay: float = 0.0) -> None:
+        """Put work on the caller's current stream, where it takes `delay` seconds."""
+
+        def slow() -> None:
+            time.sleep(delay)
+            op()
+
+        self.cuda.current_stream().put(slow)
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy made on the current stream, after all that was put there."""
+        copy = torch.zeros(tensor.shape, dtype=tensor.dtype)
+        self.put(lambda: copy.copy_(tensor.as_subclass(torch.Tensor)))
+        self.cuda.current_stream().synchronize()
+        return copy
+
+
+def make_machine(monkeypatch: pytest.MonkeyPatch, fake: FakeNccl) -> Iterator[Machine]:
+    """For a fixture: the fakes in place of CUDA and NCCL; at the end no rule was broken."""
+    cuda = FakeCuda()
+    monkeypatch.setattr(nccl, "cuda", cuda)
+    monkeypatch.setattr(calls, "cuda", cuda)
+    monkeypatch.setattr(nccl, "load_nccl", lambda: fake)
+    monkeypatch.setattr(calls, "_ABORT_SECONDS", 0.1)
+    monkeypatch.setattr(calls, "_CLOSE_SECONDS", CLOSE_SECONDS)
+    monkeypatch.setattr(calls, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(pending, "GRACE_SECONDS", 0.1)
+    yield Machine(fake, cuda)
+    fake.end()
+    FakeStream.stop_all()
+
+
+def full(numel: int, value: float) -> torch.Tensor:
+    """`numel` times `value`, on the pretended GPU."""
+    return device_tensor(torch.full((numel,), value))
+
+
+def all_good(results: list[Any]) -> list[Any]:
+    """The results, where none is an error."""
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return results
+
+
+def swap(transport: nccl.NcclTransport, mine: torch.Tensor, got: torch.Tensor, step: str) -> None:
+    """One of two ranks sends `mine` and receives `got`."""
+    peer = 1 - transport.rank
+    transport.exchange([Message(peer, mine)], [Message(peer, got)], step, 10.0)
+
+
+class DeviceWorkspace(Workspace):
+    """The executor's memory, on the pretended GPU."""
+
+    def take(self, numel: int, like: torch.Tensor) -> torch.Tensor:
+        return device_tensor(torch.full((numel,), float("nan"), dtype=like.dtype))

@@ -1,0 +1,61 @@
+"""What is compiled for other architectures, beside what is for sm_90."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+import kernels
+from tests.kernels.cases import bits, misaligned, random, relative_l2
+from tests.ptx_emulator.driver import emulated
+
+NUMEL = 2051
+CUTS = (0, 700, 704, 2048, NUMEL)
+
+
+def elementwise(dtype: torch.dtype) -> list[Tensor]:
+    """The answer of every function without dot products, its scalar and its vector way."""
+    a, b = (random(NUMEL, dtype, "cpu", seed) for seed in (1, 2))
+    found = torch.zeros(())
+    c = misaligned(b)
+    packed = kernels.pack([a, c], scale=0.3, found_inf=found)
+    dots = kernels.dot_and_norms_reference(a, b, CUTS)
+    return [
+        packed,
+        *kernels.unpack(packed, [torch.empty_like(a), torch.empty_like(b)], scale=3.0),
+        kernels.sum_n([a, b, a]),
+        kernels.sum_n([a, c], dtype=torch.float32, found_inf=found),
+        kernels.scaled_add(a, b, alpha=0.3, beta=-7.0),
+        kernels.combine(a, c, dots, CUTS, found_inf=found),
+        found,
+    ]
+
+
+def projected(dtype: torch.dtype) -> list[Tensor]:
+    """Dot products, and what is made of them in one launch and in two."""
+    a, b = (random(NUMEL, dtype, "cpu", seed) for seed in (1, 2))
+    return [
+        kernels.dot_and_norms(a, b, CUTS),
+        kernels.adasum(a[:1024], b[:1024], (0, 8, 512, 1024)),
+        kernels.adasum(a, b, CUTS),
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("capability", [80, 100])
+def test_the_bits_of_sm_90(capability, dtype):
+    with emulated(90):
+        expected, exact = elementwise(dtype), projected(dtype)
+    with emulated(capability) as emulator:
+        got, close = elementwise(dtype), projected(dtype)
+    # One a call, and two for adasum where segments cut vectors.
+    assert len(emulator.launches) == 10
+    assert list(map(bits, got)) == list(map(bits, expected))
+    if capability == 80:
+        assert list(map(bits, close)) == list(map(bits, exact))
+    # sm_100 adds two float32 at once, in another order: docs/diagnostics.md says what follows.
+    for mine, theirs in zip(close, exact, strict=True):
+        assert relative_l2(mine, theirs.double()) <= torch.finfo(dtype).eps

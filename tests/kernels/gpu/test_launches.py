@@ -1,0 +1,278 @@
+"""How many kernels one call launches: the promise of one, whatever the list."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kernels
+from kernels.gpu import launcher, sum_kernels
+from kernels.gpu.launcher import Chip, Kernel, _in_triton, triton
+from tests.kernels.cases import random
+from tests.kernels.conftest import Backend
+
+
+@contextmanager
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The names of the kernels launched inside, in order."""
+    log: list[str] = []
+    launch = Kernel.launch
+
+    def counted(kernel: Kernel, *arguments: Any, **constants: Any) -> None:
+        log.append(kernel.function.__name__)
+        launch(kernel, *arguments, **constants)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Kernel, "launch", counted)
+        yield log
+
+
+@pytest.fixture
+def on_triton(backend: Backend) -> Backend:
+    if not backend.launches:
+        pytest.skip("the CPU path launches nothing")
+    return backend
+
+
+def tensors_of(backend: Backend, count: int, numel: int) -> list[Tensor]:
+    return list(random(count * numel, torch.float32, backend.device, 1).split(numel))
+
+
+@pytest.mark.parametrize(("count", "numel"), [(1, 5), (300, 16), (3, 4099)])
+def test_a_list_is_one_launch(on_triton, monkeypatch, count, numel):
+    tensors = tensors_of(on_triton, count, numel)
+    with launches(monkeypatch) as log:
+        buffer = kernels.pack(tensors, scale=0.5)
+        kernels.unpack(buffer, tensors)
+        kernels.sum_n(tensors)
+    assert log == ["_copy_kernel", "_copy_kernel", "_sum_kernel"]
+
+
+def test_a_list_of_two_dtypes_is_two_launches(on_triton, monkeypatch):
+    tensors = [
+        t.to(torch.float16) if i % 2 else t for i, t in enumerate(tensors_of(on_triton, 9, 7))
+    ]
+    layout = kernels.layout_of(tensors, dtype=torch.float32)
+    with launches(monkeypatch) as log:
+        kernels.pack(tensors, layout=layout)
+    assert log == ["_copy_kernel"] * 2
+
+
+@pytest.mark.parametrize("segments", [None, tuple(range(0, 2049, 64))])
+def test_adasum_is_one_launch_on_chip(on_triton, monkeypatch, segments):
+    a, b = (random(2048, torch.float32, on_triton.device, seed) for seed in (1, 2))
+    found_inf = torch.zeros((), device=on_triton.device)
+    with launches(monkeypatch) as log:
+        kernels.adasum(a, b, segments, found_inf=found_inf)
+    assert log == ["_one_launch_kernel"]
+
+
+ONE, TWO = ["_one_launch_kernel"], ["_dots_kernel", "_combine_kernel"]
+INPUTS = 2 * 4 * 5000
+
+
+@pytest.mark.parametrize(
+    ("chip", "segments", "expected"),
+    [
+        # Five tiles of 1024 elements, where a multiprocessor has room for four.
+        (Chip(2, 0), None, ONE),
+        (Chip(1, 0), None, TWO),
+        (Chip(1, 2 * INPUTS), None, ONE),
+        (Chip(1, 2 * INPUTS - 2), None, TWO),
+        (Chip(2, 0), (0, 12, 3000, 5000), ONE),
+        (Chip(2, 0), (0, 10, 3000, 5000), TWO),
+    ],
+    ids=str,
+)
+def test_one_launch_or_two(on_triton, monkeypatch, chip, segments, expected):
+    """One where all tiles are resident at once, or where half of L2 holds both inputs; it takes
+    whole vectors alone. The bits are the same either way."""
+    a, b = (random(5000, torch.float32, on_triton.device, seed) for seed in (1, 2))
+    out = torch.full_like(a, float("nan"))
+    monkeypatch.setattr(launcher, "chip_of", lambda device: chip)
+    with launches(monkeypatch) as log:
+        kernels.adasum(a, b, segments, out=out)
+    assert log == expected
+    dots = kernels.dot_and_norms(a, b, segments)
+    assert torch.equal(out, kernels.combine(a, b, dots, segments))
+    # Half an eps for each of a dot's 16 roundings (a product, 8 sums a thread, a tree of 128
+    # threads), halved in the coefficient of two vectors that are near orthogonal and about as long;
+    # half for the coefficient itself, one for the products and their sum: 5.5.
+    reference = kernels.adasum_reference(a, b, segments)
+    assert ((out - reference).abs() <= 8 * torch.finfo(a.dtype).eps * (a.abs() + b.abs())).all()
+
+
+def test_other_calls_are_one_launch(on_triton, monkeypatch):
+    a, b = (random(5000, torch.float32, on_triton.device, seed) for seed in (1, 2))
+    with launches(monkeypatch) as log:
+        kernels.dot_and_norms(a, b)
+        kernels.scaled_add(a, b)
+    assert log == ["_dots_kernel", "_scaled_add_kernel"]
+
+
+def test_nothing_is_launched_for_nothing(on_triton, monkeypatch):
+    empty = torch.empty(0, device=on_triton.device)
+    with launches(monkeypatch) as log:
+        kernels.adasum(empty, empty)
+        kernels.sum_n([empty, empty])
+        kernels.scaled_add(empty, empty)
+        kernels.pack([])
+    assert log == []
+
+
+def calls(device: torch.device) -> None:
+    """Every kernel, in the ways that its code may depend on."""
+    flag = torch.zeros((), device=device)
+    for numel, start, found_inf in itertools.product((64, 1501), (0, 1), (None, flag)):
+        memory = random(4 * numel + 1, torch.float32, device, numel)
+        a, b, c, out = memory[start : start + 4 * numel].split(numel)
+        for scale in (1.0, 0.0, 0.3):
+            packed = kernels.pack([a, b], scale=scale, found_inf=found_inf)
+            kernels.unpack(packed, [b, c], scale=scale, found_inf=found_inf)
+            kernels.sum_n([a, b, c], scale=scale, out=out, found_inf=found_inf)
+            kernels.scaled_add(a, b, alpha=scale, out=out, found_inf=found_inf)
+        for bounds in (None, (0, 8, numel)):
+            kernels.adasum(a, b, bounds, out=out, found_inf=found_inf)
+            dots = kernels.dot_and_norms(a, b, bounds)
+            kernels.combine(a, b, dots, bounds, out=out, found_inf=found_inf)
+
+
+def test_a_launch_finds_the_code_that_triton_would(on_triton, monkeypatch):
+    """And from the second call on without compiling, whatever sizes, scales and addresses."""
+    launch, found = Kernel.launch, set()
+
+    def compared(kernel: Kernel, programs: int, *arguments: Any, **constants: Any) -> None:
+        launch(kernel, programs, *arguments, **constants)
+        given = {name: _in_triton(value) for name, value in constants.items()} | launcher.OPTIONS
+        theirs = kernel.function.warmup(*arguments, grid=(programs,), **given)
+        device = triton.runtime.driver.active.get_current_device()
+        ours, values = kernel._compiled[(device, *constants.values())]
+        assert ours is theirs
+        names = kernel.function.arg_names
+        assert values == tuple(given[name] for name in names[len(arguments) :])
+        found.add(kernel.function.__name__)
+
+    monkeypatch.setattr(Kernel, "launch", compared)
+    calls(on_triton.device)
+    assert len(found) == 6
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise AssertionError("looked for by Triton again")
+
+    monkeypatch.setattr(triton.JITFunction, "run", refused)
+    monkeypatch.setattr(Kernel, "launch", launch)
+    calls(on_triton.device)
+
+
+def test_products_are_fused_whatever_tritons_default(on_triton, monkeypatch):
+    """And Triton does not warn of it, which asks for an answer from 3.9 on."""
+    asked = []
+    if hasattr(triton.knobs, "warn_once"):
+        monkeypatch.setattr(triton.knobs, "warn_once", asked.append)
+    monkeypatch.setattr(triton.knobs.language, "default_fp_fusion", False)
+    fresh = Kernel(sum_kernels._sum_kernel.function.fn)
+    monkeypatch.setattr(sum_kernels, "_sum_kernel", fresh)
+    x = torch.ones(5, device=on_triton.device)
+    kernels.sum_n([x, x])
+    ((compiled, _),) = fresh._compiled.values()
+    assert compiled.metadata.enable_fp_fusion
+    assert asked == []
+
+
+def test_what_was_compiled_in_another_thread_is_launched_again(on_triton, monkeypatch):
+    """Triton then hands out what compiles a kernel, in its place."""
+    fresh = Kernel(sum_kernels._sum_kernel.function.fn)
+    monkeypatch.setattr(sum_kernels, "_sum_kernel", fresh)
+    x = torch.ones(5, device=on_triton.device)
+    with ThreadPoolExecutor(1) as executor:
+        with triton.AsyncCompileMode(executor):
+            sums = [kernels.sum_n([x, x]) for _ in range(2)]
+        sums.append(kernels.sum_n([x, x]))
+    assert len(fresh._compiled) == 1
+    assert all((total == 2).all() for total in sums)
+
+
+def test_threads_that_come_at_once_compile_once(on_triton, monkeypatch):
+    """Triton alone would compile in each, and keep what came last."""
+    fresh = Kernel(sum_kernels._sum_kernel.function.fn)
+    monkeypatch.setattr(sum_kernels, "_sum_kernel", fresh)
+    x, ready, compiled = torch.ones(5, device=on_triton.device), threading.Barrier(3), []
+    compile_kernel = triton.compiler.compile
+
+    def compile_slowly(*arguments: Any, **options: Any) -> Any:
+        time.sleep(0.1)
+        compiled.append(compile_kernel(*arguments, **options))
+        return compiled[-1]
+
+    monkeypatch.setattr(triton.compiler, "compile", compile_slowly)
+
+    def total(_: int) -> Tensor:
+        ready.wait(30)
+        return kernels.sum_n([x, x])
+
+    with ThreadPoolExecutor(3) as executor:
+        assert all((each == 2).all() for each in executor.map(total, range(3)))
+    assert len(compiled) == 1
+    assert [code for code, _ in fresh._compiled.values()] == compiled
+
+
+def test_a_hook_may_launch_while_a_kernel_is_compiled(on_triton, monkeypatch):
+    """As may a signal's handler, and what is collected."""
+    outer, inner = (Kernel(sum_kernels._sum_kernel.function.fn) for _ in range(2))
+    x, compile_kernel, found = torch.ones(5, device=on_triton.device), triton.compiler.compile, []
+
+    def total(kernel: Kernel) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(sum_kernels, "_sum_kernel", kernel)
+            found.append(kernels.sum_n([x, x]))
+
+    def compile_with_hook(*arguments: Any, **options: Any) -> Any:
+        if not inner._compiled:
+            monkeypatch.setattr(triton.compiler, "compile", compile_kernel)
+            total(inner)
+        return compile_kernel(*arguments, **options)
+
+    monkeypatch.setattr(triton.compiler, "compile", compile_with_hook)
+    thread = threading.Thread(target=total, args=(outer,), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert [each.tolist() for each in found] == [[2.0] * 5] * 2
+
+
+def test_compiling_waits_for_no_thread_that_waits_to_compile(on_triton, monkeypatch):
+    """The only thread that AsyncCompileMode has launches first what no one has compiled either."""
+    monkeypatch.setattr(launcher, "_compiling", threading.RLock())
+    fresh = Kernel(sum_kernels._sum_kernel.function.fn)
+    monkeypatch.setattr(sum_kernels, "_sum_kernel", fresh)
+    x, found = torch.ones(5, device=on_triton.device), []
+
+    class Busy(Executor):
+        """One thread, which comes to its jobs when it has launched."""
+
+        def submit(self, job: Any, /, *_: Any, **__: Any) -> Future[Any]:
+            future: Future[Any] = Future()
+
+            def work() -> None:
+                found.append(kernels.sum_n([x.double(), x.double()]))
+                future.set_result(job())
+
+            threading.Thread(target=work, daemon=True).start()
+            return future
+
+    def launch() -> None:
+        with triton.AsyncCompileMode(Busy()):
+            found.append(kernels.sum_n([x, x]))
+
+    thread = threading.Thread(target=launch, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert [each.tolist() for each in found] == [[2.0] * 5] * 2

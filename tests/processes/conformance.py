@@ -1,0 +1,268 @@
+"""What every transport must carry: checks that each rank runs on its group.
+
+Each check makes the same random inputs on all ranks from one seed, so every rank can compute the
+float64 answer by itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import traceback
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import collectives
+from collectives import Average, CollectiveMismatchError, Group, Sum
+from collectives.schedules.algorithms import ALL_REDUCE
+from collectives.transport import GlooTransport, HybridTransport, LinkTransport, Message, open_links
+from collectives.transport.connections.shm import ShmLink
+
+Check = Callable[[Group], None]
+
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+SHAPES = [(), (0,), (1,), (2,), (5, 3), (1021,)]
+
+
+def inputs(
+    group: Group, shape: tuple[int, ...], dtype: torch.dtype, seed: int
+) -> list[torch.Tensor]:
+    """Every rank's input, known to all."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(dtype) for _ in range(group.size)]
+
+
+def close(actual: torch.Tensor, terms: list[torch.Tensor], scale: float = 1.0) -> None:
+    """actual = scale * sum of terms; n - 1 additions and up to 2 scalings, each rounding once."""
+    exact = torch.stack([t.double() for t in terms]).sum(0) * scale
+    reach = torch.stack([t.double().abs() for t in terms]).sum(0) * abs(scale)
+    eps = torch.finfo(actual.dtype).eps
+    bound = (len(terms) + 1) * eps * reach + torch.finfo(actual.dtype).smallest_normal
+    assert ((actual.double() - exact).abs() <= bound).all(), (actual, exact)
+
+
+def same_on_all_ranks(group: Group, tensor: torch.Tensor) -> None:
+    raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    assert len(set(group.all_gather_bytes(hashlib.sha256(raw).digest()))) == 1
+
+
+def check_raw_exchange(group: Group) -> None:
+    """Every pair at once; sizes differ by pair, order within a pair is kept, empty ones vanish."""
+    transport = group.transport
+    others = [r for r in range(group.size) if r != group.rank]
+    sends = [
+        Message(peer, torch.full((length,), float(100 * group.rank + peer + length)))
+        for peer in others
+        for length in (3, 0, 70000)
+    ]
+    recvs = [
+        Message(peer, torch.full((length,), float("nan")))
+        for peer in others
+        for length in (3, 0, 70000)
+    ]
+    transport.exchange(sends, recvs, "a test", group.timeout)
+    for peer, tensor in recvs:
+        expected = torch.full_like(tensor, float(100 * peer + group.rank + tensor.numel()))
+        assert torch.equal(tensor, expected)
+
+
+def check_every_dtype_travels(group: Group) -> None:
+    dtypes = [*FLOATS, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool]
+    for dtype in [*dtypes, torch.complex64]:
+        mine = torch.full((5,), group.rank % 2).to(dtype)
+        collectives.broadcast(mine, group.size - 1, group=group)
+        assert torch.equal(mine, torch.full((5,), (group.size - 1) % 2).to(dtype))
+
+
+def check_all_reduce(group: Group) -> None:
+    cases = [*zip(itertools.cycle(FLOATS), SHAPES, strict=False), *((d, (1021,)) for d in FLOATS)]
+    for seed, (dtype, shape) in enumerate(cases):
+        terms = inputs(group, shape, dtype, seed)
+        for name in [None, *ALL_REDUCE]:
+            mine = terms[group.rank].clone()
+            assert group.all_reduce(mine, algorithm=name) is mine
+            close(mine, terms)
+            mine = terms[group.rank].clone()
+            group.all_reduce(mine, Average, algorithm=name, prescale=0.5, postscale=3.0)
+            close(mine, terms, 1.5 / group.size)
+
+
+def check_large_all_reduce(group: Group) -> None:
+    terms = inputs(group, (200_003,), torch.float32, 77)
+    for name in [None, *ALL_REDUCE]:
+        mine = terms[group.rank].clone()
+        group.all_reduce(mine, algorithm=name)
+        close(mine, terms)
+        same_on_all_ranks(group, mine)
+
+
+def check_integers(group: Group) -> None:
+    mine = torch.arange(11) + group.rank
+    group.all_reduce(mine)
+    assert torch.equal(mine, group.size * torch.arange(11) + sum(range(group.size)))
+    with pytest.raises(TypeError, match=r"Average has no meaning on torch\.int64"):
+        group.all_reduce(mine, Average)
+
+
+def check_packed_equals_one_by_one(group: Group) -> None:
+    """Bit for bit where every element has the same tree."""
+    shapes = [(3, 5), (), (0,), (1,), (129,), (64, 7)]
+    for name in ("rd", "rechd"):
+        singles, packed = [], []
+        for seed, shape in enumerate(shapes):
+            for dtype in (torch.float32, torch.float16):
+                terms = inputs(group, shape, dtype, seed)
+                singles.append(terms[group.rank].clone())
+                packed.append(terms[group.rank].clone())
+        for tensor in singles:
+            group.all_reduce(tensor, algorithm=name)
+        group.grouped_all_reduce(packed, algorithm=name)
+        for one, other in zip(singles, packed, strict=True):
+            assert torch.equal(one, other)
+
+
+def check_reduce_scatter(group: Group) -> None:
+    for length in (0, 1, group.size - 1, group.size, 1023):
+        terms = inputs(group, (length,), torch.float64, length)
+        mine = terms[group.rank].clone()
+        cuts = collectives.split_bounds(length, group.size)
+        piece = slice(cuts[group.rank], cuts[group.rank + 1])
+        for op, scale in ((Sum, 1.0), (Average, 1.0 / group.size)):
+            result = group.reduce_scatter(mine, op)
+            assert isinstance(result, torch.Tensor)
+            close(result, [t[piece] for t in terms], scale)
+        assert torch.equal(mine, terms[group.rank])
+
+
+def check_all_gather(group: Group) -> None:
+    mine = torch.full((group.rank, 3), float(group.rank))
+    result = group.all_gather(mine)
+    expected = torch.cat([torch.full((r, 3), float(r)) for r in range(group.size)])
+    assert torch.equal(result, expected)
+    with pytest.raises(ValueError, match=r"first dimension.*reshape\(1\)"):
+        group.all_gather(torch.tensor(1.0))
+
+
+def check_broadcast(group: Group) -> None:
+    for root in range(group.size):
+        mine = torch.full((2, 3), float(group.rank))
+        group.broadcast(mine, root)
+        assert torch.equal(mine, torch.full((2, 3), float(root)))
+
+
+def check_async(group: Group) -> None:
+    """Many under way at once, waited for in reverse, with a synchronous call in between."""
+    tensors = [torch.full((100,), float(i + group.rank)) for i in range(20)]
+    works = [group.all_reduce(t, name=f"t{i}", async_op=True) for i, t in enumerate(tensors)]
+    extra = torch.ones(3)
+    group.all_reduce(extra)
+    assert extra[0] == group.size
+    for i, work in reversed(list(enumerate(works))):
+        assert isinstance(work, collectives.Work)
+        assert work.wait() is tensors[i]
+        assert work.is_completed()
+        assert tensors[i][0] == sum(i + r for r in range(group.size))
+
+
+def check_mismatch(group: Group) -> None:
+    """Every rank gets the same error, inputs are untouched, and the group goes on."""
+    last = group.rank == group.size - 1
+
+    def differ(call: Callable[[], object], *words: str) -> None:
+        with pytest.raises(CollectiveMismatchError) as caught:
+            call()
+        for word in words:
+            assert word in str(caught.value)
+        texts = group.all_gather_bytes(str(caught.value).encode())
+        assert len(set(texts)) == 1
+        assert f"rank {group.size - 1}" in str(caught.value)
+
+    if group.size == 1:
+        return
+    mine = torch.ones(4 if last else 3)
+    differ(lambda: group.all_reduce(mine, name="w"), "(3,)", "(4,)", "all_reduce(w)")
+    assert torch.equal(mine, torch.ones_like(mine))
+    odd = torch.ones(3, dtype=torch.float16 if last else torch.float32)
+    differ(lambda: group.all_reduce(odd), "float16", "float32")
+    even = torch.ones(3)
+    differ(lambda: group.all_reduce(even, Average if last else Sum), "op=Sum", "op=Average")
+    differ(lambda: group.all_reduce(even, prescale=2.0 if last else 1.0), "prescale=2.0")
+    differ(lambda: group.all_reduce(even, name="b" if last else "a"), "(a)", "(b)")
+    differ(lambda: group.barrier() if last else group.all_reduce(even), "barrier", "all_reduce")
+    differ(lambda: group.broadcast(even, group.size - 1 if last else 0), "root=")
+    few = [torch.ones(2)] * 1 if last else [torch.ones(2), torch.ones(2)]
+    differ(lambda: group.grouped_all_reduce(few), "entries")
+    assert torch.equal(even, torch.ones(3))
+    group.all_reduce(even)
+    assert even[0] == group.size
+
+
+def check_barrier(group: Group) -> None:
+    group.barrier()
+    assert group.local_size == group.size and group.local_rank == group.rank
+    assert group.num_nodes == 1
+
+
+CHECKS: dict[str, Check] = {
+    name.removeprefix("check_"): value
+    for name, value in list(globals().items())
+    if name.startswith("check_")
+}
+
+
+def run_checks(group: Group) -> dict[str, str]:
+    """Run all checks on this rank: name -> "" or the traceback."""
+    results = dict.fromkeys(CHECKS, "not run: an earlier check left the group unusable")
+    for name, check in CHECKS.items():
+        try:
+            check(group)
+            results[name] = ""
+        except BaseException:  # noqa: BLE001 - handed to the test
+            results[name] = traceback.format_exc()
+            break
+    return results
+
+
+def run_checks_in_process(rank: int, transport: str) -> dict[str, str]:
+    """The same, as one of several processes: over "gloo", "shm", "tcp", "hybrid" or "mixed"."""
+    group = start_or_pretend(transport)
+    assert (group.rank, group.size) == (rank, group.transport.size)
+    results = run_checks(group)
+    group.close()
+    collectives.shutdown()
+    assert not collectives.is_initialized()
+    return results
+
+
+def start(transport: str, timeout: float = 60.0) -> Group:
+    """collectives.init, with a look at what it chose."""
+    group = collectives.init(timeout=timeout, transport=transport)
+    assert isinstance(group.transport, GlooTransport if transport == "gloo" else HybridTransport)
+    return group
+
+
+def start_or_pretend(transport: str, timeout: float = 60.0) -> Group:
+    """start, or two hosts where that is asked for: "hybrid" with gloo between them, "mixed" TCP."""
+    if transport in ("hybrid", "mixed"):
+        return pretend_two_hosts(timeout, "tcp" if transport == "mixed" else "gloo")
+    return start(transport, timeout)
+
+
+def pretend_two_hosts(timeout: float = 60.0, between: str = "gloo") -> Group:
+    """A group whose even ranks share memory, and whose odd ones do."""
+    transport = start("gloo", timeout).transport
+    assert isinstance(transport, GlooTransport)
+    rank, size = transport.rank, transport.size
+
+    def gather(data: bytes) -> list[bytes]:
+        return collectives.default_group().all_gather_bytes(data)
+
+    near = range(rank % 2, size, 2)
+    ways = ("shm",) if between == "gloo" else ("shm", between)
+    links, board = open_links(rank, size, gather, timeout, ways=ways, near=near)
+    assert len(links) == (len(near) if between == "gloo" else size) - 1 and board is None
+    assert sum(isinstance(link, ShmLink) for link in links.values()) == len(near) - 1
+    hybrid = HybridTransport(LinkTransport(rank, size, links), transport, ways=ways)
+    return Group(hybrid, timeout=timeout, local_rank=rank, local_size=size)

@@ -1,0 +1,197 @@
+"""Several threads on one group, and several optimizers on the same ranks.
+
+Several groups at once are in test_subgroups.py.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import adasum as hvd
+import collectives
+from collectives import CollectiveMismatchError, Group
+from tests.processes.harness import run_ranks
+
+STEPS = 4
+
+
+def in_thread(call: Callable[[], Any], name: str = "another") -> Any:
+    """What the call returns in a thread of its own, or raises."""
+    said: list[Any] = []
+
+    def run() -> None:
+        try:
+            said.append((True, call()))
+        except BaseException as error:  # noqa: BLE001 - raised below
+            said.append((False, error))
+
+    thread = threading.Thread(target=run, name=name)
+    thread.start()
+    thread.join(60.0)
+    (good, result) = said[0]
+    if not good:
+        raise result
+    return result
+
+
+def total(group: Group, value: float, name: str | None = None) -> float:
+    return float(group.all_reduce(torch.tensor([value]), name=name))
+
+
+def check_unnamed(group: Group) -> None:
+    """One thread makes calls without names, until it has ended; nothing is sent for another."""
+    n = group.size
+    assert total(group, 1.0) == n
+    for call in (
+        lambda: group.all_reduce(torch.ones(3)),
+        lambda: group.all_reduce(torch.ones(3), async_op=True),
+        lambda: group.broadcast(torch.ones(3)),
+        group.barrier,
+        group.join,
+    ):
+        with pytest.raises(ValueError, match=r"without a name from thread 'another'.*name="):
+            in_thread(call)
+    assert total(group, 2.0) == 2 * n
+    assert in_thread(lambda: total(group, 3.0, "with a name")) == 3 * n
+    part = group.split(range(n))
+    assert part is not None
+    assert in_thread(lambda: total(part, 4.0)) == 4 * n
+    # That thread has ended.
+    assert in_thread(lambda: total(part, 5.0)) == 5 * n
+    assert total(part, 6.0) == 6 * n
+    with pytest.raises(ValueError, match="name="):
+        in_thread(lambda: total(part, 7.0))
+
+
+def check_backward(group: Group) -> None:
+    """A thread of autograd's calls while the thread that called backward waits."""
+    assert total(group, 1.0) == group.size
+    weight = torch.ones(3, requires_grad=True)
+    weight.register_hook(lambda gradient: group.all_reduce(gradient.clone()))
+
+    def backward() -> torch.Tensor | None:
+        weight.sum().backward()
+        return weight.grad
+
+    assert torch.equal(in_thread(backward), torch.full((3,), float(group.size)))
+
+
+def check_order(group: Group) -> None:
+    """Threads that come in another order: with names the same error on every rank, in both calls;
+    in the same order the right answers. The group goes on."""
+    started = threading.Event()
+
+    def call(name: str, first: bool) -> str:
+        if not first:
+            started.wait(60.0)
+        work: Any = group.all_reduce(torch.ones(3), name=name, async_op=True)
+        started.set()
+        try:
+            return str(work.wait().tolist())
+        except CollectiveMismatchError as error:
+            return str(error)
+
+    def both(first: str) -> dict[str, str]:
+        started.clear()
+        answers: dict[str, str] = {}
+        threads = [
+            threading.Thread(target=lambda n=name: answers.update({n: call(n, n == first)}))
+            for name in ("one", "two")
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60.0)
+        return answers
+
+    right = str([float(group.size)] * 3)
+    assert both("one") == {"one": right, "two": right}
+    answers = both("one" if group.rank else "two")
+    assert len(answers) == 2
+    assert all("all_reduce(one)" in text and "all_reduce(two)" in text for text in answers.values())
+    assert both("two") == {"one": right, "two": right}
+
+
+def check_two_optimizers(group: Group) -> None:
+    """A dense part over all ranks and an expert over a set of them, in one backward: the bits that
+    each has alone."""
+    ranks = [0, group.size - 1]
+    experts = hvd.add_process_set(ranks)
+
+    def train(together: bool) -> list[torch.Tensor]:
+        dense, expert = torch.nn.Linear(6, 5), torch.nn.Linear(5, 4)
+        seeded = torch.Generator().manual_seed(0)
+        for parameter in (*dense.parameters(), *expert.parameters()):
+            torch.nn.init.normal_(parameter, generator=seeded)
+        optimizers = [
+            hvd.DistributedOptimizer(
+                torch.optim.SGD(dense.parameters(), lr=0.1),
+                dense.named_parameters(),
+                op=hvd.Adasum,
+                method="gradient",
+            ),
+            hvd.DistributedOptimizer(
+                torch.optim.SGD(expert.parameters(), lr=0.1),
+                expert.named_parameters(),
+                op=hvd.Average,
+                process_set=experts,
+            ),
+        ]
+        for step in range(STEPS):
+            inputs = torch.randn(
+                8, 6, generator=torch.Generator().manual_seed(10 * step + group.rank)
+            )
+            if together:
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                expert(dense(inputs).tanh()).square().mean().backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                continue
+            # Each alone, with the other's parameters held still.
+            hidden = dense(inputs).tanh()
+            optimizers[1].zero_grad()
+            expert(hidden.detach()).square().mean().backward()
+            gradients = torch.autograd.grad(expert(hidden).square().mean(), [*dense.parameters()])
+            optimizers[1].step()
+            optimizers[0].zero_grad()
+            (
+                sum((p * g).sum() for p, g in zip(dense.parameters(), gradients, strict=True))
+            ).backward()
+            optimizers[0].step()
+        return [p.detach().clone() for p in (*dense.parameters(), *expert.parameters())]
+
+    both, alone = train(together=True), train(together=False)
+    assert all(torch.equal(a, b) for a, b in zip(both, alone, strict=True))
+    hvd.remove_process_set(experts)
+
+
+CHECKS: list[Callable[[Group], None]] = [
+    check_unnamed,
+    check_backward,
+    check_order,
+    check_two_optimizers,
+]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+def test_threads(check: Callable[[Group], None]) -> None:
+    collectives.run_threads(3, check)
+
+
+def _job(rank: int) -> bool:
+    for transport in ("auto", "gloo"):
+        group = collectives.init(transport=transport)
+        for check in CHECKS:
+            check(group)
+        collectives.shutdown()
+    return True
+
+
+def test_processes() -> None:
+    assert all(run_ranks(3, _job))

@@ -1,0 +1,146 @@
+"""A rank that dies or stalls: the others get the promised error in time, naming it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+import collectives
+from collectives import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    Group,
+    Operands,
+    Sum,
+    TransportError,
+)
+from tests.processes.conformance import start
+from tests.processes.harness import run_ranks
+
+TIMEOUT = 3.0
+
+
+def _survive(group: Group) -> tuple[str, float]:
+    """Wait for a rank that never comes; return what was said and after how long."""
+    start = time.monotonic()
+    with pytest.raises(CollectiveTimeoutError) as caught:
+        group.all_reduce(torch.ones(100_000), name="w")
+    waited = time.monotonic() - start
+    with pytest.raises(TransportError, match="unusable since an earlier failure"):
+        group.all_reduce(torch.ones(3))
+    return str(caught.value), waited
+
+
+def _rank(rank: int, transport: str, how: str) -> tuple[str, float] | None:
+    group = start(transport, TIMEOUT)
+    group.all_reduce(torch.ones(10))
+    if rank == 2:
+        if how == "stall":
+            time.sleep(4 * TIMEOUT)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return _survive(group)
+
+
+# Every fault over every transport: tests/faults.
+@pytest.mark.parametrize(("transport", "how"), [("gloo", "stall"), ("shm", "die"), ("tcp", "die")])
+def test_process(transport: str, how: str) -> None:
+    results = run_ranks(3, _rank, transport, how, timeout=60.0, may_die=frozenset({2}))
+    texts = [result[0] for result in results[:2]]
+    assert any("rank 2" in text for text in texts)
+    if transport != "gloo" and how == "die":
+        # It is seen at once, and who sees it tells the rank that waits for him.
+        assert all("rank 2" in text and waited < TIMEOUT / 2 for text, waited in results[:2])
+    for text, waited in results[:2]:
+        assert "step" in text and "all_reduce 'w'" in text
+        assert waited < TIMEOUT + 5.0
+        if how == "die":
+            assert waited < TIMEOUT + 1.0
+
+
+class Failing(type(Sum)):  # type: ignore[misc]
+    """A sum that fails on rank 1, in the middle of a call."""
+
+    name = "Failing"
+    alone = False
+
+    def __init__(self, error: BaseException | None) -> None:
+        self._error = error
+
+    def reduce(self, operands: Operands) -> None:
+        if self._error is not None:
+            raise self._error
+        super().reduce(operands)
+
+
+def _interrupted(rank: int, transport: str, error: BaseException) -> tuple[str, float]:
+    group = start(transport, 20.0)
+    begin = time.monotonic()
+    with pytest.raises(BaseException) as caught:
+        group.all_reduce(torch.ones(10), Failing(error if rank == 1 else None), algorithm="xring")
+    waited = time.monotonic() - begin
+    with pytest.raises(TransportError, match=r"unusable since an earlier failure: .+"):
+        group.all_reduce(torch.ones(10))
+    if rank == 1:
+        assert caught.type is type(error)
+    else:
+        assert caught.type is CollectiveTimeoutError
+    return str(caught.value), waited
+
+
+@pytest.mark.parametrize(
+    ("transport", "error"), [("shm", ValueError("the cause")), ("tcp", KeyboardInterrupt())]
+)
+def test_a_rank_that_fails_within_a_call_tells_the_others(
+    transport: str, error: BaseException
+) -> None:
+    """At once, not after the timeout; and what they call next is no answer to its next call."""
+    results = run_ranks(3, _interrupted, transport, error)
+    for said, waited in (results[0], results[2]):
+        assert str(error) in said and "step" in said and "rank" in said
+        assert waited < 5.0
+
+
+def _unlike(rank: int) -> tuple[str, float]:
+    with pytest.raises(CollectiveMismatchError) as caught:
+        collectives.init(timeout=20.0, calibrate=rank != 1)
+    group = collectives.init(timeout=20.0, calibrate=False)
+    return str(caught.value), float(group.all_reduce(torch.ones(1)))
+
+
+def test_ranks_that_start_with_other_options_are_told() -> None:
+    """Some would measure while the others go on to their first call."""
+    said = (
+        "ranks disagree: rank 0 calls init() with calibrate=True, "
+        "rank 1 calls init() with calibrate=False"
+    )
+    assert run_ranks(3, _unlike) == [(said, 3.0)] * 3
+
+
+@pytest.mark.parametrize("how", ["raise", "stall"])
+def test_threads(how: str) -> None:
+    def main(group: Group) -> tuple[str, float] | None:
+        if group.rank == 2:
+            if how == "stall":
+                time.sleep(2.0)
+            return None
+        return _survive(group)
+
+    results = collectives.run_threads(3, main, timeout=1.0)
+    for result in results[:2]:
+        assert result is not None
+        assert "rank" in result[0] and "step" in result[0] and result[1] < 6.0
+    assert any("rank 2" in result[0] for result in results[:2] if result)
+
+
+def test_a_failed_thread_is_what_the_caller_sees() -> None:
+    def main(group: Group) -> None:
+        if group.rank == 1:
+            raise KeyError("the cause")
+        group.barrier()
+
+    with pytest.raises(KeyError, match="the cause"):
+        collectives.run_threads(3, main)

@@ -1,0 +1,347 @@
+"""Start-up: under torchrun's variables, alone, and beside torch.distributed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import collectives
+from collectives import initialize
+from collectives.transport import HybridTransport
+from tests.processes.harness import free_port, on_one_node, run_ranks
+
+ROOT = Path(__file__).parents[2]
+PLACE = on_one_node(0, 2, 29500)
+
+
+def _adopt(rank: int) -> list[float]:
+    """torch.distributed is there already; a subgroup of it works too, and is left alive."""
+    dist.init_process_group("gloo")
+    group = collectives.init(timeout=30.0)
+    assert collectives.init() is group
+    value = torch.tensor(float(rank))
+    collectives.all_reduce(value)
+    collectives.shutdown()
+    assert dist.is_initialized()
+    part = dist.new_group([0, 2])
+    results = [value.item()]
+    if rank != 1:
+        pair = collectives.init(process_group=part, timeout=30.0)
+        assert (pair.rank, pair.size) == (rank // 2, 2)
+        assert (pair.local_rank, pair.local_size) == (rank // 2, 2)
+        value = torch.tensor(float(rank))
+        results.append(collectives.all_reduce(value).item())
+        collectives.shutdown()
+    dist.barrier()
+    dist.destroy_process_group()
+    return results
+
+
+def test_torch_distributed_is_adopted() -> None:
+    assert run_ranks(3, _adopt) == [[3.0, 2.0], [3.0], [3.0, 2.0]]
+
+
+def _again(rank: int) -> list[float]:
+    """Started and shut down many times, by ranks of which some are late, and then by torch."""
+    answers = []
+    for turn in range(4):
+        group = collectives.init(timeout=20.0, calibrate=False)
+        value = torch.tensor(float(rank + turn))
+        collectives.all_reduce(value)
+        answers.append(value.item())
+        part = group.split([0, 2])
+        collectives.shutdown()
+        assert part is None or part.closed
+        time.sleep(0.2 * ((rank + turn) % 3))
+    dist.init_process_group("gloo")
+    dist.barrier()
+    dist.destroy_process_group()
+    return answers
+
+
+def test_init_again_after_shutdown() -> None:
+    assert run_ranks(3, _again, timeout=60.0) == [[3.0, 6.0, 9.0, 12.0]] * 3
+
+
+def _elsewhere(rank: int, ports: tuple[int, int]) -> list[int]:
+    """All together, then in two worlds that share nothing but their ranks' numbers."""
+    collectives.init(timeout=30.0, calibrate=False)
+    collectives.shutdown()
+    number, place = divmod(rank, 2)
+    os.environ.update(on_one_node(place, 2, ports[number]))
+    if number != place:
+        # The first two to come are rank 0 of one world and rank 1 of the other.
+        time.sleep(1.0)
+    group = collectives.init(timeout=30.0, calibrate=False)
+    met = group.all_gather(torch.tensor([rank])).tolist()
+    # Rank 0 keeps the store where the others meet.
+    group.barrier()
+    collectives.shutdown()
+    return met
+
+
+def test_init_again_at_another_address() -> None:
+    """The store of the first start was asked again, where ranks of different worlds met."""
+    ports = (free_port(), free_port())
+    assert run_ranks(4, _elsewhere, ports, timeout=60.0) == [[0, 1], [0, 1], [2, 3], [2, 3]]
+
+
+def _interrupted(rank: int) -> tuple[bool, float, int]:
+    dist.init_process_group("gloo")
+    measure = initialize.measure_links
+
+    def interrupt(group: collectives.Group) -> None:
+        initialize.measure_links = measure
+        raise KeyboardInterrupt
+
+    initialize.measure_links = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        collectives.init(timeout=20.0)
+    started = collectives.is_initialized()
+    part = collectives.init(timeout=20.0).split([1, 0])
+    assert part is not None
+    total = part.all_reduce(torch.ones(1)).item()
+    collectives.shutdown()
+    return started, total, len(dist.distributed_c10d._world.pg_map)
+
+
+def test_an_interrupted_init_leaves_nothing() -> None:
+    """It left its broken group for the next init to return; each init left a process group."""
+    assert run_ranks(2, _interrupted, timeout=60.0) == [(False, 2.0, 1)] * 2
+
+
+def _ended_first(rank: int, port: int) -> list[float]:
+    """The user ends torch.distributed, and starts it again: shutdown leaves that one alone."""
+    group = collectives.init(timeout=20.0, calibrate=False)
+    dist.destroy_process_group()
+    total = group.all_reduce(torch.ones(1)).item()
+    # The first to fail tells the other, which may not have seen yet that both are there.
+    with pytest.raises(collectives.CollectiveError, match="destroyed"):
+        group.split([0, 1])
+    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+    os.environ["MASTER_PORT"] = str(port)
+    dist.init_process_group("gloo")
+    collectives.shutdown()
+    theirs = torch.ones(1)
+    dist.all_reduce(theirs)
+    dist.barrier()
+    dist.destroy_process_group()
+    return [total, theirs.item()]
+
+
+def test_torch_distributed_ended_first() -> None:
+    assert run_ranks(2, _ended_first, free_port(), timeout=60.0) == [[2.0, 2.0]] * 2
+
+
+def _forked(rank: int) -> list[bytes]:
+    group = collectives.init(timeout=20.0, calibrate=False)
+    group.all_reduce(torch.ones(1), async_op=True).wait()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        # A hang would end with the test's pipe.
+        signal.alarm(10)
+        for options in ({}, {"async_op": True}):
+            try:
+                group.all_reduce(torch.ones(1), **options).wait()
+            except collectives.TransportError as error:
+                os.write(writing, f"{error}\n".encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        said = pipe.read().splitlines()
+    os.waitpid(child, 0)
+    assert group.all_reduce(torch.ones(1)).item() == 2.0
+    collectives.shutdown()
+    return said
+
+
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+def test_a_forked_child_is_told(transport: str) -> None:
+    """An asynchronous call waited without an end for a thread that the child does not have."""
+    for said in run_ranks(2, partial(_with, _forked, ADASUM_TRANSPORT=transport), timeout=60.0):
+        assert len(said) == 2 and all(b"forked from a rank" in line for line in said)
+
+
+def _on_meta(rank: int) -> list[Any]:
+    """What ranks tell each other is on the CPU, whatever the default device."""
+    group = collectives.init(timeout=20.0)
+    ones = torch.ones(4)
+    with torch.device("meta"):
+        said: list[Any] = [group.all_reduce(ones).tolist(), group.all_gather(ones[:1]).tolist()]
+        said.append(group.all_to_all(ones[:2])[1].tolist())
+        said.append(group.all_gather_bytes(b"" if rank else b"ab"))
+        with pytest.raises(collectives.CollectiveMismatchError):
+            group.broadcast(ones[: 1 + rank])
+        part = group.split([0, 1])
+        assert part is not None
+        said.append(part.all_reduce(ones[:1]).item())
+    collectives.shutdown()
+    return said
+
+
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+def test_another_default_device(transport: str) -> None:
+    answers = run_ranks(2, partial(_with, _on_meta, ADASUM_TRANSPORT=transport), timeout=60.0)
+    assert answers == [[[2.0] * 4, [2.0, 2.0], [1, 1], [b"ab", b""], 4.0]] * 2
+
+
+def _with(fn: Callable[[int], Any], rank: int, **variables: str) -> Any:
+    os.environ.update(variables)
+    return fn(rank)
+
+
+def test_under_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(
+        "import pathlib, torch, collectives\n"
+        "collectives.init(timeout=30).barrier()\n"
+        "collectives.shutdown()\n"
+        "g = collectives.init(timeout=30)\n"
+        "t = torch.tensor([float(g.rank + 1)])\n"
+        "collectives.all_reduce(t)\n"
+        "said = f'sum {t.item()} local {g.local_rank} of {g.local_size} on {g.num_nodes}'\n"
+        f"pathlib.Path({str(tmp_path)!r}, f'rank{{g.rank}}').write_text(said)\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    environment = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    done = subprocess.run(
+        [*command, "--nproc-per-node", "2", str(script)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        said = (tmp_path / f"rank{rank}").read_text()
+        assert said == f"sum 3.0 local {rank} of 2 on 1"
+
+
+def test_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert not collectives.is_initialized()
+    with pytest.raises(RuntimeError, match="call init"):
+        collectives.default_group()
+    group = collectives.init()
+    try:
+        assert (group.rank, group.size, group.local_rank, group.local_size) == (0, 1, 0, 1)
+        value = torch.arange(3.0)
+        assert collectives.all_reduce(value, collectives.Average) is value
+        assert torch.equal(value, torch.arange(3.0))
+        assert torch.equal(collectives.all_gather(value), value)
+        assert torch.equal(collectives.reduce_scatter(value), value)
+        collectives.broadcast(value)
+        collectives.barrier()
+    finally:
+        collectives.shutdown()
+    with pytest.raises(collectives.TransportError, match="shut down"):
+        group.barrier()
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "0"}, "WORLD_SIZE is not set"),
+        ({"WORLD_SIZE": "2"}, "RANK is not set"),
+        ({"RANK": "two", "WORLD_SIZE": "2"}, "must be integers"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "from 0 to WORLD_SIZE - 1"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set"),
+        ({**PLACE, "MASTER_PORT": "x"}, "MASTER_PORT must be a port from 1 to 65535, got 'x'"),
+        ({**PLACE, "MASTER_PORT": "70000"}, "MASTER_PORT must be a port from 1 to 65535"),
+        ({**PLACE, "LOCAL_RANK": "x"}, "LOCAL_RANK must be an integer .*got 'x' of '2'"),
+        ({**PLACE, "LOCAL_RANK": "2"}, "from 0 to LOCAL_WORLD_SIZE - 1, got '2' of '2'"),
+        ({**PLACE, "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE - 1, got '0' of '0'"),
+    ],
+)
+def test_incomplete_environment(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], message: str
+) -> None:
+    for name in PLACE:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=message):
+        collectives.init()
+
+
+def _choose(rank: int) -> list[str]:
+    """What each choice gives: the transport and its shared memory, or the error."""
+    dist.init_process_group("gloo")
+    said = []
+    for variable, argument in [
+        (None, None),
+        ("auto", "gloo"),
+        ("gloo" if rank == 1 else "", None),
+        ("gloo" if rank == 1 else "shm", None),
+        ("nccl" if rank == 1 else "auto", None),
+    ]:
+        os.environ.pop("ADASUM_TRANSPORT", None)
+        if variable is not None:
+            os.environ["ADASUM_TRANSPORT"] = variable
+        try:
+            transport = collectives.init(timeout=30.0, transport=argument).transport
+            collectives.barrier()
+            peers = transport.linked_peers if isinstance(transport, HybridTransport) else ()
+            said.append(f"{type(transport).__name__} {sorted(peers)}")
+            collectives.shutdown()
+        except collectives.TransportError as error:
+            said.append(str(error))
+    dist.destroy_process_group()
+    return said
+
+
+def test_the_transport_can_be_chosen() -> None:
+    first, second, third = run_ranks(3, _choose)
+    assert first[:3] == ["HybridTransport [1, 2]", "GlooTransport []", "HybridTransport [2]"]
+    assert second[:3] == ["HybridTransport [0, 2]", "GlooTransport []", "HybridTransport []"]
+    assert third[:3] == ["HybridTransport [0, 1]", "GlooTransport []", "HybridTransport [0]"]
+    assert first[3] == second[3] == third[3]
+    assert "rank 0 shares no memory with ranks [1]" in first[3] and '"auto"' in first[3]
+    assert first[4] == second[4] == third[4]
+    if not torch.cuda.is_available():
+        assert 'transport="nccl": rank 0: NCCL needs a GPU that torch sees' in first[4]
+
+
+@pytest.mark.parametrize("source", ["transport", "ADASUM_TRANSPORT"])
+def test_an_unknown_transport_is_named(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if source == "ADASUM_TRANSPORT":
+        monkeypatch.setenv(source, "mpi")
+    words = f"{source} must be one of auto, gloo, shm, tcp, nccl, got 'mpi'"
+    with pytest.raises(ValueError, match=words):
+        collectives.init(transport="mpi" if source == "transport" else None)
+
+
+def test_timeout_is_checked() -> None:
+    with pytest.raises(ValueError, match="timeout"):
+        collectives.init(timeout=0.0)
+
+
+def test_another_kernels_package_is_named(tmp_path: Path) -> None:
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text("import not_installed_here\n")
+    code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]; import MODULE"
+    for module in ("collectives", "adasum"):
+        done = subprocess.run(
+            [sys.executable, "-c", code.replace("MODULE", module)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            cwd=tmp_path,
+        )
+        assert done.returncode != 0
+        last = done.stderr.strip().splitlines()[-1]
+        assert last.startswith("ImportError") and str(tmp_path) in last
+        assert "pip uninstall kernels" in last

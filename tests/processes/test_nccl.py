@@ -1,0 +1,353 @@
+"""The NCCL transport over real NCCL: one process a rank, several of them on one GPU.
+
+One rank alone sends to itself, which any NCCL does on any GPU.
+
+Written where there was no GPU: not yet run. What its rules make of a stand-in for NCCL is in
+tests/collectives/transport/test_nccl_wrapper.py.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from adasum import Adasum
+from collectives import CollectiveTimeoutError, Group, Reducer, Sum, TransportError, Work
+from collectives.execution.executor import Workspace, execute
+from collectives.schedules import recursive_doubling, recursive_halving, ring
+from collectives.schedules.schedule import Schedule
+from collectives.schedules.topology import Topology
+from collectives.transport import GlooTransport, Message, Transport
+from collectives.transport.nccl.calls import load_nccl
+from collectives.transport.nccl.nccl import NcclTransport
+from collectives.transport.process_groups import store_of
+from tests.adasum import definition
+from tests.processes.harness import run_ranks
+
+SIZES = [1, 2, 3]
+TIMEOUT = 60.0
+SHORT = 3.0
+NUMEL = 100_003
+# NCCL's kernels of all ranks on a GPU must fit on it together.
+ONE_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4"}
+
+Check = Callable[[NcclTransport], None]
+
+
+@cache
+def why_not(size: int = max(SIZES)) -> str:
+    """What is missing to run so many ranks over NCCL here; empty where nothing is."""
+    try:
+        nccl = load_nccl()
+    except (ImportError, RuntimeError) as error:
+        return str(error)
+    version, gpus = nccl.get_version(), torch.cuda.device_count()
+    if gpus < size and version < 23000:
+        return (
+            f"{size} ranks on {gpus} GPU need NCCL 2.30 (code 23000) or newer, loaded is "
+            f"{version}: install a newer nvidia-nccl package, and where torch brings its own set "
+            "LD_PRELOAD to that package's libnccl.so.2"
+        )
+    return ""
+
+
+def inputs(size: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """Every rank's input, known to all, on the CPU."""
+    return [
+        torch.randn(NUMEL, generator=torch.Generator().manual_seed(r)).to(dtype)
+        for r in range(size)
+    ]
+
+
+def all_reduce(
+    transport: NcclTransport,
+    buffer: torch.Tensor,
+    make: Callable[[int], Schedule],
+    op: Reducer,
+    workspace: Workspace | None = None,
+) -> None:
+    execute(
+        make(transport.size),
+        buffer,
+        transport,
+        op,
+        label="a test",
+        timeout=TIMEOUT,
+        workspace=workspace or Workspace(),
+    )
+
+
+def close_to_sum(answer: torch.Tensor, terms: list[torch.Tensor]) -> None:
+    """n - 1 additions, each rounding to the dtype once."""
+    stacked = torch.stack(terms).double()
+    bound = (len(terms) - 1) * torch.finfo(answer.dtype).eps * stacked.abs().sum(0)
+    assert ((answer.cpu().double() - stacked.sum(0)).abs() <= bound).all()
+
+
+def check_every_pair_and_dtype(transport: NcclTransport) -> None:
+    mine, device = transport.rank, transport.device
+    others = [r for r in range(transport.size) if r != mine] or [mine]
+    dtypes = [torch.float16, torch.bfloat16, torch.float64, torch.int16, torch.bool]
+    cases = [(numel, dtype) for numel in (3, 0, 70_000) for dtype in dtypes]
+
+    def value(source: int, target: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.full((numel,), (3 * source + target + numel) % 7).to(dtype)
+
+    sends = [Message(p, value(mine, p, n, d).to(device)) for p in others for n, d in cases]
+    recvs = [Message(p, torch.ones(n, dtype=d, device=device)) for p in others for n, d in cases]
+    transport.exchange(sends, recvs, "a test", TIMEOUT)
+    expected = [value(p, mine, n, d) for p in others for n, d in cases]
+    for message, want in zip(recvs, expected, strict=True):
+        assert torch.equal(message.tensor.cpu(), want)
+
+
+def check_order_of_streams(transport: NcclTransport) -> None:
+    """Behind slow work of the caller's stream, and before what it does next."""
+    after, before = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
+    mine = torch.zeros(NUMEL, device=transport.device)
+    got = torch.zeros(NUMEL, device=transport.device)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    sums = []
+    with torch.cuda.stream(stream), transport.deferred():
+        for turn in range(3):
+            torch.cuda._sleep(20_000_000)
+            mine.fill_(10.0 * turn + transport.rank)
+            transport.exchange([Message(after, mine)], [Message(before, got)], "a test", TIMEOUT)
+            sums.append(got.double().sum())
+    stream.synchronize()
+    assert [s.item() for s in sums] == [NUMEL * (10.0 * turn + before) for turn in range(3)]
+
+
+def check_sum(transport: NcclTransport) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        terms = inputs(transport.size, dtype)
+        for make in (ring.all_reduce, recursive_halving.all_reduce, recursive_doubling.all_reduce):
+            buffer = terms[transport.rank].to(transport.device)
+            all_reduce(transport, buffer, make, Sum)
+            close_to_sum(buffer, terms)
+
+
+def check_adasum(transport: NcclTransport) -> None:
+    terms = inputs(transport.size)
+    for make in (recursive_halving.adasum_all_reduce, recursive_doubling.all_reduce):
+        buffer = terms[transport.rank].to(transport.device)
+        all_reduce(transport, buffer, make, Adasum)
+        error = definition.relative_error(buffer.cpu(), definition.tree(terms))
+        assert error <= definition.tolerance(torch.float32)
+
+
+def check_own_all_reduce(transport: NcclTransport) -> None:
+    terms = inputs(transport.size)
+    buffer = terms[transport.rank].to(transport.device)
+    transport.all_reduce(buffer, None, "a test", TIMEOUT)
+    close_to_sum(buffer, terms)
+    last = transport.size - 1
+    part = (last,) if transport.rank == last else tuple(range(last))
+    for _ in range(2):
+        buffer = terms[transport.rank].to(transport.device)
+        transport.all_reduce(buffer, part, "a test", TIMEOUT)
+        close_to_sum(buffer, [terms[r] for r in part])
+    numbers = torch.arange(5, device=transport.device) + 1j * transport.rank
+    transport.all_reduce(numbers, None, "a test", TIMEOUT)
+    ranks = range(transport.size)
+    assert torch.equal(numbers.cpu(), len(ranks) * torch.arange(5) + 1j * sum(ranks))
+
+
+def check_calls_of_a_group(transport: NcclTransport) -> None:
+    """By every algorithm, at once and later, from two streams, and what is left of it dropped."""
+    rank, size, device = transport.rank, transport.size, transport.device
+    topology = Topology(size, size)
+    # Not closed, since that closes the transport.
+    group = Group(transport, timeout=TIMEOUT, local_rank=rank, local_size=size, topology=topology)
+    terms = inputs(size)
+    algorithms = ("auto", "nccl", "xring", "rechd", "rd", "pscpu", "psgpu", "nccl/pscpu")
+    for algorithm in algorithms:
+        for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+            with torch.cuda.stream(stream):
+                first, second = (terms[rank].to(device) for _ in range(2))
+                work = group.all_reduce(first, algorithm=algorithm, async_op=True)
+                assert isinstance(work, Work)
+                group.all_reduce(second, algorithm=algorithm)
+                work.wait()
+                close_to_sum(first, terms)
+                close_to_sum(second, terms)
+    works = [group.all_gather(terms[rank].to(device) + i, async_op=True) for i in range(4)]
+    for i, work in enumerate(works):
+        assert isinstance(work, Work)
+        assert torch.equal(work.wait().cpu(), torch.cat(terms) + i)
+    both = [torch.ones(3), torch.ones(NUMEL, device=device)]
+    both[1].add_(1.0)
+    work = group.grouped_all_reduce(both, async_op=True)
+    assert isinstance(work, Work)
+    assert [each.sum().item() for each in work.wait()] == [3 * size, 2 * NUMEL * size]
+
+
+def check_graph(transport: NcclTransport) -> None:
+    """A whole all-reduce, captured once; replays reduce what the buffer then holds."""
+    terms = inputs(transport.size)
+    for make, op in (
+        (recursive_halving.all_reduce, Sum),
+        (recursive_halving.adasum_all_reduce, Adasum),
+    ):
+        buffer = terms[transport.rank].to(transport.device)
+        workspace = Workspace()
+        all_reduce(transport, buffer, make, op, workspace)
+        wanted = buffer.clone()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            all_reduce(transport, buffer, make, op, workspace)
+        for scale in (1.0, 2.0):
+            buffer.copy_(terms[transport.rank].to(transport.device) * scale)
+            graph.replay()
+            # A factor of two changes no rounding.
+            assert torch.equal(buffer, wanted * scale)
+
+
+def check_graph_of_messages(transport: NcclTransport) -> None:
+    """Captured between two kernels of the caller's, replayed with what is there then."""
+    after, before = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
+    mine, got = (torch.zeros(NUMEL, device=transport.device) for _ in range(2))
+
+    def pass_on() -> None:
+        mine.add_(1.0)
+        transport.exchange([Message(after, mine)], [Message(before, got)], "a test", TIMEOUT)
+        got.mul_(2.0)
+
+    pass_on()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        pass_on()
+    for turn in range(3):
+        mine.fill_(10.0 * turn + transport.rank)
+        graph.replay()
+        assert torch.equal(got.cpu(), torch.full((NUMEL,), 2 * (10.0 * turn + before + 1)))
+
+
+def check_split(transport: NcclTransport) -> None:
+    """The same ranks once more, on communicators of their own that are closed before the first."""
+    part = transport.split(range(transport.size), TIMEOUT)
+    check_order_of_streams(part)
+    part.close()
+    check_order_of_streams(transport)
+
+
+def check_wrong_devices(transport: NcclTransport) -> None:
+    with pytest.raises(ValueError, match="on meta, NCCL carries CUDA tensors"):
+        transport.check_device(torch.device("meta"))
+
+
+CHECKS: dict[str, Check] = {
+    name.removeprefix("check_"): value
+    for name, value in list(globals().items())
+    if name.startswith("check_")
+}
+
+
+def start(rank: int) -> NcclTransport:
+    """This process's transport; ranks share GPUs where there are fewer of them."""
+    size = int(os.environ["WORLD_SIZE"])
+    if torch.cuda.device_count() < size:
+        os.environ.update(ONE_GPU)
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group("gloo")
+    group = dist.group.WORLD
+    assert group is not None
+    return NcclTransport(GlooTransport(group), store_of(group), timeout=TIMEOUT)
+
+
+def run_checks(rank: int) -> dict[str, str]:
+    """Run all checks on this rank: name -> "" or the traceback."""
+    transport = start(rank)
+    results = dict.fromkeys(CHECKS, "not run: an earlier check failed")
+    for name, check in CHECKS.items():
+        try:
+            check(transport)
+            results[name] = ""
+        except BaseException:  # noqa: BLE001 - handed to the test
+            results[name] = traceback.format_exc()
+            break
+    transport.close()
+    return results
+
+
+@cache
+def results_of(size: int) -> list[dict[str, str]]:
+    return run_ranks(size, run_checks, timeout=150.0)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("check", sorted(CHECKS))
+def test_checks(size: int, check: str) -> None:
+    if reason := why_not(size):
+        pytest.skip(reason)
+    failures = [f"rank {r}: {out[check]}" for r, out in enumerate(results_of(size)) if out[check]]
+    assert not failures, "\n".join(failures)
+
+
+def told_of_a_silent_peer(transport: Transport, device: torch.device) -> tuple[str, float]:
+    """Rank 1 never posts: what rank 0 is told and after how long. No rank closes its transport."""
+    message = Message(1 - transport.rank, torch.ones(NUMEL, device=device))
+    got = Message(1 - transport.rank, torch.empty(NUMEL, device=device))
+    transport.exchange([message], [got], "step 0", TIMEOUT)
+    if transport.rank == 1:
+        time.sleep(SHORT + 6.0)
+        return "", 0.0
+    begin = time.monotonic()
+    with pytest.raises(CollectiveTimeoutError) as caught:
+        transport.exchange([message], [got], "step 1", SHORT)
+    return str(caught.value), time.monotonic() - begin
+
+
+def check_told(told: tuple[str, float]) -> None:
+    text, waited = told
+    assert "rank 0 got no answer from rank 1 in step 1" in text
+    assert SHORT <= waited <= SHORT + 5.0
+
+
+def silent_peer(rank: int) -> tuple[str, float]:
+    transport = start(rank)
+    told = told_of_a_silent_peer(transport, transport.device)
+    if rank == 0:
+        with pytest.raises(TransportError, match="unusable since"):
+            transport.exchange(
+                [], [Message(1, torch.ones(1, device=transport.device))], "step 2", SHORT
+            )
+    return told
+
+
+def test_a_silent_peer() -> None:
+    if reason := why_not(2):
+        pytest.skip(reason)
+    check_told(run_ranks(2, silent_peer, timeout=120.0)[0])
+
+
+def no_sender(rank: int) -> tuple[str, float]:
+    """A rank that waits for itself, which NCCL refuses: the error, and seconds until it came."""
+    transport = start(rank)
+    got = Message(rank, torch.empty(NUMEL, device=transport.device))
+    begin = time.monotonic()
+    with pytest.raises(TransportError) as caught:
+        transport.exchange([], [got], "step 0", TIMEOUT)
+    waited = time.monotonic() - begin
+    with pytest.raises(TransportError, match="unusable since"):
+        transport.exchange([got], [got], "step 1", TIMEOUT)
+    transport.close()
+    return str(caught.value), waited
+
+
+def test_what_nccl_refuses_is_said_in_its_words() -> None:
+    if reason := why_not(1):
+        pytest.skip(reason)
+    text, waited = run_ranks(1, no_sender, timeout=120.0)[0]
+    assert "NCCL failed in step 0: NCCL_ERROR_INVALID_USAGE" in text
+    assert waited <= TIMEOUT

@@ -1,0 +1,325 @@
+"""Groups of some of a group's ranks, in threads and in real processes."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import collectives
+from adasum import Adasum
+from collectives import CollectiveMismatchError, Group, Topology, TransportError
+from collectives.transport import HybridTransport
+from tests.processes.conformance import CHECKS, run_checks, start_or_pretend
+from tests.processes.harness import run_ranks
+
+
+def total(group: Group, value: float) -> float:
+    return float(group.all_reduce(torch.tensor([value])))
+
+
+def check_parts(whole: Group) -> None:
+    """Disjoint, overlapping, single and whole parts, in any order, one after the other."""
+    n = whole.size
+    for ranks in ([0], [n - 1, 0], [0, 1], [0, 1], list(range(n)), list(range(1, n))):
+        part = whole.split(ranks)
+        assert (part is None) == (whole.rank not in ranks)
+        if part is not None:
+            assert (part.rank, part.size) == (ranks.index(whole.rank), len(ranks))
+            assert (part.local_rank, part.local_size, part.num_nodes) == (part.rank, part.size, 1)
+            assert part.all_gather(torch.tensor([whole.rank])).tolist() == ranks
+            assert total(part, 1.0 + whole.rank) == sum(ranks) + len(ranks)
+            assert part.timeout == whole.timeout
+            part.close()
+        assert total(whole, 1.0) == n
+
+
+def check_order_is_adasums(whole: Group) -> None:
+    """Adasum over a part, whose order is part of the answer, is that of a group of these ranks."""
+    vectors = [torch.randn(50, generator=torch.Generator().manual_seed(r)) for r in range(3)]
+    for order in ([2, 0, 1], [0, 1, 2]):
+        mine = vectors[whole.rank].clone()
+        part = whole.split(order)
+        assert part is not None
+        part.all_reduce(mine, Adasum)
+
+        def alone(group: Group, order: list[int] = order) -> torch.Tensor:
+            answer = group.all_reduce(vectors[order[group.rank]].clone(), Adasum)
+            assert isinstance(answer, torch.Tensor)
+            return answer
+
+        assert torch.equal(mine, collectives.run_threads(3, alone)[0])
+
+
+def check_two_at_once(whole: Group) -> None:
+    """A group and two of its parts, each used by a thread of its own, keep their messages apart."""
+    one, two = whole.split(range(whole.size)), whole.split(range(whole.size))
+    assert one is not None and two is not None
+    wrong: list[str] = []
+
+    def work(group: Group, value: float) -> None:
+        for i in range(40):
+            tensor = torch.full((1 + 97 * i,), value + i)
+            # Named, since another thread made calls on the whole group before.
+            group.all_reduce(tensor, name="at once")
+            if not torch.equal(tensor, torch.full_like(tensor, group.size * (value + i))):
+                wrong.append(f"{value} {i}")
+
+    threads = [
+        threading.Thread(target=work, args=(group, value))
+        for group, value in ((whole, 1.0), (one, 1000.0), (two, 1e6))
+    ]
+    # In another order on every other rank: none of the groups may wait for another one.
+    if whole.rank % 2:
+        threads.reverse()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def check_errors(whole: Group) -> None:
+    for bad, kind in (
+        ([], ValueError),
+        ([0, 0], ValueError),
+        ([0, whole.size], ValueError),
+        ([-1], ValueError),
+        (["a"], TypeError),
+        (3, TypeError),
+        ("01", TypeError),
+    ):
+        with pytest.raises(kind, match="ranks"):
+            whole.split(bad)  # type: ignore[arg-type]
+    with pytest.raises(CollectiveMismatchError, match=r"ranks=\[0\].*ranks=\[1\]"):
+        whole.split([min(whole.rank, 1)])
+    with pytest.raises(CollectiveMismatchError, match=r"ranks=\[0, 1\].*ranks=\[1, 0\]"):
+        whole.split([1, 0] if whole.rank == 1 else [0, 1])
+    assert total(whole, 1.0) == whole.size
+
+
+def check_a_part_of_a_part(whole: Group) -> None:
+    part = whole.split(range(1, whole.size))
+    if part is not None:
+        inner = part.split([part.size - 1, 0])
+        if inner is not None:
+            both = 1 + whole.size - 1
+            assert total(inner, float(whole.rank)) == (both if inner.size == 2 else whole.rank)
+        part.close()
+        assert inner is None or inner.closed
+    assert total(whole, 1.0) == whole.size
+
+
+PARTS: list[Callable[[Group], None]] = [
+    check_parts,
+    check_order_is_adasums,
+    check_two_at_once,
+    check_errors,
+    check_a_part_of_a_part,
+]
+
+
+def all_checks(whole: Group) -> None:
+    for check in PARTS:
+        check(whole)
+
+
+def test_threads() -> None:
+    collectives.run_threads(3, all_checks)
+
+
+def test_a_part_ends_with_its_group() -> None:
+    def run(whole: Group) -> Group | None:
+        return whole.split([0, 1])
+
+    first, second, third = collectives.run_threads(3, run)
+    assert third is None and first is not None and second is not None and first.closed
+    with pytest.raises(TransportError, match="shut down"):
+        second.barrier()
+
+
+def test_a_closed_part_is_forgotten() -> None:
+    """Its memory and what it holds of the system stayed with the group that it was split from."""
+
+    def run(whole: Group) -> list[object]:
+        seen = []
+        for _ in range(2):
+            part = whole.split([0, 1])
+            assert part is not None
+            total(part, 1.0)
+            seen += [
+                weakref.ref(part),
+                weakref.ref(part.transport),
+                weakref.ref(part.transport._world),
+            ]
+            part.close()
+            del part
+        whole.barrier()
+        gc.collect()
+        whole.barrier()
+        return [each() for each in seen]
+
+    assert collectives.run_threads(2, run) == [[None] * 6] * 2
+
+
+def forgotten(rank: int) -> list[int]:
+    """What is open after each of some parts, of which some sum inside nodes by gloo."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    os.environ["LOCAL_RANK"] = str(rank % 2)
+    whole = collectives.init(timeout=30.0, calibrate=False)
+    counts = []
+    for _ in range(8):
+        part = whole.split(range(4))
+        assert part is not None
+        part.all_reduce(torch.ones(3), algorithm="collective/rd")
+        part.close()
+        del part
+        gc.collect()
+        counts.append(len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0)
+    collectives.shutdown()
+    return counts
+
+
+def test_a_closed_part_leaves_nothing_open() -> None:
+    for counts in run_ranks(4, forgotten):
+        # Sockets of the last one may still be closing; one each that stayed would make 7.
+        assert counts[-1] < counts[0] + 7, counts
+
+
+def test_new_group_is_a_part_of_the_default_group() -> None:
+    def run(whole: Group) -> None:
+        part = collectives.new_group([2, 1])
+        assert (part is None) == (whole.rank == 0)
+        if part is not None:
+            assert total(part, float(whole.rank)) == 3.0
+
+    collectives.run_threads(3, run)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "place"),
+    [
+        ([0, 1, 2], [(0, 2), (1, 2), (0, 1)]),
+        ([1, 3], [(0, 1), (0, 1)]),
+        ([2, 3, 0, 1], [(0, 2), (1, 2), (0, 2), (1, 2)]),
+        ([0, 2, 1, 3], [(0, 2), (0, 2), (1, 2), (1, 2)]),
+    ],
+)
+def test_a_part_knows_its_hosts(ranks: list[int], place: list[tuple[int, int]]) -> None:
+    """Two nodes of two ranks: the part's nodes are equal runs, or else one rank each."""
+
+    def run(whole: Group) -> Group | None:
+        return whole.split(ranks)
+
+    parts = collectives.run_threads(4, run, local_size=2)
+    equal = ranks in ([2, 3, 0, 1],)
+    for position, rank in enumerate(ranks):
+        part = parts[rank]
+        assert part is not None
+        assert (part.local_rank, part.local_size) == place[position]
+        assert part.topology == Topology(len(ranks), 2 if equal else 1)
+
+
+def processes(rank: int, transport: str) -> list[str]:
+    group = start_or_pretend(transport)
+    if transport == "mixed":
+        part = group.split([0, 2, 1])
+        if part is not None:
+            assert isinstance(part.transport, HybridTransport)
+            near = [[1], [0], []][part.rank]
+            assert sorted(part.transport.sharing_peers) == near
+            assert len(part.transport.linked_peers) == 2
+            assert total(part, 1.0) == 3.0
+    else:
+        all_checks(group)
+    # A part passes every transport's suite while another part is alive.
+    part = group.split(range(group.size))
+    assert part is not None
+    failures = [text for text in run_checks(part).values() if text]
+    assert len(failures) < len(CHECKS)
+    group.close()
+    assert part.closed
+    collectives.shutdown()
+    return failures
+
+
+@pytest.mark.parametrize(("transport", "size"), [("gloo", 3), ("shm", 3), ("mixed", 4)])
+def test_processes(transport: str, size: int) -> None:
+    for failures in run_ranks(size, processes, transport):
+        assert not failures, "\n".join(failures)
+
+
+def adopt(rank: int) -> list[object]:
+    """from_process_group: on pairs that overlap, and beside torch's own messages."""
+    dist.init_process_group("gloo")
+    # Only some ranks are in these, so torch has made another number of groups on each rank.
+    pairs = [dist.new_group(pair) for pair in ([0, 1], [1, 2])]
+    said: list[object] = []
+    for members, pair in zip(([0, 1], [1, 2]), pairs, strict=True):
+        if rank in members:
+            group = collectives.from_process_group(pair, timeout=30.0)
+            assert collectives.from_process_group(pair) is group
+            assert isinstance(group.transport, HybridTransport)
+            assert (group.rank, group.size) == (members.index(rank), 2)
+            assert (group.local_rank, group.local_size) == (group.rank, 2)
+            theirs = torch.ones(3)
+            work = dist.all_reduce(theirs, group=pair, async_op=True)
+            said.append(total(group, float(rank)))
+            assert work is not None
+            work.wait()
+            assert theirs.tolist() == [2.0, 2.0, 2.0]
+            group.close()
+            again = collectives.from_process_group(pair)
+            assert again is not group
+            said.append(total(again, 10.0 * rank))
+            # torch's own sum of the part, whose name follows from the ranks too.
+            value = torch.ones(1)
+            again.all_reduce(value, algorithm="collective")
+            assert value.item() == 2.0
+        elif rank == 0:
+            with pytest.raises(TypeError, match="that this rank is in"):
+                collectives.from_process_group(pair)
+    whole = collectives.from_process_group(dist.group.WORLD, timeout=30.0)
+    assert not collectives.is_initialized()
+    said.append(total(whole, 1.0))
+    part = whole.split([0, 2])
+    if part is not None:
+        said.append(total(part, 1.0))
+    dist.barrier()
+    dist.destroy_process_group()
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        collectives.from_process_group(pairs[0])
+    return said
+
+
+def test_from_process_group() -> None:
+    assert run_ranks(3, adopt) == [
+        [1.0, 10.0, 3.0, 2.0],
+        [1.0, 10.0, 3.0, 30.0, 3.0],
+        [3.0, 30.0, 3.0, 2.0],
+    ]
+
+
+def absent(rank: int) -> str:
+    """One rank of a pair makes no group, so the other one waits for it in vain."""
+    dist.init_process_group("gloo")
+    if rank:
+        time.sleep(8.0)
+        return ""
+    start = time.monotonic()
+    with pytest.raises(collectives.CollectiveTimeoutError) as caught:
+        collectives.from_process_group(dist.group.WORLD, timeout=2.0)
+    assert time.monotonic() - start < 7.0
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_come_is_an_error() -> None:
+    assert "rank 0" in run_ranks(2, absent)[0]

@@ -1,0 +1,61 @@
+"""CUDA tensors through torch's own NCCL, which a group takes unless NCCL was asked for.
+
+Several ranks share one GPU where NCCL is 2.30 or newer, as in test_nccl.py.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import collectives
+from adasum import Adasum
+from collectives import Sum
+from collectives.transport import GlooTransport
+from tests.processes.harness import run_ranks
+from tests.processes.test_nccl import ONE_GPU, TIMEOUT, check_told, told_of_a_silent_peer, why_not
+
+
+def _use_a_gpu(rank: int) -> torch.device:
+    if torch.cuda.device_count() < int(os.environ["WORLD_SIZE"]):
+        os.environ.update(ONE_GPU)
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def sums(rank: int) -> list[list[float]]:
+    """Of a group as init makes it: a sum, and Adasum of what is parallel, which averages."""
+    device = _use_a_gpu(rank)
+    group = collectives.init(timeout=TIMEOUT)
+    try:
+        mine = torch.full((1001,), float(rank + 1), device=device)
+        found = [group.all_reduce(mine, Sum, algorithm="rd").unique()]
+        mine = torch.full((1001,), 1.0, device=device)
+        found.append(group.all_reduce(mine, Adasum).unique())
+        return [values.tolist() for values in found]
+    finally:
+        collectives.shutdown()
+
+
+def test_sums() -> None:
+    if reason := why_not(2):
+        pytest.skip(reason)
+    # The coefficients of two equal gradients are exactly a half.
+    assert run_ranks(2, sums, timeout=120.0) == [[[3.0], [1.0]]] * 2
+
+
+def silent_peer(rank: int) -> tuple[str, float]:
+    device = _use_a_gpu(rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    assert dist.group.WORLD is not None
+    return told_of_a_silent_peer(GlooTransport(dist.group.WORLD), device)
+
+
+def test_a_silent_peer() -> None:
+    if reason := why_not(2):
+        pytest.skip(reason)
+    check_told(run_ranks(2, silent_peer, timeout=120.0)[0])

@@ -1,0 +1,161 @@
+"""Triton's launches, sent to the emulator: the public functions run their compiled code on CPU
+tensors.
+
+All that Triton does before a launch is as on a GPU: what it specialises on, what it compiles for
+which architecture, what it passes.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+
+from kernels import _recall
+from kernels.gpu import launcher
+from tests.ptx_emulator.machine import launch
+from tests.ptx_emulator.memory import Traffic, freeze_tensors
+from tests.ptx_emulator.parse import Program, parse
+
+_parse = cache(parse)
+# Of four programs of the one-launch kernel at most, so that they take turns.
+SMALL_CHIP = launcher.Chip(multiprocessors=1, cache=50 << 20)
+
+
+# Compiled kernels outlive the emulator that they were compiled for.
+_current: Emulator | None = None
+
+
+@dataclass
+class Launched:
+    """One launch: the kernel's name, its grid and what it moved, if that was counted."""
+
+    name: str
+    grid: int
+    traffic: Traffic | None
+
+
+@dataclass
+class Emulator:
+    """How launches run, and what they did.
+
+    resident: blocks at once, in a launch that is not cooperative. seed: of the order of blocks and
+    threads, another in every launch. races: whether they are looked for. traffic: whether what is
+    moved is counted.
+    """
+
+    resident: int
+    seed: int
+    races: bool
+    traffic: bool
+    launches: list[Launched] = field(default_factory=list)
+    _turn: threading.Lock = field(default_factory=threading.Lock)
+
+    def run(self, program: Program, grid: int, arguments: Sequence[int], metadata: Any) -> None:
+        with self._turn:
+            traffic = Traffic() if self.traffic else None
+            self.seed += 1
+            launch(
+                program,
+                grid,
+                arguments,
+                metadata.shared,
+                resident=grid if metadata.launch_cooperative_grid else self.resident,
+                seed=self.seed,
+                races=self.races,
+                traffic=traffic,
+            )
+            self.launches.append(Launched(program.name, grid, traffic))
+
+
+class _Driver:
+    """What Triton asks of the active driver before a launch."""
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self._capability, 32)
+
+    def get_current_device(self) -> int:
+        # Kernels compiled for another architecture, or for a GPU that is here, stay apart.
+        return -self._capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def _argument(value: object) -> int:
+    return value.data_ptr() if isinstance(value, Tensor) else int(value)  # type: ignore[call-overload]
+
+
+@contextmanager
+def emulated(
+    capability: int = 90,
+    *,
+    resident: int = 64,
+    chip: launcher.Chip = SMALL_CHIP,
+    seed: int = 0,
+    races: bool = True,
+    traffic: bool = False,
+) -> Iterator[Emulator]:
+    """Send CPU tensors to the Triton kernels, compiled for sm_`capability` and emulated.
+
+    chip: what decides between one cooperative launch and two. The launches of several threads take
+    turns. RuntimeError in a process that interprets kernels.
+    """
+    global _current
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise RuntimeError("an interpreted kernel is not compiled: unset TRITON_INTERPRET")
+    from triton.compiler.compiler import CompiledKernel
+    from triton.runtime.driver import driver
+
+    emulator = Emulator(resident, seed, races, traffic)
+
+    def handles(self: Any) -> None:
+        if self._run is not None:
+            return
+        program, metadata = _parse(self.asm["ptx"]), self.metadata
+        kinds = list(self.src.signature.values())
+
+        def run(x: int, y: int, z: int, *rest: Any) -> None:
+            assert (y, z) == (1, 1)
+            bound = rest[-len(kinds) :]
+            passed = [
+                _argument(value)
+                for value, kind in zip(bound, kinds, strict=True)
+                if kind != "constexpr"
+            ]
+            # Pointers to two kinds of scratch memory that these kernels do not ask for.
+            passed += [0] * (len(program.parameters) - len(passed))
+            assert _current is not None
+            _current.run(program, x, passed, metadata)
+
+        self._run, self.function = run, None
+
+    freeze_tensors()
+    # What is loaded now is what is there again afterwards.
+    _recall.load(wait=True)
+    made_in_c = ("copy", "sum_n", "scaled_add")
+    in_python: dict[str, Any] = dict.fromkeys(made_in_c, _recall.not_known)
+    outer, _current = _current, emulator
+    with (
+        mock.patch.object(launcher, "_emulated", True),
+        mock.patch.multiple(_recall, **in_python),
+        mock.patch.object(launcher, "chip_of", return_value=chip),
+        mock.patch.object(CompiledKernel, "_init_handles", handles),
+        mock.patch.object(driver, "_active", _Driver(capability)),
+    ):
+        try:
+            yield emulator
+        finally:
+            _current = outer

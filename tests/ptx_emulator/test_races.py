@@ -1,0 +1,86 @@
+"""Races of stores with one of several loads, and of plain accesses with atomics."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests.ptx_emulator import machine
+from tests.ptx_emulator.parse import parse
+from tests.ptx_emulator.races import RaceError
+
+
+def program(body: str, threads: int = 64):
+    return parse(f"""
+.visible .entry a_kernel(
+	.param .u64 .ptr .global .align 1 a_kernel_param_0
+)
+.reqntid {threads}
+{{
+	.reg .pred 	%p<4>;
+	.reg .b32 	%r<4>;
+	.reg .b64 	%rd<4>;
+	ld.param.b64 	%rd1, [a_kernel_param_0];
+	mov.u32 	%r1, %tid.x;
+	mov.u32 	%r3, %ctaid.x;
+{body}
+	ret;
+}}
+""")
+
+
+def launch(body: str, blocks: int = 1) -> None:
+    for seed in range(4):
+        memory = torch.full((8,), 7, dtype=torch.int64)
+        machine.launch(program(body), blocks, [memory.data_ptr()], 16, resident=blocks, seed=seed)
+
+
+@pytest.mark.parametrize("writer", [0, 31, 40, 63])
+def test_a_store_over_what_all_threads_load(writer):
+    """Whoever stores, itself among those that loaded."""
+    body = """
+	ld.shared.b32 	%r2, [global_smem];
+	setp.eq.b32 	%p1, %r1, {};
+	{}
+	@%p1 st.shared.b32 	[global_smem], %r1;"""
+    with pytest.raises(RaceError, match="has loaded, and nothing orders the two"):
+        launch(body.format(writer, ""))
+    launch(body.format(writer, "bar.sync 0;"))
+
+
+def test_a_store_over_what_was_loaded_in_turns():
+    """First by thread 5, then by thread 40, which stores."""
+    body = """
+	setp.eq.b32 	%p1, %r1, 5;
+	@%p1 ld.shared.b32 	%r2, [global_smem];
+	setp.eq.b32 	%p1, %r1, 40;
+	@%p1 ld.shared.b32 	%r2, [global_smem];
+	@%p1 st.shared.b32 	[global_smem], %r1;"""
+    with pytest.raises(RaceError, match="thread 40 where thread 5 has loaded"):
+        launch(body)
+
+
+ADD = "@%p1 atom.global.gpu.{}add.u64 	%rd2, [%rd1], 1;"
+FIRST = """
+	setp.eq.b32 	%p1, %r1, 0;
+	setp.eq.b32 	%p2, %r3, 0;
+	and.pred 	%p2, %p1, %p2;
+"""
+
+
+@pytest.mark.parametrize(
+    "access", ["@%p1 ld.global.b64 	%rd3, [%rd1];", "@%p2 st.global.b64 	[%rd1], 1;"]
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_plain_accesses_race_with_atomics(access, first):
+    add = ADD.format("acq_rel.")
+    with pytest.raises(RaceError, match=r"counted up|atom\.global"):
+        launch(FIRST + "\n".join([access, add] if first else [add, access]), blocks=2)
+
+
+def test_atomics_do_not_race_with_each_other():
+    launch(FIRST + ADD.format(""), blocks=2)
+    # Of one block, whose barrier orders the two.
+    launch(FIRST + "@%p2 st.global.b64 	[%rd1], 1;\nbar.sync 0;\n" + ADD.format(""))
