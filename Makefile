@@ -20,7 +20,8 @@ TORCH := $(shell grep -o '^torch==[^;]*' constraints.txt)
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo evidence test test-emulated test-timing lint docs docs-links bench bench-gpu bench-compiled clean
+.PHONY: help demo evidence test test-slow test-kernels test-collectives test-emulated \
+	test-timing lint docs docs-links bench bench-gpu bench-compiled clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 16
@@ -32,10 +33,20 @@ evidence: $(READY)  ## the trainings behind docs/evidence: about an hour on two 
 	for each in digits rates text orthogonality; do $(PY) examples/evidence_$$each.py || exit 1; done
 
 # Two files at a time have more threads than there are cores: one that spins keeps the one it waits for from running.
-test test-emulated: export OMP_WAIT_POLICY = passive
+test test-slow test-kernels test-collectives test-emulated: export OMP_WAIT_POLICY = passive
+TWO_FILES = -n 2 --dist loadfile --no-loadscope-reorder
 
-test: $(READY)  ## every test, two files at a time
-	$(PY) -m pytest tests -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+test: $(READY)  ## the tests to run before a commit: every package, two files at a time
+	$(PY) -m pytest tests $(TWO_FILES) $(PYTEST_ARGS)
+
+test-slow: $(READY)  ## the long tests, which `make test` leaves out
+	$(PY) -m pytest tests -m slow $(TWO_FILES) $(PYTEST_ARGS)
+
+test-kernels: $(READY)  ## the tests of kernels, and of the emulator that runs their compiled code
+	$(PY) -m pytest tests/kernels tests/ptx_emulator $(TWO_FILES) $(PYTEST_ARGS)
+
+test-collectives: $(READY)  ## the tests of collectives in one process, without those that start ranks
+	$(PY) -m pytest tests/collectives $(TWO_FILES) $(PYTEST_ARGS)
 
 test-emulated: $(READY)  ## collectives and adasum over the kernels' compiled code, emulated: 10 minutes
 	$(PY) -m pytest tests/collectives tests/adasum/test_reducer.py tests/adasum/optimizer/test_optimizer.py \
