@@ -34,7 +34,7 @@ class HookState:
     """How gradients are reduced: what DDP and FSDP hand to the hook at every reduction.
 
     op: Sum, Average or Adasum. Average divides by the number of ranks, joined ones (`Join`)
-    included. spec: the algorithm ("rechd/vhdd", "rd:16k:vhdd", ...), chosen by size unless given.
+    included. algorithm: its name ("rechd/vhdd", "rd:16k:vhdd", ...), chosen by size unless given.
     process_group: the ranks that reduce, a torch ProcessGroup or a collectives.Group; unless given
     those of `adasum.init()`, or, without it, torch.distributed's world. watch: is shown every
     parameter's gradient before and after (DDP only; not on ranks that have joined).
@@ -51,7 +51,7 @@ class HookState:
     def __init__(
         self,
         op: Reducer = Average,
-        spec: str | None = None,
+        algorithm: str | None = None,
         process_group: dist.ProcessGroup | Group | None = None,
         watch: Watcher | None = None,
         timeout: float = 300.0,
@@ -60,11 +60,11 @@ class HookState:
     ) -> None:
         if not isinstance(op, Reducer):
             raise TypeError(f"op must be Sum, Average or Adasum, not {op!r}")
-        if spec is not None:
-            collectives.parse_all_reduce_spec(spec)
+        if algorithm is not None:
+            collectives.parse_all_reduce_spec(algorithm)
         validation.timeout(timeout)
         self.op = op
-        self.spec = spec
+        self.algorithm = algorithm
         self.process_group = process_group
         self.watch = watch
         self.timeout = timeout
@@ -112,8 +112,8 @@ def ddp_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[Tenso
     """DDP's communication hook: reduces the bucket in place while backward goes on.
 
     Every parameter is a segment of its own, so its answer does not depend on what shares its
-    bucket: to rounding always, and bit for bit with spec="rd" (shown on CPUs). All ranks end with
-    the same bits.
+    bucket: to rounding always, and bit for bit with algorithm="rd" (shown on CPUs). All ranks
+    end with the same bits.
 
     An error of the reduction is raised by backward as it is, after DDP has ended its own part, so
     that the model can go on where the group can. Ranks that have joined (`Join`) take part with
@@ -129,7 +129,7 @@ def ddp_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[Tenso
     segments = [0, *accumulate(gradient.numel() for gradient in gradients)]
     group = state.group
     options: dict[str, Any] = {
-        "algorithm": state.spec,
+        "algorithm": state.algorithm,
         "name": name,
         "segments": segments,
     }

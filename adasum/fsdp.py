@@ -117,7 +117,7 @@ class _Hook:
         self._replicas.all_reduce(
             gradients,
             op,
-            algorithm=self._state.spec,
+            algorithm=self._state.algorithm,
             name=f"FSDP unit {parameters[0]._param_fqn}...",
             segments=segments,
         )

@@ -53,7 +53,7 @@ def nccl_built() -> int:
 
     Horovod's scripts multiply Adasum's learning rate by local_size() where this is true, because
     Horovod then averages inside a host. Here Adasum is over all ranks unless asked otherwise, so
-    that the factor has no place (it has with spec="collective/vhdd" and others of two levels).
+    that the factor has no place (it has with algorithm="collective/vhdd" and others of two levels).
     """
     if not (dist.is_available() and dist.is_nccl_available()):
         return 0

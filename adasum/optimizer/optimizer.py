@@ -34,7 +34,7 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: ProcessSet | None = None,
     *,
-    spec: str | None = None,
+    algorithm: str | None = None,
     method: str = "delta",
     step_in_backward: bool = False,
     memory_size: float | None = None,
@@ -59,8 +59,8 @@ def DistributedOptimizer(
     sparse_as_dense: turns sparse gradients into dense ones first. Else Sum and Average gather them,
         the delta method leaves them to the optimizer, and Adasum of gradients refuses them.
     process_set: reduces over its ranks alone; on other ranks the optimizer is the plain one.
-    spec: the algorithm, as `collectives` takes it: "vhdd", or "rechd/vhdd" for an average inside
-        each node and Adasum across nodes (then scale the learning rate by local_size()).
+    algorithm: as `collectives` takes it: "vhdd", or "rechd/vhdd" for an average inside each
+        node and Adasum across nodes (then scale the learning rate by local_size()).
     method: with Adasum, "gradient" reduces the gradients instead of the steps, as the DDP hook
         does: one optimizer state for all ranks, and clipping sees the reduced gradient.
     step_in_backward: with Adasum's delta method, takes each bucket's local step and sends its
@@ -69,7 +69,7 @@ def DistributedOptimizer(
         either is given), or so many parameters.
 
     The group in use is the default group at this call. Errors: TypeError for no optimizer or no
-    compression, ValueError for bad op, names, groups, counts, factors, spec and method.
+    compression, ValueError for bad op, names, groups, counts, factors, algorithm and method.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
@@ -82,7 +82,7 @@ def DistributedOptimizer(
     require_compressor(compression)
     check_passes(backward_passes_per_step)
     require("gradient_predivide_factor", gradient_predivide_factor, int, float)
-    require("spec", spec, str, type(None))
+    require("algorithm", algorithm, str, type(None))
     require("sparse_as_dense", sparse_as_dense, bool)
     require("step_in_backward", step_in_backward, bool)
     if gradient_predivide_factor != 1.0 and op is not Average:
@@ -93,12 +93,12 @@ def DistributedOptimizer(
         )
     kind = _method(optimizer, op, method, step_in_backward)
     group = default_group() if process_set is None else group_of(process_set)
-    wire = Wire(group or default_group(), op, compression, spec)
+    wire = Wire(group or default_group(), op, compression, algorithm)
     if gradient_predivide_factor != 1.0:
         wire.op = Sum
         wire.prescale = 1.0 / gradient_predivide_factor
         wire.postscale = gradient_predivide_factor / wire.group.size
-    if spec is not None:
+    if algorithm is not None:
         wire.check()
     return wrap(
         optimizer,

@@ -24,26 +24,26 @@ __all__ = ["InFlight", "SparseInFlight", "Wire"]
 class Wire:
     """What one optimizer's reductions have in common.
 
-    spec: the algorithm, as `collectives` takes it; None is "auto". watch: sees every reduction.
+    algorithm: as `collectives` takes it; None is "auto". watch: sees every reduction.
     """
 
     group: Group
     op: Reducer
     compression: type[Compressor] = Compression.none
-    spec: str | None = None
+    algorithm: str | None = None
     prescale: float = 1.0
     postscale: float = 1.0
     watch: Watcher | None = None
     _shorter: WeakKeyDictionary[FusedBuffer, FusedBuffer] = field(default_factory=WeakKeyDictionary)
 
     def check(self) -> None:
-        """ValueError naming `spec` where it is no algorithm, or none for `op` on these ranks."""
+        """ValueError naming `algorithm` unless it can carry `op` on these ranks."""
         try:
-            for part in parse_all_reduce_spec(self.spec or "auto"):
+            for part in parse_all_reduce_spec(self.algorithm or "auto"):
                 if part.outer != "auto":
                     plan_of(part, self.op, self.group.topology)
         except ValueError as error:
-            raise ValueError(f"spec={self.spec!r}: {error}") from None
+            raise ValueError(f"algorithm={self.algorithm!r}: {error}") from None
 
     def shorter(self, tensors: Sequence[Tensor]) -> FusedBuffer | None:
         """A buffer to cast them into, the same at every call; None unless that is all there is to
@@ -90,7 +90,7 @@ class InFlight:
         self._work: Work | Any = wire.group.grouped_all_reduce(
             [short for short, _ in self._sent],
             wire.op,
-            algorithm=wire.spec,
+            algorithm=wire.algorithm,
             name=label,
             prescale=wire.prescale,
             postscale=wire.postscale,

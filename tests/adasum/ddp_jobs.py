@@ -59,7 +59,7 @@ def check_bits(rank: int) -> None:
     for op in OPS:
         answers = []
         for cap in (TINY, 0.05, HUGE):
-            wrapped = wrap(model, op, spec="rd", bucket_cap_mb=cap)
+            wrapped = wrap(model, op, algorithm="rd", bucket_cap_mb=cap)
             for _ in range(2):
                 wrapped.zero_grad()
                 loss_of(wrapped, rank, 0).backward()

@@ -97,12 +97,12 @@ def compare(
 
 
 def wrap(
-    model: nn.Module, op: str | None, *, spec: str | None = None, **options: Any
+    model: nn.Module, op: str | None, *, algorithm: str | None = None, **options: Any
 ) -> DistributedDataParallel:
     """Under DDP, with the hook; with DDP's own reduction for op None."""
     wrapped = DistributedDataParallel(copy.deepcopy(model), **options)
     if op is not None:
-        wrapped.register_comm_hook(HookState(op=OPS[op], spec=spec), ddp_hook)
+        wrapped.register_comm_hook(HookState(op=OPS[op], algorithm=algorithm), ddp_hook)
     return wrapped
 
 

@@ -108,7 +108,7 @@ def check_pickle(rank: int) -> None:
 def check_two_levels(rank: int) -> None:
     """On one host "inner/outer" averages inside it: there is nothing left to project."""
     model = Net()
-    wrapped = wrap(model, "Adasum", spec="rechd/vhdd")
+    wrapped = wrap(model, "Adasum", algorithm="rechd/vhdd")
     loss_of(wrapped, rank, 0).backward()
     compare(gradients(wrapped), "Average", columns_of(model, 0), torch.float32)
 
@@ -147,12 +147,12 @@ def check_mismatch(rank: int) -> None:
     model = Net()
     for hook in (ddp_hook, default_hooks.fp16_compress_wrapper(ddp_hook)):
         wrapped = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=0.05)
-        state = HookState(op=hvd.Adasum, spec="rd" if rank == 1 else "vhdd")
+        state = HookState(op=hvd.Adasum, algorithm="rd" if rank == 1 else "vhdd")
         wrapped.register_comm_hook(state, hook)
         for _ in range(2):
             with pytest.raises(CollectiveMismatchError, match=r"DDP bucket .*algorithm=rd"):
                 loss_of(wrapped, rank, 0).backward()
-        state.spec = "vhdd"
+        state.algorithm = "vhdd"
         wrapped.zero_grad()
         loss_of(wrapped, rank, 0).backward()
         dtype = torch.float32 if hook is ddp_hook else torch.float16
@@ -163,7 +163,7 @@ def check_mismatch(rank: int) -> None:
 def check_mismatch_after_join(rank: int) -> None:
     """The same where rank 0 has joined: its part of the error comes out of the Join context."""
     wrapped = DistributedDataParallel(Net())
-    state = HookState(op=hvd.Adasum, spec="rd" if rank == 0 else "vhdd")
+    state = HookState(op=hvd.Adasum, algorithm="rd" if rank == 0 else "vhdd")
     wrapped.register_comm_hook(state, ddp_hook)
 
     def train() -> None:

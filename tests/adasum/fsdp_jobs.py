@@ -55,9 +55,9 @@ class Ranks:
         self.replicas, self.shards = replicas, shards
         self.rank = dist.get_rank()
 
-    def state(self, op: str = "Adasum", spec: str | None = None) -> HookState:
+    def state(self, op: str = "Adasum", algorithm: str | None = None) -> HookState:
         group = self.mesh.get_group("replicate")
-        return HookState(op=OPS[op], spec=spec, process_group=group, timeout=60.0)
+        return HookState(op=OPS[op], algorithm=algorithm, process_group=group, timeout=60.0)
 
     def wrap(self, model: nn.Module, state: HookState | None, **options: Any) -> FSDPModule:
         """Two units, one inside the other; without a hook for state None."""
@@ -116,8 +116,8 @@ def check_ops(ranks: Ranks) -> None:
     """Every op, step after step: what Adasum projects is whole parameters, not shards."""
     model = Odd()
     columns = [ranks.columns(model, step) for step in range(STEPS)]
-    for op, spec in (("Sum", None), ("Average", None), ("Adasum", None), ("Adasum", "vhdd")):
-        wrapped = ranks.wrap(model, ranks.state(op, spec))
+    for op, algorithm in (("Sum", None), ("Average", None), ("Adasum", None), ("Adasum", "vhdd")):
+        wrapped = ranks.wrap(model, ranks.state(op, algorithm))
         for step in range(STEPS):
             wrapped.zero_grad()
             loss_of(wrapped, ranks.rank, step).backward()
@@ -205,7 +205,7 @@ def check_arguments(ranks: Ranks) -> None:
 
 def check_mismatch(ranks: Ranks) -> None:
     """Replicas that disagree: backward raises the collective's own error."""
-    model = ranks.wrap(Odd(), ranks.state(spec="rd" if ranks.rank < ranks.shards else "vhdd"))
+    model = ranks.wrap(Odd(), ranks.state(algorithm="rd" if ranks.rank < ranks.shards else "vhdd"))
     with pytest.raises(CollectiveMismatchError, match=r"FSDP unit .*algorithm=rd"):
         loss_of(model, ranks.rank, 0).backward()
 

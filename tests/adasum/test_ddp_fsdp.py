@@ -36,7 +36,7 @@ def test_every_way_to_train_equals_the_definition(replicas: int, shards: int) ->
     ("options", "error", "match"),
     [
         ({"op": "Adasum"}, TypeError, "op must be Sum, Average or Adasum"),
-        ({"spec": "bogus"}, ValueError, "bogus"),
+        ({"algorithm": "bogus"}, ValueError, "bogus"),
         ({"timeout": 0.0}, ValueError, "timeout must be a positive number"),
     ],
 )
@@ -52,13 +52,13 @@ def test_without_ranks_the_error_says_what_to_call():
 
 def test_pickling_leaves_out_the_ranks_and_says_so(caplog):
     def check(group):
-        state = HookState(op=hvd.Adasum, spec="rd", process_group=group)
+        state = HookState(op=hvd.Adasum, algorithm="rd", process_group=group)
         assert state.group is group
         with caplog.at_level(logging.WARNING):
             again = pickle.loads(pickle.dumps(state))
         assert "process_group cannot be pickled" in caplog.text
         assert again.process_group is None
-        assert (repr(again.op), again.spec, again.timeout) == ("Adasum", "rd", state.timeout)
+        assert (repr(again.op), again.algorithm, again.timeout) == ("Adasum", "rd", state.timeout)
 
     run_threads(1, check)
 

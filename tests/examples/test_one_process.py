@@ -49,7 +49,7 @@ def on_ranks(op: str, method: str, kind: str, size: int, local_size: int) -> tor
             OPTIMIZERS[kind](model.parameters()),
             model.named_parameters(),
             op={"sum": hvd.Sum, "average": hvd.Average, "adasum": hvd.Adasum}[op],
-            spec="rechd/vhdd" if local_size > 1 else None,
+            algorithm="rechd/vhdd" if local_size > 1 else None,
             **({"method": method} if op == "adasum" else {}),
         )
         rows = []

@@ -60,7 +60,7 @@ def _order(*names: str) -> Call:
     return call
 
 
-def _train(method: str, width: int = 4, op: Any = hvd.Adasum, spec: str | None = None) -> Call:
+def _train(method: str, width: int = 4, op: Any = hvd.Adasum, algorithm: str | None = None) -> Call:
     """Two steps' worth of one: the model is `width` wide on this rank."""
 
     def call(group: Group, tensor: torch.Tensor) -> Any:
@@ -68,7 +68,11 @@ def _train(method: str, width: int = 4, op: Any = hvd.Adasum, spec: str | None =
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         options = {"method": method} if op is hvd.Adasum else {}
         optimizer = hvd.DistributedOptimizer(
-            optimizer, named_parameters=model.named_parameters(), op=op, spec=spec, **options
+            optimizer,
+            named_parameters=model.named_parameters(),
+            op=op,
+            algorithm=algorithm,
+            **options,
         )
         before = [parameter.detach().clone() for parameter in model.parameters()]
         try:
@@ -121,7 +125,7 @@ CASES: dict[str, tuple[Call, Call, torch.Tensor | None]] = {
     "op": (_reduce(), _reduce(op=Average), None),
     "prescale": (_reduce(prescale=0.5), _reduce(prescale=0.25), None),
     "postscale": (_reduce(postscale=0.5), _reduce(), None),
-    "spec": (_reduce(algorithm="xring"), _reduce(algorithm="rd"), None),
+    "algorithm": (_reduce(algorithm="xring"), _reduce(algorithm="rd"), None),
     "segments": (_reduce(segments=[0, 4, N]), _reduce(segments=[0, 5, N]), None),
     "name": (_reduce(), _reduce(name="v"), None),
     "no name": (_reduce(), _reduce(name=None), None),
@@ -158,7 +162,11 @@ CASES: dict[str, tuple[Call, Call, torch.Tensor | None]] = {
     "another model, delta": (_train("delta"), _train("delta", 5), None),
     "another model, gradient": (_train("gradient"), _train("gradient", 5), None),
     "another op, optimizer": (_train("gradient"), _train("gradient", op=hvd.Average), None),
-    "another spec, optimizer": (_train("delta", spec="vhdd"), _train("delta", spec="rd"), None),
+    "another algorithm, optimizer": (
+        _train("delta", algorithm="vhdd"),
+        _train("delta", algorithm="rd"),
+        None,
+    ),
     "a step left out": (_skipped_step(False), _skipped_step(True), None),
     "another op, ddp": (_ddp(hvd.Adasum), _ddp(hvd.Average), None),
 }

@@ -87,7 +87,7 @@ SIGNATURES: dict[str, tuple[Any, list[Strategy], dict[str, Strategy]]] = {
             "groups": value(None, 1, 2, [[torch.ones(2)]]),
             "sparse_as_dense": value(False, True),
             "process_set": value(None, adasum.global_process_set),
-            "spec": value(None, "vhdd", "rd"),
+            "algorithm": value(None, "vhdd", "rd"),
             "method": value("delta", "gradient"),
             "step_in_backward": value(False, True),
             "memory_size": value(None, 1.0, -1),
@@ -99,7 +99,7 @@ SIGNATURES: dict[str, tuple[Any, list[Strategy], dict[str, Strategy]]] = {
         [],
         {
             "op": OP,
-            "spec": value(None, "vhdd"),
+            "algorithm": value(None, "vhdd"),
             "process_group": value(None),
             "timeout": value(1.0, 0, -1),
             "named_parameters": value((), [("a", torch.ones(1))]),

@@ -132,7 +132,7 @@ def train(rank: int, steps: Sequence[int], op: str, kind: str, **options: Any) -
         ("Adasum", {}),
         ("Adasum", {"method": "gradient"}),
         ("Adasum", {"step_in_backward": True}),
-        ("Adasum", {"spec": "xring"}),
+        ("Adasum", {"algorithm": "xring"}),
     ],
 )
 def test_the_optimizer_goes_on_alone(op: str, options: dict[str, Any]) -> None:

@@ -37,15 +37,15 @@ def test_adasum_of_gradients_equals_the_definition(size: int, kind: str, passes:
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-@pytest.mark.parametrize("spec", ["rechd/vhdd", "xring/rd"])
+@pytest.mark.parametrize("algorithm", ["rechd/vhdd", "xring/rd"])
 @pytest.mark.parametrize("method", ["delta", "gradient"])
 @pytest.mark.parametrize(("size", "local_size"), [(4, 2), (6, 2), (6, 3), (4, 4)])
 def test_two_levels_equal_the_definition(
-    size: int, local_size: int, method: str, spec: str
+    size: int, local_size: int, method: str, algorithm: str
 ) -> None:
     results = collectives.run_threads(
         size,
-        lambda group: train("Adasum", "adam", 1, STEPS, method=method, spec=spec),
+        lambda group: train("Adasum", "adam", 1, STEPS, method=method, algorithm=algorithm),
         local_size=local_size,
     )
     want = trajectory("Adasum", "adam", size, 1, STEPS, method=method, local_size=local_size)
