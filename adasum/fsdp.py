@@ -112,7 +112,7 @@ class _Hook:
                 "cannot fill with zeros; leave them out of the unit or use a newer torch"
             )
         op = self._state.op
-        if op.uniform and self._shards.size > 1:
+        if op.needs_one_tree and self._shards.size > 1:
             op = _OverShards(op, self._shards)
         self._replicas.all_reduce(
             gradients,
@@ -130,7 +130,7 @@ class _OverShards(Reducer):
     steps and need the same sums.
     """
 
-    uniform = True
+    needs_one_tree = True
 
     def __init__(self, op: Reducer, shards: Group) -> None:
         self.name = op.name

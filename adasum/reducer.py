@@ -82,7 +82,7 @@ class AdasumReducer(Reducer):
     """
 
     name = "Adasum"
-    uniform = True
+    needs_one_tree = True
     alone = True
 
     def check(self, dtype: torch.dtype) -> None:

@@ -204,7 +204,7 @@ class Group:
     def _owned(self, tensors: Sequence[Tensor], op: Reducer) -> None:
         """Check the arguments of a reduction onto single ranks."""
         self._reduction(tensors, op, None, 1.0, 1.0)
-        if op.uniform:
+        if op.needs_one_tree:
             raise ValueError(f"op {op} needs all ranks: use all_reduce")
 
     def reduce_scatter(

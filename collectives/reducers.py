@@ -51,14 +51,14 @@ class Operands:
 class Reducer:
     """An associative or tree-ordered binary operator on buffers.
 
-    `uniform` says that it needs the same expression tree for the whole buffer, and so an algorithm
-    of `collectives.algorithms.UNIFORM`. `alone`, that nothing but the vectors is needed: that
-    `reduce` takes each segment by itself and calls no other rank, but `sum_partials` once where
-    that is given, with a row for each segment. Where ranks share memory it is then done there.
+    needs_one_tree: whether every element must be reduced by the same expression tree, so that only
+    some algorithms fit. alone: whether `reduce` needs nothing but the vectors: it takes each
+    segment by itself and calls no other rank, but `sum_partials` once where that is given, with a
+    row for each segment. Where ranks share memory it is then done there.
     """
 
     name = "Reducer"
-    uniform = False
+    needs_one_tree = False
     alone = False
 
     def __repr__(self) -> str:

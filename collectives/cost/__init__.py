@@ -53,11 +53,11 @@ def profile(spec: str, topology: Topology, op: str = "sum") -> Profile:
 def schedule(spec: AllReduceSpec, topology: Topology, op: str) -> Schedule:
     """The schedule that a range of a specification stands for."""
     _check(spec, op)
-    uniform = op == "adasum"
+    one_tree = op == "adasum"
     if spec.inner is None:
-        return one_level(spec.outer, spec.shards, topology, uniform=uniform)
+        return one_level(spec.outer, spec.shards, topology, one_tree=one_tree)
     return two_levels(
-        spec.inner, spec.inner_shards, spec.outer, spec.shards, topology, uniform=uniform
+        spec.inner, spec.inner_shards, spec.outer, spec.shards, topology, one_tree=one_tree
     )
 
 

@@ -15,7 +15,7 @@ def candidates(op: Reducer, topology: Topology) -> tuple[str, ...]:
     Sums may be grouped in any way, on two levels too. Adasum's order is part of its answer: `rd`
     and `vhdd` are the same tree, two levels and the ring's line are others.
     """
-    if op.uniform:
+    if op.needs_one_tree:
         return ("rd", "vhdd")
     flat = ("rd", "rechd", "xring")
     if topology.num_nodes == 1 or topology.local_size == 1:
@@ -27,6 +27,6 @@ def candidates(op: Reducer, topology: Topology) -> tuple[str, ...]:
 @lru_cache(maxsize=4096)
 def choose(op: Reducer, nbytes: int, links: Links, topology: Topology) -> str:
     """The candidate that costs least for a buffer of nbytes; of equal ones the first."""
-    kind = "adasum" if op.uniform else "sum"
+    kind = "adasum" if op.needs_one_tree else "sum"
     specs = candidates(op, topology)
     return min(specs, key=lambda spec: estimate(spec, nbytes, links, topology, kind).seconds)

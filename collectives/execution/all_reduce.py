@@ -171,7 +171,7 @@ class Runner:
         program has to give the same bits. Its choice is by size alone.
         """
         nbytes = flat.numel() * flat.element_size()
-        if self.links is None or op.uniform or flat.is_cuda:
+        if self.links is None or op.needs_one_tree or flat.is_cuda:
             return AllReduceSpec(op.algorithm(nbytes, self.transport.size), 1, -1)
         (spec,) = parse_all_reduce_spec(choose(op, nbytes, self.links, self.topology))
         return spec

@@ -117,7 +117,7 @@ def execute(
             group = (transport.rank,) if schedule.whole_segments else leg.group
             sum_partials = _partial_sum(group, transport, where, timeout, workspace)
             # What is reduced whole, segment by segment, waits for all of it.
-            apart = leg.sent_first and (not operator.uniform or sum_partials is not None)
+            apart = leg.sent_first and (not operator.needs_one_tree or sum_partials is not None)
             coming = arrivals.pieces(_pieces(leg, recvs, buffer), apart=apart)
             operator.reduce(Operands(coming, buffer.numel(), segments, sum_partials))
         arrivals.wait()
@@ -152,7 +152,7 @@ def _partial_sum(
 
     def sum_partials(partials: torch.Tensor) -> None:
         if not group:
-            raise ValueError(f"{where} names no group to sum over; use a uniform algorithm")
+            raise ValueError(f"{where} names no group to sum over; use rd, rechd or vhdd")
         execute(
             recursive_doubling.all_reduce(len(group)),
             partials.view(-1),

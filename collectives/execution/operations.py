@@ -118,12 +118,12 @@ def _reduce_scatter(
     rows = split_bounds(tensor.shape[0] if by_rows else flat.numel(), size)
     width = flat.numel() // rows[-1] if rows[-1] else 0
     cuts = [row * width for row in rows]
-    if size > 1 and op.uniform:
+    if size > 1 and op.needs_one_tree:
         runner.all_reduce(flat, op, parse_all_reduce_spec("auto"), None, 1.0, 1.0, label)
     elif size > 1:
         runner.execute(ring.reduce_scatter(size), flat, op, label, bounds=cuts)
     piece = flat[cuts[rank] : cuts[rank + 1]].clone()
-    if not op.uniform:
+    if not op.needs_one_tree:
         op.finish(piece, size)
     if by_rows:
         return piece.view(rows[rank + 1] - rows[rank], *tensor.shape[1:])

@@ -49,28 +49,28 @@ def plan_of(spec: AllReduceSpec, op: Reducer, topology: Topology) -> Plan:
 
     Raises ValueError for shards that the algorithm does not take and operators it cannot carry.
     """
-    return _plan_of(spec, op.uniform, str(op), topology)
+    return _plan_of(spec, op.needs_one_tree, str(op), topology)
 
 
 # Not by the operator, which need not have a hash and would be kept alive.
 @lru_cache(maxsize=1024)
-def _plan_of(spec: AllReduceSpec, uniform: bool, op: str, topology: Topology) -> Plan:
+def _plan_of(spec: AllReduceSpec, one_tree: bool, op: str, topology: Topology) -> Plan:
     host = "pscpu" in (spec.inner, spec.outer)
     if spec.inner is None:
         if spec.outer not in LIBRARY:
-            schedule = one_level(spec.outer, spec.shards, topology, uniform=uniform)
+            schedule = one_level(spec.outer, spec.shards, topology, one_tree=one_tree)
             return Plan((Phase(schedule),), host=host)
-        if uniform:
+        if one_tree:
             raise ValueError(
                 f"algorithm {spec.outer!r} is a library's own sum, which cannot do {op}: "
                 "use vhdd, rd or xring"
             )
         return Plan((Phase(library=spec.outer, shards=spec.shards),))
     schedule = two_levels(
-        spec.inner, spec.inner_shards, spec.outer, spec.shards, topology, uniform=uniform
+        spec.inner, spec.inner_shards, spec.outer, spec.shards, topology, one_tree=one_tree
     )
     phases: tuple[Phase, ...] = (Phase(schedule),)
     if spec.inner in LIBRARY:
         phases = (Phase(library=spec.inner, shards=spec.inner_shards, local=True), *phases)
-    prescale = 1.0 / topology.local_size if uniform else 1.0
+    prescale = 1.0 / topology.local_size if one_tree else 1.0
     return Plan(phases, two_levels=True, prescale=prescale, host=host)

@@ -87,7 +87,7 @@ class Shown:
             _reduce_whole(self.vectors, out, op, segments, workspace)
             op.finish(out, len(self.vectors))
             return out
-        if op.uniform:
+        if op.needs_one_tree:
             self._reduce_levels(op, segments, label, timeout)
         else:
             self._reduce_slice(op, label, timeout)
@@ -209,15 +209,15 @@ def way_of(
         return None
     nbytes = show.nbytes
     # An addition is cheaper than waiting, and with two ranks nobody would do anything else.
-    small_way = "pairs" if op.uniform and size > 2 else "whole"
+    small_way = "pairs" if op.needs_one_tree and size > 2 else "whole"
     small = nbytes <= (
         WHOLE_BYTES if small_way == "pairs" else min(WHOLE_BYTES, _MOST_BYTES // size)
     )
-    fits = show.rows * _ROW_BYTES <= TABLE_BYTES or not op.uniform
+    fits = show.rows * _ROW_BYTES <= TABLE_BYTES or not op.needs_one_tree
     name = spec.outer
     if name == "auto":
         name = op.algorithm(nbytes, size)
-        if measured and not op.uniform:
+        if measured and not op.needs_one_tree:
             name = "rd" if small else "rechd"
     if name == "rd" and small:
         return small_way

@@ -19,14 +19,14 @@ class Proof:
 
     steps: how many. phases: how many reducers the run takes, 0 where nothing is reduced. one_tree:
     all chunks end with one expression tree of the last phase, whose leaves are what the earlier
-    phases reduced, in any order. uniform: one_tree, and every reduction of the last phase names a
-    group that holds its whole operands.
+    phases reduced, in any order. carries_adasum: one_tree, and every reduction of the last phase
+    names a group that holds its whole operands.
     """
 
     steps: int
     phases: int
     one_tree: bool
-    uniform: bool
+    carries_adasum: bool
 
 
 class _Expressions:

@@ -111,7 +111,7 @@ def test_nan_stays_in_its_segment() -> None:
 def test_size_chooses_the_algorithm() -> None:
     assert Adasum.algorithm(1024, 4) == "rd"
     assert Adasum.algorithm(1 << 24, 4) == "vhdd"
-    assert Adasum.uniform
+    assert Adasum.needs_one_tree
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.bool, torch.complex64], ids=str)

@@ -37,7 +37,7 @@ def group() -> Iterator[Group]:
 
 class _Uniform(Reducer):
     name = "Ordered"
-    uniform = True
+    needs_one_tree = True
 
     def check(self, dtype: torch.dtype) -> None:
         if dtype is not torch.float32:
@@ -61,7 +61,7 @@ CASES: dict[str, Case] = {
     "op": (lambda g, t: g.all_reduce(t, "sum"), TypeError, "op must be a Reducer"),
     "op dtype": (lambda g, t: g.all_reduce(t.double(), _Uniform()), TypeError, r"torch\.float64"),
     "algorithm": (lambda g, t: g.all_reduce(t, algorithm="bogus"), ValueError, "rd, rechd, vhdd"),
-    "uniform": (
+    "needs_one_tree": (
         lambda g, t: g.all_reduce(t, _Uniform(), algorithm="rd:8:collective"),
         ValueError,
         "'collective' is a library's own sum, which cannot do Ordered",

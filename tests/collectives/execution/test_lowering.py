@@ -83,7 +83,7 @@ def test_given_bounds_and_whole_segments() -> None:
     assert leg.sends == (Cut(1, 0, 1),)
     assert leg.recvs == (Cut(2, 6, 6),)
 
-    line = one_level("xring", 2, Topology(2, 2), uniform=True)
+    line = one_level("xring", 2, Topology(2, 2), one_tree=True)
     assert line.whole_segments
     cuts = {
         end

@@ -71,7 +71,7 @@ def test_shuffle_is_proved() -> None:
     for n in SIZES:
         name = "psgpu" if n % 2 else "pscpu"
         for shards in range(1, n + 1) if n < 17 else (1, 2 + n % 15, n):
-            proof = verify(one_level(name, shards, Topology(n, n), uniform=True))
+            proof = verify(one_level(name, shards, Topology(n, n), one_tree=True))
             assert proof.one_tree
             assert proof.steps == (2 if n > 1 else 0)
     assert verify(parameter_server.all_reduce(200, 3)).one_tree
@@ -82,9 +82,9 @@ def test_messages_in_shards_are_proved() -> None:
         for name in ("rd", "vhdd" if n % 2 else "rechd"):
             schedule = one_level(name, 2 + n % 3, Topology(n, n))
             assert schedule.chunks == ALL_REDUCE[name](n).chunks * (2 + n % 3)
-            assert verify(schedule).uniform
+            assert verify(schedule).carries_adasum
     for name in ("rd", "rechd", "vhdd"):
-        assert verify(sharded(ALL_REDUCE[name](100), 5)).uniform
+        assert verify(sharded(ALL_REDUCE[name](100), 5)).carries_adasum
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 6, 8, 11])
@@ -92,8 +92,8 @@ def test_the_order_is_the_one_promised(n: int) -> None:
     line = folded(list(range(n)))
     for schedule in (
         ring.linear_all_reduce(n, 3),
-        one_level("xring", 2 if n > 1 else 1, Topology(n, n), uniform=True),
-        one_level("pscpu", min(n, 2), Topology(n, n), uniform=True),
+        one_level("xring", 2 if n > 1 else 1, Topology(n, n), one_tree=True),
+        one_level("pscpu", min(n, 2), Topology(n, n), one_tree=True),
         parameter_server.all_reduce(n, n),
     ):
         assert answers(schedule) == [[line] * schedule.chunks] * n
@@ -103,7 +103,7 @@ def test_the_order_is_the_one_promised(n: int) -> None:
     expected = balanced([*pairs, *range(2 * extra, n)])
     for name in ("rd", "rechd", "vhdd"):
         for shards in (1, 3):
-            schedule = one_level(name, shards, Topology(n, n), uniform=True)
+            schedule = one_level(name, shards, Topology(n, n), one_tree=True)
             assert answers(schedule) == [[expected] * schedule.chunks] * n
 
 
@@ -203,7 +203,7 @@ def test_shards_out_of_range_are_refused() -> None:
     with pytest.raises(ValueError, match=r"3 ring shards .* which has 2"):
         one_level("xring", 3, Topology(4, 2))
     with pytest.raises(ValueError, match=r"3 ring shards .* which has 2"):
-        one_level("xring", 3, Topology(4, 2), uniform=True)
+        one_level("xring", 3, Topology(4, 2), one_tree=True)
     with pytest.raises(ValueError, match=r"pscpu of 4 ranks takes 1 to 4 shards, .* got 5"):
         one_level("pscpu", 5, Topology(4, 2))
     with pytest.raises(ValueError, match="shards must be at least 1, got 0"):

@@ -35,8 +35,8 @@ class Pair(NamedTuple):
     outer: str
     outer_shards: int
 
-    def on(self, topology: Topology, *, uniform: bool) -> Schedule:
-        return two_levels(*self, topology, uniform=uniform)
+    def on(self, topology: Topology, *, one_tree: bool) -> Schedule:
+        return two_levels(*self, topology, one_tree=one_tree)
 
 
 def most_shards(name: str, size: int, topology: Topology) -> int:
@@ -61,7 +61,7 @@ def topologies(sizes: range) -> list[Topology]:
 
 def prove(pair: Pair, topology: Topology) -> None:
     """Adasum by the pair has one tree, and groups or whole segments."""
-    schedule = pair.on(topology, uniform=True)
+    schedule = pair.on(topology, one_tree=True)
     proof = verify(schedule)
     if topology.num_nodes == 1:
         reduces = pair.inner not in LIBRARY and topology.local_size > 1
@@ -69,7 +69,7 @@ def prove(pair: Pair, topology: Topology) -> None:
         return
     assert proof.phases == 2 and proof.one_tree
     assert schedule.whole_segments == (pair.outer in WHOLE)
-    assert proof.uniform == (pair.outer not in WHOLE)
+    assert proof.carries_adasum == (pair.outer not in WHOLE)
 
 
 def test_every_pair_is_proved_on_small_topologies() -> None:
@@ -77,7 +77,7 @@ def test_every_pair_is_proved_on_small_topologies() -> None:
     for topology in topologies(range(1, 7)):
         for pair in pairs(topology):
             prove(pair, topology)
-            verify(pair.on(topology, uniform=False))
+            verify(pair.on(topology, one_tree=False))
 
 
 def test_every_topology_is_proved() -> None:
@@ -92,7 +92,7 @@ def test_every_topology_is_proved() -> None:
         if i % 2:
             prove(pair, local)
         else:
-            assert verify(pair.on(local, uniform=False)).phases <= 2
+            assert verify(pair.on(local, one_tree=False)).phases <= 2
     assert len(tried) == len(INNER) * len(OUTER)
 
 
@@ -113,7 +113,7 @@ TOPOLOGIES = [Topology(8, 2), Topology(8, 4), Topology(9, 3), Topology(12, 2), T
 @pytest.mark.parametrize("inner", INNER)
 def test_nodes_are_summed_in_any_order_and_join_in_the_one_promised(inner: str, outer: str) -> None:
     for topology in TOPOLOGIES:
-        schedule = two_levels(inner, 1, outer, 1, topology, uniform=True)
+        schedule = two_levels(inner, 1, outer, 1, topology, one_tree=True)
         nodes = topology.num_nodes
         leaves = 1 << (nodes.bit_length() - 1)
         extra = nodes - leaves
@@ -186,19 +186,19 @@ def test_two_levels_cross_fewer_bytes_than_one(name: str, flat: Fraction, two: F
     ],
 )
 def test_costs_are_as_documented(pair: Pair, steps: int, staged: Fraction) -> None:
-    costs = cost(pair.on(Topology(8, 4), uniform=False))
+    costs = cost(pair.on(Topology(8, 4), one_tree=False))
     assert (costs.steps, costs.staged) == (steps, staged)
 
 
 def test_a_library_inside_one_node_leaves_nothing_to_do() -> None:
-    schedule = two_levels("collective", 2, "vhdd", 1, Topology(4, 4), uniform=True)
-    assert verify(schedule) == Proof(0, phases=0, one_tree=True, uniform=True)
+    schedule = two_levels("collective", 2, "vhdd", 1, Topology(4, 4), one_tree=True)
+    assert verify(schedule) == Proof(0, phases=0, one_tree=True, carries_adasum=True)
 
 
 @pytest.mark.parametrize("pair", [Pair("xring", 2, "vhdd", 1), Pair("nccl", 1, "pscpu", 2)])
 def test_faults_are_found(pair: Pair) -> None:
     """A lost message, and where steps have groups a wrong group or phase."""
-    schedule = pair.on(Topology(6, 2), uniform=True)
+    schedule = pair.on(Topology(6, 2), one_tree=True)
     for rank in range(6):
         for number, step in enumerate(schedule.steps(rank)):
             wrong = [step._replace(sends=step.sends[1:])] if step.sends else []

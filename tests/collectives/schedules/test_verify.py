@@ -112,11 +112,11 @@ def two_nodes(*, phase: int = 1, grouped: bool = True, first: int = 0) -> list[l
 
 
 def test_earlier_phases_may_reduce_in_any_order() -> None:
-    assert verify(made(two_nodes(), 2)) == Proof(3, phases=2, one_tree=True, uniform=True)
+    assert verify(made(two_nodes(), 2)) == Proof(3, phases=2, one_tree=True, carries_adasum=True)
     ungrouped = verify(made(two_nodes(grouped=False), 2))
-    assert ungrouped == Proof(3, phases=2, one_tree=True, uniform=False)
+    assert ungrouped == Proof(3, phases=2, one_tree=True, carries_adasum=False)
     flat = verify(made(two_nodes(grouped=False, phase=0), 2))
-    assert flat == Proof(3, phases=1, one_tree=False, uniform=False)
+    assert flat == Proof(3, phases=1, one_tree=False, carries_adasum=False)
     with pytest.raises(ScheduleError, match="one pair of whole vectors"):
         verify(made(two_nodes(phase=0), 2))
 
@@ -144,7 +144,7 @@ def test_groups_are_ranks_in_ascending_order(group: tuple[int, ...]) -> None:
 def test_replicas_start_with_their_nodes_contribution() -> None:
     steps = [program[1:] for program in two_nodes()]
     shared = dataclasses.replace(made(steps, 2), replicas=2)
-    assert verify(shared) == Proof(2, phases=2, one_tree=True, uniform=True)
+    assert verify(shared) == Proof(2, phases=2, one_tree=True, carries_adasum=True)
     with pytest.raises(ScheduleError, match=r"misses a rank's contribution|one pair"):
         verify(made(steps, 2))
     with pytest.raises(ScheduleError, match="counted twice"):
@@ -162,7 +162,7 @@ def test_replicas_divide_the_ranks_of_an_all_reduce() -> None:
 def test_a_reduce_answers_on_its_root_alone() -> None:
     chain = [[send(1), IDLE], [recv((0, LEFT)), send(2)], [IDLE, recv((1, LEFT))]]
     schedule = dataclasses.replace(made(chain), collective=Collective.REDUCE, root=2)
-    assert verify(schedule) == Proof(2, phases=1, one_tree=True, uniform=False)
+    assert verify(schedule) == Proof(2, phases=1, one_tree=True, carries_adasum=False)
     for root in (0, 1):
         with pytest.raises(ScheduleError, match=f"rank {root} chunk 0 misses"):
             verify(dataclasses.replace(schedule, root=root))
@@ -194,7 +194,7 @@ def in_pieces(pieces: Sequence[tuple[int, int]]) -> Schedule:
 
 
 def test_what_a_rank_with_a_group_reduces_is_one_range() -> None:
-    assert verify(in_pieces([(0, 1), (1, 3)])).uniform
+    assert verify(in_pieces([(0, 1), (1, 3)])).carries_adasum
     for pieces in ([(1, 3), (0, 1)], [(0, 1), (2, 3), (1, 2)]):
         with pytest.raises(ScheduleError, match="rank 0 has a group but not one range"):
             verify(in_pieces(pieces))
