@@ -83,7 +83,7 @@ class AdasumReducer(Reducer):
 
     name = "Adasum"
     needs_one_tree = True
-    alone = True
+    reduces_in_shared_memory = True
 
     def check(self, dtype: torch.dtype) -> None:
         """TypeError naming the dtype unless it is a floating-point dtype the kernels take."""

@@ -52,14 +52,15 @@ class Reducer:
     """An associative or tree-ordered binary operator on buffers.
 
     needs_one_tree: whether every element must be reduced by the same expression tree, so that only
-    some algorithms fit. alone: whether `reduce` needs nothing but the vectors: it takes each
-    segment by itself and calls no other rank, but `sum_partials` once where that is given, with a
-    row for each segment. Where ranks share memory it is then done there.
+    some algorithms fit. reduces_in_shared_memory: whether `reduce` needs nothing but the vectors,
+    so that ranks that share memory may reduce there without messages: it takes each segment by
+    itself and calls no other rank, except for `sum_partials` once where that is given, with a row
+    for each segment.
     """
 
     name = "Reducer"
     needs_one_tree = False
-    alone = False
+    reduces_in_shared_memory = False
 
     def __repr__(self) -> str:
         return self.name
@@ -95,7 +96,7 @@ class SumReducer(Reducer):
     """Elementwise sum; every hop rounds to the buffer's dtype, as NCCL and gloo do."""
 
     name = "Sum"
-    alone = True
+    reduces_in_shared_memory = True
 
     def check(self, dtype: torch.dtype) -> None:
         if dtype == torch.bool:
@@ -139,7 +140,7 @@ class MaxReducer(Reducer):
     """Elementwise maximum; what ranks agree on their arguments with."""
 
     name = "Max"
-    alone = True
+    reduces_in_shared_memory = True
 
     def check(self, dtype: torch.dtype) -> None:
         if dtype.is_complex:

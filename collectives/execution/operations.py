@@ -242,7 +242,9 @@ def exhibit(
     Every rank concludes the same from equal descriptions.
     """
     options = call.options
-    if call.kind not in ("all_reduce", "grouped_all_reduce") or not op.alone or not tensors:
+    if call.kind not in ("all_reduce", "grouped_all_reduce") or not tensors:
+        return None
+    if not op.reduces_in_shared_memory:
         return None
     found = exhibit_of(tensors, options.get("segments")) if options["prescale"] == 1.0 else None
     if found is None:

@@ -65,7 +65,7 @@ class Failing(type(Sum)):  # type: ignore[misc]
     """A sum that fails on rank 1, in the middle of a call."""
 
     name = "Failing"
-    alone = False
+    reduces_in_shared_memory = False
 
     def __init__(self, error: BaseException | None) -> None:
         self._error = error

@@ -244,7 +244,7 @@ def test_two_dtypes_are_sent() -> None:
 
 def test_an_operator_that_calls_others_is_sent() -> None:
     class Asking(SumReducer):
-        alone = False
+        reduces_in_shared_memory = False
 
     asking = Asking()
 
@@ -254,7 +254,7 @@ def test_an_operator_that_calls_others_is_sent() -> None:
         return bool(steps)
 
     assert run(2, job) == [True, True]
-    assert not Reducer.alone, "what has not said so calls others"
+    assert not Reducer.reduces_in_shared_memory, "what has not said so calls others"
 
 
 def test_an_operator_that_sums_twice_is_told() -> None:
