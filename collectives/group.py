@@ -14,7 +14,7 @@ from collectives import validation
 from collectives.bootstrap.locality import along_links, find_place, place_of
 from collectives.consistency.agreement import as_tensor
 from collectives.consistency.description import Described, Description, like
-from collectives.cost import Links
+from collectives.cost import LinkRates
 from collectives.execution.all_reduce import Runner, Specs
 from collectives.execution.call_queue import Calls
 from collectives.owners import owners
@@ -80,12 +80,12 @@ class Group:
         """Hosts that the group's ranks are on, taken as equally filled."""
         return math.ceil(self.size / self.local_size)
 
-    def use_links(self, links: Links | None) -> None:
+    def set_link_rates(self, rates: LinkRates | None) -> None:
         """Let `auto` choose by these measured costs, which must be the same on every rank.
 
         None: by size alone, the same algorithms in every run of the program.
         """
-        self._runner.links = links
+        self._runner.link_rates = rates
 
     def all_reduce(
         self,
@@ -340,7 +340,7 @@ class Group:
                 topology=place.topology,
             )
             part.hosts, part._gpus = place.hosts, place.gpus
-            part.use_links(self._runner.links)
+            part.set_link_rates(self._runner.link_rates)
             self._parts.append(part)
             part._whole = self
             return part

@@ -101,7 +101,7 @@ def init(
         agree_on_start(gloo, timeout, calibrate=calibrate)
         group = _over_gloo(gloo, timeout, choice)
         if calibrate and group.size > 1:
-            group.use_links(measure_links(group))
+            group.set_link_rates(measure_links(group))
     except BaseException:
         (group or gloo).close()
         raise

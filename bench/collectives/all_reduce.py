@@ -9,8 +9,8 @@ for a call; algbw is size / time, busbw 2 (n - 1) / n of it. In every iteration 
 a block of calls, one after the other, after a barrier and in turns, so that what drifts reaches all
 alike. #wrong counts elements of all ranks that are further from a float64 evaluation than rounding
 explains. Adasum stands beside torch's sum, since torch has no Adasum; -o avg beside its sum and a
-division. --model compares with the cost model's prediction instead, from links calibrated in the
-same run.
+division. --model compares with the cost model's prediction instead, from link rates calibrated in
+the same run.
 """
 
 from __future__ import annotations
@@ -252,15 +252,15 @@ def run(
     bench = Bench(group, device, args)
     found: list[Row] = []
     compared: list[model.Comparison] = []
-    # Links drift with whatever else the machine does, so they are measured around every size.
-    machines = [model.links(group, device)] if args.model else []
+    # Link rates drift with whatever else the machine does, so they are measured around every size.
+    machines = [model.measured_rates(group, device)] if args.model else []
     for size in sizes:
         for op, names in ops.items():
             rows = bench.rows(op, names, size)
             say(*(line(row, rows[0], width) for row in rows))
             found += rows
             if args.model:
-                machines = [machines[-1], model.links(group, device)]
+                machines = [machines[-1], model.measured_rates(group, device)]
                 samples = {row.algorithm: row.seconds for row in rows[1:]}
                 compared.append(model.compare(op, rows[0].size, samples, machines, group.topology))
     wrong = sum(row.wrong or 0 for row in found)

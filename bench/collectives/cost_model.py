@@ -1,11 +1,11 @@
 """The cost model against measured times: the order of the algorithms, and the times themselves.
 
-Links are calibrated before and after the measurements at a size, and the model predicts from both.
-The order of two algorithms is decided where their interquartile ranges do not overlap and where the
-predictions agree on it: then it is right or wrong. Where ranges overlap the measurement says
-nothing, where calibrations contradict each other the model says nothing, and neither does it where
-two algorithms have the very same steps (xring and rechd on two ranks). A time is near where some
-prediction is within a factor of two of some time between the quartiles.
+Link rates are measured before and after every size, and the model predicts from both. The order of
+two algorithms is decided where their interquartile ranges do not overlap and where the predictions
+agree on it: then it is right or wrong. Where ranges overlap the measurement says nothing, where
+calibrations contradict each other the model says nothing, and neither does it where two algorithms
+have the very same steps (xring and rechd on two ranks). A time is near where some prediction is
+within a factor of two of some time between the quartiles.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 import collectives
 from bench.collectives.row import quartiles
 from collectives.bootstrap.calibration import calibrate
-from collectives.cost import Links, estimate, profile
+from collectives.cost import LinkRates, estimate, profile
 from collectives.schedules.topology import Topology
 
 _CALLS = 15
@@ -88,7 +88,7 @@ def check(spec: str, op: str, topology: Topology) -> None:
     profile(spec, topology, _kind(op))
 
 
-def links(group: collectives.Group, device: torch.device) -> Links:
+def measured_rates(group: collectives.Group, device: torch.device) -> LinkRates:
     """Calibrated anew, with what a call takes beside its steps; a collective of all ranks.
 
     That is what an all-reduce of one element by rd takes longer than the model says.
@@ -110,10 +110,10 @@ def compare(
     op: str,
     size: int,
     samples: Mapping[str, Sequence[float]],
-    machines: Sequence[Links],
+    machines: Sequence[LinkRates],
     topology: Topology,
 ) -> Comparison:
-    """samples: seconds by algorithm; machines: links of one calibration or more."""
+    """samples: seconds by algorithm; machines: link rates of one calibration or more."""
     return Comparison(
         op,
         size,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from collectives.consistency.agreement import gather_bytes
-from collectives.cost import Links, Rate
+from collectives.cost import LinkRates, Rate
 from collectives.execution.executor import Workspace, execute
 from collectives.group import Group
 from collectives.reducers import Sum, kernels
@@ -33,10 +33,12 @@ _RING = 4
 _TICK = time.get_clock_info("perf_counter").resolution
 
 _Key = tuple[str, str, int, tuple[bytes, ...]]
-_known: dict[_Key, Links] = {}
+_known: dict[_Key, LinkRates] = {}
 
 
-def calibrate(group: Group, device: torch.device | str = "cpu", *, renew: bool = False) -> Links:
+def calibrate(
+    group: Group, device: torch.device | str = "cpu", *, renew: bool = False
+) -> LinkRates:
     """Measure the group's links and `device`'s reductions; the same answer on every rank.
 
     A collective of all ranks with nothing else under way on the group. Where every node has one
@@ -57,9 +59,9 @@ def calibrate(group: Group, device: torch.device | str = "cpu", *, renew: bool =
     # answer.
     known = None if renew else _known.get(key)
     everyone_knows = bench.sum(int(known is not None)) == group.size
-    links = bench.agreed(known) if known is not None and everyone_knows else bench.links()
-    _known[key] = links
-    return links
+    rates = bench.agreed(known) if known is not None and everyone_knows else bench.rates()
+    _known[key] = rates
+    return rates
 
 
 class _Bench:
@@ -87,7 +89,7 @@ class _Bench:
         """Rank 0's values."""
         return self._control(binomial_tree.broadcast(self._transport.size, 0), values)
 
-    def links(self) -> Links:
+    def rates(self) -> LinkRates:
         """Everything, as rank 0 measured it."""
         local, rank = self._topology.local_size, self._transport.rank
         first, place = rank - rank % local, rank % local
@@ -99,17 +101,17 @@ class _Bench:
             self._reduction(_sum),
             self._reduction(_adasum),
         )
-        return self.agreed(Links(*found))
+        return self.agreed(LinkRates(*found))
 
-    def agreed(self, links: Links) -> Links:
+    def agreed(self, rates: LinkRates) -> LinkRates:
         """What rank 0 takes them to be."""
-        found = (links.intra, links.inter, links.sum, links.adasum)
+        found = (rates.intra, rates.inter, rates.sum, rates.adasum)
         agreed = self.told([part for rate in found for part in rate])
         width = len(Rate._fields)
         intra, inter, plain, adasum = (
             Rate(*agreed[i : i + width]) for i in range(0, len(agreed), width)
         )
-        return Links(intra, inter, plain, adasum)
+        return LinkRates(intra, inter, plain, adasum)
 
     def _control(self, schedule: Schedule, values: Sequence[float]) -> list[float]:
         buffer = torch.tensor(values, dtype=torch.float64, device="cpu")

@@ -16,7 +16,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from collectives.cost.closed_forms import closed
-from collectives.cost.link_rates import ASSUMED, Links, Rate, read_topology, with_rates
+from collectives.cost.link_rates import ASSUMED, LinkRates, Rate, read_topology, with_rates
 from collectives.cost.profiles import Cost, Profile
 from collectives.cost.walker import walk
 from collectives.schedules.algorithms import LIBRARY, one_level, two_levels
@@ -30,19 +30,24 @@ WALKED = 64
 
 
 def estimate(
-    spec: str, nbytes: float, links: Links, topology: Topology, op: str = "sum", segments: int = 1
+    spec: str,
+    nbytes: float,
+    rates: LinkRates,
+    topology: Topology,
+    op: str = "sum",
+    segments: int = 1,
 ) -> Cost:
     """The cost of an all-reduce of nbytes by one range of a specification ("rechd/xring#2").
 
     op: "sum" or "adasum"; Average costs what Sum does. segments: how many tensors Adasum projects
     on their own. Raises ValueError for algorithms that are a library's, whose steps are not known.
     """
-    return profile(spec, topology, op).cost(nbytes, links, segments)
+    return profile(spec, topology, op).cost(nbytes, rates, segments)
 
 
 @lru_cache(maxsize=512)
 def profile(spec: str, topology: Topology, op: str = "sum") -> Profile:
-    """What `estimate` multiplies with the links and the bytes; kept, since it is the slow part."""
+    """What `estimate` multiplies with the rates and the bytes; kept, since it is the slow part."""
     (only,) = _one_range(spec)
     _check(only, op)
     if topology.size <= WALKED:
@@ -86,7 +91,7 @@ __all__ = [
     "OPS",
     "WALKED",
     "Cost",
-    "Links",
+    "LinkRates",
     "Profile",
     "Rate",
     "closed",

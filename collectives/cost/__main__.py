@@ -14,7 +14,16 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from collectives.cost import ASSUMED, OPS, Cost, Links, Rate, estimate, read_topology, with_rates
+from collectives.cost import (
+    ASSUMED,
+    OPS,
+    Cost,
+    LinkRates,
+    Rate,
+    estimate,
+    read_topology,
+    with_rates,
+)
 from collectives.schedules.spec import parse_general_int
 from collectives.schedules.topology import Topology
 
@@ -38,7 +47,7 @@ def algorithms(op: str, topology: Topology) -> list[str]:
 
 def table(
     topology: Topology,
-    links: Links,
+    rates: LinkRates,
     nbytes: int,
     ops: Sequence[str],
     names: Sequence[str] | None,
@@ -47,14 +56,14 @@ def table(
     """Markdown, by operator, the fastest first."""
     lines = [
         f"{topology.num_nodes} nodes of {topology.local_size} ranks, {_bytes(nbytes)} a rank",
-        _links_line(links),
+        _rates_line(rates),
         "",
         "| op | algorithm | time | steps | between nodes | busiest node | peak memory |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     for op in ops:
         rows = [
-            (name, estimate(name, nbytes, links, topology, op, segments))
+            (name, estimate(name, nbytes, rates, topology, op, segments))
             for name in names or algorithms(op, topology)
         ]
         for name, cost in sorted(rows, key=lambda row: row[1].seconds):
@@ -74,7 +83,7 @@ def table(
 def plot(
     path: str,
     topology: Topology,
-    links: Links,
+    rates: LinkRates,
     nbytes: int,
     ops: Sequence[str],
     names: Sequence[str] | None,
@@ -88,7 +97,7 @@ def plot(
     figure = Figure(figsize=(7 * len(ops), 5), layout="constrained")
     for axis, op in zip(figure.subplots(1, len(ops), squeeze=False)[0], ops, strict=True):
         for name in names or algorithms(op, topology):
-            costs = [estimate(name, size, links, topology, op, segments) for size in sizes]
+            costs = [estimate(name, size, rates, topology, op, segments) for size in sizes]
             axis.plot(sizes, [cost.seconds for cost in costs], label=name)
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
@@ -104,10 +113,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = _parser()
     args = parser.parse_args(argv)
     try:
-        topology, links = _machine(args)
+        topology, rates = _machine(args)
         ops = OPS if args.op == "all" else (args.op,)
         names = args.algorithms.split(",") if args.algorithms else None
-        common = (topology, links, parse_general_int(args.bytes), ops, names, args.segments)
+        common = (topology, rates, parse_general_int(args.bytes), ops, names, args.segments)
         print("\n".join(table(*common)))
     except (OSError, ValueError) as error:
         parser.error(str(error))
@@ -129,7 +138,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--op", default="all", choices=[*OPS, "all"])
     parser.add_argument("--algorithms", metavar="SPEC,...", help='such as "xring#2,rechd/vhdd"')
     parser.add_argument("--segments", type=int, default=1, help="tensors, for Adasum (1)")
-    parser.add_argument("--topology", metavar="FILE", help=".json or .toml, see cost/links.py")
+    parser.add_argument("--topology", metavar="FILE", help=".json or .toml, see cost/link_rates.py")
     for name, about in (("alpha", "seconds a message"), ("beta", "seconds a byte")):
         text = f"{about}: inside a node and between nodes, or one for both"
         parser.add_argument(f"--{name}", metavar="INTRA[,INTER]", help=text)
@@ -141,26 +150,26 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _machine(args: argparse.Namespace) -> tuple[Topology, Links]:
-    topology, links = read_topology(args.topology) if args.topology else (Topology(1, 1), ASSUMED)
+def _machine(args: argparse.Namespace) -> tuple[Topology, LinkRates]:
+    topology, rates = read_topology(args.topology) if args.topology else (Topology(1, 1), ASSUMED)
     nodes = topology.num_nodes if args.nodes is None else args.nodes
     local = topology.local_size if args.local is None else args.local
     if nodes < 1 or local < 1:
         raise ValueError(f"--nodes and --local must be at least 1, got {nodes} and {local}")
     if args.segments < 1:
         raise ValueError(f"--segments must be at least 1, got {args.segments}")
-    rates = {"intra": links.intra, "inter": links.inter}
+    kinds = {"intra": rates.intra, "inter": rates.inter}
     for part in ("alpha", "beta"):
         text = getattr(args, part)
         if text:
-            for name, value in zip(rates, _one_or_two(f"--{part}", text), strict=True):
-                rates[name] = rates[name]._replace(**{part: value})
-    given: dict[str, Rate | float] = dict(rates)
+            for name, value in zip(kinds, _one_or_two(f"--{part}", text), strict=True):
+                kinds[name] = kinds[name]._replace(**{part: value})
+    given: dict[str, Rate | float] = dict(kinds)
     if args.gamma is not None:
-        given["sum"] = links.sum._replace(beta=args.gamma)
+        given["sum"] = rates.sum._replace(beta=args.gamma)
     if args.nic is not None:
         given["nic"] = args.nic
-    return Topology(nodes * local, local), with_rates(links, given)
+    return Topology(nodes * local, local), with_rates(rates, given)
 
 
 def _one_or_two(option: str, text: str) -> tuple[float, float]:
@@ -173,10 +182,10 @@ def _one_or_two(option: str, text: str) -> tuple[float, float]:
     return values[0], values[-1]
 
 
-def _links_line(links: Links) -> str:
-    kind = "assumed" if links == ASSUMED else "given"
+def _rates_line(rates: LinkRates) -> str:
+    kind = "assumed" if rates == ASSUMED else "given"
     parts = []
-    for name, value in vars(links).items():
+    for name, value in vars(rates).items():
         if isinstance(value, Rate):
             parts.append(f"{name} {value.alpha * 1e6:.4g} µs + {_bandwidth(value.beta)}")
             if value.far:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from collectives.cost import Links, estimate
+from collectives.cost import LinkRates, estimate
 from collectives.reducers import Reducer
 from collectives.schedules.topology import Topology
 
@@ -25,8 +25,8 @@ def candidates(op: Reducer, topology: Topology) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=4096)
-def choose(op: Reducer, nbytes: int, links: Links, topology: Topology) -> str:
+def choose(op: Reducer, nbytes: int, rates: LinkRates, topology: Topology) -> str:
     """The candidate that costs least for a buffer of nbytes; of equal ones the first."""
     kind = "adasum" if op.needs_one_tree else "sum"
     specs = candidates(op, topology)
-    return min(specs, key=lambda spec: estimate(spec, nbytes, links, topology, kind).seconds)
+    return min(specs, key=lambda spec: estimate(spec, nbytes, rates, topology, kind).seconds)

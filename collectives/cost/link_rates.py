@@ -39,7 +39,7 @@ class Rate(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Links:
+class LinkRates:
     """What moves bytes between ranks, and what reduces them.
 
     intra, inter: what a rank sends to, or receives from, one peer on its node and on another node.
@@ -67,7 +67,7 @@ class Links:
                 raise ValueError(f"{field.name} must have a knee of more than 0 bytes, got {value}")
 
 
-ASSUMED = Links(
+ASSUMED = LinkRates(
     intra=Rate(3.4e-6, 1 / 450e9),
     inter=Rate(14e-6, 1 / 50e9),
     sum=Rate(3e-6, 3 / 3.35e12),
@@ -82,7 +82,7 @@ a half times that, for five units of traffic in two launches and their dot produ
 """
 
 
-def read_topology(path: str | Path) -> tuple[Topology, Links]:
+def read_topology(path: str | Path) -> tuple[Topology, LinkRates]:
     """A machine described by a .json or .toml file.
 
     Keys: nodes, local; intra, inter, sum and adasum, each a Rate's fields; nic, call. All but
@@ -96,13 +96,13 @@ def read_topology(path: str | Path) -> tuple[Topology, Links]:
         raise ValueError(f"{path}: {error}") from error
 
 
-def with_rates(links: Links, given: Mapping[str, Any]) -> Links:
-    """`links` with some fields replaced; adasum follows a sum that is given alone."""
-    values = {field.name: getattr(links, field.name) for field in fields(Links)}
+def with_rates(rates: LinkRates, given: Mapping[str, Any]) -> LinkRates:
+    """`rates` with some fields replaced; adasum follows a sum that is given alone."""
+    values = {field.name: getattr(rates, field.name) for field in fields(LinkRates)}
     values.update(given)
     if "sum" in given and "adasum" not in given:
         values["adasum"] = given["sum"].scaled(2.5)
-    return Links(**values)
+    return LinkRates(**values)
 
 
 def _read(path: Path) -> Any:
@@ -117,10 +117,10 @@ def _read(path: Path) -> Any:
     return tomllib.loads(path.read_text())
 
 
-def _described(data: Any) -> tuple[Topology, Links]:
+def _described(data: Any) -> tuple[Topology, LinkRates]:
     if not isinstance(data, dict):
         raise ValueError(f"expected keys and values, got {type(data).__name__}")
-    names = [field.name for field in fields(Links)]
+    names = [field.name for field in fields(LinkRates)]
     unknown = sorted(set(data) - {"nodes", "local", *names})
     if unknown:
         raise ValueError(f"unknown key {unknown[0]!r}: use nodes, local, {', '.join(names)}")

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.cost.link_rates import Floats, Links, Rate
+from collectives.cost.link_rates import Floats, LinkRates, Rate
 from collectives.schedules.topology import Topology
 
 Ints = NDArray[np.int64]
@@ -85,14 +85,14 @@ class Profile:
     total_intra: Floats
     total_inter: Floats
 
-    def cost(self, nbytes: float, links: Links, segments: int = 1) -> Cost:
+    def cost(self, nbytes: float, rates: LinkRates, segments: int = 1) -> Cost:
         """Of a buffer of nbytes, cut in pieces of equal length without regard for elements.
 
         segments: how many Adasum projects on their own.
         """
         sizes = np.array([nbytes, DOTS_BYTES * segments])
-        seconds = links.call + sum(
-            each.times * _seconds(each, float(sizes[int(each.dots)]), links) for each in self.rounds
+        seconds = rates.call + sum(
+            each.times * _seconds(each, float(sizes[int(each.dots)]), rates) for each in self.rounds
         )
         staged = [each.nodes[:, :, _REDUCE + 1].max() for each in self.rounds if not each.dots]
         return Cost(
@@ -106,20 +106,20 @@ class Profile:
         )
 
 
-def _seconds(each: Round, nbytes: float, links: Links) -> float:
+def _seconds(each: Round, nbytes: float, rates: LinkRates) -> float:
     """One step: until the last rank is ready."""
     nodes = each.nodes
     intra, inter = (
         np.maximum(
             *(rate.seconds(nodes[:, :, i], nbytes * nodes[:, :, i + 1]) for i in (start, start + 2))
         )
-        for start, rate in ((_INTRA, links.intra), (_INTER, links.inter))
+        for start, rate in ((_INTRA, rates.intra), (_INTER, rates.inter))
     )
-    if links.nic is not None:
+    if rates.nic is not None:
         shared = np.maximum(nodes[:, :, _INTER + 1].sum(1), nodes[:, :, _INTER + 3].sum(1))
-        queued = links.inter.alpha + links.nic * nbytes * shared[:, None]
+        queued = rates.inter.alpha + rates.nic * nbytes * shared[:, None]
         inter = np.where(inter > 0, np.maximum(inter, queued), 0.0)
-    rate: Rate = getattr(links, each.reduction)
+    rate: Rate = getattr(rates, each.reduction)
     busy = np.maximum(intra, inter)
     busy += rate.seconds(nodes[:, :, _REDUCE], nbytes * nodes[:, :, _REDUCE + 1])
     return float(busy.max())

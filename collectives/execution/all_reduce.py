@@ -9,7 +9,7 @@ from typing import cast
 
 import torch
 
-from collectives.cost import Links
+from collectives.cost import LinkRates
 from collectives.cost.choice import choose
 from collectives.execution.executor import Workspace, execute
 from collectives.execution.phases import Plan, plan_of
@@ -37,7 +37,7 @@ class Runner:
         self.workspace = Workspace()
         self._packed = Workspace()
         self.libraries = Libraries(transport)
-        self.links: Links | None = None
+        self.link_rates: LinkRates | None = None
         # What all ranks show in this call, where its one all-reduce is to be made of that.
         self.shown: Shown | None = None
 
@@ -171,9 +171,9 @@ class Runner:
         program has to give the same bits. Its choice is by size alone.
         """
         nbytes = flat.numel() * flat.element_size()
-        if self.links is None or op.needs_one_tree or flat.is_cuda:
+        if self.link_rates is None or op.needs_one_tree or flat.is_cuda:
             return AllReduceSpec(op.algorithm(nbytes, self.transport.size), 1, -1)
-        (spec,) = parse_all_reduce_spec(choose(op, nbytes, self.links, self.topology))
+        (spec,) = parse_all_reduce_spec(choose(op, nbytes, self.link_rates, self.topology))
         return spec
 
     def _run(

@@ -249,7 +249,7 @@ def exhibit(
     found = exhibit_of(tensors, options.get("segments")) if options["prescale"] == 1.0 else None
     if found is None:
         return None
-    measured = runner.links is not None
+    measured = runner.link_rates is not None
     # The operator is one of the call already, and need not have a hash.
     known = "way", found.numel, found.rows, measured
     if known not in call.kept:

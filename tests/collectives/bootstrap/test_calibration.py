@@ -12,7 +12,7 @@ import collectives
 from adasum.reducer import Adasum
 from collectives.bootstrap import calibration
 from collectives.bootstrap.calibration import _ring, calibrate, fit
-from collectives.cost import ASSUMED, Links, Rate, estimate, with_rates
+from collectives.cost import ASSUMED, LinkRates, Rate, estimate, with_rates
 from collectives.cost.choice import candidates, choose
 from collectives.schedules.topology import Topology
 
@@ -27,7 +27,7 @@ def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.usefixtures("_nothing_known")
 def test_all_ranks_get_the_same_numbers_once(size: int) -> None:
-    def work(group: collectives.Group) -> tuple[Links, Links, Links]:
+    def work(group: collectives.Group) -> tuple[LinkRates, LinkRates, LinkRates]:
         return calibrate(group), calibrate(group), calibrate(group, renew=True)
 
     results = collectives.run_threads(size, work)
@@ -41,7 +41,7 @@ def test_all_ranks_get_the_same_numbers_once(size: int) -> None:
 
 @pytest.mark.usefixtures("_nothing_known")
 def test_two_nodes_have_two_kinds_of_link() -> None:
-    def work(group: collectives.Group) -> Links:
+    def work(group: collectives.Group) -> LinkRates:
         group.topology = Topology(4, 2)
         return calibrate(group)
 
@@ -52,7 +52,7 @@ def test_two_nodes_have_two_kinds_of_link() -> None:
 
 @pytest.mark.usefixtures("_nothing_known")
 def test_a_rank_that_knows_more_than_others_measures_with_them() -> None:
-    def work(group: collectives.Group) -> Links:
+    def work(group: collectives.Group) -> LinkRates:
         return calibrate(group)
 
     collectives.run_threads(2, work)
@@ -63,17 +63,17 @@ def test_a_rank_that_knows_more_than_others_measures_with_them() -> None:
     assert collectives.run_threads(3, work) == [ASSUMED] * 3
 
 
-class _KnownByRank(dict[Any, Links]):
+class _KnownByRank(dict[Any, LinkRates]):
     """What is known, apart for every thread, as processes have it."""
 
     def __contains__(self, key: object) -> bool:
         return super().__contains__((threading.current_thread(), key))
 
-    def __getitem__(self, key: object) -> Links:
+    def __getitem__(self, key: object) -> LinkRates:
         return super().__getitem__((threading.current_thread(), key))
 
-    def __setitem__(self, key: object, links: Links) -> None:
-        super().__setitem__((threading.current_thread(), key), links)
+    def __setitem__(self, key: object, rates: LinkRates) -> None:
+        super().__setitem__((threading.current_thread(), key), rates)
 
     def get(self, key: object, default: Any = None) -> Any:
         return super().get((threading.current_thread(), key), default)
@@ -83,7 +83,7 @@ class _KnownByRank(dict[Any, Links]):
 def test_ranks_that_know_different_answers_agree_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "_known", _KnownByRank())
 
-    def work(group: collectives.Group) -> list[Links]:
+    def work(group: collectives.Group) -> list[LinkRates]:
         parts = [group.split(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
         return [calibrate(part) for part in parts if part is not None]
 
@@ -134,16 +134,16 @@ def test_candidates_have_one_mathematics() -> None:
 
 
 def test_choice() -> None:
-    links = Links(Rate(1e-4, 1e-9), Rate(1e-4, 1e-9), Rate(1e-5, 1e-10), Rate(1e-5, 3e-10))
+    rates = LinkRates(Rate(1e-4, 1e-9), Rate(1e-4, 1e-9), Rate(1e-5, 1e-10), Rate(1e-5, 3e-10))
     one = Topology(8, 8)
-    assert choose(collectives.Sum, 8, links, one) == "rd"
-    assert choose(Adasum, 8, links, one) == "rd"
-    assert choose(Adasum, 1 << 28, links, one) == "vhdd"
-    assert choose(collectives.Sum, 1 << 22, links, one) == "rechd"
+    assert choose(collectives.Sum, 8, rates, one) == "rd"
+    assert choose(Adasum, 8, rates, one) == "rd"
+    assert choose(Adasum, 1 << 28, rates, one) == "vhdd"
+    assert choose(collectives.Sum, 1 << 22, rates, one) == "rechd"
     # On seven ranks folding moves two buffers more, which a ring does not.
-    assert choose(collectives.Sum, 1 << 28, links, Topology(7, 7)) == "xring"
+    assert choose(collectives.Sum, 1 << 28, rates, Topology(7, 7)) == "xring"
     # A node's ranks behind one slow wire: on it, two levels move what one rank alone would.
-    slow = with_rates(links, {"inter": Rate(1e-4, 1e-8), "nic": 1e-8})
+    slow = with_rates(rates, {"inter": Rate(1e-4, 1e-8), "nic": 1e-8})
     chosen = choose(collectives.Average, 1 << 26, slow, Topology(12, 3))
     assert "/" in chosen
     costs = [

@@ -15,7 +15,7 @@ import torch
 from collectives import Average, CollectiveMismatchError, Group, Reducer, Sum, run_threads
 from collectives.consistency import description
 from collectives.consistency.description import Description
-from collectives.cost import Links, Rate
+from collectives.cost import LinkRates, Rate
 from collectives.execution import operations
 from collectives.reducers import SumReducer
 from collectives.transport import ThreadWorld
@@ -187,8 +187,8 @@ def test_the_way_follows_what_auto_may_choose_by(monkeypatch: pytest.MonkeyPatch
 
     def main(group: Group) -> list[float]:
         sums = []
-        for links in (None, Links(rate, rate, rate, rate), None):
-            group.use_links(links)
+        for rates in (None, LinkRates(rate, rate, rate, rate), None):
+            group.set_link_rates(rates)
             for _ in range(2):
                 tensor = torch.full((2_000_000,), 1.0)
                 sums.append(group.all_reduce(tensor)[-1].item())

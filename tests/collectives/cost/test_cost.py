@@ -13,7 +13,7 @@ import pytest
 from collectives.cost import (
     ASSUMED,
     OPS,
-    Links,
+    LinkRates,
     Rate,
     closed,
     closed_forms,
@@ -29,8 +29,8 @@ from collectives.schedules import binomial_tree, ring
 from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec
 from collectives.schedules.topology import Topology
 
-LINKS = Links(Rate(3e-6, 2e-12), Rate(1.4e-5, 2e-11), Rate(2e-6, 1e-12), Rate(7e-6, 3e-12))
-SHARED = with_rates(LINKS, {"nic": 1e-11, "call": 1e-4})
+RATES = LinkRates(Rate(3e-6, 2e-12), Rate(1.4e-5, 2e-11), Rate(2e-6, 1e-12), Rate(7e-6, 3e-12))
+SHARED = with_rates(RATES, {"nic": 1e-11, "call": 1e-4})
 ONE_LEVEL = ("xring", "xring#2", "rechd", "rechd#2", "rd", "rd#3", "vhdd", "psgpu", "pscpu#2")
 TWO_LEVELS = (
     "xring/xring",
@@ -49,7 +49,7 @@ def _spec(text: str) -> AllReduceSpec:
 
 
 def _flat(text: str, size: int, nbytes: float, op: str = "sum", segments: int = 1) -> float:
-    return estimate(text, nbytes, LINKS, Topology(size, size), op, segments).seconds
+    return estimate(text, nbytes, RATES, Topology(size, size), op, segments).seconds
 
 
 def _agree(text: str, topology: Topology, op: str) -> bool:
@@ -60,9 +60,9 @@ def _agree(text: str, topology: Topology, op: str) -> bool:
     except ValueError:
         return False
     walked, formula = walk(steps, topology, reductions(spec, op)), closed(spec, topology, op)
-    for links in (LINKS, SHARED):
+    for rates in (RATES, SHARED):
         for nbytes in (4096, 1 << 26):
-            one, other = (p.cost(nbytes, links, 5) for p in (walked, formula))
+            one, other = (p.cost(nbytes, rates, 5) for p in (walked, formula))
             # Both add the same few thousand numbers, in another order.
             assert asdict(one) == pytest.approx(asdict(other), rel=1e-10), (text, topology, op)
     return True
@@ -99,7 +99,7 @@ def test_closed_forms_agree_with_a_walk_of_every_pair(nodes: int, local_size: in
 @pytest.mark.parametrize("size", [2, 4, 8, 64, 1024])
 def test_one_level_costs_what_its_arithmetic_says(size: int) -> None:
     nbytes = float(1 << 20)
-    (alpha, beta), (call, gamma) = LINKS.intra[:2], LINKS.sum[:2]
+    (alpha, beta), (call, gamma) = RATES.intra[:2], RATES.sum[:2]
     levels = size.bit_length() - 1
     moved = nbytes * (size - 1) / size
     assert _flat("xring", size, nbytes) == pytest.approx(
@@ -119,8 +119,8 @@ def test_one_level_costs_what_its_arithmetic_says(size: int) -> None:
 
 def test_adasum_pays_for_its_dots() -> None:
     nbytes, segments = float(1 << 20), 100
-    (alpha, beta), (call, gamma) = LINKS.intra[:2], LINKS.adasum[:2]
-    dots = alpha + LINKS.sum.alpha + 24 * segments * (beta + LINKS.sum.beta)
+    (alpha, beta), (call, gamma) = RATES.intra[:2], RATES.adasum[:2]
+    dots = alpha + RATES.sum.alpha + 24 * segments * (beta + RATES.sum.beta)
     for levels in (1, 2, 3, 6):
         size = 1 << levels
         moved = nbytes * (size - 1) / size
@@ -140,23 +140,23 @@ def test_adasum_pays_for_its_dots() -> None:
 def test_bytes_and_memory() -> None:
     nbytes = 1 << 20
     topology = Topology(16, 4)
-    ring_cost = estimate("xring", nbytes, LINKS, topology)
+    ring_cost = estimate("xring", nbytes, RATES, topology)
     total = 2 * 15 * nbytes
     assert ring_cost.intra + ring_cost.inter == pytest.approx(total)
     assert ring_cost.inter == pytest.approx(total / 4)
     assert ring_cost.busiest_inter == pytest.approx(total / 16)
     assert ring_cost.memory == pytest.approx(nbytes / 16)
-    halving = estimate("rechd", nbytes, LINKS, topology)
+    halving = estimate("rechd", nbytes, RATES, topology)
     assert halving.intra + halving.inter == pytest.approx(total)
     # Distances 4 and 8 cross nodes: 1/8 and 1/16 of the buffer, twice, of all 16 ranks.
     assert halving.inter == pytest.approx(2 * 16 * nbytes * (1 / 8 + 1 / 16))
     assert halving.memory == pytest.approx(nbytes / 2)
-    doubling = estimate("rd", nbytes, LINKS, topology)
+    doubling = estimate("rd", nbytes, RATES, topology)
     assert doubling.busiest_inter == pytest.approx(2 * 4 * nbytes)
     assert doubling.memory == nbytes
-    two = estimate("xring/xring", nbytes, LINKS, topology)
+    two = estimate("xring/xring", nbytes, RATES, topology)
     assert two.busiest_inter == pytest.approx(2 * 3 / 4 * nbytes)
-    assert estimate("psgpu", nbytes, LINKS, topology).memory == 15 * nbytes
+    assert estimate("psgpu", nbytes, RATES, topology).memory == 15 * nbytes
     # One rank of each node is on the wire; two levels put all of them there, on 1/4 each.
     assert ring_cost.seconds > two.seconds
 
@@ -164,19 +164,19 @@ def test_bytes_and_memory() -> None:
 def test_ranks_of_a_node_share_its_connection() -> None:
     nbytes = float(1 << 30)
     topology = Topology(8, 4)
-    own = estimate("rd", nbytes, LINKS, topology)
-    shared = estimate("rd", nbytes, with_rates(LINKS, {"nic": LINKS.inter.beta}), topology)
+    own = estimate("rd", nbytes, RATES, topology)
+    shared = estimate("rd", nbytes, with_rates(RATES, {"nic": RATES.inter.beta}), topology)
     # Of rd's three steps the last crosses nodes, with four ranks on each side.
-    assert shared.seconds - own.seconds == pytest.approx(3 * nbytes * LINKS.inter.beta)
+    assert shared.seconds - own.seconds == pytest.approx(3 * nbytes * RATES.inter.beta)
 
 
 def test_beyond_the_knee_bytes_take_another_time() -> None:
-    bent = LINKS.intra._replace(knee=1000.0, far=1e-9)
-    links = with_rates(LINKS, {"intra": bent, "sum": LINKS.sum._replace(knee=2000.0, far=1e-8)})
+    bent = RATES.intra._replace(knee=1000.0, far=1e-9)
+    rates = with_rates(RATES, {"intra": bent, "sum": RATES.sum._replace(knee=2000.0, far=1e-8)})
     topology = Topology(2, 2)
-    (alpha, beta), (call, gamma) = LINKS.intra[:2], LINKS.sum[:2]
-    assert estimate("rd", 800, links, topology) == estimate("rd", 800, LINKS, topology)
-    assert estimate("rd", 5000, links, topology).seconds == pytest.approx(
+    (alpha, beta), (call, gamma) = RATES.intra[:2], RATES.sum[:2]
+    assert estimate("rd", 800, rates, topology) == estimate("rd", 800, RATES, topology)
+    assert estimate("rd", 5000, rates, topology).seconds == pytest.approx(
         alpha + 1000 * beta + 4000 * 1e-9 + call + 2000 * gamma + 3000 * 1e-8
     )
 
@@ -184,7 +184,7 @@ def test_beyond_the_knee_bytes_take_another_time() -> None:
 def test_other_schedules_can_be_walked() -> None:
     topology = Topology(6, 3)
     for steps in (ring.reduce_scatter(6), ring.all_gather(6), binomial_tree.broadcast(6, 2)):
-        assert walk(steps, topology).cost(600, LINKS).intra > 0
+        assert walk(steps, topology).cost(600, RATES).intra > 0
     with pytest.raises(ValueError, match="schedule is for 6 ranks, topology has 4"):
         walk(ring.all_gather(6), Topology(4, 2))
 
@@ -204,18 +204,18 @@ def test_65536_ranks() -> None:
         ("rechd/vhdd", "sum", 32),
         ("vhdd", "adasum", 32),
     ):
-        cost = estimate(text, nbytes, LINKS, topology, op)
+        cost = estimate(text, nbytes, RATES, topology, op)
         assert cost.steps == steps
         dots = 24 * size * sum(range(1, 17)) if op == "adasum" else 0
         assert cost.intra + cost.inter == pytest.approx(2 * (size - 1) * nbytes + dots)
-    assert estimate("rd", nbytes, LINKS, topology).steps == 16
+    assert estimate("rd", nbytes, RATES, topology).steps == 16
 
 
 def test_a_sampled_pipeline_is_close(monkeypatch: pytest.MonkeyPatch) -> None:
     spec, topology = _spec("xring"), Topology(64, 8)
-    exact = closed(spec, topology, "adasum").cost(1 << 26, LINKS)
+    exact = closed(spec, topology, "adasum").cost(1 << 26, RATES)
     monkeypatch.setattr(closed_forms, "_PIPELINE_CELLS", 0)
-    sampled = closed(spec, topology, "adasum").cost(1 << 26, LINKS)
+    sampled = closed(spec, topology, "adasum").cost(1 << 26, RATES)
     assert sampled != exact
     # Each of 128 samples stands for 1/128 of the steps; a rank begins and ends in two of them.
     for name, value in asdict(exact).items():
@@ -226,22 +226,22 @@ def test_what_has_no_steps_is_refused() -> None:
     topology = Topology(4, 2)
     for text in ("nccl", "collective/xring", "auto"):
         with pytest.raises(ValueError, match="is no schedule"):
-            estimate(text, 1, LINKS, topology)
+            estimate(text, 1, RATES, topology)
     with pytest.raises(ValueError, match="2 ranges"):
-        estimate("rd:1k:xring", 1, LINKS, topology)
+        estimate("rd:1k:xring", 1, RATES, topology)
     with pytest.raises(ValueError, match="op must be one of sum, adasum"):
-        estimate("rd", 1, LINKS, topology, "max")
+        estimate("rd", 1, RATES, topology, "max")
     with pytest.raises(ValueError, match="intra must be finite"):
-        with_rates(LINKS, {"intra": Rate(-1.0, 0.0)})
+        with_rates(RATES, {"intra": Rate(-1.0, 0.0)})
 
 
 def test_a_machine_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     path.write_text(json.dumps({"nodes": 3, "local": 4, "sum": {"alpha": 1e-6, "beta": 2e-12}}))
-    topology, links = read_topology(path)
+    topology, rates = read_topology(path)
     assert topology == Topology(12, 4)
     given = {"sum": Rate(1e-6, 2e-12), "adasum": Rate(2.5 * 1e-6, 2.5 * 2e-12)}
-    assert links == with_rates(ASSUMED, given)
+    assert rates == with_rates(ASSUMED, given)
     for data, text in (
         ([1], "expected keys and values"),
         ({"node": 3}, "unknown key 'node'"),
