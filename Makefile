@@ -40,7 +40,7 @@ test: $(READY)  ## the tests to run before a commit: every package, two files at
 	$(PY) -m pytest tests $(TWO_FILES) $(PYTEST_ARGS)
 
 test-slow: $(READY)  ## the long tests, which `make test` leaves out
-	$(PY) -m pytest tests -m slow $(TWO_FILES) $(PYTEST_ARGS)
+	$(PY) -m pytest tests -m 'slow and not timing' $(TWO_FILES) $(PYTEST_ARGS)
 
 test-kernels: $(READY)  ## the tests of kernels, and of the emulator that runs their compiled code
 	$(PY) -m pytest tests/kernels tests/ptx_emulator $(TWO_FILES) $(PYTEST_ARGS)
