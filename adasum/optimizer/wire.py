@@ -14,7 +14,7 @@ from adasum.compression import LONG, Compression, Compressor
 from adasum.sparse import sparse_all_reduce_async
 from adasum.watch import Watcher
 from collectives import Average, Group, Reducer, Sum, Work, parse_all_reduce_spec
-from collectives.execution.phases import plan_of
+from collectives.execution.phases import phases_of
 from collectives.fused_buffer import FusedBuffer, buffer_of
 
 __all__ = ["InFlight", "SparseInFlight", "Wire"]
@@ -41,7 +41,7 @@ class Wire:
         try:
             for part in parse_all_reduce_spec(self.algorithm or "auto"):
                 if part.outer != "auto":
-                    plan_of(part, self.op, self.group.topology)
+                    phases_of(part, self.op, self.group.topology)
         except ValueError as error:
             raise ValueError(f"algorithm={self.algorithm!r}: {error}") from None
 

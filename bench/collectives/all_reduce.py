@@ -34,7 +34,7 @@ from adasum import Adasum
 from bench.collectives import answer
 from bench.collectives import cost_model as model
 from bench.collectives.row import Row, header, line
-from collectives.execution.phases import plan_of
+from collectives.execution.phases import phases_of
 from collectives.schedules.spec import parse_all_reduce_spec, parse_general_int, spec_for
 
 TORCH = "torch"
@@ -230,7 +230,7 @@ def _check(
         for name in names:
             for spec in parse_all_reduce_spec(name):
                 if spec.outer != "auto":
-                    plan_of(spec, OPS[op], group.topology)
+                    phases_of(spec, OPS[op], group.topology)
             if args.model:
                 model.check(name, op, group.topology)
 

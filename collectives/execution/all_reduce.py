@@ -1,4 +1,4 @@
-"""How a group's reductions run: a plan's phases on a flat buffer, one after the other."""
+"""How a group's reductions run: an all-reduce's phases on a flat buffer, one after the other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from collectives.cost import LinkRates
 from collectives.cost.choice import choose
 from collectives.execution.executor import Workspace, execute
-from collectives.execution.phases import Plan, plan_of
+from collectives.execution.phases import AllReducePhases, phases_of
 from collectives.execution.shared_memory_all_reduce import Shown
 from collectives.execution.vendor import Libraries
 from collectives.fused_buffer import buffer_of
@@ -47,13 +47,13 @@ class Runner:
         for spec in specs:
             if spec.outer == "auto":
                 continue
-            plan = plan_of(spec, op, self.topology)
+            phases = phases_of(spec, op, self.topology)
             on_gpu = any(device.type == "cuda" for device in devices)
-            if plan.host and on_gpu and torch.cuda.is_current_stream_capturing():
+            if phases.host and on_gpu and torch.cuda.is_current_stream_capturing():
                 raise ValueError(
                     f"algorithm {spec} reduces on the host, which no CUDA graph can hold: use psgpu"
                 )
-            for phase in plan.phases:
+            for phase in phases.sequence:
                 if phase.library is not None:
                     for device in devices:
                         self.libraries.check(phase.library, device)
@@ -114,8 +114,8 @@ class Runner:
             spec = spec_for(specs, flat.numel())
             if spec.outer == "auto":
                 spec = self._choose(flat, op)
-            plan = plan_of(spec, op, self.topology)
-            prescale *= plan.prescale
+            phases = phases_of(spec, op, self.topology)
+            prescale *= phases.prescale
             algorithm = spec
 
         def name() -> str:
@@ -128,7 +128,7 @@ class Runner:
             if shown is not None:
                 return shown.reduce(flat, op, segments, self.workspace, label, self.timeout)
             if size > 1:
-                self._run(plan, flat, op, segments, label)
+                self._run(phases, flat, op, segments, label)
             op.finish(flat, size)
             return flat
 
@@ -177,18 +177,23 @@ class Runner:
         return spec
 
     def _run(
-        self, plan: Plan, flat: Tensor, op: Reducer, segments: Sequence[int] | None, label: str
+        self,
+        phases: AllReducePhases,
+        flat: Tensor,
+        op: Reducer,
+        segments: Sequence[int] | None,
+        label: str,
     ) -> None:
         buffer = flat
-        if plan.host and flat.is_cuda:
+        if phases.host and flat.is_cuda:
             # NCCL's own sum within the nodes is of what is on the GPUs.
-            near = tuple(phase for phase in plan.phases if phase.library == "nccl")
-            self._run_phases(replace(plan, phases=near), flat, op, segments, label)
-            plan = replace(plan, phases=plan.phases[len(near) :])
+            near = tuple(phase for phase in phases.sequence if phase.library == "nccl")
+            self._run_phases(replace(phases, sequence=near), flat, op, segments, label)
+            phases = replace(phases, sequence=phases.sequence[len(near) :])
             buffer = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
             buffer.copy_(flat)
         with self._deferred():
-            self._run_phases(plan, buffer, op, segments, label)
+            self._run_phases(phases, buffer, op, segments, label)
         if buffer is not flat:
             flat.copy_(buffer)
 
@@ -198,12 +203,17 @@ class Runner:
         return cast(AbstractContextManager[object], deferred())
 
     def _run_phases(
-        self, plan: Plan, buffer: Tensor, op: Reducer, segments: Sequence[int] | None, label: str
+        self,
+        phases: AllReducePhases,
+        buffer: Tensor,
+        op: Reducer,
+        segments: Sequence[int] | None,
+        label: str,
     ) -> None:
-        for phase in plan.phases:
+        for phase in phases.sequence:
             if phase.schedule is not None:
                 self.execute(
-                    phase.schedule, buffer, (Sum, op) if plan.two_levels else op, label, segments
+                    phase.schedule, buffer, (Sum, op) if phases.two_levels else op, label, segments
                 )
             elif phase.library is not None and not (phase.local and self.topology.local_size == 1):
                 self.libraries.all_reduce(

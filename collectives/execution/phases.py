@@ -26,46 +26,46 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The phases of one all-reduce.
+class AllReducePhases:
+    """What one all-reduce runs, one after the other.
 
     two_levels: whether the schedule's phase 0 sums inside nodes and its phase 1 is the operator's.
     prescale: what every rank multiplies its contribution by first. host: whether all of it happens
     in host memory.
     """
 
-    phases: tuple[Phase, ...]
+    sequence: tuple[Phase, ...]
     two_levels: bool = False
     prescale: float = 1.0
     host: bool = False
 
 
-def plan_of(spec: AllReduceSpec, op: Reducer, topology: Topology) -> Plan:
+def phases_of(spec: AllReduceSpec, op: Reducer, topology: Topology) -> AllReducePhases:
     """How to reduce with `op` by `spec` (not auto) on `topology`.
 
-    An operator that needs one expression tree (Adasum) runs across nodes alone in a two-level
-    plan: inside a node its operands are averaged, by a factor before the sum, so that no float16
+    An operator that needs one expression tree (Adasum) runs across nodes alone on two
+    levels: inside a node its operands are averaged, by a factor before the sum, so that no float16
     overflows.
 
     Raises ValueError for shards that the algorithm does not take and operators it cannot carry.
     """
-    return _plan_of(spec, op.needs_one_tree, str(op), topology)
+    return _phases_of(spec, op.needs_one_tree, str(op), topology)
 
 
 # Not by the operator, which need not have a hash and would be kept alive.
 @lru_cache(maxsize=1024)
-def _plan_of(spec: AllReduceSpec, one_tree: bool, op: str, topology: Topology) -> Plan:
+def _phases_of(spec: AllReduceSpec, one_tree: bool, op: str, topology: Topology) -> AllReducePhases:
     host = "pscpu" in (spec.inner, spec.outer)
     if spec.inner is None:
         if spec.outer not in LIBRARY:
             schedule = one_level(spec.outer, spec.shards, topology, one_tree=one_tree)
-            return Plan((Phase(schedule),), host=host)
+            return AllReducePhases((Phase(schedule),), host=host)
         if one_tree:
             raise ValueError(
                 f"algorithm {spec.outer!r} is a library's own sum, which cannot do {op}: "
                 "use vhdd, rd or xring"
             )
-        return Plan((Phase(library=spec.outer, shards=spec.shards),))
+        return AllReducePhases((Phase(library=spec.outer, shards=spec.shards),))
     schedule = two_levels(
         spec.inner, spec.inner_shards, spec.outer, spec.shards, topology, one_tree=one_tree
     )
@@ -73,4 +73,4 @@ def _plan_of(spec: AllReduceSpec, one_tree: bool, op: str, topology: Topology) -
     if spec.inner in LIBRARY:
         phases = (Phase(library=spec.inner, shards=spec.inner_shards, local=True), *phases)
     prescale = 1.0 / topology.local_size if one_tree else 1.0
-    return Plan(phases, two_levels=True, prescale=prescale, host=host)
+    return AllReducePhases(phases, two_levels=True, prescale=prescale, host=host)
