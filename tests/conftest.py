@@ -1,8 +1,4 @@
-"""The order of the test files, and `--emulated`.
-
-Those that start processes and wait for them come first: two workers take files in turn, so what is
-long must not come last.
-"""
+"""The order of the test files, the option `--emulated`, and kernels compiled once at the start."""
 
 from __future__ import annotations
 
@@ -13,37 +9,42 @@ import pytest
 import kernels
 from tests.ptx_emulator.driver import emulated
 
-FIRST = ("faults", "packaging", "examples", "network_namespaces", "processes", "bench", "docs")
+# Folders whose files take longest. Two workers take files in turn, so a long one must not be last.
+LONGEST = ("faults", "packaging", "examples", "network_namespaces", "processes", "bench", "docs")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    def place(item: pytest.Item) -> int:
-        folder = item.nodeid.split("/")[1:2]
-        return FIRST.index(folder[0]) if folder and folder[0] in FIRST else len(FIRST)
+    """Sort the tests of the longest files to the front."""
 
-    items.sort(key=place)
+    def rank(item: pytest.Item) -> int:
+        folder = item.nodeid.split("/")[1:2]
+        return LONGEST.index(folder[0]) if folder and folder[0] in LONGEST else len(LONGEST)
+
+    items.sort(key=rank)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--emulated`."""
     parser.addoption(
         "--emulated",
         action="store_true",
-        help="this process's kernels run what Triton compiles for sm_90, in tests/ptx_emulator",
+        help="run the code that Triton compiles for sm_90, in tests/ptx_emulator",
     )
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _compiled() -> None:
-    """Before ranks are started that would each compile, and be timed meanwhile."""
+def _compile_kernels() -> None:
+    """Compile the C kernels once, so that no timed rank has to."""
     kernels.cpu_path()
     kernels.calls_recognised_by()
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _all_emulated(request: pytest.FixtureRequest) -> Iterator[None]:
+def _emulate_kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Under `--emulated`, run every kernel of this process in the emulator."""
     if not request.config.getoption("emulated"):
         yield
         return
-    # Looking for races costs a copy of all memory, and here ranks have windows of 32 MiB.
+    # Looking for races copies all memory, and ranks here have buffers of 32 MiB.
     with emulated(races=False):
         yield

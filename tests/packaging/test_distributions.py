@@ -1,4 +1,4 @@
-"""The wheel and the sdist: what is in them, and that tests pass on what they install."""
+"""The wheel and the sdist: their contents, and tests that run on the installed wheel."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ import kernels
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("adasum", "collectives", "kernels")
-# Beside the packages: what the tests, examples and docs are run from.
+# What the sdist has beside the packages.
 TREE = ("bench", "docs", "examples", "tests")
-# One file for each package, seconds in all.
+# One quick file for each package.
 FAST = (
     "tests/kernels/test_packing.py",
     "tests/collectives/schedules/test_topology.py",
@@ -35,7 +35,7 @@ for kind in kinds:
 
 
 def build(tree: Path, out: Path, *kinds: str) -> list[Path]:
-    """Build `kinds` ("sdist", "wheel") of `tree`, as pip does without isolation."""
+    """Build `kinds` ("sdist", "wheel") of `tree` into `out`, as pip does without isolation."""
     out.mkdir()
     done = subprocess.run(
         [sys.executable, "-c", BUILD, str(out), *kinds],
@@ -50,7 +50,7 @@ def build(tree: Path, out: Path, *kinds: str) -> list[Path]:
 
 
 def sources(tree: Path, folder: str) -> set[str]:
-    """Every file of a folder but what running leaves behind."""
+    """List a folder's files, relative to the tree, without compiled Python."""
     return {
         path.relative_to(tree).as_posix()
         for path in (tree / folder).rglob("*")
@@ -65,7 +65,7 @@ def contents(wheel: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The distributions of a copy of the tree: building writes into it."""
+    """Build both distributions of a copy of the tree, since building writes into it."""
     pytest.importorskip("setuptools", minversion="77", reason="building needs setuptools>=77")
     place = tmp_path_factory.mktemp("built")
     tree = place / "tree"
@@ -86,7 +86,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"tree": tree, "sdist": again, "wheel": wheel, "wheel of the sdist": second}
 
 
-def test_the_wheel_holds_the_three_packages_and_nothing_else(built: dict[str, Path]) -> None:
+def test_wheel_contains_the_three_packages_and_nothing_else(built: dict[str, Path]) -> None:
     files = set(contents(built["wheel"]))
     info = {name for name in files if name.startswith("adasum-") and ".dist-info/" in name}
     assert files - info == set().union(*(sources(ROOT, package) for package in PACKAGES))
@@ -94,44 +94,46 @@ def test_the_wheel_holds_the_three_packages_and_nothing_else(built: dict[str, Pa
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in info)
 
 
-def test_what_the_wheel_says_of_itself(built: dict[str, Path]) -> None:
+def test_wheel_metadata_has_license_readme_and_dependencies(built: dict[str, Path]) -> None:
     files = contents(built["wheel"])
-    said = email.message_from_bytes(next(v for k, v in files.items() if k.endswith("METADATA")))
-    assert said["License-Expression"] == "Apache-2.0"
-    assert said["Requires-Python"] == ">=3.10"
-    assert said.get_payload(decode=True) == (ROOT / "README.md").read_bytes()
-    needed = [line for line in said.get_all("Requires-Dist", []) if "extra ==" not in line]
+    metadata = email.message_from_bytes(next(v for k, v in files.items() if k.endswith("METADATA")))
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Requires-Python"] == ">=3.10"
+    assert metadata.get_payload(decode=True) == (ROOT / "README.md").read_bytes()
+    needed = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert sorted(line.split(">=")[0] for line in needed) == ["numpy", "torch", "triton"]
     assert b"Root-Is-Purelib: true" in next(v for k, v in files.items() if k.endswith("/WHEEL"))
 
 
-def test_the_sdist_holds_all_that_the_tests_need(built: dict[str, Path]) -> None:
+def test_sdist_contains_all_that_the_tests_need(built: dict[str, Path]) -> None:
     for folder in (*PACKAGES, *TREE):
         assert sources(built["sdist"], folder) == sources(built["tree"], folder)
     for name in ("LICENSE", "README.md", "CHANGELOG.md", "Makefile", "constraints.txt", ".ci/run"):
         assert (built["sdist"] / name).read_bytes() == (ROOT / name).read_bytes()
 
 
-def test_the_sdist_builds_the_same_wheel(built: dict[str, Path]) -> None:
-    # RECORD, too, which has every file's hash.
+def test_sdist_builds_the_same_wheel(built: dict[str, Path]) -> None:
+    # RECORD, with every file's hash, is one of the files.
     assert contents(built["wheel of the sdist"]) == contents(built["wheel"])
 
 
-def test_tests_pass_on_the_installed_wheel(built: dict[str, Path], tmp_path: Path) -> None:
-    """In a new environment, which finds torch and pytest here; no package of ours lies beside."""
+def test_installed_wheel_passes_the_tests_of_every_package(
+    built: dict[str, Path], tmp_path: Path
+) -> None:
+    """The environment borrows torch and pytest; our packages are only in the wheel."""
     environment = tmp_path / "environment"
     venv.create(environment, symlinks=True)
     (site,) = environment.glob("lib/python*/site-packages")
     here = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     (site / "here.pth").write_text("\n".join(here))
-    # A wheel of pure Python is installed by unpacking it.
+    # Unpacking a wheel of pure Python installs it.
     with zipfile.ZipFile(built["wheel"]) as archive:
         archive.extractall(site)
     tests = tmp_path / "tests of the sdist"
     shutil.copytree(built["sdist"], tests)
     for package in PACKAGES:
         shutil.rmtree(tests / package)
-    said = []
+    output = []
     bare = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     for arguments in (
         ["adasum.check", "--no-self-test"],
@@ -147,10 +149,10 @@ def test_tests_pass_on_the_installed_wheel(built: dict[str, Path], tmp_path: Pat
             check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr
-        said += done.stdout.splitlines()
+        output += done.stdout.splitlines()
     version = built["wheel"].name.split("-")[1]
-    assert f"  adasum                   {version}" in said
-    assert f"  kernels imported from    {site / 'kernels'}" in said
-    # Its C file is there, too.
-    assert f"  CPU tensors by           {kernels.cpu_path()}" in said
-    assert " passed" in said[-1]
+    assert f"  adasum                   {version}" in output
+    assert f"  kernels imported from    {site / 'kernels'}" in output
+    # The C source is in the wheel, or this would be torch.
+    assert f"  CPU tensors by           {kernels.cpu_path()}" in output
+    assert " passed" in output[-1]

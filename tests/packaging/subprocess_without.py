@@ -1,4 +1,4 @@
-"""Code run by a Python of its own that lacks parts, and what it reports."""
+"""Run code in a Python process that cannot import some packages, and return what it reports."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 START = """
 import json
-from tests.packaging.absent import hide
+from tests.packaging.hidden_packages import hide
 
 hide(*{hidden!r})
 
-def said(function, *args, **options):
+def outcome(function, *args, **options):
     try:
         return ["returned", repr(function(*args, **options))]
     except Exception as error:
@@ -27,6 +27,7 @@ def said(function, *args, **options):
 report = {{}}
 """
 
+# What must work on every machine: kernels, ranks as threads, and training on one rank.
 USE = """
 a, b = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
 report["kernels"] = kernels.adasum(a, b).tolist()
@@ -43,13 +44,13 @@ optimizer = adasum.DistributedOptimizer(
 )
 parameter.sum().backward()
 optimizer.step()
-report["alone"] = [adasum.size(), parameter.tolist()]
+report["one rank"] = [adasum.size(), parameter.tolist()]
 adasum.shutdown()
 """
 
 
 def run(code: str, *hidden: str) -> dict[str, Any]:
-    """What `code` put into `report`, run by a Python that cannot find `hidden`."""
+    """Run `code` where `hidden` cannot be imported and return its dictionary `report`."""
     whole = START.format(hidden=hidden) + code + "\nprint(json.dumps(report))\n"
     done = subprocess.run(
         [sys.executable, "-c", whole],
@@ -68,14 +69,16 @@ def run(code: str, *hidden: str) -> dict[str, Any]:
     return report
 
 
-def one_line(said: list[str], error: str, *words: str) -> None:
-    assert said[0] == error, said
-    assert "\n" not in said[1]
-    for word in words:
-        assert word in said[1], said
+def assert_error(outcome: list[str], error: str, *parts: str) -> None:
+    """Check that `error` was raised, with one line of text that contains every part."""
+    assert outcome[0] == error, outcome
+    assert "\n" not in outcome[1]
+    for part in parts:
+        assert part in outcome[1], outcome
 
 
-def check_work(report: dict[str, Any]) -> None:
+def assert_use_worked(report: dict[str, Any]) -> None:
+    """Check what `USE` has reported."""
     assert report["kernels"] == [1.0, 1.0]
     assert report["threads"] == [[1.0] * 5] * 3
-    assert report["alone"] == [1, [0.0] * 3]
+    assert report["one rank"] == [1, [0.0] * 3]

@@ -1,8 +1,8 @@
-"""Importing where optional parts are missing, and what using the missing part says."""
+"""Imports on a machine without the optional packages, and the errors of what needs them."""
 
 from __future__ import annotations
 
-from tests.packaging.machine import USE, check_work, one_line, run
+from tests.packaging.subprocess_without import USE, assert_error, assert_use_worked, run
 
 BARE = """
 import sys, threading, types
@@ -19,25 +19,25 @@ report["started"] = {
     "process groups": torch.distributed.is_initialized(),
 }
 from collectives.transport import load_nccl
-from kernels import _launch
+from kernels.gpu import launcher
 
-report["triton"] = said(_launch.on_triton, types.SimpleNamespace(is_cuda=True))
+report["triton"] = outcome(launcher.on_triton, types.SimpleNamespace(is_cuda=True))
 torch.cuda.is_available = lambda: False
-report["no GPU"] = said(load_nccl)
+report["no GPU"] = outcome(load_nccl)
 torch.cuda.is_available = lambda: True
 for version in ("12.8", "13.0"):
     torch.version.cuda = version
-    report[f"cupy, CUDA {version}"] = said(load_nccl)
+    report[f"cupy, CUDA {version}"] = outcome(load_nccl)
 torch.cuda.is_available = lambda: False
 """
 
 
-def test_without_triton_cupy_nvidia_packages_and_gpu() -> None:
+def test_import_without_optional_packages_works_and_using_one_names_it() -> None:
     report = run(BARE + USE, "cupy", "triton", "nvidia")
     assert report["started"] == {"threads": 0, "CUDA": False, "process groups": False}
-    check_work(report)
-    one_line(report["triton"], "ImportError", "pip install 'triton>=")
-    one_line(report["no GPU"], "RuntimeError", "install a CUDA build of torch")
+    assert_use_worked(report)
+    assert_error(report["triton"], "ImportError", "pip install 'triton>=")
+    assert_error(report["no GPU"], "RuntimeError", "install a CUDA build of torch")
     for version in ("12.8", "13.0"):
         extra = f'pip install "adasum[cuda{version[:2]}]"'
-        one_line(report[f"cupy, CUDA {version}"], "ImportError", "cupy", extra)
+        assert_error(report[f"cupy, CUDA {version}"], "ImportError", "cupy", extra)

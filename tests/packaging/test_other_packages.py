@@ -1,4 +1,4 @@
-"""Other packages beside ours, among them those that look for the foreign package `kernels`."""
+"""Packages installed beside ours, such as those that look for PyPI's other `kernels`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TRANSFORMERS = """
 import torch, adasum, kernels, transformers
 from transformers.utils import is_kernels_available
 
-# It takes the version of whichever distribution brings `kernels` for the foreign package's.
+# It reads the version of whichever distribution has `kernels`.
 assert not is_kernels_available()
 adasum.init()
 sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
@@ -55,7 +55,7 @@ torch.testing.assert_close(model.weight, before - 0.1)
 
 
 @pytest.mark.parametrize("package", ["transformers", "accelerate"])
-def test_works_beside_our_kernels(package: str) -> None:
+def test_package_that_looks_for_kernels_works_with_ours(package: str) -> None:
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed: pip install {package}")
     done = subprocess.run(
@@ -70,10 +70,10 @@ def test_works_beside_our_kernels(package: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_what_uninstalling_the_other_kernels_leaves_is_not_taken_for_it(
+def test_folder_left_by_uninstalling_the_other_kernels_is_reported_as_missing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Where it was installed over ours, pip removes the files of one name and leaves the folder."""
+    """pip removes the files that both have and leaves the folder."""
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "_plan.py").touch()
     monkeypatch.setattr(
