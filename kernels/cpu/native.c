@@ -12,8 +12,8 @@
  * A function takes one argument, a struct of kernels/cpu/tasks.h: to pass nine by ctypes takes four times
  * as long.
  */
-#include "_native.h"
-#include "_tasks.h"
+#include "native.h"
+#include "tasks.h"
 
 /* Elements; BLOCK comes from kernels/cpu/native.py, too. */
 enum { TILE = 1024, LANES = 8 };

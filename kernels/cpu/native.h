@@ -5,7 +5,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "_vectors.h"
+#include "vectors.h"
 
 typedef REAL real;
 enum { FLOAT16, BFLOAT16, FLOAT32, FLOAT64 };

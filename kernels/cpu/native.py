@@ -29,7 +29,7 @@ from kernels.packed_list import PackedList
 _CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 # Elements of a block, whose dot products are one partial result.
 BLOCK = 8192
-_FILES = ("_native.c", "_native.h", "_vectors.h", "_tasks.h")
+_FILES = ("native.c", "native.h", "vectors.h", "tasks.h")
 _SOURCES = [Path(__file__).with_name(name) for name in _FILES]
 # What is written as floats is looked at as integers.
 _FLAGS = ("-O3", "-funroll-loops", f"-DBLOCK={BLOCK}", "-fno-strict-aliasing")

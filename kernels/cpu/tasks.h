@@ -1,7 +1,7 @@
 /* What kernels/cpu/native.c's functions are told to do: structs of 8-byte fields, as kernels/cpu/native.py
  * packs them and kernels/_recall.c fills them in anew.
  *
- * dtypes: as in the enum of _native.h. found_inf: set to 1 where the output holds an Inf or NaN, else
+ * dtypes: as in the enum of native.h. found_inf: set to 1 where the output holds an Inf or NaN, else
  * left; or NULL. threads: at most so many.
  */
 #include <stdint.h>

@@ -288,9 +288,9 @@ def test_torch_can_be_demanded(fresh: Path) -> None:
 
 
 def test_without_its_source(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_SOURCES", [fresh / "_native.c"])
+    monkeypatch.setattr(native, "_SOURCES", [fresh / "native.c"])
     monkeypatch.setattr(native, "_flags_here", lambda: ())
-    assert "_native.c could not be compiled" in kernels.cpu_path() and works()
+    assert "native.c could not be compiled" in kernels.cpu_path() and works()
 
 
 def test_autograd_sees_what_is_written() -> None:
