@@ -1,7 +1,13 @@
-"""What an arithmetic instruction computes, on arrays of one element a thread.
+"""What each arithmetic instruction computes, on arrays with one element per thread.
 
-Rounding is the hardware's: to nearest even, once, subnormals kept, float32 results that are NaN in
-the one form it returns. Source: PTX ISA 9, chapter 9.7.
+`OPERATIONS` lists every instruction that is known, by its whole opcode (name, modifiers and type)
+and its number of sources. What is not listed is refused: an instruction of another type or with
+another modifier is another instruction, and guessing its meaning would make wrong results look
+right.
+
+Rounding is the hardware's: to nearest even, once, subnormals kept; a float32 or 16-bit result that
+is NaN has the one bit pattern that the hardware returns. ptxas may fuse a `mul` and an `add`
+without `.rn`; here each of them rounds. Source: PTX ISA 9, chapter 9.7.
 """
 
 from __future__ import annotations
@@ -10,16 +16,24 @@ import ctypes
 import ctypes.util
 from collections.abc import Callable
 from functools import cache, partial, reduce
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import numpy as np
 
 Array = np.ndarray[Any, np.dtype[Any]]
-_CANONICAL = np.uint32(0x7FFFFFFF)
+_CANONICAL_NAN = np.uint32(0x7FFFFFFF)
+_CANONICAL_NAN_16 = np.uint16(0x7FFF)
 
 
 class Operation(NamedTuple):
-    """compute: from arrays of the source types to one of `result`."""
+    """What an instruction computes.
+
+    Attributes:
+        sources: PTX types of the sources.
+        result: PTX type of the result.
+        compute: The function from arrays of the sources to that of the result.
+    """
 
     sources: tuple[str, ...]
     result: str
@@ -28,7 +42,7 @@ class Operation(NamedTuple):
 
 @cache
 def numpy_type(kind: str) -> Any:
-    """The type whose arrays hold a PTX type; bfloat16 and pairs as bits."""
+    """Return the numpy type that holds a PTX type; bfloat16 and packed pairs as their bits."""
     if kind == "pred":
         return np.bool_
     if kind.endswith("x2"):
@@ -39,7 +53,7 @@ def numpy_type(kind: str) -> Any:
 
 
 def from_bits(kind: str, bits: int) -> Array:
-    """A literal as a value of a PTX type."""
+    """Return a literal as a value of a PTX type."""
     dtype = np.dtype(numpy_type(kind))
     if kind == "pred":
         return np.array(bits & 1, bool)
@@ -48,24 +62,34 @@ def from_bits(kind: str, bits: int) -> Array:
 
 
 def _canonical(values: Array) -> Array:
+    """Give the NaN of float32 values the hardware's bit pattern."""
     if values.dtype == np.float32:
         nan = np.isnan(values)
         if nan.any():
-            return np.where(nan, _CANONICAL.view(np.float32), values)
+            return np.where(nan, _CANONICAL_NAN.view(np.float32), values)
     return values
 
 
-def widen_bfloat16(bits: Array) -> Array:
+def _widen_bfloat16(bits: Array) -> Array:
+    """Return the float32 of bfloat16 bits."""
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
-def round_to_bfloat16(values: Array) -> Array:
+def _bfloat16_of(values: Array) -> Array:
+    """Return the bfloat16 bits of float32 values, rounded to nearest even."""
     bits = values.view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    return np.where(np.isnan(values), np.uint16(0x7FFF), rounded.astype(np.uint16))
+    return np.where(np.isnan(values), _CANONICAL_NAN_16, rounded.astype(np.uint16))
+
+
+def _float16_of(values: Array) -> Array:
+    """Return the float16 bits of wider floats, rounded to nearest even."""
+    bits = np.asarray(values.astype(np.float16)).view(np.uint16)
+    return np.where(np.isnan(values), _CANONICAL_NAN_16, bits)
 
 
 def _fma32(a: Array, b: Array, c: Array) -> Array:
+    """Compute a * b + c in float32, rounded once."""
     # The product is exact in float64; the sum is rounded to odd there, so that rounding it once
     # more to float32 is as if there had been one rounding.
     product, addend = a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)
@@ -88,11 +112,12 @@ def _libm_fma() -> Any:
 
 
 def _fma64(a: Array, b: Array, c: Array) -> Array:
+    """Compute a * b + c in float64, rounded once."""
     return np.asarray(_libm_fma()(a, b, c)).astype(np.float64)
 
 
-def _of_pairs(compute: Callable[..., Array]) -> Callable[..., Array]:
-    """The same on both float32 of a 64-bit register."""
+def _on_pairs(compute: Callable[..., Array]) -> Callable[..., Array]:
+    """Return the function that applies `compute` to both float32 of a 64-bit register."""
 
     def on_pairs(*operands: Array) -> Array:
         pairs = [np.ascontiguousarray(x).view(np.float32).reshape(-1, 2) for x in operands]
@@ -102,69 +127,56 @@ def _of_pairs(compute: Callable[..., Array]) -> Callable[..., Array]:
 
 
 def _quotient(a: Array, b: Array) -> Array:
-    if a.dtype.kind == "f":
-        return np.divide(a, b)
+    """Divide integers, rounding towards zero."""
     if not np.all(b):
         raise ZeroDivisionError("an integer is divided by zero")
     floor = a // b
-    # Not of magnitudes: the least integer has none.
+    # Not by magnitudes: that of the least integer does not fit its type.
     return np.asarray(floor + ((floor * b != a) & ((a < 0) != (b < 0))), a.dtype)
 
 
 def _remainder(a: Array, b: Array) -> Array:
+    """Return the remainder of integers, with the sign of `a`."""
     return np.subtract(a, _quotient(a, b) * b)
 
 
-def _shift(left: bool) -> Callable[[Array, Array], Array]:
-    def shift(a: Array, count: Array) -> Array:
-        # Counts beyond the width are clamped to it.
-        width = 8 * a.dtype.itemsize
-        full = count >= width
-        safe = np.where(full, 0, count).astype(a.dtype)
-        shifted = np.left_shift(a, safe) if left else np.right_shift(a, safe)
-        return np.where(full, np.where(a < 0, -1, 0).astype(a.dtype) if not left else 0, shifted)
-
-    return shift
+def _shift_left(a: Array, count: Array) -> Array:
+    """Shift left; a count of the width or more leaves nothing."""
+    beyond = count >= 8 * a.dtype.itemsize
+    shifted = np.left_shift(a, np.where(beyond, 0, count).astype(a.dtype))
+    return np.where(beyond, np.zeros_like(a), shifted)
 
 
-def _compare(name: str) -> Callable[[Array, Array], Array]:
-    ordered = {
-        "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal,
-        "gt": np.greater, "ge": np.greater_equal,
-    }  # fmt: skip
-
-    def compare(a: Array, b: Array) -> Array:
-        if a.dtype.kind != "f":
-            return np.asarray(ordered[name](a, b))
-        nan = np.isnan(a) | np.isnan(b)
-        plain = ordered[name[:2]](a, b)
-        return np.asarray(plain | nan if name.endswith("u") else plain & ~nan)
-
-    return compare
+def _shift_right(a: Array, count: Array) -> Array:
+    """Shift right, repeating the sign of signed types; counts are clamped to the width."""
+    beyond = count >= 8 * a.dtype.itemsize
+    shifted = np.right_shift(a, np.where(beyond, 0, count).astype(a.dtype))
+    return np.where(beyond, np.where(a < 0, -1, 0).astype(a.dtype), shifted)
 
 
 def _permute_bytes(a: Array, b: Array, selector: Array) -> Array:
+    """Choose four of the eight bytes of b:a; bit 3 of a choice repeats that byte's sign."""
     a, b, selector = np.broadcast_arrays(a, b, selector)
     both = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
     result = np.zeros(both.shape, np.uint32)
-    for place in range(4):
-        nibble = (selector >> np.uint32(4 * place)) & np.uint32(15)
-        byte = (both >> (np.uint64(8) * (nibble & np.uint32(7)).astype(np.uint64))) & np.uint64(255)
-        if np.any(nibble & np.uint32(8)):
-            raise NotImplementedError("prmt that repeats a sign")
-        result |= (byte << np.uint64(8 * place)).astype(np.uint32)
+    for position in range(4):
+        nibble = ((selector >> np.uint32(4 * position)) & np.uint32(15)).astype(np.uint64)
+        byte = (both >> (np.uint64(8) * (nibble & np.uint64(7)))) & np.uint64(255)
+        sign = np.where(byte >= np.uint64(128), np.uint64(255), np.uint64(0))
+        chosen = np.where(nibble >= np.uint64(8), sign, byte)
+        result |= (chosen << np.uint64(8 * position)).astype(np.uint32)
     return result
 
 
 def _bit_field(a: Array, start: Array, length: Array) -> Array:
-    # Both are read from eight bits, and what lies past bit 31 is zero.
+    """Return `length` bits of `a` from bit `start`; only eight bits of both count."""
     skipped, kept = (np.minimum(x & 255, 32).astype(np.uint64) for x in (start, length))
     mask = (np.uint64(1) << kept) - np.uint64(1)
     return ((a.astype(np.uint64) >> skipped) & mask).astype(np.uint32)
 
 
-def extreme(name: str, a: Array, b: Array) -> Array:
-    """min or max of floats: a NaN loses against a number, -0 is below 0."""
+def _extreme(name: str, a: Array, b: Array) -> Array:
+    """Return min or max of floats: a number wins against a NaN, -0 is below 0."""
     bits = np.dtype(f"u{a.dtype.itemsize}")
     of_equals = np.bitwise_or if name == "min" else np.bitwise_and
     numbers = (np.fmin if name == "min" else np.fmax)(a, b)
@@ -172,95 +184,139 @@ def extreme(name: str, a: Array, b: Array) -> Array:
     return _canonical(np.where(a == b, equals, numbers))
 
 
-def _conversion(parts: tuple[str, ...]) -> Operation:
-    *rounding, to, source = parts[1:]
-    if rounding not in ([], ["rn"]):
-        raise NotImplementedError(f"cvt with {rounding}")
-    wide: Callable[[Array], Array] = widen_bfloat16 if source == "bf16" else lambda x: x
-    if to in ("f16x2", "bf16x2"):
-        narrow: Callable[[Array], Array] = (
-            round_to_bfloat16
-            if to == "bf16x2"
-            else lambda x: np.asarray(x.astype(np.float16)).view(np.uint16)
+def _extreme_or_nan(name: str, a: Array, b: Array) -> Array:
+    """Return min or max of floats where a NaN wins."""
+    nan = np.isnan(a) | np.isnan(b)
+    return _canonical(np.where(nan, a.dtype.type(np.nan), _extreme(name, a, b)))
+
+
+def _rounded(compute: Callable[..., Array]) -> Callable[..., Array]:
+    return lambda *operands: _canonical(compute(*operands))
+
+
+def _compare_floats(compare: Callable[..., Array], of_nan: bool) -> Callable[..., Array]:
+    """Return the comparison that is `of_nan` where an operand is NaN."""
+    return lambda a, b: np.asarray(np.where(np.isnan(a) | np.isnan(b), of_nan, compare(a, b)))
+
+
+def _pack(narrow: Callable[[Array], Array]) -> Callable[[Array, Array], Array]:
+    """Return the function that packs two values, the first of them into the upper half."""
+    return lambda high, low: narrow(high).astype(np.uint32) << np.uint32(16) | narrow(low)
+
+
+_INTEGERS = ("s16", "u16", "s32", "u32", "s64", "u64")
+_SIGNED = ("s16", "s32", "s64")
+_BITS = ("b16", "b32", "b64")
+_FLOATS = ("f32", "f64")
+_COMPARISONS = {
+    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal,
+    "gt": np.greater, "ge": np.greater_equal,
+}  # fmt: skip
+# By opcode and number of sources.
+OPERATIONS: dict[tuple[str, int], Operation] = {}
+
+
+def _list(name: str, kinds: tuple[str, ...], compute: Callable[..., Array], count: int = 2) -> None:
+    """List an instruction whose `count` sources and result are of one type."""
+    for kind in kinds:
+        OPERATIONS[f"{name}.{kind}", count] = Operation((kind,) * count, kind, compute)
+
+
+def _list_integers() -> None:
+    for name, compute in (
+        ("add", np.add), ("sub", np.subtract), ("mul.lo", np.multiply), ("div", _quotient),
+        ("rem", _remainder), ("min", np.minimum), ("max", np.maximum),
+    ):  # fmt: skip
+        _list(name, _INTEGERS, compute)
+    _list("mad.lo", _INTEGERS, lambda a, b, c: a * b + c, 3)
+    for kind in ("s16", "u16", "s32", "u32"):
+        wide = f"{kind[0]}{2 * int(kind[1:])}"
+        product = partial(np.multiply, dtype=numpy_type(wide))
+        OPERATIONS[f"mul.wide.{kind}", 2] = Operation((kind, kind), wide, product)
+        OPERATIONS[f"mad.wide.{kind}", 3] = Operation(
+            (kind, kind, wide), wide, lambda a, b, c, product=product: product(a, b) + c
+        )
+    _list("neg", _SIGNED, np.negative, 1)
+    _list("abs", _SIGNED, np.abs, 1)
+    _list("bfe", ("u32",), _bit_field, 3)
+
+
+def _list_bits() -> None:
+    for name, compute in (
+        ("and", np.bitwise_and), ("or", np.bitwise_or), ("xor", np.bitwise_xor),
+    ):  # fmt: skip
+        _list(name, (*_BITS, "pred"), compute)
+    _list("not", (*_BITS, "pred"), np.invert, 1)
+    _list("prmt", ("b32",), _permute_bytes, 3)
+    _list("mov", (*_BITS, *_INTEGERS, *_FLOATS, "pred"), lambda a: a, 1)
+    for kind in (*_BITS, *_INTEGERS):
+        OPERATIONS[f"shr.{kind}", 2] = Operation((kind, "u32"), kind, _shift_right)
+    for kind in _BITS:
+        OPERATIONS[f"shl.{kind}", 2] = Operation((kind, "u32"), kind, _shift_left)
+    for kind in (*_BITS, *_INTEGERS, *_FLOATS):
+        OPERATIONS[f"selp.{kind}", 3] = Operation(
+            (kind, kind, "pred"), kind, lambda a, b, p: np.asarray(np.where(p, a, b))
         )
 
-        def pair(high: Array, low: Array) -> Array:
-            return narrow(high).astype(np.uint32) << np.uint32(16) | narrow(low)
 
-        return Operation((source, source), to, pair)
-    if to == "bf16":
-        if source != "f32":
-            raise NotImplementedError(f"cvt from {source} to bf16")
-        return Operation((source,), to, round_to_bfloat16)
-    target = numpy_type(to)
-    if (to[0] == "f") != (source[0] == "f" or source == "bf16"):
-        raise NotImplementedError(f"cvt from {source} to {to}")
-    return Operation((source,), to, lambda x: _canonical(wide(x).astype(target)))
-
-
-def _mad(parts: tuple[str, ...]) -> Operation:
-    kind = parts[-1]
-    if parts[1] == "lo":
-        if parts[0] == "mul":
-            return Operation((kind, kind), kind, np.multiply)
-        return Operation((kind,) * 3, kind, lambda a, b, c: a * b + c)
-    if parts[1] != "wide":
-        raise NotImplementedError(f"no meaning is known for {'.'.join(parts)}")
-    wide = f"{kind[0]}{2 * int(kind[1:])}"
-    target = numpy_type(wide)
-    if parts[0] == "mul":
-        return Operation((kind, kind), wide, lambda a, b: a.astype(target) * b.astype(target))
-    return Operation(
-        (kind, kind, wide), wide, lambda a, b, c: a.astype(target) * b.astype(target) + c
-    )
+def _list_floats() -> None:
+    for name, compute in (("add", np.add), ("sub", np.subtract), ("mul", np.multiply)):
+        for opcode in (name, f"{name}.rn"):
+            _list(opcode, _FLOATS, _rounded(compute))
+            _list(opcode, ("f32x2",), _on_pairs(_rounded(compute)))
+    _list("div.rn", _FLOATS, _rounded(np.divide))
+    _list("neg", _FLOATS, np.negative, 1)
+    _list("abs", _FLOATS, np.abs, 1)
+    for name in ("min", "max"):
+        _list(name, _FLOATS, partial(_extreme, name))
+        _list(f"{name}.NaN", ("f32",), partial(_extreme_or_nan, name))
+        # Of three, as sm_100 has it.
+        _list(name, ("f32",), lambda *x, name=name: reduce(partial(_extreme, name), x), 3)
+    for kind, fma in (("f32", _fma32), ("f64", _fma64), ("f32x2", _on_pairs(_fma32))):
+        _list("fma.rn", (kind,), fma, 3)
+    for kind, widen in (("f16", lambda x: x.astype(np.float32)), ("bf16", _widen_bfloat16)):
+        for name, compute in (("add", np.add), ("sub", np.subtract)):
+            OPERATIONS[f"{name}.rn.f32.{kind}", 2] = Operation(
+                (kind, "f32"),
+                "f32",
+                lambda a, b, compute=compute, widen=widen: _canonical(compute(widen(a), b)),
+            )
 
 
-_SIMPLE: dict[str, Callable[..., Array]] = {
-    "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": _quotient, "rem": _remainder,
-    "min": np.minimum, "max": np.maximum, "neg": np.negative, "abs": np.abs,
-    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert,
-    "mov": lambda a: a, "prmt": _permute_bytes,
-}  # fmt: skip
-_ARITY = {"neg": 1, "abs": 1, "not": 1, "mov": 1, "prmt": 3}
+def _list_comparisons() -> None:
+    def enter(name: str, kinds: tuple[str, ...], compare: Callable[..., Array]) -> None:
+        for kind in kinds:
+            OPERATIONS[f"setp.{name}.{kind}", 2] = Operation((kind, kind), "pred", compare)
+
+    for name, compare in _COMPARISONS.items():
+        enter(name, _INTEGERS, compare)
+        enter(name, _FLOATS, _compare_floats(compare, of_nan=False))
+        enter(f"{name}u", _FLOATS, _compare_floats(compare, of_nan=True))
+    for name in ("eq", "ne"):
+        enter(name, _BITS, _COMPARISONS[name])
+    enter("nan", _FLOATS, lambda a, b: np.isnan(a) | np.isnan(b))
+    enter("num", _FLOATS, lambda a, b: ~(np.isnan(a) | np.isnan(b)))
 
 
-def _mixed(compute: Callable[..., Array], kind: str) -> Operation:
-    """In float32, of a shorter float and a float32."""
-    wide = widen_bfloat16 if kind == "bf16" else (lambda x: x.astype(np.float32))
-    return Operation((kind, "f32"), "f32", lambda a, b: _canonical(compute(wide(a), b)))
+def _list_conversions() -> None:
+    def enter(name: str, source: str, compute: Callable[..., Array], count: int = 1) -> None:
+        result = name.rpartition(".")[2]
+        OPERATIONS[f"cvt.{name}.{source}", count] = Operation((source,) * count, result, compute)
+
+    for source in _INTEGERS:
+        for result in _INTEGERS:
+            enter(result, source, methodcaller("astype", numpy_type(result)))
+    enter("f32", "f16", _rounded(lambda x: x.astype(np.float32)))
+    enter("f32", "bf16", _rounded(_widen_bfloat16))
+    enter("f64", "f16", lambda x: x.astype(np.float64))
+    enter("f64", "f32", lambda x: x.astype(np.float64))
+    enter("rn.f32", "f64", _rounded(lambda x: x.astype(np.float32)))
+    for source in _FLOATS:
+        enter("rn.f16", source, lambda x: _float16_of(x).view(np.float16))
+    enter("rn.bf16", "f32", _bfloat16_of)
+    enter("rn.f16x2", "f32", _pack(_float16_of), 2)
+    enter("rn.bf16x2", "f32", _pack(_bfloat16_of), 2)
 
 
-@cache
-def operation(parts: tuple[str, ...], count: int) -> Operation:
-    """Of an opcode with `count` sources. NotImplementedError for one no kernel of ours has had."""
-    name, kind = parts[0], parts[-1]
-    modifiers = parts[1:-1]
-    floats = kind[0] == "f"
-    if name == "cvt":
-        return _conversion(parts)
-    if name in ("mul", "mad") and not floats and kind != "pred":
-        return _mad(parts)
-    if name == "setp" and kind != "bf16":
-        return Operation((kind, kind), "pred", _compare(modifiers[0]))
-    if name == "selp":
-        return Operation((kind, kind, "pred"), kind, lambda a, b, p: np.asarray(np.where(p, a, b)))
-    if name in ("shl", "shr"):
-        return Operation((kind, "u32"), kind, _shift(name == "shl"))
-    if name == "bfe" and kind == "u32":
-        return Operation((kind,) * 3, kind, _bit_field)
-    if name == "fma":
-        fused = {"f32": _fma32, "f64": _fma64, "f32x2": _of_pairs(_fma32)}
-        return Operation((kind,) * 3, kind, fused[kind])
-    if modifiers == ("rn", "f32") and name in ("add", "sub") and kind in ("f16", "bf16"):
-        return _mixed(_SIMPLE[name], kind)
-    if name not in _SIMPLE or modifiers not in ((), ("rn",)) or kind in ("f16", "bf16"):
-        raise NotImplementedError(f"no meaning is known for {'.'.join(parts)}")
-    compute = _SIMPLE[name]
-    if name in ("min", "max") and floats:
-        # Of two, or of three where the architecture has that.
-        return Operation((kind,) * count, kind, lambda *x: reduce(partial(extreme, name), x))
-    if kind == "f32x2":
-        compute = _of_pairs(lambda *x: _canonical(_SIMPLE[name](*x)))
-    elif floats and name not in ("mov", "neg", "abs"):
-        return Operation((kind, kind), kind, lambda *x: _canonical(compute(*x)))
-    return Operation((kind,) * _ARITY.get(name, 2), kind, compute)
+for _fill in (_list_integers, _list_bits, _list_floats, _list_comparisons, _list_conversions):
+    _fill()

@@ -1,8 +1,7 @@
-"""Triton's launches, sent to the emulator: the public functions run their compiled code on CPU
-tensors.
+"""Send Triton's launches to the emulator: public functions run compiled code on CPU tensors.
 
-All that Triton does before a launch is as on a GPU: what it specialises on, what it compiles for
-which architecture, what it passes.
+Everything before the launch is as on a GPU: what Triton specialises on, what it compiles for which
+architecture, and the arguments it passes.
 """
 
 from __future__ import annotations
@@ -25,9 +24,8 @@ from tests.ptx_emulator.memory import Traffic, freeze_tensors
 from tests.ptx_emulator.parse import Program, parse
 
 _parse = cache(parse)
-# Of four programs of the one-launch kernel at most, so that they take turns.
+# At most four programs of the one-launch kernel are resident, so that they take turns.
 SMALL_CHIP = launcher.Chip(multiprocessors=1, cache=50 << 20)
-
 
 # Compiled kernels outlive the emulator that they were compiled for.
 _current: Emulator | None = None
@@ -35,7 +33,7 @@ _current: Emulator | None = None
 
 @dataclass
 class Launched:
-    """One launch: the kernel's name, its grid and what it moved, if that was counted."""
+    """One launch: the kernel's name, its grid and its memory traffic, if that was counted."""
 
     name: str
     grid: int
@@ -46,9 +44,12 @@ class Launched:
 class Emulator:
     """How launches run, and what they did.
 
-    resident: blocks at once, in a launch that is not cooperative. seed: of the order of blocks and
-    threads, another in every launch. races: whether they are looked for. traffic: whether what is
-    moved is counted.
+    Attributes:
+        resident: Blocks that run at once, in a launch that is not cooperative.
+        seed: Of the order of blocks and threads; each launch takes the next one.
+        races: Whether to look for data races.
+        traffic: Whether to count memory traffic.
+        launches: The launches so far.
     """
 
     resident: int
@@ -59,6 +60,7 @@ class Emulator:
     _turn: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self, program: Program, grid: int, arguments: Sequence[int], metadata: Any) -> None:
+        """Run one launch; those of several threads take turns."""
         with self._turn:
             traffic = Traffic() if self.traffic else None
             self.seed += 1
@@ -76,7 +78,7 @@ class Emulator:
 
 
 class _Driver:
-    """What Triton asks of the active driver before a launch."""
+    """The part of Triton's driver that is used before a launch."""
 
     def __init__(self, capability: int) -> None:
         self._capability = capability
@@ -87,7 +89,7 @@ class _Driver:
         return GPUTarget("cuda", self._capability, 32)
 
     def get_current_device(self) -> int:
-        # Kernels compiled for another architecture, or for a GPU that is here, stay apart.
+        # Keep kernels apart that are compiled for other architectures or for a GPU of this machine.
         return -self._capability
 
     def get_current_stream(self, device: int) -> int:
@@ -108,10 +110,21 @@ def emulated(
     races: bool = True,
     traffic: bool = False,
 ) -> Iterator[Emulator]:
-    """Send CPU tensors to the Triton kernels, compiled for sm_`capability` and emulated.
+    """Run the Triton kernels on CPU tensors, compiled for sm_`capability` and emulated.
 
-    chip: what decides between one cooperative launch and two. The launches of several threads take
-    turns. RuntimeError in a process that interprets kernels.
+    Args:
+        capability: Compute capability times ten.
+        resident: Blocks that run at once, in a launch that is not cooperative.
+        chip: The GPU whose size decides between one cooperative launch and two.
+        seed: Of the order of blocks and threads.
+        races: Whether to look for data races.
+        traffic: Whether to count memory traffic.
+
+    Yields:
+        The emulator, which lists the launches.
+
+    Raises:
+        RuntimeError: This process interprets kernels.
     """
     global _current
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -135,7 +148,7 @@ def emulated(
                 for value, kind in zip(bound, kinds, strict=True)
                 if kind != "constexpr"
             ]
-            # Pointers to two kinds of scratch memory that these kernels do not ask for.
+            # Pointers to two kinds of scratch memory that these kernels do not use.
             passed += [0] * (len(program.parameters) - len(passed))
             assert _current is not None
             _current.run(program, x, passed, metadata)

@@ -1,8 +1,8 @@
-"""Which threads run next: lockstep where they agree, else in a random order.
+"""Which threads run next: those at one basic block in lockstep, basic blocks in a random order.
 
-Each thread has its own place in the program. Of a block's threads those furthest behind go first,
-which brings them together again where paths join; of the resident blocks, some that stand at one
-place, chosen at random, go together to the next place where threads wait or branch.
+Each thread has its own position in the program. Of a block's threads those furthest behind go
+first, so that they come together again where their paths join. Of the resident blocks that are
+furthest behind at one basic block, chosen at random, some go through it together.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from tests.ptx_emulator.arithmetic import Array
 from tests.ptx_emulator.memory import Traffic
 from tests.ptx_emulator.parse import Immediate, Instruction, Name, Program
 from tests.ptx_emulator.races import Clocks
-from tests.ptx_emulator.threads import Launch, Threads
+from tests.ptx_emulator.threads import Launch, Threads, require_listed
 
-_LEFT = np.iinfo(np.int64).max
-# Runs of instructions, for each resident block, after which a launch counts as hung.
-_PATIENCE = 20_000
+_EXITED = np.iinfo(np.int64).max
+# Basic blocks run, for each resident block, after which a launch counts as hung.
+_MAX_STEPS = 20_000
 
 
 class HangError(RuntimeError):
-    """Threads that wait for what never comes."""
+    """Threads wait for something that will not happen."""
 
 
 def launch(
@@ -39,10 +39,23 @@ def launch(
 ) -> None:
     """Run every block of `grid` to its end.
 
-    arguments: one a parameter, pointers as addresses. shared: bytes a block. resident: blocks that
-    run at once; the others follow, in a random order. seed: of all that is random. races: whether
-    they are looked for. traffic: filled, where given. Raises AccessError, RaceError or HangError.
+    Args:
+        program: The kernel.
+        grid: How many blocks.
+        arguments: One for each parameter, pointers as addresses.
+        shared: Bytes of shared memory of each block.
+        resident: Blocks that run at once; the others follow, in a random order.
+        seed: Of everything that is random.
+        races: Whether to look for data races.
+        traffic: Filled, where given.
+
+    Raises:
+        NotImplementedError: The program has an instruction that is not listed; nothing has run.
+        AccessError: An access is out of bounds or misaligned, or two values go to one address.
+        RaceError: Nothing orders two accesses to one address.
+        HangError: The blocks do not finish.
     """
+    require_listed(program)
     if len(arguments) != len(program.parameters):
         raise ValueError(f"{program.name} takes {len(program.parameters)} arguments")
     random = np.random.default_rng(seed)
@@ -61,42 +74,41 @@ class _Residents:
     def __init__(self, launch: Launch, blocks: Array) -> None:
         self._launch, self._blocks = launch, blocks
         self._threads = Threads(launch, blocks)
-        # Of each thread, the run of instructions it comes to next, and whether it waits there for
-        # the others of its block.
+        # Of each thread, the basic block it comes to next, and whether it waits there for the
+        # others of its block.
         self._at = np.zeros((len(blocks), launch.program.threads), np.int64)
         self._waits = np.zeros(self._at.shape, bool)
 
     def finish(self) -> None:
         """Run them to their end."""
         random, clocks = self._launch.random, self._launch.clocks
-        steps = _PATIENCE * len(self._blocks)
+        steps = _MAX_STEPS * len(self._blocks)
         for _ in range(steps):
-            self._meet()
-            behind = np.where(self._waits, _LEFT, self._at).min(axis=1)
-            places = np.unique(behind[behind != _LEFT])
-            if len(places) == 0:
+            self._pass_barriers()
+            behind = np.where(self._waits, _EXITED, self._at).min(axis=1)
+            positions = np.unique(behind[behind != _EXITED])
+            if len(positions) == 0:
                 if self._waits.any():
-                    raise self._hang("threads wait at a barrier for others that have left")
+                    raise self._hang("threads wait at a barrier for others that have exited")
                 return
-            place = int(random.choice(places))
-            candidates = np.flatnonzero(behind == place)
+            position = int(random.choice(positions))
+            candidates = np.flatnonzero(behind == position)
             chosen = candidates[random.random(len(candidates)) < random.choice([0.5, 1.0])]
             active = np.zeros(self._at.shape, bool)
-            active[chosen] = (self._at[chosen] == place) & ~self._waits[chosen]
+            active[chosen] = (self._at[chosen] == position) & ~self._waits[chosen]
             if clocks:
                 clocks.time += 1
             if len(chosen):
-                self._run(place, np.flatnonzero(active))
-        raise self._hang(f"no end after {steps} runs of instructions")
+                self._run(position, np.flatnonzero(active))
+        raise self._hang(f"no end after {steps} basic blocks")
 
     def _hang(self, what: str) -> HangError:
-        here = sorted({int(place) for place in np.unique(self._at) if place != _LEFT})
-        first = self._launch.program.blocks[here[0]]
+        first = self._launch.program.basic_blocks[int(self._at.min())]
         text = first[0].text if first else "the end of the program"
         return HangError(f"{self._launch.program.name}: {what}, the furthest behind before {text}")
 
-    def _meet(self) -> None:
-        """Let all threads of a block pass the barrier that all of them have come to."""
+    def _pass_barriers(self) -> None:
+        """Let the threads of each block pass a barrier that all of them have reached."""
         for slot in np.flatnonzero(self._waits.all(axis=1)):
             if (self._at[slot] != self._at[slot][0]).any():
                 raise self._hang("the threads of a block wait at different barriers")
@@ -104,23 +116,23 @@ class _Residents:
             if self._launch.clocks:
                 self._launch.clocks.barrier(int(self._blocks[slot]))
 
-    def _run(self, place: int, threads: Array) -> None:
-        """Take `threads` through one run of instructions."""
+    def _run(self, position: int, threads: Array) -> None:
+        """Take `threads` through one basic block."""
         at, waits = self._at.reshape(-1), self._waits.reshape(-1)
         everyone = len(threads) == len(at)
         index: Array | None = None if everyone else threads
-        at[threads] = place + 1
-        for instruction in self._launch.program.blocks[place]:
-            name, taken = instruction.parts[0], threads
+        at[threads] = position + 1
+        for instruction in self._launch.program.basic_blocks[position]:
+            opcode, taken = instruction.opcode, threads
             if instruction.guard is not None:
                 taken = threads[self._threads.holds(*instruction.guard, index)]
-            if name == "bra":
+            if opcode in ("bra", "bra.uni"):
                 at[taken] = self._label(instruction)
-            elif name == "ret":
-                at[taken] = _LEFT
-            elif name == "bar":
-                if instruction.parts != ("bar", "sync") or instruction.operands != (Immediate(0),):
-                    raise NotImplementedError(instruction.text)
+            elif opcode == "ret":
+                at[taken] = _EXITED
+            elif opcode == "bar.sync":
+                if instruction.operands != (Immediate(0),):
+                    raise NotImplementedError(f"{instruction.text}: only barrier 0 is known")
                 waits[taken] = True
             elif len(taken):
                 whole = everyone and len(taken) == len(threads)

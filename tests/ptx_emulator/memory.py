@@ -1,4 +1,4 @@
-"""Global and shared memory as the emulated threads see them: every access is checked."""
+"""Global and shared memory of the emulated threads, with every access checked."""
 
 from __future__ import annotations
 
@@ -22,16 +22,21 @@ SECTOR = 32
 
 
 class AccessError(RuntimeError):
-    """An access outside every tensor or off its alignment, or two values stored in one place."""
+    """An access is out of bounds or misaligned, or two values are stored at one address."""
 
 
 @dataclass
 class Traffic:
     """What one launch asked of global memory.
 
-    loads, stores: requests of warps, by bytes a thread. load_sectors, store_sectors: the sectors of
-    32 bytes that those touched, each once a request. distinct_loaded, distinct_stored: bytes of all
-    sectors touched, each once in the launch: what must move if caches hold everything in between.
+    Attributes:
+        loads: Requests of warps to load, by bytes per thread.
+        stores: Requests of warps to store, by bytes per thread.
+        load_sectors: Sectors of 32 bytes loaded, each once per request, by bytes per thread.
+        store_sectors: Sectors of 32 bytes stored to, likewise.
+        distinct_loaded: Bytes of all sectors loaded, each once in the launch: what must move if
+            caches hold everything in between.
+        distinct_stored: Bytes of all sectors stored to, likewise.
     """
 
     loads: Counter[int] = field(default_factory=Counter)
@@ -41,8 +46,8 @@ class Traffic:
     _loaded: list[Array] = field(default_factory=list, repr=False)
     _stored: list[Array] = field(default_factory=list, repr=False)
 
-    def note(self, addresses: Array, warps: Array, size: int, store: bool) -> None:
-        """One instruction: the addresses its threads ask for and the warps they are of."""
+    def count(self, addresses: Array, warps: Array, size: int, store: bool) -> None:
+        """Count one instruction: the addresses its threads ask for and the warps they are of."""
         first, last = addresses // SECTOR, (addresses + size - 1) // SECTOR
         sectors = first if size <= SECTOR and (first == last).all() else np.r_[first, last]
         lanes = warps if sectors is first else np.r_[warps, warps]
@@ -73,7 +78,7 @@ def _distinct(parts: list[Array]) -> int:
 
 
 class Memory:
-    """One address space. Elements are moved as unsigned integers of 2, 4 or 8 bytes."""
+    """One address space, which moves elements as unsigned integers of 2, 4 or 8 bytes."""
 
     def __init__(self, name: str, starts: Array, stops: Array, races: Races | None) -> None:
         self.name = name
@@ -92,8 +97,8 @@ class Memory:
             self._views[region, width] = view
         return view
 
-    def _places(self, addresses: Array, size: int, text: str) -> tuple[Array, Array]:
-        """(region, bytes into it) of each access."""
+    def _located(self, addresses: Array, size: int, text: str) -> tuple[Array, Array]:
+        """Return the region of each access and its offset there in bytes."""
         region = np.searchsorted(self._starts, addresses, side="right") - 1
         stray = (region < 0) | (addresses + np.uint64(size) > self._stops[region])
         if stray.any():
@@ -115,28 +120,34 @@ class Memory:
         text: str,
         racing: bool = True,
     ) -> list[Array]:
-        """`count` elements of `width` bytes at each address, an array for each of them.
+        """Load `count` elements of `width` bytes at each address, as an array each.
 
-        racing: False for a load that is itself what orders others.
+        Args:
+            addresses: One for each thread.
+            width: Bytes of an element.
+            count: Elements at each address.
+            threads: The threads that load.
+            text: The instruction, for error messages.
+            racing: False for a load that is itself what orders others.
         """
-        region, places = self._places(addresses, width * count, text)
+        region, offsets = self._located(addresses, width * count, text)
         results = [np.empty(len(addresses), f"u{width}") for _ in range(count)]
         for one in np.unique(region):
             here = slice(None) if region[0] == one and (region == one).all() else region == one
-            view, index = self._view(int(one), width), places[here] // width
+            view, index = self._view(int(one), width), offsets[here] // width
             for k, result in enumerate(results):
                 result[here] = view[index + k]
             if self._races and racing:
-                self._races.read(int(one), places[here], width * count, threads[here], text)
+                self._races.read(int(one), offsets[here], width * count, threads[here], text)
         return results
 
     def store(self, addresses: Array, values: list[Array], threads: Array, text: str) -> None:
-        """The elements of `values` at each address."""
+        """Store the elements of `values` at each address."""
         width = values[0].dtype.itemsize
-        region, places = self._places(addresses, width * len(values), text)
+        region, offsets = self._located(addresses, width * len(values), text)
         for one in np.unique(region):
             here = slice(None) if region[0] == one and (region == one).all() else region == one
-            view, index = self._view(int(one), width), places[here] // width
+            view, index = self._view(int(one), width), offsets[here] // width
             changed = np.zeros(len(index), bool)
             for k, value in enumerate(values):
                 changed |= view[index + k] != value[here]
@@ -144,18 +155,18 @@ class Memory:
                 view[index + k] = value[here]
             for k, value in enumerate(values):
                 if (view[index + k] != value[here]).any():
-                    raise AccessError(f"{text}: two threads store different values in one place")
+                    raise AccessError(f"{text}: two threads store different values at one address")
             if self._races:
                 self._races.write(
-                    int(one), places[here], width * len(values), threads[here], changed, text
+                    int(one), offsets[here], width * len(values), threads[here], changed, text
                 )
 
-    def exchange_add(self, address: int, value: int, thread: int, text: str) -> int:
-        """The 8 bytes there, which become their sum with `value`, modulo 2**64."""
-        (region,), places = self._places(np.array([address], np.uint64), 8, text)
-        view, index = self._view(int(region), 8), int(places[0]) // 8
+    def atomic_add(self, address: int, value: int, thread: int, text: str) -> int:
+        """Add to the 8 bytes at an address, modulo 2**64, and return what they were."""
+        (region,), offsets = self._located(np.array([address], np.uint64), 8, text)
+        view, index = self._view(int(region), 8), int(offsets[0]) // 8
         if self._races:
-            self._races.count(int(region), places, 8, np.array([thread]), text)
+            self._races.atomic(int(region), offsets, 8, np.array([thread]), text)
         old = int(view[index])
         view[index] = (old + value) % 2**64
         return old
@@ -166,14 +177,15 @@ _older: dict[int, weakref.ref[torch.Tensor]] = {}
 
 
 def _tensors() -> list[torch.Tensor]:
-    """Those that gc has not set aside, with memory of their own: no subclasses, which compilers
-    trace with.
+    """Return the tensors that gc has not frozen and that have memory of their own.
 
-    Another thread may be filling a tuple, and fails if something else holds that when it goes on.
-    So what gc returns is made, gone through and dropped in one call of C's, within which gc runs no
-    finalizers, and no class is asked for its hash, which some have in Python. It is made twice, for
-    values and types, the youngest last: what is new the second time comes behind all else. The
-    types end first, so that both are dropped.
+    Subclasses are left out: compilers trace with them, and they hold no memory.
+
+    Another thread may be filling a tuple, and fails if something else holds that tuple when it goes
+    on. So the lists that gc returns are made, walked and dropped within one call into C, in which
+    gc runs no finalizers; and no class is asked for its hash, which may be written in Python. The
+    list is made twice, for the objects and for their types, the youngest generation last, so that
+    what is new the second time follows everything else. The types run out first, which drops both.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -190,17 +202,19 @@ def _tensors() -> list[torch.Tensor]:
 
 
 def freeze_tensors() -> None:
-    """Note all tensors there are and set them aside with every other object, as gc.freeze does:
-    a launch looks through those made since."""
-    for gone in [key for key, reference in _older.items() if reference() is None]:
-        del _older[gone]
+    """Remember all tensors there are and freeze every object, as gc.freeze does.
+
+    A launch then looks only through what was made since.
+    """
+    for key in [key for key, reference in _older.items() if reference() is None]:
+        del _older[key]
     _older.update((id(x), weakref.ref(x)) for x in _tensors())
     gc.freeze()
     atexit.register(gc.unfreeze)
 
 
 class GlobalMemory(Memory):
-    """All memory of CPU tensors that live when it is made."""
+    """The memory of all CPU tensors that exist when this is made."""
 
     def __init__(self, clocks: Clocks | None) -> None:
         ranges = dict[int, int]()
@@ -229,11 +243,11 @@ class GlobalMemory(Memory):
 
 
 class SharedMemory(Memory):
-    """That of each block that runs, `size` bytes in a multiple of 16, poisoned."""
+    """Shared memory of each block that runs: at least `size` bytes each, filled with 0xFF."""
 
     def __init__(self, size: int, blocks: int, clocks: Clocks | None) -> None:
         self.size = -(-max(size, 16) // 16) * 16
-        # Addresses of one block's shared memory start at 0; the blocks' lie behind each other.
+        # A block's addresses start at 0; the memory of the blocks lies end to end here.
         self._raw = np.full(self.size * blocks, 0xFF, np.uint8)
         starts = np.arange(blocks, dtype=np.uint64) * np.uint64(self.size)
         races = Races([len(self._raw)], clocks) if clocks else None
@@ -243,7 +257,7 @@ class SharedMemory(Memory):
         return self._raw
 
     def address(self, slots: Array, offsets: Array, size: int, text: str) -> Array:
-        """Of offsets into the memory of the blocks in `slots`."""
+        """Return the address here of offsets into the memory of the blocks in `slots`."""
         if (offsets.astype(np.int64) + size > self.size).any():
-            raise AccessError(f"{text}: beyond the {self.size} bytes of shared memory")
+            raise AccessError(f"{text}: beyond the {self.size} bytes of a block's shared memory")
         return slots.astype(np.uint64) * np.uint64(self.size) + offsets.astype(np.uint64)

@@ -1,4 +1,4 @@
-"""PTX text to instructions."""
+"""Parse the PTX text of a kernel into instructions."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import NamedTuple
 _STATEMENT = re.compile(r"(?:@(!?)(%p\d+)\s+)?([\w.:]+)\s*(.*)", re.DOTALL)
 _OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+")
 _REGISTER = re.compile(r"%(p|rs|r|rd)(\d+)$")
-# Instructions at which other threads may take over: they wait, or others wait for them.
+# Other threads may run after these: they wait, or others wait for them.
 _SYNCHRONISES = re.compile(r"bra|ret|bar\.|atom\.|ld\..*\.acquire\.")
 
 
 class Register(NamedTuple):
-    """bank: "p", "rs", "r" or "rd": predicates, 16, 32 and 64 bits."""
+    """A register of bank "p", "rs", "r" or "rd": predicates, 16, 32 and 64 bits."""
 
     bank: str
     number: int
@@ -32,11 +32,15 @@ class Name(NamedTuple):
 
 
 class Address(NamedTuple):
+    """An address in memory: a register or symbol, and an offset in bytes."""
+
     base: Operand
     offset: int
 
 
 class Vector(NamedTuple):
+    """Registers that one instruction moves together."""
+
     parts: tuple[Operand, ...]
 
 
@@ -44,24 +48,38 @@ Operand = Register | Immediate | Name | Address | Vector
 
 
 class Instruction(NamedTuple):
-    """text: as the compiler wrote it. guard: the predicate under which it is executed, with the
-    value that lets it. parts: the opcode at its dots."""
+    """One instruction.
+
+    Attributes:
+        text: The instruction as the compiler wrote it.
+        guard: The predicate under which it is executed and the value that lets it, if any.
+        opcode: Name, modifiers and type: "ld.global.v4.b32".
+        operands: The target first, where there is one.
+    """
 
     text: str
     guard: tuple[Register, bool] | None
-    parts: tuple[str, ...]
+    opcode: str
     operands: tuple[Operand, ...]
 
 
 class Program(NamedTuple):
-    """blocks: runs of instructions that are entered at the start and left at the end only; a branch
-    names the number of its block. registers: how many of each bank."""
+    """A kernel.
+
+    Attributes:
+        name: The kernel's name.
+        threads: Threads of a block.
+        parameters: Names of the parameters.
+        registers: How many registers each bank has.
+        basic_blocks: Instructions that are entered at the first and left at the last only.
+        labels: The basic block that each label stands before.
+    """
 
     name: str
     threads: int
     parameters: tuple[str, ...]
     registers: dict[str, int]
-    blocks: tuple[tuple[Instruction, ...], ...]
+    basic_blocks: tuple[tuple[Instruction, ...], ...]
     labels: dict[str, int]
 
 
@@ -94,11 +112,15 @@ def _instruction(text: str) -> Instruction:
         assert isinstance(register, Register)
         guard = register, match[1] != "!"
     operands = tuple(_operand(part) for part in _OPERAND.findall(match[4]))
-    return Instruction(text, guard, tuple(re.split(r"\.|::", match[3])), operands)
+    return Instruction(text, guard, match[3], operands)
 
 
 def parse(text: str) -> Program:
-    """The one kernel of a module. ValueError for what is no PTX that Triton writes."""
+    """Return the one kernel of a module.
+
+    Raises:
+        ValueError: The text is no PTX as Triton writes it.
+    """
     text = re.sub(r"//[^\n]*", "", text)
     head = re.search(r"\.visible\s+\.entry\s+(\w+)\(([^)]*)\)([^{]*)\{", text)
     if head is None:
@@ -121,7 +143,7 @@ def parse(text: str) -> Program:
         elif line.endswith(";") and not line.startswith("."):
             instruction = _instruction(line[:-1].rstrip())
             blocks[-1].append(instruction)
-            if _SYNCHRONISES.match(".".join(instruction.parts)):
+            if _SYNCHRONISES.match(instruction.opcode):
                 blocks.append([])
         elif not re.fullmatch(r"[{}]?|\..*|[\w$]+:", line):
             raise ValueError(f"cannot read {line!r}")

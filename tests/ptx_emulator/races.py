@@ -1,11 +1,13 @@
-"""Whether accesses of different threads to one place are ordered: a detector of data races.
+"""A detector of data races: are the accesses of different threads to one address ordered?
 
-Orders are known by vector clocks. A block's clock counts the barriers its threads have passed
-together; what a thread learns by acquiring becomes the block's at its next barrier. Of each place
-the last store, the last atomic and the last loads of two threads are kept, so a race between blocks
-with an earlier load can be missed, never imagined; two are enough for the threads of one block.
-Stores of what is already there race with no store or load: that is how flags are set.
-Source: C. Flanagan, S. N. Freund: FastTrack (PLDI 2009), with barriers in the place of locks.
+Vector clocks hold the order. A block's clock counts the barriers that its threads have passed;
+what a thread learns by acquiring becomes its block's at the next barrier. Of each address the last
+store, the last atomic and the last loads of two threads are kept. So a race with a load of another
+block's can be missed when two others have loaded since, but none is reported that is not there; for
+the threads of one block two are enough. A store of the value that is there already races with no
+store or load: several threads may set one flag.
+
+Source: C. Flanagan, S. N. Freund: FastTrack (PLDI 2009), with barriers in place of locks.
 """
 
 from __future__ import annotations
@@ -16,22 +18,27 @@ import numpy as np
 
 from tests.ptx_emulator.arithmetic import Array
 
-# Bytes of the smallest access.
+# Bytes of the smallest access, by which memory is followed.
 GRAIN = 2
 
 
 class RaceError(RuntimeError):
-    """Two accesses to one place, a store among them, that nothing orders."""
+    """Nothing orders two accesses to one address, one of which is a store."""
 
 
 class Knowledge(NamedTuple):
-    """blocks: of each block, the clock up to which (exclusive) its accesses are known. threads: of
-    single threads, the time up to which (inclusive) theirs are."""
+    """Which accesses come before what one thread does next.
+
+    Attributes:
+        blocks: For each block, the clock before which its accesses do.
+        threads: For single threads, the time up to which theirs do.
+    """
 
     blocks: Array
     threads: dict[int, int]
 
     def join(self, other: Knowledge) -> Knowledge:
+        """Return what is known by either."""
         threads = dict(self.threads)
         for thread, time in other.threads.items():
             threads[thread] = max(time, threads.get(thread, -1))
@@ -39,7 +46,7 @@ class Knowledge(NamedTuple):
 
 
 class Clocks:
-    """Who knows of what, in one launch of `blocks` blocks of `width` threads."""
+    """The vector clocks of one launch of `blocks` blocks of `width` threads."""
 
     def __init__(self, blocks: int, width: int) -> None:
         self.width = width
@@ -51,7 +58,7 @@ class Clocks:
         self._at: dict[int, Knowledge] = {}
 
     def barrier(self, block: int) -> None:
-        """All threads of a block have met."""
+        """Let a block pass a barrier, at which its threads share what each has learnt."""
         self.phase[block] += 1
         for thread in [t for t in self._of_thread if t // self.width == block]:
             self._of_block[block] = self._of_block[block].join(self._of_thread.pop(thread))
@@ -60,22 +67,28 @@ class Clocks:
         return self._of_thread.get(thread, self._of_block[thread // self.width])
 
     def release(self, thread: int, address: int) -> None:
-        """What the thread knows, and has done itself, goes with the value at `address`."""
+        """Publish with the value at `address` what the thread knows and has done."""
         block = thread // self.width
         known = self._knows(thread)
         blocks = known.blocks.copy()
         blocks[block] = self.phase[block]
-        told = Knowledge(blocks, {**known.threads, thread: self.time})
-        self._at[address] = self._at[address].join(told) if address in self._at else told
+        released = Knowledge(blocks, {**known.threads, thread: self.time})
+        self._at[address] = self._at[address].join(released) if address in self._at else released
 
     def acquire(self, thread: int, address: int) -> None:
-        """The thread learns what was released with the value at `address`."""
+        """Let the thread learn what was released with the value at `address`."""
         if address in self._at:
             self._of_thread[thread] = self._knows(thread).join(self._at[address])
 
     def ordered(self, before: Array, phase: Array, time: Array, now: Array) -> Array:
-        """Whether accesses by threads `before`, in their block's `phase` at `time`, come before
-        what the threads `now` do."""
+        """Return whether earlier accesses come before what the threads `now` do.
+
+        Args:
+            before: The threads of the earlier accesses.
+            phase: How many barriers their blocks had passed then.
+            time: When that was.
+            now: For each of them, the thread that accesses the same address now.
+        """
         block, here = before // self.width, now // self.width
         same = (before == now) | ((block == here) & (phase < self.phase[here]))
         for one in np.unique(here[~same]):
@@ -90,7 +103,7 @@ class Clocks:
 
 
 class _Shadow:
-    """Who touched each grain of a region last, and when; -1 where nobody has."""
+    """The thread of the last access to each grain of a region, -1 for none, and its time."""
 
     def __init__(self, size: int) -> None:
         grains = -(-size // GRAIN)
@@ -99,59 +112,60 @@ class _Shadow:
         self.time = np.zeros(grains, np.int64)
 
     def set(self, grains: Array, threads: Array, phases: Array, time: int | Array) -> None:
+        """Record accesses."""
         self.thread[grains], self.phase[grains], self.time[grains] = threads, phases, time
 
     def unordered(self, grains: Array, threads: Array, clocks: Clocks) -> Array:
-        """Indices into `grains` of those whose last access is not before the threads' now."""
+        """Return the indices into `grains` whose last access is not ordered before this one."""
         last = self.thread[grains]
         at = np.flatnonzero((last >= 0) & (last != threads))
         if len(at) == 0:
             return at
-        place = grains[at]
-        before = clocks.ordered(last[at], self.phase[place], self.time[place], threads[at])
+        chosen = grains[at]
+        before = clocks.ordered(last[at], self.phase[chosen], self.time[chosen], threads[at])
         return at[~before]
 
 
 class _Region:
-    """What is known of `size` bytes: loaded_too of the last to load but one. Two of the four are
-    made when they are needed."""
+    """The last accesses to `size` bytes; two of the four shadows are made when first needed."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self.stored, self.loaded = _Shadow(size), _Shadow(size)
-        self.loaded_too: _Shadow | None = None
-        self.counted: _Shadow | None = None
+        # Of the thread that loaded before the last one that did.
+        self.loaded_earlier: _Shadow | None = None
+        self.atomics: _Shadow | None = None
 
     def load(self, grains: Array, threads: Array, phases: Array, time: int) -> None:
-        """Note loads."""
+        """Record loads."""
         loaded = self.loaded
         earlier = loaded.thread[grains]
         others = grains[(earlier >= 0) & (earlier != threads)]
         if len(others):
             before = loaded.thread[others], loaded.phase[others], loaded.time[others]
-            self.loaded_too = self.loaded_too or _Shadow(self._size)
-            self.loaded_too.set(others, *before)
+            self.loaded_earlier = self.loaded_earlier or _Shadow(self._size)
+            self.loaded_earlier.set(others, *before)
         loaded.set(grains, threads, phases, time)
         beside = loaded.thread[grains] != threads
         if beside.any():
-            self.loaded_too = self.loaded_too or _Shadow(self._size)
-            self.loaded_too.set(grains[beside], threads[beside], phases[beside], time)
+            self.loaded_earlier = self.loaded_earlier or _Shadow(self._size)
+            self.loaded_earlier.set(grains[beside], threads[beside], phases[beside], time)
 
-    def count(self, grains: Array, threads: Array, phases: Array, time: int) -> None:
-        """Note atomics."""
-        self.counted = self.counted or _Shadow(self._size)
-        self.counted.set(grains, threads, phases, time)
+    def atomic(self, grains: Array, threads: Array, phases: Array, time: int) -> None:
+        """Record atomics."""
+        self.atomics = self.atomics or _Shadow(self._size)
+        self.atomics.set(grains, threads, phases, time)
 
 
 class Races:
-    """The accesses to the regions of one address space. Raises RaceError."""
+    """The accesses to the regions of one address space. Methods raise RaceError."""
 
     def __init__(self, sizes: list[int], clocks: Clocks) -> None:
         self._sizes, self._clocks = sizes, clocks
         self._regions: dict[int, _Region] = {}
 
-    def _grains(self, places: Array, size: int, threads: Array) -> tuple[Array, Array]:
-        spread = places[:, None] // GRAIN + np.arange(max(1, size // GRAIN))
+    def _grains(self, offsets: Array, size: int, threads: Array) -> tuple[Array, Array]:
+        spread = offsets[:, None] // GRAIN + np.arange(max(1, size // GRAIN))
         return spread.reshape(-1), np.repeat(threads, spread.shape[1])
 
     def _of(self, region: int) -> _Region:
@@ -171,8 +185,16 @@ class Races:
         done: str,
         counts: Array | bool = True,
     ) -> None:
-        """RaceError unless the accesses that `shadow` knows are ordered before these. counts: for
-        each grain, whether it matters."""
+        """Raise RaceError unless the accesses in `shadow` are ordered before these.
+
+        Args:
+            shadow: The earlier accesses, None where there are none.
+            grains: What is accessed now.
+            who: By which threads.
+            does: The instruction now.
+            done: What the earlier accesses did, in words.
+            counts: For each grain, whether a race there matters.
+        """
         if shadow is None:
             return
         bad = shadow.unordered(grains, who, self._clocks)
@@ -180,33 +202,35 @@ class Races:
         if len(bad):
             raise RaceError(
                 f"{does} by thread {who[bad[0]]} where thread {shadow.thread[grains[bad[0]]]} has "
-                f"{done}, and nothing orders the two ({len(bad)} such places)"
+                f"{done}, and nothing orders the two ({len(bad)} such grains)"
             )
 
-    def read(self, region: int, places: Array, size: int, threads: Array, text: str) -> None:
-        grains, who = self._grains(places, size, threads)
+    def read(self, region: int, offsets: Array, size: int, threads: Array, text: str) -> None:
+        """Record loads, which race with stores and atomics."""
+        grains, who = self._grains(offsets, size, threads)
         known = self._of(region)
         self._check(known.stored, grains, who, text, "stored")
-        self._check(known.counted, grains, who, text, "counted up")
+        self._check(known.atomics, grains, who, text, "added atomically")
         known.load(grains, who, self._phases(who), self._clocks.time)
 
     def write(
-        self, region: int, places: Array, size: int, threads: Array, changed: Array, text: str
+        self, region: int, offsets: Array, size: int, threads: Array, changed: Array, text: str
     ) -> None:
-        grains, who = self._grains(places, size, threads)
-        differs = np.repeat(changed, len(grains) // max(1, len(places)))
+        """Record stores; `changed` says for each whether it changes what was there."""
+        grains, who = self._grains(offsets, size, threads)
+        differs = np.repeat(changed, len(grains) // max(1, len(offsets)))
         known = self._of(region)
         self._check(known.stored, grains, who, text, "stored", differs)
         self._check(known.loaded, grains, who, text, "loaded", differs)
-        self._check(known.loaded_too, grains, who, text, "loaded", differs)
-        self._check(known.counted, grains, who, text, "counted up")
+        self._check(known.loaded_earlier, grains, who, text, "loaded", differs)
+        self._check(known.atomics, grains, who, text, "added atomically")
         known.stored.set(grains, who, self._phases(who), self._clocks.time)
 
-    def count(self, region: int, places: Array, size: int, threads: Array, text: str) -> None:
-        """An atomic: it races with no other, but with loads and stores."""
-        grains, who = self._grains(places, size, threads)
+    def atomic(self, region: int, offsets: Array, size: int, threads: Array, text: str) -> None:
+        """Record an atomic, which races with loads and stores but with no other atomic."""
+        grains, who = self._grains(offsets, size, threads)
         known = self._of(region)
         self._check(known.stored, grains, who, text, "stored")
         self._check(known.loaded, grains, who, text, "loaded")
-        self._check(known.loaded_too, grains, who, text, "loaded")
-        known.count(grains, who, self._phases(who), self._clocks.time)
+        self._check(known.loaded_earlier, grains, who, text, "loaded")
+        known.atomic(grains, who, self._phases(who), self._clocks.time)

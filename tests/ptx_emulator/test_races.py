@@ -1,4 +1,4 @@
-"""Races of stores with one of several loads, and of plain accesses with atomics."""
+"""Races of a store with one of several loads, and of loads and stores with atomics."""
 
 from __future__ import annotations
 
@@ -38,8 +38,7 @@ def launch(body: str, blocks: int = 1) -> None:
 
 
 @pytest.mark.parametrize("writer", [0, 31, 40, 63])
-def test_a_store_over_what_all_threads_load(writer):
-    """Whoever stores, itself among those that loaded."""
+def test_store_to_what_all_threads_load_races_whichever_thread_stores(writer):
     body = """
 	ld.shared.b32 	%r2, [global_smem];
 	setp.eq.b32 	%p1, %r1, {};
@@ -50,8 +49,7 @@ def test_a_store_over_what_all_threads_load(writer):
     launch(body.format(writer, "bar.sync 0;"))
 
 
-def test_a_store_over_what_was_loaded_in_turns():
-    """First by thread 5, then by thread 40, which stores."""
+def test_store_by_the_second_of_two_loading_threads_races_with_the_first():
     body = """
 	setp.eq.b32 	%p1, %r1, 5;
 	@%p1 ld.shared.b32 	%r2, [global_smem];
@@ -74,9 +72,9 @@ FIRST = """
     "access", ["@%p1 ld.global.b64 	%rd3, [%rd1];", "@%p2 st.global.b64 	[%rd1], 1;"]
 )
 @pytest.mark.parametrize("first", [True, False])
-def test_plain_accesses_race_with_atomics(access, first):
+def test_loads_and_stores_race_with_atomics(access, first):
     add = ADD.format("acq_rel.")
-    with pytest.raises(RaceError, match=r"counted up|atom\.global"):
+    with pytest.raises(RaceError, match=r"added atomically|atom\.global"):
         launch(FIRST + "\n".join([access, add] if first else [add, access]), blocks=2)
 
 

@@ -1,4 +1,4 @@
-"""The emulator beside other threads of its process, as where ranks are threads."""
+"""The emulator's search for tensors while other threads run, as when ranks are threads."""
 
 from __future__ import annotations
 
@@ -12,22 +12,28 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.ptx_emulator.memory import GlobalMemory, _tensors
+from tests.ptx_emulator.memory import GlobalMemory, _tensors, freeze_tensors
 
-SECONDS = 1.0
+SECONDS = 0.5
+
+
+@pytest.fixture(autouse=True)
+def _older_objects_are_frozen() -> None:
+    """Leave out what other tests have made: each search would walk all of it."""
+    freeze_tensors()
 
 
 @pytest.fixture
-def _quick_turns() -> Iterator[None]:
+def _frequent_thread_switches() -> Iterator[None]:
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     yield
     sys.setswitchinterval(before)
 
 
-@pytest.mark.usefixtures("_quick_turns")
-def test_threads_may_fill_tuples_while_memory_is_looked_through():
-    """Python ends such a call with a SystemError where something else holds the tuple."""
+@pytest.mark.usefixtures("_frequent_thread_switches")
+def test_search_while_threads_fill_tuples_disturbs_none_of_them():
+    """Python raises SystemError in a thread whose unfinished tuple is held by something else."""
     errors: list[BaseException] = []
     over = threading.Event()
 
@@ -51,7 +57,7 @@ def test_threads_may_fill_tuples_while_memory_is_looked_through():
     assert not errors
 
 
-def test_all_tensors_are_found_whatever_is_made_meanwhile():
+def test_search_while_objects_are_made_finds_all_tensors():
     kept: list[torch.Tensor] = []
     for i in range(100):
         kept += [torch.zeros(2), torch.nn.Parameter(torch.zeros(3))]
@@ -62,8 +68,8 @@ def test_all_tensors_are_found_whatever_is_made_meanwhile():
         del rubbish
 
 
-def test_no_class_is_asked_for_its_hash_while_memory_is_looked_through():
-    """One that is written in Python, as of a protocol, would let another thread go on."""
+def test_search_asks_no_class_for_its_hash():
+    """A hash written in Python, as a protocol has it, would let another thread run."""
     asked = []
 
     class Asking(type):

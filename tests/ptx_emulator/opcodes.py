@@ -1,0 +1,63 @@
+"""The instructions that are not arithmetic, by their whole opcode: memory, warps and control.
+
+Each table maps an opcode to what the method in threads.py that executes it needs.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tests.ptx_emulator.arithmetic import OPERATIONS
+
+
+class Access(NamedTuple):
+    """A load or store.
+
+    Attributes:
+        shared: Whether of shared memory, else of global memory.
+        count: How many registers it moves for each thread.
+        kind: PTX type of each.
+        acquires: Whether the load acquires what was released at its address.
+    """
+
+    shared: bool
+    count: int
+    kind: str
+    acquires: bool = False
+
+
+def _accesses(name: str, *spaces: str) -> dict[str, Access]:
+    return {
+        f"{name}.{space}{vector}.{kind}": Access("shared" in space, count, kind)
+        for space in spaces
+        for vector, count in (("", 1), (".v2", 2), (".v4", 4), (".v8", 8))
+        for kind in ("b16", "b32", "b64")
+        if count * int(kind[1:]) <= 256
+    }
+
+
+PARAMETER_LOADS = {f"ld.param.{kind}": kind for kind in ("b32", "b64", "u32", "u64", "f32", "f64")}
+LOADS = _accesses("ld", "global", "global.cg", "shared", "shared::cta") | {
+    f"ld.global.gpu.acquire.{kind}": Access(False, 1, kind, True) for kind in ("b32", "b64")
+}
+STORES = _accesses("st", "global", "shared", "shared::cta")
+ATOMICS = {
+    f"atom.global.gpu.{order}add.u64": order.rstrip(".")
+    for order in ("", "relaxed.", "acquire.", "release.", "acq_rel.")
+}
+SHUFFLES = {"shfl.sync.bfly.b32": "b32"}
+REDUCTIONS = {
+    f"redux.sync.{name}.{kind}": OPERATIONS[f"{name}.{kind}", 2]
+    for name, kinds in (("min", "s32 u32 f32"), ("max", "s32 u32 f32"),
+                        ("min.NaN", "f32"), ("max.NaN", "f32"))
+    for kind in kinds.split()
+}  # fmt: skip
+MATRICES = {
+    f"{name}.sync.aligned.m8n8.x{count}{trans}.{space}.b16": (count, trans != "")
+    for name in ("ldmatrix", "stmatrix")
+    for count in (1, 2, 4)
+    for trans in ("", ".trans")
+    for space in ("shared", "shared::cta")
+}
+# Handled by machine.py itself.
+CONTROL = frozenset({"bra", "bra.uni", "ret", "bar.sync"})
