@@ -1,4 +1,4 @@
-"""Sphinx's settings: `make docs` builds docs/ into out/docs, and a warning is an error."""
+"""Settings of Sphinx. `make docs` builds docs/ into out/docs, and a warning is an error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ release = version = next(
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
-    "plain_docstrings",
+    "sphinx.ext.napoleon",
     "public_names",
     "readme_page",
 ]
@@ -30,15 +30,19 @@ html_title = f"adasum {release}"
 html_copy_source = False
 html_show_sphinx = False
 
+# Docstrings are in Google's style, with `code` in single backticks.
+default_role = "code"
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 autodoc_typehints = "signature"
 autodoc_default_options = {"members": True}
 smartquotes = False
-# docs/evidence is led to from the pages that cite its numbers.
+# Pages link to docs/evidence where they cite its numbers.
 suppress_warnings = ["toc.not_included"]
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
 toc_object_entries_show_parents = "hide"
-# A type in a signature is linked where it has a page. What the packages export must have one.
+# Types in signatures link to their page. Every name that a package exports must have one.
 nitpick_ignore_regex = [(r"py:.*", r"(?!(?:adasum|collectives|kernels)\.\w+$).*")]

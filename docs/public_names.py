@@ -1,7 +1,8 @@
-"""Sphinx extension: the directive `public-names`, the reference of all that a package exports.
+"""Sphinx extension: the directive `public-names` documents everything that a package exports.
 
-The package's own docstring, then every name of its `__all__` under the name it is imported by:
-functions, then classes, errors and constants, each in alphabetical order.
+It renders the package's docstring, then every name of its `__all__` as users import it: functions,
+classes, errors and constants, each in alphabetical order. autodoc's `automodule` would leave out
+constants and document names of `collectives` a second time under `adasum`.
 """
 
 from __future__ import annotations
@@ -19,31 +20,36 @@ KINDS = ("function", "class", "exception", "data")
 
 
 def setup(app: Any) -> dict[str, bool]:
+    """Register the directive."""
     app.add_directive("public-names", PublicNames)
     return {"parallel_read_safe": True}
 
 
 def kind_of(value: Any) -> str:
+    """Return which of autodoc's directives documents the value."""
     if inspect.isclass(value):
         return "exception" if issubclass(value, BaseException) else "class"
     return "function" if inspect.isroutine(value) else "data"
 
 
-def from_collectives(value: Any) -> bool:
-    """Whether the value, or its class where it is an instance, is defined there."""
+def is_of_collectives(value: Any) -> bool:
+    """Return whether the value, or the class of an instance, is defined in collectives."""
     return str(getattr(value, "__module__", "")).startswith("collectives.")
 
 
 class PublicNames(SphinxDirective):
+    """`.. public-names:: package`."""
+
     required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
+        """Return the nodes of the package's reference."""
         package = self.arguments[0]
         module = import_module(package)
         kinds, others = {}, []
         for name in sorted(module.__all__):
             value = getattr(module, name)
-            if from_collectives(value) and package != "collectives":
+            if is_of_collectives(value) and package != "collectives":
                 others.append(name)
             elif not isinstance(value, ModuleType):
                 kinds[name] = kind_of(value)
@@ -53,6 +59,6 @@ class PublicNames(SphinxDirective):
         if others:
             links = ", ".join(f":py:obj:`{name} <collectives.{name}>`" for name in others)
             lines += [f"Also here, from collectives: {links}.", ""]
-        place = nodes.Element()
-        self.state.nested_parse(StringList(lines, source=package), 0, place)
-        return place.children
+        parent = nodes.Element()
+        self.state.nested_parse(StringList(lines, source=package), 0, parent)
+        return parent.children

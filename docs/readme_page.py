@@ -1,4 +1,4 @@
-"""Sphinx extension: the page `readme` is the repository's README, its links led to this site."""
+"""Sphinx extension: the page `readme` shows the repository's README, with links into this site."""
 
 from __future__ import annotations
 
@@ -10,24 +10,28 @@ ROOT = Path(__file__).parents[1]
 
 
 def setup(app: Any) -> dict[str, bool]:
-    app.connect("source-read", process)
+    """Connect to the event that Sphinx emits for every source file."""
+    app.connect("source-read", insert_readme)
     return {"parallel_read_safe": True}
 
 
-def process(app: Any, docname: str, source: list[str]) -> None:
+def insert_readme(app: Any, docname: str, source: list[str]) -> None:
+    """Replace the page's text by the README, and links to the README by links to the page."""
     if docname == "readme":
-        source[0] = led_here((ROOT / "README.md").read_text())
+        source[0] = relink((ROOT / "README.md").read_text())
     source[0] = source[0].replace("](../README.md", "](readme.md")
 
 
-def led_here(readme: str) -> str:
-    """The README with targets as seen from docs/; pages that are not on this site become words.
+def relink(readme: str) -> str:
+    """Return the README with link targets relative to docs/.
 
-    >>> led_here("[a](docs/a.md#x) [b](b.py) [c](C.md) [d](https://d) [e](#e)")
+    A link to a page that is not on this site becomes plain text.
+
+    >>> relink("[a](docs/a.md#x) [b](b.py) [c](C.md) [d](https://d) [e](#e)")
     '[a](a.md#x) [b](../b.py) c [d](https://d) [e](#e)'
     """
 
-    def lead(match: re.Match[str]) -> str:
+    def replace(match: re.Match[str]) -> str:
         text, target = match.groups()
         if target.startswith("docs/"):
             return f"[{text}]({target.removeprefix('docs/')})"
@@ -35,4 +39,4 @@ def led_here(readme: str) -> str:
             return match[0]
         return text if target.endswith(".md") else f"[{text}](../{target})"
 
-    return re.sub(r"\[([^\]]*)\]\(([^)\s]+)\)", lead, readme)
+    return re.sub(r"\[([^\]]*)\]\(([^)\s]+)\)", replace, readme)
