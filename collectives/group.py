@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
-from weakref import ref
 
 import torch
 
 from collectives import validation
 from collectives.bootstrap.locality import along_links, find_place, place_of
-from collectives.consistency.agreement import as_tensor
-from collectives.consistency.description import Described, Description, like
+from collectives.consistency.calls import Calls
+from collectives.consistency.description import Description, describe_tensor
+from collectives.consistency.requests import Request
 from collectives.cost import LinkRates
 from collectives.execution.all_reduce import Runner, Specs
-from collectives.execution.call_queue import Calls
+from collectives.execution.gathering import as_tensor
 from collectives.owners import owners
 from collectives.reducers import Reducer, Sum
 from collectives.schedules.spec import format_all_reduce_spec
@@ -68,7 +69,7 @@ class Group:
         self._gpus = place.gpus
         self._runner = Runner(transport, place.topology, timeout)
         self._call = Calls(self._runner)
-        self._made = Described()
+        self._requests = 0
         self._parts: list[Group] = []
         self._whole: Group | None = None
 
@@ -109,24 +110,52 @@ class Group:
 
         Raises TypeError or ValueError, before anything is sent, for arguments that are not valid.
         """
+        call = self._describe_all_reduce(tensor, op, algorithm, name, prescale, postscale, segments)
+        return self._call(call, [tensor], op, async_op=async_op)
+
+    def all_reduce_init(
+        self,
+        tensor: Tensor,
+        op: Reducer = Sum,
+        *,
+        algorithm: str | None = None,
+        name: str | None = None,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        segments: Sequence[int] | None = None,
+    ) -> Request:
+        """Agree with all ranks on an all_reduce that is then started any number of times.
+
+        Arguments and errors as all_reduce.
+        """
+        call = self._describe_all_reduce(tensor, op, algorithm, name, prescale, postscale, segments)
+        return self._request(call, [tensor], op)
+
+    def _describe_all_reduce(
+        self,
+        tensor: Tensor,
+        op: Reducer,
+        algorithm: str | None,
+        name: str | None,
+        prescale: float,
+        postscale: float,
+        segments: Sequence[int] | None,
+    ) -> Description:
+        """Check the arguments of an all-reduce and describe it."""
         validation.tensor("tensor", tensor)
         if segments is not None:
             segments = validation.segments(segments, tensor.numel())
-        validation.reducer("op", op)
-        scales = prescale, postscale, type(prescale), type(postscale)
-        look = tensor.shape, tensor.dtype, tensor.device
-        # No call keeps an operator alive: it may hold much, and be another one every time.
-        known = (*look, ref(op), str(op), algorithm, name, *scales, segments)
-        # On CUDA it counts, too, whether a graph is being captured.
-        call = self._made.get(known) if tensor.is_cpu else None
-        if call is None:
-            specs = self._reduction([tensor], op, algorithm, prescale, postscale)
-            options = {**_options(op, specs, prescale, postscale), "segments": segments}
-            call = Description("all_reduce", name, options, [like(tensor)])
-            # Zeros are equal whatever their sign, and what they make of a number is not.
-            if tensor.is_cpu and prescale and postscale:
-                self._made.keep(known, call)
-        return self._call(call, [tensor], op, async_op=async_op)
+        specs = self._reduction([tensor], op, algorithm, prescale, postscale)
+        options = {**_options(op, specs, prescale, postscale), "segments": segments}
+        return Description("all_reduce", name, options, [describe_tensor(tensor)])
+
+    def _request(self, call: Description, tensors: list[Tensor], op: Reducer = Sum) -> Request:
+        """Agree with all ranks on a request's making; describe its starts."""
+        made = replace(call, kind=f"{call.kind}_init")
+        self._call(made, tensors, op, run=lambda: None)
+        # Alike on all ranks, which make their requests in one order.
+        self._requests += 1
+        return Request(self._call, replace(call, request=self._requests), tensors, op)
 
     def grouped_all_reduce(
         self,
@@ -146,10 +175,40 @@ class Group:
         memory are a ValueError.
         """
         tensors = validation.tensor_list("tensors", tensors)
+        call = self._describe_grouped(tensors, op, algorithm, name, prescale, postscale)
+        return self._call(call, tensors, op, async_op=async_op)
+
+    def grouped_all_reduce_init(
+        self,
+        tensors: Sequence[Tensor],
+        op: Reducer = Sum,
+        *,
+        algorithm: str | None = None,
+        name: str | None = None,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+    ) -> Request:
+        """Agree with all ranks on a grouped_all_reduce that is started any number of times.
+
+        Arguments and errors as grouped_all_reduce.
+        """
+        tensors = validation.tensor_list("tensors", tensors)
+        call = self._describe_grouped(tensors, op, algorithm, name, prescale, postscale)
+        return self._request(call, tensors, op)
+
+    def _describe_grouped(
+        self,
+        tensors: Sequence[Tensor],
+        op: Reducer,
+        algorithm: str | None,
+        name: str | None,
+        prescale: float,
+        postscale: float,
+    ) -> Description:
+        """Check the arguments of a grouped all-reduce and describe it."""
         specs = self._reduction(tensors, op, algorithm, prescale, postscale)
         options = _options(op, specs, prescale, postscale)
-        call = Description("grouped_all_reduce", name, options, list(map(like, tensors)))
-        return self._call(call, tensors, op, async_op=async_op)
+        return Description("grouped_all_reduce", name, options, list(map(describe_tensor, tensors)))
 
     def reduce(
         self,
@@ -169,7 +228,7 @@ class Group:
         validation.tensor("tensor", tensor)
         validation.rank("dst", dst, self.size)
         self._owned([tensor], op)
-        call = Description("reduce", name, {"op": str(op), "dst": dst}, [like(tensor)])
+        call = Description("reduce", name, {"op": str(op), "dst": dst}, [describe_tensor(tensor)])
         return self._call(call, [tensor], op, async_op=async_op)
 
     def owners(self, numels: Sequence[int]) -> list[int]:
@@ -185,8 +244,8 @@ class Group:
         """
         tensors = validation.tensor_list("tensors", tensors)
         self._owned(tensors, op)
-        looks = list(map(like, tensors))
-        call = Description("reduce_to_owners", name, {"op": str(op)}, looks)
+        described = list(map(describe_tensor, tensors))
+        call = Description("reduce_to_owners", name, {"op": str(op)}, described)
         chosen: list[int] = self._call(call, tensors, op)
         return chosen
 
@@ -197,7 +256,7 @@ class Group:
         tensors = validation.tensor_list("tensors", tensors)
         for tensor in tensors:
             self.transport.check_device(tensor.device)
-        call = Description("broadcast_from_owners", name, {}, list(map(like, tensors)))
+        call = Description("broadcast_from_owners", name, {}, list(map(describe_tensor, tensors)))
         self._call(call, tensors)
         return tensors
 
@@ -222,6 +281,28 @@ class Group:
         ones first; rank r gets piece r, 1-D. by_rows: the first dimension is cut in the same way,
         and pieces have all others.
         """
+        call = self._describe_reduce_scatter(tensor, op, by_rows, name)
+        return self._call(call, [tensor], op, async_op=async_op)
+
+    def reduce_scatter_init(
+        self,
+        tensor: Tensor,
+        op: Reducer = Sum,
+        *,
+        by_rows: bool = False,
+        name: str | None = None,
+    ) -> Request:
+        """Agree with all ranks on a reduce_scatter that is started any number of times.
+
+        Arguments and errors as reduce_scatter. Each wait() returns a new tensor.
+        """
+        call = self._describe_reduce_scatter(tensor, op, by_rows, name)
+        return self._request(call, [tensor], op)
+
+    def _describe_reduce_scatter(
+        self, tensor: Tensor, op: Reducer, by_rows: bool, name: str | None
+    ) -> Description:
+        """Check the arguments of a reduce-scatter and describe it."""
         validation.tensor("tensor", tensor, written=False)
         if not isinstance(by_rows, bool):
             raise TypeError(f"by_rows must be a bool, got {type(by_rows).__name__}")
@@ -229,8 +310,7 @@ class Group:
             _check_rows(tensor)
         self._reduction([tensor], op, None, 1.0, 1.0)
         options = {"op": str(op), "by_rows": by_rows}
-        call = Description("reduce_scatter", name, options, [like(tensor)])
-        return self._call(call, [tensor], op, async_op=async_op)
+        return Description("reduce_scatter", name, options, [describe_tensor(tensor)])
 
     def all_gather(
         self, tensor: Tensor, *, name: str | None = None, async_op: bool = False
@@ -242,7 +322,7 @@ class Group:
         validation.tensor("tensor", tensor, written=False)
         _check_rows(tensor)
         self.transport.check_device(tensor.device)
-        call = Description("all_gather", name, {}, [like(tensor, any_rows=True)])
+        call = Description("all_gather", name, {}, [describe_tensor(tensor, any_rows=True)])
         return self._call(call, [tensor], async_op=async_op)
 
     def all_to_all(
@@ -263,31 +343,42 @@ class Group:
         _check_rows(tensor)
         self.transport.check_device(tensor.device)
         counts = validation.row_splits("splits", splits, tensor.shape[0], self.size)
-        looks = [like(tensor, any_rows=True), like(counts)]
-        call = Description("all_to_all", name, {}, looks)
+        described = [describe_tensor(tensor, any_rows=True), describe_tensor(counts)]
+        call = Description("all_to_all", name, {}, described)
         return self._call(call, [tensor, counts], async_op=async_op)
 
     def broadcast(
         self, tensor: Tensor, root: int = 0, *, name: str | None = None, async_op: bool = False
     ) -> Tensor | Work:
         """Copy `root`'s tensor to every rank, in place, and return it."""
+        call = self._describe_broadcast(tensor, root, name)
+        return self._call(call, [tensor], async_op=async_op)
+
+    def broadcast_init(self, tensor: Tensor, root: int = 0, *, name: str | None = None) -> Request:
+        """Agree with all ranks on a broadcast that is started any number of times.
+
+        Arguments and errors as broadcast.
+        """
+        return self._request(self._describe_broadcast(tensor, root, name), [tensor])
+
+    def _describe_broadcast(self, tensor: Tensor, root: int, name: str | None) -> Description:
+        """Check the arguments of a broadcast and describe it."""
         validation.tensor("tensor", tensor)
         validation.rank("root", root, self.size)
         self.transport.check_device(tensor.device)
-        call = Description("broadcast", name, {"root": root}, [like(tensor)])
-        return self._call(call, [tensor], async_op=async_op)
+        return Description("broadcast", name, {"root": root}, [describe_tensor(tensor)])
 
     def all_gather_bytes(self, payload: bytes, *, name: str | None = None) -> list[bytes]:
         """Every rank's bytes, by rank; lengths may differ."""
         if not isinstance(payload, bytes | bytearray | memoryview):
             raise TypeError(f"payload must be bytes, got {type(payload).__name__}")
         data = as_tensor(payload)
-        call = Description("all_gather_bytes", name, {}, [like(data, any_rows=True)])
+        call = Description("all_gather_bytes", name, {}, [describe_tensor(data, any_rows=True)])
         pieces: list[bytes] = self._call(call, [data])
         return pieces
 
     def barrier(self, name: str | None = None) -> None:
-        """Return when every rank has called it: the agreement alone does that."""
+        """Return when every rank has called it: the negotiation alone does that."""
         self._call(Description("barrier", name), [])
 
     def join(self, operators: Iterable[Reducer] = (), *, device: torch.device | None = None) -> int:
@@ -352,7 +443,7 @@ class Group:
     @property
     def closed(self) -> bool:
         """Whether close() was called."""
-        return self._call.closed
+        return self._call.queue.closed
 
     def close(self) -> None:
         """Let queued calls finish, then end the communication thread and close the transport.
@@ -362,7 +453,7 @@ class Group:
         if not self.closed:
             for part in list(self._parts):
                 part.close()
-            self._call.close()
+            self._call.queue.close()
             self._runner.libraries.close()
             self.transport.close()
             whole, self._whole = self._whole, None

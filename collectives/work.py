@@ -31,9 +31,13 @@ class Work:
         self._events: list[tuple[torch.device, torch.cuda.Event]] = []
         self._callbacks: list[Callable[[], None]] = []
         self._lock = threading.Lock()
+        # Where part of the collective is left for whoever waits: those that do it.
+        self._left_to: Worker | None = None
 
     def wait(self) -> Any:
         """Block until the collective has ended; every wait is bounded by the group's timeout."""
+        if self._left_to is not None:
+            self._left_to.finish(self)
         self._finished.wait()
         if self._error is not None:
             raise self._error
@@ -48,7 +52,12 @@ class Work:
 
     def is_completed(self) -> bool:
         """Whether `wait()` would return or raise without waiting."""
+        self._progress()
         return self._finished.is_set() and all(event.query() for _, event in self._events)
+
+    def has_ended(self) -> bool:
+        """Whether the collective has ended on the host, well or not."""
+        return self._finished.is_set()
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Call `callback()` once when the collective has ended, well or not.
@@ -57,11 +66,18 @@ class Work:
         thread where it has ended already. It must not wait for a collective of the same group. What
         it raises in the communication thread goes to threading.excepthook.
         """
+        self._progress()
         with self._lock:
             if not self._finished.is_set():
                 self._callbacks.append(callback)
                 return
         callback()
+
+    def _progress(self) -> None:
+        """Let the communication thread do what is left: nobody may wait for it in this one."""
+        if self._left_to is not None and not self._finished.is_set():
+            self._left_to.submit(lambda: None)
+            self._left_to = None
 
     def run(self, call: Callable[[], Any], streams: Sequence[torch.cuda.Stream] = ()) -> None:
         """Carry out the call and keep its result or its error for `wait()`.
@@ -112,7 +128,9 @@ class Worker:
         self._lock = threading.Lock()
         self._pending = 0
         self._notes: deque[Any] = deque()
+        # Held by whoever runs a call. Before that it runs what is left of the one before.
         self._running = threading.Lock()
+        self._left: tuple[Work, Callable[[], None]] | None = None
         self._closed = False
 
     def call(
@@ -124,12 +142,56 @@ class Worker:
         if not inline:
             return self.submit(function, tensors, note).wait()
         try:
+            self._finish_left()
             if not torch.is_grad_enabled():
                 return function()
             with torch.no_grad():
                 return function()
         finally:
             self._running.release()
+
+    def begin(self, first: Callable[[], None], rest: Callable[[], Any]) -> Work | None:
+        """Run `first` in this thread and leave `rest` to the Work's wait() or the next call.
+
+        None, and nothing done, where something is queued, running or left.
+        """
+        with self._lock:
+            if self._closed:
+                raise TransportError("this group was shut down while it was called")
+            if self._pending or not self._running.acquire(blocking=False):
+                return None
+        try:
+            if self._left is not None:
+                return None
+            with torch.no_grad():
+                first()
+            work = Work()
+            work._left_to = self
+            inference = torch.is_inference_mode_enabled()
+
+            def run() -> None:
+                with torch.inference_mode(inference):
+                    work.run(rest)
+
+            self._left = work, run
+            return work
+        finally:
+            self._running.release()
+
+    def finish(self, work: Work) -> None:
+        """Run in this thread what is left of `work`, unless another thread does."""
+        # Whoever runs a call now has run what was left, or does so before.
+        if self._left is not None and self._running.acquire(blocking=False):
+            try:
+                if self._left is not None and self._left[0] is work:
+                    self._finish_left()
+            finally:
+                self._running.release()
+
+    def _finish_left(self) -> None:
+        left, self._left = self._left, None
+        if left is not None:
+            left[1]()
 
     def upcoming(self, most: int) -> list[Any]:
         """The notes of what is queued behind the running function, in order."""
@@ -162,6 +224,7 @@ class Worker:
         def job() -> None:
             # Inference mode is a thread's own, and nobody outside it may write to its tensors.
             with self._running, torch.inference_mode(inference):
+                self._finish_left()
                 with self._lock:
                     self._notes.popleft()
                 work.run(behind_the_caller, streams)
@@ -202,5 +265,7 @@ class Worker:
             thread, self._thread = self._thread, None
             self._closed = True
             self._queue.put(None)
+        if self._left is not None:
+            self.finish(self._left[0])
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout)

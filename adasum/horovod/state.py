@@ -16,7 +16,7 @@ from torch import Tensor
 
 from adasum.horovod.process_sets import ProcessSet, members_of, root_of
 from collectives import Group
-from collectives.consistency.agreement import as_tensor
+from collectives.execution.gathering import as_tensor
 
 __all__ = [
     "allgather_object",

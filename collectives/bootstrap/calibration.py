@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from collectives.consistency.agreement import gather_bytes
 from collectives.cost import LinkRates, Rate
 from collectives.execution.executor import Workspace, execute
+from collectives.execution.gathering import gather_bytes
 from collectives.group import Group
 from collectives.reducers import Sum, kernels
 from collectives.schedules import binomial_tree, recursive_doubling, ring

@@ -10,8 +10,8 @@ from typing import Any
 
 from collectives.bootstrap import nvlink
 from collectives.bootstrap.ring_order import MOST_RANKS, ring_order
-from collectives.consistency.agreement import gather_bytes
 from collectives.execution.executor import Workspace
+from collectives.execution.gathering import gather_bytes
 from collectives.schedules.topology import Topology
 from collectives.transport.base import Transport
 

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 
 import kernels
-from collectives.consistency.agreement import CODE_BITS, agree, code_of, gather_bytes
 from collectives.consistency.description import Description
+from collectives.consistency.messages import agree_by_messages
 from collectives.errors import TransportError
 from collectives.execution.executor import Workspace
+from collectives.execution.gathering import gather_bytes
 from collectives.transport import (
     WAYS,
     GlooTransport,
@@ -61,7 +62,7 @@ def agree_on_start(gloo: GlooTransport, timeout: float, **options: bool) -> None
     """CollectiveMismatchError on all ranks where they do not start with the same options."""
     if gloo.size > 1:
         call = Description("init", options=options)
-        agree(call, gloo, "start-up", timeout, Workspace(), code_of(call, CODE_BITS))
+        agree_by_messages(call, gloo, "start-up", timeout, Workspace())
 
 
 def connect(gloo: GlooTransport, timeout: float, choice: str) -> Transport:

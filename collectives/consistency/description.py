@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
+import hashlib
 import json
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 
+from collectives.transport.shared_memory.symmetric_memory import CODE_BITS
+
+__all__ = ["ANY", "Description", "TensorDescription", "describe_tensor", "difference"]
+
 ANY = -1
-# Of the calls that passed the checks, how many are remembered.
-_MOST = 1024
 
 
-class Like(NamedTuple):
-    """What a tensor looks like. ANY as the first dimension: ranks may differ in it."""
+class TensorDescription(NamedTuple):
+    """A tensor without its values. ANY as the first dimension: ranks may differ in it."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -28,33 +30,36 @@ class Like(NamedTuple):
         return f"shape {shape} {self.dtype} {self.device}"
 
     def zeros(self, device: torch.device | None = None) -> torch.Tensor:
-        """Zeros of this look, with no rows for ANY; of CUDA tensors on `device`."""
+        """Make such a tensor of zeros, with no rows for ANY; a CUDA tensor on `device`."""
         shape = [0 if n == ANY else n for n in self.shape]
         dtype = getattr(torch, self.dtype.removeprefix("torch."))
-        place = device if device is not None and self.device == device.type else self.device
-        return torch.zeros(shape, dtype=dtype, device=place)
+        where = device if device is not None and self.device == device.type else self.device
+        return torch.zeros(shape, dtype=dtype, device=where)
 
 
-def like(tensor: torch.Tensor, *, any_rows: bool = False) -> Like:
-    """What `tensor` looks like."""
+def describe_tensor(tensor: torch.Tensor, *, any_rows: bool = False) -> TensorDescription:
+    """Describe `tensor`; with `any_rows` other ranks may have another first dimension."""
     shape = (ANY, *tensor.shape[1:]) if any_rows else tuple(tensor.shape)
-    return Like(shape, str(tensor.dtype), tensor.device.type)
+    return TensorDescription(shape, str(tensor.dtype), tensor.device.type)
 
 
 @dataclass(frozen=True)
 class Description:
     """A call as all ranks must make it.
 
-    kind: what is called. name: what the user calls it. options: every other argument that ranks
-    must agree on, as JSON keeps it. tensors: what the tensors look like. kept: for whoever works
-    out something of it that every call like it needs.
+    Attributes:
+        kind: The collective that is called.
+        name: The user's name for the call.
+        options: Every other argument that ranks must agree on, as JSON keeps it.
+        tensors: Descriptions of the tensors.
+        request: The number of the persistent request that the call starts.
     """
 
     kind: str
     name: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-    tensors: Sequence[Like] = ()
-    kept: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+    tensors: Sequence[TensorDescription] = ()
+    request: int | None = None
 
     def __post_init__(self) -> None:
         # Here, before anything is sent: a name that JSON cannot carry would fail half-way.
@@ -63,54 +68,42 @@ class Description:
 
     def __str__(self) -> str:
         # A call named "" is another one than a call without a name, and must not look the same.
-        return f"{self.kind}({'' if self.name is None else self.name or repr(self.name)})"
+        call = f"{self.kind}({'' if self.name is None else self.name or repr(self.name)})"
+        return call if self.request is None else f"{call} of request {self.request}"
 
     @cached_property
-    def key(self) -> Hashable:
-        """Equal for equal descriptions, other for others; in this process alone."""
-        return self.kind, self.name, tuple(self.options.items()), tuple(self.tensors)
+    def code(self) -> int:
+        """A hash of CODE_BITS bits, never 0, the same in every process."""
+        digest = hashlib.blake2b(self.to_json().encode(), digest_size=CODE_BITS // 8).digest()
+        return int.from_bytes(digest, "little") or 1
 
     def to_json(self) -> str:
-        """One text for equal descriptions, another one for others."""
-        return json.dumps([self.kind, self.name, self.options, self.tensors])
+        """Return one text for equal descriptions, another one for others."""
+        return json.dumps([self.kind, self.name, self.options, self.tensors, self.request])
 
     @staticmethod
     def from_json(text: str) -> Description:
-        """The description that `to_json` wrote."""
-        kind, name, options, tensors = json.loads(text)
-        looks = [Like(tuple(shape), dtype, device) for shape, dtype, device in tensors]
-        return Description(kind, name, options, looks)
+        """Return the description that `to_json` wrote."""
+        kind, name, options, tensors, request = json.loads(text)
+        described = [TensorDescription(tuple(shape), *rest) for shape, *rest in tensors]
+        return Description(kind, name, options, described, request)
 
     def entries(self) -> list[str]:
-        """The call and its parts, in words."""
+        """Return the call and its parts, in words."""
         options = [f"{key}={value}" for key, value in self.options.items()]
-        looks = [f"tensor {i}: {look}" for i, look in enumerate(self.tensors)]
-        return [str(self), *options, *looks]
-
-
-class Described:
-    """The calls that passed the checks, by all that was checked but the tensor's memory."""
-
-    def __init__(self) -> None:
-        self._calls: dict[Hashable, Description] = {}
-
-    def get(self, known: Hashable) -> Description | None:
-        try:
-            return self._calls.get(known)
-        except TypeError:
-            # An argument without a hash is a wrong one, or an operator of the user's.
-            return None
-
-    def keep(self, known: Hashable, call: Description) -> None:
-        with contextlib.suppress(TypeError):
-            if len(self._calls) >= _MOST:
-                self._calls.clear()
-            self._calls[known] = call
+        tensors = [f"tensor {i}: {tensor}" for i, tensor in enumerate(self.tensors)]
+        return [str(self), *options, *tensors]
 
 
 def difference(calls: Mapping[int, Description]) -> str:
-    """The first difference between the calls, by rank, from the lowest rank's: the same text
-    wherever it is asked for."""
+    """Say how the first call that differs does so from the lowest rank's.
+
+    Args:
+        calls: Two or more ranks' calls, not all alike, by rank.
+
+    Returns:
+        The same text on every rank that asks.
+    """
     lowest = min(calls)
     first = calls[lowest].entries()
     rank = next(r for r in sorted(calls) if calls[r].entries() != first)

@@ -13,7 +13,6 @@ from collectives.cost import LinkRates
 from collectives.cost.choice import choose
 from collectives.execution.executor import Workspace, execute
 from collectives.execution.phases import AllReducePhases, phases_of
-from collectives.execution.shared_memory_all_reduce import Shown
 from collectives.execution.vendor import Libraries
 from collectives.fused_buffer import buffer_of
 from collectives.reducers import Reducer, Sum, kernels
@@ -35,11 +34,9 @@ class Runner:
         self.topology = topology
         self.timeout = timeout
         self.workspace = Workspace()
-        self._packed = Workspace()
+        self.packed = Workspace()
         self.libraries = Libraries(transport)
         self.link_rates: LinkRates | None = None
-        # What all ranks show in this call, where its one all-reduce is to be made of that.
-        self.shown: Shown | None = None
 
     def check(self, specs: Specs, op: Reducer, tensors: Sequence[Tensor]) -> None:
         """Raise ValueError where one of the ranges cannot reduce such tensors here."""
@@ -91,26 +88,9 @@ class Runner:
         label: str,
     ) -> None:
         """Reduce a 1-D tensor over all ranks, in place."""
-        result = self._reduced(flat, op, specs, segments, prescale, label)
-        if result is not flat:
-            flat.copy_(result)
-        if postscale != 1.0:
-            flat.mul_(postscale)
-
-    def _reduced(
-        self,
-        flat: Tensor,
-        op: Reducer,
-        specs: Specs,
-        segments: Sequence[int] | None,
-        prescale: float,
-        label: str,
-    ) -> Tensor:
-        """The tensor over all ranks: itself, reduced, or the result where all ranks see it."""
         size = self.transport.size
-        shown = self.shown
-        algorithm: AllReduceSpec | str = "alone" if shown is None else "shown"
-        if size > 1 and shown is None:
+        algorithm: AllReduceSpec | str = "one rank"
+        if size > 1:
             spec = spec_for(specs, flat.numel())
             if spec.outer == "auto":
                 spec = self._choose(flat, op)
@@ -119,18 +99,17 @@ class Runner:
             algorithm = spec
 
         def name() -> str:
-            what = label.partition(" (call ")[0]
-            return f"{what}: {op}, {algorithm}, {flat.nbytes} B"
+            call = label.partition(" (call ")[0]
+            return f"{call}: {op}, {algorithm}, {flat.nbytes} B"
 
         with span(name, cuda=flat.is_cuda):
             if prescale != 1.0:
                 flat.mul_(prescale)
-            if shown is not None:
-                return shown.reduce(flat, op, segments, self.workspace, label, self.timeout)
             if size > 1:
                 self._run(phases, flat, op, segments, label)
             op.finish(flat, size)
-            return flat
+        if postscale != 1.0:
+            flat.mul_(postscale)
 
     def all_reduce_packed(
         self,
@@ -158,11 +137,10 @@ class Runner:
         layout = kernels.layout_of(tensors)
         # On CUDA the allocator keeps it, by stream.
         like = tensors[0]
-        buffer = self._packed.take(layout.numel, like) if like.is_cpu else None
-        if self.shown is None or buffer is None:
-            buffer = kernels.pack(tensors, layout=layout, scale=prescale, out=buffer)
-        result = self._reduced(buffer, op, specs, layout.segments, 1.0, label)
-        kernels.unpack(result, tensors, layout=layout, scale=postscale)
+        buffer = self.packed.take(layout.numel, like) if like.is_cpu else None
+        buffer = kernels.pack(tensors, layout=layout, scale=prescale, out=buffer)
+        self.all_reduce(buffer, op, specs, layout.segments, 1.0, 1.0, label)
+        kernels.unpack(buffer, tensors, layout=layout, scale=postscale)
 
     def _choose(self, flat: Tensor, op: Reducer) -> AllReduceSpec:
         """What `auto` stands for: by the measured costs where there are any.

@@ -1,27 +1,24 @@
-"""A group's calls, one after the other in the order in which they were made, each agreed on."""
+"""A group's calls, one after the other in the order in which they were made."""
 
 from __future__ import annotations
 
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from collectives.consistency.agreement import Joined
-from collectives.consistency.description import Description
-from collectives.consistency.negotiation import Consent
 from collectives.errors import CollectiveMismatchError, TransportError, words
-from collectives.execution.all_reduce import Runner
-from collectives.execution.operations import OPERATIONS, WITH_JOINED, exhibit, written_by
-from collectives.reducers import Average, Reducer, Sum
-from collectives.work import Worker
+from collectives.transport.base import Transport
+from collectives.work import Work, Worker
+
+__all__ = ["CallQueue"]
 
 
-class Calls:
-    """What carries out the calls of one rank.
+class CallQueue:
+    """The order of one rank's calls, and what becomes of the group where one fails.
 
     After a mismatch the ranks are still in step; after any other error raised while a call runs
     they are not, and every later call is a TransportError naming that error.
@@ -31,78 +28,61 @@ class Calls:
     each other's answers: so only one thread makes those, the first that did as long as it lives.
     """
 
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
-        self._transport = runner.transport
-        self._worker = Worker(f"collectives-{self._transport.rank}")
-        self._consent = Consent(runner, self._worker.upcoming)
-        self._count = 0
+    def __init__(self, transport: Transport, timeout: float) -> None:
+        self._transport = transport
+        self._timeout = timeout
+        self._worker = Worker(f"collectives-{transport.rank}")
         self._failure: BaseException | None = None
         self._unnamed_from: Callable[[], threading.Thread | None] = lambda: None
         self._process = os.getpid()
+        self.upcoming = self._worker.upcoming
         self.closed = False
 
-    def __call__(
+    def run(
         self,
-        call: Description,
-        tensors: list[torch.Tensor],
-        op: Reducer = Sum,
+        kind: str,
+        function: Callable[[], Any],
+        tensors: Sequence[torch.Tensor] = (),
+        note: Any = None,
         *,
-        run: Callable[[], Any] | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Agree on `call` with the other ranks, then return what its operation returns, or a Work.
+        """Run `function` when its turn comes; return what it returns, or a Work.
 
-        run: instead of an operation, for a call that no rank can have joined.
+        Args:
+            kind: What an error calls it.
+            function: The call.
+            tensors: What it works on.
+            note: What `upcoming` says of it while it waits.
+            async_op: Whether to return a Work.
         """
-        if not call.name:
-            self._check_thread(call.kind)
+        self._check_usable(kind)
+        if async_op:
+            return self._worker.submit(self._guarded(kind, function), tensors, note)
+        return self._worker.call(self._guarded(kind, function), tensors, note)
 
-        def work() -> Any:
-            label = self._label(f"{call.kind} {call.name!r}" if call.name else call.kind)
-            if run is not None:
-                self._consent.agree(call, label)
-                return run()
-            return self._consent.carry_out(
-                call,
-                label,
-                lambda: OPERATIONS[call.kind](self._runner, call, tensors, op, label),
-                lambda: written_by(call, tensors),
-                lambda: exhibit(self._runner, call, tensors, op),
-            )
+    def begin(self, kind: str, first: Callable[[], None], rest: Callable[[], Any]) -> Work:
+        """Run `first`, which never waits, in this thread if it is its turn; leave `rest`.
 
-        return self._in_order(call.kind, work, tensors, async_op, call)
-
-    def join(self, operators: Iterable[Reducer], device: torch.device | None) -> int:
-        """Take part in the other ranks' calls, with zeros, until all ranks have joined.
-
-        Returns the rank that was the last to join, the highest of those that joined at once.
+        That is done by the Work's wait(), or by whatever call comes next. Where it is not its turn
+        both are queued.
         """
-        known = {str(op): op for op in (Sum, Average, *operators)}
-        self._check_thread("join")
+        self._check_usable(kind)
+        work = self._worker.begin(self._guarded(kind, first), self._guarded(kind, rest))
+        if work is not None:
+            return work
 
-        def work() -> int:
-            if self._transport.size == 1:
-                return self._transport.rank
-            mine = Joined(self._count, known, WITH_JOINED)
-            while True:
-                agreed = self._consent.agree(mine, self._label("join"))
-                if agreed.last is not None:
-                    return agreed.last
-                assert agreed.call is not None
-                call = agreed.call
-                zeros = [look.zeros(device) for look in call.tensors]
-                op = known[call.options.get("op", str(Sum))]
-                label = f"{call} (call {self._count - 1}, joined)"
-                WITH_JOINED[call.kind](self._runner, call, zeros, op, label)
+        def both() -> Any:
+            first()
+            return rest()
 
-        answer: int = self._in_order("join", work, (), False)
-        return answer
+        return self._worker.submit(self._guarded(kind, both))
 
-    def _check_thread(self, kind: str) -> None:
+    def check_thread(self, kind: str) -> None:
         """Raise ValueError for a call without a name from a second thread."""
         thread, first = threading.current_thread(), self._unnamed_from()
-        # In backward the first thread waits for autograd's, which come in one order.
+        # In backward the first thread waits for autograd's, which come in one order. torch says
+        # whether a thread is in backward nowhere else.
         if first is thread or torch._C._current_graph_task_id() != -1:
             return
         if first is not None and first.is_alive():
@@ -113,20 +93,7 @@ class Calls:
             )
         self._unnamed_from = weakref.ref(thread)
 
-    def _label(self, what: str) -> str:
-        label = f"{what} (call {self._count})"
-        self._count += 1
-        return label
-
-    def _in_order(
-        self,
-        kind: str,
-        work: Callable[[], Any],
-        tensors: Sequence[torch.Tensor],
-        async_op: bool,
-        call: Description | None = None,
-    ) -> Any:
-        """Do the work when its turn comes; remember a failure that leaves the group unusable."""
+    def _check_usable(self, kind: str) -> None:
         if self.closed:
             raise TransportError(f"{kind}: this group was shut down; call init() again")
         if os.getpid() != self._process:
@@ -136,6 +103,9 @@ class Calls:
                 "groups: start processes that are to be ranks by torchrun or by spawn"
             )
 
+    def _guarded(self, kind: str, function: Callable[[], Any]) -> Callable[[], Any]:
+        """Wrap `function`: a failure that leaves the group unusable is remembered."""
+
         def guarded() -> Any:
             if self._failure is not None:
                 cause = words(self._failure)
@@ -143,20 +113,18 @@ class Calls:
                     f"{kind}: this group is unusable since an earlier failure: {cause}"
                 ) from self._failure
             try:
-                return work()
+                return function()
             except CollectiveMismatchError:
                 raise
             except BaseException as error:
                 if self._transport.size > 1:
-                    self._give_up(error)
+                    self._abort(error)
                 raise
 
-        if async_op:
-            return self._worker.submit(guarded, tensors, call)
-        return self._worker.call(guarded, tensors, call)
+        return guarded
 
-    def _give_up(self, error: BaseException) -> None:
-        """The peers are in the middle of this call: the next one would meet its messages."""
+    def _abort(self, error: BaseException) -> None:
+        """End the transport: its peers are in this call, the next one would meet its messages."""
         self._failure = error
         abandon = getattr(self._transport, "abandon", None)
         if abandon is not None:
@@ -165,4 +133,4 @@ class Calls:
     def close(self) -> None:
         """Take no more calls; let the queued ones finish, and end the communication thread."""
         self.closed = True
-        self._worker.close(self._runner.timeout)
+        self._worker.close(self._timeout)

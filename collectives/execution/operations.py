@@ -1,40 +1,37 @@
 """What each kind of call does on one rank, once the ranks have agreed on it.
 
 A rank that has joined runs the same functions on zeros: so each takes all that is not data from the
-call's description.
+options that the ranks have agreed on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-from collectives.consistency.agreement import gather_pieces
-from collectives.consistency.description import Description
 from collectives.execution.all_reduce import Runner
-from collectives.execution.shared_memory_all_reduce import Exhibit, exhibit_of, flat_of, way_of
-from collectives.fused_buffer import buffer_of
+from collectives.execution.gathering import gather_pieces
+from collectives.execution.shared_memory_all_reduce import flatten
 from collectives.owners import owners
 from collectives.reducers import Reducer, Sum
 from collectives.schedules import binomial_tree, ring
-from collectives.schedules.algorithms import LIBRARY
 from collectives.schedules.partition import split_bounds
-from collectives.schedules.spec import parse_all_reduce_spec, spec_for
+from collectives.schedules.spec import parse_all_reduce_spec
 from collectives.transport.base import Message
 
 Tensor = torch.Tensor
-Operation = Callable[[Runner, Description, list[Tensor], Reducer, str], Any]
+Options = Mapping[str, Any]
+Operation = Callable[[Runner, Options, list[Tensor], Reducer, str], Any]
 
 
 def _all_reduce(
-    runner: Runner, call: Description, tensors: list[Tensor], op: Reducer, label: str
+    runner: Runner, options: Options, tensors: list[Tensor], op: Reducer, label: str
 ) -> Tensor:
-    options = call.options
     runner.all_reduce(
-        flat_of(tensors[0]),
+        flatten(tensors[0]),
         op,
         parse_all_reduce_spec(options["algorithm"]),
         options["segments"],
@@ -46,9 +43,8 @@ def _all_reduce(
 
 
 def _grouped_all_reduce(
-    runner: Runner, call: Description, tensors: list[Tensor], op: Reducer, label: str
+    runner: Runner, options: Options, tensors: list[Tensor], op: Reducer, label: str
 ) -> list[Tensor]:
-    options = call.options
     specs = parse_all_reduce_spec(options["algorithm"])
     parts: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
@@ -59,9 +55,9 @@ def _grouped_all_reduce(
 
 
 def _reduce(
-    runner: Runner, call: Description, tensors: list[Tensor], op: Reducer, label: str
+    runner: Runner, options: Options, tensors: list[Tensor], op: Reducer, label: str
 ) -> Tensor:
-    _reduce_onto(runner, tensors[0], call.options["dst"], op, label)
+    _reduce_onto(runner, tensors[0], options["dst"], op, label)
     return tensors[0]
 
 
@@ -79,7 +75,7 @@ def _owners(runner: Runner, tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _reduce_to_owners(
-    runner: Runner, call: Description, tensors: list[Tensor], op: Reducer, label: str
+    runner: Runner, options: Options, tensors: list[Tensor], op: Reducer, label: str
 ) -> list[int]:
     chosen = _owners(runner, tensors)
     for tensor, owner in zip(tensors, chosen, strict=True):
@@ -94,7 +90,7 @@ def _broadcast_from(runner: Runner, tensor: Tensor, root: int, label: str) -> No
 
 
 def _broadcast_from_owners(
-    runner: Runner, call: Description, tensors: list[Tensor], op: Reducer, label: str
+    runner: Runner, options: Options, tensors: list[Tensor], op: Reducer, label: str
 ) -> list[Tensor]:
     for tensor, owner in zip(tensors, _owners(runner, tensors), strict=True):
         _broadcast_from(runner, tensor, owner, label)
@@ -102,27 +98,27 @@ def _broadcast_from_owners(
 
 
 def _broadcast(
-    runner: Runner, call: Description, tensors: list[Tensor], op: Reducer, label: str
+    runner: Runner, options: Options, tensors: list[Tensor], op: Reducer, label: str
 ) -> Tensor:
-    _broadcast_from(runner, tensors[0], call.options["root"], label)
+    _broadcast_from(runner, tensors[0], options["root"], label)
     return tensors[0]
 
 
 def _reduce_scatter(
-    runner: Runner, call: Description, tensors: list[Tensor], op: Reducer, label: str
+    runner: Runner, options: Options, tensors: list[Tensor], op: Reducer, label: str
 ) -> Tensor:
     tensor = tensors[0]
     flat = tensor.detach().clone().view(-1)
     size, rank = runner.transport.size, runner.transport.rank
-    by_rows = call.options["by_rows"]
+    by_rows = options["by_rows"]
     rows = split_bounds(tensor.shape[0] if by_rows else flat.numel(), size)
     width = flat.numel() // rows[-1] if rows[-1] else 0
-    cuts = [row * width for row in rows]
+    bounds = [row * width for row in rows]
     if size > 1 and op.needs_one_tree:
         runner.all_reduce(flat, op, parse_all_reduce_spec("auto"), None, 1.0, 1.0, label)
     elif size > 1:
-        runner.execute(ring.reduce_scatter(size), flat, op, label, bounds=cuts)
-    piece = flat[cuts[rank] : cuts[rank + 1]].clone()
+        runner.execute(ring.reduce_scatter(size), flat, op, label, bounds=bounds)
+    piece = flat[bounds[rank] : bounds[rank + 1]].clone()
     if not op.needs_one_tree:
         op.finish(piece, size)
     if by_rows:
@@ -131,7 +127,7 @@ def _reduce_scatter(
 
 
 def _all_gather(
-    runner: Runner, call: Description, tensors: list[Tensor], op: Reducer, label: str
+    runner: Runner, options: Options, tensors: list[Tensor], op: Reducer, label: str
 ) -> Tensor:
     tensor = tensors[0]
     if runner.transport.size == 1:
@@ -147,7 +143,7 @@ def _pieces(runner: Runner, mine: Tensor, label: str) -> tuple[Tensor, list[int]
 
 
 def _all_gather_bytes(
-    runner: Runner, call: Description, tensors: list[Tensor], op: Reducer, label: str
+    runner: Runner, options: Options, tensors: list[Tensor], op: Reducer, label: str
 ) -> list[bytes]:
     payload = tensors[0]
     if runner.transport.size == 1:
@@ -158,7 +154,7 @@ def _all_gather_bytes(
 
 
 def _all_to_all(
-    runner: Runner, call: Description, tensors: list[Tensor], op: Reducer, label: str
+    runner: Runner, options: Options, tensors: list[Tensor], op: Reducer, label: str
 ) -> tuple[Tensor, Tensor]:
     """tensors: the rows, and how many of them go to each rank."""
     tensor, splits = tensors
@@ -186,9 +182,9 @@ def _exchange(runner: Runner, sends: Sequence[Tensor], recvs: Sequence[Tensor], 
 
 
 def _barrier(
-    runner: Runner, call: Description, tensors: list[Tensor], op: Reducer, label: str
+    runner: Runner, options: Options, tensors: list[Tensor], op: Reducer, label: str
 ) -> None:
-    """The agreement alone does that."""
+    """Nothing: the negotiation alone does that."""
 
 
 # Those that a rank with nothing to give can take part in.
@@ -210,53 +206,3 @@ OPERATIONS: dict[str, Operation] = {
     "reduce_to_owners": _reduce_to_owners,
     "broadcast_from_owners": _broadcast_from_owners,
 }
-
-
-def written_by(call: Description, tensors: Sequence[Tensor]) -> Tensor | None:
-    """The 1-D tensor that a call's operation writes to, before the end of the call.
-
-    None for a call that must not begin before the ranks agree: one whose waits do not look at the
-    board, as on CUDA and in libraries, that writes to more than one tensor, or in which messages
-    say how much memory is needed.
-    """
-    if not all(tensor.is_cpu for tensor in tensors):
-        return None
-    if call.kind == "reduce_scatter":
-        return tensors[0].detach().view(-1)[:0]
-    if call.kind not in ("all_reduce", "grouped_all_reduce"):
-        return None
-    specs = parse_all_reduce_spec(call.options["algorithm"])
-    if any({spec.inner, spec.outer} & LIBRARY for spec in specs):
-        return None
-    if len(tensors) == 1:
-        return flat_of(tensors[0])
-    fused = buffer_of(tensors)
-    return None if fused is None else fused.buffer
-
-
-def exhibit(
-    runner: Runner, call: Description, tensors: Sequence[Tensor], op: Reducer
-) -> Exhibit | None:
-    """What to show of a call before the ranks agree on it, where that is all they need to send.
-
-    Every rank concludes the same from equal descriptions.
-    """
-    options = call.options
-    if call.kind not in ("all_reduce", "grouped_all_reduce") or not tensors:
-        return None
-    if not op.reduces_in_shared_memory:
-        return None
-    found = exhibit_of(tensors, options.get("segments")) if options["prescale"] == 1.0 else None
-    if found is None:
-        return None
-    measured = runner.link_rates is not None
-    # The operator is one of the call already, and need not have a hash.
-    known = "way", found.numel, found.rows, measured
-    if known not in call.kept:
-        spec = spec_for(parse_all_reduce_spec(options["algorithm"]), found.numel)
-        call.kept[known] = way_of(spec, found, runner.transport.size, op, measured)
-    way = call.kept[known]
-    if way is None:
-        return None
-    found.way = way
-    return found

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from collectives.transport.shared_memory.symmetric_memory import Board
+from collectives.transport.shared_memory.symmetric_memory import SymmetricMemory
 
 
 class Message(NamedTuple):
@@ -28,9 +28,8 @@ class Transport(Protocol):
     size: int
 
     @property
-    def board(self) -> Board | None:
-        """What all ranks write to and read, where they share memory; else, and once the transport
-        cannot be used any more, None. Waits for CPU messages call its `glance`."""
+    def symmetric_memory(self) -> SymmetricMemory | None:
+        """What all ranks share; None where they do not, or the transport cannot be used."""
         ...
 
     def check_device(self, device: torch.device) -> None:

@@ -31,7 +31,7 @@ class GlooTransport:
     owned: whether closing this transport destroys the process group.
     """
 
-    board = None
+    symmetric_memory = None
 
     def __init__(self, process_group: dist.ProcessGroup, *, owned: bool = False) -> None:
         self.process_group = process_group

@@ -13,7 +13,7 @@ from collectives.errors import words
 from collectives.transport.base import Message, Transport
 from collectives.transport.connections.connect import WAYS, Met, open_links
 from collectives.transport.connections.connections import LinkTransport
-from collectives.transport.shared_memory.symmetric_memory import Board
+from collectives.transport.shared_memory.symmetric_memory import SymmetricMemory
 
 
 class HybridTransport:
@@ -61,9 +61,9 @@ class HybridTransport:
         return self._local.peers
 
     @property
-    def board(self) -> Board | None:
-        """The board of the shared memory, where all ranks share it."""
-        return self._local.board
+    def symmetric_memory(self) -> SymmetricMemory | None:
+        """What all ranks share, where they share memory."""
+        return self._local.symmetric_memory
 
     def check_device(self, device: torch.device) -> None:
         self._other.check_device(device)
@@ -97,8 +97,8 @@ class HybridTransport:
     def split(self, ranks: Sequence[int], timeout: float) -> HybridTransport:
         """New links by the same ways as here, `other` split for the rest."""
         # The agreement stands on the transports, so it cannot be imported above.
-        from collectives.consistency.agreement import gather_bytes
         from collectives.execution.executor import Workspace
+        from collectives.execution.gathering import gather_bytes
 
         other = self._other.split(ranks, timeout)
 

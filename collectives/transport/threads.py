@@ -17,7 +17,10 @@ import torch
 
 from collectives.errors import CollectiveTimeoutError, TransportError
 from collectives.transport.base import Message
-from collectives.transport.shared_memory.symmetric_memory import Board, board_bytes
+from collectives.transport.shared_memory.symmetric_memory import (
+    SymmetricMemory,
+    symmetric_memory_bytes,
+)
 
 _POLL = 0.05
 # Linux's number, which Python names from 3.13 on.
@@ -47,7 +50,7 @@ class ThreadWorld:
             for target in range(size)
             if source != target
         }
-        self.memory = memoryview(_memory(board_bytes(size)))
+        self.memory = memoryview(_memory(symmetric_memory_bytes(size)))
         self._gone: set[int] = set()
         # What not all of its ranks have asked for yet, with how many have.
         self._parts: dict[tuple[tuple[int, ...], int], tuple[ThreadWorld, int]] = {}
@@ -92,7 +95,7 @@ class ThreadTransport:
         self.size = world.size
         self._made: Counter[tuple[int, ...]] = Counter()
         # The threads take turns as it is: one that looks again keeps the others from theirs.
-        self.board = Board(world.memory, rank, world.size, self, cores=[0])
+        self.symmetric_memory = SymmetricMemory(world.memory, rank, world.size, self, cores=[0])
 
     def check_device(self, device: torch.device) -> None:
         if device.type not in ("cpu", "cuda"):
@@ -128,7 +131,6 @@ class ThreadTransport:
             except queue.Empty:
                 self._check_waiting(peer, step, deadline, timeout)
         if parcel.tensor.numel() != tensor.numel():
-            self.board.glance()
             raise TransportError(
                 f"rank {peer} sent {parcel.tensor.numel()} elements in {step} where "
                 f"{tensor.numel()} were expected"
@@ -140,7 +142,6 @@ class ThreadTransport:
         parcel.taken.set()
 
     def _check_waiting(self, peer: int, step: str, deadline: float, timeout: float) -> None:
-        self.board.glance()
         if self._world.is_gone(peer):
             raise CollectiveTimeoutError(
                 f"rank {self.rank} cannot go on in {step}: rank {peer} has ended"
@@ -158,17 +159,9 @@ class ThreadTransport:
         """That a rank has ended."""
         return f"rank {peer} has ended"
 
-    def discard(self) -> None:
-        """Empty this rank's mailboxes, while no rank puts anything in one."""
-        for peer in range(self.size):
-            if peer != self.rank:
-                box = self._world.box(peer, self.rank)
-                while not box.empty():
-                    box.get_nowait()
-
     def abandon(self, reason: str) -> None:
         """Withdraw; the other threads' waits are bounded as well."""
-        self.board.withdraw()
+        self.symmetric_memory.withdraw()
 
     def split(self, ranks: Sequence[int], timeout: float) -> ThreadTransport:
         members = tuple(ranks)

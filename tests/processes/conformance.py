@@ -261,8 +261,8 @@ def pretend_two_hosts(timeout: float = 60.0, between: str = "gloo") -> Group:
 
     near = range(rank % 2, size, 2)
     ways = ("shm",) if between == "gloo" else ("shm", between)
-    links, board = open_links(rank, size, gather, timeout, ways=ways, near=near)
-    assert len(links) == (len(near) if between == "gloo" else size) - 1 and board is None
+    links, memory = open_links(rank, size, gather, timeout, ways=ways, near=near)
+    assert len(links) == (len(near) if between == "gloo" else size) - 1 and memory is None
     assert sum(isinstance(link, ShmLink) for link in links.values()) == len(near) - 1
     hybrid = HybridTransport(LinkTransport(rank, size, links), transport, ways=ways)
     return Group(hybrid, timeout=timeout, local_rank=rank, local_size=size)

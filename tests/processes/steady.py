@@ -177,7 +177,7 @@ def check_messages(group: Group) -> None:
                 group.all_reduce(torch.ones(1021), algorithm=name, name=f"count {name}")
                 schedule = ALL_REDUCE[name](group.size)
                 sent = sum(len(s.sends) for s in steps_of(schedule, group.rank))
-                # Doubling and halving are made of what all show on the board.
+                # Doubling and halving are made of what all put into their buffers.
                 assert len(steps) == (sent if name == "xring" else 0)
         for _ in range(4):
             group.all_reduce(torch.ones(1021), Adasum, algorithm="vhdd")

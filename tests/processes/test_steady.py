@@ -26,7 +26,7 @@ def test_threads(check: Callable[[Group], None], size: int) -> None:
 
 
 def _all_checks(rank: int) -> None:
-    """On groups of 2 to 5 of the processes, each with a board of its own."""
+    """On groups of 2 to 5 of the processes, each with symmetric memory of its own."""
     group = start("shm")
     for size in (5, 4, 3, 2):
         part = group.split(range(size))

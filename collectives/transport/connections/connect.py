@@ -19,11 +19,11 @@ WAYS = ("shm", "tcp")
 
 
 class Met(NamedTuple):
-    """links: by rank. board: zeros that all ranks of the group share, where all have links through
+    """links: by rank. memory: zeros that all ranks of the group share, where all have links through
     memory to all and the system gave it; on every rank or on none."""
 
     links: dict[int, Link]
-    board: memoryview | None
+    memory: memoryview | None
 
 
 class _Door(Protocol):
@@ -84,16 +84,16 @@ def open_links(
             links.update(door.open(callers, timeout))
 
         shm = doors.get("shm")
-        board = shm.board if isinstance(shm, ShmDoor) else None
+        memory = shm.symmetric_memory if isinstance(shm, ShmDoor) else None
         shared = [peer for peer, link in links.items() if isinstance(link, ShmLink)]
-        report = [list(links), board is not None and len(shared) == size - 1]
+        report = [list(links), memory is not None and len(shared) == size - 1]
         reports = [json.loads(data) for data in gather(json.dumps(report).encode())]
         for peer in [peer for peer in links if rank not in reports[peer][0]]:
             links.pop(peer).close()
         failed.pop_all()
-    if board is None or not all(has and len(peers) == size - 1 for peers, has in reports):
+    if memory is None or not all(has and len(peers) == size - 1 for peers, has in reports):
         return Met(dict(sorted(links.items())), None)
-    return Met(dict(sorted(links.items())), memoryview(board))
+    return Met(dict(sorted(links.items())), memoryview(memory))
 
 
 def _close_all(links: dict[int, Link]) -> None:

@@ -21,13 +21,11 @@ from collectives.errors import CollectiveTimeoutError, TransportError, words
 from collectives.transport.base import Message
 from collectives.transport.connections.connection import Bytes, Link, PeerGone
 from collectives.transport.connections.shm import ShmLink
-from collectives.transport.shared_memory.symmetric_memory import Board, RanksDiffer
+from collectives.transport.shared_memory.symmetric_memory import SymmetricMemory
 
 # Looks at the sockets before sleeping, some 20 us in all: a partner that works in step answers
 # within that, and its answer then costs neither side a wake-up.
 _LOOKS = 10
-# Sleeping no longer than this between two glances at the board, which wakes nobody.
-_GLANCE_SECONDS = 0.02
 # A day; poll counts milliseconds in 32 bits.
 _LONGEST_SECONDS = 86400.0
 # What telling the peers the cause may take, all of them together.
@@ -43,8 +41,8 @@ class LinkTransport:
     with it at once instead of waiting. In a forked child it cannot be used; the parent's is not
     touched by that.
 
-    memory: what a Board of all ranks lies in, where there are links to all. board: that, until the
-    transport cannot be used any more.
+    memory: what the symmetric memory of all ranks lies in, where there are links to all.
+    symmetric_memory: that, until the transport cannot be used any more.
     """
 
     def __init__(
@@ -61,9 +59,9 @@ class LinkTransport:
         cores = _cores()
         near = sum(link.near for link in links.values())
         self._looks = _LOOKS if near < len(cores) else 0
-        self.board: Board | None = None
+        self.symmetric_memory: SymmetricMemory | None = None
         if memory is not None:
-            self.board = Board(memory, rank, size, self, cores=cores)
+            self.symmetric_memory = SymmetricMemory(memory, rank, size, self, cores=cores)
         self._hang_ups = select.poll()
         for link in self._links.values():
             self._hang_ups.register(link, 0)
@@ -90,8 +88,6 @@ class LinkTransport:
                     active[peer] = link = self._link(peer, step)
                     link.receive(_bytes(tensor))
             self._run(list(active.values()), step, deadline, timeout)
-        except RanksDiffer:
-            raise
         except PeerGone as gone:
             self.abandon(str(gone))
             raise CollectiveTimeoutError(
@@ -111,12 +107,8 @@ class LinkTransport:
         looks = self._looks
         while links:
             moved = False
-            try:
-                for link in links:
-                    moved = link.advance() or moved
-            except TransportError:
-                self._glance()
-                raise
+            for link in links:
+                moved = link.advance() or moved
             links = [link for link in links if link.busy]
             if moved or not links:
                 looks = self._looks
@@ -124,17 +116,11 @@ class LinkTransport:
             if looks:
                 looks -= 1
                 continue
-            self._glance()
-            watched = self.board is not None and self.board.watched
-            if not _wait(links, deadline, _GLANCE_SECONDS if watched else None):
+            if not _wait(links, deadline):
                 late = ", ".join(f"rank {link.peer}" for link in links)
                 raise CollectiveTimeoutError(
                     f"rank {self.rank} got no answer from {late} in {step} within {timeout:.3g} s"
                 )
-
-    def _glance(self) -> None:
-        if self.board is not None:
-            self.board.glance()
 
     def gone(self) -> int | None:
         """A peer whose end is closed, if any."""
@@ -147,31 +133,20 @@ class LinkTransport:
         """Why the end of a peer that is gone was closed."""
         return self._links[peer].last_words()
 
-    def discard(self) -> None:
-        """Forget the messages under way: no rank sends any, and no other rank has begun to."""
-        try:
-            for link in self._links.values():
-                # A board has no others beside it.
-                if isinstance(link, ShmLink):
-                    link.discard()
-        except PeerGone as gone:
-            self.abandon(str(gone))
-            raise CollectiveTimeoutError(f"rank {self.rank} cannot go on: {gone}") from None
-
     def split(self, ranks: Sequence[int], timeout: float) -> NoReturn:
         raise TransportError("links alone cannot be split: HybridTransport opens new ones")
 
     def abandon(self, reason: str) -> None:
         """Close every link and tell the peers why; what is under way here is lost."""
         self._unusable = self._unusable or reason
-        if self.board is not None:
-            self.board.withdraw()
-        self.board = None
+        if self.symmetric_memory is not None:
+            self.symmetric_memory.withdraw()
+        self.symmetric_memory = None
         links = list(self._links.values())
         deadline = time.monotonic() + _FAREWELL_SECONDS
         try:
             while links := [link for link in links if not link.part(reason)]:
-                if not _wait(links, deadline, None):
+                if not _wait(links, deadline):
                     break
         finally:
             for link in self._links.values():
@@ -180,14 +155,14 @@ class LinkTransport:
     def close(self) -> None:
         """Close every link. What was sent before still arrives."""
         self._unusable = self._unusable or f"rank {self.rank} has closed it"
-        self.board = None
+        self.symmetric_memory = None
         for link in self._links.values():
             link.close()
 
     def forsake(self) -> None:
         """In a forked child: let go of the parent's sockets, which would outlive the parent."""
         self._unusable = "this process was forked from a rank; only the rank itself can use it"
-        self.board = None
+        self.symmetric_memory = None
         for link in self._links.values():
             link.forsake()
 
@@ -199,17 +174,16 @@ def _cores() -> set[int]:
     return set(range(os.cpu_count() or 1))
 
 
-def _wait(links: Sequence[Link], deadline: float, nap: float | None) -> bool:
-    """Sleep until a link can go on, or for `nap` seconds; False when the deadline is past."""
+def _wait(links: Sequence[Link], deadline: float) -> bool:
+    """Sleep until a link can go on; False when the deadline is past."""
     left = deadline - time.monotonic()
     if left <= 0:
         return False
     poller = select.poll()
     for link in links:
         poller.register(link, link.events)
-    most = _LONGEST_SECONDS if nap is None else nap
-    if most < left:
-        poller.poll(math.ceil(most * 1e3))
+    if left > _LONGEST_SECONDS:
+        poller.poll(math.ceil(_LONGEST_SECONDS * 1e3))
         return True
     return bool(poller.poll(math.ceil(left * 1e3)))
 

@@ -83,17 +83,6 @@ class ShmLink(Link):
             return str(gone)
         return str(PeerGone(self.peer))
 
-    def discard(self) -> None:
-        """Forget all that is under way both ways, as the peer does, while neither side sends."""
-        self._sends.clear()
-        self._recvs.clear()
-        while self._pull():
-            self._early.clear()
-        self._early.clear()
-        self._blocked = False
-        self._send_at = self._recv_at = 0
-        self._sent = self._returned = self._taken = self._told = 0
-
     def part(self, farewell: str) -> bool:
         text = farewell.encode()[:INLINE_BYTES]
         # The peer may be gone already, or its queue full: then it sees the end alone.

@@ -8,7 +8,7 @@ last process that maps them however it ends, and the size of /dev/shm, 64 MiB in
 does not limit them.
 
 Rank 0's answers carry one more memfd, the same for all: where all ranks have links to all, it is
-the memory of their board.
+their symmetric memory.
 """
 
 from __future__ import annotations
@@ -33,10 +33,13 @@ from collectives.transport.connections.shm import (
     ShmLink,
 )
 from collectives.transport.shared_memory import futex
-from collectives.transport.shared_memory.symmetric_memory import WINDOW_BYTES, board_bytes
+from collectives.transport.shared_memory.symmetric_memory import (
+    BUFFER_BYTES,
+    symmetric_memory_bytes,
+)
 
 # Ranks whose links would not understand each other open none.
-_FORMAT = [5, SLOT_BYTES, RING_BYTES, INLINE_BYTES, WINDOW_BYTES, futex.available]
+_FORMAT = [5, SLOT_BYTES, RING_BYTES, INLINE_BYTES, BUFFER_BYTES, futex.available]
 _HELLO_BYTES = 256
 
 
@@ -48,15 +51,15 @@ class ShmDoor:
 
     def __init__(self, rank: int, size: int, stack: contextlib.ExitStack) -> None:
         self._rank = rank
-        self._board_bytes = board_bytes(size)
+        self._memory_bytes = symmetric_memory_bytes(size)
         self._secret = secrets.token_hex(16)
         self._listener = _listen(stack)
-        self._own_board = _new_board(stack, self._board_bytes) if rank == 0 else None
+        self._own_memory = _new_memory(stack, self._memory_bytes) if rank == 0 else None
         self._calls: dict[int, tuple[socket.socket, mmap.mmap]] = {}
         stack.callback(self._hang_up)
         self.offer = [_FORMAT, _name(self._listener), self._secret]
         # Of those that share it, what all see; None unless the system gave the memory.
-        self.board = None if self._own_board is None else self._own_board[1]
+        self.symmetric_memory = None if self._own_memory is None else self._own_memory[1]
 
     def call(self, peer: int, offer: Sequence[Any], timeout: float) -> None:
         """Connect to a rank by what it offers; OSError where it is not on this host."""
@@ -67,16 +70,16 @@ class ShmDoor:
 
     def open(self, callers: Collection[int], timeout: float) -> dict[int, Link]:
         """Links to those that were called and those that called, all of whom have by now."""
-        own = [] if self._own_board is None else [self._own_board[0]]
+        own = [] if self._own_memory is None else [self._own_memory[0]]
         links = _answer(self._listener, self._secret, set(callers), own)
         deadline = time.monotonic() + min(timeout, ANSWER_SECONDS)
         for peer, (sock, ring) in self._calls.items():
             try:
                 # What is there already is taken in any case.
                 sock.settimeout(max(deadline - time.monotonic(), 1e-3))
-                _, incoming, other = _receive_ring(sock, self._board_bytes)
+                _, incoming, other = _receive_ring(sock, self._memory_bytes)
                 links[peer] = ShmLink(peer, sock, ring, incoming)
-                self.board = other or self.board
+                self.symmetric_memory = other or self.symmetric_memory
             except OSError:
                 sock.close()
         self._calls.clear()
@@ -99,10 +102,10 @@ def _listen(stack: contextlib.ExitStack) -> socket.socket:
     return listener
 
 
-def _new_board(stack: contextlib.ExitStack, nbytes: int) -> tuple[int, mmap.mmap] | None:
-    """Memory for a board and its descriptor, open as long as the stack; None where refused."""
+def _new_memory(stack: contextlib.ExitStack, nbytes: int) -> tuple[int, mmap.mmap] | None:
+    """Symmetric memory and its descriptor, open as long as the stack; None where refused."""
     try:
-        fd = os.memfd_create("adasum-board")
+        fd = os.memfd_create("adasum-symmetric")
         stack.callback(os.close, fd)
         os.ftruncate(fd, nbytes)
         return fd, mmap.mmap(fd, nbytes)
@@ -171,18 +174,20 @@ def _send_ring(sock: socket.socket, text: bytes, more: Sequence[int] = ()) -> mm
     return ring
 
 
-def _receive_ring(sock: socket.socket, board: int = 0) -> tuple[bytes, mmap.mmap, mmap.mmap | None]:
-    """What the peer sent with its ring, the ring, and the board, of `board` bytes, if it did."""
+def _receive_ring(
+    sock: socket.socket, nbytes: int = 0
+) -> tuple[bytes, mmap.mmap, mmap.mmap | None]:
+    """What the peer sent with its ring, the ring, and the memory of `nbytes` of all, if it did."""
     text, fds, _, _ = socket.recv_fds(sock, _HELLO_BYTES, 2)
     try:
         if not fds or os.fstat(fds[0]).st_size != RING_BYTES:
             raise OSError("the peer sent no ring")
         ring = mmap.mmap(fds[0], RING_BYTES)
         shared = None
-        if len(fds) > 1 and os.fstat(fds[1]).st_size == board:
-            # Without the room for a board there are still messages.
+        if len(fds) > 1 and os.fstat(fds[1]).st_size == nbytes:
+            # Without the room for it there are still messages.
             with contextlib.suppress(OSError):
-                shared = mmap.mmap(fds[1], board)
+                shared = mmap.mmap(fds[1], nbytes)
         return text, ring, shared
     finally:
         for fd in fds:

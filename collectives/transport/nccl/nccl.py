@@ -26,7 +26,7 @@ from collectives.errors import CollectiveError, CollectiveTimeoutError, Transpor
 from collectives.transport.base import Message, Transport
 from collectives.transport.nccl.calls import DTYPES, Communicators, in_words, load_nccl
 from collectives.transport.nccl.pending import Posted, arrives
-from collectives.transport.shared_memory.symmetric_memory import Board
+from collectives.transport.shared_memory.symmetric_memory import SymmetricMemory
 
 
 def _nothing() -> None:
@@ -81,9 +81,9 @@ class NcclTransport:
         self._whole = self._join("all", self.rank, self.size, others, "start-up", timeout)
 
     @property
-    def board(self) -> Board | None:
-        """The host's. Steps on the streams do not look at it while they wait."""
-        return self._host.board
+    def symmetric_memory(self) -> SymmetricMemory | None:
+        """The host's."""
+        return self._host.symmetric_memory
 
     def __repr__(self) -> str:
         return f"NcclTransport(CPU tensors: {self._host!r})"

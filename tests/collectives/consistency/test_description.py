@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from collectives.consistency.description import Description, difference, like
+from collectives.consistency.description import Description, describe_tensor, difference
 
 
 def call(kind: str, name: str | None, op: str, *numels: int) -> Description:
-    return Description(kind, name, {"op": op}, [like(torch.empty(numel)) for numel in numels])
+    tensors = [describe_tensor(torch.empty(numel)) for numel in numels]
+    return Description(kind, name, {"op": op}, tensors)
 
 
 @pytest.mark.parametrize(

@@ -11,30 +11,23 @@ import torch
 
 from adasum import Adasum
 from collectives import CollectiveMismatchError, Group
-from collectives.consistency.agreement import AHEAD
+from collectives.consistency.messages import AHEAD
 from collectives.transport import ThreadTransport, ThreadWorld
 from tests.collectives.transport.neighbours import TIMEOUT, together
 
 
 class Silent(ThreadTransport):
-    """A transport without a board, which notes the steps of agreements."""
+    """A transport without symmetric memory, which notes the steps of agreements."""
 
     def __init__(self, world: ThreadWorld, rank: int) -> None:
         super().__init__(world, rank)
-        self._hidden, self.board = self.board, None  # type: ignore[assignment]
+        self.symmetric_memory = None  # type: ignore[assignment]
         self.agreements: list[str] = []
 
     def exchange(self, sends: Any, recvs: Any, step: str, timeout: float) -> None:
-        if "agreement" in step:
-            self.agreements.append(step.partition("agreement on ")[2])
+        if "negotiation" in step:
+            self.agreements.append(step.partition("negotiation of ")[2])
         super().exchange(sends, recvs, step, timeout)
-
-    def _check_waiting(self, *arguments: Any) -> None:
-        self.board = self._hidden
-        try:
-            super()._check_waiting(*arguments)
-        finally:
-            self.board = None  # type: ignore[assignment]
 
 
 def run(size: int, job: Callable[[Group, Silent], Any]) -> list[Any]:
@@ -54,7 +47,7 @@ def run(size: int, job: Callable[[Group, Silent], Any]) -> list[Any]:
 def queued(group: Group, calls: list[Callable[[], Any]]) -> list[Any]:
     """The calls' answers or errors; all are queued before the first one runs."""
     gate = threading.Event()
-    group._call._worker.submit(lambda: gate.wait(TIMEOUT))
+    group._call.queue._worker.submit(lambda: gate.wait(TIMEOUT))
     works = [call() for call in calls]
     gate.set()
     answers = []

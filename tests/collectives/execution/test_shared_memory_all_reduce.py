@@ -1,4 +1,4 @@
-"""All-reduces made of what ranks show on their board: the bits of messages, without any."""
+"""All-reduces in shared memory: the bits of those by messages, without any message."""
 
 from __future__ import annotations
 
@@ -20,14 +20,18 @@ from collectives import (
     Reducer,
     Sum,
 )
-from collectives.execution import call_queue
-from collectives.execution.shared_memory_all_reduce import WHOLE_BYTES
+from collectives.consistency import calls
+from collectives.execution.shared_memory_all_reduce import ONE_SHOT_BYTES
 from collectives.reducers import SumReducer, kernels
-from collectives.transport.shared_memory.symmetric_memory import TABLE_BYTES, WINDOW_BYTES, Board
+from collectives.transport.shared_memory.symmetric_memory import (
+    BUFFER_BYTES,
+    TABLE_BYTES,
+    SymmetricMemory,
+)
 from tests.adasum import definition
 
 OPS = {"Sum": Sum, "Average": Average, "Adasum": Adasum}
-WHOLE, ROOM = WHOLE_BYTES // 4, WINDOW_BYTES // 4
+SMALL, ROOM = ONE_SHOT_BYTES // 4, BUFFER_BYTES // 4
 
 
 def data(group: Group | Rank, count: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
@@ -59,11 +63,11 @@ run = collectives.run_threads
 
 @pytest.fixture
 def by_messages(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
-    """run, with nothing shown."""
+    """Return `run` with symmetric memory used for negotiation alone."""
 
     def alone(size: int, job: Callable[[Group], Any]) -> list[Any]:
         with monkeypatch.context() as patch:
-            patch.setattr(call_queue, "exhibit", lambda *arguments: None)
+            patch.setattr(calls, "plan_shared_memory_all_reduce", lambda *arguments: None)
             return run(size, job)
 
     return alone
@@ -71,7 +75,9 @@ def by_messages(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 7, 8])
-def test_the_bits_of_messages(size: int, op: str, by_messages: Any) -> None:
+def test_all_reduce_in_one_shot_has_the_bits_of_messages(
+    size: int, op: str, by_messages: Any
+) -> None:
     sent_any: set[bool] = set()
 
     def job(group: Group) -> list[torch.Tensor]:
@@ -91,18 +97,20 @@ def test_the_bits_of_messages(size: int, op: str, by_messages: Any) -> None:
         sent_any.add(bool(steps))
         return answers
 
-    shown = run(size, job)
+    shared = run(size, job)
     assert sent_any == {False}
     sent = by_messages(size, job)
     assert sent_any == {False, True}
-    for mine, other in zip(shown, sent, strict=True):
-        for a, b, first in zip(mine, other, shown[0], strict=True):
+    for mine, other in zip(shared, sent, strict=True):
+        for a, b, first in zip(mine, other, shared[0], strict=True):
             assert torch.equal(a, b) and torch.equal(a, first)
 
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("fused", [True, False])
-def test_groups_travel_packed(op: str, fused: bool, by_messages: Any) -> None:
+def test_grouped_all_reduce_in_shared_memory_has_the_bits_of_messages(
+    op: str, fused: bool, by_messages: Any
+) -> None:
     sent_any: set[bool] = set()
 
     def job(group: Group) -> list[torch.Tensor]:
@@ -117,19 +125,19 @@ def test_groups_travel_packed(op: str, fused: bool, by_messages: Any) -> None:
         sent_any.add(bool(steps))
         return [tensor.clone() for tensor in tensors]
 
-    shown = run(3, job)
+    shared = run(3, job)
     assert sent_any == {False}
     sent = by_messages(3, job)
-    for mine, other in zip(shown, sent, strict=True):
+    for mine, other in zip(shared, sent, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
 
 
-def test_one_size_after_another() -> None:
-    """A window is not written to while another rank may read it."""
+def test_all_reduce_of_one_size_after_another_gives_each_sum() -> None:
+    """A buffer is not written to while another rank may read it."""
 
     def job(group: Group) -> None:
         for call in range(300):
-            tensor = torch.full((1 + call * 997 % WHOLE,), float(call))
+            tensor = torch.full((1 + call * 997 % SMALL,), float(call))
             group.all_reduce(tensor, algorithm=("rd", "rechd", "rechd")[call % 3])
             assert bool((tensor == 4.0 * call).all()), call
 
@@ -139,8 +147,8 @@ def test_one_size_after_another() -> None:
 @pytest.mark.parametrize(
     ("count", "options", "sent"),
     [
-        (WHOLE, {"algorithm": "rd"}, False),
-        (WHOLE + 1, {"algorithm": "rd"}, True),
+        (SMALL, {"algorithm": "rd"}, False),
+        (SMALL + 1, {"algorithm": "rd"}, True),
         (ROOM, {"algorithm": "rechd"}, False),
         (ROOM + 1, {"algorithm": "rechd"}, True),
         (7, {"algorithm": "rechd"}, False),
@@ -154,7 +162,9 @@ def test_one_size_after_another() -> None:
         (7, {}, False),
     ],
 )
-def test_what_is_shown(count: int, options: dict[str, Any], sent: bool) -> None:
+def test_all_reduce_in_shared_memory_sends_messages_where_it_must(
+    count: int, options: dict[str, Any], sent: bool
+) -> None:
     def job(group: Group) -> bool:
         steps = messages(group)
         tensor = torch.ones(count)
@@ -168,7 +178,7 @@ def test_what_is_shown(count: int, options: dict[str, Any], sent: bool) -> None:
 
 @pytest.mark.parametrize("op", ["Sum", "Average"])
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
-def test_slices_have_the_bits_of_messages(size: int, op: str, by_messages: Any) -> None:
+def test_sum_in_two_shots_has_the_bits_of_messages(size: int, op: str, by_messages: Any) -> None:
     def job(group: Group) -> list[torch.Tensor]:
         answers = []
         for count, dtype in ((1, torch.float32), (17, torch.float64), (4099, torch.bfloat16)):
@@ -177,19 +187,19 @@ def test_slices_have_the_bits_of_messages(size: int, op: str, by_messages: Any) 
             answers.append(tensor)
         return answers
 
-    shown, sent = run(size, job), by_messages(size, job)
-    for mine, other in zip(shown, sent, strict=True):
-        for a, b, first in zip(mine, other, shown[0], strict=True):
+    shared, sent = run(size, job), by_messages(size, job)
+    for mine, other in zip(shared, sent, strict=True):
+        for a, b, first in zip(mine, other, shared[0], strict=True):
             assert torch.equal(a, b) and torch.equal(a, first)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 8])
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 7, 8])
-def test_adasum_in_slices_has_the_bits_of_messages(
+def test_adasum_in_two_shots_has_the_bits_of_messages(
     size: int, workers: int, by_messages: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many ranks work at once, wherever the slices cut segments; by its definition."""
-    monkeypatch.setattr(Board, "workers", workers)
+    monkeypatch.setattr(SymmetricMemory, "workers", workers)
 
     def bounds(count: int) -> list[int]:
         return sorted({0, count // 7, count // 2, count})
@@ -205,20 +215,20 @@ def test_adasum_in_slices_has_the_bits_of_messages(
         return answers
 
     sent: set[bool] = set()
-    shown, again = run(size, job), run(size, job)
+    shared, again = run(size, job), run(size, job)
     assert sent == {False}
     by_message = by_messages(size, job)
     assert sent == {False, True}
-    for mine in (*shown, *again, *by_message):
-        assert all(torch.equal(a, b) for a, b in zip(mine, shown[0], strict=True))
+    for mine in (*shared, *again, *by_message):
+        assert all(torch.equal(a, b) for a, b in zip(mine, shared[0], strict=True))
     inputs = [data(Rank(rank), 100_003).double() for rank in range(size)]
     want = definition.tree(inputs, bounds(100_003))
     # Coefficients are float64's; each of up to four levels rounds its two products and their sum.
     eps = torch.finfo(torch.float32).eps
-    assert (shown[0][-1].double() - want).norm() <= 12 * eps * want.norm()
+    assert (shared[0][-1].double() - want).norm() <= 12 * eps * want.norm()
 
 
-def test_more_segments_than_a_table_holds_are_sent() -> None:
+def test_adasum_of_more_segments_than_a_table_holds_goes_by_messages() -> None:
     rows = TABLE_BYTES // 24
 
     def job(group: Group) -> list[bool]:
@@ -233,7 +243,7 @@ def test_more_segments_than_a_table_holds_are_sent() -> None:
     assert run(2, job) == [[False, True]] * 2
 
 
-def test_two_dtypes_are_sent() -> None:
+def test_grouped_all_reduce_of_two_dtypes_gives_each_sum() -> None:
     def job(group: Group) -> None:
         tensors = [torch.ones(3), torch.ones(3, dtype=torch.float64), torch.ones(2)]
         group.grouped_all_reduce(tensors, algorithm="rd")
@@ -242,7 +252,7 @@ def test_two_dtypes_are_sent() -> None:
     run(2, job)
 
 
-def test_an_operator_that_calls_others_is_sent() -> None:
+def test_operator_that_calls_other_ranks_goes_by_messages() -> None:
     class Asking(SumReducer):
         reduces_in_shared_memory = False
 
@@ -257,7 +267,7 @@ def test_an_operator_that_calls_others_is_sent() -> None:
     assert not Reducer.reduces_in_shared_memory, "what has not said so calls others"
 
 
-def test_an_operator_that_sums_twice_is_told() -> None:
+def test_operator_that_sums_partials_twice_raises() -> None:
     class Twice(AdasumReducer):
         def reduce(self, operands: Operands) -> None:
             if operands.sum_partials is not None:
@@ -271,11 +281,11 @@ def test_an_operator_that_sums_twice_is_told() -> None:
             group.all_reduce(torch.ones(9), twice, algorithm="vhdd")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Board, "workers", 1)
+        patch.setattr(SymmetricMemory, "workers", 1)
         run(2, job, timeout=0.5)
 
 
-def test_partial_sums_that_are_not_contiguous_are_told() -> None:
+def test_partial_sums_not_contiguous_raise() -> None:
     """Sums written to a copy of them would be lost."""
 
     class Turned(AdasumReducer):
@@ -288,11 +298,11 @@ def test_partial_sums_that_are_not_contiguous_are_told() -> None:
             group.all_reduce(torch.ones(9), Turned(), algorithm="vhdd", segments=(0, 5, 9))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Board, "workers", 1)
+        patch.setattr(SymmetricMemory, "workers", 1)
         run(2, job, timeout=0.5)
 
 
-def test_a_mismatch_leaves_everything_as_it_was() -> None:
+def test_mismatch_leaves_tensors_and_group_as_they_were() -> None:
     def job(group: Group) -> None:
         for turn in range(3):
             mine = data(group, 30 + (group.rank == turn))
@@ -305,7 +315,7 @@ def test_a_mismatch_leaves_everything_as_it_was() -> None:
     run(3, job)
 
 
-def test_with_a_rank_that_has_joined() -> None:
+def test_all_reduce_with_a_joined_rank_adds_zeros() -> None:
     def job(group: Group) -> None:
         if group.rank == 1:
             group.join([Adasum])
@@ -319,7 +329,7 @@ def test_with_a_rank_that_has_joined() -> None:
     run(3, job)
 
 
-def test_nothing_is_packed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grouped_all_reduce_packs_each_rank_once(monkeypatch: pytest.MonkeyPatch) -> None:
     packed: list[int] = []
     pack = kernels.pack
 

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def mapped(what: str = "memfd:adasum") -> list[str]:
-    """What this process's memory map calls the memory of links and boards in it."""
+    """What this process's memory map calls the memory of links and of all ranks in it."""
     with open("/proc/self/maps") as maps:
         return [line.split(maxsplit=5)[-1].strip() for line in maps if what in line]
 
@@ -39,28 +39,31 @@ def test_nothing_has_a_name_or_is_left_behind() -> None:
     before, files = len(mapped()), descriptors()
     transports = meet(3)
     # Six ends of links: a ring each way, and three descriptors, since mmap keeps the rings'; and a
-    # board a rank, which has one.
-    assert len(mapped("adasum-ring")) == 12 and len(mapped("adasum-board")) == 3
+    # symmetric memory a rank, which has one.
+    assert len(mapped("adasum-ring")) == 12 and len(mapped("adasum-symmetric")) == 3
     assert len(mapped()) - before == 15 and descriptors() - files == 21
-    assert set(mapped()) == {"/memfd:adasum-ring (deleted)", "/memfd:adasum-board (deleted)"}
+    assert set(mapped()) == {
+        "/memfd:adasum-ring (deleted)",
+        "/memfd:adasum-symmetric (deleted)",
+    }
     for transport in transports:
         transport.close()
     assert len(mapped()) == before and descriptors() == files
 
 
-def test_a_board_is_for_ranks_that_all_have_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert all(transport.board is not None for transport in meet(3))
-    assert [transport.board for transport in meet(3, unwilling=(1,))] == [None] * 3
+def test_symmetric_memory_is_for_ranks_that_all_have_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(transport.symmetric_memory is not None for transport in meet(3))
+    assert [transport.symmetric_memory for transport in meet(3, unwilling=(1,))] == [None] * 3
     real = os.memfd_create
 
     def refused(name: str) -> int:
-        if name == "adasum-board":
+        if name == "adasum-symmetric":
             raise OSError("refused")
         return real(name)
 
     monkeypatch.setattr(os, "memfd_create", refused)
     transports = meet(3)
-    assert [transport.board for transport in transports] == [None] * 3
+    assert [transport.symmetric_memory for transport in transports] == [None] * 3
     assert [len(transport.peers) for transport in transports] == [2] * 3
 
 
@@ -106,18 +109,18 @@ def test_ranks_that_have_stopped_are_waited_for_once(monkeypatch: pytest.MonkeyP
     assert descriptors() == files
 
 
-@pytest.mark.parametrize("refused", ["mmap", "memfd", "socket", "board"])
+@pytest.mark.parametrize("refused", ["mmap", "memfd", "socket", "symmetric memory"])
 def test_where_the_system_refuses_there_is_no_link(
     refused: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For neither of the two ranks, and nothing is left open. Without a board there are links."""
+    """Refused to one rank, none of two ranks has it, and nothing is left open."""
     count = iter(range(100))
 
     def sometimes(
         real: Callable[..., Any], here: Callable[..., bool] = lambda *_: True
     ) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
-            if here(*arguments) and (refused == "board" or next(count) == 1):
+            if here(*arguments) and (refused == "symmetric memory" or next(count) == 1):
                 raise OSError("refused")
             return real(*arguments, **options)
 
@@ -128,16 +131,16 @@ def test_where_the_system_refuses_there_is_no_link(
     with monkeypatch.context() as patch:
         if refused == "mmap":
             patch.setattr(mmap, "mmap", sometimes(mmap.mmap, lambda _, size: size == RING_BYTES))
-        elif refused in ("memfd", "board"):
-            name = "adasum-ring" if refused == "memfd" else "adasum-board"
+        elif refused in ("memfd", "symmetric memory"):
+            name = "adasum-ring" if refused == "memfd" else "adasum-symmetric"
             patch.setattr(os, "memfd_create", sometimes(os.memfd_create, name.__eq__))
         else:
             unix = socket.AF_UNIX
             patch.setattr(socket, "socket", sometimes(socket.socket, lambda *of: of[0] == unix))
         first, second = meet(2)
-    if refused == "board":
+    if refused == "symmetric memory":
         assert (first.peers, second.peers) == ({1}, {0})
-        assert first.board is second.board is None
+        assert first.symmetric_memory is second.symmetric_memory is None
         first.close()
         second.close()
     else:

@@ -210,12 +210,12 @@ def test_a_forked_child_leaves_the_parents_links_alone(way: str) -> None:
         try:
             exchange(first, [(1, noise(5, 0))], [])
         except TransportError as error:
-            os.write(writing, f"{error}, board {first.board}".encode())
+            os.write(writing, f"{error}, memory {first.symmetric_memory}".encode())
         time.sleep(5.0)
         os._exit(0)
     try:
         said = os.read(reading, 1000)
-        assert b"forked from a rank" in said and b"board None" in said
+        assert b"forked from a rank" in said and b"memory None" in said
         got = poisoned(5)
         exchange(first, [(1, noise(5, 1))], [])
         exchange(second, [], [(0, got)])

@@ -105,7 +105,9 @@ def test_a_sandbox_that_forbids_them_later(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("available", [True, False])
-def test_a_board_with_and_without(available: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_symmetric_memory_with_and_without(
+    available: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Late ranks are waited for either way, in calls and within them."""
     if available and not futex.available:
         pytest.skip("no futexes here")
@@ -114,18 +116,18 @@ def test_a_board_with_and_without(available: bool, monkeypatch: pytest.MonkeyPat
     order: list[tuple[int, int]] = []
 
     def run(rank: int) -> None:
-        board = world.transport(rank).board
-        assert board is not None
+        memory = world.transport(rank).symmetric_memory
+        assert memory is not None
         for call in range(9):
             if rank == call % 3:
                 time.sleep(0.03)
             order.append((2 * call, rank))
-            board.enter(call + 1)
-            board.wait("a step", TIMEOUT)
+            memory.signal(call + 1)
+            memory.wait("a step", TIMEOUT)
             if rank == (call + 1) % 3:
                 time.sleep(0.03)
             order.append((2 * call + 1, rank))
-            board.meet("a step", TIMEOUT)
+            memory.barrier("a step", TIMEOUT)
 
     together(*(lambda r=r: run(r) for r in range(3)))
     # Nobody goes on before all have come.

@@ -48,7 +48,7 @@ def test_nothing_is_left_open() -> None:
     files = len(os.listdir("/proc/self/fd"))
     transports = meet(3, ways=("tcp",))
     assert [t.peers for t in transports] == [{1, 2}, {0, 2}, {0, 1}]
-    assert [t.board for t in transports] == [None] * 3
+    assert [t.symmetric_memory for t in transports] == [None] * 3
     assert len(os.listdir("/proc/self/fd")) - files == 6
     for transport in transports:
         transport.close()

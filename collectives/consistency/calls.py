@@ -1,0 +1,153 @@
+"""A group's calls: each negotiated with the other ranks, then carried out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from collectives.consistency.description import Description
+from collectives.consistency.messages import Joined
+from collectives.consistency.negotiation import Negotiation
+from collectives.execution.all_reduce import Runner
+from collectives.execution.call_queue import CallQueue
+from collectives.execution.operations import OPERATIONS, WITH_JOINED
+from collectives.execution.shared_memory_all_reduce import (
+    SharedMemoryAllReduce,
+    plan_shared_memory_all_reduce,
+)
+from collectives.reducers import Average, Reducer, Sum
+from collectives.work import Work
+
+__all__ = ["Calls"]
+
+Tensors = Sequence[torch.Tensor]
+# Up to here the copy to shared memory is short beside what follows it.
+_BEGIN_BYTES = 2 * 1024 * 1024
+
+
+class Calls:
+    """What carries out the calls of one rank."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._transport = runner.transport
+        self.queue = CallQueue(runner.transport, runner.timeout)
+        self._negotiation = Negotiation(
+            runner.transport, runner.timeout, runner.workspace, self.queue.upcoming
+        )
+        self._count = 0
+
+    def __call__(
+        self,
+        call: Description,
+        tensors: Tensors,
+        op: Reducer = Sum,
+        *,
+        run: Callable[[], Any] | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Agree on `call` with the other ranks, then return what its operation returns, or a Work.
+
+        run: Instead of an operation, for a call that no rank can have joined.
+        """
+        if not call.name:
+            self.queue.check_thread(call.kind)
+
+        def work() -> Any:
+            label = self._label(call)
+            if run is not None:
+                self._negotiation.agree(call, label)
+                return run()
+            shared = self.plan(call, tensors, op)
+            if shared is not None:
+                shared.fill()
+            self._negotiation.signal(call)
+            return self._finish(call, tensors, op, shared, label)
+
+        return self.queue.run(call.kind, work, tensors, call, async_op=async_op)
+
+    def plan(
+        self, call: Description, tensors: Tensors, op: Reducer
+    ) -> SharedMemoryAllReduce | None:
+        """Return how the call runs in shared memory; None where it goes by messages."""
+        return plan_shared_memory_all_reduce(self._runner, call.kind, call.options, tensors, op)
+
+    def start(
+        self,
+        call: Description,
+        tensors: Tensors,
+        op: Reducer,
+        shared: SharedMemoryAllReduce | None,
+    ) -> Work:
+        """Start a call whose plan is made, as far as that needs no waiting."""
+        label = ""
+
+        def first() -> None:
+            nonlocal label
+            label = self._label(call)
+            if shared is not None:
+                shared.fill()
+            self._negotiation.signal(call)
+
+        def rest() -> Any:
+            return self._finish(call, tensors, op, shared, label)
+
+        if shared is not None and shared.nbytes <= _BEGIN_BYTES:
+            return self.queue.begin(call.kind, first, rest)
+
+        def both() -> Any:
+            first()
+            return rest()
+
+        work: Work = self.queue.run(call.kind, both, tensors, call, async_op=True)
+        return work
+
+    def _finish(
+        self,
+        call: Description,
+        tensors: Tensors,
+        op: Reducer,
+        shared: SharedMemoryAllReduce | None,
+        label: str,
+    ) -> Any:
+        """Wait for the other ranks' consent and carry out what was signalled."""
+        agreement = self._negotiation.wait(call, label)
+        if shared is None or agreement.joined:
+            return OPERATIONS[call.kind](self._runner, call.options, list(tensors), op, label)
+        shared.reduce(label)
+        return tensors[0] if call.kind == "all_reduce" else tensors
+
+    def join(self, operators: Iterable[Reducer], device: torch.device | None) -> int:
+        """Take part in the other ranks' calls, with zeros, until all ranks have joined.
+
+        Returns the rank that was the last to join, the highest of those that joined at once.
+        """
+        known = {str(op): op for op in (Sum, Average, *operators)}
+        self.queue.check_thread("join")
+
+        def work() -> int:
+            if self._transport.size == 1:
+                return self._transport.rank
+            mine = Joined(self._count, known, WITH_JOINED)
+            while True:
+                agreement = self._negotiation.agree(mine, self._label("join"))
+                if agreement.last is not None:
+                    return agreement.last
+                assert agreement.call is not None
+                call = agreement.call
+                zeros = [each.zeros(device) for each in call.tensors]
+                op = known[call.options.get("op", str(Sum))]
+                label = f"{call} (call {self._count - 1}, joined)"
+                WITH_JOINED[call.kind](self._runner, call.options, zeros, op, label)
+
+        answer: int = self.queue.run("join", work)
+        return answer
+
+    def _label(self, call: Description | str) -> str:
+        if isinstance(call, Description):
+            call = f"{call.kind} {call.name!r}" if call.name else call.kind
+        label = f"{call} (call {self._count})"
+        self._count += 1
+        return label

@@ -1,0 +1,151 @@
+"""Negotiation by messages: do all ranks make the same call?
+
+One all-reduce of some hundred bytes: the largest and the smallest code of the ranks that are at
+work, and whether any rank has joined. Equal codes and none joined: go on. Otherwise the
+descriptions themselves are gathered, and every rank raises the same error, or learns what the
+joined ranks have to take part in.
+
+The same message carries the codes of the calls that each rank has queued behind this one: as far
+as they are equal, none of them needs a message of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Collection, Sequence
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+import torch
+
+from collectives.consistency.description import Description, difference
+from collectives.errors import CollectiveMismatchError
+from collectives.execution.executor import Workspace, execute
+from collectives.execution.gathering import gather_bytes
+from collectives.reducers import Max
+from collectives.schedules import recursive_doubling
+from collectives.transport.base import Transport
+
+__all__ = ["AHEAD", "Agreement", "Joined", "agree_by_messages"]
+
+# Queued calls that one message agrees on beside its own.
+AHEAD = 15
+_NO_CODE = torch.iinfo(torch.int64).min
+_CODES = struct.Struct(f"={3 + 2 * AHEAD}q")
+_NO_CALLS = (0,) * AHEAD
+_INTEGERS = torch.empty(0, dtype=torch.int64, device="cpu")
+
+
+class Joined(NamedTuple):
+    """A rank that takes part in the others' calls until all have joined.
+
+    Attributes:
+        since: The number of the first call that it only joined.
+        operators: The names of the reducers that it can carry out.
+        kinds: The calls that it can take part in.
+    """
+
+    since: int
+    operators: Collection[str]
+    kinds: Collection[str]
+
+
+class Agreement(NamedTuple):
+    """What the ranks agree on.
+
+    Attributes:
+        joined: The ranks that have joined.
+        last: Where all have joined, the rank that was the last to.
+        call: What the others do, where any rank has joined.
+        ahead: How many calls after this one all ranks make alike, too.
+    """
+
+    joined: Sequence[int] = ()
+    last: int | None = None
+    call: Description | None = None
+    ahead: int = 0
+
+
+def agree_by_messages(
+    mine: Description | Joined,
+    transport: Transport,
+    label: str,
+    timeout: float,
+    workspace: Workspace,
+    queued: Sequence[int] = (),
+) -> Agreement:
+    """Return when all ranks that have not joined make one call, or all have joined.
+
+    Args:
+        mine: What this rank does.
+        transport: Between the ranks.
+        label: What an error calls this call.
+        timeout: Seconds that each step may wait for a peer.
+        workspace: Memory for what is received.
+        queued: Codes of the calls after this one, up to AHEAD; 0 for what is no call that all
+            ranks describe.
+
+    Raises:
+        CollectiveMismatchError: On every rank with the same text, where the calls differ or the
+            joined ranks cannot take part.
+    """
+    label = f"the negotiation of {label}"
+    if isinstance(mine, Joined):
+        codes = (_NO_CODE, _NO_CODE, mine.since * transport.size + transport.rank + 1)
+    else:
+        codes = (mine.code, -mine.code, 0)
+    # The least is the most of the opposites. In memory that is kept: a new tensor costs ten
+    # microseconds, and the ranks wait for each other.
+    extremes = workspace.within.take(_CODES.size // 8, _INTEGERS)
+    fields = extremes.numpy().data
+    _CODES.pack_into(fields, 0, *codes, *_padded(queued), *_padded([-code for code in queued]))
+    execute(
+        recursive_doubling.all_reduce(transport.size),
+        extremes,
+        transport,
+        Max,
+        label=label,
+        timeout=timeout,
+        workspace=workspace,
+    )
+    most, least, since, *others = _CODES.unpack_from(fields)
+    if most == _NO_CODE:
+        return Agreement(last=(since - 1) % transport.size)
+    if most == -least and not since:
+        pairs = zip(others[:AHEAD], others[AHEAD:], strict=True)
+        alike = takewhile(lambda pair: pair[0] == -pair[1] != 0, pairs)
+        return Agreement(ahead=sum(1 for _ in alike))
+    report: list[Any]
+    if isinstance(mine, Joined):
+        report = ["", sorted(mine.operators), sorted(mine.kinds)]
+    else:
+        report = [mine.to_json()]
+    reports = gather_bytes(json.dumps(report).encode(), transport, label, timeout, workspace)
+    return _conclude([json.loads(each) for each in reports])
+
+
+def _padded(codes: Sequence[int]) -> Sequence[int]:
+    """Fill up to AHEAD codes."""
+    return (*codes, *_NO_CALLS[len(codes) :])
+
+
+def _conclude(reports: list[list[Any]]) -> Agreement:
+    """Draw the conclusion that all ranks draw from all ranks' reports."""
+    calls = {r: Description.from_json(text) for r, (text, *_) in enumerate(reports) if text}
+    joined = [rank for rank in range(len(reports)) if rank not in calls]
+    call = calls[min(calls)]
+    if any(other != call for other in calls.values()):
+        raise CollectiveMismatchError(difference(calls))
+    for rank in joined:
+        _, operators, kinds = reports[rank]
+        problem = None
+        if call.kind not in kinds:
+            problem = "cannot be called"
+        elif rank in (call.options.get("root"), call.options.get("dst")):
+            problem = f"needs rank {rank}"
+        elif call.options.get("op", operators[0]) not in operators:
+            problem = f"needs op {call.options['op']}, which join was not given there,"
+        if problem:
+            raise CollectiveMismatchError(f"{call} {problem} while rank {rank} has joined")
+    return Agreement(joined, call=call)

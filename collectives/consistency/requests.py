@@ -1,0 +1,142 @@
+"""Persistent requests: a collective that all ranks agree on once, and start any number of times.
+
+The meaning is that of MPI-4's persistent collectives (MPI_Allreduce_init, MPI_Start, MPI_Wait).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from collectives import validation
+from collectives.consistency.calls import Calls
+from collectives.consistency.description import Description
+from collectives.reducers import Reducer
+from collectives.work import Work
+
+__all__ = ["Request"]
+
+Tensor = torch.Tensor
+
+
+class Request:
+    """A collective on a rank's buffers that can be started again and again.
+
+        request = group.all_reduce_init(flat, Sum)
+        for _ in range(steps):
+            ...
+            request.start()
+            ...
+            request.wait()
+
+    All ranks start their requests in one order, between the other calls of the group. A rank that
+    starts another request than its peers, or makes another call, is a CollectiveMismatchError on
+    all ranks, naming both; the group and the request stay usable, and the buffers are as they were
+    before `start`.
+
+    From `start` to `wait` the buffers must be neither read nor written, and from the start to the
+    end of a request's life they must not be resized or given other memory (`resize_`, `set_`,
+    `.data =`): a request holds them, and finds out nothing of it.
+
+    A small reduction between ranks that share memory is carried out in the threads that call
+    `start` and `wait`, or that make the next call of the group: the other ranks may wait until one
+    of these comes. All others are carried out in the group's communication thread, at once.
+    """
+
+    def __init__(
+        self, calls: Calls, call: Description, tensors: Sequence[Tensor], op: Reducer
+    ) -> None:
+        self._calls = calls
+        self._call = call
+        self._op = op
+        self._work: Work | None = None
+        self._closed = False
+        self._bind(tensors)
+
+    def __repr__(self) -> str:
+        return f"Request({self._call})"
+
+    def _bind(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+        self._shared = self._calls.plan(self._call, tensors, self._op)
+
+    def start(self, tensor: Tensor | Sequence[Tensor] | None = None) -> None:
+        """Start the collective.
+
+        Args:
+            tensor: Another buffer from now on, of the same shape, dtype and device; for a grouped
+                request a list of them. Other ranks need not change theirs.
+
+        Raises:
+            RuntimeError: Where it was started and not waited for, or is closed.
+            TypeError, ValueError: Where `tensor` is no such buffer; nothing is started.
+        """
+        self._check_open()
+        if self._work is not None:
+            raise RuntimeError(f"{self!r} was started already: call wait() first")
+        if tensor is not None:
+            self._rebind([tensor] if isinstance(tensor, Tensor) else tensor)
+        self._work = self._calls.start(self._call, self._tensors, self._op, self._shared)
+
+    def _rebind(self, tensors: Sequence[Tensor]) -> None:
+        tensors = validation.tensor_list("tensor", tensors)
+        if len(tensors) != len(self._tensors):
+            raise ValueError(f"{self!r} is of {len(self._tensors)} tensors, got {len(tensors)}")
+        for old, new in zip(self._tensors, tensors, strict=True):
+            if (old.shape, old.dtype, old.device) != (new.shape, new.dtype, new.device):
+                raise ValueError(
+                    f"tensor must be like the request's, shape {tuple(old.shape)} {old.dtype} on "
+                    f"{old.device}, got shape {tuple(new.shape)} {new.dtype} on {new.device}"
+                )
+        self._bind(tensors)
+
+    def wait(self) -> Any:
+        """Block until the collective has ended; return what the direct call returns.
+
+        On CUDA this orders the current stream behind the collective instead of blocking the host.
+
+        Raises:
+            RuntimeError: Where it was not started, or is closed.
+            CollectiveError: What went wrong with the collective.
+        """
+        work = self._started()
+        try:
+            return work.wait()
+        finally:
+            if work.has_ended():
+                self._work = None
+
+    def is_completed(self) -> bool:
+        """Whether `wait()` would return or raise without waiting.
+
+        Raises:
+            RuntimeError: Where it was not started, or is closed.
+        """
+        return self._started().is_completed()
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Call `callback()` once when what was started has ended, as `Work.add_done_callback`."""
+        self._started().add_done_callback(callback)
+
+    def close(self) -> None:
+        """Let go of the buffers; it can not be started again. Other ranks need not close theirs.
+
+        Raises:
+            RuntimeError: Where it was started and not waited for.
+        """
+        if self._work is not None:
+            raise RuntimeError(f"{self!r} was started: call wait() before close()")
+        self._closed = True
+        self._tensors, self._shared = (), None
+
+    def _started(self) -> Work:
+        self._check_open()
+        if self._work is None:
+            raise RuntimeError(f"{self!r} was not started: call start() first")
+        return self._work
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError(f"{self!r} was closed: make another one")
