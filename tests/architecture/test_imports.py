@@ -68,8 +68,6 @@ UPWARD_TODAY = {
     "adasum -> adasum.horovod",
     "collectives -> collectives.schedules",
     "collectives.bootstrap -> collectives.group",
-    "collectives.execution -> collectives.consistency",
-    "collectives.transport -> collectives.consistency",
     "collectives.transport -> collectives.execution",
     "kernels -> kernels.cpu",
 }
