@@ -1,4 +1,4 @@
-"""The bench as a user starts it: one small row, in a process of its own."""
+"""The bench as a user starts it: one small row in its own process, and the choice of rows."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from bench.kernels import conftest
 
 ROOT = Path(__file__).resolve().parents[3]
 SMALL = "bench/kernels/bench_reduction.py::test_reduction[sum_n n=2 64 KiB]"
@@ -16,7 +19,7 @@ LARGER = "bench/kernels/bench_reduction.py::test_reduction[sum_n n=2 256 KiB]"
 
 
 def bench(*arguments: object, **variables: object) -> subprocess.CompletedProcess[str]:
-    """Not as a worker of the pytest that runs this test: benchmarks are not timed in those."""
+    """Run pytest, not as a worker of this pytest: workers do not time benchmarks."""
     env = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_XDIST")}
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *map(str, arguments)],
@@ -27,7 +30,7 @@ def bench(*arguments: object, **variables: object) -> subprocess.CompletedProces
     )
 
 
-def test_a_selection_is_written_beside_a_full_run_and_not_over_it(tmp_path):
+def test_selection_of_rows_is_written_beside_a_full_run_and_not_over_it(tmp_path):
     results, own = tmp_path / "results", tmp_path / "own.json"
     run = bench(SMALL, "--benchmark-quiet", f"--benchmark-json={own}", f"--bench-results={results}")
     assert run.returncode == 0, run.stdout + run.stderr
@@ -44,7 +47,8 @@ def test_a_selection_is_written_beside_a_full_run_and_not_over_it(tmp_path):
     assert benchmark["extra_info"]["best_peer"] in row["rivals"]
 
 
-def test_a_comparison_that_was_asked_for_is_shown_also_by_make_bench(tmp_path):
+@pytest.mark.slow
+def test_comparison_asked_for_is_shown_although_make_bench_is_quiet(tmp_path):
     own = tmp_path / "own.json"
     assert bench(SMALL, "--benchmark-quiet", f"--benchmark-json={own}").returncode == 0
     run = bench(SMALL, "--benchmark-quiet", f"--benchmark-compare={own}")
@@ -52,7 +56,8 @@ def test_a_comparison_that_was_asked_for_is_shown_also_by_make_bench(tmp_path):
     assert "test_reduction[sum_n n=2 64 KiB] (NOW)" in run.stdout
 
 
-def test_what_a_killed_run_has_measured_is_left(tmp_path):
+@pytest.mark.slow
+def test_killed_run_leaves_the_rows_it_has_measured(tmp_path):
     (tmp_path / "killer.py").write_text(
         "import os\n"
         "def pytest_runtest_setup(item):\n"
@@ -67,25 +72,29 @@ def test_what_a_killed_run_has_measured_is_left(tmp_path):
     assert row["label"] == "n=2 64 KiB" and row["times"]["ours"]["median"] > 0
 
 
-def test_one_row_is_chosen_by_the_name_that_tables_have():
-    """With -k it cannot be: its expressions take neither spaces nor equals signs."""
-    run = bench("bench/kernels", "--collect-only", "-q", "--bench-rows=sum_n n=5 16 MiB")
-    rows = [line for line in run.stdout.splitlines() if "[" in line]
-    assert rows == ["bench/kernels/bench_reduction.py::test_reduction[sum_n n=5 16 MiB]"], (
-        run.stdout
+def collected(*names: str, **options: object) -> list[str]:
+    """Return the names of rows in the order in which they are run with these options."""
+    items = [SimpleNamespace(name=f"test_reduction[{name}]") for name in names]
+    given = {"bench_rows": "", "bench_seconds": None} | options
+    config = SimpleNamespace(
+        getoption=given.__getitem__,
+        hook=SimpleNamespace(pytest_deselected=lambda items: None),
     )
+    conftest.pytest_collection_modifyitems(config, items)  # type: ignore[arg-type]
+    return [item.name.partition("[")[2].removesuffix("]") for item in items]
 
 
-def test_with_little_time_the_rows_that_goals_single_out_come_first():
-    names = [
-        line.partition("[")[2]
-        for line in bench(
-            "bench/kernels", "--collect-only", "-q", "--bench-seconds=1"
-        ).stdout.splitlines()
-        if "[" in line
-    ]
-    place = {name.removesuffix("]"): i for i, name in enumerate(names)}
-    assert len(place) > 50
-    rest = place["pack aligned 64 KiB"]
-    assert place["unpack 1,000 x 1 KiB"] < place["adasum fp32 64 KiB"] < rest
-    assert rest < place["sum_n n=2 64 KiB"]
+def test_rows_named_as_in_the_tables_are_the_only_ones_collected():
+    names = list(conftest.PLANNED)
+    assert collected(*names, bench_rows="sum_n n=5 16 MiB") == ["sum_n n=5 16 MiB"]
+    assert set(collected(*names, bench_rows="16 MiB")) == {n for n in names if "16 MiB" in n}
+
+
+def test_rows_with_little_time_begin_with_those_that_goals_single_out():
+    names = list(conftest.PLANNED)
+    assert collected(*names) == names
+    position = {name: i for i, name in enumerate(collected(*names, bench_seconds=1.0))}
+    assert set(position) == set(names) and len(names) > 50
+    rest = position["pack aligned 64 KiB"]
+    assert position["unpack 1,000 x 1 KiB"] < position["adasum fp32 64 KiB"] < rest
+    assert rest < position["sum_n n=2 64 KiB"]
