@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from bench.kernels import peers
+from bench.kernels import peers_elementwise as in_torch
 from bench.kernels.case import (
     CHUNK,
     Answer,
@@ -104,7 +104,7 @@ def case_of(spec: Spec) -> Case:
     bound = 0.0 if exact else rounded(target, wide_of(source, target), 1)
     make = _pack if spec.kernel == "pack" else _unpack
     ours, tight, traffic, expected = make(tensors, layout, options, bound)
-    job = peers.Packing(tensors, tight, spec.scale, flag, bound)
+    job = in_torch.Packing(tensors, tight, spec.scale, flag, bound)
     return Case(
         kernel=spec.kernel,
         series=spec.series,
@@ -114,12 +114,12 @@ def case_of(spec: Spec) -> Case:
         elements=sum(layout.numels),
         tensors=len(tensors),
         ours=ours,
-        rivals=peers.pack(job) if spec.kernel == "pack" else peers.unpack(job),
+        peers=in_torch.pack(job) if spec.kernel == "pack" else in_torch.unpack(job),
         expected=expected,
     )
 
 
-# Ours, the rivals' buffer without padding, bytes, and the answer. Where it can be, that buffer is
+# Ours, the peers' buffer without padding, bytes, and the answer. Where it can be, that buffer is
 # ours, too: what lies in a cache when its turn comes is then the same for all.
 Made = tuple[Contender, Tensor, int, Expected]
 

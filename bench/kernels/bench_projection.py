@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 import kernels
-from bench.kernels import peers_projection as peers
+from bench.kernels import peers_projection as in_torch
 from bench.kernels.case import Answer, Case, Contender, rounded, wide_of
 from bench.kernels.inputs import FEW_SIZES, MIB, SIZES, normal, size_label
-from bench.kernels.row import ONE_DOT, ONE_SEGMENT
+from bench.kernels.measure import ONE_DOT, ONE_SEGMENT
 from bench.kernels.timing import DEVICE, Call
 from bench.shapes import MODELS
 
@@ -46,7 +46,7 @@ def _specs() -> Iterator[Spec]:
             yield Spec(kernel, "fp32", f"fp32 {size_label(size)}", size)
         for size in FEW_SIZES:
             yield Spec(kernel, "bf16", f"bf16 {size_label(size)}", size, BF16)
-            # Its rivals' dots are rounded to float16, where those of large tensors are Inf.
+            # Its peers' dots are rounded to float16, where those of large tensors are Inf.
             if kernel == "combine":
                 yield Spec(kernel, "fp16", f"fp16 {size_label(size)}", size, FP16)
         for model in LISTS:
@@ -61,7 +61,7 @@ SPECS = list(_specs())
 class Job:
     """What the three kernels are given, and the float64 dots that their answers rest on."""
 
-    pair: peers.Pair
+    pair: in_torch.Pair
     bounds: tuple[int, ...]
 
     @property
@@ -110,7 +110,7 @@ def _dot_and_norms(job: Job) -> Made:
 
     ours = Contender("ours", call, job.dots_bound, lambda dots: [dots.view(-1)])
     traffic = kernels.dot_and_norms_bytes(a, b, job.segments)
-    return ours, peers.dot_and_norms(job.pair), make, traffic
+    return ours, in_torch.dot_and_norms(job.pair), make, traffic
 
 
 def _combine(job: Job) -> Made:
@@ -131,7 +131,7 @@ def _combine(job: Job) -> Made:
 
     ours = Contender("ours", call, bound, written=[out])
     traffic = kernels.combine_bytes(a, b, job.segments)
-    return ours, peers.combine(job.pair, dots, bound), make, traffic
+    return ours, in_torch.combine(job.pair, dots, bound), make, traffic
 
 
 def _adasum(job: Job) -> Made:
@@ -142,29 +142,29 @@ def _adasum(job: Job) -> Made:
         return kernels.adasum(a, b, job.segments, out=out)
 
     ours = Contender("ours", call, bound, written=[out])
-    return ours, peers.adasum(job.pair, bound), job.expected, kernels.adasum_bytes(a, b)
+    return ours, in_torch.adasum(job.pair, bound), job.expected, kernels.adasum_bytes(a, b)
 
 
 MAKERS = {"dot_and_norms": _dot_and_norms, "combine": _combine, "adasum": _adasum}
 
 
 def case_of(spec: Spec, compiled: bool) -> Case:
-    """compiled: whether torch.compile of the formula is among adasum's rivals."""
+    """compiled: whether torch.compile of the formula is among adasum's peers."""
     bounds: tuple[int, ...] = (0, spec.size // spec.dtype.itemsize)
     if spec.model:
         shapes = MODELS[spec.model]
         bounds = kernels.layout_of([torch.empty(shape, device=DEVICE) for shape in shapes]).segments
     a, b = (normal(bounds[-1], spec.dtype) for _ in range(2))
     out = torch.empty_like(a)
-    job = Job(peers.Pair(a, b, out, bounds), bounds)
-    ours, rivals, make, traffic = MAKERS[spec.kernel](job)
+    job = Job(in_torch.Pair(a, b, out, bounds), bounds)
+    ours, peers, make, traffic = MAKERS[spec.kernel](job)
     if spec.kernel == "adasum" and compiled and not spec.model:
-        rivals = [*rivals, peers.compiled(job.pair, ours.bound)]
+        peers = [*peers, in_torch.compiled(job.pair, ours.bound)]
     beside: dict[str, Call] = {}
     if spec.kernel == "dot_and_norms":
         beside[ONE_DOT] = lambda: torch.dot(a, b)
     if spec.model:
-        whole = Job(peers.Pair(a, b, out, (0, a.numel())), (0, a.numel()))
+        whole = Job(in_torch.Pair(a, b, out, (0, a.numel())), (0, a.numel()))
         beside[ONE_SEGMENT] = MAKERS[spec.kernel](whole)[0].call
     return Case(
         kernel=spec.kernel,
@@ -175,7 +175,7 @@ def case_of(spec: Spec, compiled: bool) -> Case:
         elements=a.numel(),
         tensors=len(bounds) - 1,
         ours=ours,
-        rivals=rivals,
+        peers=peers,
         expected=cache(lambda: [make()]),
         beside=beside,
     )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from bench.kernels import peers
+from bench.kernels import peers_elementwise as in_torch
 from bench.kernels.case import Answer, Case, Contender, check_flag, rounded, wide_of
 from bench.kernels.inputs import FEW_SIZES, SIZES, normal, size_label
 from bench.kernels.timing import DEVICE
@@ -86,17 +86,17 @@ def case_of(spec: Spec) -> Case:
     if flag is not None:
         options["found_inf"] = flag
     bound = rounded(spec.out, wide_of(spec.out, *spec.tensors), len(tensors))
-    # Every step of a coarse rival may round to the narrowest dtype in sight.
+    # Every step of a coarse peer may round to the narrowest dtype in sight.
     narrowest = max(torch.finfo(dtype).eps for dtype in (spec.out, *spec.tensors))
-    job = peers.Reduction(
+    job = in_torch.Reduction(
         tensors, out, bound, bound + 2 * len(tensors) * narrowest, spec.scale, flag
     )
     if spec.kernel == "sum_n":
         call, make, traffic = _sum_n(tensors, spec, options)
-        rivals = peers.sum_n(job)
+        peers = in_torch.sum_n(job)
     else:
         call, make, traffic = _scaled_add(tensors, spec, options)
-        rivals = peers.scaled_add(job, ALPHA, BETA)
+        peers = in_torch.scaled_add(job, ALPHA, BETA)
 
     def also() -> None:
         if flag is not None:
@@ -111,7 +111,7 @@ def case_of(spec: Spec) -> Case:
         elements=numel,
         tensors=len(tensors),
         ours=Contender("ours", call, bound, written=[out], also=also),
-        rivals=rivals,
+        peers=peers,
         expected=cache(lambda: [make()]),
     )
 

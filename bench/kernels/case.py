@@ -1,4 +1,4 @@
-"""What one row compares: the kernel, its rivals, and the answer that each of them must give."""
+"""What one row compares: the kernel, its peers, and the answer that each of them must give."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Case:
     """One row. kernel and label name it; rows of one series differ in size alone.
 
     size: bytes of the payload, the plots' x axis. traffic: bytes by the kernel's `*_bytes`.
-    elements, tensors: of the payload. beside: timed along, but no rivals.
+    elements, tensors: of the payload. beside: timed along, but no peers.
     """
 
     kernel: str
@@ -117,7 +117,7 @@ class Case:
     elements: int
     tensors: int
     ours: Contender
-    rivals: Sequence[Contender]
+    peers: Sequence[Contender]
     expected: Expected
     beside: Mapping[str, Call] = field(default_factory=dict)
 

@@ -31,8 +31,7 @@ import torch
 
 from bench.kernels import bench_packing, bench_projection, bench_reduction, goals, report
 from bench.kernels.case import Case
-from bench.kernels.measure import measure
-from bench.kernels.row import Row
+from bench.kernels.measure import Row, measure
 from bench.kernels.timing import DEVICE
 
 ROWS = pytest.StashKey[list[Row]]()
@@ -128,9 +127,9 @@ def record(benchmark: Any, request: pytest.FixtureRequest) -> Iterator[Callable[
             bytes=row.traffic,
             gigabytes_per_second=row.bandwidth / 1e9,
             fraction_of_copy_roof=row.fraction,
-            best_peer=row.best_rival,
+            best_peer=row.best_peer,
             best_peer_over_ours=row.ratio,
-            peer_seconds={name: row.times[name].median for name in row.rivals},
+            peer_seconds={name: row.times[name].median for name in row.peers},
             notes=row.notes,
         )
         rows = request.config.stash[ROWS]

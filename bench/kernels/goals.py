@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from bench.kernels.peers import CHAIN
+from bench.kernels.measure import EMPTY, ONE_DOT, ONE_SEGMENT, OURS, Row, geometric_mean
+from bench.kernels.peers_elementwise import CHAIN
 from bench.kernels.peers_projection import COMPILED, EAGER, THREE_DOTS
-from bench.kernels.row import EMPTY, ONE_DOT, ONE_SEGMENT, OURS, Row, geometric_mean
 
 MET, NOT_MET, PARTLY, NOT_MEASURED, STATED = (
     "met",
@@ -120,10 +120,10 @@ def _one_segment(row: Row) -> bool:
 
 
 def _over_best(prefix: str) -> Callable[[Row], float | None]:
-    """Time of the fastest rival of that name over ours."""
+    """Time of the fastest peer of that name over ours."""
 
     def figure(row: Row) -> float | None:
-        ratios = [row.times[name].median for name in row.rivals if name.startswith(prefix)]
+        ratios = [row.times[name].median for name in row.peers if name.startswith(prefix)]
         return min(ratios) / row.seconds if ratios else None
 
     return figure

@@ -1,13 +1,14 @@
-"""Inputs that the rows share: fresh random values, sizes, labels."""
+"""What all rows share: sizes, fresh random inputs, and the copy that is the roof."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from bench.kernels.timing import DEVICE
+from bench.kernels.timing import DEVICE, Call
 from bench.shapes import Shape
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -18,6 +19,9 @@ SIZES = {
 }[DEVICE]
 # Where a row is about something else than size.
 FEW_SIZES = {"cuda": [MIB, 64 * MIB, 1024 * MIB], "cpu": [256 * KIB, 16 * MIB]}[DEVICE]
+
+# Far beyond any cache: H200 has 60 MB of L2; two of these are four times a server core's L3.
+LARGE = {"cuda": 1 << 30, "cpu": 1 << 26}
 
 _generator = torch.Generator(DEVICE).manual_seed(0)
 
@@ -49,3 +53,22 @@ def size_label(nbytes: int) -> str:
 def short(dtype: torch.dtype) -> str:
     """fp16, bf16, fp32, fp64."""
     return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
+
+
+def copy_roof(traffic: int, device: str = DEVICE) -> tuple[Call, int]:
+    """A copy to time beside a kernel that moves `traffic` bytes, and the bytes it moves itself.
+
+    CUDA: always the large one. CPU: as much traffic as the kernel has, so that a kernel whose data
+    stay in a cache is held against that cache, up to the large one.
+    """
+    size = LARGE[device]
+    if device == "cpu":
+        size = max(4096, min(size, traffic // 2 // 4 * 4))
+    return _copy(size, device), 2 * size
+
+
+@functools.lru_cache(maxsize=1)
+def _copy(size: int, device: str) -> Call:
+    source = torch.rand(size // 4, device=device)
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from bench.kernels.case import Case, Contender, WrongAnswer
-from bench.kernels.roofline import copy_roof
-from bench.kernels.row import COPY, EMPTY, OURS, Row
+from bench.kernels.inputs import copy_roof
 from bench.kernels.timing import (
     DEVICE,
     LIMITS,
@@ -19,30 +21,100 @@ from bench.kernels.timing import (
     time_together,
 )
 
+OURS, COPY, EMPTY = "ours", "copy", "empty launch"
+# Timed beside some rows of the projection, and no peers.
+ONE_SEGMENT, ONE_DOT = "one segment", "one torch.dot"
 # Traffic below which calls are also replayed from a graph; the fastest GPU moves it in some 15 us.
 REPLAY_BELOW = 64 << 20
 _REPLAY = " (replayed)"
 
 
+@dataclass(frozen=True)
+class Row:
+    """times: seconds by name: ours, every peer, the copy and whatever else was timed beside.
+
+    kernel, series, label, size, traffic, elements, tensors: as in `case.Case`. peers: the names
+    that count as peers. copy_traffic: bytes that the copy moves. hosts: seconds of the host for a
+    call (CUDA). replayed: names whose replay from a graph was the faster of the two ways.
+    captured: whether ours replayed from a graph with the right answer; None where not tried.
+    notes: by peer, why its answer is worth less or why it was left out.
+    """
+
+    kernel: str
+    series: str
+    label: str
+    size: int
+    traffic: int
+    elements: int
+    tensors: int
+    times: dict[str, Times]
+    peers: list[str]
+    copy_traffic: int
+    hosts: dict[str, float] = field(default_factory=dict)
+    replayed: list[str] = field(default_factory=list)
+    captured: bool | None = None
+    notes: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        return f"{self.kernel} {self.label}"
+
+    @property
+    def seconds(self) -> float:
+        return self.times[OURS].median
+
+    @property
+    def roof(self) -> float:
+        """Bytes a second of the copy timed in this row."""
+        return self.copy_traffic / self.times[COPY].median
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second of the least traffic, `*_bytes`."""
+        return self.traffic / self.seconds
+
+    @property
+    def fraction(self) -> float:
+        return self.bandwidth / self.roof
+
+    @property
+    def best_peer(self) -> str | None:
+        return min(self.peers, key=lambda name: self.times[name].median, default=None)
+
+    @property
+    def ratio(self) -> float | None:
+        """Time of the best peer over ours: above 1, ours is the faster."""
+        return None if self.best_peer is None else self.over(self.best_peer)
+
+    def over(self, name: str) -> float | None:
+        """Time of `name` over ours, None where it was not timed in this row."""
+        return self.times[name].median / self.seconds if name in self.times else None
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    logs = [math.log(value) for value in values]
+    return math.exp(sum(logs) / len(logs)) if logs else math.nan
+
+
 def measure(case: Case, limits: Limits = LIMITS) -> tuple[Row, list[float]]:
     """The row of `case`, and the samples behind ours.
 
-    Raises WrongAnswer before anything is timed if the kernel is wrong; a rival that is wrong or
+    Raises WrongAnswer before anything is timed if the kernel is wrong; a peer that is wrong or
     fails is left out, and the row's notes say so.
     """
     case.ours.check(case.expected)
     notes: dict[str, str] = {}
-    rivals = [rival for rival in case.rivals if _sound(rival, case, notes)]
+    peers = [peer for peer in case.peers if _sound(peer, case, notes)]
     copy, copy_traffic = copy_roof(case.traffic)
     calls: dict[str, Call] = {OURS: case.ours.call}
-    calls |= {rival.name: rival.call for rival in rivals} | dict(case.beside)
+    calls |= {peer.name: peer.call for peer in peers} | dict(case.beside)
     hosts: dict[str, float] = {}
     in_graph: bool | None = None
     if DEVICE == "cuda":
         calls[EMPTY] = empty_launch
         hosts = {name: host_seconds(call) for name, call in calls.items()}
         if case.traffic < REPLAY_BELOW:
-            graphs = _replays(case, rivals, calls, notes)
+            graphs = _replays(case, peers, calls, notes)
             in_graph = any(name == OURS for name, _ in graphs)
             calls |= {name + _REPLAY: replay for name, (replay, _) in graphs}
             hosts |= {name + _REPLAY: host_seconds(replay) for name, (replay, _) in graphs}
@@ -59,7 +131,7 @@ def measure(case: Case, limits: Limits = LIMITS) -> tuple[Row, list[float]]:
         elements=case.elements,
         tensors=case.tensors,
         times={name: Times.of(values) for name, values in best.items()},
-        rivals=[rival.name for rival in rivals],
+        peers=[peer.name for peer in peers],
         copy_traffic=copy_traffic,
         hosts={name: value for name, value in hosts.items() if not name.endswith(_REPLAY)},
         replayed=replayed,
@@ -69,26 +141,26 @@ def measure(case: Case, limits: Limits = LIMITS) -> tuple[Row, list[float]]:
     return row, best[OURS]
 
 
-def _sound(rival: Contender, case: Case, notes: dict[str, str]) -> bool:
-    """Whether the rival gives the answer here; what it throws is torch's to explain."""
+def _sound(peer: Contender, case: Case, notes: dict[str, str]) -> bool:
+    """Whether the peer gives the answer here; what it throws is torch's to explain."""
     try:
-        rival.check(case.expected)
+        peer.check(case.expected)
     except Exception as error:  # noqa: BLE001 - a private function that is gone, a compiler's own
-        notes[rival.name] = f"left out: {_first_line(error)}"
+        notes[peer.name] = f"left out: {_first_line(error)}"
         return False
-    if rival.caveat:
-        notes[rival.name] = rival.caveat
+    if peer.caveat:
+        notes[peer.name] = peer.caveat
     return True
 
 
 def _replays(
-    case: Case, rivals: list[Contender], calls: dict[str, Call], notes: dict[str, str]
+    case: Case, peers: list[Contender], calls: dict[str, Call], notes: dict[str, str]
 ) -> list[tuple[str, tuple[Call, Any]]]:
-    """Graphs of all that can be captured: ours, rivals, what is timed beside, an empty launch.
+    """Graphs of all that can be captured: ours, peers, what is timed beside, an empty launch.
 
     A replay of ours with a wrong answer fails the row.
     """
-    checks = {each.name: each.check for each in (case.ours, *rivals) if each.capturable}
+    checks = {each.name: each.check for each in (case.ours, *peers) if each.capturable}
     graphs: list[tuple[str, tuple[Call, Any]]] = []
     for name in (*checks, *case.beside, EMPTY):
         try:

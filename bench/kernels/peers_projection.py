@@ -1,4 +1,4 @@
-"""Every rival of the projection: the same formulas in plain torch, for one segment and for many.
+"""Every peer of the projection: the same formulas in plain torch, for one segment and for many.
 
 torch.dot sums in float32 at best, and rounds to the tensors' dtype: a caveat says so, and the
 bound takes its n roundings as independent of one another.
@@ -21,7 +21,7 @@ _CANCELS = "dots from |a + b|, which cancel"
 
 
 class Pair:
-    """The job of the projection's rivals: a, b and out, 1-D, whole and cut at `bounds`."""
+    """The job of the projection's peers: a, b and out, 1-D, whole and cut at `bounds`."""
 
     def __init__(self, a: Tensor, b: Tensor, out: Tensor, bounds: Sequence[int]) -> None:
         spans = list(itertools.pairwise(bounds))
@@ -69,11 +69,11 @@ def dot_and_norms(job: Pair) -> list[Contender]:
     def flat(result: Tensor) -> list[Tensor]:
         return [result.reshape(-1)]
 
-    rivals = [Contender(THREE_DOTS, each, job.slack, flat, caveat=_SUMS)]
+    peers = [Contender(THREE_DOTS, each, job.slack, flat, caveat=_SUMS)]
     if job.many:
-        return [*rivals, Contender("_foreach_norm", foreach, job.slack, flat, caveat=_CANCELS)]
+        return [*peers, Contender("_foreach_norm", foreach, job.slack, flat, caveat=_CANCELS)]
     return [
-        *rivals,
+        *peers,
         Contender("(x * y).sum()", products, job.slack, flat, caveat=_SUMS),
         Contender("three torch.dot in float64", doubles, job.slack, flat),
     ]
@@ -113,10 +113,10 @@ def combine(job: Pair, dots: Tensor, bound: float) -> list[Contender]:
     def foreach() -> list[Tensor]:
         return _multi_tensor(job, *coefficients().unbind(1))
 
-    rivals = [Contender("mul, addcmul_", one_by_one, bound, written=[job.out])]
+    peers = [Contender("mul, addcmul_", one_by_one, bound, written=[job.out])]
     if job.many:
-        return [*rivals, Contender("_foreach_mul", foreach, bound, _joined)]
-    return [*rivals, Contender("alpha * a + beta * b", fresh, bound)]
+        return [*peers, Contender("_foreach_mul", foreach, bound, _joined)]
+    return [*peers, Contender("alpha * a + beta * b", fresh, bound)]
 
 
 def _joined(results: list[Tensor]) -> list[Tensor]:
@@ -143,12 +143,12 @@ def adasum(job: Pair, bound: float) -> list[Contender]:
         dot, norm_a, norm_b = _foreach_dots(job)
         return _multi_tensor(job, 1 - dot / (2 * norm_a), 1 - dot / (2 * norm_b))
 
-    rivals = [Contender(f"{EAGER}, torch.dot", dots_first, bound, written=[job.out], caveat=_SUMS)]
+    peers = [Contender(f"{EAGER}, torch.dot", dots_first, bound, written=[job.out], caveat=_SUMS)]
     if job.many:
         name = f"{EAGER}, _foreach"
-        return [*rivals, Contender(name, foreach, bound, _joined, caveat=_CANCELS)]
+        return [*peers, Contender(name, foreach, bound, _joined, caveat=_CANCELS)]
     formula = f"{EAGER}, (x * y).sum()"
-    return [*rivals, Contender(formula, lambda: _formula(job.a, job.b), bound, caveat=_SUMS)]
+    return [*peers, Contender(formula, lambda: _formula(job.a, job.b), bound, caveat=_SUMS)]
 
 
 def compiled(job: Pair, bound: float) -> Contender:

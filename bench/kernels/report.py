@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 from collections.abc import Sequence
@@ -11,10 +12,13 @@ from typing import Any
 
 from bench.kernels.goals import GOALS, Goal, Verdict, judge
 from bench.kernels.inputs import size_label
-from bench.kernels.row import OURS, Row, geometric_mean
+from bench.kernels.measure import OURS, Row, geometric_mean
 
 # Rows as they come, a line each, until the report is written.
 NOTES = "rows.jsonl"
+_COLUMNS = 3
+# Their rows differ in more than size.
+_NO_CURVES = ("models", "segments", "many small")
 KERNELS = ("pack", "unpack", "sum_n", "scaled_add", "dot_and_norms", "combine", "adasum")
 
 
@@ -44,7 +48,7 @@ def kernel_lines(kernel: str, rows: Sequence[Row]) -> list[str]:
     lines = []
     for row in mine:
         ours = row.times[OURS]
-        best = row.best_rival
+        best = row.best_peer
         cells = [
             row.label,
             size_label(row.size),
@@ -146,10 +150,55 @@ def write(rows: Sequence[Row], meta: dict[str, Any], folder: Path) -> list[Path]
     lines = ",\n".join(map(_json, rows))
     data.write_text(f'{{"meta": {json.dumps(meta, indent=1)},\n"rows": [\n{lines}\n]}}\n')
     text.write_text("\n".join(report(rows, meta)) + "\n")
-    try:
-        from bench.kernels.plots import plot
-    except ImportError:
-        # An extra, and nothing else here needs it.
+    if importlib.util.find_spec("matplotlib") is None:
         return [data, text]
-    plots = [plot(kernel, rows, meta, folder) for kernel in KERNELS]
+    plots = [_plot(kernel, rows, meta, folder) for kernel in KERNELS]
     return [data, text, *(path for path in plots if path is not None)]
+
+
+def _plot(kernel: str, rows: Sequence[Row], meta: dict[str, Any], folder: Path) -> Path | None:
+    """One panel for each series of three sizes or more; None where there is none."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    series: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.kernel == kernel and row.series not in _NO_CURVES:
+            series.setdefault(row.series, []).append(row)
+    panels = {name: each for name, each in series.items() if len({row.size for row in each}) >= 3}
+    if not panels:
+        return None
+    columns = min(_COLUMNS, len(panels))
+    lines = -(-len(panels) // columns)
+    figure = pyplot.figure(figsize=(6.5 * columns, 4.5 * lines), layout="constrained")
+    for place, (name, each) in enumerate(panels.items(), 1):
+        axis = figure.add_subplot(lines, columns, place)
+        each = sorted(each, key=lambda row: row.size)
+        sizes = [row.size for row in each]
+        axis.plot(sizes, [row.roof / 1e9 for row in each], "--", color="black", label="copy (roof)")
+        for peer in dict.fromkeys(peer for row in each for peer in row.peers):
+            timed = [row for row in each if peer in row.times]
+            axis.plot(
+                [row.size for row in timed],
+                [row.traffic / row.times[peer].median / 1e9 for row in timed],
+                ".-",
+                linewidth=1,
+                alpha=0.8,
+                # A legend leaves out names that start with an underscore.
+                label=peer.lstrip("_"),
+            )
+        ours = [row.traffic / row.times[OURS].median / 1e9 for row in each]
+        axis.plot(sizes, ours, "o-", color="crimson", linewidth=2, label="ours")
+        axis.set_xscale("log", base=2)
+        axis.set_ylim(bottom=0)
+        axis.set_xlabel("bytes")
+        axis.set_ylabel("GB/s of the least traffic")
+        axis.set_title(f"{kernel}: {name}")
+        axis.legend(fontsize=7)
+    figure.suptitle(f"{meta['device']}, torch {meta['torch']}, {meta['date']}", fontsize=9)
+    path = folder / f"{kernel}.png"
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)
+    return path

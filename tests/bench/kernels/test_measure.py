@@ -1,4 +1,4 @@
-"""A wrong kernel is refused before it is timed; a wrong rival is left out."""
+"""A wrong kernel is refused before it is timed; a wrong peer is left out."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 from bench.kernels import bench_packing, bench_projection, bench_reduction
 from bench.kernels.bench_packing import Spec
 from bench.kernels.case import Case, WrongAnswer, check_flag
-from bench.kernels.measure import measure
-from bench.kernels.row import COPY, EMPTY, OURS
+from bench.kernels.measure import COPY, EMPTY, OURS, measure
 from bench.kernels.timing import DEVICE, Limits, Times
 
 FAST = Limits(seconds=0.0, fewest=2, most=2)
@@ -44,14 +43,14 @@ def small_cases() -> list[Case]:
 
 
 @pytest.mark.parametrize("case", small_cases(), ids=lambda case: f"{case.kernel} {case.label}")
-def test_kernels_and_rivals_are_right_and_timed_together(case):
+def test_kernels_and_peers_are_right_and_timed_together(case):
     row, samples = measure(case, FAST)
     left_out = {name: note for name, note in row.notes.items() if note.startswith("left out")}
     # On CUDA torch has no _chunk_cat from every dtype to every other.
     assert {name for name in left_out if DEVICE == "cpu" or "_chunk_cat" not in name} == set()
-    assert row.rivals == [rival.name for rival in case.rivals if rival.name not in left_out]
-    assert row.rivals
-    assert set(row.times) - {EMPTY} == {OURS, COPY, *row.rivals, *case.beside}
+    assert row.peers == [peer.name for peer in case.peers if peer.name not in left_out]
+    assert row.peers
+    assert set(row.times) - {EMPTY} == {OURS, COPY, *row.peers, *case.beside}
     assert all(times.rounds == 2 and times.median > 0 for times in row.times.values())
     assert len(samples) == 2 and Times.of(samples) == row.times[OURS]
     assert row.traffic > 0 and row.fraction > 0
@@ -64,9 +63,9 @@ def test_a_kernel_that_writes_nothing_is_refused(case):
         result = torch.full_like(result, torch.nan)
     timed = []
     idle = dataclasses.replace(case.ours, call=lambda: result)
-    rival = dataclasses.replace(case.rivals[0], call=lambda: timed.append(1))
+    peer = dataclasses.replace(case.peers[0], call=lambda: timed.append(1))
     with pytest.raises(WrongAnswer, match="ours: an element"):
-        measure(dataclasses.replace(case, ours=idle, rivals=[rival]), FAST)
+        measure(dataclasses.replace(case, ours=idle, peers=[peer]), FAST)
     assert not timed
 
 
@@ -107,20 +106,20 @@ def test_padding_must_be_zero():
         measure(dataclasses.replace(case, ours=wrong), FAST)
 
 
-def test_a_wrong_or_failing_rival_is_left_out_and_named():
+def test_a_wrong_or_failing_peer_is_left_out_and_named():
     case = small_cases()[0]
 
     def fail() -> None:
         raise RuntimeError("not built in\nwith details")
 
-    rivals = [
-        dataclasses.replace(case.rivals[0], name="idle", call=lambda: None),
-        dataclasses.replace(case.rivals[0], name="missing", call=fail),
-        dataclasses.replace(case.rivals[0], name="gone", call=lambda: torch.no_such_function),
-        case.rivals[1],
+    peers = [
+        dataclasses.replace(case.peers[0], name="idle", call=lambda: None),
+        dataclasses.replace(case.peers[0], name="missing", call=fail),
+        dataclasses.replace(case.peers[0], name="gone", call=lambda: torch.no_such_function),
+        case.peers[1],
     ]
-    row, _ = measure(dataclasses.replace(case, rivals=rivals), FAST)
-    assert row.rivals == [case.rivals[1].name]
+    row, _ = measure(dataclasses.replace(case, peers=peers), FAST)
+    assert row.peers == [case.peers[1].name]
     assert row.notes["missing"] == "left out: not built in"
     assert "no_such_function" in row.notes["gone"]
     assert row.notes["idle"].startswith("left out: idle: an element is nan")

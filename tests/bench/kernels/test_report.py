@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from bench.kernels import goals, report
-from bench.kernels.row import COPY, EMPTY, OURS, Row, geometric_mean
+from bench.kernels.measure import COPY, EMPTY, OURS, Row, geometric_mean
 from bench.kernels.timing import Times
 
 META = {"device": "Made-Up GPU 80GB", "kind": "cuda", "torch": "0", "date": "never"}
@@ -28,7 +28,7 @@ def row_of(kernel="pack", label="aligned 64 MiB", series="aligned", size=64 << 2
         elements=1 << 24,
         tensors=1,
         times={name: Times(s, 0.9 * s, 1.1 * s, 9) for name, s in seconds.items()},
-        rivals=["slow", "fast"],
+        peers=["slow", "fast"],
         copy_traffic=2_000_000_000,
         hosts={OURS: 12e-6},
     )
@@ -39,7 +39,7 @@ def test_bandwidth_fraction_and_ratio():
     assert row.bandwidth == pytest.approx(2e12)
     assert row.roof == pytest.approx(2.5e12)
     assert row.fraction == pytest.approx(0.8)
-    assert row.best_rival == "fast"
+    assert row.best_peer == "fast"
     assert row.ratio == pytest.approx(1.5)
     assert row.over("nobody") is None
 
@@ -110,8 +110,8 @@ def test_large_rows_are_those_of_64_megabytes():
 def test_a_chain_of_adds_with_a_second_pass_is_one_too():
     name = "sum_n of 8: chain of adds over ours"
     rows = [
-        dataclasses.replace(row_of("sum_n", **{rival: 384e-6}), tensors=8, rivals=[rival, "fast"])
-        for rival in ("chain of adds", "chain of adds + mul_")
+        dataclasses.replace(row_of("sum_n", **{peer: 384e-6}), tensors=8, peers=[peer, "fast"])
+        for peer in ("chain of adds", "chain of adds + mul_")
     ]
     verdict = verdict_of(name, rows)
     assert (verdict.status, verdict.value, verdict.told) == (goals.MET, pytest.approx(3.0), 2)
@@ -155,7 +155,7 @@ def test_tables_and_files(tmp_path):
 
 
 def test_without_matplotlib_there_are_no_plots(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "bench.kernels.plots", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     sizes = [1 << 16, 1 << 20, 1 << 24]
     rows = [row_of(label=f"aligned {size}", size=size) for size in sizes]
     written = report.write(rows, META, tmp_path)

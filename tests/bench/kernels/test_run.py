@@ -44,7 +44,7 @@ def test_selection_of_rows_is_written_beside_a_full_run_and_not_over_it(tmp_path
     (benchmark,) = json.loads(own.read_text())["benchmarks"]
     assert benchmark["stats"]["rounds"] == row["times"]["ours"]["rounds"]
     assert benchmark["stats"]["median"] == pytest.approx(row["times"]["ours"]["median"], rel=1e-4)
-    assert benchmark["extra_info"]["best_peer"] in row["rivals"]
+    assert benchmark["extra_info"]["best_peer"] in row["peers"]
 
 
 @pytest.mark.slow

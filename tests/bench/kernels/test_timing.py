@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from bench.kernels import measure, timing
-from bench.kernels.row import COPY, EMPTY, OURS
+from bench.kernels.measure import COPY, EMPTY, OURS
 from bench.kernels.timing import Limits
 from tests.bench.kernels.test_measure import small_cases
 
@@ -102,9 +102,9 @@ def test_on_cuda_small_calls_are_also_replayed_and_the_faster_way_counts(cuda):
     case = next(case for case in small_cases() if case.kernel == "pack")
     # The stand-in's replay computes nothing: the answer is the one that warming up has left.
     case.ours.call()
-    ours, *rivals = (dataclasses.replace(each, written=()) for each in (case.ours, *case.rivals))
-    row, _ = measure.measure(dataclasses.replace(case, ours=ours, rivals=rivals), THREE)
-    names = {OURS, *row.rivals}
+    ours, *peers = (dataclasses.replace(each, written=()) for each in (case.ours, *case.peers))
+    row, _ = measure.measure(dataclasses.replace(case, ours=ours, peers=peers), THREE)
+    names = {OURS, *row.peers}
     assert row.captured is True
     assert set(row.times) == {*names, COPY, EMPTY}
     assert set(row.hosts) == {*names, COPY, EMPTY}
@@ -112,7 +112,7 @@ def test_on_cuda_small_calls_are_also_replayed_and_the_faster_way_counts(cuda):
     assert row.replayed == []
     assert row.times[EMPTY].median == 1e-3
     replays = cuda.log.count("replay")
-    kept_out = sum(not rival.capturable for rival in case.rivals)
+    kept_out = sum(not peer.capturable for peer in case.peers)
     # One to check it (not the empty one), 3 and 20 for the host's time, then the rounds.
     assert replays == (len(names) - kept_out) * (1 + 23 + 3) + 23 + 3
 

@@ -1,8 +1,8 @@
-"""Every rival in packing and reduction: what a user of plain torch would write instead.
+"""Every peer in packing and reduction: what a user of plain torch would write instead.
 
 Each is given its best form: memory to write into, views made beforehand, and for packing a buffer
-without padding. A rival's bound is the kernel's unless its arithmetic is coarser; then it has a
-caveat, too. `torch._foreach_*` is what became of apex's multi-tensor kernels. The rivals of the
+without padding. A peer's bound is the kernel's unless its arithmetic is coarser; then it has a
+caveat, too. `torch._foreach_*` is what became of apex's multi-tensor kernels. The peers of the
 projection are in peers_projection.py.
 """
 
@@ -53,7 +53,7 @@ def second_pass(written: list[Tensor], scale: float, flag: Tensor | None) -> Sec
 
 @dataclass(frozen=True)
 class Packing:
-    """The job of the packing rivals.
+    """The job of the packing peers.
 
     buffer: 1-D, tensors end to end without padding. flag: float32 of one element for non-finite
     values, None where none is asked for. bound: the kernel's.
@@ -73,13 +73,13 @@ class Packing:
         """One `_foreach_copy_`, its scale before, after or in place of it."""
         sources, targets = (flat, pieces) if packing else (pieces, flat)
         whole = [self.buffer] if packing else flat
-        rivals = [
+        peers = [
             self.contender(
                 "_foreach_copy_", lambda: torch._foreach_copy_(targets, sources), targets, whole
             )
         ]
         if self.scale == 1.0 or self.flag is not None:
-            return rivals
+            return peers
 
         def multiply_first() -> None:
             torch._foreach_copy_(targets, torch._foreach_mul(sources, self.scale))
@@ -96,8 +96,8 @@ class Packing:
             ("_foreach_mul + _foreach_copy_", multiply_first),
             ("torch.mul, one by one", one_by_one),
         ):
-            rivals.append(Contender(name, call, bound, lambda _: targets, targets, caveat=caveat))
-        return rivals
+            peers.append(Contender(name, call, bound, lambda _: targets, targets, caveat=caveat))
+        return peers
 
     def contender(
         self,
@@ -129,14 +129,14 @@ def pack(job: Packing) -> list[Contender]:
     def chunk_cat() -> None:
         torch._chunk_cat(flat, 0, 1, out=row)
 
-    rivals = [
+    peers = [
         job.contender("torch.cat", lambda: torch.cat(flat, out=job.buffer), pieces, whole),
         *job.copies(flat, pieces, packing=True),
         # It uploads a table in each call, which a graph would replay from memory given back since.
         job.contender("_chunk_cat", chunk_cat, pieces, whole, capturable=False),
     ]
     if job.scale == 1.0 and job.flag is None and not job.casts:
-        rivals.append(
+        peers.append(
             Contender(
                 "_flatten_dense_tensors",
                 lambda: _flatten_dense_tensors(job.tensors),
@@ -144,7 +144,7 @@ def pack(job: Packing) -> list[Contender]:
                 lambda result: result.split(sizes),
             )
         )
-    return rivals
+    return peers
 
 
 def unpack(job: Packing) -> list[Contender]:
@@ -157,21 +157,21 @@ def unpack(job: Packing) -> list[Contender]:
     def split() -> None:
         torch.split_with_sizes_copy(job.buffer, sizes, 0, out=flat)
 
-    rivals = [
+    peers = [
         *job.copies(flat, list(job.buffer.split(sizes)), packing=False),
         job.contender("_unflatten_dense_tensors + _foreach_copy_", unflatten, flat, flat),
     ]
     if not job.casts:
         # As _chunk_cat; newer versions take another, slower path inside a capture instead.
-        rivals.append(job.contender("split_with_sizes_copy", split, flat, flat, capturable=False))
-    return rivals
+        peers.append(job.contender("split_with_sizes_copy", split, flat, flat, capturable=False))
+    return peers
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """The job of the reduction rivals: what `kernels.sum_n` and `kernels.scaled_add` are given.
+    """The job of the reduction peers: what `kernels.sum_n` and `kernels.scaled_add` are given.
 
-    bound: the kernel's. coarse: of a rival that rounds to a narrow dtype on its way.
+    bound: the kernel's. coarse: of a peer that rounds to a narrow dtype on its way.
     """
 
     tensors: Sequence[Tensor]
@@ -255,14 +255,14 @@ def scaled_add(job: Reduction, alpha: float, beta: float) -> list[Contender]:
         torch._foreach_add_(products, [b], alpha=beta)
         return products
 
-    rivals = [
+    peers = [
         job.contender("mul, add_", multiply_add, _narrow(a, out)),
         job.contender("add of a product", add_product, _narrow(a, out)),
         job.contender("copy_, mul_, add_", copy_first, _narrow(out)),
     ]
     if a.dtype == out.dtype and job.flag is None:
         coarse = _narrow(a)
-        rivals.append(
+        peers.append(
             Contender(
                 "_foreach_mul, _foreach_add_",
                 foreach,
@@ -271,4 +271,4 @@ def scaled_add(job: Reduction, alpha: float, beta: float) -> list[Contender]:
                 caveat="rounds to the narrow dtype more than once" if coarse else "",
             )
         )
-    return rivals
+    return peers
