@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from collectives.schedules.folding import Fold
 from collectives.schedules.partition import split_bounds
+from collectives.schedules.registry import algorithm
 from collectives.schedules.spec import AllReduceSpec
 from collectives.schedules.topology import Topology
 
@@ -59,16 +59,10 @@ def tree_of(spec: AllReduceSpec, topology: Topology) -> Tree:
     leaves: list[Tree] = list(range(topology.size))
     if spec.inner is not None:
         leaves = [Average(tuple(topology.ranks_of(w))) for w in range(topology.num_nodes)]
-    if spec.outer in ("xring", "pscpu", "psgpu"):
-        tree = leaves[0]
-        for leaf in leaves[1:]:
-            tree = (tree, leaf)
-        return tree
-    extra = Fold(len(leaves)).extra
-    folded = [(leaves[2 * i], leaves[2 * i + 1]) for i in range(extra)] + leaves[2 * extra :]
-    while len(folded) > 1:
-        folded = [*zip(folded[::2], folded[1::2], strict=True)]
-    return folded[0]
+    order = algorithm(spec.outer).order
+    if order is None:
+        raise ValueError(f"{spec.outer!r} does not carry Adasum")
+    return order.tree(leaves)
 
 
 def expected(mine: Tensor, op: str, tree: Tree) -> Slice:

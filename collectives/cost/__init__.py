@@ -19,7 +19,7 @@ from collectives.cost.closed_forms import closed
 from collectives.cost.link_rates import ASSUMED, LinkRates, Rate, read_topology, with_rates
 from collectives.cost.profiles import Cost, Profile
 from collectives.cost.walker import walk
-from collectives.schedules.algorithms import LIBRARY, one_level, two_levels
+from collectives.schedules.registry import algorithm, one_level, two_levels
 from collectives.schedules.schedule import Schedule
 from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec
 from collectives.schedules.topology import Topology
@@ -82,7 +82,7 @@ def _check(spec: AllReduceSpec, op: str) -> None:
     if op not in OPS:
         raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
     for name in (spec.inner, spec.outer):
-        if name in LIBRARY or name == "auto":
+        if name == "auto" or (name is not None and algorithm(name).is_library):
             raise ValueError(f"{name!r} is no schedule, so its steps are not known")
 
 

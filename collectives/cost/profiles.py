@@ -164,7 +164,9 @@ class Profiler:
             return
         size, local = self._topology.size, self._topology.local_size
         table = np.zeros((size, _COLUMNS))
-        for column, values in _columns(transfers, size, local):
+        # Adasum of n vectors is n - 1 reductions of pairs; a sum of n is one pass.
+        in_pairs = reduction == "adasum"
+        for column, values in _columns(transfers, size, local, in_pairs):
             table[:, column] += values
         for kind, start in enumerate((_INTRA, _INTER)):
             for way in (0, 1):
@@ -175,8 +177,13 @@ class Profiler:
         self._rounds[key] = (matrix, before + times)
 
 
-def _columns(transfers: Transfers, size: int, local: int) -> Iterator[tuple[int, Floats]]:
-    """(column, values by rank); columns may come more than once, to be added."""
+def _columns(
+    transfers: Transfers, size: int, local: int, in_pairs: bool
+) -> Iterator[tuple[int, Floats]]:
+    """(column, values by rank); columns may come more than once, to be added.
+
+    in_pairs: whether every received message is a reduction of its own.
+    """
     source, target, *rest = np.broadcast_arrays(*transfers)
     share, ways = rest[0].astype(float), rest[1]
     one_source, one_target = np.divmod(np.unique(source * size + target), size)
@@ -185,8 +192,9 @@ def _columns(transfers: Transfers, size: int, local: int) -> Iterator[tuple[int,
         for way, ranks, ends in ((0, source, one_source), (2, target, one_target)):
             yield start + way, _by_rank(ends[pairs], np.ones(int(pairs.sum())), size)
             yield start + way + 1, _by_rank(ranks[messages], share[messages], size)
-    reduced = ways > 0
-    yield _REDUCE, _by_rank(target[reduced], 1.0 / ways[reduced], size)
+    reduced = np.flatnonzero(ways > 0)
+    count = np.ones(len(reduced)) if in_pairs else 1.0 / ways[reduced]
+    yield _REDUCE, _by_rank(target[reduced], count, size)
     yield _REDUCE + 1, _by_rank(target[reduced], share[reduced], size)
 
 

@@ -17,7 +17,7 @@ def walk(schedule: Schedule, topology: Topology, reductions: Sequence[str] = ("s
 
     reductions: "sum" or "adasum" by phase of the steps, the last one for all later phases. Adasum's
     partial products travel as the executor sends them: by recursive doubling in the step's group,
-    before the reduction, unless the schedule moves whole segments.
+    before the reduction.
     """
     if schedule.size != topology.size:
         raise ValueError(f"schedule is for {schedule.size} ranks, topology has {topology.size}")
@@ -26,7 +26,7 @@ def walk(schedule: Schedule, topology: Topology, reductions: Sequence[str] = ("s
         phase = max(step.phase for step in steps)
         reduction = reductions[min(phase, len(reductions) - 1)]
         profiler.add(_transfers(steps, schedule.chunks), reduction=reduction)
-        if reduction == "adasum" and not schedule.whole_segments:
+        if reduction == "adasum":
             _add_dots(profiler, {step.group for step in steps if len(step.group) > 1})
     return profiler.profile()
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from collectives.reducers import Reducer
-from collectives.schedules.algorithms import LIBRARY, one_level, two_levels
+from collectives.schedules.registry import ALGORITHMS, algorithm, one_level, two_levels
 from collectives.schedules.schedule import Schedule
 from collectives.schedules.spec import AllReduceSpec
 from collectives.schedules.topology import Topology
@@ -55,22 +55,26 @@ def phases_of(spec: AllReduceSpec, op: Reducer, topology: Topology) -> AllReduce
 # Not by the operator, which need not have a hash and would be kept alive.
 @lru_cache(maxsize=1024)
 def _phases_of(spec: AllReduceSpec, one_tree: bool, op: str, topology: Topology) -> AllReducePhases:
-    host = "pscpu" in (spec.inner, spec.outer)
-    if spec.inner is None:
-        if spec.outer not in LIBRARY:
-            schedule = one_level(spec.outer, spec.shards, topology, one_tree=one_tree)
-            return AllReducePhases((Phase(schedule),), host=host)
+    inner, outer = spec.inner, algorithm(spec.outer)
+    if inner is None:
+        if not outer.is_library:
+            schedule = one_level(outer.name, spec.shards, topology, one_tree=one_tree)
+            return AllReducePhases((Phase(schedule),), host=outer.on_host)
         if one_tree:
+            able = ", ".join(name for name, record in ALGORITHMS.items() if record.order)
             raise ValueError(
-                f"algorithm {spec.outer!r} is a library's own sum, which cannot do {op}: "
-                "use vhdd, rd or xring"
+                f"algorithm {outer.name!r} is a library's own sum, which cannot do {op}: use {able}"
             )
-        return AllReducePhases((Phase(library=spec.outer, shards=spec.shards),))
+        return AllReducePhases((Phase(library=outer.name, shards=spec.shards),))
     schedule = two_levels(
-        spec.inner, spec.inner_shards, spec.outer, spec.shards, topology, one_tree=one_tree
+        inner, spec.inner_shards, outer.name, spec.shards, topology, one_tree=one_tree
     )
     phases: tuple[Phase, ...] = (Phase(schedule),)
-    if spec.inner in LIBRARY:
-        phases = (Phase(library=spec.inner, shards=spec.inner_shards, local=True), *phases)
-    prescale = 1.0 / topology.local_size if one_tree else 1.0
-    return AllReducePhases(phases, two_levels=True, prescale=prescale, host=host)
+    if algorithm(inner).is_library:
+        phases = (Phase(library=inner, shards=spec.inner_shards, local=True), *phases)
+    return AllReducePhases(
+        phases,
+        two_levels=True,
+        prescale=1.0 / topology.local_size if one_tree else 1.0,
+        host=outer.on_host or algorithm(inner).on_host,
+    )

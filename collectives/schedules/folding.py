@@ -12,6 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
+from collectives.schedules.algorithm import BulkStep, Ints
 from collectives.schedules.schedule import IDLE, Action, Step, Transfer
 
 
@@ -50,6 +53,12 @@ class Fold:
         first = leaf - leaf % width
         return tuple(self.rank(other) for other in range(first, first + width))
 
+    @property
+    def ranks(self) -> Ints:
+        """The rank of every leaf."""
+        leaves = np.arange(self.leaves)
+        return np.where(leaves < self.extra, 2 * leaves, leaves + self.extra)
+
 
 def fold_in(fold: Fold, rank: int, chunks: int) -> Iterator[Step]:
     """The step in which the odd ranks of the pairs are reduced into the even ones, if any."""
@@ -83,3 +92,15 @@ def on_leaves(
         yield from [IDLE] * count
     else:
         yield from steps(fold, leaf)
+
+
+def bulk_fold_in(fold: Fold) -> list[BulkStep]:
+    """`fold_in` for all ranks at once."""
+    kept = 2 * np.arange(fold.extra)
+    return [BulkStep(kept + 1, kept, 1.0, ways=1, members=kept[:, None])] if fold.extra else []
+
+
+def bulk_fold_out(fold: Fold) -> list[BulkStep]:
+    """`fold_out` for all ranks at once."""
+    kept = 2 * np.arange(fold.extra)
+    return [BulkStep(kept, kept + 1, 1.0)] if fold.extra else []

@@ -15,11 +15,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from collectives.schedules.building_blocks import Halves
-from collectives.schedules.schedule import Action, Schedule, Step, Transfer
+import numpy as np
+
+from collectives.schedules.algorithm import Algorithm, BulkStep, ClosedForm, Order, Shards
+from collectives.schedules.schedule import Action, ScatterGather, Schedule, Step, Transfer
 
 
-def _scatter(size: int, owners: tuple[int, ...], rank: int) -> Iterator[Step]:
+def _scatter(size: int, owners: tuple[int, ...], rank: int, whole_segments: bool) -> Iterator[Step]:
     if size == 1:
         return
     sends = tuple(Transfer(owner, i, i + 1) for i, owner in enumerate(owners) if owner != rank)
@@ -30,7 +32,7 @@ def _scatter(size: int, owners: tuple[int, ...], rank: int) -> Iterator[Step]:
         for peer in range(size)
         if peer != rank
     )
-    yield Step(sends, recvs)
+    yield Step(sends, recvs, group=(rank,) if recvs and whole_segments else ())
 
 
 def _gather(size: int, owners: tuple[int, ...], rank: int) -> Iterator[Step]:
@@ -47,20 +49,26 @@ def _gather(size: int, owners: tuple[int, ...], rank: int) -> Iterator[Step]:
     yield Step(sends, recvs)
 
 
+def _owners(size: int, shards: int) -> tuple[int, ...]:
+    """The gather rank of every shard; `shards` is at most `size`."""
+    return tuple(i * size // shards for i in range(shards))
+
+
 @lru_cache(maxsize=256)
-def halves(size: int, shards: int = 1, name: str = "pscpu") -> Halves:
-    """`shards` regions on as many gather ranks; ValueError for more shards than ranks."""
-    if not 1 <= shards <= size:
-        raise ValueError(
-            f"{name} of {size} ranks takes 1 to {size} shards, one a gather rank, got {shards}"
-        )
-    owners = tuple(i * size // shards for i in range(shards))
-    return Halves(
+def scatter_gather(
+    size: int, shards: int = 1, name: str = "pscpu", *, whole_segments: bool = False
+) -> ScatterGather:
+    """`shards` regions on as many gather ranks, from 1 to `size`.
+
+    whole_segments: whether the regions are, so that a gather rank reduces by itself.
+    """
+    owners = _owners(size, shards)
+    return ScatterGather(
         name if shards == 1 else f"{name}#{shards}",
         size,
         owners,
         width=1,
-        scatter=lambda rank: _scatter(size, owners, rank),
+        scatter=lambda rank: _scatter(size, owners, rank, whole_segments),
         gather=lambda rank: _gather(size, owners, rank),
     )
 
@@ -70,5 +78,34 @@ def all_reduce(
     size: int, shards: int = 1, name: str = "pscpu", *, whole_segments: bool = False
 ) -> Schedule:
     """`pscpu` or `psgpu`; with whole_segments for operators that are not associative."""
-    schedule = halves(size, shards, name).all_reduce()
+    schedule = scatter_gather(size, shards, name, whole_segments=whole_segments).all_reduce()
     return replace(schedule, whole_segments=whole_segments)
+
+
+def closed_form(size: int, shards: int) -> ClosedForm:
+    """The steps of `scatter_gather` for all ranks at once."""
+    owners = np.array(_owners(size, shards))
+    source, target = np.tile(np.arange(size), shards), np.repeat(owners, size)
+    others = source != target
+    scatter = BulkStep(source[others], target[others], 1 / shards, ways=size - 1)
+    gather = BulkStep(scatter.target, scatter.source, 1 / shards)
+    return ClosedForm(*(([scatter], [gather]) if size > 1 else ([], [])), owners)
+
+
+def _record(name: str, where: str, *, on_host: bool) -> Algorithm:
+    return Algorithm(
+        name,
+        f"k gather ranks reduce one k-th each, in {where} memory",
+        Order.LINE,
+        schedule=lambda level: all_reduce(
+            level.size, level.shards, name, whole_segments=level.one_tree
+        ),
+        closed_form=lambda level, _: closed_form(level.size, level.shards),
+        scatter_gather=lambda level: scatter_gather(level.size, level.shards, name),
+        shards=Shards.PER_RANK,
+        on_host=on_host,
+    )
+
+
+PSCPU = _record("pscpu", "host", on_host=True)
+PSGPU = _record("psgpu", "the device's", on_host=False)

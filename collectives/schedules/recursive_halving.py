@@ -16,9 +16,25 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from collectives.schedules.building_blocks import Halves
-from collectives.schedules.folding import Fold, fold_in, fold_out, on_leaves
-from collectives.schedules.schedule import Action, Schedule, Step, Transfer
+import numpy as np
+
+from collectives.schedules.algorithm import Algorithm, BulkStep, ClosedForm, Order
+from collectives.schedules.folding import (
+    Fold,
+    bulk_fold_in,
+    bulk_fold_out,
+    fold_in,
+    fold_out,
+    on_leaves,
+)
+from collectives.schedules.schedule import (
+    Action,
+    ScatterGather,
+    Schedule,
+    Step,
+    Transfer,
+    sharded,
+)
 
 
 class Level(NamedTuple):
@@ -62,7 +78,7 @@ def _doubling(fold: Fold, leaf: int) -> Iterator[Step]:
 
 
 @lru_cache(maxsize=64)
-def halves(size: int, name: str = "rechd") -> Halves:
+def scatter_gather(size: int, name: str = "rechd") -> ScatterGather:
     """Recursive halving and recursive doubling; ranks folded away own nothing."""
     fold = Fold(size)
     count = fold.leaves.bit_length() - 1
@@ -79,16 +95,48 @@ def halves(size: int, name: str = "rechd") -> Halves:
         yield from on_leaves(fold, rank, count, _doubling)
         yield from fold_out(fold, rank, fold.leaves)
 
-    return Halves(name, size, tuple(owners), 1, scatter, gather)
+    return ScatterGather(name, size, tuple(owners), 1, scatter, gather)
 
 
 @lru_cache(maxsize=64)
-def all_reduce(size: int) -> Schedule:
-    """`rechd`: 2 log2 n steps, 2 (n - 1) / n of the buffer each way."""
-    return halves(size).all_reduce()
+def all_reduce(size: int, name: str = "rechd") -> Schedule:
+    """2 log2 n steps, 2 (n - 1) / n of the buffer each way."""
+    return scatter_gather(size, name).all_reduce()
 
 
-@lru_cache(maxsize=64)
-def adasum_all_reduce(size: int) -> Schedule:
-    """`vhdd`: the same steps, named for the operator that needs their groups."""
-    return halves(size, "vhdd").all_reduce()
+def closed_form(size: int) -> ClosedForm:
+    """The steps of `scatter_gather` for all ranks at once."""
+    fold = Fold(size)
+    ranks, leaves = fold.ranks, np.arange(fold.leaves)
+    halving = [
+        BulkStep(
+            ranks,
+            ranks[leaves ^ distance],
+            0.5 / distance,
+            ways=1,
+            members=ranks.reshape(-1, 2 * distance),
+        )
+        for distance in (1 << level for level in range(fold.leaves.bit_length() - 1))
+    ]
+    doubling = [step._replace(ways=0, members=None) for step in reversed(halving)]
+    return ClosedForm(
+        [*bulk_fold_in(fold), *halving], [*doubling, *bulk_fold_out(fold)], owners=ranks
+    )
+
+
+RECHD = Algorithm(
+    "rechd",
+    "recursive halving and doubling",
+    Order.BALANCED,
+    schedule=lambda level: sharded(all_reduce(level.size), level.shards),
+    closed_form=lambda level, _: closed_form(level.size).sharded(level.shards),
+    scatter_gather=lambda level: scatter_gather(level.size).sharded(level.shards),
+)
+
+VHDD = Algorithm(
+    "vhdd",
+    "the same steps, named for Adasum",
+    Order.BALANCED,
+    schedule=lambda level: sharded(all_reduce(level.size, "vhdd"), level.shards),
+    closed_form=lambda level, _: closed_form(level.size).sharded(level.shards),
+)

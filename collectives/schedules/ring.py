@@ -20,9 +20,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import pairwise
 
-from collectives.schedules.building_blocks import Halves
-from collectives.schedules.schedule import Action, Collective, Schedule, Step, Transfer
+import numpy as np
+
+from collectives.schedules.algorithm import Algorithm, BulkStep, ClosedForm, Level, Order, Shards
+from collectives.schedules.schedule import (
+    Action,
+    Collective,
+    ScatterGather,
+    Schedule,
+    Step,
+    Transfer,
+    sharded,
+)
 
 Orders = tuple[tuple[int, ...], ...]
 
@@ -46,7 +57,7 @@ def _rings(orders: Orders, rank: int, lag: int) -> Iterator[Step]:
 
 
 @lru_cache(maxsize=64)
-def halves(size: int, orders: Orders | None = None) -> Halves:
+def scatter_gather(size: int, orders: Orders | None = None) -> ScatterGather:
     """One ring for each of `orders`, each on 1/k of every rank's region.
 
     orders: the ranks by their position on each ring; one ring 0, 1, ..., size - 1 unless given.
@@ -56,7 +67,7 @@ def halves(size: int, orders: Orders | None = None) -> Halves:
     rings = orders or (tuple(range(size)),)
     if any(sorted(order) != list(range(size)) for order in rings):
         raise ValueError(f"orders must each be a permutation of 0 to {size - 1}")
-    return Halves(
+    return ScatterGather(
         "xring" if len(rings) == 1 else f"xring#{len(rings)}",
         size,
         owners=tuple(range(size)),
@@ -69,20 +80,21 @@ def halves(size: int, orders: Orders | None = None) -> Halves:
 @lru_cache(maxsize=64)
 def all_reduce(size: int, orders: Orders | None = None) -> Schedule:
     """`xring`, or `xring#k` with k orders (topology.ring_orders): all k rings at once."""
-    return halves(size, orders).all_reduce()
+    return scatter_gather(size, orders).all_reduce()
 
 
 @lru_cache(maxsize=64)
 def reduce_scatter(size: int) -> Schedule:
     """n - 1 steps; every rank sends and receives (n - 1) / n of the buffer and owns chunk rank."""
-    scatter = halves(size).scatter
-    return Schedule("ring reduce_scatter", size, size, Collective.REDUCE_SCATTER, scatter)
+    steps = scatter_gather(size).scatter
+    return Schedule("ring reduce_scatter", size, size, Collective.REDUCE_SCATTER, steps)
 
 
 @lru_cache(maxsize=64)
 def all_gather(size: int) -> Schedule:
     """n - 1 steps; every rank sends and receives (n - 1) / n of the buffer."""
-    return Schedule("ring all_gather", size, size, Collective.ALL_GATHER, halves(size).gather)
+    steps = scatter_gather(size).gather
+    return Schedule("ring all_gather", size, size, Collective.ALL_GATHER, steps)
 
 
 def _line(
@@ -118,7 +130,7 @@ def linear_all_reduce(size: int, chunks: int | None = None) -> Schedule:
         onward = _line([size - 1, *ranks[:-1]], rank, pieces, size - 1, Action.COPY)
         for _ in range(pieces + 2 * size - 3 if size > 1 else 0):
             (sends, recvs), (more_sends, more_recvs) = next(there), next(onward)
-            yield Step(sends + more_sends, recvs + more_recvs)
+            yield Step(sends + more_sends, recvs + more_recvs, group=(rank,) if recvs else ())
 
     return Schedule("linear xring", size, pieces, Collective.ALL_REDUCE, steps, whole_segments=True)
 
@@ -135,3 +147,64 @@ def reduce(size: int, root: int, chunks: int | None = None) -> Schedule:
             yield Step(*next(line))
 
     return Schedule("ring reduce", size, pieces, Collective.REDUCE, steps, root=root)
+
+
+def _schedule(level: Level) -> Schedule:
+    if level.one_tree:
+        return sharded(linear_all_reduce(level.size), level.shards)
+    if level.topology is None:
+        return sharded(all_reduce(level.size), level.shards)
+    return all_reduce(level.size, level.topology.ring_orders(level.shards))
+
+
+def _scatter_gather(level: Level) -> ScatterGather:
+    orders = level.topology.ring_orders(level.shards) if level.topology else None
+    return scatter_gather(level.size, orders)
+
+
+def _closed_form(level: Level, samples: int) -> ClosedForm:
+    if level.one_tree:
+        return ClosedForm(_closed_line(level.size, samples)).sharded(level.shards)
+    if level.topology is None:
+        return _closed_rings((tuple(range(level.size)),)).sharded(level.shards)
+    return _closed_rings(level.topology.ring_orders(level.shards))
+
+
+def _closed_rings(orders: Orders) -> ClosedForm:
+    size = len(orders[0])
+    around = np.array(orders)
+    source, target = around.reshape(-1), np.roll(around, -1, axis=1).reshape(-1)
+    scatter = BulkStep(source, target, 1 / around.size, ways=1, times=size - 1)
+    steps = ([scatter], [scatter._replace(ways=0)]) if size > 1 else ([], [])
+    return ClosedForm(*steps, owners=np.arange(size))
+
+
+def _closed_line(size: int, samples: int) -> list[BulkStep]:
+    """The pipeline there and onward; of a long one, steps evenly spread that stand for the rest."""
+    if size == 1:
+        return []
+    chunks = 4 * size
+    steps = chunks + 2 * size - 3
+    cuts = np.linspace(0, steps, min(steps, samples) + 1).astype(np.int64)
+    there, onward = np.arange(size - 1), np.array([size - 1, *range(size - 2)], dtype=np.int64)
+    found = []
+    for begin, end in pairwise(cuts.tolist()):
+        step = (begin + end) // 2
+        forth = there[(step - there >= 0) & (step - there < chunks)]
+        behind = step - (size - 1) - np.arange(size - 1)
+        back = onward[(behind >= 0) & (behind < chunks)]
+        source = np.concatenate([forth, back])
+        ways = np.concatenate([np.ones_like(forth), np.zeros_like(back)])
+        found.append(BulkStep(source, (source + 1) % size, 1 / chunks, ways, end - begin))
+    return found
+
+
+XRING = Algorithm(
+    "xring",
+    "k rings, reduce-scatter then all-gather",
+    Order.LINE,
+    schedule=_schedule,
+    closed_form=_closed_form,
+    scatter_gather=_scatter_gather,
+    shards=Shards.PER_LOCAL_RANK,
+)

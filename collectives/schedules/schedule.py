@@ -7,8 +7,8 @@ step by step cannot deadlock. `proof.verify` proves that, and that the answer is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import lru_cache
 from typing import NamedTuple
@@ -52,9 +52,11 @@ class Step(NamedTuple):
     """The messages one rank exchanges at once.
 
     `group` names, in ascending order, the ranks whose reductions of this step together cover both
-    whole operands; empty when the operands are not one pair of vectors (a ring reduces another
-    pair in every chunk), in which case reducers that need whole-vector sums cannot use the step.
-    What a rank with a group reduces is one range, in ascending order where it comes in pieces.
+    whole operands; a rank that holds all of several vectors is a group by itself. It is empty when
+    the operands are no whole vectors (a ring reduces another pair in every chunk): reducers that
+    need whole-vector sums cannot use such a step. Where chunks are whole segments, every rank that
+    reduces is a group by itself. What a rank with a group reduces is one range, in ascending order
+    where it comes in pieces.
     `phase` says which of the run's reducers the REDUCE receives use: a two-level Adasum sums within
     a node in phase 0 and projects across nodes in phase 1.
     """
@@ -74,7 +76,7 @@ class Schedule:
 
     `steps(rank)` yields the same number of steps for every rank. root: the rank that a broadcast
     comes from and a reduce goes to. whole_segments: chunk boundaries must lie on segment
-    boundaries, so that every reduction holds whole segments and needs no group. replicas: each run
+    boundaries, so that whoever reduces a chunk holds whole segments. replicas: each run
     of so many consecutive ranks starts with one and the same contribution (its node's).
     """
 
@@ -109,3 +111,87 @@ class Schedule:
 def steps_of(schedule: Schedule, rank: int) -> tuple[Step, ...]:
     """The steps of one rank, made once."""
     return tuple(schedule.steps(rank))
+
+
+@dataclass(frozen=True)
+class ScatterGather:
+    """An all-reduce of `size` ranks as a reduce-scatter and an all-gather.
+
+    The reduce-scatter leaves every region of the buffer reduced on one rank, its owner; the
+    all-gather sends it from there to the others. A two-level all-reduce runs another between them.
+
+    owners: the rank that owns each region, no rank twice; ranks in none own nothing. Regions are
+    equally wide, `width` chunks each. scatter, gather: the steps of a rank; each yields the same
+    number for every rank.
+    """
+
+    name: str
+    size: int
+    owners: tuple[int, ...]
+    width: int
+    scatter: Callable[[int], Iterable[Step]]
+    gather: Callable[[int], Iterable[Step]]
+
+    @property
+    def chunks(self) -> int:
+        """Pieces of the whole buffer."""
+        return len(self.owners) * self.width
+
+    def all_reduce(self) -> Schedule:
+        """One part after the other."""
+
+        def steps(rank: int) -> Iterator[Step]:
+            yield from self.scatter(rank)
+            yield from self.gather(rank)
+
+        return Schedule(self.name, self.size, self.chunks, Collective.ALL_REDUCE, steps)
+
+    def sharded(self, shards: int) -> ScatterGather:
+        """As `sharded`, for both parts."""
+        if _is_one("shards", shards):
+            return self
+        return replace(
+            self,
+            name=f"{self.name}#{shards}",
+            width=self.width * shards,
+            scatter=lambda rank: _split(self.scatter(rank), shards),
+            gather=lambda rank: _split(self.gather(rank), shards),
+        )
+
+
+def sharded(schedule: Schedule, shards: int) -> Schedule:
+    """The same schedule on `shards` times the chunks, with every message in `shards` pieces.
+
+    The pieces of a message are all in flight at once, so that a transport with several channels
+    to a peer can use them; bytes, steps and memory are those of `schedule`, latency is paid for
+    `shards` times the messages. What a rank reduces in a step stays one range.
+    """
+    if _is_one("shards", shards):
+        return schedule
+    if schedule.collective in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER):
+        raise ValueError(f"{schedule.name} has one chunk a rank: it cannot be sharded")
+    return replace(
+        schedule,
+        name=f"{schedule.name}#{shards}",
+        chunks=schedule.chunks * shards,
+        steps=lambda rank: _split(schedule.steps(rank), shards),
+    )
+
+
+def _is_one(argument: str, value: int) -> bool:
+    if value < 1:
+        raise ValueError(f"{argument} must be at least 1, got {value}")
+    return value == 1
+
+
+def _split(steps: Iterable[Step], shards: int) -> Iterator[Step]:
+    def pieces(transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
+        return tuple(
+            Transfer(peer, start * shards + i * width, start * shards + (i + 1) * width, action)
+            for peer, start, stop, action in transfers
+            for width in [stop - start]
+            for i in range(shards)
+        )
+
+    for step in steps:
+        yield step._replace(sends=pieces(step.sends), recvs=pieces(step.recvs))

@@ -17,9 +17,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-ONE_LEVEL = ("auto", "collective", "nccl", "pscpu", "psgpu", "rd", "rechd", "vhdd", "xring")
-INNER = ("collective", "nccl", "pscpu", "psgpu", "rechd", "xring")
-OUTER = ("pscpu", "psgpu", "rd", "rechd", "vhdd", "xring")
+from collectives.schedules.registry import ALGORITHMS
+
+ONE_LEVEL = ("auto", *sorted(ALGORITHMS))
+INNER = tuple(sorted(name for name, record in ALGORITHMS.items() if record.inner))
+OUTER = tuple(sorted(name for name, record in ALGORITHMS.items() if record.outer))
 
 _FACTORS = {"": 1, "K": 1 << 10, "k": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 # 19 digits hold every 63-bit count, and keep int() away from Python's limit on long strings.

@@ -18,12 +18,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from collectives.schedules import ring
-from collectives.schedules.building_blocks import Halves
-from collectives.schedules.schedule import IDLE, Collective, Schedule, Step, Transfer
+from collectives.schedules.schedule import (
+    IDLE,
+    Collective,
+    ScatterGather,
+    Schedule,
+    Step,
+    Transfer,
+)
 from collectives.schedules.topology import Topology
 
 
-def all_reduce(topology: Topology, inner: Halves | None, outer: Schedule) -> Schedule:
+def all_reduce(topology: Topology, inner: ScatterGather | None, outer: Schedule) -> Schedule:
     """`inner` on every node's local ranks, `outer` on the nodes.
 
     inner: of topology.local_size ranks; None where a library has done the inner all-reduce, so
@@ -34,7 +40,7 @@ def all_reduce(topology: Topology, inner: Halves | None, outer: Schedule) -> Sch
     Raises ValueError where the sizes do not fit the topology.
     """
     local_size, nodes = topology.local_size, topology.num_nodes
-    node = inner or ring.halves(local_size, topology.node().ring_orders())
+    node = inner or ring.scatter_gather(local_size, topology.node().ring_orders())
     if node.size != local_size:
         raise ValueError(f"inner is of {node.size} ranks, a node of the topology has {local_size}")
     if outer.size != nodes:
@@ -58,10 +64,12 @@ def all_reduce(topology: Topology, inner: Halves | None, outer: Schedule) -> Sch
             return
         start = region * node.width * outer.chunks
         for step in outer.steps(at):
+            group = tuple(w * local_size + owner for w in step.group for owner in owners)
             yield Step(
                 sends=_placed(step.sends, local, local_size, start, node.width),
                 recvs=_placed(step.recvs, local, local_size, start, node.width),
-                group=tuple(w * local_size + owner for w in step.group for owner in owners),
+                # Each owner of a node's regions holds whole segments by itself.
+                group=(rank,) if group and outer.whole_segments else group,
                 phase=1,
             )
 

@@ -20,7 +20,7 @@ class Proof:
     steps: how many. phases: how many reducers the run takes, 0 where nothing is reduced. one_tree:
     all chunks end with one expression tree of the last phase, whose leaves are what the earlier
     phases reduced, in any order. carries_adasum: one_tree, and every reduction of the last phase
-    names a group that holds its whole operands.
+    names a group that holds its whole operands, or their whole segments.
     """
 
     steps: int
@@ -66,7 +66,8 @@ class _Expressions:
 
 
 _State = list[list[int | None]]
-_Reduction = tuple[int, int, int]  # chunk, shape of the left operand, shape of the right one
+# By chunk: shapes of the left and the right operand of its reductions, one after the other.
+_Reductions = dict[int, tuple[tuple[int, int], ...]]
 
 
 def verify(schedule: Schedule) -> Proof:
@@ -76,8 +77,9 @@ def verify(schedule: Schedule) -> Proof:
     no chunk is read before it is written, nor received into while it is being sent; every rank
     ends with every contribution exactly once where the collective says so; all ranks hold the same
     expression tree for a chunk; no phase reduces what a later one answered; what a rank reduces in
-    a step is equal or disjoint ranges; and every non-empty `group` holds one pair of operands, each
-    chunk once, every rank's part of it in one range.
+    a step is equal or disjoint ranges; and every non-empty `group` holds the same whole operands,
+    each chunk once, every rank's part of it in one range: a pair of them, or any number where the
+    group is one rank. With whole_segments a group is one rank, which holds whole segments.
     """
     if not isinstance(schedule, Schedule):
         raise TypeError(f"schedule must be a Schedule, got {type(schedule).__name__}")
@@ -97,7 +99,7 @@ def verify(schedule: Schedule) -> Proof:
             raise ScheduleError(f"{where}: rank {steps.index(None)} has no step while others do")
         reductions = _run_step(present, state, expressions, chunks, where)
         _check_ranges(present, where)
-        _check_groups(present, reductions, chunks, where)
+        _check_groups(present, reductions, schedule, where)
         for step, reduced in zip(present, reductions, strict=True):
             if reduced:
                 grouped[step.phase] = grouped.get(step.phase, True) and bool(step.group)
@@ -121,7 +123,7 @@ def _initial(schedule: Schedule) -> _State:
 
 def _run_step(
     steps: Sequence[Step], state: _State, expressions: _Expressions, chunks: int, where: str
-) -> list[list[_Reduction]]:
+) -> list[_Reductions]:
     """Advance all ranks by one step; return every rank's reductions."""
     mail: dict[tuple[int, int], list[tuple[int, int, list[int | None]]]] = {}
     for rank, step in enumerate(steps):
@@ -136,7 +138,7 @@ def _run_step(
                 send.start < recv.stop and recv.start < send.stop for send in step.sends
             ):
                 raise ScheduleError(f"{where}: rank {rank} receives into chunks it is sending")
-    reductions: list[list[_Reduction]] = [[] for _ in steps]
+    reductions: list[_Reductions] = [{} for _ in steps]
     for rank, step in enumerate(steps):
         phase = step.phase
         copied: set[int] = set()
@@ -168,10 +170,11 @@ def _run_step(
                 raise ScheduleError(f"{where}: rank {rank} reduces a chunk it does not have")
             operands = [*before, mine, *after]
             left = operands[0]
+            pairs = []
             for right in operands[1:]:
-                shapes = expressions.shape(left, phase), expressions.shape(right, phase)
-                reductions[rank].append((chunk, *shapes))
+                pairs.append((expressions.shape(left, phase), expressions.shape(right, phase)))
                 left = expressions.reduce(left, right, phase, where)
+            reductions[rank][chunk] = tuple(pairs)
             state[rank][chunk] = left
     for (source, peer), queue in mail.items():
         if queue:
@@ -200,9 +203,9 @@ def _check_ranges(steps: Sequence[Step], where: str) -> None:
 
 
 def _check_groups(
-    steps: Sequence[Step], reductions: Sequence[Sequence[_Reduction]], chunks: int, where: str
+    steps: Sequence[Step], reductions: Sequence[_Reductions], schedule: Schedule, where: str
 ) -> None:
-    """Every group of a step holds one pair of whole operands, each chunk once."""
+    """Every group of a step holds the same whole operands, each chunk once."""
     seen: set[tuple[int, ...]] = set()
     for rank, step in enumerate(steps):
         group = step.group
@@ -218,11 +221,19 @@ def _check_groups(
         for member in group:
             if (steps[member].group, steps[member].phase) != (group, step.phase):
                 raise ScheduleError(f"{where}: ranks {rank} and {member} name different groups")
-        held = [reduction for member in group for reduction in reductions[member]]
-        pairs = {(left, right) for _, left, right in held}
-        covered = {chunk for chunk, _, _ in held}
-        if not len(held) == len(covered) == chunks or len(pairs) != 1:
-            raise ScheduleError(f"{where}: group {group} does not hold one pair of whole vectors")
+        if schedule.whole_segments:
+            if len(group) > 1:
+                raise ScheduleError(f"{where}: group {group} is of more ranks than hold a segment")
+            continue
+        held = [reduced for member in group for reduced in reductions[member].items()]
+        operands = {pairs for _, pairs in held}
+        covered = {chunk for chunk, _ in held}
+        whole = len(held) == len(covered) == schedule.chunks and len(operands) == 1
+        if not whole or (len(group) > 1 and len(operands.pop()) > 1):
+            raise ScheduleError(
+                f"{where}: group {group} does not hold one pair of whole vectors, nor is it one "
+                "rank that holds several"
+            )
 
 
 def _answers(schedule: Schedule, state: _State, expressions: _Expressions) -> set[int]:

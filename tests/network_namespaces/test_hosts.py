@@ -20,9 +20,10 @@ import pytest
 import torch
 
 import collectives
-from collectives.schedules.algorithms import ALL_REDUCE
 from collectives.schedules.partition import split_bounds
+from collectives.schedules.registry import one_level
 from collectives.schedules.schedule import steps_of
+from collectives.schedules.topology import Topology
 from tests.adasum import definition
 from tests.network_namespaces.job import OPS, rank_input
 from tests.network_namespaces.network import Hosts, why_not
@@ -176,7 +177,7 @@ def test_same_bits_as_in_one_process(outcome: Outcome, op: str, algorithm: str) 
 
 def _crossing(outcome: Outcome, algorithm: str, host: int) -> int:
     """Bytes that a flat all-reduce of LARGE float32 sends from one host to others."""
-    schedule = ALL_REDUCE[algorithm](outcome.size)
+    schedule = one_level(algorithm, 1, Topology(outcome.size, outcome.size))
     cuts = split_bounds(LARGE, schedule.chunks)
     size = outcome.local_size
     return 4 * sum(

@@ -16,7 +16,7 @@ import torch
 
 import collectives
 from collectives import Average, CollectiveMismatchError, Group, Sum
-from collectives.schedules.algorithms import ALL_REDUCE
+from collectives.schedules.registry import SCHEDULES
 from collectives.transport import GlooTransport, HybridTransport, LinkTransport, Message, open_links
 from collectives.transport.connections.shm import ShmLink
 
@@ -80,7 +80,7 @@ def check_all_reduce(group: Group) -> None:
     cases = [*zip(itertools.cycle(FLOATS), SHAPES, strict=False), *((d, (1021,)) for d in FLOATS)]
     for seed, (dtype, shape) in enumerate(cases):
         terms = inputs(group, shape, dtype, seed)
-        for name in [None, *ALL_REDUCE]:
+        for name in [None, *SCHEDULES]:
             mine = terms[group.rank].clone()
             assert group.all_reduce(mine, algorithm=name) is mine
             close(mine, terms)
@@ -91,7 +91,7 @@ def check_all_reduce(group: Group) -> None:
 
 def check_large_all_reduce(group: Group) -> None:
     terms = inputs(group, (200_003,), torch.float32, 77)
-    for name in [None, *ALL_REDUCE]:
+    for name in [None, *SCHEDULES]:
         mine = terms[group.rank].clone()
         group.all_reduce(mine, algorithm=name)
         close(mine, terms)

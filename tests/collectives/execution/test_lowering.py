@@ -8,7 +8,7 @@ import pytest
 
 from collectives.execution.lowering import Cut, Leg, Reduction, legs_of
 from collectives.schedules import ring
-from collectives.schedules.algorithms import ALL_REDUCE, one_level
+from collectives.schedules.registry import SCHEDULES, one_level
 from collectives.schedules.schedule import Action, Step, Transfer
 from collectives.schedules.topology import Topology
 
@@ -18,9 +18,9 @@ SEGMENTS = (0, 3, 3, 50, 90, 91)
 
 @pytest.mark.parametrize("numel", [91, 5, 1, 0])
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", [*ALL_REDUCE])
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_what_is_sent_is_received(name: str, size: int, numel: int) -> None:
-    schedule = ALL_REDUCE[name](size)
+    schedule = one_level(name, 1, Topology(size, size))
     segments = SEGMENTS if numel == 91 else None
     ways = [legs_of(schedule, rank, numel, segments=segments) for rank in range(size)]
     for number, legs in enumerate(zip(*ways, strict=True)):
@@ -34,10 +34,10 @@ def test_what_is_sent_is_received(name: str, size: int, numel: int) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", [*ALL_REDUCE])
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_what_is_reduced_lies_in_scratch_side_by_side(name: str, size: int) -> None:
     for rank in range(size):
-        for leg in legs_of(ALL_REDUCE[name](size), rank, 91):
+        for leg in legs_of(one_level(name, 1, Topology(size, size)), rank, 91):
             staged = [cut for cut in leg.recvs if cut.staged]
             ends = [0, *(cut.high for cut in staged)]
             assert [cut.low for cut in staged] == ends[:-1]
@@ -52,7 +52,7 @@ def test_what_is_reduced_lies_in_scratch_side_by_side(name: str, size: int) -> N
 
 
 def test_one_step_in_numbers() -> None:
-    legs = legs_of(ALL_REDUCE["rechd"](2), 1, 7)
+    legs = legs_of(one_level("rechd", 1, Topology(2, 2)), 1, 7)
     assert legs[0] == Leg(
         name="step 0 (rechd)",
         sends=(Cut(0, 0, 4),),
@@ -69,7 +69,9 @@ def test_one_step_in_numbers() -> None:
 
 
 def test_some_of_the_ranks() -> None:
-    here, there = (legs_of(ALL_REDUCE["vhdd"](2), 1, 8, ranks=ranks) for ranks in ((4, 6), None))
+    here, there = (
+        legs_of(one_level("vhdd", 1, Topology(2, 2)), 1, 8, ranks=ranks) for ranks in ((4, 6), None)
+    )
     for mine, other in zip(here, there, strict=True):
         members = {0: 4, 1: 6}
         assert [members[cut.peer] for cut in other.sends] == [cut.peer for cut in mine.sends]
@@ -96,7 +98,7 @@ def test_given_bounds_and_whole_segments() -> None:
 
 
 def test_a_call_that_repeats_finds_its_steps_made() -> None:
-    schedule = ALL_REDUCE["rechd"](4)
+    schedule = one_level("rechd", 1, Topology(4, 4))
     assert legs_of(schedule, 2, 1000) is legs_of(schedule, 2, 1000)
     others = [legs_of(schedule, 1, 1000), legs_of(schedule, 2, 1001)]
     assert all(other != legs_of(schedule, 2, 1000) for other in others)
@@ -110,7 +112,7 @@ def test_ranges_that_come_twice_are_one_reduction() -> None:
         Transfer(3, 1, 2),
         Transfer(3, 0, 1, Action.REDUCE_LEFT),
     )
-    base = ALL_REDUCE["rd"](4)
+    base = one_level("rd", 1, Topology(4, 4))
     schedule = replace(base, chunks=2, steps=lambda rank: (Step(recvs=recvs),))
     (leg,) = legs_of(schedule, 0, 9)
     assert leg.reductions == (Reduction((1, 3), (0,), 0, 5),)

@@ -17,8 +17,9 @@ from collectives.execution.executor import Workspace, execute
 from collectives.execution.lowering import sent_first
 from collectives.execution.pipelining import parts_of
 from collectives.schedules import parameter_server
-from collectives.schedules.algorithms import ALL_REDUCE
+from collectives.schedules.registry import SCHEDULES, one_level
 from collectives.schedules.schedule import Action, Schedule, Step, Transfer
+from collectives.schedules.topology import Topology
 from collectives.transport import Message, Transport
 from tests.fakes.fake_cuda import device_tensor
 from tests.fakes.fake_nccl import FakeNccl
@@ -128,11 +129,13 @@ def test_parts_cover_the_message_and_begin_aligned(numel: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
-@pytest.mark.parametrize("name", [*ALL_REDUCE, "psgpu"])
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_sums(name: str, size: int) -> None:
     """The bits of whole messages: cutting changes no element's sum."""
     schedule = (
-        parameter_server.all_reduce(size, 1, name) if name == "psgpu" else ALL_REDUCE[name](size)
+        parameter_server.all_reduce(size, 1, name)
+        if name == "psgpu"
+        else one_level(name, 1, Topology(size, size))
     )
     inputs = vectors(size)
     whole = run(schedule, inputs, Sum, late=False)
@@ -150,7 +153,7 @@ def test_adasum(name: str, size: int, segments: Sequence[int] | None) -> None:
     each of three levels may round to the other side.
     """
     inputs = vectors(size)
-    schedule = ALL_REDUCE[name](size)
+    schedule = one_level(name, 1, Topology(size, size))
     whole = run(schedule, inputs, Adasum, segments, late=False)
     answers = run(schedule, inputs, Adasum, segments)
     reach = torch.stack(inputs).abs().sum(0)
@@ -179,7 +182,7 @@ def test_a_part_is_reduced_while_the_next_is_on_its_way() -> None:
         late = Late(group.transport, before)
         buffer = vectors(size)[group.rank].clone()
         execute(
-            ALL_REDUCE["rechd"](size),
+            one_level("rechd", 1, Topology(size, size)),
             buffer,
             late,  # type: ignore[arg-type]
             Watched(),
@@ -202,7 +205,7 @@ def test_a_part_that_fails_is_the_steps_error() -> None:
                 raise CollectiveTimeoutError(f"no answer in {step}")
 
         execute(
-            ALL_REDUCE["rechd"](2),
+            one_level("rechd", 1, Topology(2, 2)),
             vectors(2)[group.rank],
             Late(group.transport, before),  # type: ignore[arg-type]
             Sum,
@@ -245,7 +248,7 @@ def test_on_streams(machine: Machine, name: str, size: int) -> None:
         buffer = device_tensor(inputs[transport.rank].clone())
         with transport.deferred():
             execute(
-                ALL_REDUCE[name](size),
+                one_level(name, 1, Topology(size, size)),
                 buffer,
                 transport,
                 OnStream(),

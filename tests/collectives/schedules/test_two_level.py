@@ -11,22 +11,23 @@ from typing import NamedTuple
 import pytest
 
 from collectives.schedules import recursive_halving, ring, two_level
-from collectives.schedules.algorithms import LIBRARY, one_level, two_levels
+from collectives.schedules.registry import (
+    ALGORITHMS,
+    LIBRARIES,
+    SCHEDULES,
+    one_level,
+    two_levels,
+)
 from collectives.schedules.schedule import Schedule
 from collectives.schedules.spec import INNER, OUTER
 from collectives.schedules.topology import Topology
 from collectives.schedules.verify import Proof, ScheduleError, verify
 from tests.collectives.schedules.simulation import (
     answers,
-    balanced,
     cost,
-    folded,
     ranks_in,
     with_step,
 )
-
-WHOLE = ("xring", "pscpu", "psgpu")
-"""Outer algorithms that carry Adasum on whole segments; the others name groups."""
 
 
 class Pair(NamedTuple):
@@ -39,18 +40,14 @@ class Pair(NamedTuple):
         return two_levels(*self, topology, one_tree=one_tree)
 
 
-def most_shards(name: str, size: int, topology: Topology) -> int:
-    """The most shards a level of `size` ranks takes; 3 where any number is allowed."""
-    if name == "xring":
-        return topology.local_size if topology.size > 1 else 3
-    return size if name in WHOLE else 3
-
-
 def pairs(topology: Topology) -> Iterator[Pair]:
     """Every pair with every shard count allowed."""
     for inner, outer in product(INNER, OUTER):
-        inner_most = 1 if inner in LIBRARY else most_shards(inner, topology.local_size, topology)
-        outer_most = most_shards(outer, topology.num_nodes, topology)
+        local_size, nodes = topology.local_size, topology.num_nodes
+        inner_most = ALGORITHMS[inner].most_shards(local_size, local_size) or 3
+        outer_most = ALGORITHMS[outer].most_shards(nodes, local_size) or 3
+        if inner in LIBRARIES:
+            inner_most = 1
         for shards in product(range(1, inner_most + 1), range(1, outer_most + 1)):
             yield Pair(inner, shards[0], outer, shards[1])
 
@@ -60,16 +57,14 @@ def topologies(sizes: range) -> list[Topology]:
 
 
 def prove(pair: Pair, topology: Topology) -> None:
-    """Adasum by the pair has one tree, and groups or whole segments."""
+    """Adasum by the pair has one tree, and a group for every reduction across nodes."""
     schedule = pair.on(topology, one_tree=True)
     proof = verify(schedule)
     if topology.num_nodes == 1:
-        reduces = pair.inner not in LIBRARY and topology.local_size > 1
+        reduces = pair.inner not in LIBRARIES and topology.local_size > 1
         assert proof.phases == (1 if reduces else 0)
         return
-    assert proof.phases == 2 and proof.one_tree
-    assert schedule.whole_segments == (pair.outer in WHOLE)
-    assert proof.carries_adasum == (pair.outer not in WHOLE)
+    assert proof.phases == 2 and proof.carries_adasum
 
 
 def test_every_pair_is_proved_on_small_topologies() -> None:
@@ -114,13 +109,9 @@ TOPOLOGIES = [Topology(8, 2), Topology(8, 4), Topology(9, 3), Topology(12, 2), T
 def test_nodes_are_summed_in_any_order_and_join_in_the_one_promised(inner: str, outer: str) -> None:
     for topology in TOPOLOGIES:
         schedule = two_levels(inner, 1, outer, 1, topology, one_tree=True)
-        nodes = topology.num_nodes
-        leaves = 1 << (nodes.bit_length() - 1)
-        extra = nodes - leaves
-        tree_of_pairs = balanced(
-            [(2 * i, 2 * i + 1) for i in range(extra)] + list(range(2 * extra, nodes))
-        )
-        expected = folded(list(range(nodes))) if outer in WHOLE else tree_of_pairs
+        order = ALGORITHMS[outer].order
+        assert order is not None
+        expected = order.tree(range(topology.num_nodes))
         for row in answers(schedule):
             assert [collapsed(tree, topology, schedule.replicas) for tree in row] == [
                 expected
@@ -197,16 +188,23 @@ def test_a_library_inside_one_node_leaves_nothing_to_do() -> None:
 
 @pytest.mark.parametrize("pair", [Pair("xring", 2, "vhdd", 1), Pair("nccl", 1, "pscpu", 2)])
 def test_faults_are_found(pair: Pair) -> None:
-    """A lost message, and where steps have groups a wrong group or phase."""
+    """A lost message; and a wrong group or phase, of which one rank alone knows, bars Adasum."""
     schedule = pair.on(Topology(6, 2), one_tree=True)
     for rank in range(6):
         for number, step in enumerate(schedule.steps(rank)):
-            wrong = [step._replace(sends=step.sends[1:])] if step.sends else []
-            if step.group:
-                wrong += [step._replace(phase=0), step._replace(group=step.group[:-1])]
-            for other in wrong:
+            if step.sends:
                 with pytest.raises(ScheduleError):
-                    verify(with_step(schedule, rank, number, other))
+                    verify(with_step(schedule, rank, number, step._replace(sends=step.sends[1:])))
+            if step.group:
+                for other in (step._replace(phase=0), step._replace(group=step.group[:-1])):
+                    assert not _carries_adasum(with_step(schedule, rank, number, other))
+
+
+def _carries_adasum(schedule: Schedule) -> bool:
+    try:
+        return verify(schedule).carries_adasum
+    except ScheduleError:
+        return False
 
 
 def test_a_level_of_one_rank_takes_any_number_of_shards() -> None:
@@ -229,20 +227,23 @@ def test_faults_of_the_replicas_are_found() -> None:
 def test_levels_that_do_not_fit_are_refused() -> None:
     topology = Topology(6, 2)
     with pytest.raises(ValueError, match=r"inner is of 3 ranks, a node of the topology has 2"):
-        two_level.all_reduce(topology, ring.halves(3), recursive_halving.all_reduce(3))
+        two_level.all_reduce(topology, ring.scatter_gather(3), recursive_halving.all_reduce(3))
     with pytest.raises(ValueError, match=r"outer is of 2 ranks, the topology has 3 nodes"):
-        two_level.all_reduce(topology, ring.halves(2), recursive_halving.all_reduce(2))
-    with pytest.raises(ValueError, match=r"3 ring shards .* which has 2"):
+        two_level.all_reduce(topology, ring.scatter_gather(2), recursive_halving.all_reduce(2))
+    with pytest.raises(ValueError, match=r"xring takes 1 to 2 shards, .* got 3"):
         two_levels("xring", 3, "rd", 1, topology)
-    with pytest.raises(ValueError, match=r"3 ring shards .* which has 2"):
+    with pytest.raises(ValueError, match=r"xring takes 1 to 2 shards, .* got 3"):
         two_levels("rechd", 1, "xring", 3, topology)
-    with pytest.raises(ValueError, match="pscpu of 2 ranks takes 1 to 2 shards"):
+    with pytest.raises(ValueError, match=r"pscpu takes 1 to 2 shards, .* got 3"):
         two_levels("pscpu", 3, "rd", 1, topology)
-    with pytest.raises(ValueError, match="psgpu of 3 ranks takes 1 to 3 shards"):
+    with pytest.raises(ValueError, match=r"psgpu takes 1 to 3 shards, .* got 4"):
         two_levels("pscpu", 1, "psgpu", 4, topology)
-    for name in ("vhdd", "rd", "bogus"):
+    for name in set(SCHEDULES) - set(INNER):
         with pytest.raises(ValueError, match=f"'{name}' is no algorithm inside a node"):
             two_levels(name, 1, "rd", 1, topology)
-    for name in ("nccl", "collective", "bogus"):
-        with pytest.raises(ValueError, match=f"'{name}' is no schedule"):
+    for name in LIBRARIES:
+        with pytest.raises(ValueError, match=f"'{name}' is no algorithm across nodes"):
             two_levels("xring", 1, name, 1, topology)
+    for inner, outer in (("bogus", "rd"), ("rechd", "bogus")):
+        with pytest.raises(ValueError, match="'bogus' is no algorithm: use xring"):
+            two_levels(inner, 1, outer, 1, topology)

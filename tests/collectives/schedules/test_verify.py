@@ -86,10 +86,59 @@ def test_one_value_twice_in_an_n_way_reduction_is_found() -> None:
         verify(made(steps))
 
 
-def test_an_n_way_reduction_is_no_pair_for_a_group() -> None:
-    steps = [[send(1)], [recv((0, LEFT), (2, RIGHT))._replace(group=(1,))], [send(1)]]
+def direct_exchange(groups: Sequence[tuple[int, ...]]) -> Schedule:
+    """Three ranks in one step: each gets both others' vectors and reduces all three in order."""
+    steps = []
+    for rank in range(3):
+        others = [peer for peer in range(3) if peer != rank]
+        recvs = tuple(Transfer(p, 0, 1, LEFT if p < rank else RIGHT) for p in others)
+        steps.append([Step(tuple(Transfer(p, 0, 1) for p in others), recvs, groups[rank])])
+    return made(steps)
+
+
+def test_n_way_reduction_of_one_rank_carries_adasum() -> None:
+    assert verify(direct_exchange([(0,), (1,), (2,)])).carries_adasum
+    assert not verify(direct_exchange([(0,), (), (2,)])).carries_adasum
+
+
+def test_n_way_reduction_of_several_ranks_is_refused() -> None:
+    halves = [Transfer(peer, chunk, chunk + 1) for peer in (1, 2) for chunk in (0, 1)]
+    steps = [
+        [Step(sends=(Transfer(1, 0, 1), Transfer(2, 1, 2))), Step(recvs=(halves[0], halves[3]))],
+        [
+            Step((Transfer(2, 1, 2),), (Transfer(0, 0, 1, LEFT), Transfer(2, 0, 1, RIGHT)), (1, 2)),
+            Step((Transfer(0, 0, 1), Transfer(2, 0, 1)), (Transfer(2, 1, 2),)),
+        ],
+        [
+            Step((Transfer(1, 0, 1),), (Transfer(0, 1, 2, LEFT), Transfer(1, 1, 2, LEFT)), (1, 2)),
+            Step((Transfer(0, 1, 2), Transfer(1, 1, 2)), (Transfer(1, 0, 1),)),
+        ],
+    ]
     with pytest.raises(ScheduleError, match="one pair of whole vectors"):
-        verify(made(steps))
+        verify(made(steps, 2))
+    for program in steps[1:]:
+        program[0] = program[0]._replace(group=())
+    assert verify(made(steps, 2)).one_tree
+
+
+def test_groups_of_whole_segments_are_single_ranks() -> None:
+    alone, both = (
+        dataclasses.replace(made(pair_in_halves(group)), chunks=2, whole_segments=True)
+        for group in (None, (0, 1))
+    )
+    assert verify(alone).carries_adasum
+    with pytest.raises(ScheduleError, match="more ranks than hold a segment"):
+        verify(both)
+
+
+def pair_in_halves(group: tuple[int, ...] | None) -> list[list[Step]]:
+    """Two ranks reduce half of the buffer each, in rank order, and exchange the answers."""
+    steps = []
+    for rank in (0, 1):
+        mine, other = Transfer(1 - rank, rank, rank + 1), Transfer(1 - rank, 1 - rank, 2 - rank)
+        into = mine._replace(action=LEFT if rank else RIGHT)
+        steps.append([Step((other,), (into,), group or (rank,)), Step((mine,), (other,))])
+    return steps
 
 
 def two_nodes(*, phase: int = 1, grouped: bool = True, first: int = 0) -> list[list[Step]]:
