@@ -45,7 +45,7 @@ def gloo_enabled() -> bool:
     """Whether the ranks have met over gloo: not before init, alone, or as threads."""
     if not is_initialized():
         return False
-    return getattr(default_group().transport, "process_group", None) is not None
+    return default_group().transport.process_group is not None
 
 
 def nccl_built() -> int:

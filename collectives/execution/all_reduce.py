@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import cast
 
 import torch
 
@@ -170,15 +168,10 @@ class Runner:
             phases = replace(phases, sequence=phases.sequence[len(near) :])
             buffer = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
             buffer.copy_(flat)
-        with self._deferred():
+        with self.transport.deferred():
             self._run_phases(phases, buffer, op, segments, label)
         if buffer is not flat:
             flat.copy_(buffer)
-
-    def _deferred(self) -> AbstractContextManager[object]:
-        """Put all steps on the streams and wait at the end, where the transport can do that."""
-        deferred = getattr(self.transport, "deferred", nullcontext)
-        return cast(AbstractContextManager[object], deferred())
 
     def _run_phases(
         self,

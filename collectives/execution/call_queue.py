@@ -126,9 +126,7 @@ class CallQueue:
     def _abort(self, error: BaseException) -> None:
         """End the transport: its peers are in this call, the next one would meet its messages."""
         self._failure = error
-        abandon = getattr(self._transport, "abandon", None)
-        if abandon is not None:
-            abandon(words(error))
+        self._transport.abort(words(error))
 
     def close(self) -> None:
         """Take no more calls; let the queued ones finish, and end the communication thread."""

@@ -38,20 +38,20 @@ def post(
     timeout: float,
 ) -> Arrivals:
     """Start the messages of a step; without parts they have arrived when this returns."""
-    start: Callable[..., Wait] | None = getattr(transport, "post", None)
     count = 1
-    if start is not None:
+    if transport.posts_ahead:
         count = max((parts_of(_nbytes(m.tensor)) for m in (*sends, *recvs)), default=1)
-    if start is None or count == 1:
+    if count == 1:
         transport.exchange(sends, recvs, where, timeout)
         return Arrivals([])
     waits = []
     for part in range(count):
-        some = [
+        some_sends, some_recvs = (
             [cut for m in messages if (cut := _part(m, part)) is not None]
             for messages in (sends, recvs)
-        ]
-        waits.append(start(*some, f"{where}, part {part} of {count}", timeout))
+        )
+        step = f"{where}, part {part} of {count}"
+        waits.append(transport.post(some_sends, some_recvs, step, timeout))
     return Arrivals(waits)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 from itertools import pairwise
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,22 +23,12 @@ from collectives.transport.nccl.torch_nccl import behind
 from collectives.transport.process_groups import end_nccl, first_line, leave, outlast, subgroup
 
 
-class NcclSum(Protocol):
-    """What a transport over NCCL has beside `exchange`."""
-
-    def all_reduce(
-        self, flat: torch.Tensor, ranks: tuple[int, ...] | None, step: str, timeout: float
-    ) -> None:
-        """Sum `flat` in place over `ranks` of the transport, all of them for None."""
-        ...
-
-
 class Libraries:
     """The libraries that one group's transport has at hand, over all ranks or over this node's."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._process_group: dist.ProcessGroup | None = getattr(transport, "process_group", None)
+        self._process_group: dist.ProcessGroup | None = transport.process_group
         self._of_node: dist.ProcessGroup | None = None
 
     def check(self, name: str, device: torch.device) -> None:
@@ -48,7 +38,7 @@ class Libraries:
                 raise ValueError(
                     f"algorithm 'nccl' needs CUDA tensors, got one on {device}: use 'collective'"
                 )
-            if not hasattr(self._transport, "all_reduce"):
+            if not self._transport.sums_on_gpu:
                 raise ValueError(
                     "algorithm 'nccl' needs a group over NCCL: call init with one GPU a rank, "
                     "or use 'collective'"
@@ -79,7 +69,7 @@ class Libraries:
         pieces = [flat[low:high] for low, high in pairwise(cuts) if low < high]
         if name == "nccl":
             for piece in pieces:
-                cast(NcclSum, self._transport).all_reduce(piece, ranks, step, timeout)
+                self._transport.all_reduce(piece, ranks, step, timeout)
             return
         group = self._process_group if ranks is None else self._node_group(ranks, timeout)
         start, late = time.monotonic(), False

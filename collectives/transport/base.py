@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple, NoReturn
 
 import torch
+import torch.distributed as dist
 
+from collectives.errors import TransportError
 from collectives.transport.shared_memory.symmetric_memory import SymmetricMemory
+
+__all__ = ["Message", "Transport", "call_code", "same_number"]
+
+# Of a code: the call's number above the hash.
+_HASH_BITS = 40
+_NUMBER_BITS = 24
 
 
 class Message(NamedTuple):
@@ -17,45 +27,141 @@ class Message(NamedTuple):
     tensor: torch.Tensor
 
 
-class Transport(Protocol):
+class Transport(ABC):
     """Point-to-point messages between `size` ranks.
 
     Messages of one ordered pair of ranks arrive in the order in which they were posted. Receives
     must have the sender's byte count; empty tensors are not sent at all.
+
+    What only some transports can do is declared here, too, with the answer of those that cannot.
+
+    Attributes:
+        rank: This rank's number.
+        size: How many ranks there are.
+        device: The GPU whose tensors the transport carries, where it is bound to one.
+        process_group: What torch.distributed's own collectives run on, where there is one.
+        carries_codes: Whether CPU messages carry a code to every rank (`exchange`).
+        posts_ahead: Whether `post` returns before the messages have arrived.
+        sums_on_gpu: Whether the vendor's library sums CUDA tensors (`all_reduce`).
     """
 
     rank: int
     size: int
+    device: torch.device | None = None
+    process_group: dist.ProcessGroup | None = None
+    carries_codes: bool = False
+    posts_ahead: bool = False
+    sums_on_gpu: bool = False
 
     @property
     def symmetric_memory(self) -> SymmetricMemory | None:
         """What all ranks share; None where they do not, or the transport cannot be used."""
-        ...
+        return None
 
+    @abstractmethod
     def check_device(self, device: torch.device) -> None:
         """Raise ValueError, naming the device and the fix, where tensors on it cannot travel."""
-        ...
 
+    @abstractmethod
     def exchange(
-        self, sends: Sequence[Message], recvs: Sequence[Message], step: str, timeout: float
+        self,
+        sends: Sequence[Message],
+        recvs: Sequence[Message],
+        step: str,
+        timeout: float,
+        code: int = 0,
     ) -> None:
         """Post all messages at once; return when all have arrived and the sent ones may be reused.
 
-        `step` is what an error calls this exchange, `timeout` is in seconds. Raises
-        CollectiveTimeoutError naming the peer and the step when a peer is gone or too slow,
-        TransportError when the transport itself failed.
-        """
-        ...
+        Args:
+            sends: What this rank sends.
+            recvs: Where what it receives is written.
+            step: What an error calls this exchange.
+            timeout: In seconds.
+            code: What call the messages belong to (`call_code`); 0 where ranks are known to make
+                the same call. Looked at where the transport `carries_codes`.
 
+        Raises:
+            CollectiveTimeoutError: A peer is gone or too slow; names the peer and the step.
+            TransportError: The transport itself failed.
+            RanksDiffer: Another rank is in a call with another code. No message of that call was
+                written here. All ranks have to `flush` before they go on.
+        """
+
+    def post(
+        self, sends: Sequence[Message], recvs: Sequence[Message], step: str, timeout: float
+    ) -> Callable[[], None]:
+        """`exchange` in two parts: what is returned has to be called before messages are used."""
+        self.exchange(sends, recvs, step, timeout)
+        return _nothing
+
+    def deferred(self) -> AbstractContextManager[None]:
+        """Within, the host need not wait for messages between GPUs; it does so on leaving."""
+        return nullcontext()
+
+    def flush(self, step: str, timeout: float) -> None:
+        """Forget all messages that are under way, on all ranks, so that they can go on.
+
+        A collective of all ranks, each of which is in a call that cannot end because the calls have
+        different codes. Until it returns the tensors of the last `exchange` are still read.
+        """
+        self._refuse("messages carry no code")
+
+    def all_reduce(
+        self, flat: torch.Tensor, ranks: tuple[int, ...] | None, step: str, timeout: float
+    ) -> None:
+        """Sum a contiguous CUDA tensor in place by the vendor's library.
+
+        Args:
+            flat: The tensor.
+            ranks: Those to sum over, in ascending order; all for None.
+            step: What an error calls this sum.
+            timeout: In seconds.
+
+        Raises:
+            TypeError: The library does not add this dtype.
+        """
+        self._refuse("there is no library that sums")
+
+    @abstractmethod
     def split(self, ranks: Sequence[int], timeout: float) -> Transport:
         """A transport of its own between some of the ranks: its rank i is `ranks[i]` of this one.
 
         A collective of exactly these ranks, which several can make at a time where they have no
         rank in common. The two may then be used at the same time, from different threads.
-        timeout: seconds that the other ranks may take to come.
-        """
-        ...
 
+        Args:
+            ranks: The ranks, in the order of the new transport.
+            timeout: Seconds that the other ranks may take to come.
+        """
+
+    def abort(self, reason: str) -> None:
+        """End what is under way, and tell the peers why where that can be: the transport is of no
+        more use."""
+        return
+
+    @abstractmethod
     def close(self) -> None:
         """Let go of what the transport holds; it cannot be used afterwards."""
-        ...
+
+    def _refuse(self, why: str) -> NoReturn:
+        raise TransportError(f"{self!r}: {why}")
+
+
+def _nothing() -> None:
+    """What there is to wait for where nothing is under way."""
+
+
+def call_code(number: int, digest: int) -> int:
+    """A code of 64 bits for messages of a call.
+
+    Args:
+        number: How many calls the group has made before, the same on all ranks.
+        digest: A hash of what is called, of which 40 bits are taken.
+    """
+    return (number % (1 << _NUMBER_BITS)) << _HASH_BITS | digest & ((1 << _HASH_BITS) - 1)
+
+
+def same_number(code: int, other: int) -> bool:
+    """Whether two codes are of calls that have the same number."""
+    return not (code ^ other) >> _HASH_BITS

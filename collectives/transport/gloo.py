@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from collectives.errors import CollectiveTimeoutError
-from collectives.transport.base import Message
+from collectives.transport.base import Message, Transport
 from collectives.transport.nccl.torch_nccl import TorchNccl
 from collectives.transport.process_groups import first_line, leave, outlast, subgroup
 
@@ -25,13 +25,13 @@ def _backends(config: str) -> dict[str, str]:
     return dict(pairs)
 
 
-class GlooTransport:
+class GlooTransport(Transport):
     """Point-to-point messages of a `torch.distributed` process group.
 
     owned: whether closing this transport destroys the process group.
     """
 
-    symmetric_memory = None
+    process_group: dist.ProcessGroup
 
     def __init__(self, process_group: dist.ProcessGroup, *, owned: bool = False) -> None:
         self.process_group = process_group
@@ -66,7 +66,12 @@ class GlooTransport:
             )
 
     def exchange(
-        self, sends: Sequence[Message], recvs: Sequence[Message], step: str, timeout: float
+        self,
+        sends: Sequence[Message],
+        recvs: Sequence[Message],
+        step: str,
+        timeout: float,
+        code: int = 0,
     ) -> None:
         device = (sends or recvs)[0].tensor.device if sends or recvs else torch.device("cpu")
         if self._nccl is not None and device.type == "cuda":
@@ -101,10 +106,10 @@ class GlooTransport:
         """CUDA messages within are waited for at its end: TorchNccl.deferred."""
         return nullcontext() if self._nccl is None else self._nccl.deferred()
 
-    def abandon(self, reason: str) -> None:
+    def abort(self, reason: str) -> None:
         """End the CUDA messages under way. gloo's end by their timeouts: nobody can be told."""
         if self._nccl is not None:
-            self._nccl.abandon()
+            self._nccl.abort()
 
     def split(self, ranks: Sequence[int], timeout: float) -> GlooTransport:
         part = subgroup(self.process_group, ranks, self._config, timeout)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import cast
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -16,7 +15,7 @@ from collectives.transport.connections.connections import LinkTransport
 from collectives.transport.shared_memory.symmetric_memory import SymmetricMemory
 
 
-class HybridTransport:
+class HybridTransport(Transport):
     """CPU messages to the peers of `local` go through it, all others through `other`.
 
     Both know the same ranks. One exchange may use both: first `other`, then `local`, which cannot
@@ -36,7 +35,9 @@ class HybridTransport:
         self.rank = other.rank
         self.size = other.size
         # What library collectives run on, where `other` has one.
-        self.process_group = getattr(other, "process_group", None)
+        self.process_group = other.process_group
+        self.device = other.device
+        self.carries_codes = local.carries_codes
         self._local = local
         self._other = other
         self._ways = tuple(ways)
@@ -69,11 +70,16 @@ class HybridTransport:
         self._other.check_device(device)
 
     def exchange(
-        self, sends: Sequence[Message], recvs: Sequence[Message], step: str, timeout: float
+        self,
+        sends: Sequence[Message],
+        recvs: Sequence[Message],
+        step: str,
+        timeout: float,
+        code: int = 0,
     ) -> None:
         if all(map(self._near, sends)) and all(map(self._near, recvs)):
             if sends or recvs:
-                self._local.exchange(sends, recvs, step, timeout)
+                self._local.exchange(sends, recvs, step, timeout, code)
             return
         start = time.monotonic()
         far_sends = [message for message in sends if not self._near(message)]
@@ -81,18 +87,20 @@ class HybridTransport:
         try:
             self._other.exchange(far_sends, far_recvs, step, timeout)
         except BaseException as error:
-            self._local.abandon(words(error))
+            self._local.abort(words(error))
             raise
         sends = [message for message in sends if self._near(message)]
         recvs = [message for message in recvs if self._near(message)]
         if sends or recvs:
             left = timeout - (time.monotonic() - start)
-            self._local.exchange(sends, recvs, step, max(left, 0.0))
+            self._local.exchange(sends, recvs, step, max(left, 0.0), code)
 
     def deferred(self) -> AbstractContextManager[None]:
         """What `other` may put off: messages over links are waited for at once."""
-        deferred = getattr(self._other, "deferred", nullcontext)
-        return cast("AbstractContextManager[None]", deferred())
+        return self._other.deferred()
+
+    def flush(self, step: str, timeout: float) -> None:
+        self._local.flush(step, timeout)
 
     def split(self, ranks: Sequence[int], timeout: float) -> HybridTransport:
         """New links by the same ways as here, `other` split for the rest."""
@@ -119,12 +127,10 @@ class HybridTransport:
         links = LinkTransport(other.rank, other.size, *met)
         return HybridTransport(links, other, ways=self._ways, toward=self._toward)
 
-    def abandon(self, reason: str) -> None:
+    def abort(self, reason: str) -> None:
         """Close the links and tell the peers why: what is under way is lost, and no more can be."""
-        self._local.abandon(reason)
-        abandon = getattr(self._other, "abandon", None)
-        if abandon is not None:
-            abandon(reason)
+        self._local.abort(reason)
+        self._other.abort(reason)
 
     def _near(self, message: Message) -> bool:
         return message.peer in self._local.peers and message.tensor.is_cpu

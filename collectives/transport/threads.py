@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from collectives.errors import CollectiveTimeoutError, TransportError
-from collectives.transport.base import Message
+from collectives.transport.base import Message, Transport
 from collectives.transport.shared_memory.symmetric_memory import (
     SymmetricMemory,
     symmetric_memory_bytes,
@@ -86,8 +86,10 @@ class ThreadWorld:
         return min(self._gone, default=None)
 
 
-class ThreadTransport:
+class ThreadTransport(Transport):
     """One rank's end of a ThreadWorld."""
+
+    symmetric_memory: SymmetricMemory | None = None
 
     def __init__(self, world: ThreadWorld, rank: int) -> None:
         self._world = world
@@ -102,7 +104,12 @@ class ThreadTransport:
             raise ValueError(f"tensor is on {device}; the threads transport carries cpu and cuda")
 
     def exchange(
-        self, sends: Sequence[Message], recvs: Sequence[Message], step: str, timeout: float
+        self,
+        sends: Sequence[Message],
+        recvs: Sequence[Message],
+        step: str,
+        timeout: float,
+        code: int = 0,
     ) -> None:
         deadline = time.monotonic() + timeout
         posted: list[tuple[int, _Parcel]] = []
@@ -159,9 +166,10 @@ class ThreadTransport:
         """That a rank has ended."""
         return f"rank {peer} has ended"
 
-    def abandon(self, reason: str) -> None:
+    def abort(self, reason: str) -> None:
         """Withdraw; the other threads' waits are bounded as well."""
-        self.symmetric_memory.withdraw()
+        if self.symmetric_memory is not None:
+            self.symmetric_memory.withdraw()
 
     def split(self, ranks: Sequence[int], timeout: float) -> ThreadTransport:
         members = tuple(ranks)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
 
 from collectives import Average, Group, Reducer, Sum
 from collectives.schedules.topology import Topology
-from collectives.transport import ThreadWorld
+from collectives.transport import ThreadWorld, Transport
 
 
-class _Silent:
+class _Silent(Transport):
     """A transport on which any message is a failure."""
 
     def __init__(self) -> None:
@@ -23,6 +23,9 @@ class _Silent:
 
     def exchange(self, *args: object) -> None:
         raise AssertionError("something was sent")
+
+    def split(self, ranks: Sequence[int], timeout: float) -> Transport:
+        raise AssertionError("something was split")
 
     def close(self) -> None:
         """Nothing to let go of."""

@@ -1,4 +1,14 @@
-"""What a link is: this rank's end of a way to one other rank."""
+"""What a connection is: this rank's end of a channel to one other rank.
+
+Every message carries a code, which says what call it belongs to (`base.call_code`). A receive that
+expects another one raises RanksDiffer and writes nothing. Then all ranks flush: each sends a marker
+on every connection and drops what comes before the peer's marker, so that no message is under way
+afterwards.
+
+A rank that has waited for a while sends a probe, which is a code without a message: two ranks in
+different calls may each wait for the other without having sent it anything. The peer may be in a
+later call when it reads the probe; only one of the same number tells it that the ranks differ.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +16,22 @@ import select
 import socket
 from abc import ABC, abstractmethod
 from collections import deque
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from collectives.transport.base import same_number
+from collectives.transport.shared_memory.symmetric_memory import RanksDiffer
+
 Bytes = npt.NDArray[np.uint8]
+# What is sent, in the highest bits of its length.
+DATA, PROBE, MARKER, FAREWELL = range(4)
+KIND_SHIFT = 62
+LENGTH_MASK = (1 << KIND_SHIFT) - 1
+# What the kernel says where the peer's end is closed.
+CLOSED = (BrokenPipeError, ConnectionResetError)
+_EMPTY = np.empty(0, np.uint8)
 # What ranks that have been called, or have called, may take to say so while links are opened: all
 # wait for them again afterwards, and an error comes within 5 s of the timeout.
 ANSWER_SECONDS = 4.0
@@ -22,6 +43,21 @@ class PeerGone(Exception):
     def __init__(self, peer: int, last_words: str = "") -> None:
         super().__init__(last_words or f"rank {peer} has ended")
         self.peer = peer
+
+
+class Outgoing(NamedTuple):
+    """What is to be sent: a message, or one of the other kinds."""
+
+    data: Bytes
+    code: int = 0
+    kind: int = DATA
+
+
+class Incoming(NamedTuple):
+    """Where a message is to be written, and the code that it must carry."""
+
+    target: Bytes
+    code: int = 0
 
 
 class Link(ABC):
@@ -36,47 +72,114 @@ class Link(ABC):
         self.peer = peer
         self.near = near
         self._socket = sock
-        self._sends: deque[Bytes] = deque()
-        self._recvs: deque[Bytes] = deque()
+        self._sends: deque[Outgoing] = deque()
+        self._recvs: deque[Incoming] = deque()
+        # Whether what comes before the peer's marker is dropped, and whether the marker has come.
+        self._flushing = self._marked = False
         # Whether the socket's queue was full when something was to be sent.
         self._blocked = False
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def send(self, data: Bytes) -> None:
+    def send(self, data: Bytes, code: int = 0) -> None:
         """Post a message, which must not change while the link is busy."""
-        self._sends.append(data)
+        self._sends.append(Outgoing(data, code))
 
-    def receive(self, target: Bytes) -> None:
+    def receive(self, target: Bytes, code: int = 0) -> None:
         """Post a receive of exactly the message's length."""
-        self._recvs.append(target)
+        self._recvs.append(Incoming(target, code))
+
+    def probe(self, code: int) -> None:
+        """Tell the peer which call this rank waits in, unless a message that says so is queued."""
+        if self._sends:
+            return
+        self._sends.append(Outgoing(_EMPTY, code, PROBE))
+        try:
+            if not self._transmit():
+                # This rank must not wait until the peer takes what it does not need.
+                self._sends.clear()
+                self._blocked = False
+        except OSError:
+            # The peer has ended, perhaps because it has sent all that this rank waits for.
+            self._sends.clear()
+
+    def _take_probe(self, code: int) -> None:
+        """RanksDiffer where the peer waits in another call of the same number as this rank's."""
+        posted = self._recvs or self._sends
+        if posted and code != posted[0].code and same_number(code, posted[0].code):
+            raise RanksDiffer
+
+    def begin_flush(self) -> None:
+        """Drop what was posted, and post the marker: `busy` until the peer's has come, too."""
+        self._drop()
+        self._flushing = True
+        self._sends.append(Outgoing(_EMPTY, 0, MARKER))
+
+    def end_flush(self) -> None:
+        """Go on, once both markers have passed."""
+        self._flushing = self._marked = False
 
     @property
     def busy(self) -> bool:
         """Whether anything that was posted is still under way."""
-        return bool(self._sends or self._recvs)
+        return bool(self._sends) or self._expects()
 
     @property
     def events(self) -> int:
         """What the link waits for on its socket: flags of select.poll."""
         return (select.POLLIN if self._listens() else 0) | (select.POLLOUT if self._blocked else 0)
 
+    def _expects(self) -> bool:
+        """Whether a message or the peer's marker has to come."""
+        return bool(self._recvs) or (self._flushing and not self._marked)
+
     def _listens(self) -> bool:
         """Whether something that comes could help."""
-        return bool(self._recvs)
+        return self._expects()
+
+    def last_words(self) -> str:
+        """Why the peer's end, which is closed, was: what it sent before can still be received."""
+        return str(self._gone())
+
+    def _gone(self) -> PeerGone:
+        """Why the peer takes no more: behind its messages may be what it said last."""
+        self._drop()
+        self._flushing = True
+        try:
+            while self._pull():
+                pass
+        except PeerGone as gone:
+            return gone
+        return PeerGone(self.peer)
+
+    def _push(self) -> bool:
+        """As `_transmit`; PeerGone, with what it said last, where the peer's end is closed."""
+        try:
+            return self._transmit()
+        except CLOSED:
+            raise self._gone() from None
+
+    @abstractmethod
+    def _transmit(self) -> bool:
+        """Send what can be of the first that is posted; whether any was."""
+
+    @abstractmethod
+    def _pull(self) -> bool:
+        """Receive what has come of the next message; whether any had."""
+
+    @abstractmethod
+    def _drop(self) -> None:
+        """Forget what is posted, but for the rest of a message of which the peer has a part."""
 
     @abstractmethod
     def advance(self) -> bool:
         """Do what can be done without waiting; return whether anything was.
 
         Raises PeerGone where the peer's end is closed and something is still under way,
+        RanksDiffer where a message has another code than its receive, or the peer flushes,
         TransportError where a message has another length than its receive.
         """
-
-    @abstractmethod
-    def last_words(self) -> str:
-        """Why the peer's end, which is closed, was: what it sent before can still be received."""
 
     @abstractmethod
     def part(self, farewell: str) -> bool:

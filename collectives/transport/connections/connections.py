@@ -11,21 +11,26 @@ import os
 import select
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NoReturn
 
 import numpy as np
 import torch
 
 from collectives.errors import CollectiveTimeoutError, TransportError, words
-from collectives.transport.base import Message
+from collectives.transport.base import Message, Transport
 from collectives.transport.connections.connection import Bytes, Link, PeerGone
 from collectives.transport.connections.shm import ShmLink
-from collectives.transport.shared_memory.symmetric_memory import SymmetricMemory
+from collectives.transport.shared_memory.symmetric_memory import RanksDiffer, SymmetricMemory
 
 # Looks at the sockets before sleeping, some 20 us in all: a partner that works in step answers
 # within that, and its answer then costs neither side a wake-up.
 _LOOKS = 10
+# After such a wait in a call with a code all peers are told which call it is. Twice as long each
+# time, up to a part of the time limit: probes that a peer has no reason to read remain.
+_PROBE_SECONDS = 0.05
+_PROBE_PART = 0.25
 # A day; poll counts milliseconds in 32 bits.
 _LONGEST_SECONDS = 86400.0
 # What telling the peers the cause may take, all of them together.
@@ -34,7 +39,7 @@ _FAREWELL_SECONDS = 0.5
 _NUMPYS = frozenset((torch.float32, torch.float64, torch.float16, torch.int64, torch.uint8))
 
 
-class LinkTransport:
+class LinkTransport(Transport):
     """Point-to-point messages over `links`, by peer.
 
     After a failed exchange it cannot be used, and the peers are told the cause, so that they fail
@@ -45,6 +50,8 @@ class LinkTransport:
     symmetric_memory: that, until the transport cannot be used any more.
     """
 
+    symmetric_memory: SymmetricMemory | None = None
+
     def __init__(
         self, rank: int, size: int, links: Mapping[int, Link], memory: memoryview | None = None
     ) -> None:
@@ -53,13 +60,14 @@ class LinkTransport:
         self.peers = frozenset(links)
         # Those through memory.
         self.sharing = frozenset(p for p, link in links.items() if isinstance(link, ShmLink))
+        self.carries_codes = len(links) == size - 1
         self._links = dict(links)
         self._unusable = ""
         # With more ranks than cores a rank that looks again keeps its partner from working.
         cores = _cores()
         near = sum(link.near for link in links.values())
         self._looks = _LOOKS if near < len(cores) else 0
-        self.symmetric_memory: SymmetricMemory | None = None
+        self._patience = _PROBE_SECONDS
         if memory is not None:
             self.symmetric_memory = SymmetricMemory(memory, rank, size, self, cores=cores)
         self._hang_ups = select.poll()
@@ -72,29 +80,53 @@ class LinkTransport:
             raise ValueError(f"tensor is on {device}; links carry cpu, move it there")
 
     def exchange(
-        self, sends: Sequence[Message], recvs: Sequence[Message], step: str, timeout: float
+        self,
+        sends: Sequence[Message],
+        recvs: Sequence[Message],
+        step: str,
+        timeout: float,
+        code: int = 0,
     ) -> None:
         if self._unusable:
             raise TransportError(f"the links cannot be used in {step}: {self._unusable}")
-        deadline = time.monotonic() + timeout
         active: dict[int, Link] = {}
-        try:
+        with self._aborting(step):
             for peer, tensor in sends:
                 if tensor.numel():
                     active[peer] = link = self._link(peer, step)
-                    link.send(_bytes(tensor))
+                    link.send(_bytes(tensor), code)
             for peer, tensor in recvs:
                 if tensor.numel():
                     active[peer] = link = self._link(peer, step)
-                    link.receive(_bytes(tensor))
-            self._run(list(active.values()), step, deadline, timeout)
+                    link.receive(_bytes(tensor), code)
+            self._run(list(active.values()), step, timeout, code)
+
+    def flush(self, step: str, timeout: float) -> None:
+        if self._unusable:
+            raise TransportError(f"the links cannot be used in {step}: {self._unusable}")
+        links = list(self._links.values())
+        with self._aborting(step):
+            for link in links:
+                link.begin_flush()
+            self._run(links, step, timeout)
+            for link in links:
+                link.end_flush()
+            self._patience = _PROBE_SECONDS
+
+    @contextmanager
+    def _aborting(self, step: str) -> Iterator[None]:
+        """Whatever is raised within is the end, except that the ranks differ."""
+        try:
+            yield
+        except RanksDiffer:
+            raise
         except PeerGone as gone:
-            self.abandon(str(gone))
+            self.abort(str(gone))
             raise CollectiveTimeoutError(
                 f"rank {self.rank} got no answer from rank {gone.peer} in {step}: {gone}"
             ) from None
         except BaseException as error:
-            self.abandon(words(error))
+            self.abort(words(error))
             raise
 
     def _link(self, peer: int, step: str) -> Link:
@@ -102,9 +134,10 @@ class LinkTransport:
             raise TransportError(f"rank {self.rank} has no link to rank {peer}, needed in {step}")
         return self._links[peer]
 
-    def _run(self, links: list[Link], step: str, deadline: float, timeout: float) -> None:
+    def _run(self, links: list[Link], step: str, timeout: float, code: int = 0) -> None:
         """Advance the links until none is busy."""
-        looks = self._looks
+        deadline = time.monotonic() + timeout
+        looks, probing = self._looks, code != 0
         while links:
             moved = False
             for link in links:
@@ -116,11 +149,19 @@ class LinkTransport:
             if looks:
                 looks -= 1
                 continue
-            if not _wait(links, deadline):
+            nap = min(self._patience, _PROBE_PART * timeout) if probing else math.inf
+            if _wait(links, deadline, nap):
+                continue
+            if time.monotonic() >= deadline:
                 late = ", ".join(f"rank {link.peer}" for link in links)
                 raise CollectiveTimeoutError(
                     f"rank {self.rank} got no answer from {late} in {step} within {timeout:.3g} s"
                 )
+            if probing:
+                probing = False
+                self._patience = min(2 * self._patience, _PROBE_PART * timeout)
+                for link in self._links.values():
+                    link.probe(code)
 
     def gone(self) -> int | None:
         """A peer whose end is closed, if any."""
@@ -136,7 +177,7 @@ class LinkTransport:
     def split(self, ranks: Sequence[int], timeout: float) -> NoReturn:
         raise TransportError("links alone cannot be split: HybridTransport opens new ones")
 
-    def abandon(self, reason: str) -> None:
+    def abort(self, reason: str) -> None:
         """Close every link and tell the peers why; what is under way here is lost."""
         self._unusable = self._unusable or reason
         if self.symmetric_memory is not None:
@@ -174,17 +215,14 @@ def _cores() -> set[int]:
     return set(range(os.cpu_count() or 1))
 
 
-def _wait(links: Sequence[Link], deadline: float) -> bool:
-    """Sleep until a link can go on; False when the deadline is past."""
-    left = deadline - time.monotonic()
+def _wait(links: Sequence[Link], deadline: float, nap: float = math.inf) -> bool:
+    """Sleep until a link can go on, which it returns, to the deadline or for `nap` seconds."""
+    left = min(deadline - time.monotonic(), nap, _LONGEST_SECONDS)
     if left <= 0:
         return False
     poller = select.poll()
     for link in links:
         poller.register(link, link.events)
-    if left > _LONGEST_SECONDS:
-        poller.poll(math.ceil(_LONGEST_SECONDS * 1e3))
-        return True
     return bool(poller.poll(math.ceil(left * 1e3)))
 
 

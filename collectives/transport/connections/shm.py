@@ -26,7 +26,19 @@ import numpy as np
 import torch
 
 from collectives.errors import TransportError
-from collectives.transport.connections.connection import Bytes, Link, PeerGone
+from collectives.transport.connections.connection import (
+    CLOSED,
+    DATA,
+    FAREWELL,
+    KIND_SHIFT,
+    LENGTH_MASK,
+    MARKER,
+    PROBE,
+    Bytes,
+    Link,
+    PeerGone,
+)
+from collectives.transport.shared_memory.symmetric_memory import RanksDiffer
 
 # Small enough to stay in the shared cache between the two copies, large enough that a record a slot
 # costs a few hundredths of its copies.
@@ -37,12 +49,13 @@ RING_BYTES = SLOTS * SLOT_BYTES
 INLINE_BYTES = 16 * 1024
 # Room for a window of the largest records, and the kernel's own bytes beside them.
 SOCKET_BYTES = 2 * SLOTS * INLINE_BYTES
-# Pieces taken from the peer so far; bytes of the piece sent, 0 where there is none.
-_HEADER = struct.Struct("<QQ")
-_FAREWELL = (1 << 64) - 1
+# Pieces taken from the peer so far; bytes of the piece sent, 0 where there is none, with the kind
+# above them; the code.
+_HEADER = struct.Struct("<QQQ")
 _CACHE_LINE = 64
-# What send(2) raises where the peer's end is closed.
-_CLOSED = (BrokenPipeError, ConnectionResetError)
+
+
+_Piece = tuple[int, int, Bytes | None]
 
 
 class ShmLink(Link):
@@ -59,7 +72,8 @@ class ShmLink(Link):
         self._incoming = np.frombuffer(incoming, np.uint8)
         self._record = bytearray(_HEADER.size + INLINE_BYTES)
         self._inline = np.frombuffer(self._record, np.uint8)[_HEADER.size :]
-        self._early: deque[tuple[int, Bytes | None]] = deque()
+        # Pieces that came before a receive was posted: code, length, inline data.
+        self._early: deque[_Piece] = deque()
         self._send_at = self._recv_at = 0
         self._sent = self._returned = 0
         self._taken = self._told = 0
@@ -75,19 +89,23 @@ class ShmLink(Link):
             moved = True
         return (self._owing() and self._hand_back()) or moved
 
-    def last_words(self) -> str:
-        try:
-            while self._pull():
-                pass
-        except PeerGone as gone:
-            return str(gone)
-        return str(PeerGone(self.peer))
+    def _drop(self) -> None:
+        # A message in pieces may end behind any of them: the marker says that no more come.
+        self._sends.clear()
+        self._recvs.clear()
+        self._early.clear()
+        self._send_at = self._recv_at = 0
+
+    def _restart(self) -> None:
+        """Count pieces from 0, as the peer does."""
+        self._send_at = self._recv_at = 0
+        self._sent = self._returned = self._taken = self._told = 0
 
     def part(self, farewell: str) -> bool:
         text = farewell.encode()[:INLINE_BYTES]
         # The peer may be gone already, or its queue full: then it sees the end alone.
         with contextlib.suppress(OSError):
-            self._socket.sendmsg([_HEADER.pack(self._taken, _FAREWELL), text])
+            self._socket.sendmsg([_HEADER.pack(self._taken, FAREWELL << KIND_SHIFT, 0), text])
         return True
 
     def close(self) -> None:
@@ -101,30 +119,29 @@ class ShmLink(Link):
         # Nothing is left that keeps the rings mapped.
         self._outgoing = self._incoming = np.empty(0, np.uint8)
 
-    def _push(self) -> bool:
+    def _transmit(self) -> bool:
         """Send the next piece if there is a slot for it."""
         if self._no_slot():
             return False
-        data, start = self._sends[0], self._send_at
+        (data, code, kind), start = self._sends[0], self._send_at
         inline = data.size <= INLINE_BYTES
         stop = data.size if inline else min(start + SLOT_BYTES, data.size)
         if not inline:
             _copy(_slot(self._outgoing, self._sent, stop - start), data[start:stop])
-        try:
-            if not self._post(stop - start, data if inline else None):
-                return False
-        except _CLOSED:
-            raise self._gone() from None
-        self._sent += 1
+        field = stop - start | kind << KIND_SHIFT
+        if not self._post(field, code, data if inline else None):
+            return False
+        if kind == DATA:
+            self._sent += 1
         self._send_at = stop
         if stop == data.size:
             self._sends.popleft()
             self._send_at = 0
         return True
 
-    def _post(self, length: int, inline: Bytes | None = None) -> bool:
-        """Send a record; False where the socket's queue is full. Raises _CLOSED."""
-        header = _HEADER.pack(self._taken, length)
+    def _post(self, field: int, code: int, inline: Bytes | None = None) -> bool:
+        """Send a record; False where the socket's queue is full. Raises CLOSED."""
+        header = _HEADER.pack(self._taken, field, code)
         try:
             if inline is None:
                 self._socket.send(header)
@@ -138,11 +155,11 @@ class ShmLink(Link):
         return True
 
     def _no_slot(self) -> bool:
-        return self._sent - self._returned == SLOTS
+        return self._sends[0].kind == DATA and self._sent - self._returned == SLOTS
 
     def _listens(self) -> bool:
         """Whether a record could help: one with data, or with slots handed back."""
-        return bool(self._recvs) or (bool(self._sends) and self._no_slot())
+        return self._expects() or (bool(self._sends) and self._no_slot())
 
     def _owing(self) -> bool:
         """Whether the peer may be waiting for slots that this rank has emptied."""
@@ -150,8 +167,8 @@ class ShmLink(Link):
 
     def _hand_back(self) -> bool:
         try:
-            return self._post(0)
-        except _CLOSED:
+            return self._post(0, 0)
+        except CLOSED:
             # The peer has ended after its last message, which may still be read: no error here.
             self._told = self._taken
             return True
@@ -170,19 +187,32 @@ class ShmLink(Link):
             return True
         if not count:
             raise PeerGone(self.peer)
-        self._returned, length = _HEADER.unpack_from(self._record)
+        self._returned, field, code = _HEADER.unpack_from(self._record)
+        kind, length = field >> KIND_SHIFT, field & LENGTH_MASK
         inline = self._inline[: count - _HEADER.size] if count > _HEADER.size else None
-        if length == _FAREWELL and inline is not None:
-            raise PeerGone(self.peer, inline.tobytes().decode(errors="replace"))
-        if length and self._recvs:
-            self._take(length, inline)
+        if kind == FAREWELL:
+            text = b"" if inline is None else inline.tobytes()
+            raise PeerGone(self.peer, text.decode(errors="replace"))
+        if kind == MARKER:
+            self._restart()
+            self._marked = True
+            if not self._flushing:
+                raise RanksDiffer
+        elif self._flushing:
+            pass
+        elif kind == PROBE:
+            self._take_probe(code)
+        elif length and self._recvs:
+            self._take(code, length, inline)
         elif length:
-            self._early.append((length, None if inline is None else inline.copy()))
+            self._early.append((code, length, None if inline is None else inline.copy()))
         return True
 
-    def _take(self, length: int, inline: Bytes | None) -> None:
+    def _take(self, code: int, length: int, inline: Bytes | None) -> None:
         """Copy one piece to the first posted receive."""
-        target, start = self._recvs[0], self._recv_at
+        (target, expected_code), start = self._recvs[0], self._recv_at
+        if code != expected_code:
+            raise RanksDiffer
         stop = start + length
         expected = min(SLOT_BYTES, target.size - start)
         if length != expected or (inline is None) != (target.size > INLINE_BYTES):
@@ -199,16 +229,6 @@ class ShmLink(Link):
         if stop == target.size:
             self._recvs.popleft()
             self._recv_at = 0
-
-    def _gone(self) -> PeerGone:
-        """Why the peer takes no more records: among the unread ones may be what it said last."""
-        self._recvs.clear()
-        try:
-            while self._pull():
-                pass
-        except PeerGone as gone:
-            return gone
-        return PeerGone(self.peer)
 
 
 def _slot(ring: Bytes, number: int, length: int) -> Bytes:

@@ -18,22 +18,30 @@ import select
 import socket
 import struct
 
+import numpy as np
+
 from collectives.errors import TransportError
-from collectives.transport.connections.connection import Bytes, Link, PeerGone
+from collectives.transport.connections.connection import (
+    CLOSED,
+    FAREWELL,
+    KIND_SHIFT,
+    LENGTH_MASK,
+    MARKER,
+    PROBE,
+    Link,
+    Outgoing,
+    PeerGone,
+)
+from collectives.transport.shared_memory.symmetric_memory import RanksDiffer
 
 LINE_BYTES = 64
-# How many bytes follow, less the padding. Of a farewell, which is text, with the highest bit set.
-_HEADER = struct.Struct(f"<Q{LINE_BYTES - 8}x")
+# How many bytes follow, less the padding, with the kind above them; the code.
+_HEADER = struct.Struct(f"<QQ{LINE_BYTES - 16}x")
 _PADDING = memoryview(bytes(LINE_BYTES))
-_FAREWELL = 1 << 63
 _FAREWELL_BYTES = 4096
 # The rest of one whose header has come was sent with it.
 _REST_MILLISECONDS = 500
-# How much of a message has gone, where an interrupt came before the kernel's answer was noted.
-_UNKNOWN = -1
 _SKIP_BYTES = 1 << 16
-# What the kernel says where the peer's end is closed.
-_CLOSED = (BrokenPipeError, ConnectionResetError)
 
 
 class TcpLink(Link):
@@ -42,122 +50,135 @@ class TcpLink(Link):
     def __init__(self, peer: int, sock: socket.socket) -> None:
         super().__init__(peer, sock, near=sock.getpeername()[0] == sock.getsockname()[0])
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # Bytes of the first message's frame that have gone, and of the first receive's that came.
-        self._sent = self._come = 0
-        # What is left of each, where that is known already.
+        # What is left of the frame that has begun to go out.
         self._outgoing: list[memoryview] = []
+        # Whether an interrupt came before it was noted how much the kernel took.
+        self._uncertain = False
+        # Of the next one to be received: how many bytes of the header have come, and what is left
+        # behind that, as places in memory or, where it is dropped, as a number of bytes.
+        self._come = 0
         self._incoming: list[memoryview] = []
-        # What is left of the farewell and what goes before it.
-        self._last: list[memoryview] | None = None
+        self._unwanted = 0
         self._header = memoryview(bytearray(LINE_BYTES))
-        # What comes as padding, of which only a farewell's text is read.
+        # What comes as padding.
         self._sink = memoryview(bytearray(LINE_BYTES))
+        self._parting = False
 
     def advance(self) -> bool:
         sent = bool(self._sends) and self._push()
-        return (bool(self._recvs) and self._pull()) or sent
+        return (self._expects() and self._pull()) or sent
 
     def _push(self) -> bool:
-        data, sent = self._sends[0], self._sent
-        if not self._outgoing:
-            self._outgoing = _frame(data)
-        self._sent = _UNKNOWN
         try:
-            count = self._socket.sendmsg(self._outgoing)
-        except BlockingIOError:
-            self._sent, self._blocked = sent, True
-            return False
-        except _CLOSED:
-            raise self._gone() from None
+            return super()._push()
         except OSError as error:
             raise self._broken(error) from None
+
+    def _transmit(self) -> bool:
+        outgoing = self._outgoing or _frame(self._sends[0])
+        self._uncertain = True
+        try:
+            count = self._socket.sendmsg(outgoing)
+        except OSError as error:
+            self._uncertain = False
+            self._blocked = isinstance(error, BlockingIOError)
+            if self._blocked:
+                return False
+            raise
         self._blocked = False
-        self._outgoing = _behind(self._outgoing, count)
-        sent += count
+        self._outgoing = _behind(outgoing, count)
         if not self._outgoing:
             self._sends.popleft()
-            sent = 0
-        self._sent = sent
+        self._uncertain = False
         return True
 
     def _pull(self) -> bool:
-        target, before = self._recvs[0], self._come
-        if not self._incoming:
-            self._incoming = [self._header, target.data, self._sink[: -target.size % LINE_BYTES]]
+        if self._come < LINE_BYTES:
+            count = self._receive([self._header[self._come :]])
+            self._come += count
+            if self._come < LINE_BYTES or not self._begin():
+                return count > 0
+        if self._unwanted:
+            scratch = memoryview(bytearray(min(self._unwanted, _SKIP_BYTES)))
+            count = self._receive([scratch])
+            self._unwanted -= count
+        else:
+            count = self._receive(self._incoming)
+            self._incoming = _behind(self._incoming, count)
+            if not self._incoming:
+                self._recvs.popleft()
+        if not self._unwanted and not self._incoming:
+            self._come = 0
+        return count > 0
+
+    def _receive(self, places: list[memoryview]) -> int:
+        """How many bytes were received; 0 where none have come."""
         try:
-            count = self._socket.recvmsg_into(self._incoming)[0]
+            count = self._socket.recvmsg_into(places)[0]
         except BlockingIOError:
-            return False
-        except _CLOSED:
+            return 0
+        except CLOSED:
             raise PeerGone(self.peer) from None
         except OSError as error:
             raise self._broken(error) from None
         if not count:
             raise PeerGone(self.peer)
-        self._come += count
-        if before < LINE_BYTES <= self._come:
-            self._check(target)
-        self._incoming = _behind(self._incoming, count)
-        if not self._incoming:
-            self._recvs.popleft()
-            self._come = 0
-        return True
+        return count
 
     def _broken(self, error: OSError) -> PeerGone:
         return PeerGone(self.peer, f"the connection to rank {self.peer} broke: {error.strerror}")
 
-    def _check(self, target: Bytes) -> None:
-        """Of the header that has come, and what came behind it, in the target."""
-        (length,) = _HEADER.unpack(self._header)
-        if length & _FAREWELL:
-            text = target[:_FAREWELL_BYTES].tobytes() + self._sink.tobytes()
-            begun = text[: self._come - LINE_BYTES]
-            raise PeerGone(self.peer, self._farewell(begun, length ^ _FAREWELL))
+    def _begin(self) -> bool:
+        """Take note of the header that has come; whether anything follows."""
+        field, code = _HEADER.unpack(self._header)
+        kind, length = field >> KIND_SHIFT, field & LENGTH_MASK
+        self._come = 0
+        if kind == FAREWELL:
+            raise PeerGone(self.peer, self._farewell(length))
+        if kind == MARKER:
+            self._marked = True
+            if self._flushing:
+                return False
+            raise RanksDiffer
+        if kind == PROBE:
+            if not self._flushing:
+                self._take_probe(code)
+            return False
+        self._come = LINE_BYTES
+        if self._flushing or code != self._recvs[0].code:
+            self._unwanted = length + -length % LINE_BYTES
+            if self._flushing:
+                return True
+            raise RanksDiffer
+        target = self._recvs[0].target
         if length != target.size:
             raise TransportError(
                 f"rank {self.peer} sent a message of {length} bytes where one of {target.size} "
                 "was expected"
             )
+        self._incoming = [target.data, self._sink[: -length % LINE_BYTES]]
+        return True
 
-    def _farewell(self, begun: bytes, length: int) -> str:
-        """The text whose first bytes are these, as far as it comes: the network may cut it."""
+    def _farewell(self, length: int) -> str:
+        """The text, as far as it comes: the network may cut it."""
+        text = b""
         poller = select.poll()
         poller.register(self._socket, select.POLLIN)
         with contextlib.suppress(OSError):
-            while len(begun) < length <= _FAREWELL_BYTES and poller.poll(_REST_MILLISECONDS):
-                more = self._socket.recv(length - len(begun))
+            while len(text) < length <= _FAREWELL_BYTES and poller.poll(_REST_MILLISECONDS):
+                more = self._socket.recv(length - len(text))
                 if not more:
                     break
-                begun += more
-        return begun[:length].decode(errors="replace")
+                text += more
+        return text.decode(errors="replace")
 
-    def last_words(self) -> str:
-        return str(self._gone())
-
-    def _gone(self) -> PeerGone:
-        """Why the peer takes no more: behind its messages may be what it said last."""
-        unread = 0
-        if self._come >= LINE_BYTES:
-            unread = _frame_bytes(self._recvs[0].size) - self._come
-        elif self._come:
-            # Of a header that has come in part there is no telling.
-            return PeerGone(self.peer)
-        # Up to where nothing more has come.
-        with contextlib.suppress(OSError):
-            while True:
-                while unread:
-                    skipped = len(self._socket.recv(min(unread, _SKIP_BYTES)))
-                    if not skipped:
-                        return PeerGone(self.peer)
-                    unread -= skipped
-                header = self._socket.recv(LINE_BYTES)
-                if len(header) < LINE_BYTES:
-                    break
-                (length,) = _HEADER.unpack(header)
-                if length & _FAREWELL:
-                    return PeerGone(self.peer, self._farewell(b"", length ^ _FAREWELL))
-                unread = _frame_bytes(length) - LINE_BYTES
-        return PeerGone(self.peer)
+    def _drop(self) -> None:
+        begun = bool(self._outgoing) or self._uncertain
+        while len(self._sends) > begun:
+            self._sends.pop()
+        self._recvs.clear()
+        self._unwanted += sum(part.nbytes for part in self._incoming)
+        self._incoming = []
 
     def part(self, farewell: str) -> bool:
         """Send no more but `farewell`, for the peer's PeerGone; whether all that can be said is.
@@ -165,24 +186,19 @@ class TcpLink(Link):
         A message that is half sent is sent whole before it. Where how much of that has gone is not
         known, there is no farewell: the peer would take it for data.
         """
-        if self._last is None:
-            half = _behind(_frame(self._sends[0]), self._sent) if self._sent > 0 else []
-            text = farewell.encode()[:_FAREWELL_BYTES]
-            words = _HEADER.pack(_FAREWELL | len(text)) + text
-            self._last = [] if self._sent == _UNKNOWN else [*half, memoryview(words)]
-            self._outgoing = self._incoming = []
-            self._sends.clear()
-            self._recvs.clear()
-        while self._last:
-            last, self._last = self._last, []
-            try:
-                self._last = _behind(last, self._socket.sendmsg(last))
-            except BlockingIOError:
-                self._last, self._blocked = last, True
-                return False
-            except OSError:
-                # The peer may be gone already.
-                return True
+        if not self._parting:
+            self._parting = True
+            self._drop()
+            if self._uncertain:
+                self._sends.clear()
+            else:
+                text = np.frombuffer(farewell.encode()[:_FAREWELL_BYTES], np.uint8)
+                self._sends.append(Outgoing(text, 0, FAREWELL))
+        # The peer may be gone already.
+        with contextlib.suppress(OSError):
+            while self._sends:
+                if not self._transmit():
+                    return False
         return True
 
     def close(self) -> None:
@@ -197,19 +213,17 @@ class TcpLink(Link):
 
     def forsake(self) -> None:
         self._socket.close()
-        self._last = self._outgoing = self._incoming = []
+        self._outgoing = self._incoming = []
         self._sends.clear()
         self._recvs.clear()
 
 
-def _frame(data: Bytes) -> list[memoryview]:
-    """What goes out for a message."""
-    return [memoryview(_HEADER.pack(data.size)), data.data, _PADDING[: -data.size % LINE_BYTES]]
-
-
-def _frame_bytes(length: int) -> int:
-    """Of a message of so many bytes, with header and padding."""
-    return LINE_BYTES + length + -length % LINE_BYTES
+def _frame(item: Outgoing) -> list[memoryview]:
+    """What goes out for a message, or for one of the other kinds."""
+    size = item.data.size
+    header = _HEADER.pack(size | item.kind << KIND_SHIFT, item.code)
+    parts = [memoryview(header), item.data.data, _PADDING[: -size % LINE_BYTES]]
+    return parts if size else parts[:1]
 
 
 def _behind(parts: list[memoryview], count: int) -> list[memoryview]:

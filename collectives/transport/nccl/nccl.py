@@ -33,7 +33,7 @@ def _nothing() -> None:
     """What there is to wait for where nothing is under way."""
 
 
-class NcclTransport:
+class NcclTransport(Transport):
     """Point-to-point messages of CUDA tensors on one device a rank; CPU tensors go to `host`.
 
     Making one is a collective of all ranks of `host`. store: through which rank 0's NCCL id reaches
@@ -50,6 +50,10 @@ class NcclTransport:
     not CUDA, CollectiveTimeoutError when a rank does not come, TransportError when NCCL fails.
     """
 
+    device: torch.device
+    posts_ahead = True
+    sums_on_gpu = True
+
     def __init__(
         self,
         host: Transport,
@@ -64,7 +68,8 @@ class NcclTransport:
             raise ValueError(f'device must be a CUDA device such as "cuda:0", got {self.device}')
         self.rank = host.rank
         self.size = host.size
-        self.process_group = getattr(host, "process_group", None)
+        self.process_group = host.process_group
+        self.carries_codes = host.carries_codes
         self._nccl = nccl
         self._host = host
         # Each rank counts for itself, and all make their communicators in one order.
@@ -100,9 +105,20 @@ class NcclTransport:
             )
 
     def exchange(
-        self, sends: Sequence[Message], recvs: Sequence[Message], step: str, timeout: float
+        self,
+        sends: Sequence[Message],
+        recvs: Sequence[Message],
+        step: str,
+        timeout: float,
+        code: int = 0,
     ) -> None:
+        if not _on_gpu(sends, recvs):
+            self._host.exchange(sends, recvs, step, timeout, code)
+            return
         self.post(sends, recvs, step, timeout)()
+
+    def flush(self, step: str, timeout: float) -> None:
+        self._host.flush(step, timeout)
 
     def post(
         self, sends: Sequence[Message], recvs: Sequence[Message], step: str, timeout: float
@@ -116,7 +132,7 @@ class NcclTransport:
         recvs = [message for message in recvs if message.tensor.numel()]
         if not sends and not recvs:
             return _nothing
-        if (sends or recvs)[0].tensor.device.type == "cpu":
+        if not _on_gpu(sends, recvs):
             self._host.exchange(sends, recvs, step, timeout)
             return _nothing
         stream = self._stream.cuda_stream
@@ -179,12 +195,10 @@ class NcclTransport:
         store = dist.PrefixStore(f"ranks {tuple(ranks)}", self._store)
         return NcclTransport(self._host.split(ranks, timeout), store, self.device, timeout=timeout)
 
-    def abandon(self, reason: str) -> None:
+    def abort(self, reason: str) -> None:
         """End the communicators, with what is under way, and tell the peers why over `host`."""
         self._failure = self._failure or TransportError(reason)
-        abandon = getattr(self._host, "abandon", None)
-        if abandon is not None:
-            abandon(reason)
+        self._host.abort(reason)
         self._end()
 
     def close(self) -> None:
@@ -352,3 +366,7 @@ class NcclTransport:
             step,
             timeout,
         )
+
+
+def _on_gpu(sends: Sequence[Message], recvs: Sequence[Message]) -> bool:
+    return any(message.tensor.device.type != "cpu" for message in (*sends, *recvs))

@@ -67,7 +67,7 @@ class TorchNccl:
         """Steps within do not wait on the host; leaving waits for all, each up to its timeout."""
         return self._pending.deferred(self._await)
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """End what was left under way by an error, which peers may never come for.
 
         Else the GPU would wait for them, and whoever closes the process group for the GPU.

@@ -121,7 +121,7 @@ class Peers(Protocol):
         """Say why the end of a rank that is gone was closed."""
         ...
 
-    def abandon(self, reason: str) -> None:
+    def abort(self, reason: str) -> None:
         """Withdraw, become unusable, and tell the other ranks why where that can be."""
         ...
 
@@ -332,7 +332,7 @@ class SymmetricMemory:
         except RanksDiffer:
             raise
         except BaseException as error:
-            self._peers.abandon(str(error) or type(error).__name__)
+            self._peers.abort(str(error) or type(error).__name__)
             raise
 
     def _sleep_until(

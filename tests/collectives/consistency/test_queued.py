@@ -21,13 +21,13 @@ class Silent(ThreadTransport):
 
     def __init__(self, world: ThreadWorld, rank: int) -> None:
         super().__init__(world, rank)
-        self.symmetric_memory = None  # type: ignore[assignment]
+        self.symmetric_memory = None
         self.agreements: list[str] = []
 
-    def exchange(self, sends: Any, recvs: Any, step: str, timeout: float) -> None:
+    def exchange(self, sends: Any, recvs: Any, step: str, timeout: float, code: int = 0) -> None:
         if "negotiation" in step:
             self.agreements.append(step.partition("negotiation of ")[2])
-        super().exchange(sends, recvs, step, timeout)
+        super().exchange(sends, recvs, step, timeout, code)
 
 
 def run(size: int, job: Callable[[Group, Silent], Any]) -> list[Any]:

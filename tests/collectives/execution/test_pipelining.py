@@ -48,11 +48,13 @@ def _kernels(request: pytest.FixtureRequest) -> Iterator[None]:
     assert emulator.launches
 
 
-class Late:
+class Late(Transport):
     """A transport that exchanges what is posted in a thread of its own, in order.
 
     before: called with a part's name before it is exchanged.
     """
+
+    posts_ahead = True
 
     def __init__(self, inner: Transport, before: Callable[[str], None] = lambda step: None) -> None:
         self._inner = inner
@@ -62,9 +64,23 @@ class Late:
         self.posted: list[str] = []
 
     def exchange(
-        self, sends: Sequence[Message], recvs: Sequence[Message], step: str, timeout: float
+        self,
+        sends: Sequence[Message],
+        recvs: Sequence[Message],
+        step: str,
+        timeout: float,
+        code: int = 0,
     ) -> None:
         self.post(sends, recvs, step, timeout)()
+
+    def check_device(self, device: torch.device) -> None:
+        self._inner.check_device(device)
+
+    def split(self, ranks: Sequence[int], timeout: float) -> Transport:
+        raise AssertionError("nothing here is split")
+
+    def close(self) -> None:
+        self._line.shutdown()
 
     def post(
         self, sends: Sequence[Message], recvs: Sequence[Message], step: str, timeout: float

@@ -54,10 +54,10 @@ def exchange(
     sends: list[tuple[int, torch.Tensor]],
     recvs: list[tuple[int, torch.Tensor]],
     timeout: float = TIMEOUT,
+    code: int = 0,
 ) -> None:
-    transport.exchange(
-        [Message(*send) for send in sends], [Message(*recv) for recv in recvs], "a step", timeout
-    )
+    messages = [Message(*send) for send in sends], [Message(*recv) for recv in recvs]
+    transport.exchange(*messages, "a step", timeout, code)
 
 
 def noise(length: int, seed: int) -> torch.Tensor:

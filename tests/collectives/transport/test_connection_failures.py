@@ -168,7 +168,7 @@ def test_a_farewell_that_comes_in_two_pieces(cut: int, length: int) -> None:
         with pytest.raises(CollectiveTimeoutError, match=f"rank 0 in a step: {text}$"):
             exchange(second, [], [(0, poisoned(length))])
 
-    together(lambda: first.abandon(text), receive)
+    together(lambda: first.abort(text), receive)
 
 
 def test_a_connection_that_breaks_is_named() -> None:

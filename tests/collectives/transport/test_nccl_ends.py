@@ -119,9 +119,9 @@ def test_a_rank_that_gives_up_tells_the_others_and_ends_its_communicators(machin
 
     def work(transport: nccl.NcclTransport) -> list[str]:
         told: list[str] = []
-        transport._host.abandon = told.append  # type: ignore[attr-defined]
+        transport._host.abort = told.append  # type: ignore[attr-defined]
         swap(transport, full(3, 1.0), full(3, 0.0), "step 0")
-        transport.abandon("it was interrupted")
+        transport.abort("it was interrupted")
         with pytest.raises(TransportError, match=r"step 1: .* since it was interrupted"):
             transport.exchange([], [Message(1 - transport.rank, full(3, 0.0))], "step 1", 10.0)
         return told

@@ -243,7 +243,7 @@ def test_numbers_come_round() -> None:
         def last_words(self, peer: int) -> str:
             raise AssertionError
 
-        abandon: Callable[[str], None]
+        abort: Callable[[str], None]
 
     memory = memoryview(mmap.mmap(-1, symmetric_memory_bytes(2)))
     first, second = (SymmetricMemory(memory, r, 2, Nobody(), cores=[0]) for r in range(2))

@@ -209,7 +209,7 @@ def test_cuda_messages_of_a_mixed_transport_are_deferred(
 ) -> None:
     """Through the transport that ranks of one host have, with links for the CPU's messages."""
     gloo, _ = _transport(fake, monkeypatch, owned=False)
-    links = SimpleNamespace(peers={1}, abandon=lambda reason: None)
+    links = SimpleNamespace(peers={1}, carries_codes=False, abort=lambda reason: None)
     mixed = HybridTransport(links, gloo)  # type: ignore[arg-type]
     message = Message(1, device_tensor(torch.zeros(3)))
     # DeviceTensor says its device alone: what it is, too, the transport asks a link for.
@@ -280,7 +280,9 @@ def test_what_another_error_leaves_under_way_is_ended(
     """Through the transport that ranks of one host have; not where it has come meanwhile."""
     gloo, _ = _transport(fake, monkeypatch, owned=False)
     told: list[str] = []
-    mixed = HybridTransport(SimpleNamespace(peers={1}, abandon=told.append), gloo)  # type: ignore[arg-type]
+    mixed = HybridTransport(
+        SimpleNamespace(peers={1}, carries_codes=False, abort=told.append), gloo
+    )  # type: ignore[arg-type]
     got = full(0.0)
     monkeypatch.setattr(type(got), "is_cpu", False, raising=False)
 
@@ -293,7 +295,7 @@ def test_what_another_error_leaves_under_way_is_ended(
     if comes:
         fake.lines[1, 0].put(torch.ones(3))
         read(fake, got)
-    mixed.abandon("interrupted")
+    mixed.abort("interrupted")
     assert told == ["interrupted"]
     assert fake.aborted == (set() if comes else {0})
 
