@@ -114,8 +114,7 @@ def execute(
         arrivals = post(sends, recvs, transport, where, timeout)
         if leg.reductions or leg.group:
             operator = reducer if isinstance(reducer, Reducer) else reducer[leg.phase]
-            group = (transport.rank,) if schedule.whole_segments else leg.group
-            sum_partials = _partial_sum(group, transport, where, timeout, workspace)
+            sum_partials = _partial_sum(leg.group, transport, where, timeout, workspace)
             # What is reduced whole, segment by segment, waits for all of it.
             apart = leg.sent_first and (not operator.needs_one_tree or sum_partials is not None)
             coming = arrivals.pieces(_pieces(leg, recvs, buffer), apart=apart)

@@ -1,6 +1,7 @@
 """Which rank reduces which pieces of which buffers, level by level of a tree, in shared memory.
 
-The trees are those of `rd` and `vhdd`: adjacent ranks pair, then adjacent pairs.
+The trees, and what each rank reduces, are read off the steps of `rd` and `vhdd`: where those send a
+vector, here both are there to be read, and the result takes the place of the left one.
 """
 
 from __future__ import annotations
@@ -8,8 +9,9 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from collectives.schedules import recursive_halving
+from collectives.schedules import recursive_doubling, recursive_halving
 from collectives.schedules.folding import Fold
+from collectives.schedules.schedule import Action
 
 __all__ = ["Level", "Part", "RankLevels", "levels_of_rank", "pairs", "tree_levels"]
 
@@ -76,27 +78,31 @@ def tree_levels(size: int, workers: int) -> tuple[Level, ...]:
         workers: Ranks that work at once, each pair cut as `vhdd` cuts it; 0 for a pair's first
             rank, which does it whole, as `rd`.
     """
-    fold = Fold(size)
+    module = recursive_halving if workers else recursive_doubling
+    schedule, fold = module.all_reduce(size), Fold(size)
     leaves = fold.leaves
-    levels = []
-    if fold.extra:
-        folded = (Part(2 * i, 2 * i + 1, 0, leaves, i, 2 * i) for i in range(fold.extra))
-        levels.append(Level(tuple(folded), 1, shared=False))
+    width = leaves // schedule.chunks
     # So many leaves in a row are one rank's work.
     share = leaves // min(leaves, 1 << (workers.bit_length() - 1)) if workers else leaves
-    for depth in range(leaves.bit_length() - 1):
-        distance = 1 << depth
-        parts = []
-        for leaf in range(0, leaves, 1 if workers else 2 * distance):
-            first = leaf - leaf % (2 * distance)
-            pair = fold.rank(first), fold.rank(first + distance)
-            if workers:
-                start, stop = recursive_halving.levels(fold, leaf)[depth].keep
-                parts.append(Part(*pair, start, stop, leaf, fold.rank(leaf - leaf % share)))
-            else:
-                parts.append(Part(*pair, 0, leaves, leaf, pair[0]))
-        block = 2 * distance if workers else 1
-        levels.append(Level(tuple(parts), block, shared=block > share))
+    levels = []
+    # The rank in whose buffer each rank's value lies.
+    lies = list(range(size))
+    for steps in zip(*(schedule.steps(rank) for rank in range(size)), strict=True):
+        parts, before, block = [], tuple(lies), 1
+        for rank, step in enumerate(steps):
+            for peer, start, stop, action in step.recvs:
+                if action is Action.COPY:
+                    continue
+                operands = (rank, peer) if action is Action.REDUCE_RIGHT else (peer, rank)
+                left, right = (before[operand] for operand in operands)
+                lies[rank], block, leaf = left, len(step.group), fold.leaf(rank)
+                assert leaf is not None
+                # A rank that holds whole vectors makes what others of its pair make, too.
+                if block > 1 or rank == left:
+                    worker = rank if block == 1 else fold.rank(leaf - leaf % share)
+                    parts.append(Part(left, right, start * width, stop * width, leaf, worker))
+        if parts:
+            levels.append(Level(tuple(parts), block, shared=block > share))
     return tuple(levels)
 
 
