@@ -50,7 +50,7 @@ test-collectives: $(READY)  ## the tests of collectives in one process, without 
 
 test-emulated: $(READY)  ## collectives and adasum over the kernels' compiled code, emulated: 10 minutes
 	$(PY) -m pytest tests/collectives tests/adasum/test_reducer.py tests/adasum/optimizer/test_optimizer.py \
-		tests/adasum/horovod/test_ops.py --emulated -n 2 --dist loadfile $(PYTEST_ARGS)
+		tests/adasum/horovod/test_allreduce.py --emulated -n 2 --dist loadfile $(PYTEST_ARGS)
 
 test-timing: $(READY)  ## tests of measured times, for a machine with nothing else to do
 	$(PY) -m pytest tests -m timing $(PYTEST_ARGS)

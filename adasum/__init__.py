@@ -1,19 +1,38 @@
 """Data-parallel training of PyTorch models with sum, average or Adasum.
 
-`import adasum as hvd` runs a Horovod PyTorch script: the names and their meaning are Horovod's.
+A Horovod PyTorch script runs with `import adasum as hvd`: names and meaning are Horovod's.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-# First: it says what is wrong where another package is called kernels.
+# First, because it explains the error where another package is called kernels.
 import collectives  # noqa: F401
 from adasum import orthogonality
 from adasum.compression import Compression
 from adasum.ddp import HookState, ddp_hook
 from adasum.fsdp import register_fsdp_hook
+from adasum.horovod.allgather import (
+    allgather,
+    allgather_async,
+    grouped_allgather,
+    grouped_allgather_async,
+)
+from adasum.horovod.allreduce import (
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    sparse_allreduce_async,
+)
+from adasum.horovod.alltoall import alltoall, alltoall_async
 from adasum.horovod.basics import (
+    barrier,
     cross_rank,
     cross_size,
     init,
@@ -24,7 +43,8 @@ from adasum.horovod.basics import (
     rank,
     size,
 )
-from adasum.horovod.builds import (
+from adasum.horovod.broadcast import broadcast, broadcast_, broadcast_async, broadcast_async_
+from adasum.horovod.capabilities import (
     ccl_built,
     cuda_built,
     ddl_built,
@@ -36,26 +56,8 @@ from adasum.horovod.builds import (
     nccl_built,
     rocm_built,
 )
-from adasum.horovod.gathering import (
-    allgather,
-    allgather_async,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-)
-from adasum.horovod.handles import poll, synchronize
-from adasum.horovod.ops import (
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    barrier,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-)
+from adasum.horovod.handle import poll, synchronize
+from adasum.horovod.objects import allgather_object, broadcast_object
 from adasum.horovod.process_sets import (
     ProcessSet,
     add_process_set,
@@ -64,26 +66,16 @@ from adasum.horovod.process_sets import (
     process_set_by_id,
     remove_process_set,
 )
-from adasum.horovod.scattering import (
-    alltoall,
-    alltoall_async,
-    grouped_allgather,
-    grouped_allgather_async,
+from adasum.horovod.reducescatter import (
     grouped_reducescatter,
     grouped_reducescatter_async,
     reducescatter,
     reducescatter_async,
 )
-from adasum.horovod.state import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
-from adasum.optimizer.gradients import OptimizerOrderError
-from adasum.optimizer.optimizer import DistributedOptimizer
+from adasum.horovod.state import broadcast_optimizer_state, broadcast_parameters
+from adasum.optimizer.backward_hooks import OptimizerOrderError
+from adasum.optimizer.distributed_optimizer import DistributedOptimizer
 from adasum.reducer import Adasum, AdasumReducer
-from adasum.sparse import sparse_allreduce_async
 from collectives import (
     Average,
     CollectiveError,
@@ -170,7 +162,7 @@ __all__ = [
     "synchronize",
 ]
 
-# Names of horovod.torch that are not here, and what to use instead.
+# Names of horovod.torch that are missing here, and what to use instead.
 _ABSENT = {
     "HorovodInternalError": "catch adasum.CollectiveError",
     "Max": "use torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)",
@@ -183,10 +175,10 @@ _ABSENT = {
     "stop_timeline": "use torch.profiler, whose timeline names the reductions",
 }
 
-# A type checker that saw it would take any name for one of this module's.
+# A type checker that saw __getattr__ would accept any name.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        """AttributeError that tells those who come from Horovod what there is instead."""
+        """Raise AttributeError, which tells those who come from Horovod what to use instead."""
         advice = f": {_ABSENT[name]}" if name in _ABSENT else ""
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{advice}")

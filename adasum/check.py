@@ -1,9 +1,9 @@
-"""A report for an issue: what is installed, what can carry tensors here, and whether it works.
+"""A report to attach to an issue: what is installed, which transports can be used, a self-test.
 
     python -m adasum.check                # with a self-test of two ranks
     python -m adasum.check --no-self-test
 
-Exit status 0 where the self-test passed or was left out, 1 where it failed.
+The exit status is 1 where the self-test fails, else 0.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for title, lines in (
         ("versions", _versions()),
         ("devices", _devices()),
-        ("what carries tensors", _carriers()),
+        ("transports", _transports()),
         ("environment", _environment()),
     ):
         print(f"{title}:")
@@ -57,9 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.no_self_test:
         print("self-test: left out")
         return 0
-    good, words = _self_test()
-    print(f"self-test of two ranks: {'passed' if good else 'FAILED'}\n  {words}")
-    return 0 if good else 1
+    passed, text = _self_test()
+    print(f"self-test of two ranks: {'passed' if passed else 'FAILED'}\n  {text}")
+    return 0 if passed else 1
 
 
 def _versions() -> list[tuple[str, str]]:
@@ -68,7 +68,7 @@ def _versions() -> list[tuple[str, str]]:
         ("python", f"{platform.python_version()} ({sys.executable})"),
         ("system", f"{platform.platform()}, {platform.machine()}"),
     ]
-    # Its own word: the metadata of a wheel may leave out which CUDA it is built for.
+    # torch.__version__, because a wheel's metadata may leave out the CUDA version.
     lines.append(("torch", torch.__version__))
     lines += [(name, _version(name)) for name in _PACKAGES]
     lines += [(name, _version(name)) for name in _NCCL]
@@ -107,7 +107,7 @@ def _devices() -> list[tuple[str, str]]:
     return lines
 
 
-def _carriers() -> list[tuple[str, str]]:
+def _transports() -> list[tuple[str, str]]:
     return [
         ("shared memory", _or_why_not(_shared_memory)),
         ("gloo", "yes" if dist.is_available() and dist.is_gloo_available() else "not in torch"),
@@ -148,12 +148,12 @@ def _environment() -> list[tuple[str, str]]:
 
 
 def _self_test() -> tuple[bool, str]:
-    """Two ranks of this machine reduce by Sum and by Adasum; (whether right, in words)."""
+    """Let two ranks on this machine reduce; return whether they were right, and what they found."""
     if not dist.is_available():
         return False, "torch.distributed is not in this build of torch"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", "-m", "adasum.check", "--rank"]
-    theirs = {
+    environment = {
         name: value
         for name, value in os.environ.items()
         if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
@@ -163,24 +163,24 @@ def _self_test() -> tuple[bool, str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**theirs, "OMP_NUM_THREADS": "1"},
+        env={**environment, "OMP_NUM_THREADS": "1"},
     )
     try:
-        said, errors = process.communicate(timeout=_SELF_TEST_SECONDS)
+        output, errors = process.communicate(timeout=_SELF_TEST_SECONDS)
     except subprocess.TimeoutExpired:
-        # torchrun ends its ranks when it is asked to end; killed, it would leave them behind.
+        # Terminated, torchrun ends its ranks; killed, it would leave them behind.
         process.terminate()
         process.communicate()
         return False, f"no answer within {_SELF_TEST_SECONDS} s"
     if process.returncode:
-        # A rank's own words come before torchrun's about the rank.
-        told = [line for line in errors.splitlines() if "Error: " in line]
-        return False, (told or errors.splitlines()[-1:] or ["no output"])[0]
-    return True, "\n  ".join(said.splitlines())
+        # The rank's error comes before torchrun's message about the rank.
+        lines = [line for line in errors.splitlines() if "Error: " in line]
+        return False, (lines or errors.splitlines()[-1:] or ["no output"])[0]
+    return True, "\n  ".join(output.splitlines())
 
 
 def _rank() -> str:
-    """What one rank of the self-test found; AssertionError where an answer is wrong."""
+    """Run one rank of the self-test; AssertionError where a result is wrong."""
     group = collectives.init(timeout=30.0, calibrate=False)
     inputs = [
         torch.randn(_NUMEL, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
@@ -188,7 +188,7 @@ def _rank() -> str:
     ]
     a, b = inputs
     adasum = (1 - a @ b / (2 * a @ a)) * a + (1 - a @ b / (2 * b @ b)) * b
-    words = []
+    timings = []
     for op, want in ((collectives.Sum, a + b), (Adasum, adasum)):
         tensor = inputs[group.rank].float()
         begin = time.perf_counter()
@@ -198,11 +198,11 @@ def _rank() -> str:
         # A handful of float32 roundings of either input.
         if not error <= 10 * torch.finfo(torch.float32).eps:
             raise AssertionError(f"{op}: relative error {error:.2g} against float64")
-        words.append(f"{op} {tensor.nbytes / 2**20:.1f} MiB in {seconds * 1e3:.1f} ms")
-    carrier = type(group.transport).__name__
-    answer = f"rank {group.rank}: {', '.join(words)}, right to {error:.1g}, over {carrier}"
+        timings.append(f"{op} {tensor.nbytes / 2**20:.1f} MiB in {seconds * 1e3:.1f} ms")
+    transport = type(group.transport).__name__
+    report = f"rank {group.rank}: {', '.join(timings)}, right to {error:.1g}, over {transport}"
     collectives.shutdown()
-    return answer
+    return report
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Compression of what travels: gradients or deltas cast to a shorter float for the wire."""
+"""Compression of what is sent: gradients or differences cast to a 2-byte dtype."""
 
 from __future__ import annotations
 
@@ -7,71 +7,79 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["LONG", "Compression", "Compressor", "require_compressor"]
+__all__ = ["Compression", "Compressor", "cast_dtype", "require_compressor"]
+
+# float16 and bfloat16 are sent as they are: a cast between them loses bits or range and saves none.
+_CAST_DTYPES = (torch.float32, torch.float64)
 
 
 class Compressor(Protocol):
-    """What a compression must offer; Horovod's interface, so that a user's own class fits."""
+    """The two methods of a compression: Horovod's interface, so that a user's own class fits."""
 
     @staticmethod
-    def compress(tensor: Tensor) -> tuple[Tensor, torch.dtype | None]:
-        """The tensor to send, and what `decompress` needs to undo it."""
+    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+        """Return the tensor to send, and the context that `decompress` needs."""
         ...
 
     @staticmethod
-    def decompress(tensor: Tensor, ctx: torch.dtype | None) -> Tensor:
-        """The tensor in the form it had before `compress`."""
+    def decompress(tensor: Tensor, context: Any) -> Tensor:
+        """Return the received tensor in the form it had before `compress`."""
         ...
 
 
 def require_compressor(compression: Any) -> None:
-    """TypeError for what has not the two methods of a Compressor."""
+    """Raise TypeError for what lacks one of the two methods of a Compressor."""
     if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
         raise TypeError(f"compression must have compress and decompress, not {compression!r}")
 
 
 class _NoneCompressor:
     @staticmethod
-    def compress(tensor: Tensor) -> tuple[Tensor, torch.dtype | None]:
+    def compress(tensor: Tensor) -> tuple[Tensor, None]:
         return tensor, None
 
     @staticmethod
-    def decompress(tensor: Tensor, ctx: torch.dtype | None) -> Tensor:
+    def decompress(tensor: Tensor, context: None) -> Tensor:
         return tensor
 
 
-# Between float16 and bfloat16 a cast would lose bits or range and send as many bytes.
-LONG = (torch.float32, torch.float64)
-
-
 class _CastCompressor:
-    wire: torch.dtype
+    dtype: torch.dtype
 
     @classmethod
     def compress(cls, tensor: Tensor) -> tuple[Tensor, torch.dtype | None]:
-        if tensor.dtype not in LONG:
+        if tensor.dtype not in _CAST_DTYPES:
             return tensor, None
-        return tensor.to(cls.wire), tensor.dtype
+        return tensor.to(cls.dtype), tensor.dtype
 
     @classmethod
-    def decompress(cls, tensor: Tensor, ctx: torch.dtype | None) -> Tensor:
-        return tensor if ctx is None else tensor.to(ctx)
+    def decompress(cls, tensor: Tensor, context: torch.dtype | None) -> Tensor:
+        return tensor if context is None else tensor.to(context)
 
 
 class _FP16Compressor(_CastCompressor):
-    wire = torch.float16
+    dtype = torch.float16
 
 
 class _BF16Compressor(_CastCompressor):
-    wire = torch.bfloat16
+    dtype = torch.bfloat16
 
 
 class Compression:
-    """`none` sends tensors as they are; `fp16` and `bf16` send float32 and float64 in 2 bytes.
+    """The compressions that come with the library.
 
-    Averages of float16 can overflow before the division: use bf16, or `gradient_predivide_factor`.
+    `none` sends tensors as they are; `fp16` and `bf16` send float32 and float64 in 2 bytes. A sum
+    in float16 can overflow before an average divides it: prefer bf16, or set
+    `gradient_predivide_factor`.
     """
 
     none = _NoneCompressor
     fp16 = _FP16Compressor
     bf16 = _BF16Compressor
+
+
+def cast_dtype(compression: type[Compressor], dtype: torch.dtype) -> torch.dtype | None:
+    """Return what a compression casts tensors of `dtype` to; None where it does not just cast."""
+    casts: tuple[type[_CastCompressor], ...] = (_FP16Compressor, _BF16Compressor)
+    found = (cast.dtype for cast in casts if compression is cast and dtype in _CAST_DTYPES)
+    return next(found, None)

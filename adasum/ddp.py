@@ -1,10 +1,10 @@
-"""The reduction of DistributedDataParallel's gradient buckets, by Sum, Average or Adasum.
+"""The communication hook for DistributedDataParallel: Sum, Average or Adasum of its buckets.
 
 model = torch.nn.parallel.DistributedDataParallel(model)
 model.register_comm_hook(adasum.HookState(op=adasum.Adasum), adasum.ddp_hook)
 """
 
-# Annotations stay unpostponed here: torch compares those of a hook with the classes themselves.
+# No `from __future__ import annotations` here: torch compares a hook's annotations with classes.
 
 import logging
 from collections.abc import Callable, Iterable
@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import collectives
+from adasum.observer import Observer
 from adasum.sparse import sparse_all_reduce_async
-from adasum.watch import Watcher
 from collectives import Average, Group, Reducer, Work, validation
 
 if TYPE_CHECKING or dist.is_available():
@@ -31,21 +31,26 @@ _logger = logging.getLogger(__name__)
 
 
 class HookState:
-    """How gradients are reduced: what DDP and FSDP hand to the hook at every reduction.
+    """How gradients are reduced: the state that DDP and FSDP hand to the hook.
 
-    op: Sum, Average or Adasum. Average divides by the number of ranks, joined ones (`Join`)
-    included. algorithm: its name ("rechd/vhdd", "rd:16k:vhdd", ...), chosen by size unless given.
-    process_group: the ranks that reduce, a torch ProcessGroup or a collectives.Group; unless given
-    those of `adasum.init()`, or, without it, torch.distributed's world. watch: is shown every
-    parameter's gradient before and after (DDP only; not on ranks that have joined).
-    named_parameters: the names a watcher is told, as model.named_parameters() gives them; unless
-    given, parameters are numbered in the order in which they are first reduced.
-    timeout: seconds a step may wait for a peer, where the hook makes the group.
+    Models may share one, and a checkpoint loses nothing without it. Pickling leaves out
+    `process_group`, with a warning.
 
-    Holds nothing of any step: models may share one, and a checkpoint loses nothing without it.
-    Pickling leaves out process_group, and says so in a warning.
+    Args:
+        op: Sum, Average or Adasum. Average divides by the number of ranks, joined ones (`Join`)
+            included.
+        algorithm: "rechd/vhdd", "rd:16k:vhdd", ...; chosen by size unless given.
+        process_group: The ranks that reduce, a torch ProcessGroup or a collectives.Group. Unless
+            given, those of `adasum.init()`, or without that torch.distributed's world.
+        observer: Sees every parameter's gradient before and after its reduction (DDP only; not on
+            ranks that have joined).
+        timeout: Seconds a step may wait for a peer, where the hook makes the group.
+        named_parameters: The names that an observer is told, as model.named_parameters() gives
+            them. Unless given, parameters are numbered in the order of their first reduction.
 
-    Raises TypeError or ValueError naming the argument.
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: An argument has a bad value.
     """
 
     def __init__(
@@ -53,7 +58,7 @@ class HookState:
         op: Reducer = Average,
         algorithm: str | None = None,
         process_group: dist.ProcessGroup | Group | None = None,
-        watch: Watcher | None = None,
+        observer: Observer | None = None,
         timeout: float = 300.0,
         *,
         named_parameters: Iterable[tuple[str, Tensor]] = (),
@@ -66,13 +71,13 @@ class HookState:
         self.op = op
         self.algorithm = algorithm
         self.process_group = process_group
-        self.watch = watch
+        self.observer = observer
         self.timeout = timeout
         self._names = {id(parameter): name for name, parameter in named_parameters}
 
     @property
     def group(self) -> Group:
-        """The ranks that reduce; the first use may be a collective of all of them."""
+        """The ranks that reduce; the first use may be collective."""
         if isinstance(self.process_group, Group):
             return self.process_group
         if self.process_group is not None:
@@ -88,7 +93,7 @@ class HookState:
         )
 
     def name_of(self, parameter: Tensor) -> str:
-        """The parameter's name, the same at every call and for no other parameter."""
+        """Return the parameter's name, the same at every call and for no other parameter."""
         number = f"parameter {len(self._names)} {tuple(parameter.shape)}"
         return self._names.setdefault(id(parameter), number)
 
@@ -98,27 +103,37 @@ class HookState:
                 "HookState: process_group cannot be pickled and is left out; where this state is "
                 "loaded, it is that of adasum.init() or the world unless set again"
             )
-        # Names are kept by the parameters' identity, which does not travel.
+        # Names are kept by the identity of parameters, which another process does not have.
         return {**self.__dict__, "process_group": None, "_names": {}}
 
 
 def require_state(state: object) -> None:
-    """TypeError for what is no HookState."""
+    """Raise TypeError unless it is a HookState."""
     if not isinstance(state, HookState):
         raise TypeError(f"state must be a HookState, not {type(state).__name__}")
 
 
 def ddp_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """DDP's communication hook: reduces the bucket in place while backward goes on.
+    """Reduce a bucket of DDP's in place, while backward goes on.
 
-    Every parameter is a segment of its own, so its answer does not depend on what shares its
-    bucket: to rounding always, and bit for bit with algorithm="rd" (shown on CPUs). All ranks
-    end with the same bits.
+    Every parameter is a segment of its own, so its result does not depend on what shares its
+    bucket: to rounding always, and bit for bit with algorithm="rd" (shown on CPUs). All ranks end
+    with the same bits.
 
-    An error of the reduction is raised by backward as it is, after DDP has ended its own part, so
-    that the model can go on where the group can. Ranks that have joined (`Join`) take part with
-    DDP's zeros, Adasum's identity. Sparse gradients, which DDP hands over one by one, are reduced
-    before the hook returns and are not watched; with Adasum they are a NotImplementedError.
+    An error of the reduction is raised by backward as it is, after DDP has finished its own part,
+    so that the model can be used again where the group can. Ranks that have joined (`Join`) take
+    part with DDP's zeros, Adasum's identity. Sparse gradients, which DDP hands over one by one, are
+    reduced before the hook returns, and are not observed.
+
+    Args:
+        state: How to reduce.
+        bucket: What DDP hands over.
+
+    Returns:
+        A future of the bucket's buffer, which completes when the reduction ends.
+
+    Raises:
+        NotImplementedError: Adasum of a sparse gradient.
     """
     require_state(state)
     buffer = bucket.buffer()
@@ -127,68 +142,67 @@ def ddp_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[Tenso
         return _completed(sparse_all_reduce_async(state.group, buffer, state.op, name).wait())
     gradients = bucket.gradients()
     segments = [0, *accumulate(gradient.numel() for gradient in gradients)]
-    group = state.group
-    options: dict[str, Any] = {
-        "algorithm": state.algorithm,
-        "name": name,
-        "segments": segments,
-    }
+    options: dict[str, Any] = {"algorithm": state.algorithm, "name": name, "segments": segments}
+    # Not public, but the only way to ask whether backward is running.
     if torch._C._current_graph_task_id() == -1:
-        # Not in backward: this rank has joined, and has nothing to do meanwhile.
-        if state.watch is not None:
-            raise ValueError("watch: cannot be used under Join, where ranks stop having gradients")
-        group.all_reduce(buffer, state.op, **options)
+        # It is not: this rank has joined, and has nothing to do meanwhile.
+        if state.observer is not None:
+            raise ValueError(
+                "observer: cannot be used under Join, where ranks stop having gradients"
+            )
+        state.group.all_reduce(buffer, state.op, **options)
         return _completed(buffer)
 
     token: Any = None
-    if state.watch is not None:
+    if state.observer is not None:
         names = [state.name_of(parameter) for parameter in bucket.parameters()]
-        token = state.watch.sent(names, gradients)
-    work = group.all_reduce(buffer, state.op, async_op=True, **options)
+        token = state.observer.before_reduction(names, gradients)
+    work = state.group.all_reduce(buffer, state.op, async_op=True, **options)
     assert isinstance(work, Work)
 
     def finish() -> None:
         work.wait()
-        if state.watch is not None:
-            state.watch.reduced(token, gradients)
+        if state.observer is not None:
+            state.observer.after_reduction(token, gradients)
 
-    _after_ddp(finish)
-    return _future(work, buffer)
+    _call_after_ddp(finish)
+    return _future_of(work, buffer)
 
 
-def _after_ddp(function: Callable[[], None]) -> None:
-    """Calls `function` at the end of this backward, after DDP's own callback, which waits.
+def _call_after_ddp(function: Callable[[], None]) -> None:
+    """Call `function` when this backward ends, after DDP's own callback, which waits.
 
-    DDP's comes after the last hook's: of two callbacks, one queued by the other comes later still.
+    DDP queues its callback in its last hook. A callback queued by another comes later still.
     """
+    # Not public, but the only way to be called when backward ends; DDP uses it too.
     engine = torch.autograd.Variable._execution_engine
     engine.queue_callback(lambda: engine.queue_callback(function))
 
 
-def _future(work: Work, answer: Tensor) -> torch.futures.Future[Tensor]:
-    """A torch Future of `answer`, complete when the work has ended, well or not.
+def _future_of(work: Work, result: Tensor) -> torch.futures.Future[Tensor]:
+    """Return a torch Future of `result` that completes when the work ends, well or not.
 
-    DDP's C++ takes an error for an answer that is no tensor and hides it: backward raises it by
-    `_after_ddp` instead.
+    DDP's C++ takes an error for a result that is not a tensor and hides it, so the error is raised
+    by `_call_after_ddp` instead.
     """
-    future = _new_future(answer)
+    future = _new_future(result)
 
     def complete() -> None:
         try:
             work.wait()
         except Exception as error:  # noqa: BLE001 - backward raises it
             _logger.debug("%s", error)
-        future.set_result(answer)
+        future.set_result(result)
 
     work.add_done_callback(complete)
     return future
 
 
-def _completed(answer: Tensor) -> torch.futures.Future[Tensor]:
-    future = _new_future(answer)
-    future.set_result(answer)
+def _completed(result: Tensor) -> torch.futures.Future[Tensor]:
+    future = _new_future(result)
+    future.set_result(result)
     return future
 
 
-def _new_future(answer: Tensor) -> torch.futures.Future[Tensor]:
-    return torch.futures.Future(devices=[answer.device] if answer.is_cuda else None)
+def _new_future(result: Tensor) -> torch.futures.Future[Tensor]:
+    return torch.futures.Future(devices=[result.device] if result.is_cuda else None)

@@ -1,4 +1,4 @@
-"""Sum, Average or Adasum across the replicas of a model that FSDP2 (`fully_shard`) shards.
+"""Sum, Average or Adasum over the replicas of a model that FSDP2 (`fully_shard`) shards.
 
 mesh = init_device_mesh("cuda", (replicas, shards), mesh_dim_names=("replicate", "shard"))
 for block in model.blocks:
@@ -26,23 +26,29 @@ __all__ = ["register_fsdp_hook"]
 
 
 def register_fsdp_hook(model: nn.Module, state: HookState) -> None:
-    """Reduces the gradients of every `fully_shard` unit of `model` over its replicas, in backward.
+    """Reduce the gradients of every `fully_shard` unit over the replicas, in backward; collective.
 
-    Within the shards of a replica FSDP averages, then `state.op` runs across the replicas: with
+    Within the shards of a replica FSDP averages; then `state.op` runs over the replicas. With
     Adasum that is the two-level form, so the learning rate may grow with the number of shards.
     Every parameter is a segment of its own, whole: its dot products are summed over the shards too,
-    two small messages a level.
+    by two small messages a level.
 
-    Shard on a 1-D mesh (`mesh["shard"]`) and give the state the replicas' process group. Replicas
-    must start with equal parameters: seed them alike, or load the same checkpoint. A trainable
-    parameter without a gradient counts as zeros and is given the answer, because FSDP does not say
-    which ones it left out (an error under a torch that has no set_reduce_scatter_unused_params).
-    Each unit's backward waits for its reduction: FSDP hands out the gradients right after it.
+    Replicas must start with equal parameters: seed them alike, or load the same checkpoint. A
+    trainable parameter without a gradient counts as zeros and receives the result, because FSDP
+    does not tell which ones it left out (an error under a torch without
+    set_reduce_scatter_unused_params). Each unit's backward waits for its reduction, because FSDP
+    hands out the gradients right after it.
 
-    Collective: every rank of the mesh calls it. ValueError where the model has no unit, is sharded
-    over a mesh of more dimensions (FSDP's own all-reduce would run before this one), the state has
-    no process_group, or a watcher, which would be shown shards as if they were gradients.
-    RuntimeError where torch is built without torch.distributed.
+    Args:
+        model: Sharded on a 1-D mesh (`mesh["shard"]`).
+        state: Has the replicas' process group, and no observer.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: The model has no unit, or is sharded over a mesh of more dimensions, where
+            FSDP's own all-reduce would run before this one; the state has no process_group; or it
+            has an observer, which would see shards in the place of gradients.
+        RuntimeError: torch is built without torch.distributed.
     """
     if not torch.distributed.is_available():
         raise RuntimeError(
@@ -58,8 +64,8 @@ def register_fsdp_hook(model: nn.Module, state: HookState) -> None:
         raise ValueError(
             'state needs process_group, the replicas of a shard: mesh.get_group("replicate")'
         )
-    if state.watch is not None:
-        raise ValueError("watch: cannot be used with FSDP, whose tensors are shards of gradients")
+    if state.observer is not None:
+        raise ValueError("observer: cannot be used with FSDP, which reduces shards of gradients")
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not units:
         raise ValueError("model has no fully_shard module: call fully_shard first")
@@ -74,7 +80,10 @@ def register_fsdp_hook(model: nn.Module, state: HookState) -> None:
 
 
 def _parameter_groups(unit: Any) -> Sequence[Any]:
-    """What FSDP reduces at once; it has no public name for it."""
+    """Return the groups of parameters that FSDP reduces together.
+
+    Private to torch, which has no public name for them.
+    """
     state = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
@@ -93,7 +102,7 @@ def _mesh_of(group: Any) -> Any:
 
 
 class _Hook:
-    """What FSDP calls with a unit's reduce-scattered gradients, one after the other, flat."""
+    """What FSDP calls with a unit's reduce-scattered gradients, flattened into one tensor."""
 
     def __init__(self, group: Any, state: HookState, replicas: Group, shards: Group) -> None:
         self._group = group
@@ -102,7 +111,7 @@ class _Hook:
         self._shards = shards
 
     def __call__(self, gradients: Tensor) -> None:
-        # Padded to equal sizes on all shards, with zeros: every shard cuts its tensor alike.
+        # Padded with zeros to equal sizes on all shards: every shard has the same segments.
         parameters = [p for p in self._group.fsdp_params if p.sharded_param.requires_grad]
         segments = [0, *accumulate(p.padded_sharded_param_size.numel() for p in parameters)]
         if segments[-1] != gradients.numel():
@@ -124,9 +133,9 @@ class _Hook:
 
 
 class _OverShards(Reducer):
-    """An operator whose partial sums also run over the shards of each parameter.
+    """An operator whose dot products are summed over the shards of each parameter too.
 
-    The ranks of a shard group hold the same place among their replicas, so they reduce in the same
+    The ranks of a shard group have the same rank among their replicas, so they reduce in the same
     steps and need the same sums.
     """
 

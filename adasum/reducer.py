@@ -19,65 +19,64 @@ from collectives import Operands, Reducer
 
 __all__ = ["Adasum", "AdasumReducer"]
 
-# Below this a message costs its latency: log2 n exchanges of the whole vector (rd), or none where
-# ranks share a board, beat the 2 log2 n exchanges and log2 n small sums of vhdd.
+# Up to this size latency decides: log2 n exchanges of the whole vector (rd), or none in shared
+# memory, are faster than the 2 log2 n exchanges and log2 n small sums of vhdd.
 _SMALL_BYTES = 256 * 1024
 
 
 @lru_cache(maxsize=1024)
 def _clip(segments: tuple[int, ...], start: int, length: int) -> tuple[int, int, tuple[int, ...]]:
-    """The segments that the piece [start, start + length) touches.
+    """Return the segments that the piece [start, start + length) touches; length is at least 1.
 
-    Returns (first, last, boundaries): segments first..last-1 of the whole list, and their
-    boundaries relative to the piece, cut to it: (0, ..., length). `length` must be at least 1.
+    The answer is (first, last, boundaries): segments first..last-1 of the whole list, and their
+    boundaries within the piece, (0, ..., length).
     """
     stop = start + length
     # bisect_right finds the last boundary at or before start, so empty segments there are skipped.
     first = bisect_right(segments, start) - 1
     last = bisect_left(segments, stop)
     inner = (boundary - start for boundary in segments[first + 1 : last])
-    return first, last, _the_same((0, *inner, length))
+    return first, last, (0, *inner, length)
 
 
 @lru_cache(maxsize=1024)
-def _the_same(cuts: tuple[int, ...]) -> tuple[int, ...]:
-    """One tuple for equal ones: the kernels know segments that they have checked by identity."""
-    return cuts
-
-
-@lru_cache(maxsize=1024)
-def _holds_whole(segments: tuple[int, ...], start: int, length: int) -> bool:
-    """Whether the piece cuts no segment."""
+def _holds_whole_segments(segments: tuple[int, ...], start: int, length: int) -> bool:
+    """Return whether the piece cuts no segment."""
     return {start, start + length} <= {*segments}
 
 
-class _Clipped(NamedTuple):
+class _ClippedPiece(NamedTuple):
     """A piece, the segments that it touches, and their boundaries within it."""
 
     parts: tuple[Tensor, ...]
     out: Tensor
-    rows: slice
-    cuts: tuple[int, ...]
+    touched: slice
+    segments: tuple[int, ...]
 
 
-def _table(
-    pieces: Sequence[_Clipped], rows: Sequence[Tensor], count: int, device: torch.device
+def _add_up(
+    pieces: Sequence[_ClippedPiece], dots: Sequence[Tensor], count: int, device: torch.device
 ) -> Tensor:
-    """The `count` segments' sums of the pieces' rows: of one shape, wherever those were cut."""
-    ends = [0, *(piece.rows.stop for piece in pieces)]
-    if rows and [*(piece.rows.start for piece in pieces), count] == ends:
-        # Each row is one piece's: most often they are all of a single one.
-        return rows[0] if len(rows) == 1 else torch.cat([*rows])
-    dots = torch.zeros(count, 3, dtype=torch.float64, device=device)
-    for piece, mine in zip(pieces, rows, strict=True):
-        dots[piece.rows] += mine
-    return dots
+    """Return the [count, 3] table of the pieces' dot products, added where pieces share a segment.
+
+    Its shape is the same wherever the pieces are cut.
+    """
+    ends = [0, *(piece.touched.stop for piece in pieces)]
+    if dots and [*(piece.touched.start for piece in pieces), count] == ends:
+        # No two pieces share a segment, and most often there is only one piece.
+        return dots[0] if len(dots) == 1 else torch.cat([*dots])
+    table = torch.zeros(count, 3, dtype=torch.float64, device=device)
+    for piece, mine in zip(pieces, dots, strict=True):
+        table[piece.touched] += mine
+    return table
 
 
 class AdasumReducer(Reducer):
-    """adasum(a, b) = (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b, per segment.
+    """Adasum of two vectors, segment by segment.
 
-    Dtypes: float16, bfloat16, float32, float64; dot products and norms are float64. Symmetric but
+    adasum(a, b) = (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b
+
+    For float16, bfloat16, float32 and float64; dot products and norms are float64. Symmetric, but
     not associative: the order of the ranks is part of the answer (adjacent ranks pair first).
     """
 
@@ -86,71 +85,76 @@ class AdasumReducer(Reducer):
     reduces_in_shared_memory = True
 
     def check(self, dtype: torch.dtype) -> None:
-        """TypeError naming the dtype unless it is a floating-point dtype the kernels take."""
+        """Raise TypeError, naming the dtype, unless it is a floating-point one the kernels take."""
         if dtype not in kernels.DTYPES:
             raise TypeError(
                 f"Adasum reduces float16, bfloat16, float32 and float64 tensors, not {dtype}"
             )
 
     def algorithm(self, nbytes: int, size: int) -> str:
-        """`rd` for small messages, whose cost is latency; else `vhdd`."""
+        """Return "rd" for small buffers, where latency decides, else "vhdd"."""
         return "rd" if nbytes <= _SMALL_BYTES else "vhdd"
 
     def reduce(self, operands: Operands) -> None:
-        """out = adasum(left, right) on this rank's pieces of the two vectors.
+        """Write adasum(left, right) of this rank's pieces of the two vectors.
 
-        The partial dot products of the pieces go into a full [S, 3] float64 table, so that the
-        ranks of the step sum one shape wherever the pieces were cut, inside a segment or not. More
-        than two vectors are folded from the left.
+        Each rank adds its partial dot products into a full [S, 3] float64 table, so that all ranks
+        of the step sum tables of one shape wherever their pieces are cut, inside a segment or not.
+        More than two vectors are folded from the left.
         """
-        add = operands.sum_partials
-        whole = operands.segments
-        segments = (0, operands.numel) if whole is None else tuple(whole)
-        if add is None and all(
-            _holds_whole(segments, start, out.numel()) for _, out, start in operands.pieces
+        segments = (0, operands.numel) if operands.segments is None else tuple(operands.segments)
+        if operands.sum_partials is None and all(
+            _holds_whole_segments(segments, start, out.numel()) for _, out, start in operands.pieces
         ):
             for parts, out, start in operands.pieces:
-                self._reduce_whole(parts, out, start, segments)
-            return
-        device = torch.device("cpu")
-        folds = 1
-        pieces: list[_Clipped] = []
-        rows: list[Tensor] = []
-        # Of what has come while the rest is on its way.
-        for parts, out, start in operands.pieces:
-            folds = max(folds, len(parts) - 1)
-            device = out.device
-            if out.numel():
-                first, last, cuts = _clip(segments, start, out.numel())
-                rows.append(kernels.dot_and_norms(parts[0], parts[1], cuts))
-                pieces.append(_Clipped(parts, out, slice(first, last), cuts))
-        dots = _table(pieces, rows, len(segments) - 1, device)
-        left = [piece.parts[0] for piece in pieces]
-        for k in range(1, folds + 1):
-            if k > 1:
-                dots.zero_()
-                for mine, piece in zip(left, pieces, strict=True):
-                    dots[piece.rows] += kernels.dot_and_norms(mine, piece.parts[k], piece.cuts)
-            if add is not None:
-                add(dots)
-            for i, piece in enumerate(pieces):
-                target = piece.out if k == folds else None
-                mine = dots if len(pieces) == 1 and len(dots) == len(rows[0]) else dots[piece.rows]
-                left[i] = kernels.combine(left[i], piece.parts[k], mine, piece.cuts, out=target)
-
-    def _reduce_whole(
-        self, parts: Sequence[Tensor], out: Tensor, start: int, segments: tuple[int, ...]
-    ) -> None:
-        """The same of vectors whose segments lie whole in the parts."""
-        if not out.numel():
-            return
-        cuts = _clip(segments, start, out.numel())[2]
-        left = parts[0]
-        for k, right in enumerate(parts[1:], 2):
-            left = kernels.adasum(left, right, cuts, out=out if k == len(parts) else None)
+                _reduce_whole(parts, out, start, segments)
+        else:
+            _reduce_cut(operands, segments)
 
     def finish(self, buffer: Tensor, size: int) -> None:
-        """Nothing: Adasum is not divided by the number of ranks."""
+        """Do nothing: Adasum is not divided by the number of ranks."""
+
+
+def _reduce_whole(
+    parts: Sequence[Tensor], out: Tensor, start: int, segments: tuple[int, ...]
+) -> None:
+    """Reduce a piece that cuts no segment."""
+    if not out.numel():
+        return
+    inside = _clip(segments, start, out.numel())[2]
+    left = parts[0]
+    for k, right in enumerate(parts[1:], 2):
+        left = kernels.adasum(left, right, inside, out=out if k == len(parts) else None)
+
+
+def _reduce_cut(operands: Operands, segments: tuple[int, ...]) -> None:
+    """Reduce pieces that may cut segments, whose dot products other ranks may have parts of."""
+    device = torch.device("cpu")
+    folds = 1
+    pieces: list[_ClippedPiece] = []
+    dots: list[Tensor] = []
+    # A piece's dot products are taken before the next piece is looked at, which waits for it.
+    for parts, target, start in operands.pieces:
+        folds = max(folds, len(parts) - 1)
+        device = target.device
+        if target.numel():
+            first, last, inside = _clip(segments, start, target.numel())
+            dots.append(kernels.dot_and_norms(parts[0], parts[1], inside))
+            pieces.append(_ClippedPiece(parts, target, slice(first, last), inside))
+    table = _add_up(pieces, dots, len(segments) - 1, device)
+    left = [piece.parts[0] for piece in pieces]
+    for k in range(1, folds + 1):
+        if k > 1:
+            table.zero_()
+            for mine, piece in zip(left, pieces, strict=True):
+                table[piece.touched] += kernels.dot_and_norms(mine, piece.parts[k], piece.segments)
+        if operands.sum_partials is not None:
+            operands.sum_partials(table)
+        for i, piece in enumerate(pieces):
+            out = piece.out if k == folds else None
+            left[i] = kernels.combine(
+                left[i], piece.parts[k], table[piece.touched], piece.segments, out=out
+            )
 
 
 Adasum = AdasumReducer()

@@ -1,4 +1,4 @@
-"""Sums and averages of sparse tensors: indices and values are gathered, equal indices added."""
+"""Sums and averages of sparse tensors: ranks gather each other's entries and add equal indices."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adasum.horovod.process_sets import ProcessSet, members_of
 from collectives import Average, Group, Reducer, Sum, Work
 
-__all__ = ["SparseHandle", "sparse_all_reduce_async", "sparse_allreduce_async"]
+__all__ = ["SparseHandle", "sparse_all_reduce_async"]
 
 
 class SparseHandle:
-    """A reduction of a sparse tensor under way; calling it waits, as Horovod's users do."""
+    """A started reduction of a sparse tensor; calling it is `wait`, as Horovod has it."""
 
     def __init__(
         self, group: Group, tensor: Tensor, op: Reducer, works: tuple[Work | Any, Work | Any]
@@ -26,12 +25,19 @@ class SparseHandle:
         self._works = works
 
     def wait(self) -> Tensor:
-        """The answer, coalesced, with the same bits on every rank; raises what went wrong."""
+        """Block until all entries have arrived; return their sum or average.
+
+        Returns:
+            A coalesced tensor with the same bits on every rank.
+
+        Raises:
+            CollectiveError: The reduction failed.
+        """
         indices, values = (work.wait() for work in self._works)
-        return _add_up(self._group.size, self._op, self._tensor, indices, values)
+        return _add_entries(self._group.size, self._op, self._tensor, indices, values)
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return without waiting for another rank."""
+        """Return whether `wait` would return without waiting for another rank."""
         return all(work.is_completed() for work in self._works)
 
     __call__ = wait
@@ -40,16 +46,25 @@ class SparseHandle:
 def sparse_all_reduce_async(
     group: Group, tensor: Tensor, op: Reducer = Average, name: str | None = None
 ) -> SparseHandle:
-    """Starts reducing a sparse COO tensor over a group; wait() returns a new, coalesced one.
+    """Start the reduction of a sparse COO tensor; collective over the group.
 
-    tensor: of one shape, sparse_dim and dtype on all ranks, with any number of entries, and dense
-    dimensions or none; not changed. op: Sum, or Average, which divides by the number of ranks,
-    also those without an entry. float16 and bfloat16 are added up in float32, in the order of the
-    ranks, so the same call gives the same bits. Each rank receives all ranks' entries: where they
-    are not few, dense tensors travel cheaper.
+    float16 and bfloat16 are summed in float32, in rank order, so the same call gives the same bits.
+    Each rank receives the entries of all ranks: unless they are few, a dense tensor is cheaper.
 
-    Collective. Raises TypeError for what is no sparse COO tensor, NotImplementedError for Adasum,
-    which is not defined here on sparse tensors: pass tensor.to_dense() to another function.
+    Args:
+        group: The ranks that reduce.
+        tensor: Equal in shape, sparse dimensions and dtype on all ranks, with any number of
+            entries; dense dimensions are allowed. Not changed.
+        op: Sum or Average, which divides by the number of ranks, with an entry or without.
+        name: Names the collectives in errors; equal on all ranks.
+
+    Returns:
+        A handle, whose `wait` returns a new, coalesced tensor.
+
+    Raises:
+        TypeError: `tensor` is not a sparse COO tensor.
+        NotImplementedError: `op` is neither Sum nor Average: Adasum of sparse tensors is not
+            defined here. Pass `tensor.to_dense()` to `all_reduce`.
     """
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.sparse_coo:
         what = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
@@ -63,52 +78,43 @@ def sparse_all_reduce_async(
     op.check(tensor.dtype)
     tensor = tensor.detach().coalesce()
     indices = tensor.indices().t()
-    # The rank beside each index tells afterwards which entries came from whom.
-    source = (
-        torch.full_like(indices[:, :1], group.rank) if len(indices) else indices.new_empty(0, 1)
-    )
-    # A name is part of what ranks agree on, and so is the shape by being in it.
-    label = f"{name or 'sparse'} {tuple(tensor.shape)}"
+    # The first column is the rank, to tell afterwards whose entry it is.
+    rank = torch.full_like(indices[:, :1], group.rank) if len(indices) else indices.new_empty(0, 1)
+    # Ranks compare names, and so compare the shape in it.
+    name = f"{name or 'sparse'} {tuple(tensor.shape)}"
     works = (
         group.all_gather(
-            torch.cat([source, indices], 1).contiguous(), name=f"{label}: indices", async_op=True
+            torch.cat([rank, indices], 1).contiguous(), name=f"{name}: indices", async_op=True
         ),
-        group.all_gather(tensor.values().contiguous(), name=f"{label}: values", async_op=True),
+        group.all_gather(tensor.values().contiguous(), name=f"{name}: values", async_op=True),
     )
     return SparseHandle(group, tensor, op, works)
 
 
-def sparse_allreduce_async(
-    tensor: Tensor, name: str, op: Reducer, process_set: ProcessSet | None = None
-) -> SparseHandle:
-    """Horovod's name for `sparse_all_reduce_async`; the answer comes from calling the handle."""
-    return sparse_all_reduce_async(members_of(process_set), tensor, op, name)
+def _add_entries(size: int, op: Reducer, like: Tensor, indices: Tensor, values: Tensor) -> Tensor:
+    """Add up the entries of all ranks, in rank order.
 
-
-def _add_up(size: int, op: Reducer, like: Tensor, indices: Tensor, values: Tensor) -> Tensor:
-    """The sum over the sources, in their order.
-
-    indices: int64 [entries, 1 + sparse_dim], a rank and where its entry lies. values: [entries,
-    ...]. No rank has an index twice, so no addition below meets another one: no order but the
-    ranks' plays a part, on GPUs neither.
+    indices: int64 [entries, 1 + sparse_dim], the rank and the index of each entry. values:
+    [entries, ...]. The indices of one rank are distinct, so no addition below meets another: the
+    order is that of the ranks alone, on GPUs too.
     """
     shape = like.shape[: like.sparse_dim()]
-    places = indices.new_zeros(len(indices))
+    linear = indices.new_zeros(len(indices))
     for dimension, length in enumerate(shape):
-        places = places * length + indices[:, 1 + dimension]
-    found, target = torch.unique(places, return_inverse=True)
-    wide = torch.float32 if values.dtype in (torch.float16, torch.bfloat16) else values.dtype
-    total = torch.zeros(len(found), *values.shape[1:], dtype=wide, device=values.device)
+        linear = linear * length + indices[:, 1 + dimension]
+    found, target = torch.unique(linear, return_inverse=True)
+    dtype = torch.float32 if values.dtype in (torch.float16, torch.bfloat16) else values.dtype
+    total = torch.zeros(len(found), *values.shape[1:], dtype=dtype, device=values.device)
     counts = torch.bincount(indices[:, 0], minlength=size).tolist()
-    for part, where in zip(values.split(counts), target.split(counts), strict=True):
-        total[where] += part
+    for part, rows in zip(values.split(counts), target.split(counts), strict=True):
+        total[rows] += part
     op.finish(total, size)
-    columns = []
-    for dimension in range(len(shape)):
-        columns.append(found // math.prod(shape[dimension + 1 :]) % max(shape[dimension], 1))
-    where = torch.stack(columns) if columns else found.new_empty(0, len(found))
+    columns = [
+        found // math.prod(shape[dimension + 1 :]) % max(length, 1)
+        for dimension, length in enumerate(shape)
+    ]
     return torch.sparse_coo_tensor(
-        where,
+        torch.stack(columns) if columns else found.new_empty(0, len(found)),
         total.to(like.dtype),
         like.shape,
         device=total.device,

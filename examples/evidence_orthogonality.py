@@ -111,7 +111,7 @@ def train(training: Training) -> dict[str, Any]:
             method=training.method,
         )
         recorder = hvd.orthogonality.Recorder(every)
-        optimizer.watch(recorder)
+        optimizer.set_observer(recorder)
         for step in range(training.steps):
             for parameters in optimizer.param_groups:
                 parameters["lr"] = training.rate * schedule(step, training.steps)

@@ -1,1 +1,1 @@
-"""Horovod's functions and names."""
+"""Horovod's functions, under Horovod's names and with Horovod's meaning."""

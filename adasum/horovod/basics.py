@@ -1,4 +1,4 @@
-"""Start-up, and who and where this rank is; Horovod's names."""
+"""Start-up, this rank's place among the ranks, and barriers; Horovod's names."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 import collectives
-from adasum.horovod.handles import require
-from adasum.horovod.process_sets import ProcessSet, add_process_set
+from adasum.horovod.arguments import require
+from adasum.horovod.process_sets import ProcessSet, add_process_set, require_group
 from adasum.reducer import Adasum
 from collectives import default_group, is_initialized
 
 __all__ = [
+    "barrier",
     "cross_rank",
     "cross_size",
     "init",
@@ -31,11 +32,20 @@ def init(
     process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None,
     **options: Any,
 ) -> None:
-    """Joins the ranks that torchrun started, or stands alone; a second call does not join again.
+    """Connect the ranks that torchrun started; without torchrun, this process is the only rank.
 
-    process_sets: sets to add, the same on every rank. Sets may be added later in any case, which is
-    what Horovod's process_sets="dynamic" asks for. options: timeout (seconds, 300.0),
-    process_group and the others of `collectives.init`. NotImplementedError for Horovod's comm.
+    A second call does not connect again.
+
+    Args:
+        comm: Horovod's; must be None.
+        process_sets: Process sets to add, the same on every rank. Sets may be added later in any
+            case, which is what Horovod's "dynamic" asks for.
+        **options: Those of `collectives.init`: `timeout` (seconds, 300.0), `process_group` and
+            others.
+
+    Raises:
+        NotImplementedError: `comm` was given.
+        ValueError: `process_sets` is a string other than "dynamic".
     """
     if comm is not None:
         raise NotImplementedError("comm is not supported: ranks are started by torchrun")
@@ -51,59 +61,64 @@ def init(
 
 
 def join(device: int = -1) -> int:
-    """Waits until every rank has joined; returns the rank that was the last to.
+    """Wait until every rank has joined; return the rank that joined last.
 
-    For a rank that has run out of data: it takes part in what the others still call (all but
-    broadcasts from it) with zeros, Adasum's identity; averages are still over all ranks, and
-    allgather gets no rows from it. After it the ranks' models differ: broadcast the last rank's. No
-    more than the timeout may pass between two calls of the others.
+    For a rank that has run out of data. Until the others join too, it takes part in what they call
+    (everything but broadcasts from it) with zeros, Adasum's identity. Averages are still over all
+    ranks, and allgather has no rows from it. Afterwards the ranks' models differ: broadcast the
+    last rank's. Between two calls of the other ranks no more than the timeout may pass.
 
-    device: the GPU on which zeros for CUDA tensors are made; the current one for -1.
+    Args:
+        device: The GPU on which zeros for CUDA tensors are made; the current one for -1.
     """
     require("device", device, int)
-    place = None if device < 0 else torch.device("cuda", device)
-    return default_group().join([Adasum], device=place)
+    zeros_on = None if device < 0 else torch.device("cuda", device)
+    return default_group().join([Adasum], device=zeros_on)
+
+
+def barrier(process_set: ProcessSet | None = None) -> None:
+    """Return once every rank of the process set has called it."""
+    require_group(process_set).barrier()
 
 
 def rank() -> int:
-    """This rank's number, 0..size()-1."""
+    """Return this rank's number, 0 to size() - 1."""
     return default_group().rank
 
 
 def size() -> int:
-    """The number of ranks."""
+    """Return the number of ranks."""
     return default_group().size
 
 
 def local_rank() -> int:
-    """This rank's number on its host, 0..local_size()-1."""
+    """Return this rank's number on its host, 0 to local_size() - 1."""
     return default_group().local_rank
 
 
 def local_size() -> int:
-    """The number of ranks on this host."""
+    """Return the number of ranks on this host."""
     return default_group().local_size
 
 
 def cross_rank() -> int:
-    """This host's number among those that have a rank with this rank's local_rank()."""
+    """Return this host's number among the hosts that have a rank with this local_rank()."""
     group = default_group()
-    here = group.hosts[group.rank]
-    return _peers(group.hosts, group.local_rank).index(here)
+    return _hosts_with(group.hosts, group.local_rank).index(group.hosts[group.rank])
 
 
 def cross_size() -> int:
-    """The number of hosts that have a rank with this rank's local_rank()."""
+    """Return the number of hosts that have a rank with this local_rank()."""
     group = default_group()
-    return len(_peers(group.hosts, group.local_rank))
+    return len(_hosts_with(group.hosts, group.local_rank))
 
 
 def is_homogeneous() -> bool:
-    """Whether every host has as many ranks."""
+    """Return whether every host has the same number of ranks."""
     hosts = default_group().hosts
     return len({hosts.count(host) for host in hosts}) == 1
 
 
-def _peers(hosts: Sequence[int], local_rank: int) -> list[int]:
-    """The hosts that have more ranks than `local_rank`, in the order of their first ranks."""
+def _hosts_with(hosts: Sequence[int], local_rank: int) -> list[int]:
+    """Return the hosts that have this local rank, ordered by their first ranks."""
     return [host for host in dict.fromkeys(hosts) if hosts.count(host) > local_rank]

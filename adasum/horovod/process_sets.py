@@ -1,7 +1,8 @@
 """Process sets: collectives among some of the ranks, with Horovod's names.
 
-What a set means depends on the rank that asks: one ProcessSet object may be shared by the ranks of
-`collectives.run_threads`. The groups behind the sets belong to the default group and end with it.
+A ProcessSet is only a list of ranks, so one object may be shared by all ranks of
+`collectives.run_threads`. The group behind it is looked up in the calling rank's default group, and
+ends with that.
 """
 
 from __future__ import annotations
@@ -21,17 +22,22 @@ __all__ = [
     "get_process_set_ids_and_ranks",
     "global_process_set",
     "group_of",
-    "members_of",
     "process_set_by_id",
     "remove_process_set",
-    "root_of",
+    "require_group",
+    "root_in",
 ]
 
 
 class ProcessSet:
     """Some of the ranks, in ascending order; usable once every rank has added it.
 
-    TypeError or ValueError for what is not a list of different ranks.
+    Args:
+        ranks: Global ranks, each once.
+
+    Raises:
+        TypeError: `ranks` is not a list of ints.
+        ValueError: `ranks` is empty, or has negative or repeated ranks.
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
@@ -51,22 +57,23 @@ class ProcessSet:
 
     @property
     def process_set_id(self) -> int | None:
-        """The number the set was added under; None where it is not added, or removed again."""
-        entry = _sets().get(tuple(self.ranks))
+        """The number the set was added under; None before it is added and after its removal."""
+        entry = _process_sets().get(tuple(self.ranks))
         return None if entry is None else entry.number
 
     def included(self) -> bool:
-        """Whether this rank is in the set."""
+        """Return whether this rank is in the set."""
         return default_group().rank in self.ranks
 
     def size(self) -> int | None:
-        """The number of ranks in the set; None where it is not added."""
+        """Return the number of ranks in the set, None where it is not added."""
         return None if self.process_set_id is None else len(self.ranks)
 
     def rank(self) -> int | None:
-        """This rank's number within the set; None where it is not added.
+        """Return this rank's number within the set, None where the set is not added.
 
-        ValueError on a rank that is not in it.
+        Raises:
+            ValueError: This rank is not in the set.
         """
         if self.process_set_id is None:
             return None
@@ -80,7 +87,7 @@ class ProcessSet:
 
 class _GlobalProcessSet(ProcessSet):
     def __init__(self) -> None:
-        """All ranks, how many there may be."""
+        """Make the set of all ranks, however many there are when it is used."""
 
     @property
     def ranks(self) -> list[int]:
@@ -102,78 +109,85 @@ class _Entry(NamedTuple):
     group: Group | None
 
 
-class _Sets(dict[tuple[int, ...], _Entry]):
-    """The sets added on one rank's default group."""
+class _ProcessSets(dict[tuple[int, ...], _Entry]):
+    """The sets added on one rank's default group, by their ranks."""
 
-    last = 0
+    last_number = 0
 
 
-_of_group: weakref.WeakKeyDictionary[Group, _Sets] = weakref.WeakKeyDictionary()
+_of_group: weakref.WeakKeyDictionary[Group, _ProcessSets] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def _sets() -> _Sets:
+def _process_sets() -> _ProcessSets:
     with _lock:
-        return _of_group.setdefault(default_group(), _Sets())
+        return _of_group.setdefault(default_group(), _ProcessSets())
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Makes a set usable; every rank calls it, with the same ranks and in the same order.
+    """Make a set usable and return it; collective over all ranks.
 
-    Returns the set. Ranks that were added before get the number they have.
+    Every rank calls it, with the same ranks and in the same order. Ranks that were added before
+    keep their number.
     """
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
     key = tuple(process_set.ranks)
-    sets = _sets()
-    if process_set is not global_process_set and key not in sets:
+    added = _process_sets()
+    if process_set is not global_process_set and key not in added:
         group = default_group().split(key)
-        sets.last += 1
-        sets[key] = _Entry(sets.last, group)
+        added.last_number += 1
+        added[key] = _Entry(added.last_number, group)
     return process_set
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Ends a set, and every ProcessSet of the same ranks; every rank calls it.
+    """End a set, and every ProcessSet of the same ranks; collective over all ranks.
 
-    False, and nothing done, for the global set and for one that is not added.
+    Returns:
+        False, and nothing is done, for the global set and for a set that is not added.
     """
     key = tuple(_checked(process_set).ranks)
-    if process_set is global_process_set or key not in _sets():
+    if process_set is global_process_set or key not in _process_sets():
         return False
     default_group().barrier(f"remove_process_set {list(key)}")
-    group = _sets().pop(key).group
+    group = _process_sets().pop(key).group
     if group is not None:
         group.close()
     return True
 
 
 def process_set_by_id(process_set_id: int) -> ProcessSet:
-    """The set with this number; ValueError where there is none."""
+    """Return the set with this number; ValueError where there is none."""
     if isinstance(process_set_id, bool) or not isinstance(process_set_id, int):
         raise TypeError(f"process_set_id must be an int, not {type(process_set_id).__name__}")
     if process_set_id == 0:
         return global_process_set
-    for ranks, entry in _sets().items():
+    for ranks, entry in _process_sets().items():
         if entry.number == process_set_id:
             return ProcessSet(ranks)
     raise ValueError(f"no process set has the number {process_set_id}")
 
 
 def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
-    """The ranks of every set, by its number; 0 is the global one."""
-    numbers = {entry.number: list(ranks) for ranks, entry in _sets().items()}
-    return {0: global_process_set.ranks, **numbers}
+    """Return the ranks of every set by its number; 0 is the global set."""
+    added = {entry.number: list(ranks) for ranks, entry in _process_sets().items()}
+    return {0: global_process_set.ranks, **added}
 
 
 def group_of(process_set: ProcessSet | None) -> Group | None:
-    """The group of a set's ranks; None where this rank is not in it. None: the default group.
+    """Return the group of a set's ranks, None on a rank that is not in it.
 
-    TypeError for what is no ProcessSet, ValueError for one that was not added.
+    Args:
+        process_set: None stands for the default group.
+
+    Raises:
+        TypeError: The argument is not a ProcessSet.
+        ValueError: The set was not added.
     """
     if process_set is None or _checked(process_set) is global_process_set:
         return default_group()
-    entry = _sets().get(tuple(process_set.ranks))
+    entry = _process_sets().get(tuple(process_set.ranks))
     if entry is None:
         raise ValueError(
             f"{process_set} is not known: call add_process_set on every rank, or give it to init"
@@ -181,8 +195,8 @@ def group_of(process_set: ProcessSet | None) -> Group | None:
     return entry.group
 
 
-def members_of(process_set: ProcessSet | None) -> Group:
-    """As `group_of`, where only the set's ranks may call: ValueError naming any other one."""
+def require_group(process_set: ProcessSet | None) -> Group:
+    """Return the group of a set's ranks; ValueError on a rank that is not in it."""
     group = group_of(process_set)
     if group is None:
         raise ValueError(
@@ -191,8 +205,8 @@ def members_of(process_set: ProcessSet | None) -> Group:
     return group
 
 
-def root_of(process_set: ProcessSet | None, root_rank: int) -> int:
-    """The number within the set of a global rank; ValueError where it is not in the set."""
+def root_in(process_set: ProcessSet | None, root_rank: int) -> int:
+    """Return a global rank's number within the set; ValueError where it is not in the set."""
     if isinstance(root_rank, bool) or not isinstance(root_rank, int):
         raise TypeError(f"root_rank must be an int, not {type(root_rank).__name__}")
     if process_set is None or _checked(process_set) is global_process_set:

@@ -1,1 +1,1 @@
-"""The distributed optimizer and its two methods."""
+"""The distributed optimizer and its two methods: reducing gradients, or reducing steps."""

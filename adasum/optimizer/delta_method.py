@@ -1,7 +1,7 @@
 """Adasum's delta method: every rank takes its own step, and the steps are reduced.
 
-Source: Maleki et al., arXiv 2006.02924, section on optimizers with state: the difference an
-optimizer makes is reduced, not the gradient it was given.
+Source: Maleki et al., arXiv 2006.02924, the section on optimizers with state: what is reduced is
+the difference that an optimizer makes, not the gradient that it was given.
 """
 
 from __future__ import annotations
@@ -15,17 +15,21 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from adasum.optimizer.buffers import DeltaBuffers, travels
-from adasum.optimizer.gradients import Flight, OptimizerOrderError
+from adasum.optimizer.backward_hooks import OptimizerOrderError, Reduction
+from adasum.optimizer.bucket_buffers import DeltaBuffers, fits_in_buffer
+from adasum.optimizer.bucket_reduction import DenseReduction
+from adasum.optimizer.distributed_mixin import (
+    DistributedMixin,
+    clears_scaler_state_on_error,
+    densify,
+)
 from adasum.optimizer.parameters import Named
-from adasum.optimizer.wire import InFlight
-from adasum.optimizer.wrapper import Distributed, densify, forgets_scaler
 from collectives import Sum
 
-__all__ = ["DeltaMethod", "InBackward", "steps_by_parameter"]
+__all__ = ["DeltaMethod", "DeltaMethodInBackward", "steps_by_parameter"]
 
 # One bucket's reduction hides the next one's step; more would only hold more memory.
-_IN_FLIGHT = 2
+_MAX_IN_FLIGHT = 2
 # Those of torch's optimizers whose step treats every parameter by itself.
 _BY_PARAMETER = (
     torch.optim.ASGD,
@@ -45,15 +49,15 @@ _BY_PARAMETER = (
 
 
 def steps_by_parameter(kind: type[torch.optim.Optimizer]) -> bool:
-    """Whether a step of all parameters is the steps of each, so that buckets can step in turn.
+    """Return whether the optimizer treats every parameter by itself, so that buckets step in turn.
 
     True for torch's own optimizers except LBFGS and Muon, and for subclasses that keep their step.
     """
     return any(unwrap(known.step) is unwrap(kind.step) for known in _BY_PARAMETER)
 
 
-def _hooked(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a hook wants to see the step as a whole."""
+def _has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a hook expects to see the step as a whole."""
     return bool(
         optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
@@ -62,71 +66,76 @@ def _hooked(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-class _Delta:
-    """A bucket's differences under way; the parameters hold the values from before meanwhile."""
+class _DeltaReduction:
+    """A bucket's differences in flight, while its parameters hold the values from before."""
 
-    def __init__(self, flight: InFlight, parameters: list[Tensor], deltas: list[Tensor]) -> None:
-        self._flight = flight
+    def __init__(
+        self, reduction: DenseReduction, parameters: list[Tensor], deltas: list[Tensor]
+    ) -> None:
+        self._reduction = reduction
         self._parameters = parameters
         self._deltas = deltas
 
     def wait(self) -> None:
-        self._flight.wait()
+        """Add the reduced differences to the parameters, once they are there."""
+        self._reduction.wait()
         with torch.no_grad():
             torch._foreach_add_(self._parameters, self._deltas)
 
-    def report(self) -> None:
-        """Shows the reduced difference, which its buffer still holds."""
-        self._flight.report()
+    def notify_observer(self) -> None:
+        """Show the reduced differences, which their buffer still holds."""
+        self._reduction.notify_observer()
 
-    def drop(self) -> None:
-        """Waits without installing the difference."""
-        self._flight.wait()
+    def discard(self) -> None:
+        """Wait, and leave the parameters at their values from before."""
+        self._reduction.wait()
 
 
-class DeltaMethod(Distributed):
-    """Parameters after the step are before + Adasum over the ranks of (after - before), each.
+class DeltaMethod(DistributedMixin):
+    """Sets parameters to before + Adasum over the ranks of (after - before).
 
     The optimizer's state follows each rank's own gradients. Where the optimizer treats every
-    parameter by itself, buckets step in turn and copies exist of those under way alone; else of
-    the whole model. After an error each parameter has its value from before the step or after it.
+    parameter by itself, buckets step in turn, and only those in flight are copied; else the whole
+    model is. After an error each parameter has its value from before the step or after it.
     """
 
     _adasum_before: dict[Tensor, Tensor] | None = None
     _adasum_buffers: DeltaBuffers
 
     def _prepare(self) -> None:
-        self._adasum_buffers = DeltaBuffers(_IN_FLIGHT + 1)
+        self._adasum_buffers = DeltaBuffers(_MAX_IN_FLIGHT + 1)
 
     def synchronize(self) -> None:
-        """Nothing to wait for: gradients stay this rank's own, and the step's differences travel.
+        """Do nothing: gradients stay this rank's own, and the step's differences are reduced.
 
         It is here so that Horovod's way to clip works: synchronize(), clip, step() within
         skip_synchronize(), which clips this rank's gradients.
         """
 
-    @forgets_scaler
+    @clears_scaler_state_on_error
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The local step (a closure sees this rank's data), then before + reduced difference."""
-        gradients = self._adasum_gradients
+        """Take the local step (a closure sees this rank's data), and add the reduced difference."""
+        hooks = self._adasum_hooks
         if closure is None:
             self._densify()
         elif self._adasum_sparse_as_dense:
-            closure = self._dense(closure)
-        answer = None
-        if self._adasum_alone:
-            answer = self._local_step(closure)
+            closure = self._densifying(closure)
+        result = None
+        if self._adasum_one_rank:
+            result = self._local_step(closure)
         elif not self._any_rank_skips():
-            separable = steps_by_parameter(self._adasum_base) and not _hooked(self)
+            separable = steps_by_parameter(self._adasum_base) and not _has_step_hooks(self)
             if closure is None and separable:
-                gradients.synchronize(most=_IN_FLIGHT)
+                hooks.synchronize(max_in_flight=_MAX_IN_FLIGHT)
             else:
-                answer = self._step_as_a_whole(closure)
-        gradients.restart()
+                result = self._step_as_a_whole(closure)
+        hooks.restart()
         self._adasum_buffers.restart()
-        return answer
+        return result
 
-    def _dense(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _densifying(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return the closure with its gradients made dense."""
+
         def evaluate() -> Any:
             loss = closure()
             self._densify()
@@ -138,13 +147,13 @@ class DeltaMethod(Distributed):
         with torch.no_grad():
             self._adasum_before = {
                 parameter: parameter.clone()
-                for _, parameter in self._adasum_gradients.named
-                if _moves(parameter)
+                for _, parameter in self._adasum_hooks.named
+                if _steps(parameter)
             }
         try:
-            answer = self._local_step(closure)
-            self._adasum_gradients.synchronize(most=_IN_FLIGHT)
-            return answer
+            result = self._local_step(closure)
+            self._adasum_hooks.synchronize(max_in_flight=_MAX_IN_FLIGHT)
+            return result
         finally:
             with torch.no_grad():
                 for parameter, before in self._adasum_before.items():
@@ -152,7 +161,7 @@ class DeltaMethod(Distributed):
             self._adasum_before = None
 
     def _any_rank_skips(self) -> bool:
-        """Under GradScaler: whether any rank's gradients hold a non-finite value."""
+        """Return whether, under GradScaler, any rank's gradients hold a non-finite value."""
         found = self.__dict__.get("found_inf")
         if found is None or self._adasum_group is None:
             return False
@@ -161,19 +170,19 @@ class DeltaMethod(Distributed):
         return bool(total.item())
 
     @torch.no_grad()
-    def _send(self, members: Sequence[Named], label: str) -> Flight | None:
+    def _start_bucket(self, members: Sequence[Named], bucket: str) -> Reduction | None:
         whole = self._adasum_before
-        moving = [
+        stepping = [
             (name, parameter)
             for name, parameter in members
-            if (_moves(parameter) if whole is None else parameter in whole)
+            if (_steps(parameter) if whole is None else parameter in whole)
         ]
-        if not moving:
+        if not stepping:
             return None
-        names, parameters = zip(*moving, strict=True)
+        names, parameters = zip(*stepping, strict=True)
         values = [parameter.detach() for parameter in parameters]
-        if travels(values[0]):
-            saved, fused = self._adasum_buffers.of(label, parameters)
+        if fits_in_buffer(values[0]):
+            saved, fused = self._adasum_buffers.of(bucket, parameters)
             before, deltas, tensors = saved.views, fused.views, fused.tensors
         else:
             before, deltas = ([torch.empty_like(value) for value in values] for _ in range(2))
@@ -187,12 +196,12 @@ class DeltaMethod(Distributed):
         torch._foreach_copy_(deltas, values)
         torch._foreach_sub_(deltas, before)
         torch._foreach_copy_(values, before)
-        flight = self._adasum_wire.reduce_async(names, tensors, label)
-        return _Delta(flight, values, deltas)
+        reduction = self._adasum_reducer.reduce_async(names, tensors, bucket)
+        return _DeltaReduction(reduction, values, deltas)
 
     @contextmanager
     def _only(self, parameters: Sequence[Tensor]) -> Iterator[None]:
-        """The optimizer has no other parameters meanwhile."""
+        """Hide all other parameters from the optimizer."""
         wanted = set(parameters)
         whole = self.param_groups
         parts = [
@@ -206,10 +215,10 @@ class DeltaMethod(Distributed):
             self.param_groups = whole
 
 
-class InBackward(DeltaMethod):
-    """The same, with each bucket's local step taken as soon as backward has its gradients.
+class DeltaMethodInBackward(DeltaMethod):
+    """The delta method with each bucket's local step taken as soon as backward has its gradients.
 
-    So reductions overlap with backward, for what they hold: a copy of each parameter under way.
+    So reductions overlap with backward, for the memory of a copy of each parameter in flight.
     Nothing can be done to the gradients between backward and step().
     """
 
@@ -217,33 +226,33 @@ class InBackward(DeltaMethod):
         self._adasum_buffers = DeltaBuffers(None)
 
     def synchronize(self) -> None:
-        """OptimizerOrderError: clipping would come too late."""
+        """Raise OptimizerOrderError: clipping would come too late."""
         raise OptimizerOrderError(
             "synchronize() makes no sense with step_in_backward=True: the local steps are taken "
             "while backward runs, before gradients could be clipped"
         )
 
-    @forgets_scaler
+    @clears_scaler_state_on_error
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Takes the steps that backward left over, and installs all reduced differences."""
+        """Take the steps that backward left over, and add all reduced differences."""
         if "found_inf" in self.__dict__:
             raise OptimizerOrderError(
                 "GradScaler cannot be used with step_in_backward=True: the local steps were taken "
                 "with scaled gradients"
             )
-        if self._adasum_alone:
+        if self._adasum_one_rank:
             return super().step(closure)
-        answer = None
+        result = None
         if closure is not None:
             with torch.enable_grad():
-                answer = closure()
-        self._adasum_gradients.synchronize()
-        self._adasum_gradients.restart()
+                result = closure()
+        self._adasum_hooks.synchronize()
+        self._adasum_hooks.restart()
         self._adasum_buffers.restart()
-        return answer
+        return result
 
-    def _send(self, members: Sequence[Named], label: str) -> Flight | None:
-        if _hooked(self):
+    def _start_bucket(self, members: Sequence[Named], bucket: str) -> Reduction | None:
+        if _has_step_hooks(self):
             raise OptimizerOrderError(
                 "step hooks cannot be used with step_in_backward=True: each bucket has a step of "
                 "its own, and they would run for every one; pass step_in_backward=False"
@@ -251,14 +260,17 @@ class InBackward(DeltaMethod):
         if self._adasum_sparse_as_dense:
             for _, parameter in members:
                 densify(parameter)
-        return super()._send(members, label)
+        return super()._start_bucket(members, bucket)
 
 
-def _moves(parameter: Tensor) -> bool:
-    # Optimizers step by the gradient, also one left over from before the parameter was frozen.
+def _steps(parameter: Tensor) -> bool:
+    """Return whether the optimizer may step the parameter.
+
+    It does by any gradient, one left over from before the parameter was frozen included.
+    """
     return parameter.requires_grad or parameter.grad is not None
 
 
 # torch wraps the step of any optimizer class not so marked, and would run step hooks twice.
 vars(DeltaMethod)["step"].hooked = True
-vars(InBackward)["step"].hooked = True
+vars(DeltaMethodInBackward)["step"].hooked = True

@@ -1,4 +1,4 @@
-"""The gradients themselves are reduced, while backward produces them."""
+"""The gradient method: gradients are reduced while backward produces them."""
 
 from __future__ import annotations
 
@@ -9,93 +9,102 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adasum.optimizer.buffers import GradientBuffers, travels
-from adasum.optimizer.gradients import Flight, OptimizerOrderError, Together
+from adasum.optimizer.backward_hooks import OptimizerOrderError, Reduction, ReductionList
+from adasum.optimizer.bucket_buffers import GradientBuffers, fits_in_buffer
+from adasum.optimizer.distributed_mixin import (
+    DistributedMixin,
+    clears_scaler_state_on_error,
+    densify,
+)
 from adasum.optimizer.parameters import Named
-from adasum.optimizer.wrapper import Distributed, densify, forgets_scaler
 from collectives import Average, Sum
 
 __all__ = ["GradientMethod"]
 
 
-class GradientMethod(Distributed):
-    """Each step sees the reduced gradients."""
+class GradientMethod(DistributedMixin):
+    """Steps by the reduced gradients."""
 
-    _adasum_asked = False
-    # The sparse dimensions of gradients seen so far: where there is none, it counts as such zeros.
-    _adasum_sparse: dict[Tensor, int]
+    _adasum_synchronized_by_user = False
+    # The sparse dimensions of gradients seen so far: a missing one is reduced as such zeros.
+    _adasum_sparse_dims: dict[Tensor, int]
     _adasum_buffers: GradientBuffers
 
     def _prepare(self) -> None:
-        self._adasum_sparse = {}
+        self._adasum_sparse_dims = {}
         self._adasum_buffers = GradientBuffers()
 
     def synchronize(self) -> None:
-        """Waits until every gradient is the reduced one, issuing what backward left over.
+        """Wait until every gradient is the reduced one.
 
-        backward waits for what it sent before it returns: where it produced every gradient, they
-        are final without this call. A trainable parameter without a gradient contributes zeros and
-        gets the reduced one, so that ranks on which backward took another way still agree.
+        backward waits for what it started before it returns: where it produced every gradient, they
+        are reduced without this call. A trainable parameter without a gradient contributes zeros
+        and receives the reduced gradient, so that ranks whose backward took different paths agree.
         """
-        self._adasum_asked = True
-        self._adasum_gradients.synchronize()
+        self._adasum_synchronized_by_user = True
+        self._adasum_hooks.synchronize()
 
-    @forgets_scaler
+    @clears_scaler_state_on_error
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step with the reduced gradients.
+        """Take one step with the reduced gradients.
 
-        A closure is evaluated as often as the wrapped optimizer asks; each time its gradients are
-        reduced, and so is a loss returned as a floating-point tensor, so that optimizers that
+        A closure is evaluated as often as the wrapped optimizer asks for. Each time its gradients
+        are reduced, and so is a loss returned as a floating-point tensor, so that optimizers that
         decide by the loss decide alike on every rank.
         """
-        gradients = self._adasum_gradients
+        hooks = self._adasum_hooks
         if closure is not None and self._adasum_skip:
             raise ValueError(
                 "step(closure) within skip_synchronize() would leave its gradients unreduced"
             )
-        amp = "found_inf" in self.__dict__
-        if not self._adasum_alone and amp and not gradients.synchronized:
+        scaled = "found_inf" in self.__dict__
+        if not self._adasum_one_rank and scaled and not hooks.synchronized:
             raise OptimizerOrderError(
                 "GradScaler looked at gradients that were not all reduced yet, since backward did "
                 "not reach every parameter: call optimizer.synchronize() before scaler.unscale_() "
                 "or scaler.step()"
             )
         if closure is not None:
-            answer = self._local_step(self._reduced(closure))
+            result = self._local_step(self._reducing(closure))
         else:
-            if self._adasum_skip:
-                if not gradients.synchronized:
-                    raise OptimizerOrderError(
-                        "step() within skip_synchronize() needs synchronize() before it: the "
-                        "gradients were not reduced"
-                    )
-            else:
-                if self._adasum_asked and not amp:
-                    warnings.warn(
-                        "optimizer.step() called without optimizer.skip_synchronize() after "
-                        "optimizer.synchronize(); the gradients are not reduced a second time",
-                        stacklevel=3,
-                    )
-                gradients.synchronize()
-            self._densify()
-            answer = self._local_step()
-        self._adasum_asked = False
-        gradients.restart()
-        return answer
+            self._finish_gradients(scaled)
+            result = self._local_step()
+        self._adasum_synchronized_by_user = False
+        hooks.restart()
+        return result
+
+    def _finish_gradients(self, scaled: bool) -> None:
+        hooks = self._adasum_hooks
+        if not self._adasum_skip:
+            if self._adasum_synchronized_by_user and not scaled:
+                warnings.warn(
+                    "optimizer.step() called without optimizer.skip_synchronize() after "
+                    "optimizer.synchronize(); the gradients are not reduced a second time",
+                    stacklevel=4,
+                )
+            hooks.synchronize()
+        elif not hooks.synchronized:
+            raise OptimizerOrderError(
+                "step() within skip_synchronize() needs synchronize() before it: the gradients "
+                "were not reduced"
+            )
+        self._densify()
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """As the wrapped optimizer's, but gradients that lie in a bucket's buffer stay, as zeros.
+        """Do as the wrapped optimizer, but keep gradients that lie in a bucket's buffer, as zeros.
 
-        So backward adds to them there, and nothing is packed.
+        So backward accumulates in the buffer, and nothing has to be copied there.
         """
         super().zero_grad(*args, **kwargs)
-        self._adasum_asked = False
-        self._adasum_buffers.clear()
+        self._adasum_synchronized_by_user = False
+        self._adasum_buffers.zero()
 
-    def _reduced(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _reducing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return the closure with its gradients and its loss reduced."""
+
         def evaluate() -> Any:
             loss = closure()
-            self._adasum_gradients.synchronize()
+            self._adasum_hooks.synchronize()
             self._densify()
             if (
                 isinstance(loss, Tensor)
@@ -103,49 +112,52 @@ class GradientMethod(Distributed):
                 and self._adasum_group is not None
                 and self._adasum_group.size > 1
             ):
-                # Adasum of one number is no measure of progress.
-                op = self._adasum_wire.op if self._adasum_wire.op in (Sum, Average) else Average
+                # The Adasum of losses would not measure progress.
+                op = self._adasum_reducer.op
                 loss = loss.detach().clone()
-                self._adasum_group.all_reduce(loss, op, name="closure's loss")
+                self._adasum_group.all_reduce(
+                    loss, op if op in (Sum, Average) else Average, name="closure's loss"
+                )
             return loss
 
         return evaluate
 
-    def _send(self, members: Sequence[Named], label: str) -> Flight | None:
-        fused: list[Named] = []
+    def _start_bucket(self, members: Sequence[Named], bucket: str) -> Reduction | None:
+        in_buffer: list[Named] = []
         others: list[Named] = []
-        flights: list[Flight] = []
+        started: list[Reduction] = []
+        reducer = self._adasum_reducer
         for name, parameter in members:
             # One frozen since backward has a gradient of this rank alone, and would step by it.
-            if not (parameter.requires_grad or self._adasum_gradients.reached(parameter)):
+            if not (parameter.requires_grad or self._adasum_hooks.reached(parameter)):
                 continue
             if self._adasum_sparse_as_dense:
                 densify(parameter)
-            if parameter.grad is None and parameter in self._adasum_sparse:
-                parameter.grad = _sparse_zeros(parameter, self._adasum_sparse[parameter])
+            if parameter.grad is None and parameter in self._adasum_sparse_dims:
+                parameter.grad = _sparse_zeros(parameter, self._adasum_sparse_dims[parameter])
             if parameter.grad is not None and parameter.grad.is_sparse:
-                self._adasum_sparse[parameter] = parameter.grad.sparse_dim()
-                flights.append(self._adasum_wire.reduce_sparse_async(name, parameter, label))
-            elif travels(parameter) and not _recorded(parameter):
-                fused.append((name, parameter))
+                self._adasum_sparse_dims[parameter] = parameter.grad.sparse_dim()
+                started.append(reducer.reduce_sparse_async(name, parameter, bucket))
+            elif fits_in_buffer(parameter) and not _is_recorded(parameter):
+                in_buffer.append((name, parameter))
             else:
                 others.append((name, parameter))
-        if fused:
-            names, parameters = zip(*fused, strict=True)
-            gradients = self._adasum_buffers.place(label, parameters)
-            flights.append(self._adasum_wire.reduce_async(names, gradients, label))
+        if in_buffer:
+            names, parameters = zip(*in_buffer, strict=True)
+            fused = self._adasum_buffers.place(bucket, parameters)
+            started.append(reducer.reduce_async(names, fused.tensors, bucket))
         if others:
             for _, parameter in others:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
             names, parameters = zip(*others, strict=True)
             gradients = [parameter.grad for parameter in parameters]
-            flights.append(self._adasum_wire.reduce_async(names, gradients, f"{label}, others"))
-        return Together(flights) if flights else None
+            started.append(reducer.reduce_async(names, gradients, f"{bucket}, others"))
+        return ReductionList(started) if started else None
 
 
-def _recorded(parameter: Tensor) -> bool:
-    """Whether autograd goes on from the gradient (create_graph): it must not change places."""
+def _is_recorded(parameter: Tensor) -> bool:
+    """Return whether autograd records the gradient (create_graph), which then has to stay."""
     return parameter.grad is not None and parameter.grad.requires_grad
 
 

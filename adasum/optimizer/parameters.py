@@ -1,4 +1,4 @@
-"""Which parameters an optimizer's gradients are reduced for, by what name, in which bucket."""
+"""The names of an optimizer's parameters, and their division into buckets."""
 
 from __future__ import annotations
 
@@ -25,22 +25,23 @@ Named: TypeAlias = tuple[str, Tensor]
 PlanBuckets: TypeAlias = Callable[[Sequence[Named]], list[list[Named]]]
 Groups: TypeAlias = int | Sequence[Sequence[Tensor]] | None
 
-# torch's DistributedDataParallel uses the same size: large enough that a message's latency is small
-# beside it, small enough that the first one leaves early in backward.
+# The size that torch's DistributedDataParallel uses: large enough that a message's latency is small
+# beside it, small enough that the first bucket is sent early in backward.
 BUCKET_MIB = 25.0
 
 
 def name_parameters(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[Named] | None
 ) -> list[Named]:
-    """(name, parameter) of every parameter of the optimizer, each once, in registration order.
+    """Return (name, parameter) of every parameter of the optimizer, in registration order.
 
     Registration order is that of `named_parameters`, else of the optimizer's groups. A parameter
-    listed under two names (tied weights) goes by the first. Named parameters that are not in the
-    optimizer are left out, so that two optimizers may share one model.
+    under two names (tied weights) has the first one. Named parameters that are not in the optimizer
+    are left out, so that two optimizers may share one model.
 
-    Raises ValueError naming the offenders: duplicate names, parameters without a name, entries that
-    are no (name, parameter) pairs.
+    Raises:
+        ValueError: A name is repeated, a parameter has no name, or an entry is not a
+            (name, parameter) pair; names the offenders.
     """
     owned: dict[int, tuple[str, Tensor]] = {}
     for i, group in enumerate(optimizer.param_groups):
@@ -86,17 +87,24 @@ def plan_buckets(
     memory_size: float | None = None,
     groups_size: int | None = None,
 ) -> list[list[Named]]:
-    """Buckets of parameters in the order in which they are reduced, the same on every rank.
+    """Divide parameters into buckets, in the order in which they are reduced on every rank.
 
     Parameters are taken in reverse registration order, which is about the order in which backward
     produces their gradients. A bucket holds one dtype and one device, and closes before it grows
-    past `memory_size` MiB or `groups_size` parameters (a larger parameter has a bucket to itself);
-    past 25 MiB where neither is given.
+    past `memory_size` MiB or `groups_size` parameters; a parameter larger than that has a bucket to
+    itself.
 
-    groups: an int k >= 1 makes k buckets of about equally many parameters instead; a list of
-    lists of parameters makes a bucket of each and fills the rest by size. Buckets so asked for are
-    split where dtype or device changes. ValueError for k < 1, for entries that are no tensors, and
-    naming a parameter that is listed twice.
+    Args:
+        named: (name, parameter) in registration order.
+        groups: An int k makes k buckets of about equally many parameters instead. A list of lists
+            of parameters makes each a bucket, and divides the rest by size. Such buckets are split
+            where dtype or device changes.
+        memory_size: In MiB; 25 where neither this nor `groups_size` is given.
+        groups_size: In parameters.
+
+    Raises:
+        ValueError: k < 1, an entry is not a parameter of the optimizer, or a parameter is listed
+            twice.
     """
     backwards = list(reversed(named))
     if memory_size is None and groups_size is None:
@@ -127,7 +135,7 @@ def plan_buckets(
 def _listed(
     backwards: list[Named], groups: Sequence[Sequence[Tensor]]
 ) -> tuple[list[list[Named]], list[Named]]:
-    """(the buckets asked for, the parameters that are in none)."""
+    """Return (the buckets asked for, the parameters in none of them)."""
     names = {id(parameter): name for name, parameter in backwards}
     taken: set[int] = set()
     buckets: list[list[Named]] = []
@@ -153,7 +161,7 @@ def _listed(
 
 
 def by_kind(entries: Sequence[Named]) -> list[list[Named]]:
-    """Parts of one dtype and one device each, in the order in which the first of each comes."""
+    """Split by dtype and device, ordered by the first of each kind."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Named]] = {}
     for entry in entries:
         kinds.setdefault((entry[1].dtype, entry[1].device), []).append(entry)
@@ -161,9 +169,9 @@ def by_kind(entries: Sequence[Named]) -> list[list[Named]]:
 
 
 def _in_order(buckets: list[list[Named]], backwards: Sequence[Named]) -> list[list[Named]]:
-    """Sorted by each bucket's last member in backward's order: the one that completes it."""
-    place = {id(parameter): i for i, (_, parameter) in enumerate(backwards)}
+    """Sort buckets by the member that completes them: the last one in backward's order."""
+    position = {id(parameter): i for i, (_, parameter) in enumerate(backwards)}
     return sorted(
         (bucket for bucket in buckets if bucket),
-        key=lambda bucket: max(place[id(parameter)] for _, parameter in bucket),
+        key=lambda bucket: max(position[id(parameter)] for _, parameter in bucket),
     )

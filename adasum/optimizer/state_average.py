@@ -1,4 +1,4 @@
-"""The mean of an optimizer's state over the ranks."""
+"""The average of an optimizer's state over the ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ _Entry = tuple[int, str]
 
 
 def average_state(optimizer: torch.optim.Optimizer, group: Group) -> None:
-    """Averages, in place, every floating-point tensor of the state over the ranks that have it."""
+    """Average every floating-point tensor of the state over the ranks that have it, in place.
+
+    Ranks that lack a tensor are given the average.
+    """
     parameters = [p for each in optimizer.param_groups for p in each["params"]]
     mine = {
         (i, key): value
@@ -27,12 +30,12 @@ def average_state(optimizer: torch.optim.Optimizer, group: Group) -> None:
         [i, key, list(value.shape), str(value.dtype).removeprefix("torch."), value.device.type]
         for (i, key), value in mine.items()
     ]
-    answers = group.all_gather_bytes(json.dumps(described).encode(), name="average_state")
+    gathered = group.all_gather_bytes(json.dumps(described).encode(), name="average_state")
     kinds: dict[_Entry, list[Any]] = {}
     holders: dict[_Entry, int] = {}
-    for rank, answer in enumerate(answers):
-        # A rank that has joined answers with nothing.
-        for i, key, *kind in json.loads(answer or b"[]"):
+    for rank, entries_of_rank in enumerate(gathered):
+        # A rank that has joined sends nothing.
+        for i, key, *kind in json.loads(entries_of_rank or b"[]"):
             first = kinds.setdefault((i, key), kind)
             if kind != first:
                 raise ValueError(
@@ -44,10 +47,10 @@ def average_state(optimizer: torch.optim.Optimizer, group: Group) -> None:
     for i, key in entries:
         if (i, key) not in mine:
             shape, dtype, device = kinds[i, key]
-            place = "cpu" if device == "cpu" else parameters[i].device
-            mine[i, key] = torch.zeros(shape, dtype=getattr(torch, dtype), device=place)
+            where = "cpu" if device == "cpu" else parameters[i].device
+            mine[i, key] = torch.zeros(shape, dtype=getattr(torch, dtype), device=where)
             optimizer.state[parameters[i]][key] = mine[i, key]
-    # Half precision would lose what the ranks have in common.
+    # Sums in half precision would lose the bits that the ranks have in common.
     wide = [
         mine[entry].to(torch.promote_types(mine[entry].dtype, torch.float32), copy=True)
         for entry in entries

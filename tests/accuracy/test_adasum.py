@@ -46,7 +46,7 @@ def _expected(case: Case, kind: str, size: int) -> Node:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_every_kind_of_vectors(size: int) -> None:
+def test_adasum_of_every_kind_of_vectors_is_within_bounds(size: int) -> None:
     cases = _cases(size)
 
     def run(group: Group) -> list[bytes]:
@@ -76,7 +76,7 @@ def test_every_kind_of_vectors(size: int) -> None:
 
 # Of bfloat16's three digits five ranks leave too few to tell.
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
-def test_the_bounds_tell_one_order_from_another(dtype: torch.dtype) -> None:
+def test_bounds_of_adasum_tell_one_order_from_another(dtype: torch.dtype) -> None:
     """A tree, a line and a tree of other neighbours differ by more than rounding may explain."""
     rounding = Rounding.of(dtype)
     leaves = [Node(exact(vector), 0.0) for vector in vectors("common", 5, dtype)]

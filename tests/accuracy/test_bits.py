@@ -86,7 +86,7 @@ def _grouped(
     [(Sum, "rd"), (Sum, "rechd"), (Average, "rd"), (Average, "rechd"), (Adasum, "rd")],
     ids=lambda value: str(value),
 )
-def test_buckets_do_not_change_the_bits(op: object, algorithm: str, size: int) -> None:
+def test_buckets_of_any_size_give_the_same_bits(op: object, algorithm: str, size: int) -> None:
     layouts = (
         [[i] for i in range(len(LENGTHS))],
         [[*range(len(LENGTHS))]],

@@ -39,7 +39,9 @@ def _reduced(vectors: list[torch.Tensor], algorithm: str, op: object = Adasum) -
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_the_other_segments_keep_their_bits(algorithm: str, poison: float) -> None:
+def test_adasum_with_a_non_finite_segment_keeps_the_others_bits(
+    algorithm: str, poison: float
+) -> None:
     for dtype in FLOATS:
         vectors = _vectors(dtype)
         clean = _reduced(vectors, algorithm)
@@ -54,7 +56,7 @@ def test_the_other_segments_keep_their_bits(algorithm: str, poison: float) -> No
 
 
 @pytest.mark.parametrize("algorithm", ["xring", "rechd", "rd", "pscpu"])
-def test_sums_pass_them_on_in_their_elements_alone(algorithm: str) -> None:
+def test_sums_with_non_finite_values_keep_them_in_their_elements(algorithm: str) -> None:
     for op in (Sum, Average):
         for dtype in FLOATS:
             vectors = _vectors(dtype)
@@ -69,7 +71,7 @@ def test_sums_pass_them_on_in_their_elements_alone(algorithm: str) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_float16_overflows_only_where_the_answer_does(algorithm: str) -> None:
+def test_float16_average_overflows_only_where_the_result_does(algorithm: str) -> None:
     top = torch.finfo(torch.float16).max
     # Equal vectors: the average, which no step may pass on its way.
     equal = [torch.full((203,), top, dtype=torch.float16) for _ in range(SIZE)]
@@ -96,7 +98,7 @@ def test_float16_overflows_only_where_the_answer_does(algorithm: str) -> None:
     assert found[80:84].tolist() == [top] * 4
 
 
-def test_float16_sums_overflow_to_inf() -> None:
+def test_float16_sum_out_of_range_is_inf() -> None:
     top = torch.finfo(torch.float16).max
     vectors = [torch.full((203,), top, dtype=torch.float16) for _ in range(SIZE)]
     vectors[1][50:] *= -1
@@ -108,7 +110,7 @@ def test_float16_sums_overflow_to_inf() -> None:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_zeros_and_their_signs(algorithm: str) -> None:
+def test_zeros_of_both_signs_are_kept(algorithm: str) -> None:
     for dtype in FLOATS:
         zeros = [torch.zeros(203, dtype=dtype) for _ in range(SIZE)]
         assert not _reduced(zeros, algorithm).any()

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import adasum as hvd
 from adasum.ddp import HookState, ddp_hook
-from tests.adasum import ddp_rest as rest
+from tests.adasum import ddp_cases
 from tests.adasum.ddp_model import (
     HUGE,
     OPS,
@@ -248,19 +248,19 @@ CHECKS: list[Callable[[int], None]] = [
     check_scaler,
     check_adamw,
     check_two_models,
-    rest.check_watch,
-    rest.check_orthogonality,
-    rest.check_pickle,
-    rest.check_two_levels,
-    rest.check_sparse,
-    rest.check_process_group,
-    rest.check_alone,
-    rest.check_mismatch,
-    rest.check_mismatch_after_join,
-    rest.check_absent_rank,
+    ddp_cases.check_observer,
+    ddp_cases.check_orthogonality,
+    ddp_cases.check_pickle,
+    ddp_cases.check_two_levels,
+    ddp_cases.check_sparse,
+    ddp_cases.check_process_group,
+    ddp_cases.check_alone,
+    ddp_cases.check_mismatch,
+    ddp_cases.check_mismatch_after_join,
+    ddp_cases.check_absent_rank,
 ]
 # These are about what a rank is told, whatever the number of ranks.
-ONLY_TWO = (rest.check_alone, rest.check_mismatch_after_join, rest.check_absent_rank)
+ONLY_TWO = (ddp_cases.check_alone, ddp_cases.check_mismatch_after_join, ddp_cases.check_absent_rank)
 
 
 def selected(size: int) -> list[Callable[[int], None]]:

@@ -195,8 +195,8 @@ def check_arguments(ranks: Ranks) -> None:
         register_fsdp_hook(nn.Linear(2, 2), state)
     with pytest.raises(ValueError, match="state needs process_group"):
         register_fsdp_hook(ranks.wrap(Odd(), None), HookState(op=hvd.Adasum))
-    state.watch = object()
-    with pytest.raises(ValueError, match="watch: cannot be used with FSDP"):
+    state.observer = object()
+    with pytest.raises(ValueError, match="observer: cannot be used with FSDP"):
         register_fsdp_hook(ranks.wrap(Odd(), None), state)
     both = fully_shard(nn.Linear(2, 2), mesh=ranks.mesh)
     with pytest.raises(ValueError, match="a mesh of 2 dimensions"):

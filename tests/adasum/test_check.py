@@ -24,7 +24,7 @@ def report(*options: str, **environment: str) -> subprocess.CompletedProcess[str
     )
 
 
-def test_the_self_test_passes_and_the_report_says_what_is_there() -> None:
+def test_check_with_self_test_passes_and_reports() -> None:
     # As from within a job: what torchrun set there must not reach the self-test's own ranks.
     done = report(RANK="3", WORLD_SIZE="4", NCCL_DEBUG="INFO")
     assert done.returncode == 0, done.stderr
@@ -36,19 +36,19 @@ def test_the_self_test_passes_and_the_report_says_what_is_there() -> None:
     assert "NCCL_DEBUG               INFO" in done.stdout
 
 
-def test_a_self_test_that_fails_is_an_exit_status() -> None:
+def test_check_with_failing_self_test_exits_with_1() -> None:
     done = report(ADASUM_TRANSPORT="pigeon")
     assert done.returncode == 1
     assert "self-test of two ranks: FAILED" in done.stdout
     assert "ADASUM_TRANSPORT must be one of" in done.stdout
 
 
-def test_without_the_self_test(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_without_self_test_starts_no_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert check.main(["--no-self-test"]) == 0
     assert "self-test: left out" in capsys.readouterr().out
 
 
-def test_what_is_missing_is_said_in_one_line(
+def test_check_of_what_is_missing_reports_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(*_: Any) -> Any:

@@ -22,8 +22,10 @@ def job(rank: int, replicas: int, shards: int) -> tuple[list[str], list[str]]:
     return ddp_job(rank, replicas * shards), fsdp_job(rank, replicas, shards)
 
 
-@pytest.mark.parametrize(("replicas", "shards"), [(2, 1), (3, 1), (2, 2)])
-def test_every_way_to_train_equals_the_definition(replicas: int, shards: int) -> None:
+@pytest.mark.parametrize(
+    ("replicas", "shards"), [(2, 1), pytest.param(3, 1, marks=pytest.mark.slow), (2, 2)]
+)
+def test_ddp_and_fsdp_in_processes_equal_the_definition(replicas: int, shards: int) -> None:
     size = replicas * shards
     names = (
         [check.__name__ for check in selected(size)],
@@ -40,17 +42,17 @@ def test_every_way_to_train_equals_the_definition(replicas: int, shards: int) ->
         ({"timeout": 0.0}, ValueError, "timeout must be a positive number"),
     ],
 )
-def test_arguments_are_named(options, error, match):
+def test_hook_state_with_a_bad_argument_raises_and_names_it(options, error, match):
     with pytest.raises(error, match=match):
         HookState(**options)
 
 
-def test_without_ranks_the_error_says_what_to_call():
+def test_hook_without_ranks_raises_and_says_what_to_call():
     with pytest.raises(RuntimeError, match=r"call adasum.init\(\)"):
         _ = HookState().group
 
 
-def test_pickling_leaves_out_the_ranks_and_says_so(caplog):
+def test_pickled_hook_state_leaves_out_the_process_group_and_warns(caplog):
     def check(group):
         state = HookState(op=hvd.Adasum, algorithm="rd", process_group=group)
         assert state.group is group
@@ -63,7 +65,7 @@ def test_pickling_leaves_out_the_ranks_and_says_so(caplog):
     run_threads(1, check)
 
 
-def test_parameters_without_a_name_are_numbered():
+def test_hook_state_without_names_numbers_the_parameters():
     first, second = torch.zeros(2, 3), torch.zeros(2, 3)
     state = HookState(named_parameters=[("weight", first)])
     assert [state.name_of(p) for p in (second, first, second)] == [

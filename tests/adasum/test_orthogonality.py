@@ -14,7 +14,7 @@ import adasum
 import collectives
 from adasum.orthogonality import Recorder, Row, orthogonality
 from tests.adasum.definition import OPTIMIZERS, loss_of, make_model, tolerance, tree
-from tests.adasum.lines import WAYS
+from tests.adasum.trainings import WAYS
 
 # One per layer: 0-d, matrix, more than a cache line, and none of them a multiple of a slot.
 SHAPES = [(), (3, 5), (1000,), (7,)]
@@ -48,7 +48,9 @@ def assert_close(got: Sequence[float], want: Sequence[float], dtype: torch.dtype
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_function_equals_the_definition_and_leaves_its_input(size: int, dtype: torch.dtype) -> None:
+def test_orthogonality_of_random_tensors_equals_the_definition(
+    size: int, dtype: torch.dtype
+) -> None:
     def run(group: collectives.Group) -> Tensor:
         mine = gradients(group.rank, dtype)
         ratios = orthogonality(mine)
@@ -63,7 +65,7 @@ def test_function_equals_the_definition_and_leaves_its_input(size: int, dtype: t
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_orthogonal_is_one_and_equal_is_one_nth(size: int) -> None:
+def test_orthogonality_of_orthogonal_and_equal_tensors_is_one_and_one_nth(size: int) -> None:
     def run(group: collectives.Group) -> list[float]:
         unit = torch.eye(size)[group.rank] * (group.rank + 1)
         return orthogonality([unit, torch.ones(5)]).tolist()
@@ -73,7 +75,7 @@ def test_orthogonal_is_one_and_equal_is_one_nth(size: int) -> None:
         assert second == pytest.approx(1.0 / size, rel=2 * tolerance(torch.float32))
 
 
-def test_squares_do_not_leave_float32s_range() -> None:
+def test_orthogonality_of_huge_and_tiny_values_is_finite() -> None:
     def run(group: collectives.Group) -> list[float]:
         unit = torch.eye(2)[group.rank]
         return orthogonality([1e-30 * unit, 1e30 * unit]).tolist()
@@ -82,7 +84,7 @@ def test_squares_do_not_leave_float32s_range() -> None:
         assert_close(ratios, [1.0, 1.0], torch.float32)
 
 
-def test_a_value_that_is_not_finite_makes_its_layer_nan_alone() -> None:
+def test_orthogonality_with_a_non_finite_value_is_nan_for_its_layer_only() -> None:
     def run(group: collectives.Group) -> list[float]:
         broken = torch.tensor([math.inf if group.rank else 1.0, 1.0])
         return orthogonality([broken, torch.eye(2)[group.rank]]).tolist()
@@ -92,14 +94,14 @@ def test_a_value_that_is_not_finite_makes_its_layer_nan_alone() -> None:
         assert_close(ratios[1:], [1.0], torch.float32)
 
 
-def test_function_works_on_another_group_and_on_no_tensor() -> None:
+def test_orthogonality_on_another_group_or_of_no_tensor_works() -> None:
     def run(group: collectives.Group) -> tuple[int, tuple[int, ...]]:
         return len(orthogonality([])), tuple(orthogonality([torch.ones(2)], group).shape)
 
     assert collectives.run_threads(2, run) == [(0, (1,))] * 2
 
 
-def test_dtypes_adasum_does_not_take_are_refused_before_anything_is_sent() -> None:
+def test_orthogonality_of_other_dtypes_raises_before_anything_is_sent() -> None:
     def run(group: collectives.Group) -> float:
         with pytest.raises(TypeError, match="int64"):
             orthogonality([torch.ones(2, dtype=torch.int64)])
@@ -112,15 +114,15 @@ def reduce(group: collectives.Group, recorder: Recorder, op: collectives.Reducer
     """What an optimizer does in a step: two buckets sent, then both waited for."""
     mine = gradients(group.rank)
     buckets = [(["d", "c"], [mine[3], mine[2]]), (["b", "a"], [mine[1], mine[0]])]
-    tokens = [recorder.sent(names, tensors) for names, tensors in buckets]
+    tokens = [recorder.before_reduction(names, tensors) for names, tensors in buckets]
     works = [group.grouped_all_reduce(tensors, op, async_op=True) for _, tensors in buckets]
     for token, work, (_, tensors) in zip(tokens, works, buckets, strict=True):
         work.wait()
-        recorder.reduced(token, tensors)
+        recorder.after_reduction(token, tensors)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_recorder_takes_every_so_many_steps(size: int) -> None:
+def test_recorder_with_every_k_records_each_kth_step(size: int) -> None:
     def run(group: collectives.Group) -> list[Row]:
         recorder = Recorder(every=3)
         for _ in range(5):
@@ -136,7 +138,7 @@ def test_recorder_takes_every_so_many_steps(size: int) -> None:
 
 
 @pytest.mark.parametrize("op", [collectives.Sum, collectives.Average, adasum.Adasum])
-def test_copies_give_adasums_ratio_under_any_op(op: collectives.Reducer) -> None:
+def test_recorder_with_copies_records_adasums_ratio_under_any_op(op: collectives.Reducer) -> None:
     def run(group: collectives.Group) -> list[float]:
         recorder = Recorder(every=1, copies=True)
         reduce(group, recorder, op)
@@ -151,40 +153,40 @@ def test_copies_give_adasums_ratio_under_any_op(op: collectives.Reducer) -> None
     ("op", "orthogonal", "equal"),
     [(collectives.Sum, 1.0, 4.0), (collectives.Average, 1 / 16, 1 / 4)],
 )
-def test_without_copies_the_ratio_is_of_the_watched_reduction(
+def test_recorder_without_copies_records_the_ratio_of_the_observed_reduction(
     op: collectives.Reducer, orthogonal: float, equal: float
 ) -> None:
     def run(group: collectives.Group) -> list[float]:
         recorder = Recorder()
         tensors = [torch.eye(4)[group.rank], torch.ones(3)]
-        token = recorder.sent(["orthogonal", "equal"], tensors)
-        recorder.reduced(token, group.grouped_all_reduce(tensors, op))
+        token = recorder.before_reduction(["orthogonal", "equal"], tensors)
+        recorder.after_reduction(token, group.grouped_all_reduce(tensors, op))
         return [row.ratio for row in recorder.rows]
 
     assert collectives.run_threads(4, run) == [[orthogonal, equal]] * 4
 
 
-def test_under_two_levels_orthogonal_gives_one_over_the_nodes_size_squared() -> None:
+def test_recorder_under_two_levels_divides_by_the_square_of_the_local_size() -> None:
     def run(group: collectives.Group) -> list[float]:
         recorder = Recorder()
         tensors = [torch.eye(4)[group.rank], torch.ones(3)]
-        token = recorder.sent(["orthogonal", "equal"], tensors)
+        token = recorder.before_reduction(["orthogonal", "equal"], tensors)
         group.grouped_all_reduce(tensors, adasum.Adasum, algorithm="rechd/vhdd")
-        recorder.reduced(token, tensors)
+        recorder.after_reduction(token, tensors)
         return [row.ratio for row in recorder.rows]
 
     for ratios in collectives.run_threads(4, run, local_size=2):
         assert_close(ratios, [1 / 4, 1 / 4], torch.float32)
 
 
-def test_a_tensor_absent_in_some_steps_is_counted_by_its_own_steps() -> None:
+def test_recorder_of_a_tensor_absent_in_some_steps_counts_its_own_steps() -> None:
     recorder = Recorder(every=2, group=collectives.run_threads(1, lambda group: group)[0])
     for names in (["a", "b"], ["a"], ["a", "b"], ["b"]):
-        recorder.sent(names, [torch.ones(1)] * len(names))
-    assert recorder.sent(["a"], [torch.ones(1)]) is None
-    token = recorder.sent(["a", "b"], [torch.ones(1)] * 2)
+        recorder.before_reduction(names, [torch.ones(1)] * len(names))
+    assert recorder.before_reduction(["a"], [torch.ones(1)]) is None
+    token = recorder.before_reduction(["a", "b"], [torch.ones(1)] * 2)
     assert token is not None
-    assert token.places == [(4, "a")]
+    assert token.labels == [(4, "a")]
 
 
 def of_step(rank: int, method: str) -> list[Tensor]:
@@ -209,7 +211,7 @@ def of_step(rank: int, method: str) -> list[Tensor]:
     ],
 )
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_it_watches_an_optimizer(
+def test_recorder_set_on_an_optimizer_records_its_reductions(
     size: int, op: collectives.Reducer, method: str, copies: bool
 ) -> None:
     def run(group: collectives.Group) -> list[Row]:
@@ -222,7 +224,7 @@ def test_it_watches_an_optimizer(
             **({"method": method} if op is adasum.Adasum else {}),
         )
         recorder = Recorder(every=2, copies=copies)
-        optimizer.watch(recorder)
+        optimizer.set_observer(recorder)
         for step in range(4):
             optimizer.zero_grad()
             loss_of(model, group.rank, step).backward()
@@ -239,7 +241,7 @@ def test_it_watches_an_optimizer(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_it_watches_ranks_whose_backward_takes_different_ways(way: str) -> None:
+def test_recorder_on_ranks_with_different_backward_paths_records_the_same_rows(way: str) -> None:
     """One rank has sent every bucket in backward, the other sends the rest in step()."""
 
     def run(group: collectives.Group) -> list[Row]:
@@ -253,7 +255,7 @@ def test_it_watches_ranks_whose_backward_takes_different_ways(way: str) -> None:
             **options,
         )
         recorder = Recorder(every=1)
-        optimizer.watch(recorder)
+        optimizer.set_observer(recorder)
         for step in range(2):
             optimizer.zero_grad()
             if (group.rank + step) % 2:
@@ -269,6 +271,6 @@ def test_it_watches_ranks_whose_backward_takes_different_ways(way: str) -> None:
 
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, True])
-def test_every_is_a_positive_int(every: object) -> None:
+def test_recorder_with_every_not_a_positive_int_raises(every: object) -> None:
     with pytest.raises(ValueError, match="every must be an int >= 1"):
         Recorder(every)  # type: ignore[arg-type]

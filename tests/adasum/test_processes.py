@@ -21,8 +21,8 @@ from tests.processes.harness import run_ranks
 BOUNDS = (0, 1, 130, 900, 1003)
 
 
-@pytest.mark.parametrize("size", [2, 5, 8])
-def test_processes_equal_the_definition(size: int) -> None:
+@pytest.mark.parametrize("size", [2, 5, pytest.param(8, marks=pytest.mark.slow)])
+def test_training_in_processes_equals_the_definition(size: int) -> None:
     results = run_ranks(size, process_job, size, BOUNDS, timeout=120.0)
     results = [
         {k: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for k, v in result.items()}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import collectives
 from adasum import Adasum
-from adasum.reducer import _clip, _Clipped, _table
+from adasum.reducer import _add_up, _clip, _ClippedPiece
 from tests.adasum.definition import relative_error, tolerance, tree
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -42,7 +42,9 @@ def _reduce(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("algorithm", ["vhdd", "rd"])
 @pytest.mark.parametrize("size", range(1, 10))
-def test_equals_float64_tree(size: int, algorithm: str, dtype: torch.dtype) -> None:
+def test_adasum_on_any_number_of_ranks_equals_the_float64_tree(
+    size: int, algorithm: str, dtype: torch.dtype
+) -> None:
     vectors = _inputs(size, BOUNDS[-1], dtype)
     results = _reduce(vectors, algorithm, BOUNDS)
     again = _reduce(vectors, algorithm, BOUNDS)
@@ -56,7 +58,7 @@ def test_equals_float64_tree(size: int, algorithm: str, dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("numel", [0, 1, 2, 3, 7])
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
-def test_fewer_elements_than_ranks(size: int, numel: int) -> None:
+def test_adasum_of_fewer_elements_than_ranks_equals_the_tree(size: int, numel: int) -> None:
     vectors = _inputs(size, numel, torch.float32)
     for algorithm in ("vhdd", "rd"):
         results = _reduce(vectors, algorithm, None)
@@ -65,7 +67,7 @@ def test_fewer_elements_than_ranks(size: int, numel: int) -> None:
 
 
 @pytest.mark.parametrize("magnitude", [1e-38, 1e-30, 1e19])
-def test_squares_outside_float32(magnitude: float) -> None:
+def test_adasum_of_squares_outside_float32_equals_the_tree(magnitude: float) -> None:
     vectors = [v * magnitude for v in _inputs(4, 501, torch.float32)]
     for algorithm in ("vhdd", "rd"):
         result = _reduce(vectors, algorithm, None)[0]
@@ -76,7 +78,7 @@ def test_squares_outside_float32(magnitude: float) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_order_is_the_ranks(size: int) -> None:
+def test_adasum_follows_the_order_of_the_ranks(size: int) -> None:
     # Not associative: another order gives another answer, far outside the tolerance.
     vectors = _inputs(size, 64, torch.float64)
     turned = vectors[1:] + vectors[:1]
@@ -86,7 +88,7 @@ def test_order_is_the_ranks(size: int) -> None:
     assert relative_error(result, tree(vectors)) <= tolerance(torch.float64)
 
 
-def test_zero_is_the_identity_and_parallel_vectors_average() -> None:
+def test_adasum_of_zero_and_parallel_vectors_is_identity_and_average() -> None:
     (vector,) = _inputs(1, 300, torch.float32)
     zero = torch.zeros_like(vector)
     for algorithm in ("vhdd", "rd"):
@@ -96,7 +98,7 @@ def test_zero_is_the_identity_and_parallel_vectors_average() -> None:
         assert relative_error(averaged, 2 * vector.double()) <= tolerance(torch.float32)
 
 
-def test_nan_stays_in_its_segment() -> None:
+def test_adasum_with_a_nan_keeps_it_in_its_segment() -> None:
     vectors = _inputs(4, BOUNDS[-1], torch.float32)
     vectors[2][500] = float("nan")
     clean = _inputs(4, BOUNDS[-1], torch.float32)
@@ -108,14 +110,14 @@ def test_nan_stays_in_its_segment() -> None:
         assert relative_error(kept, torch.cat([want[:130], want[900:]])) <= tolerance(torch.float32)
 
 
-def test_size_chooses_the_algorithm() -> None:
+def test_algorithm_by_size_is_rd_then_vhdd() -> None:
     assert Adasum.algorithm(1024, 4) == "rd"
     assert Adasum.algorithm(1 << 24, 4) == "vhdd"
     assert Adasum.needs_one_tree
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.bool, torch.complex64], ids=str)
-def test_other_dtypes_are_refused_by_name(dtype: torch.dtype) -> None:
+def test_adasum_of_other_dtypes_raises_and_names_them(dtype: torch.dtype) -> None:
     tensor = torch.ones(4).to(dtype)
 
     def run(group: collectives.Group) -> None:
@@ -125,19 +127,13 @@ def test_other_dtypes_are_refused_by_name(dtype: torch.dtype) -> None:
         collectives.run_threads(1, run)
 
 
-def test_clip_boundaries() -> None:
+def test_clip_of_pieces_returns_their_boundaries() -> None:
     assert _clip((0, 4, 9), 0, 9) == (0, 2, (0, 4, 9))
     assert _clip((0, 4, 9), 2, 4) == (0, 2, (0, 2, 4))
     assert _clip((0, 4, 9), 4, 5) == (1, 2, (0, 5))
     assert _clip((0, 4, 4, 9), 4, 2) == (2, 3, (0, 2))
     assert _clip((0, 4, 4, 9), 3, 2) == (0, 3, (0, 1, 1, 2))
     assert _clip((0, 10), 3, 4) == (0, 1, (0, 4))
-
-
-def test_equal_cuts_are_one_tuple() -> None:
-    """The kernels then know them for those that they have checked."""
-    halves = [_clip((0, 4, 8), start, 4)[2] for start in (0, 4)]
-    assert halves[0] is halves[1] is _clip((0, 2, 3, 7), 3, 4)[2]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +150,7 @@ def test_equal_cuts_are_one_tuple() -> None:
         [],
     ],
 )
-def test_the_table_has_the_sums_of_each_segment(spans: list[tuple[int, int]]) -> None:
+def test_add_up_of_pieces_has_the_sums_of_each_segment(spans: list[tuple[int, int]]) -> None:
     generator = torch.Generator().manual_seed(len(spans))
     rows = [
         torch.rand(last - first, 3, generator=generator, dtype=torch.float64)
@@ -163,7 +159,7 @@ def test_the_table_has_the_sums_of_each_segment(spans: list[tuple[int, int]]) ->
     expected = torch.zeros(3, 3, dtype=torch.float64)
     for (first, last), mine in zip(spans, rows, strict=True):
         expected[first:last] += mine
-    pieces = [_Clipped((), torch.empty(0), slice(*span), ()) for span in spans]
-    found = _table(pieces, rows, 3, torch.device("cpu"))
+    pieces = [_ClippedPiece((), torch.empty(0), slice(*span), ()) for span in spans]
+    found = _add_up(pieces, rows, 3, torch.device("cpu"))
     assert torch.equal(found, expected)
     assert found.is_contiguous()

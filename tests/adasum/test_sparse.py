@@ -62,12 +62,12 @@ def every_case(rank: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_threads(size: int) -> None:
+def test_sparse_all_reduce_on_threads_equals_the_dense_sum(size: int) -> None:
     first, *others = run_threads(size, lambda group: every_case(group.rank))
     assert all(other == first for other in others)
 
 
-def test_rounding_follows_the_ranks_order() -> None:
+def test_sparse_all_reduce_in_any_order_of_arrival_adds_in_rank_order() -> None:
     """1e8 + 1 - 1e8 is 0 or 1 by the order; and a second run gives the same bits."""
 
     def run(group: Group) -> float:
@@ -78,7 +78,7 @@ def test_rounding_follows_the_ranks_order() -> None:
     assert run_threads(3, run) == [float(torch.tensor(1e8) + 1.0) - 1e8] * 3
 
 
-def test_horovods_name_and_process_sets() -> None:
+def test_sparse_allreduce_async_on_a_process_set_reduces_over_its_ranks() -> None:
     def run(group: Group) -> None:
         some = hvd.add_process_set([0, 2])
         tensor = torch.sparse_coo_tensor([[group.rank]], [1.0 + group.rank], (3,))
@@ -92,7 +92,7 @@ def test_horovods_name_and_process_sets() -> None:
     run_threads(3, run)
 
 
-def test_joined_ranks_add_nothing() -> None:
+def test_sparse_all_reduce_with_joined_ranks_adds_nothing_for_them() -> None:
     def run(group: Group) -> None:
         tensor = torch.sparse_coo_tensor([[group.rank]], [6.0], (3,))
         if group.rank:
@@ -103,7 +103,7 @@ def test_joined_ranks_add_nothing() -> None:
     run_threads(3, run)
 
 
-def test_refused() -> None:
+def test_sparse_all_reduce_with_bad_arguments_raises() -> None:
     def run(group: Group) -> None:
         entry = torch.sparse_coo_tensor([[0]], [1.0], (3 + group.rank,))
         with pytest.raises(TypeError, match=r"sparse COO tensor, not torch\.strided"):

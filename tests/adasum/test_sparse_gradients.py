@@ -18,7 +18,7 @@ STEPS = 4
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("predivide", [1.0, 4.0])
-def test_sparse_gradients(size: int, predivide: float) -> None:
+def test_optimizer_with_sparse_gradients_equals_dense_ones(size: int, predivide: float) -> None:
     """Gathered, or turned into dense ones, they train the same table."""
 
     def run(group: collectives.Group, op: Any, way: str) -> torch.Tensor:
@@ -53,7 +53,9 @@ def test_sparse_gradients(size: int, predivide: float) -> None:
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("by_closure", [False, True])
-def test_sparse_as_dense_for_an_optimizer_that_refuses_sparse(size: int, by_closure: bool) -> None:
+def test_sparse_as_dense_with_an_optimizer_that_refuses_sparse_steps(
+    size: int, by_closure: bool
+) -> None:
     """On one rank, too."""
 
     def run(group: collectives.Group, op: Any, sparse: bool) -> torch.Tensor:

@@ -35,7 +35,7 @@ def compare(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=170)
 
 
-def test_comparison_trains_and_makes_table_and_plot(tmp_path):
+def test_comparison_of_digits_trains_and_makes_table_and_plot(tmp_path):
     done = compare("--ranks", "1", "2", "--seeds", "0", "--epochs", "3", "--out", str(tmp_path))
 
     assert done.returncode == 0, done.stderr
@@ -63,7 +63,7 @@ def test_comparison_trains_and_makes_table_and_plot(tmp_path):
         assert len(picture.convert("RGB").getcolors(2**24)) > 100
 
 
-def test_adasum_is_ahead_at_eight_ranks(train_digits, tmp_path):
+def test_digits_at_eight_ranks_adasum_is_ahead(train_digits, tmp_path):
     answer = tmp_path / "runs.json"
     run_ranks(
         8,
@@ -88,7 +88,7 @@ def test_adasum_is_ahead_at_eight_ranks(train_digits, tmp_path):
     assert runs["adasum"].accuracy > runs["average"].accuracy + 0.1
 
 
-def test_a_failing_run_makes_the_comparison_fail(tmp_path):
+def test_comparison_with_a_failing_run_fails(tmp_path):
     done = compare("--ranks", "1", "--learning-rate", "-1", "--out", str(tmp_path / "out"))
 
     assert done.returncode == 1
@@ -96,7 +96,7 @@ def test_a_failing_run_makes_the_comparison_fail(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_launch_that_does_not_end_is_ended(compare_digits, monkeypatch):
+def test_launch_that_does_not_end_is_ended(compare_digits, monkeypatch):
     monkeypatch.setattr(compare_digits, "LAUNCH_SECONDS", 1)
 
     with pytest.raises(RuntimeError, match="2 ranks: no end after 1 s"):
@@ -127,7 +127,7 @@ def test_schedule_goes_up_then_down_to_its_last_step(train_digits):
     assert factors[-1] > 0
 
 
-def test_split_is_fixed_and_scaled(train_digits):
+def test_digits_split_is_fixed_and_scaled(train_digits):
     digits = train_digits.Digits.load(torch.device("cpu"))
 
     assert digits.images.shape == (1408, 1, 8, 8)

@@ -46,7 +46,7 @@ def is_picture(path: Path) -> bool:
         return picture.format == "PNG" and len(picture.convert("RGB").getcolors(2**24)) > 100
 
 
-def test_text_compares_every_row(run, tmp_path, load):
+def test_text_evidence_compares_every_row(run, tmp_path, load):
     answer = run("text", "--workers", "1")
 
     text = load("evidence_text")
@@ -68,7 +68,7 @@ def test_text_compares_every_row(run, tmp_path, load):
     assert is_picture(tmp_path / "text.png")
 
 
-def test_gains_are_seed_by_seed(load):
+def test_text_gains_are_taken_seed_by_seed(load):
     text = load("evidence_text")
 
     def run(label: str, seed: int, *losses: float):
@@ -89,7 +89,7 @@ def test_gains_are_seed_by_seed(load):
     ]
 
 
-def test_text_is_split_without_a_paragraph_in_two_parts(load):
+def test_text_split_keeps_paragraphs_whole(load):
     characters = load("char_transformer")
     text = characters.Text.load()
 
@@ -104,7 +104,7 @@ def test_text_is_split_without_a_paragraph_in_two_parts(load):
         assert sum(window in training for window in windows) < 0.03 * len(windows)
 
 
-def test_windows_are_the_same_for_one_seed_and_shift_by_one_character(load):
+def test_text_windows_of_one_seed_are_equal_and_shift_by_one(load):
     characters = load("char_transformer")
     text = torch.arange(1000)
     windows = characters.batches(text, 3, 2, seed=5)
@@ -115,7 +115,7 @@ def test_windows_are_the_same_for_one_seed_and_shift_by_one_character(load):
     assert not torch.equal(windows, characters.batches(text, 3, 2, seed=6))
 
 
-def test_transformer_sees_no_later_character(load):
+def test_transformer_output_does_not_depend_on_later_characters(load):
     model = load("char_transformer").Transformer()
     first = torch.randint(1, 90, (1, 20))
     second = first.clone()
@@ -125,7 +125,7 @@ def test_transformer_sees_no_later_character(load):
     assert not torch.allclose(one[:, 12:], two[:, 12:])
 
 
-def test_digits_has_both_rules(run, tmp_path):
+def test_digits_evidence_has_both_learning_rate_rules(run, tmp_path):
     answer = run("digits", "--workers", "1")
 
     assert [(r["ranks"], r["op"], r["steps"]) for r in answer["same_epochs"]] == [
@@ -137,7 +137,7 @@ def test_digits_has_both_rules(run, tmp_path):
     assert is_picture(tmp_path / "digits.png")
 
 
-def test_rates_are_multiples_of_the_tuned_ones(run, tmp_path):
+def test_rates_evidence_has_multiples_of_the_tuned_rates(run, tmp_path):
     answer = run("rates", "--workers", "1")
 
     rates = {row["momentum"]: row["rate"] for row in answer["rates"]}
@@ -151,7 +151,7 @@ def test_rates_are_multiples_of_the_tuned_ones(run, tmp_path):
     assert is_picture(tmp_path / "rates.png")
 
 
-def test_largest_curvature_is_that_of_the_whole_hessian(load):
+def test_largest_curvature_equals_that_of_the_whole_hessian(load):
     digits = load("evidence_digits").data()
     few = type(digits)(digits.images[:40], digits.labels[:40], digits.images, digits.labels)
     torch.manual_seed(0)
@@ -172,7 +172,7 @@ def test_largest_curvature_is_that_of_the_whole_hessian(load):
     assert load("evidence_rates").largest_curvature(model, few) == pytest.approx(want, rel=0.01)
 
 
-def test_best_rate_gets_there_with_every_seed(load):
+def test_best_rate_reaches_the_target_with_every_seed(load):
     rows = [
         {"rate": 0.3, "steps": [5, None]},
         {"rate": 0.2, "steps": [30, 10]},
@@ -181,7 +181,7 @@ def test_best_rate_gets_there_with_every_seed(load):
     assert load("evidence_rates").best(rows) == 0.2
 
 
-def test_digits_in_one_process_are_the_digits_on_ranks(load, monkeypatch):
+def test_digits_in_one_process_give_the_result_of_ranks(load, monkeypatch):
     script, train_digits = load("evidence_digits"), load("train_digits")
     # Thread ranks draw from one global generator, each at its own time: the model is made before.
     torch.manual_seed(3)
@@ -198,7 +198,7 @@ def test_digits_in_one_process_are_the_digits_on_ranks(load, monkeypatch):
     assert [a for _, a in played.looks] == pytest.approx([a for _, a in real.looks], abs=2.5 / 389)
 
 
-def test_orthogonality_has_a_value_for_every_parameter_and_record(run, tmp_path):
+def test_orthogonality_evidence_has_a_value_for_every_record(run, tmp_path):
     answer = run("orthogonality")
 
     methods = [training["label"].split(": ")[1] for training in answer["trainings"]]

@@ -30,7 +30,7 @@ def check_lines(printed: str) -> None:
 @pytest.mark.parametrize(
     "options", [("ddp_digits.py",), ("fsdp2_digits.py", "--shards", "1")], ids=lambda each: each[0]
 )
-def test_torchs_own_train_by_the_chosen_operation(options: tuple[str, ...]) -> None:
+def test_ddp_and_fsdp_examples_train_by_the_chosen_op(options: tuple[str, ...]) -> None:
     name, *rest = options
     check_lines(run_ranks(2, script, str(EXAMPLES / name), *rest, *TRAIN)[0])
 
@@ -38,7 +38,7 @@ def test_torchs_own_train_by_the_chosen_operation(options: tuple[str, ...]) -> N
 @pytest.mark.parametrize(
     ("package", "options"), [("lightning", ("--devices", "2")), ("accelerate", ())]
 )
-def test_frameworks_train_by_the_chosen_operation(package: str, options: tuple[str, ...]) -> None:
+def test_framework_examples_train_by_the_chosen_op(package: str, options: tuple[str, ...]) -> None:
     """Under torchrun, of which they ask more than its ranks."""
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed: pip install {package}")
@@ -61,7 +61,7 @@ def test_frameworks_train_by_the_chosen_operation(package: str, options: tuple[s
     check_lines(out)
 
 
-def test_fsdp2_ranks_that_shards_do_not_divide_are_named() -> None:
+def test_fsdp2_example_with_ranks_not_divided_by_shards_raises() -> None:
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / "fsdp2_digits.py")],

@@ -26,7 +26,7 @@ HOROVOD = {
 
 
 @pytest.mark.parametrize("option", ["--use-adasum", "--fp16-allreduce"])
-def test_it_trains(option):
+def test_horovod_mnist_example_trains(option):
     printed = run_ranks(2, script, str(SCRIPT), "--epochs", "5", option)[0]
     accuracies = [float(each) for each in re.findall(r"Accuracy: ([\d.]+)%", printed)]
     assert len(accuracies) == 5
@@ -34,5 +34,5 @@ def test_it_trains(option):
     assert accuracies[-1] > 60
 
 
-def test_it_calls_nothing_that_horovod_lacks():
+def test_horovod_mnist_example_calls_only_horovods_names():
     assert set(re.findall(r"\bhvd\.(\w+)", SCRIPT.read_text())) == HOROVOD

@@ -79,14 +79,16 @@ def on_ranks(op: str, method: str, kind: str, size: int, local_size: int) -> tor
         ("adasum", "delta", 8, 4),
     ],
 )
-def test_one_process_equals_distributed_optimizer(one_process, op, method, size, local_size, kind):
+def test_one_process_example_equals_the_distributed_optimizer(
+    one_process, op, method, size, local_size, kind
+):
     reduction = one_process.Reduction(op, method, local_size)
     got = in_one_process(one_process, reduction, kind, size)
     want = on_ranks(op, method, kind, size, local_size)
     assert relative_error(got, want) <= trajectory_tolerance(STEPS)
 
 
-def test_sizes_it_does_not_play_are_refused(one_process):
+def test_one_process_example_with_unsupported_sizes_raises(one_process):
     with pytest.raises(ValueError, match="power of two, not 3"):
         one_process.Ranks(make_model(), OPTIMIZERS["sgd"], 3, one_process.Reduction("sum"))
     with pytest.raises(ValueError, match="local_size 4 does not divide size 2"):

@@ -14,13 +14,13 @@ ROOT = Path(__file__).parents[2]
 SNIPPETS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
 
 
-def test_there_is_a_snippet_for_every_door():
+def test_readme_has_a_snippet_for_every_package():
     for door in ("import kernels", "import collectives", "import adasum"):
         assert any(door in snippet for snippet in SNIPPETS), door
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda text: text.splitlines()[0][:40])
-def test_snippet_runs(snippet, tmp_path):
+def test_readme_snippet_runs(snippet, tmp_path):
     script = tmp_path / "snippet.py"
     script.write_text(snippet)
     started_by = []
@@ -37,7 +37,7 @@ def test_snippet_runs(snippet, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_files_the_readme_points_to_exist():
+def test_files_that_the_readme_names_exist():
     text = (ROOT / "README.md").read_text()
     targets = re.findall(r"\]\(([^)#:]+)\)", text)
     assert targets

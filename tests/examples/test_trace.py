@@ -10,7 +10,7 @@ from tests.processes.harness import run_ranks, script
 SCRIPT = Path(__file__).parents[2] / "examples" / "train_digits.py"
 
 
-def test_ranges_are_named_by_bucket_operator_algorithm_and_bytes(tmp_path):
+def test_trace_of_a_step_names_bucket_operator_algorithm_and_bytes(tmp_path):
     options = ("--op", "average", "--epochs", "1", "--trace", str(tmp_path / "trace"))
     run_ranks(2, script, str(SCRIPT), *options)
     for rank in range(2):

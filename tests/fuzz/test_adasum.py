@@ -141,7 +141,7 @@ NAMES = sorted(_signatures(Look((6,), torch.float32)))
 WRITES = ("_", "_parameters", "_optimizer_state")
 
 
-def test_every_public_name_is_fuzzed() -> None:
+def test_public_names_of_adasum_are_all_fuzzed() -> None:
     assert {*NAMES, *DATA, *NO_ARGUMENT, *START} == set(adasum.__all__)
 
 
@@ -161,5 +161,5 @@ def check(name: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @SETTINGS
 @given(data=st.data())
-def test_only_documented_errors(name: str, data: st.DataObject) -> None:
+def test_functions_on_ranks_raise_documented_errors_only(name: str, data: st.DataObject) -> None:
     check(name, data)

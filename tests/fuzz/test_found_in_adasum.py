@@ -10,7 +10,7 @@ from adasum import Sum
 from collectives import Group, run_threads
 
 
-def test_functions_of_ranks_name_what_is_wrong() -> None:
+def test_functions_on_ranks_with_a_bad_argument_name_it() -> None:
     def run(group: Group) -> float:
         ones = torch.ones(2)
         for call, words in [
@@ -33,7 +33,7 @@ def test_functions_of_ranks_name_what_is_wrong() -> None:
     assert run_threads(2, run) == [2.0] * 2
 
 
-def test_plain_functions_name_what_is_wrong() -> None:
+def test_functions_without_ranks_with_a_bad_argument_name_it() -> None:
     for call, error, words in [
         (lambda: adasum.synchronize(None), TypeError, "handle must be"),
         (lambda: adasum.ProcessSet(torch.tensor([0, 1])), TypeError, "must be a list of ranks"),

@@ -12,7 +12,7 @@ from adasum import Adasum, Average, Sum
 from collectives import Group, run_threads
 
 
-def test_reductions_inside_inference_mode() -> None:
+def test_reductions_inside_inference_mode_work() -> None:
     """Validation loops average their metrics there; the group then works outside it, too."""
 
     def run(group: Group) -> list[list[float]]:
@@ -34,7 +34,7 @@ def test_reductions_inside_inference_mode() -> None:
     assert run_threads(2, run) == [[*wanted, [2.0]]] * 2
 
 
-def test_memory_made_in_inference_mode_serves_outside_it() -> None:
+def test_memory_made_in_inference_mode_works_outside_it() -> None:
     def run(group: Group) -> float:
         with torch.inference_mode():
             group.all_reduce(torch.ones(1000))
@@ -43,7 +43,7 @@ def test_memory_made_in_inference_mode_serves_outside_it() -> None:
     assert run_threads(3, run) == [3.0] * 3
 
 
-def test_tensors_of_inference_mode_are_not_written_outside_it() -> None:
+def test_inference_tensors_outside_inference_mode_raise() -> None:
     with torch.inference_mode():
         frozen = torch.ones(3)
     with pytest.raises(ValueError, match=r"out was made in inference mode: pass out\.clone"):

@@ -86,11 +86,11 @@ def linear_functions(group: Group) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_linear_functions(size: int) -> None:
+def test_gradients_of_linear_functions_equal_the_derivative(size: int) -> None:
     run_threads(size, linear_functions)
 
 
-def test_in_a_process_set() -> None:
+def test_gradients_in_a_process_set_stay_in_it() -> None:
     def run(group: Group) -> None:
         some = hvd.add_process_set([0, 2])
         if group.rank == 1:
@@ -113,7 +113,7 @@ def test_in_a_process_set() -> None:
     run_threads(3, run)
 
 
-def test_adasums_gradient_is_reduced_by_adasum() -> None:
+def test_gradient_of_adasum_is_reduced_by_adasum() -> None:
     """As Horovod does it; no derivative."""
 
     def run(group: Group) -> None:
@@ -130,7 +130,7 @@ def test_adasums_gradient_is_reduced_by_adasum() -> None:
     run_threads(2, run)
 
 
-def test_compression_and_second_derivative() -> None:
+def test_gradients_with_compression_and_twice_are_right() -> None:
     def run(group: Group) -> None:
         given = torch.full((3,), 2.0, requires_grad=True)
         hvd.allreduce(given, compression=hvd.Compression.bf16).sum().backward()
@@ -146,7 +146,7 @@ def test_compression_and_second_derivative() -> None:
     run_threads(2, run)
 
 
-def test_only_some_ranks_want_a_gradient() -> None:
+def test_gradients_on_some_ranks_only_raise_everywhere() -> None:
     def run(group: Group) -> Any:
         given = torch.ones(2, requires_grad=group.rank == 0)
         return hvd.allreduce(given).requires_grad

@@ -9,8 +9,8 @@ import torch
 
 import adasum as hvd
 from collectives import default_group
+from tests.adasum.horovod.test_alltoall_and_reducescatter import everything
 from tests.adasum.horovod.test_autograd import linear_functions
-from tests.adasum.horovod.test_scattering import everything
 from tests.adasum.test_sparse import every_case
 from tests.processes.harness import run_ranks
 
@@ -38,8 +38,8 @@ def process(rank: int, size: int) -> list[Any]:
     return [bits, built]
 
 
-@pytest.mark.parametrize("size", [3, 4])
-def test_processes(size: int) -> None:
+@pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.slow)])
+def test_every_function_in_processes_is_right(size: int) -> None:
     first, *others = run_ranks(size, process, size)
     assert first[1] == [True, True, False, False]
     assert all(other == first for other in others)
@@ -64,5 +64,5 @@ def elsewhere(rank: int) -> list[Any]:
     return said
 
 
-def test_another_default_device() -> None:
+def test_functions_under_another_default_device_work() -> None:
     assert run_ranks(2, elsewhere) == [[{"rank": 1}, [0, 1], [1, 1], [1.0, 1.0]]] * 2

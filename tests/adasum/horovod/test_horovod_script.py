@@ -55,7 +55,7 @@ def script(rank: int, use_adasum: bool, fp16: bool) -> tuple[list[float], list[f
 
 
 @pytest.mark.parametrize(("use_adasum", "fp16"), [(True, False), (False, True)])
-def test_script_trains_and_ranks_agree(use_adasum: bool, fp16: bool) -> None:
+def test_horovod_script_with_another_import_trains(use_adasum: bool, fp16: bool) -> None:
     results = run_ranks(2, script, use_adasum, fp16, timeout=90.0)
     for rank, (losses, weights, local_rank) in enumerate(results):
         assert local_rank == rank

@@ -62,7 +62,7 @@ def uneven(rank: int, size: int, steps: Sequence[int]) -> int:
     ("steps", "last"),
     [([2], 0), ([1, 3], 1), ([2, 0], 0), ([3, 1, 2], 0), ([1, 1, 1], 2), ([0, 2, 1, 2], 3)],
 )
-def test_uneven_in_threads(steps: list[int], last: int) -> None:
+def test_uneven_steps_on_threads_average_over_all_ranks(steps: list[int], last: int) -> None:
     size = len(steps)
     assert run_threads(size, lambda group: uneven(group.rank, size, steps)) == [last] * size
 
@@ -76,7 +76,7 @@ def process(rank: int, steps: list[int]) -> list[Any]:
 
 
 @pytest.mark.parametrize("steps", [[1, 3, 2], [1, 2, 1, 3]])
-def test_uneven_in_processes(steps: list[int]) -> None:
+def test_uneven_steps_in_processes_average_over_all_ranks(steps: list[int]) -> None:
     results = run_ranks(len(steps), process, steps)
     most = max(steps)
     assert [last for last, _ in results] == [steps.index(most)] * len(steps)
@@ -135,14 +135,16 @@ def train(rank: int, steps: Sequence[int], op: str, kind: str, **options: Any) -
         ("Adasum", {"algorithm": "xring"}),
     ],
 )
-def test_the_optimizer_goes_on_alone(op: str, options: dict[str, Any]) -> None:
+def test_optimizer_with_joined_ranks_steps_by_zeros_for_them(
+    op: str, options: dict[str, Any]
+) -> None:
     def run(group: Group) -> int:
         return train(group.rank, [2, 4, 1], op, "momentum", **options)
 
     assert run_threads(3, run) == [1, 1, 1]
 
 
-def test_state_is_averaged_and_broadcast_among_those_that_go_on() -> None:
+def test_state_with_joined_ranks_is_averaged_over_the_others() -> None:
     def run(group: Group) -> float | None:
         parameter = torch.nn.Parameter(torch.zeros(2))
         optimizer: Any = hvd.DistributedOptimizer(
@@ -163,7 +165,7 @@ def test_state_is_averaged_and_broadcast_among_those_that_go_on() -> None:
     assert run_threads(3, run) == [None, 5.5, 5.5]
 
 
-def test_what_cannot_be_done_is_an_error_everywhere() -> None:
+def test_calls_that_need_a_joined_rank_raise_everywhere() -> None:
     """And after each the joined rank may join again."""
 
     def run(group: Group) -> list[str]:
@@ -199,7 +201,7 @@ def test_what_cannot_be_done_is_an_error_everywhere() -> None:
     assert all(other == first for other in others)
 
 
-def test_a_rank_that_dies_ends_a_join() -> None:
+def test_rank_that_dies_ends_a_join() -> None:
     def run(group: Group) -> None:
         if group.rank == 0:
             with pytest.raises(hvd.CollectiveTimeoutError, match="rank 1"):
@@ -210,7 +212,9 @@ def test_a_rank_that_dies_ends_a_join() -> None:
     run_threads(2, run, timeout=1.0)
 
 
-def test_nothing_more_is_sent_when_no_rank_has_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_without_joined_ranks_are_no_more_than_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Two ranks: two messages each for the sum, none for the agreement."""
     counts = [0, 0]
     exchange = ThreadTransport.exchange

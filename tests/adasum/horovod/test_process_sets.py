@@ -12,7 +12,7 @@ from tests.adasum.definition import make_model
 from tests.processes.harness import run_ranks
 
 
-def test_before_and_after_adding() -> None:
+def test_process_set_before_and_after_adding_tells_its_state() -> None:
     shared = hvd.ProcessSet([2, 0])
 
     def run(group: Group) -> None:
@@ -54,7 +54,7 @@ def test_before_and_after_adding() -> None:
         shared.included()
 
 
-def test_the_global_set() -> None:
+def test_global_process_set_has_all_ranks() -> None:
     def run(group: Group) -> None:
         whole = hvd.global_process_set
         assert whole.ranks == [0, 1]
@@ -67,7 +67,7 @@ def test_the_global_set() -> None:
     run_threads(2, run)
 
 
-def test_mistakes() -> None:
+def test_process_set_with_bad_arguments_raises() -> None:
     for bad, error in (
         ([], ValueError),
         ([0, 0], ValueError),
@@ -154,7 +154,7 @@ def every_function(rank: int) -> None:
     assert [hvd.synchronize(each)[0].item() for each in work] == [3.0] * 3
 
 
-def test_every_function_in_threads() -> None:
+def test_every_function_on_a_process_set_of_threads_is_right() -> None:
     run_threads(3, lambda group: every_function(group.rank))
 
 
@@ -174,12 +174,12 @@ def process(rank: int) -> list[tuple[int, int]]:
     return [place, (len(sizes), sum(int(s) for s in sizes))]
 
 
-def test_processes() -> None:
+def test_every_function_on_a_process_set_of_processes_is_right() -> None:
     results = run_ranks(3, process)
     assert results == [[(0, 1), (1, 2)], [(0, 1), (0, 0)], [(0, 1), (1, 2)]]
 
 
-def test_hosts() -> None:
+def test_process_set_across_hosts_has_its_own_local_ranks() -> None:
     def run(group: Group) -> tuple[int, int, bool]:
         return hvd.cross_rank(), hvd.cross_size(), hvd.is_homogeneous()
 

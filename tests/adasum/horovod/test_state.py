@@ -19,7 +19,7 @@ class Foreign:
     """Not among the kinds that may travel."""
 
 
-def test_parameters_in_every_form() -> None:
+def test_broadcast_parameters_in_every_form_overwrites_them() -> None:
     def run(group: Group) -> None:
         want = flat(make_model(1))
         for form in ("state_dict", "named_parameters", "parameters", "list"):
@@ -31,7 +31,7 @@ def test_parameters_in_every_form() -> None:
     run_threads(3, run)
 
 
-def test_buffers_strided_and_empty_parameters() -> None:
+def test_broadcast_parameters_of_buffers_strided_and_empty_works() -> None:
     def run(group: Group) -> None:
         norm = torch.nn.BatchNorm1d(3)
         for _ in range(group.rank + 1):
@@ -45,7 +45,7 @@ def test_buffers_strided_and_empty_parameters() -> None:
     run_threads(2, run)
 
 
-def test_parameters_refused() -> None:
+def test_broadcast_parameters_of_no_tensors_raises() -> None:
     def refuse(params: Any, root: int = 0) -> None:
         run_threads(1, lambda group: hvd.broadcast_parameters(params, root))
 
@@ -62,7 +62,9 @@ def test_parameters_refused() -> None:
 @pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
 @pytest.mark.parametrize("stateful", [{1}, {0, 2}, {0, 1, 2}, set()], ids=str)
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_optimizer_state(kind: str, stateful: set[int], wrapped: bool) -> None:
+def test_broadcast_optimizer_state_gives_the_roots(
+    kind: str, stateful: set[int], wrapped: bool
+) -> None:
     def run(group: Group) -> tuple[list[Any], list[Any]]:
         model = make_model()
         optimizer = OPTIMIZERS[kind](model.parameters())
@@ -99,7 +101,7 @@ def test_optimizer_state(kind: str, stateful: set[int], wrapped: bool) -> None:
                 assert value == want
 
 
-def test_optimizer_state_of_another_dtype_keeps_its_bits() -> None:
+def test_broadcast_optimizer_state_of_another_dtype_keeps_its_bits() -> None:
     def run(group: Group) -> torch.Tensor:
         parameter = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
         optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
@@ -112,7 +114,7 @@ def test_optimizer_state_of_another_dtype_keeps_its_bits() -> None:
         assert torch.equal(result, torch.tensor([1.0 + 2.0**-20, 2.0]))
 
 
-def test_a_rate_made_with_numpy() -> None:
+def test_broadcast_optimizer_state_with_a_numpy_rate_arrives_as_float() -> None:
     """numpy's numbers, of which a schedule's rate may be one, arrive as Python's."""
 
     def run(group: Group) -> object:
@@ -126,7 +128,7 @@ def test_a_rate_made_with_numpy() -> None:
     assert type(received) is float
 
 
-def test_optimizers_of_different_shape_fail_on_every_rank() -> None:
+def test_broadcast_optimizer_state_of_different_groups_raises_everywhere() -> None:
     def run(group: Group) -> str:
         parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(1 + group.rank)]
         with pytest.raises(ValueError, match="parameter groups") as e:
@@ -139,7 +141,7 @@ def test_optimizers_of_different_shape_fail_on_every_rank() -> None:
     assert "[2]" in first
 
 
-def test_objects() -> None:
+def test_objects_broadcast_and_gathered_arrive_equal() -> None:
     thing = {"epoch": 3, "name": "späte", "best": (0.5, None, True), "w": torch.arange(4.0)}
 
     def run(group: Group) -> None:
@@ -154,7 +156,7 @@ def test_objects() -> None:
     run_threads(3, run)
 
 
-def test_foreign_objects_are_refused_on_every_rank() -> None:
+def test_foreign_objects_raise_on_every_rank() -> None:
     def run(group: Group) -> list[str]:
         texts = []
         with pytest.raises(TypeError, match="rank 0: an object of Foreign cannot be sent") as e:
@@ -177,7 +179,7 @@ def test_received_bytes_cannot_run_code() -> None:
         def __reduce__(self) -> Any:
             return (pytest.fail, ("code ran while unpickling",))
 
-    from adasum.horovod.state import _decode
+    from adasum.horovod.objects import _decode
 
     payload = io.BytesIO()
     torch.save(Malice(), payload)

@@ -14,7 +14,7 @@ from tests.adasum.definition import OPTIMIZERS, loss_of, make_model
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_average_state_is_the_mean_over_ranks(size: int) -> None:
+def test_average_state_of_equal_shapes_is_the_mean_over_ranks(size: int) -> None:
     def job(group: collectives.Group) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         model = make_model()
         optimizer: Any = DistributedOptimizer(OPTIMIZERS["adam"](model.parameters()), op=hvd.Adasum)
@@ -44,7 +44,7 @@ def test_average_state_is_the_mean_over_ranks(size: int) -> None:
         assert all(torch.equal(other[i], after) for _, other in results)
 
 
-def test_average_state_where_a_rank_has_none() -> None:
+def test_average_state_where_a_rank_has_none_gives_it_the_mean() -> None:
     def job(group: collectives.Group) -> torch.Tensor:
         parameter = torch.nn.Parameter(torch.zeros(3))
         optimizer: Any = DistributedOptimizer(
@@ -60,7 +60,7 @@ def test_average_state_where_a_rank_has_none() -> None:
         assert torch.equal(state, torch.full((3,), (1.0 + 3.0) / 2))
 
 
-def test_average_state_of_different_shapes() -> None:
+def test_average_state_of_different_shapes_raises_on_every_rank() -> None:
     def job(group: collectives.Group) -> str:
         parameter = torch.nn.Parameter(torch.zeros(3))
         optimizer: Any = DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), op=hvd.Adasum)

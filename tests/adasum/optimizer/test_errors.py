@@ -14,7 +14,7 @@ import collectives
 from adasum import DistributedOptimizer, OptimizerOrderError
 from tests.adasum.definition import flat, loss_of, make_model
 from tests.adasum.jobs import OPS
-from tests.adasum.lines import WAYS
+from tests.adasum.trainings import WAYS
 
 
 def _sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -27,7 +27,7 @@ def _construct(**options: Any) -> Any:
     return collectives.run_threads(1, lambda group: DistributedOptimizer(optimizer, **options))[0]
 
 
-def test_names_must_be_pairs_unique_and_complete() -> None:
+def test_named_parameters_that_are_not_unique_and_complete_raise() -> None:
     model = make_model()
     named = list(model.named_parameters())
     with pytest.raises(ValueError, match=r"unique; repeated: 0\.weight$"):
@@ -68,12 +68,14 @@ def test_names_must_be_pairs_unique_and_complete() -> None:
         ({"step_in_backward": True}, ValueError, "step_in_backward needs op=Adasum"),
     ],
 )
-def test_arguments(options: dict[str, Any], error: type[Exception], text: str) -> None:
+def test_optimizer_with_a_bad_argument_raises(
+    options: dict[str, Any], error: type[Exception], text: str
+) -> None:
     with pytest.raises(error, match=text):
         _construct(**options)
 
 
-def test_groups_must_not_repeat_a_parameter() -> None:
+def test_groups_that_repeat_a_parameter_raise() -> None:
     model = make_model()
     with pytest.raises(ValueError, match=r"groups lists 0\.bias twice"):
         _construct(
@@ -83,7 +85,7 @@ def test_groups_must_not_repeat_a_parameter() -> None:
         )
 
 
-def test_wrapping_twice() -> None:
+def test_wrapping_twice_raises() -> None:
     model = make_model()
     plain = _sgd(model)
     wrapped = _construct(optimizer=plain)
@@ -92,14 +94,14 @@ def test_wrapping_twice() -> None:
             _construct(optimizer=again)
 
 
-def test_needs_init() -> None:
+def test_wrapping_before_init_raises() -> None:
     with pytest.raises(RuntimeError, match="init"):
         DistributedOptimizer(_sgd(make_model()))
 
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("op", sorted(OPS))
-def test_too_many_backward_passes_name_the_parameter(op: str, size: int) -> None:
+def test_too_many_backward_passes_raise_and_name_the_parameter(op: str, size: int) -> None:
     def run(group: collectives.Group) -> None:
         model = make_model()
         optimizer = DistributedOptimizer(
@@ -122,7 +124,7 @@ def test_too_many_backward_passes_name_the_parameter(op: str, size: int) -> None
     collectives.run_threads(size, run)
 
 
-def test_a_backward_broken_off_leaves_gradients_under_way() -> None:
+def test_zero_grad_after_an_interrupted_backward_raises() -> None:
     def run(group: collectives.Group) -> None:
         model = make_model()
         optimizer: Any = DistributedOptimizer(_sgd(model), groups=4)
@@ -148,7 +150,7 @@ def test_a_backward_broken_off_leaves_gradients_under_way() -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_rank_whose_backward_broke_off_steps_with_the_others(way: str) -> None:
+def test_step_after_an_interrupted_backward_keeps_ranks_equal(way: str) -> None:
     """With what it has, so that the models stay equal."""
 
     def run(group: collectives.Group) -> torch.Tensor:
@@ -172,7 +174,7 @@ def test_a_rank_whose_backward_broke_off_steps_with_the_others(way: str) -> None
     assert torch.equal(results[0], results[1])
 
 
-def test_an_answer_that_is_not_kept() -> None:
+def test_backward_after_the_wrapper_was_dropped_raises() -> None:
     def run(group: collectives.Group) -> None:
         model = make_model()
         plain = _sgd(model)
@@ -184,7 +186,7 @@ def test_an_answer_that_is_not_kept() -> None:
     collectives.run_threads(2, run)
 
 
-def test_copies_and_pickles_are_refused() -> None:
+def test_copying_or_pickling_the_wrapper_raises() -> None:
     """They would reduce nothing."""
 
     def run(group: collectives.Group) -> None:
@@ -197,7 +199,7 @@ def test_copies_and_pickles_are_refused() -> None:
     collectives.run_threads(2, run)
 
 
-def test_a_batch_can_be_passed_over() -> None:
+def test_batch_left_out_by_zero_grad_changes_nothing() -> None:
     """zero_grad() after backward begins the step anew, as with a plain optimizer."""
 
     def run(group: collectives.Group, op: Any, passed_over: bool) -> torch.Tensor:
@@ -219,7 +221,7 @@ def test_a_batch_can_be_passed_over() -> None:
         assert torch.equal(results[1][0], results[1][1])
 
 
-def test_backward_after_synchronize() -> None:
+def test_backward_after_synchronize_raises() -> None:
     def run(group: collectives.Group) -> None:
         model = make_model()
         optimizer: Any = DistributedOptimizer(
@@ -247,7 +249,7 @@ def test_step_after_synchronize_warns_and_reduces_once() -> None:
     assert torch.equal(results[0], torch.full((2,), -2.0))
 
 
-def test_closure_within_skip_synchronize() -> None:
+def test_closure_within_skip_synchronize_raises() -> None:
     def run(group: collectives.Group) -> None:
         optimizer: Any = DistributedOptimizer(_sgd(make_model()))
         with optimizer.skip_synchronize(), pytest.raises(ValueError, match="skip_synchronize"):
@@ -256,7 +258,7 @@ def test_closure_within_skip_synchronize() -> None:
     collectives.run_threads(1, run)
 
 
-def test_grad_scaler_where_backward_did_not_reach_every_parameter() -> None:
+def test_grad_scaler_with_unreached_parameters_raises() -> None:
     def run(group: collectives.Group) -> None:
         model = make_model().float()
         unused = torch.nn.Parameter(torch.ones(2))
@@ -272,7 +274,7 @@ def test_grad_scaler_where_backward_did_not_reach_every_parameter() -> None:
     collectives.run_threads(2, run)
 
 
-def test_a_step_that_raised_leaves_the_scale_of_the_next_one_alone() -> None:
+def test_step_that_raises_does_not_change_the_next_scale() -> None:
     """GradScaler takes grad_scale and found_inf away from a step that returns, not from this one.
 
     The scale is a power of two, so that dividing by it gives the plain step's bits.
@@ -302,7 +304,7 @@ def test_a_step_that_raised_leaves_the_scale_of_the_next_one_alone() -> None:
     assert torch.equal(plain[0], scaled[0])
 
 
-def test_adasum_of_a_sparse_gradient() -> None:
+def test_gradient_method_with_adasum_of_a_sparse_gradient_raises() -> None:
     def run(group: collectives.Group) -> None:
         table = torch.nn.Embedding(4, 2, sparse=True)
         optimizer: Any = DistributedOptimizer(
@@ -315,7 +317,7 @@ def test_adasum_of_a_sparse_gradient() -> None:
     collectives.run_threads(2, run)
 
 
-def test_ranks_with_different_models() -> None:
+def test_ranks_with_different_models_raise_the_mismatch_everywhere() -> None:
     def run(group: collectives.Group) -> str:
         parameter = torch.nn.Parameter(torch.ones(3 + group.rank))
         other = torch.nn.Parameter(torch.ones(100_000))
@@ -341,7 +343,7 @@ def test_ranks_with_different_models() -> None:
 
 
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum], ids=str)
-def test_two_optimizers_of_one_parameter(op) -> None:
+def test_two_optimizers_of_one_parameter_raise(op) -> None:
     def run(group: collectives.Group) -> list[torch.Tensor]:
         model = make_model().float()
         first: Any = DistributedOptimizer(_sgd(model), op=op, method="gradient")

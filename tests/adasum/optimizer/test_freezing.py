@@ -41,7 +41,7 @@ def _equals_one_process(train: Train, passes: int = 1, owned: slice = slice(None
         assert relative_error(result, flat(alone)) <= trajectory_tolerance(3)
 
 
-def test_unfrozen_between_zero_grad_and_backward() -> None:
+def test_parameter_unfrozen_before_backward_is_reduced() -> None:
     """The bucket waits for it, though it was frozen when the step began."""
 
     def train(model: Any, optimizer: Any, backward: Callable[[int, int], None]) -> None:
@@ -57,7 +57,7 @@ def test_unfrozen_between_zero_grad_and_backward() -> None:
     _equals_one_process(train)
 
 
-def test_frozen_between_zero_grad_and_backward_gradients_are_still_final() -> None:
+def test_parameter_frozen_before_backward_leaves_the_others_final() -> None:
     def run(group: collectives.Group) -> None:
         model = make_model()
         optimizer: Any = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -72,7 +72,7 @@ def test_frozen_between_zero_grad_and_backward_gradients_are_still_final() -> No
 
 
 @pytest.mark.parametrize("trainable", [True, False])
-def test_frozen_or_unfrozen_between_passes(trainable: bool) -> None:
+def test_parameter_frozen_or_unfrozen_between_passes_keeps_ranks_equal(trainable: bool) -> None:
     """What one pass left is reduced, also of a parameter that is frozen by then."""
 
     def train(model: Any, optimizer: Any, backward: Callable[[int, int], None]) -> None:
@@ -86,7 +86,7 @@ def test_frozen_or_unfrozen_between_passes(trainable: bool) -> None:
     _equals_one_process(train, passes=2)
 
 
-def test_a_group_added_after_backward_is_reduced_with_the_gradients_it_has() -> None:
+def test_param_group_added_after_backward_is_reduced_with_its_gradients() -> None:
     def train(model: Any, optimizer: Any, backward: Callable[[int, int], None]) -> None:
         backward(0, 0)
         optimizer.add_param_group({"params": list(model.parameters())[:2]})
@@ -98,7 +98,7 @@ def test_a_group_added_after_backward_is_reduced_with_the_gradients_it_has() -> 
     _equals_one_process(train, owned=slice(2, None))
 
 
-def test_unfrozen_after_its_bucket_was_sent() -> None:
+def test_parameter_unfrozen_after_its_bucket_was_sent_is_still_reduced() -> None:
     def run(group: collectives.Group) -> None:
         model = make_model()
         optimizer: Any = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), groups=4)

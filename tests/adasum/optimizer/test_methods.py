@@ -10,7 +10,7 @@ import torch
 import adasum as hvd
 import collectives
 from adasum import DistributedOptimizer, OptimizerOrderError
-from adasum.optimizer.delta_method import _IN_FLIGHT, steps_by_parameter
+from adasum.optimizer.delta_method import _MAX_IN_FLIGHT, steps_by_parameter
 from tests.adasum.definition import (
     OPTIMIZERS,
     flat,
@@ -28,7 +28,9 @@ STEPS = 4
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_adasum_of_gradients_equals_the_definition(size: int, kind: str, passes: int) -> None:
+def test_gradient_method_with_adasum_equals_the_definition(
+    size: int, kind: str, passes: int
+) -> None:
     results = collectives.run_threads(
         size, lambda group: train("Adasum", kind, passes, STEPS, method="gradient")
     )
@@ -40,7 +42,7 @@ def test_adasum_of_gradients_equals_the_definition(size: int, kind: str, passes:
 @pytest.mark.parametrize("algorithm", ["rechd/vhdd", "xring/rd"])
 @pytest.mark.parametrize("method", ["delta", "gradient"])
 @pytest.mark.parametrize(("size", "local_size"), [(4, 2), (6, 2), (6, 3), (4, 4)])
-def test_two_levels_equal_the_definition(
+def test_both_methods_under_two_levels_equal_the_definition(
     size: int, local_size: int, method: str, algorithm: str
 ) -> None:
     results = collectives.run_threads(
@@ -55,7 +57,7 @@ def test_two_levels_equal_the_definition(
 
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
-def test_stepping_in_backward_gives_the_same_bits(kind: str, passes: int) -> None:
+def test_step_in_backward_gives_the_bits_of_the_delta_method(kind: str, passes: int) -> None:
     for groups in (None, 4):
         early, late = (
             collectives.run_threads(
@@ -71,7 +73,7 @@ def test_stepping_in_backward_gives_the_same_bits(kind: str, passes: int) -> Non
 
 
 @pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
-def test_stepping_bucket_by_bucket_gives_the_bits_of_one_step(kind: str) -> None:
+def test_delta_method_bucket_by_bucket_gives_the_bits_of_one_step(kind: str) -> None:
     """A hook on the step needs to see it whole, so it forces the other way."""
 
     def run(group: collectives.Group, hooked: bool) -> tuple[torch.Tensor, int]:
@@ -101,20 +103,20 @@ def test_stepping_bucket_by_bucket_gives_the_bits_of_one_step(kind: str) -> None
 
 
 class _Counting:
-    """A watcher that counts what is under way."""
+    """An observer that counts what is in flight."""
 
     def __init__(self) -> None:
         self.under_way = self.most = self.calls = 0
         self.names: list[str] = []
 
-    def sent(self, names: Any, tensors: Any) -> list[torch.Tensor]:
+    def before_reduction(self, names: Any, tensors: Any) -> list[torch.Tensor]:
         self.calls += 1
         self.under_way += 1
         self.most = max(self.most, self.under_way)
         self.names += names
         return [tensor.clone() for tensor in tensors]
 
-    def reduced(self, token: list[torch.Tensor], tensors: Any) -> None:
+    def after_reduction(self, token: list[torch.Tensor], tensors: Any) -> None:
         self.under_way -= 1
         assert len(token) == len(tensors)
 
@@ -124,37 +126,37 @@ def _chain(length: int) -> torch.nn.Sequential:
     return torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(length)))
 
 
-def test_copies_exist_of_the_buckets_under_way_alone() -> None:
+def test_delta_method_copies_only_the_buckets_in_flight() -> None:
     def run(group: collectives.Group) -> None:
         model = _chain(12)
         optimizer: Any = DistributedOptimizer(
             torch.optim.Adam(model.parameters()), op=hvd.Adasum, groups=12
         )
-        watcher = _Counting()
-        optimizer.watch(watcher)
+        observer = _Counting()
+        optimizer.set_observer(observer)
         model(torch.full((2, 8), float(group.rank))).sum().backward()
         optimizer.step()
-        assert watcher.calls == 12
-        assert watcher.names == [f"allreduce.noname.0.{i}" for i in reversed(range(12))]
-        assert watcher.most <= _IN_FLIGHT + 1
+        assert observer.calls == 12
+        assert observer.names == [f"allreduce.noname.0.{i}" for i in reversed(range(12))]
+        assert observer.most <= _MAX_IN_FLIGHT + 1
 
     collectives.run_threads(2, run)
 
 
-def test_parameters_keep_their_values_until_step() -> None:
+def test_step_in_backward_before_step_leaves_parameters_alone() -> None:
     def run(group: collectives.Group) -> None:
         model = make_model()
         start = flat(model)
         optimizer: Any = DistributedOptimizer(
             OPTIMIZERS["adam"](model.parameters()), op=hvd.Adasum, groups=4, step_in_backward=True
         )
-        watcher = _Counting()
-        optimizer.watch(watcher)
+        observer = _Counting()
+        optimizer.set_observer(observer)
         order: list[int] = []
-        model[0].weight.register_hook(lambda _: order.append(watcher.calls))
+        model[0].weight.register_hook(lambda _: order.append(observer.calls))
         loss_of(model, group.rank, 0).backward()
         assert order[0] >= 2, "nothing was sent before the last gradient"
-        assert watcher.calls == 4
+        assert observer.calls == 4
         assert torch.equal(flat(model), start)
         with pytest.raises(OptimizerOrderError, match=r"zero_grad\(\) was called after"):
             optimizer.zero_grad()
@@ -164,7 +166,7 @@ def test_parameters_keep_their_values_until_step() -> None:
     collectives.run_threads(2, run)
 
 
-def test_what_stepping_in_backward_refuses() -> None:
+def test_step_in_backward_with_what_needs_the_gradients_raises() -> None:
     def run(group: collectives.Group) -> None:
         model = make_model().float()
 
@@ -195,7 +197,7 @@ def test_what_stepping_in_backward_refuses() -> None:
     collectives.run_threads(2, run)
 
 
-def test_which_optimizers_step_by_parameter() -> None:
+def test_steps_by_parameter_of_known_optimizers_tells_which_do() -> None:
     class Renamed(torch.optim.AdamW):
         """Keeps AdamW's step."""
 
@@ -211,7 +213,7 @@ def test_which_optimizers_step_by_parameter() -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 4])
-def test_an_optimizer_that_looks_at_all_parameters(groups: int) -> None:
+def test_delta_method_with_an_optimizer_that_needs_all_parameters_steps_once(groups: int) -> None:
     """Steps by the sign of the gradients' total: wrong bucket by bucket."""
 
     class Coupled(torch.optim.Optimizer):
@@ -243,7 +245,7 @@ def test_an_optimizer_that_looks_at_all_parameters(groups: int) -> None:
 
 
 @pytest.mark.parametrize("op", sorted(OPS))
-def test_gradients_are_final_when_backward_returns(op: str) -> None:
+def test_gradients_when_backward_returns_are_reduced(op: str) -> None:
     """So clipping needs no synchronize(): the same bits with it and without."""
     method = {"method": "gradient"} if op == "Adasum" else {}
 
@@ -274,7 +276,7 @@ def test_gradients_are_final_when_backward_returns(op: str) -> None:
 
 
 @pytest.mark.parametrize("op", sorted(OPS))
-def test_grad_scaler_as_without_ranks(op: str) -> None:
+def test_grad_scaler_on_equal_ranks_gives_the_steps_of_one_rank(op: str) -> None:
     """unscale_, clip, step, update, as torch's own recipe has it; one rank's overflow skips all."""
     method = {"method": "gradient"} if op == "Adasum" else {}
 
@@ -310,7 +312,7 @@ def test_grad_scaler_as_without_ranks(op: str) -> None:
     ("op", "in_backward"),
     [("Sum", False), ("Average", False), ("Adasum", False), ("Adasum", True)],
 )
-def test_bfloat16_autocast(op: str, in_backward: bool) -> None:
+def test_bfloat16_autocast_on_ranks_trains(op: str, in_backward: bool) -> None:
     def run(group: collectives.Group) -> torch.Tensor:
         model = make_model().float()
         optimizer = DistributedOptimizer(
@@ -331,7 +333,7 @@ def test_bfloat16_autocast(op: str, in_backward: bool) -> None:
     assert not torch.equal(results[0], flat(make_model().float()))
 
 
-def test_several_optimizers_at_once() -> None:
+def test_several_optimizers_in_one_backward_keep_apart() -> None:
     """A GAN's pattern: two models, two optimizers, backward of one through the other."""
 
     def run(group: collectives.Group, op: str) -> torch.Tensor:
@@ -361,7 +363,7 @@ def test_several_optimizers_at_once() -> None:
         assert all(torch.equal(result, results[0]) for result in results)
 
 
-def test_shared_and_frozen_parameters() -> None:
+def test_shared_and_frozen_parameters_are_reduced_once_or_not_at_all() -> None:
     def run(group: collectives.Group, op: str) -> torch.Tensor:
         model = make_model()
         tied = torch.nn.Linear(6, 5).double()

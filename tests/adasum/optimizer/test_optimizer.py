@@ -30,7 +30,9 @@ STEPS = 4
 @pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
 @pytest.mark.parametrize("op", sorted(OPS))
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_trajectory_equals_the_definition(size: int, op: str, kind: str, passes: int) -> None:
+def test_training_on_threads_equals_the_definition(
+    size: int, op: str, kind: str, passes: int
+) -> None:
     results = collectives.run_threads(size, lambda group: train(op, kind, passes, STEPS))
     want = trajectory(op, kind, size, passes, STEPS)
     assert relative_error(results[0], want) <= trajectory_tolerance(STEPS)
@@ -39,7 +41,7 @@ def test_trajectory_equals_the_definition(size: int, op: str, kind: str, passes:
 
 @pytest.mark.parametrize("op", sorted(OPS))
 @pytest.mark.parametrize("groups", [1, 3, 100, "lists"])
-def test_groups_do_not_change_the_answer(op: str, groups: Any) -> None:
+def test_groups_of_any_kind_do_not_change_the_result(op: str, groups: Any) -> None:
     def run(group: collectives.Group) -> torch.Tensor:
         model = make_model()
         first, second, _third, fourth = model.parameters()
@@ -58,7 +60,7 @@ def test_groups_do_not_change_the_answer(op: str, groups: Any) -> None:
         assert relative_error(result, want) <= trajectory_tolerance(STEPS)
 
 
-def test_predivide_is_an_average() -> None:
+def test_gradient_predivide_factor_of_any_size_gives_the_average() -> None:
     results = collectives.run_threads(
         3, lambda group: train("Average", "sgd", 1, STEPS, gradient_predivide_factor=4.0)
     )
@@ -71,7 +73,9 @@ def test_predivide_is_an_average() -> None:
     ("compression", "dtype"),
     [(Compression.fp16, torch.float16), (Compression.bf16, torch.bfloat16)],
 )
-def test_compression_costs_its_rounding(op: str, compression: Any, dtype: torch.dtype) -> None:
+def test_compression_changes_the_result_by_its_rounding_only(
+    op: str, compression: Any, dtype: torch.dtype
+) -> None:
     results = collectives.run_threads(
         2, lambda group: train(op, "sgd", 1, STEPS, compression=compression)
     )
@@ -85,7 +89,7 @@ def test_compression_costs_its_rounding(op: str, compression: Any, dtype: torch.
 
 @pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
 @pytest.mark.parametrize("op", sorted(OPS))
-def test_one_rank_equals_the_plain_optimizer_bit_for_bit(op: str, kind: str) -> None:
+def test_one_rank_gives_the_bits_of_the_plain_optimizer(op: str, kind: str) -> None:
     def run(group: collectives.Group) -> torch.Tensor:
         return train(op, kind, 2, STEPS)
 
@@ -102,7 +106,7 @@ def test_one_rank_equals_the_plain_optimizer_bit_for_bit(op: str, kind: str) -> 
 
 
 @pytest.mark.parametrize("op", sorted(OPS))
-def test_one_rank_leaves_unused_parameters_without_gradient(op: str) -> None:
+def test_one_rank_with_unused_parameters_leaves_them_without_gradient(op: str) -> None:
     def run(group: collectives.Group) -> None:
         model = make_model()
         unused = torch.nn.Parameter(torch.ones(3))
@@ -122,7 +126,7 @@ def test_one_rank_leaves_unused_parameters_without_gradient(op: str) -> None:
 
 
 @pytest.mark.parametrize("op", sorted(OPS))
-def test_ranks_agree_when_backward_takes_different_ways(op: str) -> None:
+def test_ranks_with_different_backward_paths_end_equal(op: str) -> None:
     def run(group: collectives.Group) -> torch.Tensor:
         left, right = make_model(1), make_model(2)
         both = torch.nn.ModuleList([left, right])
@@ -141,7 +145,7 @@ def test_ranks_agree_when_backward_takes_different_ways(op: str) -> None:
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-def test_zeros_stand_for_missing_gradients() -> None:
+def test_missing_gradient_counts_as_zeros() -> None:
     def run(group: collectives.Group) -> torch.Tensor:
         parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
         optimizer = DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0), op=hvd.Average)
@@ -153,7 +157,7 @@ def test_zeros_stand_for_missing_gradients() -> None:
         assert torch.equal(result, torch.full((4,), -0.5))
 
 
-def test_channels_last_parameters() -> None:
+def test_channels_last_parameters_train_as_contiguous_ones() -> None:
     def run(group: collectives.Group, op: hvd.AdasumReducer) -> torch.Tensor:
         weight = torch.ones(4, 3, 2, 2).to(memory_format=torch.channels_last)
         parameter = torch.nn.Parameter(weight)
@@ -171,7 +175,7 @@ def test_channels_last_parameters() -> None:
     assert torch.equal(first, second)
 
 
-def test_reductions_start_while_backward_runs() -> None:
+def test_reductions_during_backward_start_before_it_ends() -> None:
     def run(group: collectives.Group) -> None:
         model = make_model()
         optimizer = DistributedOptimizer(
@@ -190,7 +194,7 @@ def test_reductions_start_while_backward_runs() -> None:
     collectives.run_threads(2, run)
 
 
-def test_scheduler_made_before_or_after_wrapping() -> None:
+def test_scheduler_made_before_or_after_wrapping_works() -> None:
     def run(group: collectives.Group, early: bool) -> tuple[torch.Tensor, float]:
         model = make_model()
         optimizer: Any = OPTIMIZERS["momentum"](model.parameters())
@@ -215,7 +219,7 @@ def test_scheduler_made_before_or_after_wrapping() -> None:
         assert torch.equal(result, late[0][0])
 
 
-def test_shares_state_groups_and_class_with_the_wrapped() -> None:
+def test_wrapper_shares_state_groups_and_class_with_the_optimizer() -> None:
     def run(group: collectives.Group) -> None:
         model = make_model()
         plain = OPTIMIZERS["adam"](model.parameters())
@@ -238,7 +242,7 @@ def test_shares_state_groups_and_class_with_the_wrapped() -> None:
     collectives.run_threads(2, run)
 
 
-def test_parameter_groups_added_and_layers_unfrozen_later() -> None:
+def test_parameters_added_or_unfrozen_later_are_reduced() -> None:
     def run(group: collectives.Group, op: Any) -> torch.Tensor:
         first, second, extra = make_model(1), make_model(2), make_model(3)
         second.requires_grad_(False)
@@ -265,7 +269,7 @@ def test_parameter_groups_added_and_layers_unfrozen_later() -> None:
         assert torch.equal(results[0], results[1])
 
 
-def test_closures() -> None:
+def test_step_with_a_closure_reduces_its_gradients_and_loss() -> None:
     def run(group: collectives.Group, op: str, kind: str) -> torch.Tensor:
         model = make_model()
         make = OPTIMIZERS.get(kind) or (
@@ -292,7 +296,7 @@ def test_closures() -> None:
 
 
 @pytest.mark.parametrize("op", ["Average", "Adasum"])
-def test_clipping_between_synchronize_and_step(op: str) -> None:
+def test_clipping_between_synchronize_and_step_sees_final_gradients(op: str) -> None:
     def run(group: collectives.Group) -> tuple[torch.Tensor, float]:
         model = make_model()
         optimizer: Any = DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()), op=OPS[op])
@@ -314,7 +318,7 @@ def test_clipping_between_synchronize_and_step(op: str) -> None:
 
 @pytest.mark.parametrize("op", ["Average", "Adasum"])
 @pytest.mark.parametrize("fused", [False, True])
-def test_grad_scaler_skips_on_every_rank(op: str, fused: bool) -> None:
+def test_grad_scaler_with_inf_on_one_rank_skips_on_every_rank(op: str, fused: bool) -> None:
     def run(group: collectives.Group) -> list[torch.Tensor]:
         model = make_model().float()
         inner = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
@@ -354,7 +358,7 @@ def test_grad_scaler_skips_on_every_rank(op: str, fused: bool) -> None:
     assert not torch.equal(start, stepped)
 
 
-def test_a_dropped_optimizer_takes_its_hooks_along() -> None:
+def test_dropped_optimizer_removes_its_hooks() -> None:
     def run(group: collectives.Group) -> None:
         model = make_model()
         for step in range(3):

@@ -15,36 +15,36 @@ def _names(buckets: list[list[tuple[str, torch.Tensor]]]) -> list[list[str]]:
     return [[name for name, _ in bucket] for bucket in buckets]
 
 
-def test_by_bytes_in_reverse_order() -> None:
+def test_plan_buckets_by_bytes_goes_in_reverse_order() -> None:
     # 4 bytes an element; a bucket holds 40 bytes: 10 elements, exactly full counts as fitting.
     buckets = plan_buckets(_named(4, 6, 4, 30, 5, 5), memory_size=40 / 2**20)
     assert _names(buckets) == [["p5", "p4"], ["p3"], ["p2", "p1"], ["p0"]]
 
 
-def test_by_number() -> None:
+def test_plan_buckets_by_number_closes_at_groups_size() -> None:
     named = _named(4, 6, 4, 30, 5)
     assert _names(plan_buckets(named, groups_size=2)) == [["p4", "p3"], ["p2", "p1"], ["p0"]]
 
 
-def test_one_dtype_a_bucket_ordered_by_completion() -> None:
+def test_plan_buckets_of_mixed_dtypes_splits_and_orders_by_completion() -> None:
     named = _named(1, 1, 1, 1)
     named[1] = ("p1", torch.zeros(1, dtype=torch.float64))
     named[3] = ("p3", torch.zeros(1, dtype=torch.float64))
     assert _names(plan_buckets(named)) == [["p3", "p1"], ["p2", "p0"]]
 
 
-def test_zero_sized_parameters_and_none() -> None:
+def test_plan_buckets_of_empty_or_no_parameters_works() -> None:
     assert _names(plan_buckets(_named(0, 0, 3), memory_size=1 / 2**20)) == [["p2"], ["p1", "p0"]]
     assert plan_buckets([]) == []
 
 
-def test_number_of_groups() -> None:
+def test_plan_buckets_with_a_number_makes_so_many_buckets() -> None:
     named = _named(1, 1, 1, 1, 1)
     assert _names(plan_buckets(named, 2)) == [["p4", "p3", "p2"], ["p1", "p0"]]
     assert _names(plan_buckets(named, 9)) == [["p4"], ["p3"], ["p2"], ["p1"], ["p0"]]
 
 
-def test_listed_groups_and_the_rest_by_size() -> None:
+def test_plan_buckets_with_lists_divides_the_rest_by_size() -> None:
     named = _named(1, 1, 1, 1)
     p = [tensor for _, tensor in named]
     assert _names(plan_buckets(named, [[p[3], p[0]]])) == [["p2", "p1"], ["p3", "p0"]]

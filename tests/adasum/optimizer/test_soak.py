@@ -13,7 +13,7 @@ import torch
 import adasum as hvd
 from adasum import DistributedOptimizer
 from tests.adasum.jobs import OPS
-from tests.adasum.lines import WAYS
+from tests.adasum.trainings import WAYS
 from tests.processes.harness import run_ranks
 
 STEPS, SETTLED = 1200, 300
@@ -49,8 +49,9 @@ def job(rank: int, way: str) -> tuple[int, int]:
     return sizes[1][0] - sizes[0][0], sizes[1][1] - sizes[0][1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["average", "delta", "in backward"])
-def test_memory_does_not_grow(way: str) -> None:
+def test_memory_over_many_steps_does_not_grow(way: str) -> None:
     for nbytes, objects in run_ranks(2, job, way, timeout=150.0):
         assert nbytes < GROWTH
         assert objects < OBJECTS

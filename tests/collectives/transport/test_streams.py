@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from adasum import Adasum, Compression
 from adasum.compression import Compressor
-from adasum.optimizer.buffers import DeltaBuffers, GradientBuffers
-from adasum.optimizer.delta_method import _Delta
-from adasum.optimizer.wire import Wire
+from adasum.optimizer.bucket_buffers import DeltaBuffers, GradientBuffers
+from adasum.optimizer.bucket_reduction import BucketReducer
+from adasum.optimizer.delta_method import _DeltaReduction
 from collectives import Average, Group, Reducer, Sum, Work
 from collectives.bootstrap import calibration
 from collectives.execution import pipelining
@@ -186,7 +186,7 @@ def test_buckets_of_gradients(compression: type[Compressor], op: Reducer) -> Non
     names = ["a", "b", "c"]
 
     def work(group: Group) -> None:
-        wire, buffers = Wire(group, op, compression), GradientBuffers()
+        wire, buffers = BucketReducer(group, op, compression), GradientBuffers()
         parameters = [mine(group, numel) for numel in (3, NUMEL, 7)]
         for step in range(3):
             for parameter in parameters:
@@ -196,7 +196,7 @@ def test_buckets_of_gradients(compression: type[Compressor], op: Reducer) -> Non
             others = [mine(group, numel) for numel in (3, NUMEL, 7)]
             flights = [
                 wire.reduce_async(names, tensors, f"step {step}, {number}")
-                for number, tensors in enumerate((placed, others))
+                for number, tensors in enumerate((placed.tensors, others))
             ]
             for flight in flights:
                 flight.wait()
@@ -204,7 +204,7 @@ def test_buckets_of_gradients(compression: type[Compressor], op: Reducer) -> Non
                 parameter.grad.mul_(2.0)
             del new, placed, others, flight, flights
             machine.collect()
-            buffers.clear()
+            buffers.zero()
 
     assert run(work) == []
 
@@ -213,9 +213,9 @@ def test_buckets_of_differences() -> None:
     """Through memory that buckets use in turns, and that grows."""
 
     def work(group: Group) -> None:
-        wire, buffers = Wire(group, Adasum), DeltaBuffers(3)
+        wire, buffers = BucketReducer(group, Adasum), DeltaBuffers(3)
         for step in range(2):
-            under_way: list[_Delta] = []
+            under_way: list[_DeltaReduction] = []
             for bucket, numel in enumerate((100, NUMEL, 200, 2 * NUMEL, 50)):
                 values = [mine(group, numel) for _ in range(2)]
                 saved, fused = buffers.of(f"bucket {bucket}", values)
@@ -225,7 +225,7 @@ def test_buckets_of_differences() -> None:
                 torch._foreach_sub_(fused.views, saved.views)
                 torch._foreach_copy_(values, saved.views)
                 flight = wire.reduce_async(["a", "b"], fused.tensors, f"step {step}, {bucket}")
-                under_way.append(_Delta(flight, values, fused.views))
+                under_way.append(_DeltaReduction(flight, values, fused.views))
                 if len(under_way) > 2:
                     under_way.pop(0).wait()
             for delta in under_way:

@@ -1,4 +1,4 @@
-"""What the library can use on this machine; Horovod's questions, answered for this library."""
+"""What this library can use on this machine, as answers to Horovod's questions."""
 
 from __future__ import annotations
 
@@ -22,38 +22,38 @@ __all__ = [
 
 
 def mpi_built() -> bool:
-    """False: MPI is not used."""
+    """Return False: MPI is not used."""
     return False
 
 
 def mpi_enabled() -> bool:
-    """False: MPI is not used."""
+    """Return False: MPI is not used."""
     return False
 
 
 def mpi_threads_supported() -> bool:
-    """False: MPI is not used."""
+    """Return False: MPI is not used."""
     return False
 
 
 def gloo_built() -> bool:
-    """Whether torch.distributed, and so this library, has gloo."""
+    """Return whether torch.distributed has gloo."""
     return bool(dist.is_available() and dist.is_gloo_available())
 
 
 def gloo_enabled() -> bool:
-    """Whether the ranks have met over gloo: not before init, alone, or as threads."""
+    """Return whether gloo connects the ranks: not before init, for one rank, or for threads."""
     if not is_initialized():
         return False
     return default_group().transport.process_group is not None
 
 
 def nccl_built() -> int:
-    """The version of torch's NCCL as NCCL codes it (22703 for 2.27.3), 0 where it has none.
+    """Return the version of torch's NCCL in NCCL's coding (22703 for 2.27.3), 0 without NCCL.
 
     Horovod's scripts multiply Adasum's learning rate by local_size() where this is true, because
-    Horovod then averages inside a host. Here Adasum is over all ranks unless asked otherwise, so
-    that the factor has no place (it has with algorithm="collective/vhdd" and others of two levels).
+    Horovod averages within a host. Here Adasum runs over all ranks, so the factor is wrong, except
+    with a two-level algorithm such as algorithm="collective/vhdd".
     """
     if not (dist.is_available() and dist.is_nccl_available()):
         return 0
@@ -62,20 +62,20 @@ def nccl_built() -> int:
 
 
 def cuda_built() -> bool:
-    """Whether torch, and so this library, can use CUDA."""
+    """Return whether torch is built for CUDA."""
     return torch.version.cuda is not None
 
 
 def rocm_built() -> bool:
-    """Whether torch is built for ROCm; this library is not tested on it."""
+    """Return whether torch is built for ROCm, on which this library is not tested."""
     return torch.version.hip is not None
 
 
 def ddl_built() -> bool:
-    """False: IBM's DDL is not used."""
+    """Return False: IBM's DDL is not used."""
     return False
 
 
 def ccl_built() -> bool:
-    """False: oneCCL is not used."""
+    """Return False: oneCCL is not used."""
     return False

@@ -1,4 +1,4 @@
-"""What the distributed optimizers share: a class put in front of the wrapped optimizer's own."""
+"""What both methods share: a class placed in front of the wrapped optimizer's own."""
 
 from __future__ import annotations
 
@@ -11,45 +11,52 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from adasum.optimizer.gradients import GradientReducer, OptimizerOrderError
+from adasum.observer import Observer
+from adasum.optimizer.backward_hooks import BackwardHooks, OptimizerOrderError
+from adasum.optimizer.bucket_reduction import BucketReducer
 from adasum.optimizer.parameters import Named, PlanBuckets
 from adasum.optimizer.state_average import average_state
-from adasum.optimizer.wire import Wire
-from adasum.watch import Watcher
 from collectives import Group
 
-__all__ = ["Distributed", "check_passes", "densify", "forgets_scaler", "wrap"]
+__all__ = [
+    "DistributedMixin",
+    "clears_scaler_state_on_error",
+    "densify",
+    "require_passes",
+    "wrap",
+]
 
-_AMP = ("grad_scale", "found_inf")
+# What GradScaler sets on an optimizer for the time of a step.
+_SCALER_STATE = ("grad_scale", "found_inf")
 
 if TYPE_CHECKING:
     _Base = torch.optim.Optimizer
 else:
-    # The class made for each wrapped optimizer puts its own class after these in the order of
-    # resolution, so super() below is that class.
+    # `wrap` makes a class of this mixin and the wrapped optimizer's class, so that super() below is
+    # the optimizer's class.
     _Base = object
 
 
-class Distributed(_Base):
+class DistributedMixin(_Base):
     """The wrapped optimizer with a reduction in its step; `super()` is its own class."""
 
-    # GradScaler then always calls step(), on every rank, and leaves unscaling and skipping to it:
-    # so the ranks can agree on a skip.
+    # Makes GradScaler call step() always and on every rank, and leave unscaling and skipping to it,
+    # so that the ranks can skip together.
     _step_supports_amp_scaling = True
     _adasum_base: type[torch.optim.Optimizer]
     _adasum_group: Group | None
-    _adasum_wire: Wire
-    _adasum_gradients: GradientReducer
-    _adasum_native_amp: bool
+    _adasum_reducer: BucketReducer
+    _adasum_hooks: BackwardHooks
+    _adasum_unscales_itself: bool
     _adasum_sparse_as_dense: bool
     _adasum_skip: bool
 
     @property
-    def _adasum_alone(self) -> bool:
+    def _adasum_one_rank(self) -> bool:
         return self._adasum_group is None or self._adasum_group.size == 1
 
     def _prepare(self) -> None:
-        """What the method needs of its own."""
+        """Set the attributes of the method's own."""
         raise NotImplementedError
 
     def synchronize(self) -> None:
@@ -57,7 +64,7 @@ class Distributed(_Base):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Within it step() does not synchronize: for gradients changed after synchronize()."""
+        """Keep step() from synchronizing: for gradients changed after synchronize()."""
         self._adasum_skip = True
         try:
             yield
@@ -65,61 +72,64 @@ class Distributed(_Base):
             self._adasum_skip = False
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """From the next step on `passes` backward passes are accumulated."""
-        check_passes(passes)
+        """Accumulate `passes` backward passes from the next step on."""
+        require_passes(passes)
         self._refuse_in_flight("set_backward_passes_per_step()")
-        self._adasum_gradients.passes = passes
-        self._adasum_gradients.restart()
+        self._adasum_hooks.passes = passes
+        self._adasum_hooks.restart()
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """As the wrapped optimizer's; the step begins anew, so a batch can be passed over.
+        """Do as the wrapped optimizer, and begin the step anew: a batch may be left out.
 
-        OptimizerOrderError where a backward pass was broken off with gradients under way.
+        Raises:
+            OptimizerOrderError: backward was interrupted, with reductions in flight.
         """
         self._refuse_in_flight("zero_grad()")
-        self._adasum_gradients.restart()
+        self._adasum_hooks.restart()
         super().zero_grad(*args, **kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As the wrapped optimizer's; call it in the same order on every rank."""
+        """Do as the wrapped optimizer; call it in the same order on every rank."""
         self._refuse_in_flight("add_param_group()")
         super().add_param_group(param_group)
         number = len(self.param_groups) - 1
-        self._adasum_gradients.add(
+        self._adasum_hooks.add(
             [
                 (f"allreduce.noname.{number}.{i}", parameter)
                 for i, parameter in enumerate(self.param_groups[number]["params"])
             ]
         )
 
-    def watch(self, watcher: Watcher | None) -> None:
-        """Shows `watcher` every reduction from now on (None: no longer); the same on all ranks."""
-        self._adasum_wire.watch = watcher
+    def set_observer(self, observer: Observer | None) -> None:
+        """Show an observer every reduction from now on; None ends it. The same on all ranks."""
+        self._adasum_reducer.observer = observer
 
     def average_state(self) -> None:
-        """Gives every rank the mean over the ranks of the optimizer's state; collective.
+        """Average the optimizer's state over the ranks; collective.
 
-        Adasum's delta method leaves each rank a state of its own (momentum, Adam's moments). Called
-        before state_dict(), any rank's checkpoint stands for all. Floating-point tensors are
-        averaged over the ranks that have them, and given to those that do not; numbers and tensors
-        in lists (LBFGS has such a history) stay each rank's own. ValueError on every rank where
-        shapes or dtypes differ.
+        Adasum's delta method leaves each rank a state of its own (momentum, Adam's moments). After
+        this call any rank's state_dict() stands for all. Floating-point tensors are averaged over
+        the ranks that have them, and given to those that do not; numbers, and tensors in lists
+        (LBFGS's history), stay as they are on each rank.
+
+        Raises:
+            ValueError: On every rank, where shapes or dtypes differ.
         """
         self._refuse_in_flight("average_state()")
         if self._adasum_group is not None and self._adasum_group.size > 1:
             average_state(self, self._adasum_group)
 
-    def _refuse_in_flight(self, what: str) -> None:
-        if self._adasum_gradients.busy:
+    def _refuse_in_flight(self, call: str) -> None:
+        if self._adasum_hooks.busy:
             raise OptimizerOrderError(
-                f"optimizer.{what} was called after loss.backward() but before optimizer.step() or "
+                f"optimizer.{call} was called after loss.backward() but before optimizer.step() or "
                 "optimizer.synchronize(): the gradients are being reduced"
             )
 
     def _densify(self) -> None:
-        """Makes all gradients dense where `sparse_as_dense` asks for it, also on one rank."""
+        """Make all gradients dense where `sparse_as_dense` asks for it, on one rank too."""
         if self._adasum_sparse_as_dense:
-            for _, parameter in self._adasum_gradients.named:
+            for _, parameter in self._adasum_hooks.named:
                 densify(parameter)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -129,22 +139,22 @@ class Distributed(_Base):
         )
 
     def _local_step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The wrapped optimizer's own step, unscaling or skipping as a GradScaler asks for."""
-        amp = "found_inf" in self.__dict__
-        if not amp or self._adasum_native_amp:
+        """Take the wrapped optimizer's step, unscaled or skipped as GradScaler asks for."""
+        scaled = "found_inf" in self.__dict__
+        if not scaled or self._adasum_unscales_itself:
             return super().step() if closure is None else super().step(closure)
         if bool(self.__dict__["found_inf"]):
             return None
         scale = self.__dict__.get("grad_scale")
         if scale is not None:
-            # Through float64, as GradScaler does it: the float32 reciprocal of a subnormal is inf.
+            # By float64, as GradScaler does it: a subnormal's reciprocal is infinite in float32.
             inverse = scale.double().reciprocal().float()
             for group in self.param_groups:
                 for parameter in group["params"]:
                     if parameter.grad is not None:
                         parameter.grad.mul_(inverse.to(parameter.grad.device))
         # Some optimizers refuse a step while these are set; GradScaler deletes them afterwards.
-        held = {key: self.__dict__.pop(key) for key in _AMP if key in self.__dict__}
+        held = {key: self.__dict__.pop(key) for key in _SCALER_STATE if key in self.__dict__}
         try:
             return super().step()
         finally:
@@ -153,8 +163,8 @@ class Distributed(_Base):
 
 def wrap(
     optimizer: torch.optim.Optimizer,
-    method: type[Distributed],
-    wire: Wire,
+    method: type[DistributedMixin],
+    reducer: BucketReducer,
     group: Group | None,
     named: Sequence[Named],
     *,
@@ -164,36 +174,39 @@ def wrap(
     early: bool,
     final: bool,
 ) -> torch.optim.Optimizer:
-    """An instance of a subclass of `method` and the optimizer's class that shares its __dict__."""
+    """Return an instance of a subclass of `method` and the optimizer's class.
+
+    It shares the optimizer's __dict__: load_state_dict on either replaces state and param_groups
+    for both.
+    """
     base = type(optimizer)
     wrapper: Any = object.__new__(type(base.__name__, (method, base), {}))
-    native_amp = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-    # One dictionary, not a copy: load_state_dict on either replaces state and param_groups in it.
+    unscales_itself = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
     wrapper.__dict__ = optimizer.__dict__
     wrapper._adasum_base = base
     wrapper._adasum_group = group
-    wrapper._adasum_wire = wire
-    wrapper._adasum_native_amp = native_amp
+    wrapper._adasum_reducer = reducer
+    wrapper._adasum_unscales_itself = unscales_itself
     wrapper._adasum_sparse_as_dense = sparse_as_dense
     wrapper._adasum_skip = False
     wrapper._prepare()
     reference = weakref.ref(wrapper)
 
-    def send(members: Sequence[Named], label: str) -> Any:
+    def start_bucket(members: Sequence[Named], name: str) -> Any:
         target: Any = reference()
         if target is None:
             raise OptimizerOrderError(
                 "the optimizer that DistributedOptimizer returned was dropped, and the one given "
                 "to it reduces nothing: optimizer = DistributedOptimizer(optimizer) keeps it"
             )
-        return target._send(members, label)
+        return target._start_bucket(members, name)
 
-    wrapper._adasum_gradients = GradientReducer(
+    wrapper._adasum_hooks = BackwardHooks(
         named,
-        send,
+        start_bucket,
         early=early,
         final=final,
-        one_rank=wrapper._adasum_alone,
+        one_rank=wrapper._adasum_one_rank,
         passes=passes,
         buckets=buckets,
     )
@@ -201,10 +214,11 @@ def wrap(
     return wrapper
 
 
-def forgets_scaler(step: Callable[..., Any]) -> Callable[..., Any]:
-    """A step that drops what GradScaler set for it also when it raises.
+def clears_scaler_state_on_error(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a step that raises drop what GradScaler set for it.
 
-    GradScaler does so after steps that return; what it finds it multiplies the next scale by.
+    GradScaler itself does so only after steps that return, and multiplies its next scale by what is
+    left.
     """
 
     @wraps(step)
@@ -212,7 +226,7 @@ def forgets_scaler(step: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return step(self, closure)
         except BaseException:
-            for key in _AMP:
+            for key in _SCALER_STATE:
                 self.__dict__.pop(key, None)
             raise
 
@@ -220,19 +234,19 @@ def forgets_scaler(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def densify(parameter: Tensor) -> None:
-    """Turns a sparse gradient into a dense one."""
+    """Make a sparse gradient dense."""
     if parameter.grad is not None and parameter.grad.is_sparse:
         parameter.grad = parameter.grad.to_dense()
 
 
-def check_passes(passes: int) -> None:
-    """ValueError unless it is a number of backward passes."""
+def require_passes(passes: int) -> None:
+    """Raise ValueError unless it is a number of backward passes."""
     if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
         raise ValueError(f"backward_passes_per_step must be an int >= 1, not {passes!r}")
 
 
 def _keep_scheduler_patch(wrapper: Any) -> None:
-    """A scheduler made before wrapping replaced optimizer.step: the wrapper's takes its place."""
+    """Patch the wrapper's step as a scheduler that was made before has patched the optimizer's."""
     patched = wrapper.__dict__.pop("step", None)
     if patched is None:
         return

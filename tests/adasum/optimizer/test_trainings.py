@@ -1,4 +1,4 @@
-"""Every promise of the optimizer between processes: the bits of ranks that are threads."""
+"""Every training of `tests.adasum.trainings`: processes give the bits of threads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 import adasum as hvd
 import collectives
-from tests.adasum.lines import every_line
+from tests.adasum.trainings import every_line
 from tests.processes.harness import run_ranks
 
 
@@ -21,8 +21,8 @@ def process_job(rank: int) -> dict[str, Any]:
     return answers
 
 
-@pytest.mark.parametrize("size", [3, 4])
-def test_processes_give_the_bits_of_threads(size: int) -> None:
+@pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.slow)])
+def test_training_in_processes_gives_the_bits_of_threads(size: int) -> None:
     threads = collectives.run_threads(size, lambda group: every_line())
     processes = run_ranks(size, process_job, timeout=150.0)
     for name, want in threads[0].items():

@@ -23,7 +23,7 @@ def _each(size: int, fn: Callable[[int], Any]) -> list[Any]:
     return run_threads(size, lambda group: fn(group.rank))
 
 
-def test_allreduce_averages_by_default_and_leaves_its_input() -> None:
+def test_allreduce_by_default_averages_and_leaves_its_input() -> None:
     def run(rank: int) -> list[torch.Tensor]:
         given = _draw(rank, 3, 4)
         turned = given.t()
@@ -45,7 +45,7 @@ def test_allreduce_averages_by_default_and_leaves_its_input() -> None:
             assert relative_error(answer, want) <= tolerance(torch.float32)
 
 
-def test_in_place_forms_return_their_argument() -> None:
+def test_in_place_functions_return_their_argument() -> None:
     def run(rank: int) -> None:
         want = _draw(0, 5) + _draw(1, 5)
         for form in (hvd.allreduce_, lambda t, **k: hvd.synchronize(hvd.allreduce_async_(t, **k))):
@@ -64,7 +64,7 @@ def test_in_place_forms_return_their_argument() -> None:
     _each(2, run)
 
 
-def test_adasum_of_a_group_is_per_tensor() -> None:
+def test_grouped_allreduce_with_adasum_is_per_tensor() -> None:
     def run(rank: int) -> list[torch.Tensor]:
         return hvd.grouped_allreduce([_draw(rank, 40), _draw(rank + 9, 7, 3)], op=hvd.Adasum)
 
@@ -76,7 +76,7 @@ def test_adasum_of_a_group_is_per_tensor() -> None:
         assert relative_error(second, want) <= tolerance(torch.float32)
 
 
-def test_deprecated_average() -> None:
+def test_allreduce_with_deprecated_average_warns_and_works() -> None:
     def run(rank: int) -> torch.Tensor:
         return hvd.allreduce(torch.full((2,), 3.0), average=False)
 
@@ -90,7 +90,7 @@ def test_deprecated_average() -> None:
     ("compression", "dtype"),
     [(Compression.fp16, torch.float16), (Compression.bf16, torch.bfloat16)],
 )
-def test_compression_keeps_the_dtype(compression: Any, dtype: torch.dtype) -> None:
+def test_allreduce_with_compression_keeps_the_dtype(compression: Any, dtype: torch.dtype) -> None:
     def run(rank: int) -> torch.Tensor:
         return hvd.allreduce(_draw(rank, 50, dtype=torch.float64), compression=compression)
 
@@ -106,7 +106,7 @@ def test_compression_keeps_the_dtype(compression: Any, dtype: torch.dtype) -> No
     assert compression.compress(half)[0] is half
 
 
-def test_gather_and_broadcast() -> None:
+def test_allgather_and_broadcast_are_right() -> None:
     def run(rank: int) -> None:
         gathered = hvd.allgather(torch.full((rank, 2), rank))
         assert torch.equal(gathered, torch.tensor([[1, 1], [2, 2], [2, 2]]))
@@ -160,19 +160,21 @@ def test_gather_and_broadcast() -> None:
         (lambda: hvd.init(process_sets="static"), ValueError, "dynamic"),
     ],
 )
-def test_refused(call: Callable[[], Any], error: type[Exception], text: str) -> None:
+def test_functions_with_bad_arguments_raise(
+    call: Callable[[], Any], error: type[Exception], text: str
+) -> None:
     with pytest.raises(error, match=text):
         _each(1, lambda rank: call())
 
 
-def test_before_init() -> None:
+def test_functions_before_init_raise() -> None:
     assert not hvd.is_initialized()
     for call in (hvd.rank, hvd.size, hvd.local_rank, hvd.local_size, hvd.barrier):
         with pytest.raises(RuntimeError, match="init"):
             call()
 
 
-def test_alone_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_without_torchrun_work_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     hvd.init()

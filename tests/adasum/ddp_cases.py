@@ -1,4 +1,4 @@
-"""What else ranks do under DistributedDataParallel: watching, pickling, groups, failures."""
+"""What else ranks do under DistributedDataParallel: observing, pickling, groups, failures."""
 
 from __future__ import annotations
 
@@ -42,30 +42,32 @@ class Recorder:
         self.before: dict[str, Tensor] = {}
         self.after: dict[str, Tensor] = {}
 
-    def sent(self, names: Sequence[str], tensors: Sequence[Tensor]) -> Any:
+    def before_reduction(self, names: Sequence[str], tensors: Sequence[Tensor]) -> Any:
         self.before.update({n: t.clone() for n, t in zip(names, tensors, strict=True)})
         return list(names)
 
-    def reduced(self, token: Any, tensors: Sequence[Tensor]) -> None:
+    def after_reduction(self, token: Any, tensors: Sequence[Tensor]) -> None:
         self.after.update({n: t.clone() for n, t in zip(token, tensors, strict=True)})
 
 
-def check_watch(rank: int) -> None:
-    """A watcher sees each parameter's gradient by name, this rank's own and then the answer."""
+def check_observer(rank: int) -> None:
+    """An observer sees each parameter's gradient by name, this rank's own and then the answer."""
     model = DistributedDataParallel(Net(), bucket_cap_mb=0.05)
-    watch = Recorder()
-    state = HookState(op=hvd.Adasum, watch=watch, named_parameters=model.module.named_parameters())
+    observer = Recorder()
+    state = HookState(
+        op=hvd.Adasum, observer=observer, named_parameters=model.module.named_parameters()
+    )
     model.register_comm_hook(state, ddp_hook)
     mine = plain(model.module, lambda replica: loss_of(replica, rank, 0).backward())
     for _ in range(2):
         model.zero_grad()
-        watch.before, watch.after = {}, {}
+        observer.before, observer.after = {}, {}
         loss_of(model, rank, 0).backward()
         for (name, parameter), own in zip(model.module.named_parameters(), mine, strict=True):
             assert parameter.grad is not None
-            assert torch.equal(watch.before.pop(name), own)
-            assert torch.equal(watch.after.pop(name), parameter.grad)
-        assert not watch.before and not watch.after
+            assert torch.equal(observer.before.pop(name), own)
+            assert torch.equal(observer.after.pop(name), parameter.grad)
+        assert not observer.before and not observer.after
 
 
 def check_orthogonality(rank: int) -> None:
@@ -74,7 +76,7 @@ def check_orthogonality(rank: int) -> None:
     wrapped = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=0.05)
     recorder = hvd.orthogonality.Recorder(every=1)
     state = HookState(
-        op=hvd.Adasum, watch=recorder, named_parameters=wrapped.module.named_parameters()
+        op=hvd.Adasum, observer=recorder, named_parameters=wrapped.module.named_parameters()
     )
     wrapped.register_comm_hook(state, ddp_hook)
     for step in range(3):

@@ -1,4 +1,4 @@
-"""Horovod's functions that reduce tensors: allreduce and its kin, and barrier."""
+"""Horovod's allreduce functions."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ import torch
 from torch import Tensor
 
 from adasum.compression import Compression, Compressor, require_compressor
-from adasum.horovod.handles import (
-    Handle,
+from adasum.horovod.arguments import (
     backward_name,
-    checked,
     copied,
+    dense,
     differentiable,
-    listed,
     operation,
     refuse_gradient,
+    tensor_list,
 )
-from adasum.horovod.process_sets import ProcessSet, members_of
+from adasum.horovod.handle import Handle
+from adasum.horovod.process_sets import ProcessSet, require_group
+from adasum.sparse import SparseHandle, sparse_all_reduce_async
 from collectives import Group, Reducer
 
 __all__ = [
@@ -27,28 +28,21 @@ __all__ = [
     "allreduce_",
     "allreduce_async",
     "allreduce_async_",
-    "barrier",
     "grouped_allreduce",
     "grouped_allreduce_",
     "grouped_allreduce_async",
     "grouped_allreduce_async_",
+    "sparse_allreduce_async",
 ]
 
 
 class _Options(NamedTuple):
-    """What an all-reduce has beside its tensors."""
-
     group: Group
     op: Reducer
     name: str | None
     compression: type[Compressor]
     prescale: float
     postscale: float
-
-
-def barrier(process_set: ProcessSet | None = None) -> None:
-    """Returns once every rank of the set has called it."""
-    members_of(process_set).barrier()
 
 
 def allreduce(
@@ -61,16 +55,28 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
 ) -> Tensor:
-    """A new tensor: the tensor of every rank reduced by `op` (Average unless given).
+    """Return a new tensor: the reduction of the tensors of all ranks.
 
-    With op=Adasum the whole tensor is one segment. `average` is Horovod's deprecated way to say
-    Average (True) or Sum (False). Gradients flow, on all ranks or on none: that of the answer is
-    reduced in the same way, also by Adasum, where that is not the derivative but what Horovod does.
-    process_set: whose ranks take part, all unless given. Collective; TypeError, ValueError for bad
-    arguments, and on a rank that is not in the set.
+    Gradients flow, on all ranks or on none: the gradient of the result is reduced in the same way.
+    For Sum and Average that is the derivative. For Adasum it is not, because its coefficients
+    depend on the tensors too; Horovod does the same.
+
+    Args:
+        tensor: Equal in shape and dtype on all ranks; not changed.
+        average: Horovod's deprecated way to ask for Average (True) or Sum (False).
+        name: Names the collective in errors; equal on all ranks.
+        compression: Casts what is sent.
+        op: Sum, Average or Adasum, for which the whole tensor is one segment; Average unless given.
+        prescale_factor: Multiplies the tensor before the reduction.
+        postscale_factor: Multiplies the result.
+        process_set: The ranks that take part; all ranks unless given.
+
+    Raises:
+        TypeError: An argument has the wrong type, or `op` does not take the tensor's dtype.
+        ValueError: An argument has a bad value, or this rank is not in the process set.
     """
     op = operation(op, average)
-    group = members_of(process_set)
+    group = require_group(process_set)
     options = _Options(group, op, name, compression, prescale_factor, postscale_factor)
     return _reduce(options, [tensor])[0]
 
@@ -84,13 +90,12 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
 ) -> Handle:
-    """As `allreduce`, without gradients; the answer comes from `synchronize`."""
+    """Start an `allreduce` without gradients; `synchronize` returns its result."""
     op = operation(op, average)
     refuse_gradient("allreduce", tensor)
-    group = members_of(process_set)
+    group = require_group(process_set)
     options = _Options(group, op, name, Compression.none, prescale_factor, postscale_factor)
-    handle = _start(options, [tensor])
-    return Handle(handle, lambda tensors: tensors[0])
+    return Handle(_start(options, [tensor]), lambda tensors: tensors[0])
 
 
 def allreduce_(
@@ -102,7 +107,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
 ) -> Tensor:
-    """As `allreduce`, in place on a contiguous tensor, which is returned."""
+    """Do an `allreduce` in place on a contiguous tensor, which is returned."""
     return allreduce_async_(
         tensor, average, name, op, prescale_factor, postscale_factor, process_set
     ).wait()
@@ -117,7 +122,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
 ) -> Handle:
-    """As `allreduce_`; the tensor must not be touched until `synchronize`."""
+    """Start an `allreduce_`; the tensor must not be used until `synchronize`."""
     handle = grouped_allreduce_async_(
         [tensor], average, name, op, prescale_factor, postscale_factor, process_set
     )
@@ -134,11 +139,14 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
 ) -> list[Tensor]:
-    """As `allreduce` of each tensor (Adasum: each its own segment), packed into few messages."""
+    """`allreduce` each tensor of a list, packed into few messages.
+
+    For Adasum each tensor is a segment of its own.
+    """
     op = operation(op, average)
-    group = members_of(process_set)
+    group = require_group(process_set)
     options = _Options(group, op, name, compression, prescale_factor, postscale_factor)
-    return _reduce(options, listed(tensors))
+    return _reduce(options, tensor_list(tensors))
 
 
 def grouped_allreduce_async(
@@ -150,13 +158,13 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
 ) -> Handle:
-    """As `grouped_allreduce`; the list of answers comes from `synchronize`."""
+    """Start a `grouped_allreduce` without gradients; `synchronize` returns the list of results."""
     op = operation(op, average)
-    given = listed(tensors)
-    refuse_gradient("grouped_allreduce", *given)
-    group = members_of(process_set)
+    inputs = tensor_list(tensors)
+    refuse_gradient("grouped_allreduce", *inputs)
+    group = require_group(process_set)
     options = _Options(group, op, name, Compression.none, prescale_factor, postscale_factor)
-    return _start(options, given)
+    return _start(options, inputs)
 
 
 def grouped_allreduce_(
@@ -168,7 +176,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
 ) -> list[Tensor]:
-    """As `grouped_allreduce`, in place on contiguous tensors, which are returned."""
+    """Do a `grouped_allreduce` in place on contiguous tensors, which are returned."""
     return grouped_allreduce_async_(
         tensors, average, name, op, prescale_factor, postscale_factor, process_set
     ).wait()
@@ -183,28 +191,33 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
 ) -> Handle:
-    """As `grouped_allreduce_`; the tensors must not be touched until `synchronize`."""
+    """Start a `grouped_allreduce_`; the tensors must not be used until `synchronize`."""
     op = operation(op, average)
-    given = listed(tensors)
-    work = members_of(process_set).grouped_all_reduce(
-        # In place on a parameter is meant to change its value, not to be recorded by autograd.
-        [checked(tensor).detach() for tensor in given],
+    inputs = tensor_list(tensors)
+    work: Any = require_group(process_set).grouped_all_reduce(
+        # Detached: in place on a parameter changes its value and is not for autograd to record.
+        [dense(tensor).detach() for tensor in inputs],
         op,
         name=name,
         prescale=prescale_factor,
         postscale=postscale_factor,
         async_op=True,
     )
-    return Handle(work, lambda _: given)
+    return Handle(work, lambda _: inputs)
+
+
+def sparse_allreduce_async(
+    tensor: Tensor, name: str, op: Reducer, process_set: ProcessSet | None = None
+) -> SparseHandle:
+    """Start the reduction of a sparse tensor; calling the handle waits and returns the result.
+
+    See `adasum.sparse.sparse_all_reduce_async`.
+    """
+    return sparse_all_reduce_async(require_group(process_set), tensor, op, name)
 
 
 class _Reduce(torch.autograd.Function):
-    """A grouped all-reduce whose gradients are reduced in the same way.
-
-    For Sum and Average that is the derivative: each rank's loss depends on every rank's tensor by
-    the same scales. For Adasum it is not (its coefficients depend on the tensors too); Horovod
-    does the same.
-    """
+    """A grouped all-reduce whose gradients are reduced in the same way."""
 
     @staticmethod
     def forward(ctx: Any, options: _Options, *tensors: Tensor) -> Any:
@@ -223,22 +236,22 @@ class _Reduce(torch.autograd.Function):
 def _reduce(options: _Options, tensors: Sequence[Tensor]) -> list[Tensor]:
     if differentiable(*tensors):
         return list(_Reduce.apply(options, *tensors))
-    answer: list[Tensor] = _start(options, tensors).wait()
-    return answer
+    result: list[Tensor] = _start(options, tensors).wait()
+    return result
 
 
 def _start(options: _Options, tensors: Sequence[Tensor]) -> Handle:
-    """An out-of-place grouped all-reduce; its answer is the list of decompressed tensors."""
+    """Start an out-of-place grouped all-reduce; its result is the list of new tensors."""
     compression = options.compression
     require_compressor(compression)
-    wire: list[Tensor] = []
+    sent: list[Tensor] = []
     contexts: list[Any] = []
     for tensor in tensors:
-        short, ctx = compression.compress(copied(tensor))
-        wire.append(short)
-        contexts.append(ctx)
-    work = options.group.grouped_all_reduce(
-        wire,
+        compressed, context = compression.compress(copied(tensor))
+        sent.append(compressed)
+        contexts.append(context)
+    work: Any = options.group.grouped_all_reduce(
+        sent,
         options.op,
         name=options.name,
         prescale=options.prescale,
@@ -247,7 +260,8 @@ def _start(options: _Options, tensors: Sequence[Tensor]) -> Handle:
     )
     return Handle(
         work,
-        lambda answer: [
-            compression.decompress(short, ctx) for short, ctx in zip(answer, contexts, strict=True)
+        lambda results: [
+            compression.decompress(tensor, context)
+            for tensor, context in zip(results, contexts, strict=True)
         ],
     )

@@ -92,7 +92,7 @@ def everything(rank: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_threads(size: int) -> None:
+def test_alltoall_and_reducescatter_on_threads_are_right(size: int) -> None:
     run_threads(size, lambda group: everything(group.rank, size))
 
 
@@ -119,7 +119,9 @@ def test_threads(size: int) -> None:
         ),
     ],
 )
-def test_refused(call: Callable[[], Any], error: type[Exception], text: str) -> None:
+def test_alltoall_and_reducescatter_with_bad_arguments_raise(
+    call: Callable[[], Any], error: type[Exception], text: str
+) -> None:
     def run(group: Group) -> None:
         with pytest.raises(error, match=text):
             call()
@@ -128,7 +130,7 @@ def test_refused(call: Callable[[], Any], error: type[Exception], text: str) -> 
     run_threads(2, run)
 
 
-def test_ranks_that_differ() -> None:
+def test_ranks_with_different_arguments_raise_the_mismatch() -> None:
     def run(group: Group) -> None:
         with pytest.raises(CollectiveMismatchError, match=r"\(any, 2\).*\(any, 3\)"):
             hvd.alltoall(torch.ones(2, 2 + group.rank))
@@ -138,7 +140,7 @@ def test_ranks_that_differ() -> None:
     run_threads(2, run)
 
 
-def test_what_is_built() -> None:
+def test_capabilities_on_this_machine_are_told() -> None:
     assert hvd.cuda_built() == (torch.version.cuda is not None)
     assert bool(hvd.nccl_built()) == torch.distributed.is_nccl_available()
     assert hvd.gloo_built() == torch.distributed.is_gloo_available()

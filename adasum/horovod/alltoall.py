@@ -1,0 +1,83 @@
+"""Horovod's alltoall functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from adasum.horovod.arguments import backward_name, contiguous, differentiable, refuse_gradient
+from adasum.horovod.handle import Handle
+from adasum.horovod.process_sets import ProcessSet, require_group
+from collectives import Group
+
+__all__ = ["alltoall", "alltoall_async"]
+
+_Splits: TypeAlias = Sequence[int] | Tensor | None
+
+
+def alltoall(
+    tensor: Tensor,
+    splits: _Splits = None,
+    name: str | None = None,
+    process_set: ProcessSet | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Send rows of the tensor to every rank; return the rows received, in rank order.
+
+    Gradients flow back to the rows that were sent.
+
+    Args:
+        tensor: Its rows (dimension 0) are sent, the first ones to rank 0.
+        splits: How many rows each rank is sent; equally many unless given.
+        name: Names the collective in errors; equal on all ranks.
+        process_set: The ranks that take part; all ranks unless given.
+
+    Returns:
+        The rows; with `splits`, a pair of the rows and how many each rank sent.
+    """
+    group = require_group(process_set)
+    if differentiable(tensor):
+        rows, received = _Alltoall.apply(group, splits, name, tensor)
+    else:
+        rows, received = _start(group, splits, name, tensor).wait()
+    return rows if splits is None else (rows, received)
+
+
+def alltoall_async(
+    tensor: Tensor,
+    splits: _Splits = None,
+    name: str | None = None,
+    process_set: ProcessSet | None = None,
+) -> Handle:
+    """Start an `alltoall` without gradients.
+
+    `synchronize` returns a pair of the rows and how many each rank sent.
+    """
+    refuse_gradient("alltoall", tensor)
+    return _start(require_group(process_set), splits, name, tensor)
+
+
+class _Alltoall(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: Group, splits: _Splits, name: str | None, tensor: Tensor) -> Any:
+        rows, received = _start(group, splits, name, tensor).wait()
+        ctx.group, ctx.received, ctx.name = group, received, backward_name(name)
+        ctx.rows = tensor.shape[0]
+        ctx.mark_non_differentiable(received)
+        return rows, received
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        sent, _ = _start(ctx.group, ctx.received, ctx.name, gradients[0]).wait()
+        unsent = sent.new_zeros(ctx.rows - len(sent), *sent.shape[1:])
+        return None, None, None, torch.cat([sent, unsent])
+
+
+def _start(group: Group, splits: _Splits, name: str | None, tensor: Tensor) -> Handle:
+    work: Any = group.all_to_all(contiguous(tensor), splits, name=name, async_op=True)
+    # Horovod counts in int32 unless a tensor of splits has another dtype.
+    dtype = splits.dtype if isinstance(splits, Tensor) else torch.int32
+    device = splits.device if isinstance(splits, Tensor) else torch.device("cpu")
+    return Handle(work, lambda result: (result[0], result[1].to(device, dtype)))

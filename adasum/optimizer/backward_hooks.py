@@ -1,0 +1,364 @@
+"""Hooks on the gradients: they start each bucket's reduction as soon as backward completes it."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from adasum.optimizer.parameters import Named, PlanBuckets, by_kind, plan_buckets
+from collectives.trace import span
+
+__all__ = ["BackwardHooks", "OptimizerOrderError", "Reduction", "ReductionList", "StartBucket"]
+
+# Not public, but the only way to be called when backward ends; torch's DDP uses it too.
+_engine = torch.autograd.Variable._execution_engine
+
+
+class OptimizerOrderError(RuntimeError, AssertionError):
+    """backward, zero_grad, synchronize and step were called in an order that loses gradients.
+
+    Also an AssertionError, which is what Horovod raises for the same mistakes.
+    """
+
+
+class Reduction(Protocol):
+    """A started reduction of one bucket."""
+
+    def wait(self) -> None:
+        """Block until the result is where it belongs; raise what went wrong."""
+        ...
+
+    def notify_observer(self) -> None:
+        """Show the result to the observer; called in one order on all ranks."""
+        ...
+
+    def discard(self) -> None:
+        """Block until nothing uses the bucket's memory, and leave the parameters as they are."""
+        ...
+
+
+class ReductionList:
+    """The reductions of one bucket that is reduced in several parts."""
+
+    def __init__(self, parts: Sequence[Reduction]) -> None:
+        self._parts = parts
+
+    def wait(self) -> None:
+        """Wait for every part."""
+        for part in self._parts:
+            part.wait()
+
+    def notify_observer(self) -> None:
+        """Show every part's result."""
+        for part in self._parts:
+            part.notify_observer()
+
+    def discard(self) -> None:
+        """Discard every part."""
+        for part in self._parts:
+            part.discard()
+
+
+StartBucket: TypeAlias = Callable[[Sequence[Named], str], Reduction | None]
+
+# The optimizers that reduce a parameter's gradient while backward runs.
+_owners: MutableMapping[Tensor, list[weakref.ref[BackwardHooks]]] = WeakIdKeyDictionary()
+
+
+class _Bucket:
+    def __init__(self, index: int, members: Sequence[Named]) -> None:
+        self.index = index
+        self.members = list(members)
+        self.name = f"bucket {index}: {members[0][0]} to {members[-1][0]}"
+        self.missing = 0
+
+
+class BackwardHooks:
+    """Counts backward passes, and starts each bucket's reduction once a step.
+
+    A bucket is complete when each of its trainable parameters has seen `passes` backward passes
+    since `restart`. Buckets are started in one order on every rank: a complete one waits for those
+    before it. Hooks may run in any of autograd's threads.
+
+    Args:
+        named: (name, parameter) of every parameter.
+        start_bucket: Called with a bucket's (name, parameter) pairs and its name; returns the
+            started reduction, or None where there is nothing to reduce.
+        early: Start buckets while backward runs, and not only in `synchronize`.
+        final: Let backward return only when what it started is done, so that the gradients it
+            leaves are final.
+        one_rank: Only count passes, and reduce nothing.
+        passes: Backward passes of a step.
+        buckets: Divides parameters into buckets.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[Named],
+        start_bucket: StartBucket,
+        *,
+        early: bool,
+        final: bool = False,
+        one_rank: bool = False,
+        passes: int = 1,
+        buckets: PlanBuckets = plan_buckets,
+    ) -> None:
+        self.passes = passes
+        self.synchronized = False
+        self._start_bucket = start_bucket
+        self._early = early and not one_rank
+        self._final = final
+        self._one_rank = one_rank
+        self._lock = threading.RLock()
+        self._names: dict[Tensor, str] = {}
+        self._counts: dict[Tensor, int] = {}
+        self._buckets: list[_Bucket] = []
+        self._bucket_of: dict[Tensor, _Bucket] = {}
+        self._hooked: set[Tensor] = set()
+        self._handles: list[Any] = []
+        self._num_started = 0
+        self._backward_began = False
+        self._in_flight: list[Reduction] = []
+        self._done: list[Reduction] = []
+        self._callback_queued = False
+        # A hook must not keep a dropped optimizer alive, nor go on counting for it.
+        weakref.finalize(self, _remove_all, self._handles)
+        self.add(named, buckets)
+
+    @property
+    def named(self) -> list[Named]:
+        """(name, parameter) of every parameter, in registration order."""
+        return [(name, parameter) for parameter, name in self._names.items()]
+
+    @property
+    def busy(self) -> bool:
+        """Whether a started reduction has not been waited for."""
+        return bool(self._in_flight)
+
+    def add(self, named: Sequence[Named], buckets: PlanBuckets = plan_buckets) -> None:
+        """Add new parameters, in buckets that come after all others.
+
+        Gradients that they have already are reduced in this step.
+        """
+        with self._lock:
+            known = len(self._buckets)
+            self.synchronized = False
+            for name, parameter in named:
+                self._names[parameter] = name
+                self._counts[parameter] = 0
+            for members in buckets(named):
+                bucket = _Bucket(len(self._buckets), members)
+                self._buckets.append(bucket)
+                self._bucket_of.update((parameter, bucket) for _, parameter in members)
+            self._hook_trainable()
+            self._count_missing(self._buckets[known:])
+
+    def reached(self, parameter: Tensor) -> bool:
+        """Return whether backward has produced the parameter's gradient since `restart`."""
+        return self._counts[parameter] > 0
+
+    def restart(self) -> None:
+        """Begin a new step: no passes are counted and no bucket is started yet."""
+        with self._lock:
+            self._counts = dict.fromkeys(self._counts, 0)
+            self._num_started = 0
+            self._backward_began = False
+            self._done = []
+            self.synchronized = False
+            self._callback_queued = False
+            self._hook_trainable()
+
+    def synchronize(self, max_in_flight: int | None = None) -> None:
+        """Start the remaining buckets, in order, and wait for all; a second call does nothing.
+
+        Args:
+            max_in_flight: Wait for the first bucket where more would be in flight.
+        """
+        if self.synchronized:
+            return
+        if not self._one_rank:
+            try:
+                self._start_remaining(max_in_flight)
+            except BaseException as error:
+                self._discard_all(error)
+                raise
+        self.wait()
+        # Only now: how many buckets backward starts and waits for may differ between the ranks.
+        done, self._done = self._done, []
+        for reduction in done:
+            reduction.notify_observer()
+        self.synchronized = True
+
+    def wait(self) -> None:
+        """Wait for what was started; raise the first error once nothing is in flight."""
+        with self._lock:
+            reductions, self._in_flight = self._in_flight, []
+        if not reductions:
+            return
+        with span(lambda: f"waiting for {len(reductions)} buckets"):
+            for i, reduction in enumerate(reductions):
+                try:
+                    reduction.wait()
+                except BaseException as error:
+                    self._in_flight = reductions[i + 1 :]
+                    self._discard_all(error)
+                    raise
+        self._done += reductions
+
+    def _start_remaining(self, max_in_flight: int | None) -> None:
+        with self._lock:
+            while self._num_started < len(self._buckets):
+                self._start_next()
+                if max_in_flight is not None and len(self._in_flight) > max_in_flight:
+                    first = self._in_flight.pop(0)
+                    first.wait()
+                    first.notify_observer()
+            if self._early:
+                self._start_late()
+
+    def _discard_all(self, error: BaseException) -> None:
+        """Discard what is in flight after an error, to which further errors are added as notes."""
+        with self._lock:
+            reductions, self._in_flight = self._in_flight, []
+        for reduction in reductions:
+            try:
+                reduction.discard()
+            except Exception as other:  # noqa: BLE001 - told along with the first
+                _add_note(error, f"after it: {type(other).__name__}: {other}")
+
+    def _hook_trainable(self) -> None:
+        for parameter in self._names:
+            if parameter.requires_grad and parameter not in self._hooked:
+                self._hooked.add(parameter)
+                me = weakref.ref(self)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(_hook(me)))
+                if self._early:
+                    _owners[parameter] = [
+                        *(other for other in _owners.get(parameter, ()) if other() is not None),
+                        me,
+                    ]
+
+    def _awaits(self, parameter: Tensor) -> bool:
+        return parameter.requires_grad and parameter in self._hooked
+
+    def _count_missing(self, buckets: Sequence[_Bucket]) -> None:
+        for bucket in buckets:
+            bucket.missing = sum(self._awaits(parameter) for _, parameter in bucket.members)
+
+    def _complete(self, bucket: _Bucket) -> bool:
+        # Parameters may have become trainable since they were counted.
+        return bucket.missing <= 0 and all(
+            self._counts[parameter] >= self.passes
+            for _, parameter in bucket.members
+            if self._awaits(parameter)
+        )
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        self._refuse_sharing(parameter)
+        with self._lock:
+            if not self._backward_began:
+                # Not at `restart`: parameters are frozen and unfrozen between it and backward.
+                self._backward_began = True
+                self._count_missing(self._buckets)
+            bucket = self._bucket_of[parameter]
+            self._counts[parameter] += 1
+            count = self._counts[parameter]
+            self._refuse_excess(parameter, bucket)
+            if not self._early or count < self.passes:
+                return
+            bucket.missing -= 1
+            while self._num_started < len(self._buckets) and self._complete(
+                self._buckets[self._num_started]
+            ):
+                self._start_next()
+                self._queue_callback()
+
+    def _refuse_sharing(self, parameter: Tensor) -> None:
+        if all(other() in (None, self) for other in _owners.get(parameter, ())):
+            return
+        raise OptimizerOrderError(
+            f"the gradient of {self._names[parameter]} would be reduced twice, by two optimizers "
+            "that DistributedOptimizer returned: give each its own parameters, or drop the first "
+            "(del) before the second is made"
+        )
+
+    def _refuse_excess(self, parameter: Tensor, bucket: _Bucket) -> None:
+        """Raise OptimizerOrderError for a gradient that comes too often or too late."""
+        name = self._names[parameter]
+        if self._counts[parameter] > self.passes:
+            raise OptimizerOrderError(
+                f"the gradient of {name} was computed more than "
+                f"backward_passes_per_step={self.passes} times before step(): raise "
+                "backward_passes_per_step to accumulate gradients, or call step() between (of "
+                "the optimizer that DistributedOptimizer returned)"
+            )
+        if self.synchronized or bucket.index < self._num_started:
+            when = "synchronize()" if self.synchronized else f"{bucket.name} was sent"
+            raise OptimizerOrderError(
+                f"the gradient of {name} was computed after {when} and before step(): it would be "
+                "left out of the reduction"
+            )
+
+    def _queue_callback(self) -> None:
+        """Once a backward, ask autograd's engine for a call at its end, as torch's DDP does."""
+        if self._final and not self._callback_queued:
+            self._callback_queued = True
+            _engine.queue_callback(self._on_backward_end)
+
+    def _on_backward_end(self) -> None:
+        self._callback_queued = False
+        if self._num_started == len(self._buckets) and self._hooked.issuperset(
+            parameter for parameter in self._names if parameter.requires_grad
+        ):
+            self.synchronize()
+        else:
+            self.wait()
+
+    def _start_next(self) -> None:
+        bucket = self._buckets[self._num_started]
+        self._num_started += 1
+        members = bucket.members
+        if self._early:
+            members = [entry for entry in members if entry[1] in self._hooked]
+        self._start(members, bucket.name)
+
+    def _start_late(self) -> None:
+        """Start the parameters made trainable since `restart`, which have no hook yet."""
+        late = [
+            (name, parameter)
+            for bucket in self._buckets
+            for name, parameter in bucket.members
+            if parameter.requires_grad and parameter not in self._hooked
+        ]
+        for members in by_kind(late):
+            self._start(members, f"made trainable since the last step: {members[0][0]}...")
+
+    def _start(self, members: Sequence[Named], name: str) -> None:
+        reduction = self._start_bucket(members, name) if members else None
+        if reduction is not None:
+            self._in_flight.append(reduction)
+
+
+def _hook(owner: weakref.ref[BackwardHooks]) -> Callable[[Tensor], None]:
+    def on_gradient(parameter: Tensor) -> None:
+        hooks = owner()
+        if hooks is not None:
+            hooks._on_gradient(parameter)
+
+    return on_gradient
+
+
+def _remove_all(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _add_note(error: BaseException, text: str) -> None:
+    if hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(text)

@@ -1,0 +1,147 @@
+"""DistributedOptimizer: wraps an optimizer so that ranks reduce its gradients or its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+
+import torch
+
+from adasum.compression import Compression, Compressor, require_compressor
+from adasum.horovod.arguments import require
+from adasum.horovod.process_sets import ProcessSet, group_of
+from adasum.optimizer.bucket_reduction import BucketReducer
+from adasum.optimizer.delta_method import DeltaMethod, DeltaMethodInBackward, steps_by_parameter
+from adasum.optimizer.distributed_mixin import DistributedMixin, require_passes, wrap
+from adasum.optimizer.gradient_method import GradientMethod
+from adasum.optimizer.parameters import Groups, Named, name_parameters, plan_buckets
+from adasum.reducer import Adasum
+from collectives import Average, Reducer, Sum, default_group
+
+__all__ = ["DistributedOptimizer"]
+
+_METHODS = ("delta", "gradient")
+
+
+def DistributedOptimizer(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[Named] | None = None,
+    compression: type[Compressor] = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: Reducer = Average,
+    gradient_predivide_factor: float = 1.0,
+    groups: Groups = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet | None = None,
+    *,
+    algorithm: str | None = None,
+    method: str = "delta",
+    step_in_backward: bool = False,
+    memory_size: float | None = None,
+    groups_size: int | None = None,
+) -> torch.optim.Optimizer:
+    """Make an optimizer train one model on all ranks; Horovod's names and meaning.
+
+    With one rank the result computes what the plain optimizer computes, bit for bit and without
+    copies. It reduces over the group that is the default group at this call.
+
+    Args:
+        optimizer: Freshly made or resumed; can be wrapped once only.
+        named_parameters: (name, parameter) of every parameter, as model.named_parameters() gives
+            them. Names appear in errors, and their order fixes the order of reduction.
+        compression: Compression.none, fp16 or bf16, or a class with their two methods.
+        backward_passes_per_step: Gradients of so many passes are summed before they are reduced;
+            more passes before step() raise OptimizerOrderError.
+        op: Average or Sum reduce the gradients while backward produces them. Adasum reduces what
+            the local step changed: delta = after - before, per parameter, and before + reduced
+            delta is installed.
+        gradient_predivide_factor: With Average, divides by it before the sum and by size/factor
+            after it.
+        groups: None for buckets by size, a number of buckets, or lists of parameters, each a
+            bucket.
+        sparse_as_dense: Makes sparse gradients dense first. Without it Sum and Average gather
+            them, the delta method leaves them to the optimizer, and Adasum of gradients refuses
+            them.
+        process_set: Reduces over its ranks alone; on other ranks the optimizer is the plain one.
+        algorithm: As `collectives` takes it: "vhdd", or "rechd/vhdd" for an average within each
+            node and Adasum across nodes (then scale the learning rate by local_size()).
+        method: With Adasum, "gradient" reduces the gradients instead of the steps, as the DDP hook
+            does: one optimizer state for all ranks, and clipping sees the reduced gradient.
+        step_in_backward: With Adasum's delta method, takes each bucket's local step and starts
+            reducing its difference while backward runs; nothing can be done to gradients before
+            step() then.
+        memory_size: Buckets by size close before they grow past so many MiB; 25 unless this or
+            `groups_size` is given.
+        groups_size: Buckets by size close before they grow past so many parameters.
+
+    Returns:
+        An instance of a subclass of the optimizer's class that shares everything with it: state,
+        parameter groups, hooks. Learning-rate schedulers, GradScaler and isinstance work on it.
+
+    Raises:
+        TypeError: `optimizer` is no optimizer, `compression` no compression, or another argument
+            has the wrong type.
+        ValueError: An argument has a bad value, or arguments that do not go together.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}"
+        )
+    if isinstance(optimizer, DistributedMixin) or "_adasum_hooks" in optimizer.__dict__:
+        raise ValueError("optimizer is already wrapped by DistributedOptimizer")
+    if op not in (Sum, Average, Adasum):
+        raise ValueError(f"op must be Sum, Average or Adasum, not {op!r}")
+    require_compressor(compression)
+    require_passes(backward_passes_per_step)
+    require("gradient_predivide_factor", gradient_predivide_factor, int, float)
+    require("algorithm", algorithm, str, type(None))
+    require("sparse_as_dense", sparse_as_dense, bool)
+    require("step_in_backward", step_in_backward, bool)
+    if gradient_predivide_factor != 1.0 and op is not Average:
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    if not gradient_predivide_factor > 0:
+        raise ValueError(
+            f"gradient_predivide_factor must be positive, not {gradient_predivide_factor!r}"
+        )
+    kind = _method(optimizer, op, method, step_in_backward)
+    group = default_group() if process_set is None else group_of(process_set)
+    reducer = BucketReducer(group or default_group(), op, compression, algorithm)
+    if gradient_predivide_factor != 1.0:
+        reducer.op = Sum
+        reducer.prescale = 1.0 / gradient_predivide_factor
+        reducer.postscale = gradient_predivide_factor / reducer.group.size
+    if algorithm is not None:
+        reducer.check()
+    return wrap(
+        optimizer,
+        kind,
+        reducer,
+        group,
+        name_parameters(optimizer, named_parameters),
+        passes=backward_passes_per_step,
+        buckets=partial(
+            plan_buckets, groups=groups, memory_size=memory_size, groups_size=groups_size
+        ),
+        sparse_as_dense=sparse_as_dense,
+        early=kind is not DeltaMethod,
+        final=kind is GradientMethod,
+    )
+
+
+def _method(
+    optimizer: torch.optim.Optimizer, op: Reducer, method: str, step_in_backward: bool
+) -> type[DistributedMixin]:
+    if method not in _METHODS:
+        raise ValueError(f"method must be 'delta' or 'gradient', not {method!r}")
+    if op is not Adasum or method == "gradient":
+        if step_in_backward:
+            raise ValueError("step_in_backward needs op=Adasum and method='delta'")
+        return GradientMethod
+    if not step_in_backward:
+        return DeltaMethod
+    if not steps_by_parameter(type(optimizer)):
+        raise ValueError(
+            f"step_in_backward needs an optimizer known to step each parameter by itself, which "
+            f"{type(optimizer).__name__} is not: pass step_in_backward=False"
+        )
+    return DeltaMethodInBackward
