@@ -1,8 +1,9 @@
-"""Benches of the kernels: `pytest bench`, on a GPU where there is one and on the CPU else.
+"""Benches: each compares what this library does with its peers in one and the same run.
 
-bench_*.py hold the rows and peers*.py their rivals; case.py refuses wrong answers, timing.py and
-measure.py time, goals.py judges, report.py and plots.py show. conftest.py has the options.
+    kernels/           the kernels beside torch: `make bench`, on a GPU where there is one
+    collectives/       all-reduces between ranks beside torch.distributed and Horovod
+    static_analysis/   what the compiler makes of each kernel: `make bench-compiled`, no GPU needed
+    results/           tables of whole runs
 
-Between ranks: all_reduce.py (and horovod_all_reduce.py), gradients.py, overlap.py; each says how it
-is started.
+NOTES.md has what was learnt. shapes.py has the parameter shapes of real models.
 """

@@ -1,6 +1,7 @@
 """Parameter shapes of real models, in the order in which their modules list them.
 
-What a data-parallel step packs and reduces. tests/bench/test_shapes.py holds the counts and totals.
+These are what a data-parallel step packs and reduces. tests/bench/test_shapes.py checks the counts
+and totals.
 """
 
 from __future__ import annotations

@@ -1,0 +1,5 @@
+"""The kernels beside every way in which torch does the same.
+
+bench_*.py hold the rows and peers_*.py the peers. case.py refuses wrong answers, measure.py and
+timing.py time, goals.py judges, report.py writes tables and plots, conftest.py has the options.
+"""

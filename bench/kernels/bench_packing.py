@@ -1,4 +1,4 @@
-"""pack and unpack beside every way torch has to do the same."""
+"""pack and unpack, and their plans, beside every way in which torch does the same."""
 
 from __future__ import annotations
 
@@ -34,7 +34,19 @@ SCALE = 1 / 3
 
 @dataclass(frozen=True)
 class Spec:
-    """tensor, buffer: dtypes. misaligned: tensors start 4 bytes off a 16-byte boundary."""
+    """One row.
+
+    Attributes:
+        kernel: "pack" or "unpack".
+        series: Rows of one series differ in size alone.
+        label: The row's name in the tables.
+        shapes: Of the tensors.
+        tensor: Dtype of the tensors.
+        buffer: Dtype of the buffer.
+        scale: The factor.
+        misaligned: Whether tensors start one element off a 16-byte boundary.
+        checked: Whether found_inf is asked for.
+    """
 
     kernel: str
     series: str
@@ -68,7 +80,7 @@ SERIES: dict[str, dict[str, Any]] = {
     "fp16 buffer, scaled": {"buffer": FP16, "scale": SCALE},
     "scaled, found_inf": {"scale": SCALE, "checked": True},
 }
-# The two others would take more memory than a shared machine can spare.
+# The other two take more memory than a shared machine can spare.
 LISTS = {"cuda": list(MODELS), "cpu": ["ResNet-50", "Llama-7B layer"]}[DEVICE]
 
 
@@ -76,7 +88,7 @@ def _specs(kernel: str) -> Iterator[Spec]:
     shapes: tuple[Shape, ...]
     for series, options in SERIES.items():
         for size in SIZES if series == "aligned" else FEW_SIZES:
-            # 16 tensors, of `size` bytes in all.
+            # 16 tensors of `size` bytes in total.
             numel = size // 16 // options.get("tensor", FP32).itemsize
             shapes = ((numel,),) * 16
             yield Spec(kernel, series, f"{series} {size_label(size)}", shapes, **options)
@@ -119,8 +131,8 @@ def case_of(spec: Spec) -> Case:
     )
 
 
-# Ours, the peers' buffer without padding, bytes, and the answer. Where it can be, that buffer is
-# ours, too: what lies in a cache when its turn comes is then the same for all.
+# Ours, the peers' buffer (without padding), the traffic, and the answer. Where possible that buffer
+# is ours, too, so that all find the same in the caches.
 Made = tuple[Contender, Tensor, int, Expected]
 
 
@@ -178,7 +190,7 @@ def _unpack(
 
 
 def _groups(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """The tensors as 1-D parts, end to end, in groups of at most CHUNK elements."""
+    """Yield the tensors as 1-D parts, end to end, in groups of at most CHUNK elements."""
     group: list[Tensor] = []
     held = 0
     for tensor in tensors:

@@ -20,14 +20,23 @@ from bench.kernels.timing import DEVICE, Call
 from bench.shapes import MODELS
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
-# 8 MiB of float32 are about what fits on a chip.
+# About 8 MiB of float32 fit on a chip.
 ADASUM_SIZES = sorted({*SIZES, 8 * MIB})
 LISTS = {"cuda": ["ResNet-50", "BERT-large"], "cpu": ["ResNet-50"]}[DEVICE]
 
 
 @dataclass(frozen=True)
 class Spec:
-    """size: bytes of one operand; model: whose tensors are the segments, "" for one segment."""
+    """One row.
+
+    Attributes:
+        kernel: "dot_and_norms", "combine" or "adasum".
+        series: Rows of one series differ in size alone.
+        label: The row's name in the tables.
+        size: Bytes of one operand.
+        dtype: Dtype of the operands.
+        model: The model whose tensors are the segments, "" for one segment.
+    """
 
     kernel: str
     series: str
@@ -46,7 +55,7 @@ def _specs() -> Iterator[Spec]:
             yield Spec(kernel, "fp32", f"fp32 {size_label(size)}", size)
         for size in FEW_SIZES:
             yield Spec(kernel, "bf16", f"bf16 {size_label(size)}", size, BF16)
-            # Its peers' dots are rounded to float16, where those of large tensors are Inf.
+            # Not the others: their peers round dots to float16, where large tensors overflow.
             if kernel == "combine":
                 yield Spec(kernel, "fp16", f"fp16 {size_label(size)}", size, FP16)
         for model in LISTS:
@@ -59,19 +68,19 @@ SPECS = list(_specs())
 
 @dataclass(frozen=True)
 class Job:
-    """What the three kernels are given, and the float64 dots that their answers rest on."""
+    """What the three kernels are given, and the expected answers in float64."""
 
     pair: in_torch.Pair
     bounds: tuple[int, ...]
 
     @property
     def segments(self) -> tuple[int, ...] | None:
-        """None for one segment, as a caller without a list would have it."""
+        """None for one segment, as a caller without a list passes it."""
         return self.bounds if self.pair.many else None
 
     @property
     def dots_bound(self) -> float:
-        """Of a dot over the product of the norms: 32 additions a thread, then a tree of log2 n."""
+        """Error of a dot over the product of the norms: 32 additions a thread, then log2 n."""
         wide = torch.finfo(wide_of(self.pair.a.dtype)).eps
         return (33 + math.log2(self.pair.a.numel())) * wide
 
@@ -79,11 +88,11 @@ class Job:
         return kernels.dot_and_norms_reference(self.pair.a, self.pair.b, self.segments)
 
     def expected(self) -> Answer:
-        """Adasum, and by element what an error of the dots is worth.
+        """Return Adasum, and for each element the magnitude by which errors of the dots count.
 
-        A coefficient 1 - d/(2A) is off by at most half the error of d over A and of A over A, so
-        by that bound times |b|/|a|. -2|a||b| in place of d makes the coefficient 1 + |b|/|a|,
-        which also covers its own size.
+        A coefficient 1 - d/(2A) is off by at most half the error of d over A plus half that of A
+        over A, so by the bound of a dot times |b|/|a|. With -2|a||b| in place of d the coefficient
+        is 1 + |b|/|a|, which covers its own size, too.
         """
         a, b, dots = self.pair.a, self.pair.b, self.dots()
         worst = dots.clone()
@@ -149,7 +158,7 @@ MAKERS = {"dot_and_norms": _dot_and_norms, "combine": _combine, "adasum": _adasu
 
 
 def case_of(spec: Spec, compiled: bool) -> Case:
-    """compiled: whether torch.compile of the formula is among adasum's peers."""
+    """Return the case of a row; with `compiled`, torch.compile is among adasum's peers."""
     bounds: tuple[int, ...] = (0, spec.size // spec.dtype.itemsize)
     if spec.model:
         shapes = MODELS[spec.model]

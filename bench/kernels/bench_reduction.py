@@ -1,4 +1,4 @@
-"""sum_n and scaled_add beside every way torch has to do the same."""
+"""sum_n and scaled_add beside every way in which torch does the same."""
 
 from __future__ import annotations
 
@@ -18,14 +18,24 @@ from bench.kernels.inputs import FEW_SIZES, SIZES, normal, size_label
 from bench.kernels.timing import DEVICE
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
-# They add up to less than one: torch.lerp cannot do it.
+# They do not add up to one, else torch.lerp could do it.
 ALPHA, BETA = 0.3, 0.6
 SCALE = 1 / 3
 
 
 @dataclass(frozen=True)
 class Spec:
-    """size: bytes of the first tensor. tensors: their dtypes. checked: with found_inf."""
+    """One row.
+
+    Attributes:
+        kernel: "sum_n" or "scaled_add".
+        series: Rows of one series differ in size alone.
+        size: Bytes of the first tensor.
+        tensors: Dtypes of the tensors.
+        out: Dtype of the output.
+        scale: The factor of sum_n.
+        checked: Whether found_inf is asked for.
+    """
 
     kernel: str
     series: str

@@ -1,4 +1,4 @@
-"""What one row compares: the kernel, its peers, and the answer that each of them must give."""
+"""What one row compares: the kernel, its peers, and the answer that each must give."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch import Tensor
 
 from bench.kernels.timing import DEVICE, Call
 
-# The next elements of an answer, end to end: values and magnitudes, 1-D float64; None for |values|.
+# The next elements of an answer: values and magnitudes, 1-D float64; None stands for |values|.
 Answer = tuple[Tensor, Tensor | None]
 Expected = Callable[[], Iterable[Answer]]
-# Elements compared at once: their float64 forms fit in what the allocator gives without asking the
-# system for fresh pages, which on a CPU takes longer than the comparison.
+# Elements compared at once. On a CPU few enough that the allocator reuses memory: fresh pages cost
+# more than the comparison.
 CHUNK = {"cuda": 1 << 24, "cpu": 1 << 20}[DEVICE]
 
 
 class WrongAnswer(AssertionError):
-    """A result further from float64 than its bound allows: nothing of it is timed."""
+    """A result is further from float64 than its bound allows; it is not timed."""
 
 
 def itself(result: Any) -> Sequence[Tensor]:
@@ -32,10 +32,15 @@ def itself(result: Any) -> Sequence[Tensor]:
 class Contender:
     """One way to do the job of a row.
 
-    bound: an element may be off by this times its magnitude, and by one subnormal of its dtype.
-    pieces: the tensors of the answer in what `call` returns. written: memory that `call` writes,
-    NaN before each check. also: further demands, raising WrongAnswer. capturable: whether a CUDA
-    graph may hold it. caveat: why its answer is worth less, if it is.
+    Attributes:
+        name: Its name in the tables.
+        call: The function that is timed.
+        bound: An element may be off by this times its magnitude, plus one subnormal of its dtype.
+        pieces: From what `call` returns to the tensors of the answer.
+        written: Memory that `call` writes; it is filled with NaN before each check.
+        also: Checks more, and raises WrongAnswer.
+        capturable: Whether a CUDA graph may capture it.
+        caveat: Why its answer is worth less, if it is.
     """
 
     name: str
@@ -48,9 +53,14 @@ class Contender:
     caveat: str = ""
 
     def check(self, expected: Expected, replay: tuple[Call, Any] | None = None) -> None:
-        """Run once on poisoned outputs and compare; WrongAnswer where an element is off.
+        """Run once on outputs of NaN and compare.
 
-        replay: a graph's replay and its static result, in place of `call`.
+        Args:
+            expected: The answer.
+            replay: A graph's replay and its static result, used in place of `call`.
+
+        Raises:
+            WrongAnswer: An element is off.
         """
         for tensor in self.written:
             tensor.fill_(math.nan)
@@ -89,7 +99,7 @@ class Contender:
 
 
 def _take(pieces: list[Tensor], count: int) -> Tensor:
-    """The next `count` elements of `pieces`, 1-D tensors in reverse order, taken from its end."""
+    """Take the next `count` elements from the end of `pieces`, 1-D tensors in reverse order."""
     taken: list[Tensor] = []
     while pieces and (count or not taken):
         piece = pieces.pop()
@@ -103,10 +113,20 @@ def _take(pieces: list[Tensor], count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """One row. kernel and label name it; rows of one series differ in size alone.
+    """One row. Kernel and label are its name.
 
-    size: bytes of the payload, the plots' x axis. traffic: bytes by the kernel's `*_bytes`.
-    elements, tensors: of the payload. beside: timed along, but no peers.
+    Attributes:
+        kernel: The kernel's name.
+        series: Rows of one series differ in size alone.
+        label: The row's name in the kernel's table.
+        size: Bytes of the payload, the x axis of the plots.
+        traffic: The least bytes moved, by the kernel's `*_bytes`.
+        elements: How many the payload has.
+        tensors: How many the payload has.
+        ours: The kernel.
+        peers: What it is compared with.
+        expected: The answer.
+        beside: Calls that are timed in the same rounds and are no peers.
     """
 
     kernel: str
@@ -123,7 +143,7 @@ class Case:
 
 
 def check_flag(call: Call, flag: Tensor, source: Tensor) -> None:
-    """WrongAnswer unless `call` sets `flag` for an Inf at the end of `source`, and only for it."""
+    """Raise WrongAnswer unless `call` sets `flag` for an Inf in `source`, and only then."""
     last = source.view(-1)[-1:]
     value = last.clone()
     flag.zero_()
@@ -139,14 +159,14 @@ def check_flag(call: Call, flag: Tensor, source: Tensor) -> None:
 
 
 def rounded(target: torch.dtype, wide: torch.dtype, terms: int) -> float:
-    """Bound for `terms` products summed in `wide` and rounded once to `target`.
+    """Return the bound for `terms` products summed in `wide` and rounded once to `target`.
 
-    Half an eps for the last rounding, and in `wide` one half each for a scalar, a product and an
-    addition of a term, doubled for what is of second order.
+    Half an eps for the last rounding; in `wide` half an eps each for a scalar, a product and an
+    addition of every term, doubled to cover errors of second order.
     """
     return 0.505 * torch.finfo(target).eps + (3 * terms + 1) * torch.finfo(wide).eps
 
 
 def wide_of(*dtypes: torch.dtype) -> torch.dtype:
-    """The dtype in which the kernels compute on tensors of `dtypes`."""
+    """Return the dtype in which the kernels compute on tensors of `dtypes`."""
     return torch.float64 if torch.float64 in dtypes else torch.float32

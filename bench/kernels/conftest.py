@@ -1,15 +1,15 @@
-"""From cases to rows to the report: the fixture `record`, and what happens when all have run.
+"""The bench's options, the fixture `record` that measures a case, and the report at the end.
 
-    --bench-results DIR   write results.json, tables.md and plots below DIR/<device>
-    --bench-compile       torch.compile as a peer on the CPU, too (there it takes minutes)
-    --bench-seconds N     skip what has not begun N seconds after the start; rows that goals single
-                          out come first
-    --bench-rows TEXT     only rows whose name has TEXT in it: "sum_n n=5 16 MiB" is one row
+    --bench-results DIR   write results.json, tables.md and plots to DIR/<device>
+    --bench-compile       have torch.compile as a peer on the CPU, too (it takes minutes there)
+    --bench-seconds N     skip rows that have not begun after N seconds; rows that goals single out
+                          come first
+    --bench-rows TEXT     only rows with TEXT in their name: "sum_n n=5 16 MiB" is one row
 
 Without --bench-results the tables are printed and nothing is written. A run that did not measure
-every row - a selection, or one with a wrong answer - is written to DIR/<device>/partial, so it
-never takes the place of a full one. Until then DIR/<device>/rows.jsonl has a line for each row
-measured: what is left of a run that was killed.
+every row, because of a selection or a wrong answer, is written to DIR/<device>/partial, so that it
+never replaces a full one. While a run lasts, DIR/<device>/rows.jsonl has a line for each row
+measured; a run that is killed leaves it behind.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from bench.kernels.timing import DEVICE
 ROWS = pytest.StashKey[list[Row]]()
 BEGAN = pytest.StashKey[tuple[float, float]]()
 _SPECS = [*bench_packing.SPECS, *bench_reduction.SPECS, *bench_projection.SPECS]
-# Its place in the report, by the name of a row.
-PLANNED = {str(spec): place for place, spec in enumerate(_SPECS)}
+# Each row's position in the report, by its name.
+PLANNED = {str(spec): position for position, spec in enumerate(_SPECS)}
 _played = {"now": 0.0}
 
 
@@ -59,13 +59,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[ROWS] = []
     config.stash[BEGAN] = time.time(), os.getloadavg()[0]
     if config.getoption("benchmark_compare"):
-        # `make bench` keeps the plugin quiet, which has the numbers of our tables; a comparison is
-        # in none of those.
+        # `make bench` keeps the plugin quiet, since our tables have its numbers; they do not have
+        # its comparison with an earlier run.
         config.option.benchmark_quiet = False
 
 
 def read_played() -> float:
-    """The clock of the `benchmark` fixture: it advances by what `measure` has measured."""
+    """Return the time for the `benchmark` fixture, which advances by what `measure` measured."""
     return _played["now"]
 
 
@@ -91,24 +91,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _row(item: pytest.Item) -> str:
-    """The name of its row, as the tables have it."""
+    """Return the name of an item's row, as in the tables."""
     return item.name.partition("[")[2].removesuffix("]")
 
 
 def pytest_collection_finish() -> None:
     if DEVICE == "cuda":
-        # After a kernel's invalid access the driver may refuse even this.
+        # Asked now and cached: after an invalid access the driver may refuse even this.
         _device()
-        # Each capture of a graph and each row collects garbage: let it skip what is imported.
+        # Each row and each capture of a graph collects garbage, which skips what is frozen here.
         gc.collect()
         gc.freeze()
 
 
 @pytest.fixture
 def record(benchmark: Any, request: pytest.FixtureRequest) -> Iterator[Callable[[Case], None]]:
-    """Measure a case, keep its row, and play its samples to the `benchmark` fixture.
+    """Measure a case, keep its row, and report its samples to the `benchmark` fixture.
 
-    Fails on a wrong answer. With --benchmark-disable the answer is all that is looked at.
+    Fails on a wrong answer. With --benchmark-disable only the answer is checked.
     """
 
     def run(case: Case) -> None:
@@ -135,7 +135,7 @@ def record(benchmark: Any, request: pytest.FixtureRequest) -> Iterator[Callable[
         rows = request.config.stash[ROWS]
         rows.append(row)
         if (folder := _folder(request.config)) is not None:
-            report.note(row, folder, anew=len(rows) == 1)
+            report.append(row, folder, first=len(rows) == 1)
 
     yield run
     if DEVICE == "cuda":
@@ -156,7 +156,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         complete = {row.key for row in rows} == PLANNED.keys()
         for path in report.write(rows, meta, folder if complete else folder / "partial"):
             terminalreporter.write_line(f"wrote {path}")
-        (folder / report.NOTES).unlink()
+        (folder / report.UNFINISHED).unlink()
 
 
 def _folder(config: pytest.Config) -> Path | None:
@@ -205,7 +205,7 @@ def _version(package: str) -> str:
 
 
 def _commit() -> str:
-    """The commit, and whether tracked files differ from it."""
+    """Return the commit, and whether tracked files differ from it."""
 
     def git(*arguments: str) -> str:
         root = Path(__file__).resolve().parent

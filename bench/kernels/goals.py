@@ -1,4 +1,4 @@
-"""What the kernels are to reach, as data: which rows, which figure of a row, which threshold."""
+"""The goals of the kernels as data: which rows, which figure of a row, which threshold."""
 
 from __future__ import annotations
 
@@ -24,10 +24,16 @@ _CPU_KERNELS = ("pack", "unpack", "sum_n", "scaled_add", "combine", "adasum")
 
 
 class Goal(NamedTuple):
-    """Every chosen row's figure must be at least `threshold`, or at most if `at_most`.
+    """Every chosen row's figure must be at least the threshold, or at most that.
 
-    figure: None where a row does not tell. mean: the geometric mean of the figures is held against
-    the threshold, not each. threshold: None states the worst figure without judging.
+    Attributes:
+        name: Its line in the table of goals.
+        device: "cuda" or "cpu", where it is measured.
+        chosen: Whether a row counts.
+        figure: A row's figure, None where the row does not have it.
+        threshold: None states the worst figure without judging it.
+        at_most: Whether figures must be at most the threshold.
+        mean: Whether it is the geometric mean of the figures that must reach the threshold.
     """
 
     name: str
@@ -41,9 +47,16 @@ class Goal(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """value: the mean or the worst figure; row: where the worst was.
+    """What became of a goal.
 
-    rows: how many were chosen; told: how many had a figure; missed: how many of those failed.
+    Attributes:
+        goal: The goal.
+        status: MET, NOT_MET and so on.
+        value: The mean or the worst figure.
+        row: The row with the worst figure.
+        rows: How many rows were chosen.
+        measured: How many of them have a figure.
+        missed: How many figures miss the threshold.
     """
 
     goal: Goal
@@ -51,7 +64,7 @@ class Verdict:
     value: float | None
     row: str
     rows: int
-    told: int
+    measured: int
     missed: int
 
 
@@ -79,7 +92,7 @@ def _misses(goal: Goal, value: float) -> bool:
 
 
 def singled_out(kernel: str, series: str, size: int) -> bool:
-    """Whether a goal is about such rows, not about all rows of a kernel or all rows there are."""
+    """Return whether a goal is about such rows in particular, not about all rows of a kernel."""
     return kernel == "adasum" or size >= LARGE or series in ("many small", "models", "segments")
 
 
@@ -120,7 +133,7 @@ def _one_segment(row: Row) -> bool:
 
 
 def _over_best(prefix: str) -> Callable[[Row], float | None]:
-    """Time of the fastest peer of that name over ours."""
+    """Return the figure: time of the fastest peer whose name begins so, over ours."""
 
     def figure(row: Row) -> float | None:
         ratios = [row.times[name].median for name in row.peers if name.startswith(prefix)]
@@ -134,19 +147,19 @@ def _times_empty(row: Row) -> float | None:
 
 
 def _over_three_units(row: Row) -> float | None:
-    """Time over the roof of three units of traffic, what an empty launch costs taken off."""
+    """Return our time less that of an empty launch, over the roof of three units of traffic."""
     if EMPTY not in row.times:
         return None
     return (row.seconds - row.times[EMPTY].median) / (row.traffic / row.roof)
 
 
 def _of_five_units(row: Row) -> float:
-    """Fraction of the roof with five units of traffic; `adasum_bytes` counts three."""
+    """Return the fraction of the roof with five units of traffic; `adasum_bytes` counts three."""
     return row.fraction * 5 / 3
 
 
 def _slowdown(name: str) -> Callable[[Row], float | None]:
-    """Our time over that of `name`."""
+    """Return the figure: our time over that of `name`."""
 
     def figure(row: Row) -> float | None:
         ratio = row.over(name)

@@ -17,7 +17,7 @@ SIZES = {
     "cuda": [64 * KIB << 2 * k for k in range(8)],
     "cpu": [64 * KIB << 2 * k for k in range(6)],
 }[DEVICE]
-# Where a row is about something else than size.
+# For rows that are about something else than size.
 FEW_SIZES = {"cuda": [MIB, 64 * MIB, 1024 * MIB], "cpu": [256 * KIB, 16 * MIB]}[DEVICE]
 
 # Far beyond any cache: H200 has 60 MB of L2; two of these are four times a server core's L3.
@@ -29,7 +29,7 @@ _generator = torch.Generator(DEVICE).manual_seed(0)
 def normal(
     shape: Shape | int, dtype: torch.dtype = torch.float32, misaligned: bool = False
 ) -> Tensor:
-    """Normal values, never the same twice; contiguous, and one element off 16 bytes on request."""
+    """Return normal values, new in each call, contiguous; misaligned: one element off 16 bytes."""
     size = (shape,) if isinstance(shape, int) else shape
     values = torch.randn(size, generator=_generator, device=DEVICE)
     if not misaligned:
@@ -43,7 +43,7 @@ def count_of(tensors: Sequence[Tensor]) -> int:
 
 
 def size_label(nbytes: int) -> str:
-    """64 KiB, 16 MiB, 1 GiB."""
+    """Return the size in the largest unit: 64 KiB, 16 MiB, 1 GiB."""
     for unit, name in ((1 << 30, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if nbytes >= unit:
             return f"{nbytes / unit:.4g} {name}"
@@ -51,15 +51,15 @@ def size_label(nbytes: int) -> str:
 
 
 def short(dtype: torch.dtype) -> str:
-    """fp16, bf16, fp32, fp64."""
+    """Return fp16, bf16, fp32 or fp64."""
     return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
 
 
 def copy_roof(traffic: int, device: str = DEVICE) -> tuple[Call, int]:
-    """A copy to time beside a kernel that moves `traffic` bytes, and the bytes it moves itself.
+    """Return a copy to time beside a kernel that moves `traffic` bytes, and the bytes it moves.
 
-    CUDA: always the large one. CPU: as much traffic as the kernel has, so that a kernel whose data
-    stay in a cache is held against that cache, up to the large one.
+    On CUDA it is always the large one. On the CPU it moves as much as the kernel, up to the large
+    one, so that a kernel whose data stay in a cache is compared with that cache.
     """
     size = LARGE[device]
     if device == "cpu":

@@ -22,22 +22,25 @@ from bench.kernels.timing import (
 )
 
 OURS, COPY, EMPTY = "ours", "copy", "empty launch"
-# Timed beside some rows of the projection, and no peers.
+# Timed beside some rows of the projection; they are no peers.
 ONE_SEGMENT, ONE_DOT = "one segment", "one torch.dot"
-# Traffic below which calls are also replayed from a graph; the fastest GPU moves it in some 15 us.
+# Calls of less traffic are also replayed from a graph; the fastest GPU moves this in some 15 us.
 REPLAY_BELOW = 64 << 20
 _REPLAY = " (replayed)"
 
 
 @dataclass(frozen=True)
 class Row:
-    """times: seconds by name: ours, every peer, the copy and whatever else was timed beside.
+    """One measured row. JSON has the same fields; the first seven are those of `case.Case`.
 
-    kernel, series, label, size, traffic, elements, tensors: as in `case.Case`. peers: the names
-    that count as peers. copy_traffic: bytes that the copy moves. hosts: seconds of the host for a
-    call (CUDA). replayed: names whose replay from a graph was the faster of the two ways.
-    captured: whether ours replayed from a graph with the right answer; None where not tried.
-    notes: by peer, why its answer is worth less or why it was left out.
+    Attributes:
+        times: Seconds by name: ours, every peer, the copy and what else was timed beside.
+        peers: The names that are peers.
+        copy_traffic: Bytes that the copy moves.
+        hosts: Seconds of the host for a call, by name (CUDA).
+        replayed: Names whose replay from a graph was faster than their launch.
+        captured: Whether ours, replayed from a graph, is right; None where that was not tried.
+        notes: By peer, why its answer is worth less or why it was left out.
     """
 
     kernel: str
@@ -65,12 +68,12 @@ class Row:
 
     @property
     def roof(self) -> float:
-        """Bytes a second of the copy timed in this row."""
+        """Bytes per second of the copy timed in this row."""
         return self.copy_traffic / self.times[COPY].median
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second of the least traffic, `*_bytes`."""
+        """Bytes per second of the least traffic, `*_bytes`."""
         return self.traffic / self.seconds
 
     @property
@@ -83,11 +86,11 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """Time of the best peer over ours: above 1, ours is the faster."""
+        """Time of the best peer over ours; above 1, ours is faster."""
         return None if self.best_peer is None else self.over(self.best_peer)
 
     def over(self, name: str) -> float | None:
-        """Time of `name` over ours, None where it was not timed in this row."""
+        """Return the time of `name` over ours, None where it was not timed in this row."""
         return self.times[name].median / self.seconds if name in self.times else None
 
 
@@ -97,14 +100,16 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 
 def measure(case: Case, limits: Limits = LIMITS) -> tuple[Row, list[float]]:
-    """The row of `case`, and the samples behind ours.
+    """Return the row of a case and the samples of ours.
 
-    Raises WrongAnswer before anything is timed if the kernel is wrong; a peer that is wrong or
-    fails is left out, and the row's notes say so.
+    A peer that is wrong or fails is left out, and the row's notes say so.
+
+    Raises:
+        WrongAnswer: The kernel is wrong; nothing was timed.
     """
     case.ours.check(case.expected)
     notes: dict[str, str] = {}
-    peers = [peer for peer in case.peers if _sound(peer, case, notes)]
+    peers = [peer for peer in case.peers if _is_right(peer, case, notes)]
     copy, copy_traffic = copy_roof(case.traffic)
     calls: dict[str, Call] = {OURS: case.ours.call}
     calls |= {peer.name: peer.call for peer in peers} | dict(case.beside)
@@ -121,7 +126,7 @@ def measure(case: Case, limits: Limits = LIMITS) -> tuple[Row, list[float]]:
         hosts[COPY] = host_seconds(copy)
     calls[COPY] = copy
     samples = time_together(calls, hosts, limits)
-    best, replayed = _faster_way(samples)
+    best, replayed = _faster_samples(samples)
     row = Row(
         kernel=case.kernel,
         series=case.series,
@@ -141,8 +146,8 @@ def measure(case: Case, limits: Limits = LIMITS) -> tuple[Row, list[float]]:
     return row, best[OURS]
 
 
-def _sound(peer: Contender, case: Case, notes: dict[str, str]) -> bool:
-    """Whether the peer gives the answer here; what it throws is torch's to explain."""
+def _is_right(peer: Contender, case: Case, notes: dict[str, str]) -> bool:
+    """Return whether a peer gives the right answer here; if not, note why."""
     try:
         peer.check(case.expected)
     except Exception as error:  # noqa: BLE001 - a private function that is gone, a compiler's own
@@ -156,9 +161,10 @@ def _sound(peer: Contender, case: Case, notes: dict[str, str]) -> bool:
 def _replays(
     case: Case, peers: list[Contender], calls: dict[str, Call], notes: dict[str, str]
 ) -> list[tuple[str, tuple[Call, Any]]]:
-    """Graphs of all that can be captured: ours, peers, what is timed beside, an empty launch.
+    """Return graphs of all that can be captured: ours, peers, the calls beside, an empty launch.
 
-    A replay of ours with a wrong answer fails the row.
+    Raises:
+        WrongAnswer: A replay of ours is wrong.
     """
     checks = {each.name: each.check for each in (case.ours, *peers) if each.capturable}
     graphs: list[tuple[str, tuple[Call, Any]]] = []
@@ -176,8 +182,8 @@ def _replays(
     return graphs
 
 
-def _faster_way(samples: dict[str, list[float]]) -> tuple[dict[str, list[float]], list[str]]:
-    """Of each call, launched or replayed, the samples with the lower median."""
+def _faster_samples(samples: dict[str, list[float]]) -> tuple[dict[str, list[float]], list[str]]:
+    """Return for each call the samples, launched or replayed, with the lower median."""
     best, replayed = {}, []
     for name, values in samples.items():
         if name.endswith(_REPLAY):

@@ -1,9 +1,9 @@
-"""Every peer in packing and reduction: what a user of plain torch would write instead.
+"""The peers of packing and reduction: what a user of plain torch would write instead.
 
-Each is given its best form: memory to write into, views made beforehand, and for packing a buffer
+Each has its best form: memory to write into, views made in advance, and for packing a buffer
 without padding. A peer's bound is the kernel's unless its arithmetic is coarser; then it has a
-caveat, too. `torch._foreach_*` is what became of apex's multi-tensor kernels. The peers of the
-projection are in peers_projection.py.
+caveat, too. torch's private functions are here because users are told to use them:
+`torch._foreach_*` are the successors of apex's multi-tensor kernels.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bench.kernels.timing import Call
 
 
 class Second(NamedTuple):
-    """A pass over what another call wrote. name: to append to that call's."""
+    """A pass over what another call wrote, and the name to append to that call's."""
 
     name: str
     call: Call | None
@@ -41,7 +41,7 @@ class Second(NamedTuple):
 
 
 def second_pass(written: list[Tensor], scale: float, flag: Tensor | None) -> Second:
-    """Scaling in place; with a flag, scaling and looking for Inf and NaN as GradScaler does."""
+    """Return scaling in place; with a flag, as GradScaler does it, which checks for Inf and NaN."""
     if flag is not None:
         factor = torch.tensor(scale, device=flag.device)
         unscale = torch._amp_foreach_non_finite_check_and_unscale_
@@ -55,8 +55,12 @@ def second_pass(written: list[Tensor], scale: float, flag: Tensor | None) -> Sec
 class Packing:
     """The job of the packing peers.
 
-    buffer: 1-D, tensors end to end without padding. flag: float32 of one element for non-finite
-    values, None where none is asked for. bound: the kernel's.
+    Attributes:
+        tensors: The tensors.
+        buffer: 1-D, with the tensors end to end without padding.
+        scale: The factor.
+        flag: float32 of one element, set for non-finite values; None where not asked for.
+        bound: The kernel's.
     """
 
     tensors: list[Tensor]
@@ -70,7 +74,7 @@ class Packing:
         return self.tensors[0].dtype != self.buffer.dtype
 
     def copies(self, flat: list[Tensor], pieces: list[Tensor], packing: bool) -> list[Contender]:
-        """One `_foreach_copy_`, its scale before, after or in place of it."""
+        """Return `_foreach_copy_` with the scale before it, after it or instead of it."""
         sources, targets = (flat, pieces) if packing else (pieces, flat)
         whole = [self.buffer] if packing else flat
         peers = [
@@ -107,7 +111,7 @@ class Packing:
         written: list[Tensor],
         capturable: bool = True,
     ) -> Contender:
-        """`copy`, then a second pass over `written` where the job has a scale or a flag."""
+        """Return `copy`, then a second pass over `written` where the job has a scale or a flag."""
         second = second_pass(written, self.scale, self.flag)
         twice = self.scale != 1.0 and self.casts
         return Contender(
@@ -132,7 +136,7 @@ def pack(job: Packing) -> list[Contender]:
     peers = [
         job.contender("torch.cat", lambda: torch.cat(flat, out=job.buffer), pieces, whole),
         *job.copies(flat, pieces, packing=True),
-        # It uploads a table in each call, which a graph would replay from memory given back since.
+        # Not capturable: it uploads a table in each call, from memory that is freed afterwards.
         job.contender("_chunk_cat", chunk_cat, pieces, whole, capturable=False),
     ]
     if job.scale == 1.0 and job.flag is None and not job.casts:
@@ -171,7 +175,13 @@ def unpack(job: Packing) -> list[Contender]:
 class Reduction:
     """The job of the reduction peers: what `kernels.sum_n` and `kernels.scaled_add` are given.
 
-    bound: the kernel's. coarse: of a peer that rounds to a narrow dtype on its way.
+    Attributes:
+        tensors: The tensors.
+        out: The output.
+        bound: The kernel's.
+        coarse: The bound of a peer that rounds to a narrow dtype in between.
+        scale: The factor.
+        flag: As in `Packing`.
     """
 
     tensors: Sequence[Tensor]
@@ -182,9 +192,12 @@ class Reduction:
     flag: Tensor | None = None
 
     def contender(self, name: str, fill: Call, rounds: bool) -> Contender:
-        """`fill` the output, then a second pass over it where the job has a scale or a flag.
+        """Return `fill` of the output, then a second pass where the job has a scale or a flag.
 
-        rounds: whether `fill` rounds more than once to a dtype narrower than float32.
+        Args:
+            name: Its name.
+            fill: The call that fills the output.
+            rounds: Whether `fill` rounds more than once to a dtype narrower than float32.
         """
         second = second_pass([self.out], self.scale, self.flag)
         rounds = rounds or (second.call is not None and _narrow(self.out))

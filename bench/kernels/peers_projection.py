@@ -1,7 +1,7 @@
-"""Every peer of the projection: the same formulas in plain torch, for one segment and for many.
+"""The peers of the projection: the same formulas in plain torch, for one segment and for many.
 
-torch.dot sums in float32 at best, and rounds to the tensors' dtype: a caveat says so, and the
-bound takes its n roundings as independent of one another.
+torch.dot sums in float32 at best and rounds to the tensors' dtype: a caveat says so, and the bound
+takes its n roundings to be independent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CANCELS = "dots from |a + b|, which cancel"
 
 
 class Pair:
-    """The job of the projection's peers: a, b and out, 1-D, whole and cut at `bounds`."""
+    """The job of the projection's peers: a, b and out, 1-D, whole and split at `bounds`."""
 
     def __init__(self, a: Tensor, b: Tensor, out: Tensor, bounds: Sequence[int]) -> None:
         spans = list(itertools.pairwise(bounds))
@@ -33,7 +33,7 @@ class Pair:
 
     @property
     def slack(self) -> float:
-        """What sums of n products in float32, and a few roundings to the dtype, are off by."""
+        """Error of a sum of n products in float32 and of a few roundings to the dtype."""
         eps = torch.finfo(torch.float32).eps
         return math.sqrt(self.a.numel()) * eps + 8 * torch.finfo(self.a.dtype).eps
 
@@ -43,7 +43,7 @@ def _dots(a: Tensor, b: Tensor) -> list[Tensor]:
 
 
 def _foreach_dots(job: Pair) -> tuple[Tensor, Tensor, Tensor]:
-    """[S] tensors of a.b, |a|^2, |b|^2 from three multi-tensor norms."""
+    """Return a.b, |a|^2 and |b|^2 as [S] tensors, from three multi-tensor norms."""
     both = torch._foreach_norm(torch._foreach_add(job.a_parts, job.b_parts))
     norms = [torch._foreach_norm(parts) for parts in (job.a_parts, job.b_parts)]
     total, left, right = (torch.stack(list(each)).square() for each in (both, *norms))
@@ -96,7 +96,7 @@ def _multi_tensor(job: Pair, alphas: Tensor, betas: Tensor) -> list[Tensor]:
 
 
 def combine(job: Pair, dots: Tensor, bound: float) -> list[Contender]:
-    """dots: float64 [S, 3]. bound: the kernel's."""
+    """Return the peers of combine; dots: float64 [S, 3], bound: the kernel's."""
     bound += 8 * torch.finfo(job.a.dtype).eps
 
     def coefficients() -> Tensor:
@@ -124,14 +124,14 @@ def _joined(results: list[Tensor]) -> list[Tensor]:
 
 
 def _formula(a: Tensor, b: Tensor) -> Tensor:
-    """Adasum of one segment as the paper has it, in float32."""
+    """Compute Adasum of one segment as in the paper, in float32."""
     x, y = a.float(), b.float()
     dot, norm_a, norm_b = ((u * v).sum() for u, v in _pairs(x, y))
     return ((1 - dot / (2 * norm_a)) * x + (1 - dot / (2 * norm_b)) * y).to(a.dtype)
 
 
 def adasum(job: Pair, bound: float) -> list[Contender]:
-    """bound: the kernel's."""
+    """Return the peers of adasum; bound: the kernel's."""
     bound += job.slack
 
     def dots_first() -> Tensor:
@@ -152,7 +152,7 @@ def adasum(job: Pair, bound: float) -> list[Contender]:
 
 
 def compiled(job: Pair, bound: float) -> Contender:
-    """The formula through torch.compile, for this very size. bound: the kernel's."""
+    """Return the formula through torch.compile, specialised on this size; bound: the kernel's."""
     torch._dynamo.reset()
     fused = torch.compile(_formula, fullgraph=True, dynamic=False)
     return Contender(COMPILED, lambda: fused(job.a, job.b), bound + job.slack, caveat=_SUMS)

@@ -1,4 +1,4 @@
-"""Tables, verdicts and files of a run."""
+"""Tables, goals, plots and files of a run."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from bench.kernels.goals import GOALS, Goal, Verdict, judge
 from bench.kernels.inputs import size_label
 from bench.kernels.measure import OURS, Row, geometric_mean
 
-# Rows as they come, a line each, until the report is written.
-NOTES = "rows.jsonl"
+# The rows measured so far, a line each, until the report is written.
+UNFINISHED = "rows.jsonl"
 _COLUMNS = 3
-# Their rows differ in more than size.
+# Rows of these series differ in more than size.
 _NO_CURVES = ("models", "segments", "many small")
 KERNELS = ("pack", "unpack", "sum_n", "scaled_add", "dot_and_norms", "combine", "adasum")
 
 
 def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
-    """Markdown that also reads well as plain text; all columns but the first to the right."""
+    """Return a Markdown table, legible as plain text; all columns but the first are right-aligned."""
     widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
 
     def line(cells: Sequence[str]) -> str:
@@ -37,7 +37,7 @@ def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
 
 
 def kernel_lines(kernel: str, rows: Sequence[Row]) -> list[str]:
-    """The table of one kernel, the geometric mean over its rows, and the notes on its peers."""
+    """Return a kernel's table, the geometric mean of its ratios, and the notes on its peers."""
     mine = [row for row in rows if row.kernel == kernel]
     if not mine:
         return []
@@ -76,7 +76,7 @@ def kernel_lines(kernel: str, rows: Sequence[Row]) -> list[str]:
 
 
 def goal_lines(rows: Sequence[Row], device: str) -> list[str]:
-    """One line a goal: on the other device it is not measured."""
+    """Return the table of goals; those of the other device are not measured."""
     lines = [
         _goal_cells(goal, judge(goal, rows if goal.device == device else [])) for goal in GOALS
     ]
@@ -91,12 +91,16 @@ def goal_lines(rows: Sequence[Row], device: str) -> list[str]:
 def _goal_cells(goal: Goal, verdict: Verdict) -> list[str]:
     asked = "" if goal.threshold is None else f"{'<=' if goal.at_most else '>='} {goal.threshold:g}"
     got = "" if verdict.value is None else f"{verdict.value:.3g}"
-    rows = f"{verdict.told}" if verdict.told == verdict.rows else f"{verdict.told}/{verdict.rows}"
+    rows = (
+        f"{verdict.measured}"
+        if verdict.measured == verdict.rows
+        else f"{verdict.measured}/{verdict.rows}"
+    )
     return [goal.name, asked, got, rows, f"{verdict.missed}", verdict.status, verdict.row]
 
 
 def report(rows: Sequence[Row], meta: dict[str, Any]) -> list[str]:
-    """All tables. meta: see conftest.py; `device` and `kind` ("cuda" or "cpu") are needed."""
+    """Return all tables; `meta` must have `device` and `kind` ("cuda" or "cpu")."""
     if not rows:
         return ["No rows."]
     wide = sum(row.times[OURS].high > 1.2 * row.times[OURS].low for row in rows)
@@ -111,7 +115,7 @@ def report(rows: Sequence[Row], meta: dict[str, Any]) -> list[str]:
         f"- rows whose quartiles are more than 20 % apart: {wide} of {len(rows)}",
         "",
         "Medians; spread is from the lower to the upper quartile. GB/s counts the least traffic "
-        "(`*_bytes`). " + _roof_words(meta["kind"]) + " Peer / ours above 1: ours is faster.",
+        "(`*_bytes`). " + _roof_definition(meta["kind"]) + " Peer / ours above 1: ours is faster.",
         "",
     ]
     for kernel in KERNELS:
@@ -119,7 +123,7 @@ def report(rows: Sequence[Row], meta: dict[str, Any]) -> list[str]:
     return lines + goal_lines(rows, meta["kind"])
 
 
-def _roof_words(kind: str) -> str:
+def _roof_definition(kind: str) -> str:
     if kind == "cuda":
         return "The roof is that large copy. Times are the device's alone."
     return "The roof is a copy of as much traffic as the row's, at most that large one."
@@ -130,21 +134,24 @@ def slug(device: str) -> str:
 
 
 def _json(row: Row) -> str:
-    """One line; five digits of every figure, more than any of them is good for."""
+    """Return a row in one line, with five digits of every figure."""
     exact = json.dumps(asdict(row))
     return json.dumps(json.loads(exact, parse_float=lambda text: float(f"{float(text):.5g}")))
 
 
-def note(row: Row, folder: Path, anew: bool) -> None:
-    """Add a row to the notes in `folder`, or begin them `anew` with it."""
+def append(row: Row, folder: Path, first: bool) -> None:
+    """Append a row to the file of rows measured so far; the first one begins the file."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / NOTES).open("w" if anew else "a") as file:
+    with (folder / UNFINISHED).open("w" if first else "a") as file:
         file.write(_json(row) + "\n")
 
 
 def write(rows: Sequence[Row], meta: dict[str, Any], folder: Path) -> list[Path]:
-    """results.json, tables.md and, where there is matplotlib, a plot a kernel; returns what was
-    written."""
+    """Write results.json, tables.md and, with matplotlib, a plot for each kernel.
+
+    Returns:
+        The files written.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     data, text = folder / "results.json", folder / "tables.md"
     lines = ",\n".join(map(_json, rows))
@@ -157,7 +164,7 @@ def write(rows: Sequence[Row], meta: dict[str, Any], folder: Path) -> list[Path]
 
 
 def _plot(kernel: str, rows: Sequence[Row], meta: dict[str, Any], folder: Path) -> Path | None:
-    """One panel for each series of three sizes or more; None where there is none."""
+    """Plot bandwidth over size: ours, every peer and the roof, a panel for each series."""
     import matplotlib
 
     matplotlib.use("Agg")

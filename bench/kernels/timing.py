@@ -1,15 +1,15 @@
-"""The one way in which everything is timed: all functions of a row in turn, round by round.
+"""How everything is timed: all functions of a row in turns, round by round.
 
-What drifts - clocks, other users of the machine - then reaches all of them alike. Times are
-seconds of one call.
+What drifts (clocks, other users of the machine) then reaches all of them alike. Times are seconds
+of one call.
 
-CUDA: two device events around the call. Before it, the L2 cache is filled with other data by
-reading it, and the device is kept busy for longer than the host needs to issue the call, so the
-host's time is not in the figure; `host_seconds` measures that on its own. Small calls are timed a
-second way as well, replayed from a CUDA graph. `empty_launch` shows what the method itself costs.
+CUDA: two device events around the call. Before it the L2 cache is filled with other data, and the
+device is kept busy for longer than the host needs to issue the call, so that the host's time is not
+in the figure; `host_seconds` measures that alone. Small calls are also replayed from a CUDA graph.
+`empty_launch` shows what the method itself costs.
 
 CPU: perf_counter around a loop of calls that lasts at least half a millisecond, after calls that
-are not timed, so that what fits in a cache is in it.
+are not timed, so that what fits in a cache is there.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Call = Callable[[], Any]
 
 _CPU_LOOP = 5e-4
-# (seconds, calls before a sample where a row's fastest is shorter than that): a copy of 4 MiB took
-# four to come down to its time in a loop. As many for each, else who is a little slower than such a
-# limit finds less in a cache. What takes longer than all of these moves more than one holds.
+# (seconds, untimed calls before a sample of a row whose fastest call is shorter than that): a copy
+# of 4 MiB took four calls to reach its time in a loop. All calls of a row get as many, else one
+# slightly slower than a limit would find less in the caches. Longer calls move more than those hold.
 _CPU_WARM = ((1e-3, 4), (1e-2, 1))
-# What the host's time for a call may be off by, and what issuing two events takes.
+# The host's time for a call may be off by this factor; issuing two events takes the extra.
 _HOST_FACTOR, _HOST_EXTRA = 1.5, 3e-5
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Rounds go on until `seconds` have passed, but are at least `fewest` and at most `most`."""
+    """Rounds last until `seconds` have passed; there are at least `fewest` and at most `most`."""
 
     seconds: float
     fewest: int
@@ -71,9 +71,12 @@ class Times:
 def time_together(
     calls: Mapping[str, Call], hosts: Mapping[str, float], limits: Limits = LIMITS
 ) -> dict[str, list[float]]:
-    """Seconds of each call, one sample a round.
+    """Return the seconds of each call, one sample for each round.
 
-    hosts: what `host_seconds` gave for each call; used on CUDA alone.
+    Args:
+        calls: By name.
+        hosts: What `host_seconds` gave for each call; used on CUDA only.
+        limits: How many rounds.
     """
     one_round = _cuda_rounds(calls, hosts) if DEVICE == "cuda" else _cpu_rounds(calls)
     samples: dict[str, list[float]] = {name: [] for name in calls}
@@ -82,7 +85,7 @@ def time_together(
         for done in range(limits.most):
             if done >= limits.fewest and time.perf_counter() - begin > limits.seconds:
                 break
-            # What ran before a call decides what it finds in a cache: not always the same one.
+            # What ran before a call decides what it finds in the caches, so the order is random.
             order = random.Random(done).sample([*calls], len(calls))
             for name, value in one_round(order).items():
                 samples[name].append(value)
@@ -152,14 +155,14 @@ def _flush_buffers() -> tuple[Tensor, Tensor]:
 
 
 def _flush() -> None:
-    """Read four times what L2 holds: it is then full of lines that need no writing back."""
+    """Read four times what L2 holds, which fills it with lines that need no writing back."""
     source, target = _flush_buffers()
     torch.sum(source, 0, out=target)
 
 
 @functools.cache
 def _cycles_per_second() -> float:
-    """Of the device's clock, once it is out of its idle state."""
+    """Return the cycles of the device's clock once it has left its idle state."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     cycles = 50_000_000
     for _ in range(10):
@@ -171,7 +174,7 @@ def _cycles_per_second() -> float:
 
 
 def host_seconds(call: Call) -> float:
-    """Median host time of a call in steady state, nothing waited for. CUDA only."""
+    """Return the median host time of a call that waits for nothing. CUDA only."""
     for _ in range(3):
         call()
     torch.cuda.synchronize()
@@ -186,12 +189,12 @@ def host_seconds(call: Call) -> float:
 
 
 def empty_launch() -> None:
-    """A kernel that does nothing: it spins for no cycles."""
+    """Launch a kernel that does nothing: it spins for no cycles."""
     torch.cuda._sleep(0)
 
 
 def captured(call: Call) -> tuple[Call, Any]:
-    """A CUDA graph's replay of `call`, and the result that each replay writes anew."""
+    """Return a CUDA graph's replay of `call` and the result that each replay overwrites."""
     caller, stream = torch.cuda.current_stream(), torch.cuda.Stream()
     stream.wait_stream(caller)
     with torch.cuda.stream(stream):
@@ -203,7 +206,7 @@ def captured(call: Call) -> tuple[Call, Any]:
         with torch.cuda.graph(graph):
             result = call()
     except RuntimeError:
-        # torch leaves the stream of a capture that failed the current one.
+        # After a failed capture torch leaves its stream current.
         torch.cuda.set_stream(caller)
         raise
     return graph.replay, result

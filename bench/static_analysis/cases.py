@@ -1,4 +1,4 @@
-"""How the launchers compile their kernels: the one table to change when a kernel changes."""
+"""How the launchers compile their kernels: the table to change when a kernel changes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ ITEMSIZES = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
 class Kernel(NamedTuple):
     """How a launcher compiles a kernel.
 
-    tile: its (elements a tile, warps) for a number of elements and an item size. values: the
-    constexprs of the plain variant that are no dtype; NUMEL, if not the usual one. variants: what
-    differs from them, by name; a mapping gives a value for each dtype. stores: whether tiles are
-    written back.
+    Attributes:
+        function: The Triton function.
+        tile: From a number of elements and an item size to (elements of a tile, warps).
+        values: The constexprs of the plain variant that are no dtype; NUMEL, if not the usual one.
+        variants: By name, what differs from `values`; a mapping has a value for each dtype.
+        options: Triton's options beside those of all kernels.
+        stores: Whether it writes tiles.
     """
 
     function: Any
@@ -47,7 +50,7 @@ _ELEMENTWISE_VARIANTS: dict[str, dict[str, Any]] = {
     "checked": {"CHECKED": True},
     "cast": {"OUT": _CAST},
 }
-# Most elements that 128 multiprocessors hold in one tile each.
+# The most elements that 128 multiprocessors hold, with one tile each.
 _LARGEST_TILES = {dtype: 1 << (20 if dtype == "fp64" else 21) for dtype in ITEMSIZES}
 KERNELS = {
     "pack": _COPY,
@@ -90,7 +93,7 @@ _VARIANT_CAPABILITY = 90
 
 
 class Case(NamedTuple):
-    """One compilation. variant: "plain" or a name in the kernel's `variants`."""
+    """One compilation; the variant is "plain" or a name in the kernel's `variants`."""
 
     kernel: str
     variant: str
@@ -102,19 +105,19 @@ class Case(NamedTuple):
 
     @classmethod
     def parse(cls, name: str) -> Case:
-        """The case whose name that is."""
+        """Return the case of that name."""
         kernel, variant, dtype, capability = name.split("-")
         return cls(kernel, variant, dtype, int(capability.removeprefix("sm_")))
 
     @property
     def aligned(self) -> bool:
-        """Whether 16-byte accesses are due."""
+        """Whether the case must have 16-byte accesses."""
         values = values_of(self)[0]
         return values.get("ALIGNED", True) and values.get("VECTORS", True)
 
 
 def cases() -> list[Case]:
-    """Every kernel for every dtype and architecture; its variants for two dtypes and one."""
+    """Return each kernel for every dtype and architecture, its variants for two dtypes and one."""
     plain = [
         Case(name, "plain", dtype, capability)
         for name in KERNELS
@@ -130,7 +133,7 @@ def cases() -> list[Case]:
 
 
 def values_of(case: Case) -> tuple[dict[str, Any], int]:
-    """(values of the constexprs, dtypes by their short names; warps) of a case."""
+    """Return the constexprs of a case, dtypes by their short names, and its warps."""
     kernel = KERNELS[case.kernel]
     changes = {**kernel.values, **kernel.variants.get(case.variant, {})}
     values: dict[str, Any] = {"NUMEL": NUMEL} | dict.fromkeys(DTYPES, case.dtype)

@@ -1,7 +1,7 @@
-"""What the compiler makes of every kernel, without a GPU: `make bench-compiled` writes the table.
+"""Compile every kernel without a GPU and read its machine code: `make bench-compiled`.
 
-Each kernel is compiled as its launcher compiles it, for every dtype and architecture, and its
-machine code is read. Results: bench/results/compiled.json and, made from it alone, compiled.md.
+Each kernel is compiled as its launcher compiles it, for every dtype and architecture. The results
+are bench/results/compiled.json and, made from it alone, compiled.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kernels.gpu import launcher
 
 RESULTS = Path(__file__).parents[1] / "results"
 _NAMES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
-# The constexpr that names the dtype an argument points to, or the dtype itself.
+# For each pointer, the constexpr that names its dtype, or the dtype itself.
 _POINTERS = {"a": "A", "b": "B", "out": "OUT", "buffer": "BUFFER"}
 _POINTERS |= {"table": "i64", "addresses": "i64", "arrivals": "i64"}
 _POINTERS |= {"partials": "fp64", "dots": "fp64"}
@@ -35,10 +35,20 @@ _POINTERS |= {"partials": "fp64", "dots": "fp64"}
 class Record:
     """What was read of one compilation.
 
-    registers: a thread. shared, stack, local: bytes, the last two where spilled registers go;
-    spills: instructions that read or write there. instructions: all, without padding. loads,
-    stores: global accesses by bytes a thread. atomics: opcodes. fp64: instructions on the float64
-    units. vector: the path of aligned tiles; scalar: of all others, moved elementwise.
+    Attributes:
+        registers: Of a thread.
+        warps: Of a program.
+        shared: Bytes of shared memory of a program.
+        stack: Bytes of stack, where registers are spilled.
+        local: Bytes of local memory, likewise.
+        spills: Instructions that access either of them.
+        instructions: All but padding.
+        loads: Global loads by bytes per thread.
+        stores: Global stores by bytes per thread.
+        atomics: Opcodes of atomics.
+        fp64: Instructions on the float64 units.
+        vector: The path of aligned tiles.
+        scalar: The path of all others, which are moved by element.
     """
 
     registers: int
@@ -57,12 +67,12 @@ class Record:
 
 
 def compile_case(case: Case) -> Any:
-    """Compile as the launcher does. Raises ValueError for an argument without a rule above."""
+    """Compile as the launcher does; ValueError for an argument without a rule above."""
     values, warps = values_of(case)
     kernel = KERNELS[case.kernel]
     function = kernel.function
     names = function.arg_names
-    # Where nothing is checked the launcher passes the output in the flag's place.
+    # Without a flag the launcher passes the output in its stead.
     flag = "fp32" if values.get("CHECKED") else "BUFFER" if "buffer" in names else "OUT"
     pointers = _POINTERS | {"found_inf": flag}
     signature, constexprs = {}, {}
@@ -92,7 +102,7 @@ def compile_source(
     capability: int,
     options: Mapping[str, Any],
 ) -> Any:
-    """Triton's compiled kernel. RuntimeError in a process that interprets kernels."""
+    """Return Triton's compiled kernel; RuntimeError in a process that interprets kernels."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise RuntimeError("an interpreted kernel is not compiled: unset TRITON_INTERPRET")
     from triton.backends.compiler import GPUTarget
@@ -115,8 +125,13 @@ def _tool(name: str, *arguments: str) -> str:
 
 
 def read(compiled: Any, itemsizes: set[int]) -> Record:
-    """The record of a compiled kernel. itemsizes: bytes of the elements that it may take one by
-    one, empty where it takes whole vectors only."""
+    """Return the record of a compiled kernel.
+
+    Args:
+        compiled: What Triton compiled.
+        itemsizes: Bytes of the elements that it may move one by one, empty where it moves whole
+            vectors only.
+    """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cubin"
         file.write_bytes(compiled.asm["cubin"])
@@ -144,7 +159,7 @@ def read(compiled: Any, itemsizes: set[int]) -> Record:
 
 
 def measure(case: Case) -> Record:
-    """Compile one case and read it. RuntimeError where it does not compile."""
+    """Compile one case and read it; RuntimeError where it does not compile."""
     from triton.compiler.errors import CompilationError
 
     values, _ = values_of(case)
@@ -156,17 +171,17 @@ def measure(case: Case) -> Record:
 
 
 def measure_all(chosen: Sequence[Case]) -> dict[str, Record]:
-    """Records by the cases' names. The compiler's own programs run beside each other."""
+    """Return the records by the cases' names; the compiler's programs run side by side."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return dict(zip(map(str, chosen), pool.map(measure, chosen), strict=True))
 
 
 def faults(record: Record, vectors: tuple[str, ...]) -> list[str]:
-    """What no kernel may have, in words. vectors: those of "loads", "stores" due in 16 bytes."""
+    """Return in words what no kernel may have; `vectors`: "loads", "stores" that must be 16 bytes."""
     found = []
     if record.stack or record.local or record.spills:
         found.append(f"spills: {record.stack} + {record.local} bytes, {record.spills} accesses")
-    # A loop of compare-and-swap would be a float atomic in disguise.
+    # A loop of compare-and-swap is a float atomic in disguise.
     disguised = [x for x in record.atomics if re.search(r"F16|F32|F64|CAS", x)]
     if disguised:
         found.append(f"float atomics: {', '.join(disguised)}")
@@ -178,26 +193,26 @@ def faults(record: Record, vectors: tuple[str, ...]) -> list[str]:
 
 
 def faults_of(case: Case, record: Record) -> list[str]:
-    """`faults` with what is due from this case."""
-    due = ("loads", "stores") if KERNELS[case.kernel].stores else ("loads",)
-    return faults(record, due if case.aligned else ())
+    """Return the faults of a case's record."""
+    required = ("loads", "stores") if KERNELS[case.kernel].stores else ("loads",)
+    return faults(record, required if case.aligned else ())
 
 
 def to_json(records: dict[str, Record]) -> str:
-    """The machine-readable twin, with the version of Triton that made it."""
+    """Return the records as JSON, with the version of Triton that made them."""
     plain = {
         name: asdict(record)
         | {"vector": record.vector._asdict(), "scalar": record.scalar._asdict()}
         for name, record in records.items()
     }
-    # A case a line, so that a difference between two versions can be read.
+    # One case a line, so that a difference between two versions can be read.
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(plain[name])}" for name in plain)
     version = json.dumps(launcher.triton.__version__)
     return f'{{"triton": {version}, "cases": {{\n{lines}\n}}}}\n'
 
 
 def from_json(text: str) -> tuple[str, dict[str, Record]]:
-    """(Triton's version, records by the cases' names)."""
+    """Return Triton's version and the records by the cases' names."""
     data = json.loads(text)
     records = {}
     for name, fields in data["cases"].items():
@@ -207,7 +222,7 @@ def from_json(text: str) -> tuple[str, dict[str, Record]]:
 
 
 def main() -> int:
-    """Compile everything, write both files, print every fault; the exit status."""
+    """Compile everything, write both files, print every fault and return the exit status."""
     from bench.static_analysis import table
 
     records = measure_all(cases())

@@ -1,4 +1,4 @@
-"""What one multiprocessor (SM) holds at once, and what it must have in flight to be fast."""
+"""What one multiprocessor (SM) holds at once, and how much must be in flight to be fast."""
 
 from __future__ import annotations
 
@@ -20,10 +20,14 @@ LATENCY_NS = 1000.0
 
 
 class Architecture(NamedTuple):
-    """A compute capability and the part its speed is taken from.
+    """A compute capability, and the part whose data sheet gives its speed.
 
-    shared: bytes of shared memory per SM. sms, gigabytes_per_second, gigahertz: of the part named;
-    data sheet figures, the clock an assumption about what it sustains.
+    Attributes:
+        part: The part.
+        shared: Bytes of shared memory per SM.
+        sms: How many SMs it has.
+        gigabytes_per_second: Its memory's bandwidth.
+        gigahertz: Its clock, an assumption about what it sustains.
     """
 
     part: str
@@ -54,16 +58,15 @@ ARCHITECTURES = {
 
 
 class Residency(NamedTuple):
-    """Programs resident on one SM, and what keeps it from holding more."""
+    """Programs resident on one SM, and what limits them."""
 
     programs: int
     limit: str
 
 
 def residency(capability: int, registers: int, warps: int, shared: int) -> Residency:
-    """Programs of `warps` warps, `registers` a thread and `shared` bytes that one SM holds at once.
+    """Return how many programs of this size one SM holds at once, the least of four limits.
 
-    The least of four:
       by threads:   2048 // (32 * warps)
       by slots:     32
       by registers: each of four schedulers owns 16384, a warp takes 32 * registers of them rounded

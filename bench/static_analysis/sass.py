@@ -1,8 +1,8 @@
-"""Reading a kernel's machine code: what it loads, stores and issues, and how much it has in flight.
+"""Read a kernel's machine code: what a thread loads, stores and issues, and has in flight.
 
-The code is read as nvdisasm prints it: one instruction a line, `/*0160*/ @!P1 BRA `(.L_x_0) ;`,
-and labels on lines of their own. Opcodes are those of NVIDIA's "CUDA Binary Utilities" guide,
-section "Instruction Set Reference". One thread is looked at throughout: counts are per thread.
+The code is as nvdisasm prints it: one instruction a line, `/*0160*/ @!P1 BRA `(.L_x_0) ;`, and
+labels on their own lines. Opcodes are those of NVIDIA's "CUDA Binary Utilities" guide, section
+"Instruction Set Reference". All counts are per thread.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ VECTOR_SIZES = frozenset({16, 32})
 
 
 class Instruction(NamedTuple):
-    """predicate: "" where it always runs. target: the label a branch goes to, or "".
+    """One instruction; its predicate is "" where it always runs.
 
-    ptxas also jumps by CALL, to a label of the kernel's own that never returns.
+    ptxas also jumps by CALL, to a label within the kernel that never returns.
     """
 
     predicate: str
@@ -34,11 +34,13 @@ class Instruction(NamedTuple):
 
     @property
     def target(self) -> str:
+        """The label that a branch goes to, or ""."""
         found = _TARGET.search(self.operands)
         return found.group(1) if found and self.opcode.startswith(("BRA", "CALL")) else ""
 
     @property
     def registers(self) -> list[int]:
+        """Numbers of the registers that it names."""
         return [int(number) for number in _REGISTER.findall(self.operands)]
 
     @property
@@ -52,6 +54,7 @@ class Instruction(NamedTuple):
 
     @property
     def is_load(self) -> bool:
+        """Whether it is a global load."""
         return self.opcode.startswith("LDG")
 
     @property
@@ -64,18 +67,22 @@ class Instruction(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Instructions that run from first to last, and the numbers of the blocks that may follow."""
+    """A basic block: its instructions and the numbers of the blocks that may follow."""
 
     instructions: list[Instruction]
     successors: list[int]
 
 
 class Path(NamedTuple):
-    """One way from entry to exit, each loop body at most once.
+    """One path from entry to exit, with each loop's body at most once.
 
-    moved: bytes of global accesses of the path's widths. in_flight: the most bytes of such loads
-    requested before the first of them is used. shared: accesses of shared memory. barriers:
-    BAR.SYNC. All per thread; all 0 where there is no such path.
+    Attributes:
+        instructions: All on the path; 0, as all else, where there is no such path.
+        moved: Bytes of global accesses of the path's widths.
+        in_flight: The most bytes of such loads requested before the first of them is used.
+        fp64: Instructions on the float64 units.
+        shared: Accesses to shared memory.
+        barriers: Barriers of the whole program.
     """
 
     instructions: int
@@ -90,10 +97,12 @@ NO_PATH = Path(0, 0, 0, 0, 0, 0)
 
 
 def parse(text: str) -> list[Block]:
-    """The kernel's basic blocks, in address order, entry first.
+    """Return the basic blocks of nvdisasm's output for one kernel, in the order of addresses.
 
-    text: nvdisasm's output for one kernel. Subroutines called from it are blocks that nothing
-    leads to. Raises ValueError where there is no instruction or a branch with no known target.
+    Subroutines that the kernel calls are blocks that nothing leads to.
+
+    Raises:
+        ValueError: There is no instruction, or a branch without a known target.
     """
     blocks: list[Block] = []
     labels: dict[str, int] = {}
@@ -134,7 +143,7 @@ def parse(text: str) -> list[Block]:
 
 
 def _search(successors: list[set[int]]) -> tuple[list[int], list[tuple[int, int]]]:
-    """Blocks reachable from the entry, those that lead on first, and the edges closing loops."""
+    """Return the blocks that the entry reaches, topologically sorted, and the edges closing loops."""
     order: list[int] = []
     back: list[tuple[int, int]] = []
     on_stack: set[int] = {0}
@@ -158,7 +167,7 @@ def _search(successors: list[set[int]]) -> tuple[list[int], list[tuple[int, int]
 
 
 def _acyclic(blocks: list[Block]) -> tuple[list[int], list[set[int]]]:
-    """Topological order and successors, where the end of a loop's body leads out of the loop."""
+    """Return topological order and successors, with each loop's end leading out of the loop."""
     successors = [set(block.successors) for block in blocks]
     _, back = _search(successors)
     result = [set(followers) for followers in successors]
@@ -181,7 +190,7 @@ def _acyclic(blocks: list[Block]) -> tuple[list[int], list[set[int]]]:
 
 
 def _in_flight(instructions: list[Instruction], sizes: Set[int]) -> int:
-    """Most bytes of loads of these sizes requested before the first of them is used.
+    """Return the most bytes of loads of these sizes requested before the first of them is used.
 
     Loads are taken to return in order: using one waits for all before it. A register that is
     named again, as source or destination, is used.
@@ -205,8 +214,10 @@ def _in_flight(instructions: list[Instruction], sizes: Set[int]) -> int:
 
 
 def _best(blocks: list[Block], counted: Set[int], barred: Set[int]) -> list[Instruction]:
-    """Instructions of the path that moves most bytes in accesses of `counted` bytes and enters no
-    block of `barred`; of those, the shortest. Empty where every path is barred."""
+    """Return the path that moves most bytes in accesses of `counted` bytes, the shortest of them.
+
+    It enters no block of `barred`, and is empty where every path does.
+    """
     order, successors = _acyclic(blocks)
     best: dict[int, tuple[int, int]] = {}
     following: dict[int, int] = {}
@@ -245,13 +256,15 @@ def _summary(taken: list[Instruction], counted: Set[int], loads: Set[int]) -> Pa
 
 
 def vector_path(blocks: list[Block]) -> Path:
-    """The path of tiles that are read and written in 16-byte accesses."""
+    """Return the path of tiles that are read and written in 16-byte accesses."""
     return _summary(_best(blocks, VECTOR_SIZES, frozenset()), VECTOR_SIZES, VECTOR_SIZES)
 
 
 def scalar_path(blocks: list[Block], itemsizes: Set[int]) -> Path:
-    """The path of tiles that are read element by element, of these sizes in bytes, and written
-    so or in 16-byte accesses. Other accesses of an element's size, of tables say, count as well.
+    """Return the path of tiles that are read by element, of these sizes in bytes.
+
+    They are written by element or in 16-byte accesses. Other accesses of an element's size, of
+    tables for instance, count as well.
     """
     counted = itemsizes | VECTOR_SIZES
     vectors = {

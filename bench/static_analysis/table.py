@@ -1,4 +1,4 @@
-"""bench/results/compiled.md from the records in compiled.json, and nothing else."""
+"""Write bench/results/compiled.md from the records in compiled.json, and from nothing else."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _row(case: Case, record: Record) -> list[str]:
 
 
 def render(version: str, records: dict[str, Record]) -> str:
-    """The whole file: one table a kernel."""
+    """Return the whole file, with a table for each kernel."""
     tables: dict[str, list[str]] = {}
     for name, record in records.items():
         case = Case.parse(name)

@@ -79,7 +79,7 @@ def test_a_row_that_does_not_tell_keeps_a_goal_from_being_met():
     rows = [row_of(), row_of(label="silent")]
     goal = goal_of(1.0, figure=lambda row: None if row.label == "silent" else row.ratio)
     verdict = goals.judge(goal, rows)
-    assert (verdict.status, verdict.told, verdict.rows) == (goals.PARTLY, 1, 2)
+    assert (verdict.status, verdict.measured, verdict.rows) == (goals.PARTLY, 1, 2)
 
 
 def verdict_of(name: str, rows: list[Row]) -> goals.Verdict:
@@ -114,7 +114,7 @@ def test_a_chain_of_adds_with_a_second_pass_is_one_too():
         for peer in ("chain of adds", "chain of adds + mul_")
     ]
     verdict = verdict_of(name, rows)
-    assert (verdict.status, verdict.value, verdict.told) == (goals.MET, pytest.approx(3.0), 2)
+    assert (verdict.status, verdict.value, verdict.measured) == (goals.MET, pytest.approx(3.0), 2)
 
 
 def test_goals_of_the_other_device_are_not_measured():
