@@ -23,7 +23,7 @@ KERNELS = ("pack", "unpack", "sum_n", "scaled_add", "dot_and_norms", "combine", 
 
 
 def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
-    """Return a Markdown table, legible as plain text; all columns but the first are right-aligned."""
+    """Return a Markdown table, legible as plain text; all columns but the first right-aligned."""
     widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
 
     def line(cells: Sequence[str]) -> str:

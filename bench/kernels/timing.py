@@ -33,7 +33,7 @@ Call = Callable[[], Any]
 _CPU_LOOP = 5e-4
 # (seconds, untimed calls before a sample of a row whose fastest call is shorter than that): a copy
 # of 4 MiB took four calls to reach its time in a loop. All calls of a row get as many, else one
-# slightly slower than a limit would find less in the caches. Longer calls move more than those hold.
+# slightly slower than a limit would find less in the caches. Longer calls move more than they hold.
 _CPU_WARM = ((1e-3, 4), (1e-2, 1))
 # The host's time for a call may be off by this factor; issuing two events takes the extra.
 _HOST_FACTOR, _HOST_EXTRA = 1.5, 3e-5

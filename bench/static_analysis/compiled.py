@@ -177,7 +177,7 @@ def measure_all(chosen: Sequence[Case]) -> dict[str, Record]:
 
 
 def faults(record: Record, vectors: tuple[str, ...]) -> list[str]:
-    """Return in words what no kernel may have; `vectors`: "loads", "stores" that must be 16 bytes."""
+    """Return what no kernel may have, in words; `vectors`: which of loads, stores must be 16 B."""
     found = []
     if record.stack or record.local or record.spills:
         found.append(f"spills: {record.stack} + {record.local} bytes, {record.spills} accesses")

@@ -143,7 +143,7 @@ def parse(text: str) -> list[Block]:
 
 
 def _search(successors: list[set[int]]) -> tuple[list[int], list[tuple[int, int]]]:
-    """Return the blocks that the entry reaches, topologically sorted, and the edges closing loops."""
+    """Return the blocks that the entry reaches, sorted topologically, and the loops' last edges."""
     order: list[int] = []
     back: list[tuple[int, int]] = []
     on_stack: set[int] = {0}
