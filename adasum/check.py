@@ -89,8 +89,7 @@ def _devices() -> list[tuple[str, str]]:
             "processors",
             f"{usable} usable of {os.cpu_count()}, torch threads {torch.get_num_threads()}",
         ),
-        ("CPU tensors by", _or_why_not(kernels.cpu_path)),
-        ("calls recognised by", kernels.calls_recognised_by()),
+        ("CPU tensors by", _or_why_not(lambda: kernels.backend_info().cpu_path)),
         ("CUDA of torch", torch.version.cuda or "none: a CPU build"),
     ]
     if not torch.cuda.is_available():

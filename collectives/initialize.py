@@ -76,7 +76,7 @@ def init(
     validation.timeout(timeout)
     choice = transport_choice(transport)
     # What it raises, and the second it may take, come before anybody waits.
-    kernels.cpu_path()
+    kernels.backend_info()
     if not isinstance(calibrate, bool):
         raise TypeError(f"calibrate must be a bool, got {type(calibrate).__name__}")
     if process_group is not None and not (
@@ -239,7 +239,7 @@ def from_process_group(process_group: dist.ProcessGroup, *, timeout: float = 300
     if known is None or known.closed:
         # What these raise comes before anybody waits.
         choice = transport_choice(None)
-        kernels.cpu_path()
+        kernels.backend_info()
         ranks = range(dist.get_world_size(process_group))
         own = GlooTransport(subgroup(process_group, ranks, _backend(), timeout), owned=True)
         known = _over_gloo(own, timeout, choice)

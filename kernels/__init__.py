@@ -7,18 +7,33 @@
     Layout, layout_of       where each tensor lies in a packed buffer
 
 float16, bfloat16, float32 and float64 (`DTYPES`); any other dtype is a TypeError. Bad arguments
-raise before anything is written. Each function has a twin `*_bytes` (least memory traffic) and
-`*_reference` (float64, plain torch). `cpu_path` says what computes on CPU tensors: C compiled at
-first use, or torch's functions, with `use_torch_on_cpu` in any case. `calls_recognised_by` says
-whether C or Python does that for calls made before. No communication happens here.
+raise before anything is written. Each function has a twin `*_bytes` (least memory traffic),
+`*_reference` (float64, plain torch) and `plan_*`: arguments checked once, run many times. No
+communication happens here.
 `__adasum__` is True in this package and tells it from the distribution on PyPI that is also called
 `kernels`.
 """
 
-from kernels._recall import calls_recognised_by
-from kernels.cpu.native import cpu_path, use_torch_on_cpu
+from kernels.backends import BackendInfo, backend_info
 from kernels.layout import Layout, layout_of
 from kernels.packing import pack, pack_bytes, pack_reference, unpack, unpack_bytes, unpack_reference
+from kernels.plans import (
+    AdasumPlan,
+    CombinePlan,
+    DotAndNormsPlan,
+    PackPlan,
+    Plan,
+    ScaledAddPlan,
+    SumPlan,
+    UnpackPlan,
+    plan_adasum,
+    plan_combine,
+    plan_dot_and_norms,
+    plan_pack,
+    plan_scaled_add,
+    plan_sum_n,
+    plan_unpack,
+)
 from kernels.projection import (
     adasum,
     adasum_bytes,
@@ -44,15 +59,23 @@ __adasum__ = True
 
 __all__ = [
     "DTYPES",
+    "AdasumPlan",
+    "BackendInfo",
+    "CombinePlan",
+    "DotAndNormsPlan",
     "Layout",
+    "PackPlan",
+    "Plan",
+    "ScaledAddPlan",
+    "SumPlan",
+    "UnpackPlan",
     "adasum",
     "adasum_bytes",
     "adasum_reference",
-    "calls_recognised_by",
+    "backend_info",
     "combine",
     "combine_bytes",
     "combine_reference",
-    "cpu_path",
     "dot_and_norms",
     "dot_and_norms_bytes",
     "dot_and_norms_reference",
@@ -60,6 +83,13 @@ __all__ = [
     "pack",
     "pack_bytes",
     "pack_reference",
+    "plan_adasum",
+    "plan_combine",
+    "plan_dot_and_norms",
+    "plan_pack",
+    "plan_scaled_add",
+    "plan_sum_n",
+    "plan_unpack",
     "scaled_add",
     "scaled_add_bytes",
     "scaled_add_reference",
@@ -69,5 +99,4 @@ __all__ = [
     "unpack",
     "unpack_bytes",
     "unpack_reference",
-    "use_torch_on_cpu",
 ]

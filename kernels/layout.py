@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.torch_ops import check_list, tracing
-from kernels.validation import DTYPES, check_dtype, round_up
+from kernels.validation import DTYPES, check_dtype, check_tensor, round_up
 
 CUDA_ALIGNMENT = 256
 CPU_ALIGNMENT = 64
@@ -46,7 +47,7 @@ class Layout:
     @property
     def segments(self) -> tuple[int, ...]:
         """Boundaries (0, ..., numel), one segment a tensor with its padding; (0,) for none."""
-        # One and the same each time, for what is known by identity; dynamo cannot read that.
+        # dynamo cannot read what is cached.
         return (*self.offsets, self.numel) if tracing() else self._segments
 
     @cached_property
@@ -71,6 +72,11 @@ class Layout:
                 (numel, slot - numel) for numel, slot in zip(self.numels, self.slots, strict=True)
             )
         )
+
+    @cached_property
+    def in_c(self) -> tuple[array[int], array[int]]:
+        """int64: elements of each tensor; where the slots start, and end."""
+        return array("q", self.numels), array("q", self.segments)
 
     @cached_property
     def flat(self) -> bool:
@@ -156,3 +162,68 @@ def layout_of(
         numel=ends[-1],
         alignment=alignment,
     )
+
+
+@dataclass(frozen=True)
+class PackedList:
+    """A list of tensors that has passed `check_packed`: its layout and each tensor's dtype."""
+
+    layout: Layout
+    dtypes: tuple[torch.dtype, ...]
+
+    @cached_property
+    def kinds(self) -> dict[torch.dtype, tuple[int, ...]]:
+        """The tensors of each dtype, by their index, without those of no elements."""
+        kinds: dict[torch.dtype, list[int]] = {}
+        for i, (numel, dtype) in enumerate(zip(self.layout.numels, self.dtypes, strict=True)):
+            if numel > 0:
+                kinds.setdefault(dtype, []).append(i)
+        return {dtype: tuple(chosen) for dtype, chosen in kinds.items()}
+
+    @cached_property
+    def dtype_set(self) -> set[torch.dtype]:
+        return set(self.dtypes)
+
+
+def check_packed(
+    tensors: Sequence[Tensor], layout: Layout | None, dtype: torch.dtype | None
+) -> PackedList:
+    """Check that the tensors can be read and fit `layout`, or lay them out in `dtype`.
+
+    Raises:
+        TypeError: A tensor or the layout has another type or dtype.
+        ValueError: A tensor cannot be read, or the layout has other shapes.
+    """
+    if layout is None:
+        layout = layout_of(tensors, dtype=dtype)
+        checked: Sequence[Tensor] = tensors
+    else:
+        check_layout(layout)
+        checked = check_list("tensors", tensors)
+        if not layout.fits(checked):
+            raise ValueError(
+                f"layout holds {len(layout.shapes)} tensors of other shapes than the "
+                f"{len(checked)} given: call kernels.layout_of on these tensors"
+            )
+    return PackedList(layout, tuple([tensor.dtype for tensor in checked]))
+
+
+def check_layout(layout: object) -> None:
+    """Raise TypeError for what is no Layout, ValueError for one whose slots leave its buffer."""
+    if not isinstance(layout, Layout):
+        raise TypeError(f"layout must be a kernels.Layout, not {type(layout).__name__}")
+    if not tracing() and not layout.sound:
+        raise ValueError("layout's fields contradict each other: make it with kernels.layout_of")
+
+
+def check_buffer(name: str, buffer: Tensor, layout: Layout, device: torch.device) -> None:
+    """Raise TypeError or ValueError unless `buffer` is one for this layout, on `device`."""
+    check_tensor(name, buffer)
+    if buffer.dtype != layout.dtype:
+        raise TypeError(f"{name} has dtype {buffer.dtype} but the layout has {layout.dtype}")
+    if buffer.shape != (layout.numel,):
+        raise ValueError(
+            f"{name} has shape {tuple(buffer.shape)} but the layout needs ({layout.numel},)"
+        )
+    if buffer.device != device:
+        raise ValueError(f"{name} is on {buffer.device} but the tensors are on {device}: move one")

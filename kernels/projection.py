@@ -9,22 +9,23 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from kernels._known import Known, KnownCalls, Place, place_of
-from kernels.cpu import dispatch
-from kernels.gpu import launcher, projection_kernels
-from kernels.gpu.dots import TINY
-from kernels.torch_ops import call, operator, returns_nothing, tracing
+from kernels.arithmetic import TINY
+from kernels.findings import Findings
+from kernels.plans import (
+    AdasumPlan,
+    CombinePlan,
+    plan_adasum,
+    plan_combine,
+    plan_dot_and_norms,
+)
+from kernels.torch_ops import call, mark_written, operator, returns_nothing, tracing
 from kernels.validation import (
     check_dots,
-    check_found_inf,
     check_like,
-    check_no_overlap,
     check_pair,
     check_segments,
     check_sized,
@@ -32,140 +33,39 @@ from kernels.validation import (
     new_like,
 )
 
-
-def coefficients(dots: Tensor) -> Tensor:
-    """float64 [S, 2] rows (1 - d/(2A), 1 - d/(2B)) of the rows (d, A, B) of `dots`.
-
-    A coefficient whose squared norm is below sqrt(DBL_MIN) is 1; a NaN norm is not, so NaN stays.
-    """
-    norms = dots[:, 1:]
-    return torch.where(norms < TINY, 1.0, 1.0 - dots[:, :1] / (2.0 * norms))
-
-
-def _no_dots(a: Tensor, b: Tensor, bounds: Sequence[int]) -> Tensor:
-    return a.new_empty((len(bounds) - 1, 3), dtype=torch.float64)
-
-
-@operator("dot_and_norms(Tensor a, Tensor b, SymInt[] bounds) -> Tensor", fake=_no_dots)
-def _run_dot_and_norms(a: Tensor, b: Tensor, bounds: Sequence[int]) -> Tensor:
-    return _dot_and_norms(a, b, bounds, Known(None).found_apart((a, b), 2))
-
-
-def _dot_and_norms(a: Tensor, b: Tensor, bounds: Sequence[int], place: Place) -> Tensor:
-    if launcher.on_triton(a):
-        return projection_kernels.dot_and_norms(a, b, tuple(bounds))
-    rows = dispatch.dot_and_norms(a, b, place, bounds)
-    return torch.from_numpy(np.array(rows, dtype=np.float64).reshape(-1, 3))
-
-
-@operator(
-    "combine(Tensor a, Tensor b, Tensor dots, SymInt[] bounds, Tensor(a!) out, "
-    "Tensor(b!)? found_inf) -> ()",
-    fake=returns_nothing,
-)
-def _run_combine(
-    a: Tensor,
-    b: Tensor,
-    dots: Tensor,
-    bounds: Sequence[int],
-    out: Tensor,
-    found_inf: Tensor | None,
-) -> None:
-    place = place_of((a, b), Known(None), out, found_inf, _A_OR_B)
-    _combine(a, b, dots, bounds, out, found_inf, place)
-
-
-def _combine(
-    a: Tensor,
-    b: Tensor,
-    dots: Tensor,
-    bounds: Sequence[int],
-    out: Tensor,
-    found_inf: Tensor | None,
-    place: Place,
-) -> None:
-    check_no_overlap("out", out, "dots", dots)
-    if launcher.on_triton(a):
-        projection_kernels.combine(a, b, dots, tuple(bounds), out, found_inf)
-    else:
-        dispatch.combine(a, b, place, dots.tolist(), bounds, out, found_inf)
-
-
-@operator(
-    "adasum(Tensor a, Tensor b, SymInt[] bounds, Tensor(a!) out, Tensor(b!)? found_inf) -> ()",
-    fake=returns_nothing,
-)
-def _run_adasum(
-    a: Tensor,
-    b: Tensor,
-    bounds: Sequence[int],
-    out: Tensor,
-    found_inf: Tensor | None,
-) -> None:
-    place = place_of((a, b), Known(None), out, found_inf, _A_OR_B)
-    _adasum(a, b, bounds, out, found_inf, place)
-
-
-def _adasum(
-    a: Tensor,
-    b: Tensor,
-    bounds: Sequence[int],
-    out: Tensor,
-    found_inf: Tensor | None,
-    place: Place,
-) -> None:
-    if launcher.on_triton(a):
-        projection_kernels.adasum(a, b, tuple(bounds), out, found_inf)
-    else:
-        rows = dispatch.dot_and_norms(a, b, place, bounds)
-        dispatch.combine(a, b, place, rows, bounds, out, found_inf)
-
-
-class _Cut(NamedTuple):
-    """The segments last given, if they cannot change, and their boundaries."""
-
-    given: object
-    bounds: tuple[int, ...]
-
-
-# How messages call the inputs.
-_A_OR_B = "ab".__getitem__
-_DOTS: KnownCalls[_Cut] = KnownCalls()
-_COMBINES: KnownCalls[_Cut] = KnownCalls()
-_ADASUMS: KnownCalls[_Cut] = KnownCalls()
-
-
-def _cut(segments: Sequence[int] | None, a: Tensor) -> _Cut:
-    bounds = check_segments(segments, a.numel())
-    lasting = segments is None or type(segments) is tuple
-    return _Cut(segments if lasting else _Cut, bounds)
-
-
-def _bounds(known: Known[_Cut], segments: Sequence[int] | None, a: Tensor) -> tuple[int, ...]:
-    """The boundaries of segments that a known call may not have."""
-    cut = known.value
-    if cut.given is not segments:
-        cut = known.value = _cut(segments, a)
-    return cut.bounds
+__all__ = [
+    "adasum",
+    "adasum_bytes",
+    "adasum_reference",
+    "combine",
+    "combine_bytes",
+    "combine_reference",
+    "dot_and_norms",
+    "dot_and_norms_bytes",
+    "dot_and_norms_reference",
+]
 
 
 def dot_and_norms(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -> Tensor:
-    """float64 [S, 3] on the tensors' device, rows (a.b, |a|^2, |b|^2) a segment.
+    """Return float64 [S, 3] on the tensors' device, rows (a.b, |a|^2, |b|^2) a segment.
 
-    a, b: equal in shape, dtype and device, taken as flat. segments: element boundaries
-    (0, ..., numel), None for one segment; an empty segment gives zeros. No square under- or
-    overflows for float16, bfloat16 or float32 values. Raises TypeError or ValueError.
+    No square under- or overflows for float16, bfloat16 or float32 values.
+
+    Args:
+        a: Taken as flat.
+        b: Equal to a in shape, dtype and device.
+        segments: Element boundaries (0, ..., numel), None for one segment; an empty segment gives
+            zeros.
+
+    Raises:
+        TypeError: An argument has another type or dtype.
+        ValueError: One cannot be used.
     """
-
-    def check() -> _Cut:
-        return _cut(segments, check_pair(a, b, None))
-
     if tracing():
-        dots: Tensor = call("dot_and_norms", a, b, check().bounds)
+        bounds = check_segments(segments, check_pair(a, b, None).numel())
+        dots: Tensor = call("dot_and_norms", a, b, bounds)
         return dots
-    known, place = _DOTS.checked(check, None, (a, b))
-    place = place or known.found_apart((a, b), 2)
-    return _dot_and_norms(a, b, _bounds(known, segments, a), place)
+    return plan_dot_and_norms(a, b, segments)()
 
 
 def combine(
@@ -177,38 +77,36 @@ def combine(
     out: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> Tensor:
-    """(1 - d/(2A)) a + (1 - d/(2B)) b a segment, with (d, A, B) the rows of `dots`.
+    """Return (1 - d/(2A)) a + (1 - d/(2B)) b a segment, with (d, A, B) the rows of `dots`.
 
-    dots: float64 [S, 3], as `dot_and_norms` returns or summed over the ranks that hold the
-    segments' parts. A coefficient whose squared norm is below sqrt(DBL_MIN) is 1. out: written
-    and returned; may be a or b. found_inf: float32 of one element, set to 1 where an output is
-    not finite, else left. Rounded once to the dtype. Raises TypeError or ValueError before
-    anything is written.
+    A coefficient whose squared norm is below sqrt(DBL_MIN) is 1. Rounded once to the dtype.
+
+    Args:
+        a: Taken as flat.
+        b: Equal to a in shape, dtype and device.
+        dots: float64 [S, 3], as `dot_and_norms` returns or summed over the ranks that hold the
+            segments' parts.
+        segments: As in `dot_and_norms`.
+        out: Written and returned; may be a or b. None makes one.
+        found_inf: float32 of one element, set to 1 where an output is not finite, else left.
+
+    Raises:
+        TypeError: An argument has another type or dtype. Nothing has been written.
+        ValueError: One cannot be used, or overlaps what is written. Nothing has been written.
     """
-
-    def check() -> _Cut:
-        left = check_tensor("a", a)
-        cut = _cut(segments, left)
-        check_dots(dots, len(cut.bounds) - 1, left)
+    if tracing():
+        left, findings = check_tensor("a", a), Findings(found_inf)
+        bounds = check_segments(segments, left.numel())
+        check_dots(dots, len(bounds) - 1, left)
         check_pair(a, b, out)
-        check_found_inf(found_inf, left.device)
-        return cut
-
-    traced = tracing()
-    if traced:
-        known, place = Known(check()), None
-    else:
-        known, place = _COMBINES.checked(check, None, (a, b), (found_inf,), out, dots)
-    bounds = _bounds(known, segments, a)
-    if dots.shape[0] != len(bounds) - 1:
-        check_dots(dots, len(bounds) - 1, a)
-    target = new_like(a) if out is None else out
-    if traced:
-        call("combine", a, b, dots, bounds, target, found_inf)
-    else:
-        place = place or place_of((a, b), known, out, found_inf, _A_OR_B)
-        _combine(a, b, dots, bounds, target, found_inf, place)
-    return target
+        findings.check(left.device)
+        target = new_like(a) if out is None else out
+        call("combine", a, b, dots, bounds, target, *findings)
+        return target
+    plan = plan_combine(a, b, dots, segments, out=out, found_inf=found_inf)
+    plan()
+    mark_written(plan.written())
+    return plan.out
 
 
 def adasum(
@@ -219,29 +117,21 @@ def adasum(
     out: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> Tensor:
-    """Adasum of two tensors, a segment at a time: `combine` of their `dot_and_norms`.
+    """Return the Adasum of two tensors, a segment at a time: `combine` of their `dot_and_norms`.
 
-    Arguments and errors as there. NaN or Inf in a segment reaches that segment alone.
+    Arguments and errors are those of `combine`. NaN or Inf in a segment reaches that segment alone.
     """
-
-    def check() -> _Cut:
-        left = check_pair(a, b, out)
-        check_found_inf(found_inf, left.device)
-        return _cut(segments, left)
-
-    traced = tracing()
-    if traced:
-        known, place = Known(check()), None
-    else:
-        known, place = _ADASUMS.checked(check, None, (a, b), (found_inf,), out)
-    bounds = _bounds(known, segments, a)
-    target = new_like(a) if out is None else out
-    if traced:
-        call("adasum", a, b, bounds, target, found_inf)
-    else:
-        place = place or place_of((a, b), known, out, found_inf, _A_OR_B)
-        _adasum(a, b, bounds, target, found_inf, place)
-    return target
+    if tracing():
+        left, findings = check_pair(a, b, out), Findings(found_inf)
+        findings.check(left.device)
+        bounds = check_segments(segments, left.numel())
+        target = new_like(a) if out is None else out
+        call("adasum", a, b, bounds, target, *findings)
+        return target
+    plan = plan_adasum(a, b, segments, out=out, found_inf=found_inf)
+    plan()
+    mark_written(plan.written())
+    return plan.out
 
 
 def dot_and_norms_bytes(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -> int:
@@ -289,7 +179,7 @@ def combine_reference(
     x, y = left.detach().double().view(-1), right.detach().double().view(-1)
     result = torch.empty_like(x)
     for (ca, cb), low, high in zip(
-        coefficients(dots).tolist(), bounds[:-1], bounds[1:], strict=True
+        _coefficients(dots).tolist(), bounds[:-1], bounds[1:], strict=True
     ):
         result[low:high] = ca * x[low:high] + cb * y[low:high]
     return result.view(left.shape)
@@ -298,3 +188,51 @@ def combine_reference(
 def adasum_reference(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -> Tensor:
     """`adasum` evaluated in float64 and left there."""
     return combine_reference(a, b, dot_and_norms_reference(a, b, segments), segments)
+
+
+def _coefficients(dots: Tensor) -> Tensor:
+    """float64 [S, 2] rows (1 - d/(2A), 1 - d/(2B)) of the rows (d, A, B) of `dots`.
+
+    A coefficient whose squared norm is below sqrt(DBL_MIN) is 1; a NaN norm is not, so NaN stays.
+    """
+    norms = dots[:, 1:]
+    return torch.where(norms < TINY, 1.0, 1.0 - dots[:, :1] / (2.0 * norms))
+
+
+def _no_dots(a: Tensor, b: Tensor, bounds: Sequence[int]) -> Tensor:
+    return a.new_empty((len(bounds) - 1, 3), dtype=torch.float64)
+
+
+@operator("dot_and_norms(Tensor a, Tensor b, SymInt[] bounds) -> Tensor", fake=_no_dots)
+def _dot_and_norms(a: Tensor, b: Tensor, bounds: Sequence[int]) -> Tensor:
+    return plan_dot_and_norms(a, b, bounds)()
+
+
+@operator(
+    "combine(Tensor a, Tensor b, Tensor dots, SymInt[] bounds, Tensor(a!) out, "
+    "Tensor(b!)? found_inf) -> ()",
+    fake=returns_nothing,
+)
+def _combine(
+    a: Tensor,
+    b: Tensor,
+    dots: Tensor,
+    bounds: Sequence[int],
+    out: Tensor,
+    *findings: Tensor | None,
+) -> None:
+    plan = CombinePlan(a, b, tuple(bounds), out, Findings(*findings), dots)
+    plan()
+    mark_written(plan.written())
+
+
+@operator(
+    "adasum(Tensor a, Tensor b, SymInt[] bounds, Tensor(a!) out, Tensor(b!)? found_inf) -> ()",
+    fake=returns_nothing,
+)
+def _adasum(
+    a: Tensor, b: Tensor, bounds: Sequence[int], out: Tensor, *findings: Tensor | None
+) -> None:
+    plan = AdasumPlan(a, b, tuple(bounds), out, Findings(*findings))
+    plan()
+    mark_written(plan.written())

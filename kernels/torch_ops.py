@@ -65,6 +65,15 @@ def call(name: str, *args: Any) -> Any:
         return getattr(torch.ops.adasum, name).default(*args)
 
 
+def mark_written(tensors: Sequence[Tensor]) -> None:
+    """Tell autograd that a kernel has written the tensors in place, as torch's own ops do.
+
+    Without it a backward pass that had saved one of them would use the new values in silence.
+    Those made in inference mode have no version, which torch knows.
+    """
+    torch.autograd.graph.increment_version(tensors)
+
+
 def returns_nothing(*_: Any) -> None:
     """The fake of an operator that only writes into its arguments."""
 

@@ -150,21 +150,6 @@ def _check_place(name: str, checked: Tensor, like_name: str, like: Tensor) -> Te
     return checked
 
 
-def check_found_inf(found_inf: object, device: torch.device) -> Tensor | None:
-    """Return `found_inf` if it is None or one float32 on `device`, as torch's GradScaler has it."""
-    if found_inf is None:
-        return None
-    checked = check_tensor("found_inf", found_inf)
-    if checked.dtype != torch.float32 or checked.numel() != 1:
-        raise TypeError(
-            f"found_inf is {tuple(checked.shape)} {checked.dtype}: pass one float32, "
-            "torch.zeros((), device=...)"
-        )
-    if checked.device != device:
-        raise ValueError(f"found_inf is on {checked.device} but the tensors are on {device}")
-    return check_writable("found_inf", checked)
-
-
 def check_scalar(name: str, value: object) -> float:
     """Return `value` as a float; TypeError for what is no number, ValueError for a too big one."""
     if type(value) is float:
@@ -285,44 +270,25 @@ def check_pair(a: object, b: object, out: object | None) -> Tensor:
     return left
 
 
-def check_written(
-    out: Tensor | None,
-    found_inf: Tensor | None,
-    inputs: Sequence[Tensor],
-    name: Callable[[int], str],
+def check_output(
+    out: Tensor, inputs: Sequence[Tensor], addresses: Sequence[int], name: Callable[[int], str]
 ) -> None:
-    """Raise ValueError unless `out` is an input or apart from it, and `found_inf` from all.
+    """Raise ValueError unless `out` is an input, or apart from it, for each.
 
-    out: None where it is to be made. inputs: of as many elements. name: of the i-th.
+    Args:
+        out: Of as many elements as an input, at most.
+        inputs: Elementwise inputs.
+        addresses: Where they lie.
+        name: Of the i-th.
     """
-    if out is not None:
-        if not _near(out, found_inf, inputs):
-            return
-        low, high = byte_range(out)
-        for i, tensor in enumerate(inputs):
-            start, stop = byte_range(tensor)
-            if start < high and low < stop and (start, stop) != (low, high):
-                check_no_overlap("out", out, name(i), tensor)
-        if found_inf is not None:
-            check_no_overlap("found_inf", found_inf, "out", out)
-    if found_inf is not None:
-        for i, tensor in enumerate(inputs):
-            check_no_overlap("found_inf", found_inf, name(i), tensor)
-
-
-def _near(out: Tensor, found_inf: Tensor | None, inputs: Sequence[Tensor]) -> bool:
-    """False where addresses alone show that `check_written` has nothing to say."""
-    low, span, dtype = out.data_ptr(), 8 * out.numel(), out.dtype
-    flag = -4 if found_inf is None else found_inf.data_ptr()
-    if low - 4 < flag < low + span:
-        return True
-    for tensor in inputs:
-        start = tensor.data_ptr()
-        if start == low and tensor.dtype == dtype:
-            continue
-        if low - span < start < low + span or start - 4 < flag < start + span:
-            return True
-    return False
+    low, high = byte_range(out)
+    reach = low - 8 * max([tensor.numel() for tensor in inputs[:1]], default=0)
+    for i, address in enumerate(addresses):
+        # No element has more than 8 bytes.
+        if reach < address < high:
+            start, stop = byte_range(inputs[i])
+            if (start, stop) != (low, high):
+                check_no_overlap("out", out, name(i), inputs[i])
 
 
 def _all_rise(bounds: tuple[Any, ...], numel: int) -> bool:

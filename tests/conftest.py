@@ -35,8 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _compile_kernels() -> None:
     """Compile the C kernels once, so that no timed rank has to."""
-    kernels.cpu_path()
-    kernels.calls_recognised_by()
+    kernels.backend_info()
 
 
 @pytest.fixture(scope="session", autouse=True)

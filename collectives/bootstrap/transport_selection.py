@@ -29,8 +29,9 @@ from collectives.transport import (
     store_of,
 )
 from collectives.transport.connections.shm import ShmLink
+from kernels.cpu.dispatch import use_torch
 
-# What `kernels.cpu_path` says where it is not torch.
+# What `BackendInfo.cpu_path` says where it is not torch.
 _COMPILED = "compiled"
 # Whether a group of several ranks was made that all computed so: this process has to go on.
 _promised = False
@@ -84,7 +85,9 @@ def connect(gloo: GlooTransport, timeout: float, choice: str) -> Transport:
     others = sorted(set(range(gloo.size)) - {gloo.rank})
     unlinked = [peer for peer in others if peer not in met.links]
     unshared = [peer for peer in others if not isinstance(met.links.get(peer), ShmLink)]
-    said = json.dumps([[choice, unlinked, unshared], [kernels.cpu_path(), _promised]]).encode()
+    said = json.dumps(
+        [[choice, unlinked, unshared], [kernels.backend_info().cpu_path, _promised]]
+    ).encode()
     told = [json.loads(data) for data in gather(said)]
     reports = [report for report, _ in told]
     with contextlib.ExitStack() as failed:
@@ -104,7 +107,7 @@ def connect(gloo: GlooTransport, timeout: float, choice: str) -> Transport:
 
 
 def _compute_alike(ranks: list[tuple[str, bool]], rank: int) -> None:
-    """ranks: what `kernels.cpu_path` says there, and whether it has promised others "compiled".
+    """ranks: what `BackendInfo.cpu_path` says there, and whether it has promised others "compiled".
 
     Compiled code and torch's functions differ in last bits, and all ranks are to have the same.
     """
@@ -121,7 +124,7 @@ def _compute_alike(ranks: list[tuple[str, bool]], rank: int) -> None:
             f"ranks {bound} compute on CPU tensors in compiled code, as other groups of theirs do, "
             f"and ranks {lacking} cannot: {why}; set ADASUM_CPU_KERNELS=torch on all ranks"
         )
-    kernels.use_torch_on_cpu(why)
+    use_torch(why)
     if rank == lacking[0]:
         _logger.warning(
             "all ranks compute on CPU tensors by torch's functions, as ranks %s have to: %s",

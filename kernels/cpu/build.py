@@ -10,7 +10,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,16 +30,27 @@ class Unavailable(Exception):
 
 
 def built(
-    stem: str, sources: Sequence[Path], flags: Sequence[str], load: Callable[[Path], Loaded]
+    stem: str,
+    sources: Sequence[Path],
+    generated: Mapping[str, str],
+    flags: Sequence[str],
+    load: Callable[[Path], Loaded],
 ) -> Loaded:
-    """What `load` makes of sources[0], compiled, from the cache or now.
+    """Return what `load` makes of sources[0], compiled, from the cache or now.
 
-    stem: begins the file's name, which changes with all that is compiled. load: OSError,
-    ImportError, AttributeError or ValueError where it cannot be loaded. Raises Unavailable.
+    Args:
+        stem: Begins the file's name, which changes with all that is compiled.
+        sources: The C file and the headers beside it.
+        generated: Headers that are no files, their text by their name.
+        flags: For the compiler, beside those that are the same everywhere.
+        load: Raises OSError, AttributeError or ValueError where the file cannot be loaded.
+
+    Raises:
+        Unavailable: There is no compiler, or it failed, or its file cannot be loaded.
     """
     try:
         texts = [path.read_bytes() for path in sources]
-        made_by = texts, _FLAGS, flags, platform.machine()
+        made_by = texts, sorted(generated.items()), _FLAGS, flags, platform.machine()
         key = hashlib.sha256(repr(made_by).encode()).hexdigest()
         name = f"{stem}-{key[:24]}.so"
         folder = _cache()
@@ -50,13 +61,15 @@ def built(
         shared = folder if folder is not None and os.access(folder, os.W_OK) else None
         with tempfile.TemporaryDirectory(prefix="adasum-", dir=shared) as private:
             made = Path(private, name)
-            _run([*compiler, *_FLAGS, *flags, str(sources[0]), "-o", str(made)])
+            for header, text in generated.items():
+                Path(private, header).write_text(text)
+            _run([*compiler, *_FLAGS, *flags, f"-I{private}", str(sources[0]), "-o", str(made)])
             _seal(made)
             loaded = load(made)
             if shared is not None:
                 made.replace(shared / name)
             return loaded
-    except (OSError, ImportError, AttributeError, ValueError) as error:
+    except (OSError, AttributeError, ValueError) as error:
         raise Unavailable(f"{sources[0].name} could not be compiled and loaded: {error}") from error
 
 

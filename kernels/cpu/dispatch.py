@@ -2,163 +2,182 @@
 
 Arithmetic is float32 for float16, bfloat16 and float32, float64 for float64; results are rounded
 once. Dot products are taken in float64, where no square of a float32 under- or overflows.
+
+Each function here returns another, which runs what it was given any number of times.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import operator
+import os
+import threading
+from array import array
+from collections.abc import Callable, Sequence
+from functools import partial
 
-import torch
 from torch import Tensor
 
-from kernels._known import Known, Place, in_memory
-from kernels._recall import SAFE_HIGH, SAFE_LOW
 from kernels.cpu import native, torch_fallback
-from kernels.gpu.dots import TINY
-from kernels.gpu.launcher import mark_written
-from kernels.packed_list import PackedList
+from kernels.cpu.build import Unavailable
+from kernels.findings import Findings
+from kernels.layout import PackedList
+from kernels.validation import PLAIN
+
+_VARIABLE = "ADASUM_CPU_KERNELS"
+_CHOICES = ("auto", "native", "torch")
+# Where memory begins: more bytes than any tensor has. Most addresses are higher.
+_FAR = 2**40
 
 
-def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:
-    """The dtype arithmetic is done in for tensors of `dtypes`."""
-    return torch.float64 if torch.float64 in dtypes else torch.float32
+class _State:
+    """library: the compiled functions. reason: why torch's are used, None until it is known."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.library: native.Library | None = None
+        self.reason: str | None = None
 
 
-def _native_for(place: Place, wide: torch.dtype, *made: Tensor) -> native.Library | None:
-    """The compiled functions, if all is in memory; made: of what `place` may say nothing."""
-    if place.in_c and in_memory(made, [*map(Tensor.data_ptr, made)]):
-        return native.library(wide)
-    return None
+_state = _State()
 
 
-def _native_for_packed(listed: PackedList, place: Place, buffer: Tensor) -> native.Library | None:
-    """The same for lists, of one dtype."""
-    if len(listed.dtype_set) > 1:
-        return None
-    return _native_for(place, compute_dtype(listed.layout.dtype, *listed.dtype_set), buffer)
+def _forked() -> None:
+    """A thread that compiles is not in a child of the process, the lock that it held is."""
+    _state.lock = threading.Lock()
 
 
-def pack(
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+
+
+def library() -> native.Library | None:
+    """Return the compiled functions; None where torch's are used.
+
+    The first call may compile, for about a second. ADASUM_CPU_KERNELS says what to use: "auto", the
+    default, "torch", or "native".
+
+    Raises:
+        ValueError: The variable has another value.
+        RuntimeError: It says "native", which is not to be had.
+    """
+    if _state.reason is None:
+        choice = os.environ.get(_VARIABLE) or "auto"
+        if choice not in _CHOICES:
+            raise ValueError(f"{_VARIABLE} must be one of {', '.join(_CHOICES)}, got {choice!r}")
+        with _state.lock:
+            if _state.reason is None:
+                _load(choice)
+    return _state.library
+
+
+def _load(choice: str) -> None:
+    try:
+        if choice == "torch":
+            raise Unavailable(f"{_VARIABLE}=torch")
+        _state.library, _state.reason = native.build(), ""
+    except Unavailable as error:
+        if choice == "native":
+            raise RuntimeError(f"{_VARIABLE}=native: {error}") from error
+        _state.reason = str(error)
+
+
+def reason() -> str:
+    """Return why torch's functions are used, "" where they are not. Raises as `library`."""
+    library()
+    return _state.reason or ""
+
+
+def use_torch(why: str) -> None:
+    """Use torch's functions from now on in this process, whatever the variable says.
+
+    Their last bits are others: for ranks of which one has no compiled functions.
+    """
+    with _state.lock:
+        _state.library, _state.reason = None, why
+
+
+def _in_memory(tensors: Sequence[Tensor], addresses: Sequence[int]) -> bool:
+    """Whether all can be read at their addresses: wrappers, fakes and torch's zeros cannot."""
+    if not PLAIN.issuperset(map(type, tensors)):
+        return False
+    # Without memory a tensor's address is where it starts: 0, of a view more, but no such number.
+    if min(addresses, default=_FAR) >= _FAR:
+        return True
+    starts = map(
+        operator.mul, map(Tensor.storage_offset, tensors), map(Tensor.element_size, tensors)
+    )
+    nowhere = itertools.compress(tensors, map(operator.eq, addresses, starts))
+    return not any(map(Tensor.numel, nowhere))
+
+
+def _library_for(*tensors: Tensor) -> native.Library | None:
+    return library() if _in_memory(tensors, [*map(Tensor.data_ptr, tensors)]) else None
+
+
+def _nothing(scale: float) -> None:
+    """Stands for a copy of no tensor."""
+
+
+def copy(
     tensors: Sequence[Tensor],
-    place: Place,
-    known: Known[PackedList],
-    out: Tensor,
-    scale: float,
-    found_inf: Tensor | None,
-) -> None:
-    """Write the tensors into their slots of `out` and zero into the padding."""
-    listed = known.value
-    if not tensors:
-        return
-    if native := _native_for_packed(listed, place, out):
-        if known.is_met_again:
-            known.job = native.copy_job(listed, out, packing=True)
-        native.copy(place.in_c, listed, out, scale, found_inf, packing=True)
-        mark_written([out], found_inf)
-    else:
-        torch_fallback.pack(tensors, listed, out, scale, found_inf)
-
-
-def unpack(
+    addresses: array[int],
+    packed: PackedList,
     buffer: Tensor,
-    tensors: list[Tensor],
-    place: Place,
-    known: Known[PackedList],
-    scale: float,
-    found_inf: Tensor | None,
-) -> None:
-    """Write the slots of `buffer` into the tensors."""
-    listed = known.value
+    findings: Findings,
+    packing: bool,
+) -> Callable[[float], None]:
+    """Between the tensors and their slots of `buffer`, times a scale.
+
+    addresses: the tensors', uint64. packing: whether into the buffer, with zeros into the padding.
+    """
+    one_dtype = len(packed.dtype_set) == 1
+    if one_dtype and _in_memory(tensors, addresses) and (found := _library_for(buffer)):
+        return native.copy(found, packed, addresses, buffer, findings, packing)
     if not tensors:
-        return
-    if native := _native_for_packed(listed, place, buffer):
-        if known.is_met_again:
-            known.job = native.copy_job(listed, buffer, packing=False)
-        native.copy(place.in_c, listed, buffer, scale, found_inf, packing=False)
-        mark_written(tensors, found_inf)
-    else:
-        torch_fallback.unpack(buffer, tensors, listed, scale, found_inf)
+        return _nothing
+    function = torch_fallback.pack if packing else torch_fallback.unpack
+    return partial(function, tensors, packed, buffer, findings)
 
 
 def sum_n(
-    tensors: Sequence[Tensor],
-    place: Place,
-    known: Known[torch.dtype],
-    out: Tensor,
-    scale: float,
-    found_inf: Tensor | None,
-) -> None:
+    tensors: Sequence[Tensor], addresses: array[int], out: Tensor, findings: Findings
+) -> Callable[[float], None]:
     """out = scale * (t0 + t1 + ...), in list order; `out` may be any of the tensors."""
-    if native := _native_for(place, known.value, out):
-        if known.is_met_again:
-            known.job = native.sum_n_job(len(tensors), tensors[0].dtype, out)
-        native.sum_n(place.in_c, len(tensors), tensors[0].dtype, out, scale, found_inf)
-        mark_written([out], found_inf)
-    else:
-        torch_fallback.sum_n(tensors, known.value, out, scale, found_inf)
+    if _in_memory(tensors, addresses) and (found := _library_for(out)):
+        return native.sum_n(found, addresses, tensors[0].dtype, out, findings)
+    return partial(torch_fallback.sum_n, tensors, out, findings)
 
 
 def scaled_add(
-    a: Tensor,
-    b: Tensor,
-    place: Place,
-    known: Known[torch.dtype],
-    alpha: float,
-    beta: float,
-    out: Tensor,
-    found_inf: Tensor | None,
-) -> None:
+    a: Tensor, b: Tensor, out: Tensor, findings: Findings
+) -> Callable[[float, float], None]:
     """out = alpha*a + beta*b, elementwise; `out` may be a or b."""
-    safe = _safe(alpha) and _safe(beta)
-    wide = known.value if safe else torch.float64
-    if native := _native_for(place, wide, out):
-        if safe and known.is_met_again:
-            known.job = native.blend_job(a, b, out)
-        native.blend(a, b, out, (0, out.numel()), (alpha, beta), found_inf)
-        mark_written([out], found_inf)
-    else:
-        torch_fallback.scaled_add(a, b, alpha, beta, wide, out, found_inf)
+    if found := _library_for(a, b, out):
+        return native.scaled_add(found, a, b, out, findings)
+    return partial(torch_fallback.scaled_add, a, b, out, findings)
 
 
-def dot_and_norms(a: Tensor, b: Tensor, place: Place, bounds: Sequence[int]) -> list[list[float]]:
-    """S rows (a.b, |a|^2, |b|^2) of the flattened segments."""
-    if native := _native_for(place, compute_dtype(a.dtype)):
-        return native.dot_and_norms(a, b, bounds)
-    return torch_fallback.dot_and_norms(a, b, bounds)
+def dot_and_norms(a: Tensor, b: Tensor, bounds: Sequence[int], dots: Tensor) -> Callable[[], None]:
+    """dots = rows (a.b, |a|^2, |b|^2) of the flattened segments."""
+    if found := _library_for(a, b, dots):
+        return native.projection(found, "dot_and_norms", a, b, dots, bounds, None, Findings())
+    return partial(torch_fallback.dot_and_norms, a, b, bounds, dots)
 
 
 def combine(
-    a: Tensor,
-    b: Tensor,
-    place: Place,
-    dots: Sequence[Sequence[float]],
-    bounds: Sequence[int],
-    out: Tensor,
-    found_inf: Tensor | None,
-) -> None:
-    """out = (1 - d/(2A)) a + (1 - d/(2B)) b a segment, with `dots` S rows (d, A, B)."""
-    factors = [(_coefficient(dot, mine), _coefficient(dot, theirs)) for dot, mine, theirs in dots]
-    flat = [*itertools.chain.from_iterable(factors)]
-    wide = compute_dtype(a.dtype, out.dtype)
-    native = _native_for(place, wide, out)
-    if native and all(map(_safe, flat)):
-        native.blend(a, b, out, bounds, flat, found_inf)
-        mark_written([out], found_inf)
-        return
-    parts = [tensor.detach().view(-1) for tensor in (a, b, out)]
-    for (alpha, beta), (low, high) in zip(factors, itertools.pairwise(bounds), strict=True):
-        if high > low:
-            left, right, to = (part[low:high] for part in parts)
-            scaled_add(left, right, place, Known(wide), alpha, beta, to, found_inf)
+    a: Tensor, b: Tensor, dots: Tensor, bounds: Sequence[int], out: Tensor, findings: Findings
+) -> Callable[[], None]:
+    """out = (1 - d/(2A)) a + (1 - d/(2B)) b a segment, with (d, A, B) the rows of `dots`."""
+    if found := _library_for(a, b, dots, out):
+        return native.projection(found, "combine", a, b, dots, bounds, out, findings)
+    return partial(torch_fallback.combine, a, b, dots, bounds, out, findings)
 
 
-def _safe(coefficient: float) -> bool:
-    return (
-        coefficient == 0.0 or SAFE_LOW < abs(coefficient) < SAFE_HIGH or coefficient != coefficient
-    )
-
-
-def _coefficient(dot: float, norm: float) -> float:
-    """1 - d/(2A); 1 below sqrt(DBL_MIN), which no NaN is."""
-    return 1.0 if norm < TINY else 1.0 - dot / (2.0 * norm)
+def adasum(
+    a: Tensor, b: Tensor, bounds: Sequence[int], out: Tensor, findings: Findings
+) -> Callable[[], None]:
+    """out = `combine` of the tensors' `dot_and_norms`."""
+    if found := _library_for(a, b, out):
+        return native.projection(found, "adasum", a, b, None, bounds, out, findings)
+    return partial(torch_fallback.adasum, a, b, bounds, out, findings)

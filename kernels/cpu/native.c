@@ -1,6 +1,7 @@
-/* The CPU path's arithmetic, each function one pass over memory. kernels/cpu/native.py compiles this
- * file twice: with REAL=float for float16, bfloat16 and float32, with REAL=double for float64, or
- * where coefficients would leave float's range.
+/* The CPU path's arithmetic, each function one pass over memory.
+ *
+ * real.h is included twice: arithmetic in float for float16, bfloat16 and float32, in double for
+ * float64 or where coefficients would leave float's range.
  *
  * Tensors are cut into blocks, and blocks into tiles that stay in a core's first cache: a tile is
  * read from any dtype into REAL, computed on and rounded once where it is written. Its bits depend
@@ -9,14 +10,20 @@
  *
  * Every `out` may be one of the inputs: a tile is read before it is written.
  *
- * A function takes one argument, a struct of kernels/cpu/tasks.h: to pass nine by ctypes takes four times
- * as long.
+ * A function takes one argument, a struct of tasks.h, which is generated from kernels/cpu/tasks.py.
+ * `findings` is what to report of the values written, `threads` the most that may be used.
  */
-#include "native.h"
-#include "tasks.h"
+#include <stdint.h>
+#include <string.h>
 
-/* Elements; BLOCK comes from kernels/cpu/native.py, too. */
-enum { TILE = 1024, LANES = 8 };
+#include "tasks.h"
+#include "vectors.h"
+
+/* In the order of kernels/cpu/native.py. BLOCK, elements whose dot products are one partial result,
+ * comes from there, too, as do TINY and the range of coefficients that are safe in float. */
+enum { FLOAT16, BFLOAT16, FLOAT32, FLOAT64 };
+/* Elements; up to ALONE are not worth a second thread. */
+enum { TILE = 1024, LANES = 8, ALONE = 32768 };
 
 /* What is written to may be what is read, element by element; nothing else overlaps. */
 #ifdef __clang__
@@ -24,6 +31,55 @@ enum { TILE = 1024, LANES = 8 };
 #else
 #define ELEMENTWISE _Pragma("GCC ivdep")
 #endif
+
+static int64_t least(int64_t a, int64_t b)
+{
+    return a < b ? a : b;
+}
+
+/* The address of element `at`. */
+static void *element(const void *from, int dtype, int64_t at)
+{
+    static const int sizes[] = {2, 2, 4, 8};
+    return (char *)from + at * sizes[dtype];
+}
+
+static uint16_t to_bfloat16(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    return (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded;
+}
+
+/* Whether one of `n` elements from `from + at` on is Inf or NaN: has all bits of its exponent. */
+static int any_non_finite(const void *from, int dtype, int64_t at, int64_t n)
+{
+    int found = 0;
+    if (dtype == FLOAT64) {
+        const uint64_t *bits = (const uint64_t *)from + at, all = 0x7ff0000000000000;
+        for (int64_t i = 0; i < n; i++)
+            found |= (bits[i] & all) == all;
+    } else if (dtype == FLOAT32) {
+        const uint32_t *bits = (const uint32_t *)from + at, all = 0x7f800000;
+        for (int64_t i = 0; i < n; i++)
+            found |= (bits[i] & all) == all;
+    } else {
+        const uint16_t *bits = (const uint16_t *)from + at, all = dtype == FLOAT16 ? 0x7c00 : 0x7f80;
+        for (int64_t i = 0; i < n; i++)
+            found |= (bits[i] & all) == all;
+    }
+    return found;
+}
+
+/* The epilogue of every function that writes: what `findings` asks of `n` elements just written.
+ * Threads set one and the same flag. */
+static void report(const struct findings *findings, const void *from, int dtype, int64_t at, int64_t n)
+{
+    float one = 1;
+    if (findings->found_inf && any_non_finite(from, dtype, at, n))
+        __atomic_store(findings->found_inf, &one, __ATOMIC_RELAXED);
+}
 
 /* Blocks of segments: each segment is cut for itself, from its own start. */
 struct block {
@@ -37,10 +93,7 @@ static int64_t blocks_of(const int64_t *bounds, int64_t segment)
 
 /* Threads: those of torch's own OpenMP, which is in the process where torch uses one. Linking a
  * second one would put two pools of threads on the same cores. */
-static struct team {
-    void (*parallel)(void (*start)(void *), void *task, unsigned threads, unsigned flags);
-    int (*thread_num)(void), (*num_threads)(void);
-} team;
+static struct team team;
 
 /* GOMP_parallel, omp_get_thread_num and omp_get_num_threads; before any other call. */
 void use_team(const struct team *found)
@@ -95,196 +148,97 @@ static void walk_blocks(visitor *visit, const void *task, const int64_t *bounds,
         walk_part(&walk, 0, 1);
 }
 
-static void sum_block(const void *task, struct block block, int64_t number)
+#define REAL float
+#define NATIVE FLOAT32
+#define IN(name) name##_float
+#include "real.h"
+#undef REAL
+#undef NATIVE
+#undef IN
+#define REAL double
+#define NATIVE FLOAT64
+#define IN(name) name##_double
+#include "real.h"
+
+static int has_double(int64_t a, int64_t b)
 {
-    (void)number;
-    const struct sum *t = task;
-    real scale = (real)t->scale;
-    for (int64_t low = block.low; low < block.high; low += TILE) {
-        real left[TILE], right[TILE], tile[TILE];
-        int64_t n = least(TILE, block.high - low);
-        /* A third input may be the output. */
-        real *total = t->count > 2 ? tile : place_for(t->out, t->out_dtype, low, tile);
-        const real *x = read(t->inputs[0], t->dtype, low, n, left);
-        if (t->count > 1) {
-            const real *y = read(t->inputs[1], t->dtype, low, n, right);
-            ELEMENTWISE
-            for (int64_t i = 0; i < n; i++)
-                total[i] = x[i] + y[i];
-            x = total;
-        }
-        for (int64_t k = 2; k < t->count; k++) {
-            const real *y = read(t->inputs[k], t->dtype, low, n, right);
-            for (int64_t i = 0; i < n; i++)
-                total[i] += y[i];
-        }
-        if (scale != 1) {
-            ELEMENTWISE
-            for (int64_t i = 0; i < n; i++)
-                total[i] = x[i] * scale;
-            x = total;
-        }
-        write(t->out, t->out_dtype, low, n, x);
-        note_non_finite(t->found_inf, t->out, t->out_dtype, low, n);
-    }
+    return a == FLOAT64 || b == FLOAT64;
 }
 
 /* out = scale * (inputs[0] + inputs[1] + ...), added in order. */
-void sum_n(const struct sum *task)
+void sum_n(const struct sum *t)
 {
-    const int64_t bounds[] = {0, task->numel};
-    walk_blocks(sum_block, task, bounds, 1, task->threads);
-}
-
-/* `n` elements to `to`, times the scale. */
-static void copy_run(const struct list *t, const void *from, int dtype, void *to, int to_dtype,
-                     int64_t n)
-{
-    real scale = (real)t->scale;
-    if (dtype == to_dtype && scale == 1) {
-        memcpy(to, from, (char *)place(to, dtype, n) - (char *)to);
-        note_non_finite(t->found_inf, to, dtype, 0, n);
-        return;
-    }
-    for (int64_t low = 0; low < n; low += TILE) {
-        real tile[TILE];
-        int64_t few = least(TILE, n - low);
-        real *product = place_for(to, to_dtype, low, tile);
-        const real *x = read(from, dtype, low, few, product);
-        if (scale != 1) {
-            ELEMENTWISE
-            for (int64_t i = 0; i < few; i++)
-                product[i] = x[i] * scale;
-            x = product;
-        }
-        write(to, to_dtype, low, few, x);
-        note_non_finite(t->found_inf, to, to_dtype, low, few);
-    }
-}
-
-static void copy_block(const void *task, struct block block, int64_t number)
-{
-    (void)number;
-    const struct list *t = task;
-    int64_t at = block.low - t->bounds[block.segment], room = block.high - block.low;
-    int64_t n = least(room, t->numels[block.segment] - at);
-    void *slot = place(t->buffer, t->buffer_dtype, block.low);
-    if (n > 0) {
-        void *part = place(t->tensors[block.segment], t->dtype, at);
-        if (t->packing)
-            copy_run(t, part, t->dtype, slot, t->buffer_dtype, n);
-        else
-            copy_run(t, slot, t->buffer_dtype, part, t->dtype, n);
-    }
-    if (t->packing && n < room) {
-        char *padding = place(slot, t->buffer_dtype, n > 0 ? n : 0);
-        memset(padding, 0, (char *)place(slot, t->buffer_dtype, room) - padding);
-    }
+    const int64_t bounds[] = {0, t->numel};
+    visitor *visit = has_double(t->dtype, t->out_dtype) ? sum_block_double : sum_block_float;
+    walk_blocks(visit, t, bounds, 1, t->threads);
 }
 
 /* Between a buffer and `count` tensors, of numels elements, whose slots in it start, and end, at
  * bounds. packing: into the buffer, with zeros into what a slot has beyond its tensor; else out of
  * it. */
-void copy(const struct list *task)
+void copy(const struct copy *t)
 {
-    walk_blocks(copy_block, task, task->bounds, task->count, task->threads);
+    visitor *visit = has_double(t->dtype, t->buffer_dtype) ? copy_block_double : copy_block_float;
+    walk_blocks(visit, t, t->bounds, t->count, t->threads);
+}
+
+/* Whether the product with any float loses nothing to float's exponent. */
+static int is_safe(double coefficient)
+{
+    double size = __builtin_fabs(coefficient);
+    return size == 0 || (SAFE_LOW < size && size < SAFE_HIGH) || size != size;
 }
 
 static void blend_block(const void *task, struct block block, int64_t number)
 {
     (void)number;
-    const struct blend *t = task;
-    real alpha = (real)t->coefficients[2 * block.segment];
-    real beta = (real)t->coefficients[2 * block.segment + 1];
-    for (int64_t low = block.low; low < block.high; low += TILE) {
-        real left[TILE], right[TILE], tile[TILE];
-        int64_t n = least(TILE, block.high - low);
-        const real *x = read(t->a, t->a_dtype, low, n, left);
-        const real *y = read(t->b, t->b_dtype, low, n, right);
-        real *total = place_for(t->out, t->out_dtype, low, tile);
-        ELEMENTWISE
-        for (int64_t i = 0; i < n; i++)
-            total[i] = (sizeof(real) == 4 ? __builtin_fmaf(beta, y[i], alpha * x[i])
-                                          : __builtin_fma(beta, y[i], alpha * x[i]));
-        write(t->out, t->out_dtype, low, n, total);
-        note_non_finite(t->found_inf, t->out, t->out_dtype, low, n);
-    }
+    const struct pair *t = task;
+    const double *factors = t->coefficients + 2 * block.segment;
+    int wide = has_double(t->a_dtype, t->b_dtype) || t->out_dtype == FLOAT64;
+    if (wide || !is_safe(factors[0]) || !is_safe(factors[1]))
+        blend_double(t, block, factors[0], factors[1]);
+    else
+        blend_float(t, block, (float)factors[0], (float)factors[1]);
 }
 
 /* out = alpha * a + beta * b, by segment: coefficients are its rows (alpha, beta), bounds the
  * elements where segments start, and end. */
-void blend(const struct blend *task)
+void scaled_add(const struct pair *t)
 {
-    walk_blocks(blend_block, task, task->bounds, task->segments, task->threads);
+    walk_blocks(blend_block, t, t->bounds, t->segments, t->threads);
 }
 
-/* Sums of products in double, where those of two floats are exact. An element's place in its block
- * says in which of the lanes it is added. */
-struct dots {
-    double dot[LANES], a[LANES], b[LANES];
-};
-
-/* Four elements. */
-static quad widen(const real *from)
+/* dots: (a.b, |a|^2, |b|^2) of each segment. partials: room for three doubles a block. */
+void dot_and_norms(const struct pair *t)
 {
-    return sizeof(real) == 4 ? quad_of_floats((const float *)from)
-                             : quad_of_doubles((const double *)from);
-}
-
-static void add_dots(const real *x, const real *y, int64_t n, struct dots *sums)
-{
-    quad dot[LANES / 4], a[LANES / 4], b[LANES / 4];
-    memcpy(dot, sums->dot, sizeof dot);
-    memcpy(a, sums->a, sizeof a);
-    memcpy(b, sums->b, sizeof b);
-    int64_t whole = n - n % LANES;
-    for (int64_t i = 0; i < whole; i += LANES)
-        for (int j = 0; j < LANES / 4; j++) {
-            quad u = widen(x + i + 4 * j), v = widen(y + i + 4 * j);
-            dot[j] = add_product(dot[j], u, v);
-            a[j] = add_product(a[j], u, u);
-            b[j] = add_product(b[j], v, v);
-        }
-    memcpy(sums->dot, dot, sizeof dot);
-    memcpy(sums->a, a, sizeof a);
-    memcpy(sums->b, b, sizeof b);
-    for (int64_t i = whole; i < n; i++) {
-        double u = x[i], v = y[i];
-        sums->dot[i - whole] = __builtin_fma(u, v, sums->dot[i - whole]);
-        sums->a[i - whole] = __builtin_fma(u, u, sums->a[i - whole]);
-        sums->b[i - whole] = __builtin_fma(v, v, sums->b[i - whole]);
-    }
-}
-
-static void dots_block(const void *task, struct block block, int64_t number)
-{
-    const struct pair *t = task;
-    struct dots sums = {{0}, {0}, {0}};
-    double row[3] = {0};
-    for (int64_t low = block.low; low < block.high; low += TILE) {
-        real left[TILE], right[TILE];
-        int64_t n = least(TILE, block.high - low);
-        const real *x = read(t->a, t->a_dtype, low, n, left);
-        const real *y = read(t->b, t->b_dtype, low, n, right);
-        add_dots(x, y, n, &sums);
-    }
-    for (int i = 0; i < LANES; i++) {
-        row[0] += sums.dot[i];
-        row[1] += sums.a[i];
-        row[2] += sums.b[i];
-    }
-    memcpy(t->partials + 3 * number, row, sizeof row);
-}
-
-/* rows: (a.b, |a|^2, |b|^2) of each segment. partials: room for three doubles a block. */
-void dot_and_norms(const struct pair *task)
-{
-    walk_blocks(dots_block, task, task->bounds, task->segments, task->threads);
-    double *partials = task->partials, *rows = task->rows;
-    for (int64_t segment = 0; segment < task->segments; segment++, rows += 3) {
-        rows[0] = rows[1] = rows[2] = 0;
-        for (int64_t k = 0; k < blocks_of(task->bounds, segment); k++, partials += 3)
+    visitor *visit = has_double(t->a_dtype, t->b_dtype) ? dots_block_double : dots_block_float;
+    walk_blocks(visit, t, t->bounds, t->segments, t->threads);
+    double *partials = t->partials, *row = t->dots;
+    for (int64_t segment = 0; segment < t->segments; segment++, row += 3) {
+        row[0] = row[1] = row[2] = 0;
+        for (int64_t k = 0; k < blocks_of(t->bounds, segment); k++, partials += 3)
             for (int i = 0; i < 3; i++)
-                rows[i] += partials[i];
+                row[i] += partials[i];
     }
+}
+
+/* 1 - d/(2A); 1 for a norm below TINY, which no NaN is. */
+static double coefficient(double dot, double norm)
+{
+    return norm < TINY ? 1 : 1 - dot / (2 * norm);
+}
+
+/* scaled_add with the coefficients that follow from dots; written to coefficients first. */
+void combine(const struct pair *t)
+{
+    for (int64_t k = 0; k < t->segments; k++)
+        for (int i = 0; i < 2; i++)
+            t->coefficients[2 * k + i] = coefficient(t->dots[3 * k], t->dots[3 * k + 1 + i]);
+    scaled_add(t);
+}
+
+void adasum(const struct pair *t)
+{
+    dot_and_norms(t);
+    combine(t);
 }

@@ -14,14 +14,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.layout import Layout
-from kernels.packed_list import PackedList
+from kernels.arithmetic import TINY, compute_dtype
+from kernels.findings import Findings
+from kernels.layout import Layout, PackedList
 
 # An operation on both cores costs tens of microseconds to start and to end, so blocks are as large
 # as the shared cache lets them be; bench/NOTES.md has the times behind them.
 _MAP_BLOCK = 1 << 20
 # Two float64 copies in the shared cache.
 _DOT_BLOCK = 1 << 18
+_SAFE_LOW, _SAFE_HIGH = 2.0**-60, 2.0**60
 _dtype = operator.attrgetter("dtype")
 
 
@@ -51,13 +53,17 @@ def _cut(flat: Tensor, block: int) -> Sequence[Tensor]:
     return (flat,) if flat.numel() <= block else flat.split(block)
 
 
-def _flag_non_finite(found_inf: Tensor | None, written: Sequence[Tensor]) -> None:
+def report(findings: Findings, written: Sequence[Tensor]) -> None:
+    """Report of the values in tensors just written what `findings` asks for."""
+    if findings.found_inf is not None:
+        _flag_non_finite(findings.found_inf, written)
+
+
+def _flag_non_finite(found_inf: Tensor, written: Sequence[Tensor]) -> None:
     """Set `found_inf` to 1 if one of the tensors holds Inf or NaN.
 
     torch's own pass for GradScaler, one call for a list; times one it leaves the tensors alone.
     """
-    if found_inf is None:
-        return
     one = _scratch(2, 1, torch.float32).fill_(1.0)
     dtypes = set(map(_dtype, written))
     for dtype in dtypes:
@@ -102,21 +108,21 @@ def _slots(layout: Layout, buffer: Tensor) -> list[Tensor]:
 @torch.no_grad()
 def pack(
     tensors: Sequence[Tensor],
-    listed: PackedList,
+    packed: PackedList,
     out: Tensor,
+    findings: Findings,
     scale: float,
-    found_inf: Tensor | None,
 ) -> None:
     """Write the tensors into their slots of `out` and zero into the padding."""
-    layout = listed.layout
+    layout = packed.layout
     flat = _all_flat(tensors, layout)
     if scale == 1.0:
-        _gather(flat, listed.dtype_set, layout, out)
+        _gather(flat, packed.dtype_set, layout, out)
     else:
         _zero_padding(layout, out)
         for slot, tensor in zip(_slots(layout, out), flat, strict=True):
             _scaled_copy(slot, tensor, scale)
-    _flag_non_finite(found_inf, (out,))
+    report(findings, (out,))
 
 
 def _gather(flat: list[Tensor], dtypes: set[torch.dtype], layout: Layout, out: Tensor) -> None:
@@ -136,21 +142,21 @@ def _zero_padding(layout: Layout, out: Tensor) -> None:
 
 @torch.no_grad()
 def unpack(
-    buffer: Tensor,
     tensors: Sequence[Tensor],
-    listed: PackedList,
+    packed: PackedList,
+    buffer: Tensor,
+    findings: Findings,
     scale: float,
-    found_inf: Tensor | None,
 ) -> None:
     """Write the slots of `buffer` into the tensors."""
-    layout = listed.layout
+    layout = packed.layout
     flat = _all_flat(tensors, layout)
     if scale == 1.0:
-        _scatter(buffer, flat, listed.dtype_set, layout)
+        _scatter(buffer, flat, packed.dtype_set, layout)
     else:
         for slot, tensor in zip(_slots(layout, buffer), flat, strict=True):
             _scaled_copy(tensor, slot, scale)
-    _flag_non_finite(found_inf, flat)
+    report(findings, flat)
 
 
 def _scatter(buffer: Tensor, flat: list[Tensor], dtypes: set[torch.dtype], layout: Layout) -> None:
@@ -162,14 +168,9 @@ def _scatter(buffer: Tensor, flat: list[Tensor], dtypes: set[torch.dtype], layou
 
 
 @torch.no_grad()
-def sum_n(
-    tensors: Sequence[Tensor],
-    wide: torch.dtype,
-    out: Tensor,
-    scale: float,
-    found_inf: Tensor | None,
-) -> None:
+def sum_n(tensors: Sequence[Tensor], out: Tensor, findings: Findings, scale: float) -> None:
     """out = scale * (t0 + t1 + ...), in list order; `out` may be any of the tensors."""
+    wide = compute_dtype(tensors[0].dtype, out.dtype)
     # Accumulating in the output itself saves a copy where no later input is the output.
     direct = out.dtype == wide and out.data_ptr() not in map(Tensor.data_ptr, tensors[2:])
     cuts = [_cut(_flat(tensor), _MAP_BLOCK) for tensor in (out, *tensors)]
@@ -180,7 +181,7 @@ def sum_n(
             _scaled_copy(to, block, scale)
         elif not direct:
             to.copy_(block)
-        _flag_non_finite(found_inf, (to,))
+        report(findings, (to,))
 
 
 def _sum(parts: Sequence[Tensor], total: Tensor) -> None:
@@ -200,18 +201,15 @@ def _sum(parts: Sequence[Tensor], total: Tensor) -> None:
 
 @torch.no_grad()
 def scaled_add(
-    a: Tensor,
-    b: Tensor,
-    alpha: float,
-    beta: float,
-    wide: torch.dtype,
-    out: Tensor,
-    found_inf: Tensor | None,
+    a: Tensor, b: Tensor, out: Tensor, findings: Findings, alpha: float, beta: float
 ) -> None:
     """out = alpha*a + beta*b, elementwise; `out` may be a or b.
 
     The same bits whichever it is: ranks that reduce the same pair write into one or the other.
     """
+    wide = compute_dtype(a.dtype, b.dtype, out.dtype)
+    if not (_is_safe(alpha) and _is_safe(beta)):
+        wide = torch.float64
     # The output can hold the intermediate result unless it is b.
     direct = out.dtype == wide and out.data_ptr() != b.data_ptr()
     cuts = [_cut(_flat(tensor), _MAP_BLOCK) for tensor in (a, b, out)]
@@ -227,7 +225,7 @@ def scaled_add(
             torch.add(total, right, alpha=beta, out=to)
         else:
             to.copy_(torch.add(total, right, alpha=beta, out=total))
-        _flag_non_finite(found_inf, (to,))
+        report(findings, (to,))
 
 
 def _wide(slot: int, tensor: Tensor) -> Tensor:
@@ -235,15 +233,47 @@ def _wide(slot: int, tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def dot_and_norms(a: Tensor, b: Tensor, bounds: Sequence[int]) -> list[list[float]]:
-    """S rows (a.b, |a|^2, |b|^2) of the flattened segments."""
+def dot_and_norms(a: Tensor, b: Tensor, bounds: Sequence[int], dots: Tensor) -> None:
+    """Write into `dots` a row (a.b, |a|^2, |b|^2) for each segment."""
     x, y = _flat(a), _flat(b)
-    rows = [[0.0, 0.0, 0.0] for _ in range(len(bounds) - 1)]
-    for row, (start, stop) in zip(rows, itertools.pairwise(bounds), strict=True):
+    for row, (start, stop) in zip(dots, itertools.pairwise(bounds), strict=True):
+        found = [0.0, 0.0, 0.0]
         for low in range(start, stop, _DOT_BLOCK):
             high = min(low + _DOT_BLOCK, stop)
             u, v = _wide(0, x[low:high]), _wide(1, y[low:high])
-            row[0] += torch.dot(u, v).item()
-            row[1] += torch.dot(u, u).item()
-            row[2] += torch.dot(v, v).item()
-    return rows
+            for i, (left, right) in enumerate(((u, v), (u, u), (v, v))):
+                found[i] += torch.dot(left, right).item()
+        row.copy_(torch.tensor(found, dtype=torch.float64))
+
+
+@torch.no_grad()
+def combine(
+    a: Tensor, b: Tensor, dots: Tensor, bounds: Sequence[int], out: Tensor, findings: Findings
+) -> None:
+    """out = (1 - d/(2A)) a + (1 - d/(2B)) b a segment, with (d, A, B) the rows of `dots`."""
+    parts = [tensor.detach().view(-1) for tensor in (a, b, out)]
+    for (dot, norm_a, norm_b), (low, high) in zip(
+        dots.tolist(), itertools.pairwise(bounds), strict=True
+    ):
+        if high > low:
+            left, right, to = (part[low:high] for part in parts)
+            alpha, beta = _coefficient(dot, norm_a), _coefficient(dot, norm_b)
+            scaled_add(left, right, to, findings, alpha, beta)
+
+
+def adasum(a: Tensor, b: Tensor, bounds: Sequence[int], out: Tensor, findings: Findings) -> None:
+    """`combine` of the tensors' `dot_and_norms`."""
+    dots = torch.empty(len(bounds) - 1, 3, dtype=torch.float64, device="cpu")
+    dot_and_norms(a, b, bounds, dots)
+    combine(a, b, dots, bounds, out, findings)
+
+
+def _coefficient(dot: float, norm: float) -> float:
+    """1 - d/(2A); 1 for a norm below TINY, which no NaN is."""
+    return 1.0 if norm < TINY else 1.0 - dot / (2.0 * norm)
+
+
+def _is_safe(coefficient: float) -> bool:
+    """Whether the product with any float32 loses nothing to float32's exponent."""
+    size = abs(coefficient)
+    return size == 0.0 or _SAFE_LOW < size < _SAFE_HIGH or size != size

@@ -8,16 +8,26 @@ import numpy as np
 from torch import Tensor
 
 from kernels.gpu import launcher
-from kernels.gpu.launcher import CACHE
+from kernels.gpu.device_tables import TABLES, upload
 
 # So many partials at most, beside one a segment: the last program to arrive adds them up alone.
 _MAX_CHUNKS = 2048
 
 
-class Plan(NamedTuple):
-    """How one buffer is cut. table: int64 rows (start, length, segment) a chunk, then rows
-    (first chunk, chunks) a segment. one_tile: every chunk is a single tile. vector_bounds: every
-    chunk starts and ends at a multiple of 16 bytes from the start."""
+class Chunks(NamedTuple):
+    """How one buffer is cut.
+
+    Attributes:
+        table: int64 rows (start, length, segment) a chunk, then rows (first chunk, chunks) a
+            segment.
+        host: What was uploaded.
+        chunks: How many there are.
+        segments: How many there are.
+        block: Elements of a tile.
+        warps: Of a program.
+        one_tile: Whether every chunk is a single tile.
+        vector_bounds: Whether every chunk starts and ends at a multiple of 16 bytes from the start.
+    """
 
     table: Tensor
     host: Tensor
@@ -29,14 +39,14 @@ class Plan(NamedTuple):
     vector_bounds: bool
 
 
-def cut(bounds: tuple[int, ...], itemsize: int, block: int) -> tuple[np.ndarray, np.ndarray, int]:
+def cut(bounds: tuple[int, ...], block: int) -> tuple[np.ndarray, np.ndarray, int]:
     """Chunk rows [C, 3], segment rows [S, 2] and the tiles of the longest chunk.
 
     An empty segment keeps one empty chunk, so that its row of zeros gets written.
     """
     edges = np.array(bounds, dtype=np.int64)
     sizes = np.diff(edges)
-    tiles = max(1, -(-int(edges[-1]) // (block * _MAX_CHUNKS)))
+    tiles = _tiles(bounds, block)
     span = tiles * block
     counts = np.maximum(-(-sizes // span), 1)
     first = np.cumsum(counts) - counts
@@ -45,6 +55,11 @@ def cut(bounds: tuple[int, ...], itemsize: int, block: int) -> tuple[np.ndarray,
     length = np.minimum(sizes[segment] - within, span)
     rows = np.stack([edges[:-1][segment] + within, length, segment], axis=1)
     return rows, np.stack([first, counts], axis=1), tiles
+
+
+def _tiles(bounds: tuple[int, ...], block: int) -> int:
+    """Of the longest chunk."""
+    return max(1, -(-bounds[-1] // (block * _MAX_CHUNKS)))
 
 
 def tile_of(numel: int, itemsize: int) -> tuple[int, int]:
@@ -62,15 +77,17 @@ def tile_of(numel: int, itemsize: int) -> tuple[int, int]:
     return block, min(16, max(4, 16 * block // largest))
 
 
-def plan_of(a: Tensor, bounds: tuple[int, ...]) -> Plan:
-    """The plan for buffers like `a`, from the cache or made and uploaded."""
+def chunks_of(a: Tensor, bounds: tuple[int, ...]) -> Chunks:
+    """Return the chunks of buffers like `a`, their table in device memory."""
+    itemsize = a.element_size()
+    block, warps = tile_of(a.numel(), itemsize)
 
-    def make() -> Plan:
-        itemsize = a.element_size()
-        block, warps = tile_of(a.numel(), itemsize)
-        rows, shares, tiles = cut(bounds, itemsize, block)
-        table, host = launcher.upload(np.concatenate([rows.ravel(), shares.ravel()]), a.device)
+    def make() -> Chunks:
+        rows, shares, tiles = cut(bounds, block)
+        table, host = upload(np.concatenate([rows.ravel(), shares.ravel()]), a.device)
         whole = bool(np.all(rows[:, :2] * itemsize % 16 == 0))
-        return Plan(table, host, len(rows), len(shares), block, warps, tiles == 1, whole)
+        return Chunks(table, host, len(rows), len(shares), block, warps, tiles == 1, whole)
 
-    return CACHE.fetch(("plan", a.device, a.element_size(), bounds), a.device, make)
+    key = ("chunks", itemsize, block, _tiles(bounds, block), bounds)
+    found: Chunks = TABLES.fetch(key, a.device, make)
+    return found

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from array import array
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.cpu import dispatch
+from kernels.arithmetic import compute_dtype
+from kernels.findings import Findings
 from kernels.gpu import launcher
-from kernels.gpu.launcher import CACHE, Kernel, jit, tl
-from kernels.gpu.tiles import flag_non_finite, load_tile, part_of, rescale, store_tile
-from kernels.layout import Layout
-from kernels.packed_list import PackedList
+from kernels.gpu.device_tables import TABLES, AddressTable, upload
+from kernels.gpu.launcher import Kernel, Launch, jit, tl
+from kernels.gpu.tiles import load_tile, part_of, report, rescale, store_tile
+from kernels.layout import PackedList
+
+# float32's; beyond it a factor is infinite.
+_LARGEST = torch.finfo(torch.float32).max
 
 
 @jit
@@ -21,30 +29,29 @@ def _move(
     reads,
     writes,
     scale_bits,
-    found_inf,
+    findings,
     SOURCE: tl.constexpr,
     TARGET: tl.constexpr,
     WIDE: tl.constexpr,
     SCALED: tl.constexpr,
     FINITE: tl.constexpr,
-    CHECKED: tl.constexpr,
     VECTORS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Up to BLOCK elements from one address to the other: `reads` of them, zeros to `writes`."""
     x = load_tile(source, reads, SOURCE, VECTORS, BLOCK)
     x = rescale(x, tl.arange(0, BLOCK) < reads, scale_bits, WIDE, TARGET, SCALED, FINITE)
-    if CHECKED:
-        flag_non_finite(x, found_inf)
+    report(x, findings)
     store_tile(target, writes, x, VECTORS)
 
 
 @Kernel
 def _copy_kernel(
-    table,
-    buffer,
-    found_inf,
     scale_bits: tl.int64,
+    table,
+    addresses,
+    buffer,
+    findings,
     tensor_count: tl.int32,
     TENSOR: tl.constexpr,
     BUFFER: tl.constexpr,
@@ -52,28 +59,27 @@ def _copy_kernel(
     PACK: tl.constexpr,
     SCALED: tl.constexpr,
     FINITE: tl.constexpr,
-    CHECKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One tile between one tensor and its slot.
 
-    The table starts with the row of every tile. A row holds the address of the tensor, the offset
-    of its slot in the buffer, its elements, the elements of the slot (with padding) and the first
-    tile.
+    The table starts with the row of every tile. A row is of one tensor: the offset of its slot in
+    the buffer, its elements, the elements of the slot (with padding) and the first tile. Its
+    address is in another table, since tensors move and their layout stays.
     """
     tile = tl.program_id(0).to(tl.int64)
     index = tile
     # Of many small tensors each is a tile, and what to wait for is most of their time.
     if tl.num_programs(0) != tensor_count:
         index = tl.load(table + tile)
-    row = table + tl.num_programs(0) + 5 * index
-    first = (tile - tl.load(row + 4)) * BLOCK
-    in_tensor = tl.load(row) + first * (TENSOR.primitive_bitwidth // 8)
-    in_buffer = buffer.to(tl.int64) + (tl.load(row + 1) + first) * (BUFFER.primitive_bitwidth // 8)
-    used = tl.minimum(tl.maximum(tl.load(row + 2) - first, 0), BLOCK)
+    row = table + tl.num_programs(0) + 4 * index
+    first = (tile - tl.load(row + 3)) * BLOCK
+    in_tensor = tl.load(addresses + index) + first * (TENSOR.primitive_bitwidth // 8)
+    in_buffer = buffer.to(tl.int64) + (tl.load(row) + first) * (BUFFER.primitive_bitwidth // 8)
+    used = tl.minimum(tl.maximum(tl.load(row + 1) - first, 0), BLOCK)
     if PACK:
         source, target, reads = in_tensor, in_buffer, used
-        writes = tl.minimum(tl.load(row + 3) - first, BLOCK)
+        writes = tl.minimum(tl.load(row + 2) - first, BLOCK)
     else:
         source, target, reads, writes = in_buffer, in_tensor, used, used
     SOURCE: tl.constexpr = TENSOR if PACK else BUFFER
@@ -85,16 +91,16 @@ def _copy_kernel(
     body = reads // VECTOR * VECTOR
     if (source | target) % 16 == 0 and (writes % VECTOR == 0 or writes < body + VECTOR):
         _move(
-            source, target, body, writes // VECTOR * VECTOR, scale_bits, found_inf,
-            SOURCE, TARGET, WIDE, SCALED, FINITE, CHECKED, True, BLOCK,
+            source, target, body, writes // VECTOR * VECTOR, scale_bits, findings,
+            SOURCE, TARGET, WIDE, SCALED, FINITE, True, BLOCK,
         )  # fmt: skip
         if (reads | writes) % VECTOR != 0:
             # One vector's worth, element by element, where the store above may have put zeros.
             tl.debug_barrier()
             _move(
                 source + body * SOURCE_BYTES, target + body * TARGET_BYTES,
-                reads - body, writes - body, scale_bits, found_inf,
-                SOURCE, TARGET, WIDE, SCALED, FINITE, CHECKED, False, VECTOR,
+                reads - body, writes - body, scale_bits, findings,
+                SOURCE, TARGET, WIDE, SCALED, FINITE, False, VECTOR,
             )  # fmt: skip
     else:
         # In parts, rolled up: see scalar_pointer.
@@ -103,70 +109,91 @@ def _copy_kernel(
             done = part * PART
             _move(
                 source + done * SOURCE_BYTES, target + done * TARGET_BYTES,
-                reads - done, writes - done, scale_bits, found_inf,
-                SOURCE, TARGET, WIDE, SCALED, FINITE, CHECKED, False, PART,
+                reads - done, writes - done, scale_bits, findings,
+                SOURCE, TARGET, WIDE, SCALED, FINITE, False, PART,
             )  # fmt: skip
 
 
-def copy(
-    addresses: tuple[int, ...],
-    known: PackedList,
-    buffer: Tensor,
-    scale: float,
-    found_inf: Tensor | None,
-    packing: bool,
-) -> None:
-    """Launch once for each dtype among the tensors."""
-    layout = known.layout
-    for dtype, chosen in known.kinds.items():
-        wide = dispatch.compute_dtype(dtype, layout.dtype)
-        block, warps = launcher.block_of(layout.numel, max(dtype.itemsize, layout.dtype.itemsize))
-        table, tiles = _table(addresses, chosen, layout, block, buffer.device)
-        with launcher.device_guard(buffer):
-            _copy_kernel.launch(
-                tiles,
-                table,
-                buffer,
-                buffer if found_inf is None else found_inf,
-                launcher.float_bits(scale),
-                len(chosen),
-                TENSOR=dtype,
-                BUFFER=layout.dtype,
-                WIDE=wide,
-                PACK=packing,
-                SCALED=scale != 1.0,
-                FINITE=scale == 1.0 or abs(scale) <= torch.finfo(wide).max,
-                CHECKED=found_inf is not None,
-                BLOCK=block,
-                num_warps=warps,
+class Copies:
+    """One launch for each dtype among the tensors."""
+
+    def __init__(
+        self,
+        addresses: array[int],
+        packed: PackedList,
+        buffer: Tensor,
+        findings: Findings,
+        packing: bool,
+        table: AddressTable,
+    ) -> None:
+        self._packed, self._buffer, self._findings = packed, buffer, findings
+        self._packing = packing
+        # By whether there is a scale at all, and is finite in float32 and in float64.
+        self._launches: dict[tuple[bool, bool, bool], list[Launch]] = {}
+        # Those of one dtype follow each other.
+        order = list(itertools.chain.from_iterable(packed.kinds.values()))
+        if order:
+            ordered = array("Q", [addresses[i] for i in order])
+            self._addresses = table.write(ordered, buffer.device)
+
+    def __call__(self, scale: float) -> None:
+        kind = (scale != 1.0, abs(scale) <= _LARGEST, math.isfinite(scale))
+        launches = self._launches.get(kind)
+        if launches is None:
+            launches = self._launches[kind] = self._bind(*kind)
+        bits = launcher.float_bits(scale)
+        for launch in launches:
+            launch(bits)
+
+    def _bind(self, scaled: bool, fits_float: bool, finite: bool) -> list[Launch]:
+        layout, launches, done = self._packed.layout, [], 0
+        for dtype, chosen in self._packed.kinds.items():
+            block, warps = launcher.block_of(
+                layout.numel, max(dtype.itemsize, layout.dtype.itemsize)
             )
+            wide = compute_dtype(dtype, layout.dtype)
+            table, tiles = _table(self._packed, chosen, block, self._buffer.device)
+            with launcher.device_guard(self._buffer):
+                launch = _copy_kernel.bind(
+                    tiles,
+                    (0,),
+                    table,
+                    self._addresses[done : done + len(chosen)],
+                    self._buffer,
+                    self._findings,
+                    len(chosen),
+                    TENSOR=dtype,
+                    BUFFER=layout.dtype,
+                    WIDE=wide,
+                    PACK=self._packing,
+                    SCALED=scaled,
+                    FINITE=finite if wide == torch.float64 else fits_float,
+                    BLOCK=block,
+                    num_warps=warps,
+                )
+            launches.append(launch)
+            done += len(chosen)
+        return launches
 
 
 def _table(
-    addresses: tuple[int, ...],
-    chosen: tuple[int, ...],
-    layout: Layout,
-    block: int,
-    device: torch.device,
+    packed: PackedList, chosen: tuple[int, ...], block: int, device: torch.device
 ) -> tuple[Tensor, int]:
     """The device table of the chosen tensors for tiles of `block` elements, and the tiles."""
-    if len(chosen) < len(addresses):
-        addresses = tuple([addresses[i] for i in chosen])
+    layout = packed.layout
 
     def make() -> tuple[Tensor, int, Tensor]:
-        offsets = np.array(layout.offsets, dtype=np.int64)
-        slots = np.array(layout.slots, dtype=np.int64)
         index = np.array(chosen)
-        tiles = -(-slots[index] // block)
-        ends = np.cumsum(tiles)
+        offsets = np.array(layout.offsets, dtype=np.int64)[index]
+        slots = np.array(layout.slots, dtype=np.int64)[index]
         sizes = np.array(layout.numels, dtype=np.int64)[index]
-        rows = np.stack(
-            [np.array(addresses, dtype=np.int64), offsets[index], sizes, slots[index], ends - tiles]
-        )
+        tiles = -(-slots // block)
+        ends = np.cumsum(tiles)
+        rows = np.stack([offsets, sizes, slots, ends - tiles])
         owners = np.repeat(np.arange(len(chosen)), tiles)
-        table, host = launcher.upload(np.concatenate([owners, rows.T.reshape(-1)]), device)
+        table, host = upload(np.concatenate([owners, rows.T.reshape(-1)]), device)
         return table, int(ends[-1]), host
 
-    key = ("pack", device, block, addresses, chosen, layout.numels, layout.offsets, layout.numel)
-    table, tiles, _ = CACHE.fetch(key, device, make)
+    key = ("copy", block, chosen, layout.numels, layout.offsets, layout.numel)
+    table, tiles, _ = TABLES.fetch(key, device, make)
     return table, tiles

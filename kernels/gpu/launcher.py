@@ -1,4 +1,4 @@
-"""What all launchers share: Triton if there is one, the choice of path, tables in device memory."""
+"""What all launchers share: Triton if there is one, the choice of path, compiling and binding."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import importlib
 import inspect
 import struct
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
+
+from kernels.findings import Findings
 
 try:
     triton: Any = importlib.import_module("triton")
@@ -40,15 +40,37 @@ OPTIONS = {"enable_fp_fusion": True}
 jit: Any = triton.jit if triton else lambda fn: fn
 
 
+class Launch:
+    """A launch whose kernel is compiled and whose arguments are bound.
+
+    name: The kernel's. device: torch's number of the GPU; None while a test emulates one.
+    """
+
+    __slots__ = ("_arguments", "_device", "_run", "name")
+
+    def __init__(
+        self, name: str, device: int | None, run: Callable[..., Any], arguments: tuple[Any, ...]
+    ) -> None:
+        self.name, self._device, self._run, self._arguments = name, device, run, arguments
+
+    def __call__(self, *leading: Tensor | int) -> None:
+        """Launch on the current stream, with what the kernel takes first."""
+        device = self._device
+        if device is not None and device != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                self._run(*leading, *self._arguments, stream=current_stream())
+        else:
+            self._run(*leading, *self._arguments, stream=current_stream())
+
+
 class Kernel:
     """A kernel to launch: `@Kernel` in the place of `@triton.jit`.
 
     Its compiled code follows from constants and device alone, which must tell the dtypes of its
     pointers too: alignment is nothing to Triton (kernels test it, or a constant tells it), and an
     integer is as wide as its annotation says. So no number of elements and no scale compiles anew,
-    and `launch` finds the code by the constants, where Triton would look at every argument again
-    each time. Triton's knobs for compiling count at the first launch of each variant, its launch
-    hooks always.
+    and the code is found by the constants, where Triton would look at every argument again each
+    time. Triton's knobs for compiling count when a variant is first bound, its launch hooks always.
     """
 
     def __init__(self, fn: Callable[..., Any]) -> None:
@@ -59,38 +81,53 @@ class Kernel:
             passed = [kind.name for kind in kinds if "constexpr" not in str(kind.annotation)]
             self.function = triton.jit(fn, do_not_specialize=passed)
 
-    def launch(self, programs: int, *arguments: Tensor | int, **constants: Hashable) -> None:
-        """Run so many programs on the current device and stream.
+    def bind(
+        self,
+        programs: int,
+        leading: tuple[Tensor | int, ...],
+        *arguments: Tensor | int | Findings,
+        **constants: Hashable,
+    ) -> Launch:
+        """Compile for the current device, unless that has been done, and bind arguments.
 
-        arguments: those that are no constants, in order. constants: the others, and options of
-        Triton's, always in one order; a dtype is torch's.
+        Args:
+            programs: How many to run.
+            leading: What the kernel takes first, given anew at each launch: these or others like
+                them.
+            arguments: Those that follow and are no constants.
+            constants: The others, and options of Triton's, always in one order; a dtype is torch's.
         """
-        driver = triton.runtime.driver.active
-        device = driver.get_current_device()
-        key = (device, *constants.values())
+        device = triton.runtime.driver.active.get_current_device()
+        findings = tuple([_kind(one) for one in arguments if isinstance(one, Findings)])
+        key = (device, *findings, *constants.values())
         found = self._compiled.get(key)
+        name = self.function.__name__
+        torch_device = torch.cuda.current_device() if device >= 0 else None
         if found is None:
             given = {name: _in_triton(value) for name, value in constants.items()} | OPTIONS
-            compiled = self._compile(programs, arguments, given)
+            compiled = self._compile(programs, (*leading, *arguments), given)
             if compiled is None:
-                self.function[(programs,)](*arguments, **given)
-                return
-            names = self.function.arg_names[len(arguments) :]
+                # Triton's interpreter knows no streams.
+                interpreted = self.function[(programs,)]
+                return Launch(
+                    name, torch_device, lambda *a, stream: interpreted(*a, **given), arguments
+                )
+            names = self.function.arg_names[len(leading) + len(arguments) :]
             found = self._compiled[key] = compiled, tuple([given[name] for name in names])
         compiled, values = found
-        stream = driver.get_current_stream(device)
-        compiled[programs, 1, 1](*arguments, *values, stream=stream)
+        return Launch(name, torch_device, compiled[programs, 1, 1], (*arguments, *values))
 
     def _compile(
-        self, programs: int, arguments: tuple[Tensor | int, ...], given: dict[str, Any]
+        self, programs: int, arguments: tuple[Tensor | int | Findings, ...], given: dict[str, Any]
     ) -> Any:
         """What Triton compiles, once and ready for launches; None from its interpreter.
 
         Threads that come together wait for the first of them. Nothing is launched meanwhile, since
         a launch may have to wait for other threads' work on the GPU.
         """
+        alike = [_unaligned(one) if isinstance(one, Findings) else one for one in arguments]
         with _compiling:
-            compiled = self.function.warmup(*arguments, grid=(programs,), **given)
+            compiled = self.function.warmup(*alike, grid=(programs,), **given)
         # While triton.AsyncCompileMode is on: what compiles it, maybe behind others in a thread
         # that waits for this lock.
         if hasattr(compiled, "result"):
@@ -100,6 +137,23 @@ class Kernel:
                 # Loads it on the GPU.
                 compiled[programs, 1, 1]
         return compiled
+
+
+def _kind(findings: Findings) -> tuple[torch.dtype | None, ...]:
+    return tuple([None if one is None else one.dtype for one in findings])
+
+
+def _unaligned(findings: Findings) -> Findings:
+    """Others of the same dtypes: Triton looks at addresses inside a tuple, whatever it is told."""
+    dtypes = _kind(findings)
+    made = [None if one is None else torch.empty(2, dtype=one, device="cpu")[1:] for one in dtypes]
+    return Findings(*made)
+
+
+def current_stream() -> int:
+    """The handle of the current stream on the current device."""
+    driver = triton.runtime.driver.active
+    return int(driver.get_current_stream(driver.get_current_device()))
 
 
 def _in_triton(value: Hashable) -> Any:
@@ -127,17 +181,6 @@ def device_guard(tensor: Tensor) -> AbstractContextManager[Any]:
     if not tensor.is_cuda or (device := tensor.get_device()) == torch.cuda.current_device():
         return _NOTHING
     return torch.cuda.device(device)
-
-
-def mark_written(tensors: list[Tensor], found_inf: Tensor | None) -> None:
-    """Tell autograd that a kernel has written the tensors in place, as torch's own ops do.
-
-    Without it a backward pass that had saved one of them would use the new values in silence.
-    """
-    # torch leaves those made in inference mode alone, which have no version.
-    torch.autograd.graph.increment_version(tensors)
-    if found_inf is not None:
-        torch.autograd.graph.increment_version([found_inf])
 
 
 def float_bits(value: float) -> int:
@@ -173,83 +216,3 @@ def chip_of(device: torch.device) -> Chip:
     """The GPU's."""
     properties = torch.cuda.get_device_properties(device)
     return Chip(properties.multi_processor_count, properties.L2_cache_size)
-
-
-class DeviceCache:
-    """Values in device memory that outlive a call, so that a CUDA graph can replay over them.
-
-    A value made outside graph capture is found again by its key. When a device's part of the cache
-    is full, that device is brought to rest and all its values but those a graph has seen are
-    dropped.
-    """
-
-    def __init__(self, limit: int = 512) -> None:
-        self._limit = limit
-        self._values: defaultdict[torch.device, dict[Hashable, Any]] = defaultdict(dict)
-        self._seen_by_graphs: defaultdict[torch.device, dict[Hashable, Any]] = defaultdict(dict)
-        self._made_in_graphs: list[Any] = []
-        self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return sum(map(len, self._values.values()))
-
-    def fetch(
-        self, key: Hashable, device: torch.device, make: Callable[[], Any], shared: bool = True
-    ) -> Any:
-        """The value of `key`, made by `make()` where there is none.
-
-        shared: whether work in a graph may use the value that work outside it uses; scratch
-        memory must not be, since the two may run at once.
-        """
-        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        with self._lock:
-            values = self._values[device]
-            value = values.get(key) if shared or not capturing else None
-            if value is None:
-                if capturing:
-                    value = make()
-                    self._made_in_graphs.append(value)
-                    return value
-                if len(values) >= self._limit:
-                    if device.type == "cuda":
-                        torch.cuda.synchronize(device)
-                    values = self._values[device] = dict(self._seen_by_graphs[device])
-                value = values[key] = make()
-            if capturing:
-                self._seen_by_graphs[device][key] = value
-            return value
-
-
-CACHE = DeviceCache()
-_upload_streams: dict[torch.device, torch.cuda.Stream] = {}
-
-
-def upload(values: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Copy int64 `values` to `device`; returns (device tensor, host tensor), both to be kept.
-
-    Outside graph capture the copy goes through a stream of its own and is complete on return, so
-    that every stream may read it and no earlier work is waited for. Inside, it becomes part of the
-    graph, which reads the pinned host tensor again at each replay.
-    """
-    host = torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))
-    if device.type != "cuda":
-        return host, host
-    host = host.pin_memory()
-    if torch.cuda.is_current_stream_capturing():
-        return host.to(device, non_blocking=True), host
-    stream = _upload_streams.get(device)
-    if stream is None:
-        stream = _upload_streams[device] = torch.cuda.Stream(device)
-    with torch.cuda.stream(stream):
-        table = host.to(device, non_blocking=True)
-    stream.synchronize()
-    return table, host
-
-
-def address_table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
-    """int64 [n] device tensor of the addresses, uploaded once for each tuple of them."""
-
-    def make() -> tuple[Tensor, Tensor]:
-        return upload(np.array(addresses, dtype=np.int64), device)
-
-    return CACHE.fetch(("addresses", device, addresses), device, make)[0]

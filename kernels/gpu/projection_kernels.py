@@ -1,4 +1,4 @@
-"""The Triton kernels of the projection and their launchers; `projection.py` has the public side.
+"""dot_and_norms, combine and adasum on a GPU: one launch each, adasum two where it must be.
 
 A *chunk* is a run of tiles inside one segment: what one program takes. Its partial (d, A, B) is
 written by its index, and the partials of a segment are added in that order by whoever needs them,
@@ -8,29 +8,105 @@ never from the device: the one-launch and the two-launch path cut alike.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor
 
-from kernels.cpu.dispatch import compute_dtype
+from kernels.arithmetic import TINY, compute_dtype
+from kernels.findings import Findings
 from kernels.gpu import launcher
-from kernels.gpu.chunking import Plan, plan_of
-from kernels.gpu.dots import add_partials, coefficient, store_row, tile_dots
-from kernels.gpu.launcher import CACHE, Kernel, jit, tl
-from kernels.gpu.tiles import flag_non_finite, load_tile, part_of, store_tile, weigh
+from kernels.gpu.chunking import Chunks, chunks_of
+from kernels.gpu.device_tables import Scratch
+from kernels.gpu.launcher import Kernel, jit, tl, triton
+from kernels.gpu.tiles import (
+    double_power_of_two,
+    load_tile,
+    part_of,
+    power_of_two,
+    report,
+    store_tile,
+    weigh,
+)
 
 # Registers a thread of the one-launch kernel: it tells how many programs are resident at once.
 REGISTERS = 128
+_TINY = TINY if triton is None else tl.constexpr(TINY)
+_SUM_BLOCK = 256 if triton is None else tl.constexpr(256)
+_SCRATCH = Scratch()
+
+
+@jit
+def _normalised(x):
+    """(x / 2**e in float32, 2**e in float64), e the exponent of the largest magnitude in x.
+
+    Scaled so, neither squares nor products of a tile leave float32. NaN and Inf keep e = 0.
+    """
+    x = x.to(tl.float32)
+    field = tl.max(tl.abs(x), axis=0).to(tl.int32, bitcast=True) >> 23
+    # 2**-127 is no normal number: the two largest exponents share a scale.
+    exponent = tl.where(field == 255, 0, tl.minimum(field - 127, 126))
+    return x * power_of_two(-exponent), double_power_of_two(exponent)
+
+
+@jit
+def tile_dots(x, y, WIDE: tl.constexpr):
+    """float64 (x.y, |x|^2, |y|^2) of one tile."""
+    if tl.float64 == WIDE:
+        return tl.sum(x * y, axis=0), tl.sum(x * x, axis=0), tl.sum(y * y, axis=0)
+    if x.dtype == tl.float16:
+        # Products of float16, 2**-48 to 2**32, and sums of a tile of them stay within float32.
+        u, v = x.to(tl.float32), y.to(tl.float32)
+        p = tl.full([], 1.0, tl.float64)
+        q = p
+    else:
+        u, p = _normalised(x)
+        v, q = _normalised(y)
+    dot = tl.sum(u * v, axis=0).to(tl.float64) * p * q
+    return (
+        dot,
+        tl.sum(u * u, axis=0).to(tl.float64) * p * p,
+        tl.sum(v * v, axis=0).to(tl.float64) * q * q,
+    )
+
+
+@jit
+def coefficient(dot, norm):
+    """1 - dot / (2 norm); 1 for a tiny norm, and NaN, which is not below anything, for NaN."""
+    tiny = norm < _TINY
+    return tl.where(tiny, 1.0, 1.0 - dot / (2.0 * tl.where(tiny, 1.0, norm)))
+
+
+@jit
+def add_partials(partials, first, chunk_count):
+    """The sums, in chunk order, of the partials of one segment. Read past the L1 cache."""
+    k = tl.arange(0, _SUM_BLOCK)
+    dot = tl.zeros([_SUM_BLOCK], tl.float64)
+    norm_a = tl.zeros([_SUM_BLOCK], tl.float64)
+    norm_b = tl.zeros([_SUM_BLOCK], tl.float64)
+    for done in range(0, chunk_count, _SUM_BLOCK):
+        inside = done + k < chunk_count
+        row = partials + 3 * (first + done + k)
+        dot += tl.load(row, mask=inside, other=0.0, cache_modifier=".cg")
+        norm_a += tl.load(row + 1, mask=inside, other=0.0, cache_modifier=".cg")
+        norm_b += tl.load(row + 2, mask=inside, other=0.0, cache_modifier=".cg")
+    return tl.sum(dot, axis=0), tl.sum(norm_a, axis=0), tl.sum(norm_b, axis=0)
+
+
+@jit
+def store_row(row, dot, norm_a, norm_b):
+    tl.store(row, dot)
+    tl.store(row + 1, norm_a)
+    tl.store(row + 2, norm_b)
 
 
 @Kernel
 def _dots_kernel(
+    partials,
+    arrivals,
     a,
     b,
     table,
-    partials,
-    arrivals,
     dots,
     DTYPE: tl.constexpr,
     WIDE: tl.constexpr,
@@ -78,10 +154,9 @@ def _combine_kernel(
     dots,
     table,
     out,
-    found_inf,
+    findings,
     DTYPE: tl.constexpr,
     WIDE: tl.constexpr,
-    CHECKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One chunk of the result. Chunks and tiles go backwards: the dots left their tail in L2."""
@@ -106,8 +181,7 @@ def _combine_kernel(
             x = load_tile(at_a, count, DTYPE, True, BLOCK)
             y = load_tile(at_b, count, DTYPE, True, BLOCK)
             z = weigh(x, y, alpha, beta, WIDE).to(DTYPE)
-            if CHECKED:
-                flag_non_finite(z, found_inf)
+            report(z, findings)
             store_tile(to, count, z, True)
         else:
             # In parts, rolled up: see scalar_pointer.
@@ -117,8 +191,7 @@ def _combine_kernel(
                 u = load_tile(at_a + before * BYTES, count - before, DTYPE, False, PART)
                 v = load_tile(at_b + before * BYTES, count - before, DTYPE, False, PART)
                 w = weigh(u, v, alpha, beta, WIDE).to(DTYPE)
-                if CHECKED:
-                    flag_non_finite(w, found_inf)
+                report(w, findings)
                 store_tile(to + before * BYTES, count - before, w, False)
 
 
@@ -131,34 +204,31 @@ def _finish_chunk(
     table,
     partials,
     out,
-    found_inf,
+    findings,
     DTYPE: tl.constexpr,
     WIDE: tl.constexpr,
-    CHECKED: tl.constexpr,
 ):
     """Write one chunk of the result from its tiles of a and b and all partials of its segment."""
     share = table + 3 * chunk_count + 2 * tl.load(table + 3 * chunk + 2)
     dot, norm_a, norm_b = add_partials(partials, tl.load(share), tl.load(share + 1))
     z = weigh(x, y, coefficient(dot, norm_a), coefficient(dot, norm_b), WIDE).to(DTYPE)
-    if CHECKED:
-        flag_non_finite(z, found_inf)
+    report(z, findings)
     to = out.to(tl.int64) + tl.load(table + 3 * chunk) * (DTYPE.primitive_bitwidth // 8)
     store_tile(to, tl.load(table + 3 * chunk + 1), z, True)
 
 
 @Kernel
 def _one_launch_kernel(
+    partials,
+    arrivals,
     a,
     b,
     table,
-    partials,
-    arrivals,
     out,
-    found_inf,
+    findings,
     chunk_count: tl.int32,
     DTYPE: tl.constexpr,
     WIDE: tl.constexpr,
-    CHECKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """The whole of adasum in one cooperative launch, for chunks of one tile.
@@ -193,8 +263,8 @@ def _one_launch_kernel(
     earlier = (chunk_count - 1 - chunk) // programs
     last = chunk + earlier * programs
     _finish_chunk(
-        x, y, last, chunk_count, table, partials, out, found_inf,
-        DTYPE, WIDE, CHECKED,
+        x, y, last, chunk_count, table, partials, out, findings,
+        DTYPE, WIDE,
     )  # fmt: skip
     for k in range(earlier):
         current = last - (k + 1) * programs
@@ -203,64 +273,85 @@ def _one_launch_kernel(
         x = load_tile(a.to(tl.int64) + offset, count, DTYPE, True, BLOCK)
         y = load_tile(b.to(tl.int64) + offset, count, DTYPE, True, BLOCK)
         _finish_chunk(
-            x, y, current, chunk_count, table, partials, out, found_inf,
-            DTYPE, WIDE, CHECKED,
+            x, y, current, chunk_count, table, partials, out, findings,
+            DTYPE, WIDE,
         )  # fmt: skip
 
 
-def _scratch(use: Hashable, a: Tensor, plan: Plan, counters: int) -> tuple[Tensor, Tensor]:
-    """Partials and zeroed counters of one plan on one stream: no two launches share them. use: what
-    decides how they are counted up."""
-    stream = torch.cuda.current_stream(a.device).cuda_stream if a.is_cuda else 0
-
-    def make() -> tuple[Tensor, Tensor, Plan]:
-        partials = torch.empty(3 * plan.chunks, dtype=torch.float64, device=a.device)
-        # The plan is kept too: the key names it by its address.
-        return partials, torch.zeros(counters, dtype=torch.int64, device=a.device), plan
-
-    key = (use, a.device, stream, plan.table.data_ptr(), a.dtype)
-    partials, arrivals, _ = CACHE.fetch(key, a.device, make, shared=False)
-    return partials, arrivals
-
-
-def _meta(a: Tensor, plan: Plan) -> dict[str, Hashable]:
+def _meta(a: Tensor, chunks: Chunks) -> dict[str, Hashable]:
     return {
         "DTYPE": a.dtype,
         "WIDE": compute_dtype(a.dtype),
-        "BLOCK": plan.block,
-        "num_warps": plan.warps,
+        "BLOCK": chunks.block,
+        "num_warps": chunks.warps,
     }
 
 
-def _aligned(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy of it on a 16-byte boundary.
+class _Aligned:
+    """Tensors on 16-byte boundaries: themselves, or copies to be refreshed before each launch.
 
     Vector and scalar accesses put other elements into a thread, so sums round differently. Ranks
     must find the same bits wherever their buffers start; only the segments may decide.
     """
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.detach().clone()
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self.tensors = [
+            one if one.data_ptr() % 16 == 0 else torch.empty_like(one.detach()) for one in tensors
+        ]
+        pairs = zip(self.tensors, tensors, strict=True)
+        self._copies = [(copy, one) for copy, one in pairs if copy is not one]
+
+    def refresh(self) -> None:
+        for copy, one in self._copies:
+            copy.copy_(one.detach())
 
 
-def dot_and_norms(a: Tensor, b: Tensor, bounds: tuple[int, ...]) -> Tensor:
-    """float64 [S, 3] in one launch."""
-    dots = torch.empty(len(bounds) - 1, 3, dtype=torch.float64, device=a.device)
+def _nothing() -> None:
+    """Stands for a launch where there is no element."""
+
+
+def _with_scratch(
+    launch: launcher.Launch, a: Tensor, use: Hashable, chunks: Chunks, counters: int
+) -> Callable[[], None]:
+    """A launch that takes partials and zeroed counters first.
+
+    use: what decides how the counters are left behind.
+    """
+    device, floats = a.device, 3 * chunks.chunks
+
+    def run() -> None:
+        with launcher.device_guard(a):
+            stream = launcher.current_stream()
+            launch(*_SCRATCH.fetch(use, device, stream, floats, counters))
+
+    return run
+
+
+def dot_and_norms(
+    a: Tensor, b: Tensor, bounds: tuple[int, ...], dots: Tensor
+) -> Callable[[], None]:
+    """Bind dots = float64 rows of the segments, in one launch."""
     if len(bounds) == 1:
-        return dots
+        return _nothing
+    aligned = _Aligned(a, b)
     with launcher.device_guard(a):
-        plan = plan_of(a, bounds)
-        partials, arrivals = _scratch("dots", a, plan, plan.segments)
-        _dots_kernel.launch(
-            plan.chunks,
-            _aligned(a),
-            _aligned(b),
-            plan.table,
-            partials,
-            arrivals,
+        chunks = chunks_of(a, bounds)
+        launch = _dots_kernel.bind(
+            chunks.chunks,
+            (dots, chunks.table),
+            *aligned.tensors,
+            chunks.table,
             dots,
-            VECTORS=plan.vector_bounds,
-            **_meta(a, plan),
+            VECTORS=chunks.vector_bounds,
+            **_meta(a, chunks),
         )
-    return dots
+    run = _with_scratch(launch, a, "dots", chunks, chunks.segments)
+
+    def refreshed() -> None:
+        aligned.refresh()
+        run()
+
+    return refreshed
 
 
 def combine(
@@ -269,69 +360,76 @@ def combine(
     dots: Tensor,
     bounds: tuple[int, ...],
     out: Tensor,
-    found_inf: Tensor | None,
-) -> None:
-    """out from the dots, in one launch."""
+    findings: Findings,
+) -> Callable[[], None]:
+    """Bind out from the dots, in one launch."""
     if a.numel() == 0:
-        return
+        return _nothing
     with launcher.device_guard(a):
-        plan = plan_of(a, bounds)
-        _combine_kernel.launch(
-            plan.chunks,
-            a,
-            b,
-            dots,
-            plan.table,
-            out,
-            out if found_inf is None else found_inf,
-            CHECKED=found_inf is not None,
-            **_meta(a, plan),
+        chunks = chunks_of(a, bounds)
+        return _combine_kernel.bind(
+            chunks.chunks, (), a, b, dots, chunks.table, out, findings, **_meta(a, chunks)
         )
-    launcher.mark_written([out], found_inf)
 
 
-def _programs(a: Tensor, plan: Plan) -> int:
+def _programs(a: Tensor, chunks: Chunks) -> int:
     """Programs of the one launch; 0 where two launches are the better or only way.
 
     As many as the multiprocessors hold with REGISTERS a thread, at most one a chunk. Where a
     program takes several chunks, half of L2 must hold a and b, so that the second reading is from
     there.
     """
-    if not (plan.one_tile and plan.vector_bounds):
+    if not (chunks.one_tile and chunks.vector_bounds):
         return 0
     chip = launcher.chip_of(a.device)
-    resident = chip.multiprocessors * (65536 // (32 * plan.warps * REGISTERS))
+    resident = chip.multiprocessors * (65536 // (32 * chunks.warps * REGISTERS))
     on_chip = 2 * a.numel() * a.element_size() <= chip.cache // 2
-    return min(resident, plan.chunks) if plan.chunks <= resident or on_chip else 0
+    return min(resident, chunks.chunks) if chunks.chunks <= resident or on_chip else 0
 
 
 def adasum(
-    a: Tensor, b: Tensor, bounds: tuple[int, ...], out: Tensor, found_inf: Tensor | None
-) -> None:
-    """out = adasum(a, b): one cooperative launch for what fits on chip, else two."""
+    a: Tensor, b: Tensor, bounds: tuple[int, ...], out: Tensor, findings: Findings
+) -> Callable[[], None]:
+    """Bind out = adasum(a, b): one cooperative launch for what fits on chip, else two."""
     if a.numel() == 0:
-        return
+        return _nothing
     with launcher.device_guard(a):
-        plan = plan_of(a, bounds)
-        programs = _programs(a, plan)
+        chunks = chunks_of(a, bounds)
+        programs = _programs(a, chunks)
         if programs == 0 or out.data_ptr() % 16 != 0:
-            combine(a, b, dot_and_norms(a, b, bounds), bounds, out, found_inf)
-            return
-        # The barrier counts in multiples of the grid.
-        partials, arrivals = _scratch(programs, a, plan, 1)
-        _one_launch_kernel.launch(
+            return _in_two(a, b, bounds, out, findings)
+        aligned = _Aligned(a, b)
+        launch = _one_launch_kernel.bind(
             programs,
-            _aligned(a),
-            _aligned(b),
-            plan.table,
-            partials,
-            arrivals,
+            (torch.empty(1, dtype=torch.float64, device=a.device), chunks.table),
+            *aligned.tensors,
+            chunks.table,
             out,
-            out if found_inf is None else found_inf,
-            plan.chunks,
-            CHECKED=found_inf is not None,
+            findings,
+            chunks.chunks,
             launch_cooperative_grid=True,
             maxnreg=REGISTERS,
-            **_meta(a, plan),
+            **_meta(a, chunks),
         )
-    launcher.mark_written([out], found_inf)
+    # The barrier counts in multiples of the grid.
+    run = _with_scratch(launch, a, programs, chunks, 1)
+
+    def refreshed() -> None:
+        aligned.refresh()
+        run()
+
+    return refreshed
+
+
+def _in_two(
+    a: Tensor, b: Tensor, bounds: tuple[int, ...], out: Tensor, findings: Findings
+) -> Callable[[], None]:
+    dots = torch.empty(len(bounds) - 1, 3, dtype=torch.float64, device=a.device)
+    first = dot_and_norms(a, b, bounds, dots)
+    second = combine(a, b, dots, bounds, out, findings)
+
+    def run() -> None:
+        first()
+        second()
+
+    return run

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from kernels.arithmetic import compute_dtype
+from kernels.findings import Findings
 from kernels.gpu import launcher
+from kernels.gpu.device_tables import AddressTable
 from kernels.gpu.launcher import Kernel, jit, tl
-from kernels.gpu.tiles import (
-    convert,
-    flag_non_finite,
-    float_of,
-    load_tile,
-    part_of,
-    store_tile,
-    weigh,
-)
+from kernels.gpu.tiles import convert, float_of, load_tile, part_of, report, store_tile, weigh
 
 
 @jit
@@ -44,17 +40,16 @@ def _total(
 
 @Kernel
 def _sum_kernel(
+    scale_bits: tl.int64,
     addresses,
     out,
-    found_inf,
+    findings,
     tensor_count: tl.int32,
     element_count: tl.int64,
-    scale_bits: tl.int64,
     DTYPE: tl.constexpr,
     OUT: tl.constexpr,
     WIDE: tl.constexpr,
     ALIGNED: tl.constexpr,
-    CHECKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One tile of all tensors; every read of it comes before its write, so `out` may be one."""
@@ -69,8 +64,7 @@ def _sum_kernel(
     if ALIGNED and count % VECTOR == 0:
         x = _total(addresses, first * BYTES, count, tensor_count, DTYPE, WIDE, True, BLOCK)
         x = convert(x * scale, OUT)
-        if CHECKED:
-            flag_non_finite(x, found_inf)
+        report(x, findings)
         store_tile(to + first * OUT_BYTES, count, x, True)
     else:
         # In parts, rolled up: see scalar_pointer.
@@ -80,59 +74,62 @@ def _sum_kernel(
             left = count - part * PART
             y = _total(addresses, at * BYTES, left, tensor_count, DTYPE, WIDE, False, PART)
             y = convert(y * scale, OUT)
-            if CHECKED:
-                flag_non_finite(y, found_inf)
+            report(y, findings)
             store_tile(to + at * OUT_BYTES, left, y, False)
 
 
 def sum_n(
-    tensors: Sequence[Tensor],
-    addresses: tuple[int, ...],
-    wide: torch.dtype,
+    addresses: array[int],
+    dtype: torch.dtype,
     out: Tensor,
-    scale: float,
-    found_inf: Tensor | None,
-) -> None:
-    dtype = tensors[0].dtype
+    findings: Findings,
+    table: AddressTable,
+) -> Callable[[float], None]:
+    """Bind out = scale * (the sum of the tensors, in list order).
+
+    addresses: the tensors', uint64. dtype: theirs.
+    """
     block, warps = launcher.block_of(out.numel(), max(dtype.itemsize, out.element_size()))
     tiles = -(-out.numel() // block)
     if tiles == 0:
-        return
+        return _nothing
     with launcher.device_guard(out):
-        _sum_kernel.launch(
+        launch = _sum_kernel.bind(
             tiles,
-            launcher.address_table(addresses, out.device),
+            (0,),
+            table.write(addresses, out.device),
             out,
-            out if found_inf is None else found_inf,
-            len(tensors),
+            findings,
+            len(addresses),
             out.numel(),
-            launcher.float_bits(scale),
             DTYPE=dtype,
             OUT=out.dtype,
-            WIDE=wide,
+            WIDE=compute_dtype(dtype, out.dtype),
             ALIGNED=all(address % 16 == 0 for address in (*addresses, out.data_ptr())),
-            CHECKED=found_inf is not None,
             BLOCK=block,
             num_warps=warps,
         )
-    launcher.mark_written([out], found_inf)
+    return lambda scale: launch(launcher.float_bits(scale))
+
+
+def _nothing(*_: float) -> None:
+    """Stands for a launch where there is no element."""
 
 
 @Kernel
 def _scaled_add_kernel(
+    alpha_bits: tl.int64,
+    beta_bits: tl.int64,
     a,
     b,
     out,
-    found_inf,
+    findings,
     element_count: tl.int64,
-    alpha_bits: tl.int64,
-    beta_bits: tl.int64,
     A: tl.constexpr,
     B: tl.constexpr,
     OUT: tl.constexpr,
     WIDE: tl.constexpr,
     ALIGNED: tl.constexpr,
-    CHECKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One tile of alpha*a + beta*b."""
@@ -151,8 +148,7 @@ def _scaled_add_kernel(
         x = load_tile(at_a, count, A, True, BLOCK)
         y = load_tile(at_b, count, B, True, BLOCK)
         z = convert(weigh(x, y, alpha, beta, WIDE), OUT)
-        if CHECKED:
-            flag_non_finite(z, found_inf)
+        report(z, findings)
         store_tile(to, count, z, True)
     else:
         # In parts, rolled up: see scalar_pointer. Of quarters ptxas spills.
@@ -162,42 +158,34 @@ def _scaled_add_kernel(
             u = load_tile(at_a + done * A_BYTES, count - done, A, False, PART)
             v = load_tile(at_b + done * B_BYTES, count - done, B, False, PART)
             w = convert(weigh(u, v, alpha, beta, WIDE), OUT)
-            if CHECKED:
-                flag_non_finite(w, found_inf)
+            report(w, findings)
             store_tile(to + done * OUT_BYTES, count - done, w, False)
 
 
 def scaled_add(
-    a: Tensor,
-    b: Tensor,
-    wide: torch.dtype,
-    alpha: float,
-    beta: float,
-    out: Tensor,
-    found_inf: Tensor | None,
-) -> None:
+    a: Tensor, b: Tensor, out: Tensor, findings: Findings
+) -> Callable[[float, float], None]:
+    """Bind out = alpha*a + beta*b."""
     widest = max(a.element_size(), b.element_size(), out.element_size())
     block, warps = launcher.block_of(out.numel(), widest)
     tiles = -(-out.numel() // block)
     if tiles == 0:
-        return
+        return _nothing
     with launcher.device_guard(out):
-        _scaled_add_kernel.launch(
+        launch = _scaled_add_kernel.bind(
             tiles,
+            (0, 0),
             a,
             b,
             out,
-            out if found_inf is None else found_inf,
+            findings,
             out.numel(),
-            launcher.float_bits(alpha),
-            launcher.float_bits(beta),
             A=a.dtype,
             B=b.dtype,
             OUT=out.dtype,
-            WIDE=wide,
+            WIDE=compute_dtype(a.dtype, b.dtype, out.dtype),
             ALIGNED=all(tensor.data_ptr() % 16 == 0 for tensor in (a, b, out)),
-            CHECKED=found_inf is not None,
             BLOCK=block,
             num_warps=warps,
         )
-    launcher.mark_written([out], found_inf)
+    return lambda alpha, beta: launch(launcher.float_bits(alpha), launcher.float_bits(beta))

@@ -76,7 +76,14 @@ def convert(x, DTYPE: tl.constexpr):
 
 
 @jit
-def flag_non_finite(x, found_inf):
+def report(x, findings):
+    """The epilogue of every kernel that writes: what `findings` asks of a tile to be stored."""
+    if findings.found_inf is not None:
+        _flag_non_finite(x, findings.found_inf)
+
+
+@jit
+def _flag_non_finite(x, found_inf):
     """Set the float32 at `found_inf` to 1 if any element of the tile is Inf or NaN.
 
     Every program that stores stores the same value, so no atomic is needed. No x - x != 0: fused

@@ -14,14 +14,15 @@ import torch.distributed as dist
 import adasum
 import collectives
 import kernels
+from kernels.cpu import dispatch
 from tests.processes.harness import run_ranks
 
 ASKED = "ADASUM_CPU_KERNELS=torch"
 
 
 def need_compiled() -> None:
-    if kernels.cpu_path() != "compiled":
-        pytest.skip(f"no compiled CPU path: {kernels.cpu_path()}")
+    if kernels.backend_info().cpu_path != "compiled":
+        pytest.skip(f"no compiled CPU path: {kernels.backend_info().cpu_path}")
 
 
 class Kept(logging.Handler):
@@ -35,7 +36,7 @@ class Kept(logging.Handler):
 
 def _reduce(rank: int, lacking: Sequence[int]) -> tuple[str, list[str], bytes]:
     os.environ["ADASUM_CPU_KERNELS"] = "torch" if rank in lacking else "auto"
-    kernels.cpu.native._state = kernels.cpu.native._State()
+    dispatch._state = dispatch._State()
     kept = Kept()
     logging.getLogger("collectives").addHandler(kept)
     group = collectives.init(timeout=30.0)
@@ -43,13 +44,13 @@ def _reduce(rank: int, lacking: Sequence[int]) -> tuple[str, list[str], bytes]:
     mine = torch.randn(100_003, generator=torch.Generator().manual_seed(rank))
     reduced = group.all_reduce(mine, op=adasum.Adasum, algorithm="rd")
     collectives.shutdown()
-    return kernels.cpu_path(), kept.said, reduced.numpy().tobytes()
+    return kernels.backend_info().cpu_path, kept.said, reduced.numpy().tobytes()
 
 
 def _later(rank: int) -> tuple[str, str, list[bytes]]:
     """Ranks 0, 1 and 2 are compiled and meet; then rank 2 meets rank 3, which is not."""
     os.environ["ADASUM_CPU_KERNELS"] = "torch" if rank == 3 else "auto"
-    kernels.cpu.native._state = kernels.cpu.native._State()
+    dispatch._state = dispatch._State()
     dist.init_process_group("gloo")
     first, second = dist.new_group([0, 1, 2]), dist.new_group([2, 3])
     group = collectives.from_process_group(first, timeout=30.0) if rank < 3 else None
@@ -63,7 +64,7 @@ def _later(rank: int) -> tuple[str, str, list[bytes]]:
     mine = [torch.randn(100_003, generator=seeds, dtype=torch.float64) for _ in range(4)]
     sums = [group.all_reduce(each, op=adasum.Adasum, algorithm="rd") for each in mine if group]
     dist.destroy_process_group()
-    return kernels.cpu_path(), said, [each.numpy().tobytes() for each in sums]
+    return kernels.backend_info().cpu_path, said, [each.numpy().tobytes() for each in sums]
 
 
 def test_a_later_group_changes_no_earlier_ones_bits() -> None:
@@ -80,7 +81,7 @@ def _demand(rank: int) -> str:
     os.environ["ADASUM_CPU_KERNELS"] = "native" if rank else "auto"
     os.environ["CC"] = "no-such-compiler"
     os.environ["XDG_CACHE_HOME"] = "/dev/null"
-    kernels.cpu.native._state = kernels.cpu.native._State()
+    dispatch._state = dispatch._State()
     dist.init_process_group("gloo")
     begin = time.monotonic()
     try:

@@ -17,7 +17,6 @@ from unittest import mock
 
 from torch import Tensor
 
-from kernels import _recall
 from kernels.gpu import launcher
 from tests.ptx_emulator.machine import launch
 from tests.ptx_emulator.memory import Traffic, freeze_tensors
@@ -100,6 +99,15 @@ def _argument(value: object) -> int:
     return value.data_ptr() if isinstance(value, Tensor) else int(value)  # type: ignore[call-overload]
 
 
+def _passed(values: Sequence[Any], kinds: Sequence[Any]) -> Iterator[int]:
+    """Yield what reaches the kernel: no constants, and of a tuple what is in it."""
+    for value, kind in zip(values, kinds, strict=True):
+        if isinstance(kind, tuple):
+            yield from _passed(value, kind)
+        elif kind != "constexpr":
+            yield _argument(value)
+
+
 @contextmanager
 def emulated(
     capability: int = 90,
@@ -138,16 +146,11 @@ def emulated(
         if self._run is not None:
             return
         program, metadata = _parse(self.asm["ptx"]), self.metadata
-        kinds = list(self.src.signature.values())
+        signature = list(self.src.signature.values())
 
         def run(x: int, y: int, z: int, *rest: Any) -> None:
             assert (y, z) == (1, 1)
-            bound = rest[-len(kinds) :]
-            passed = [
-                _argument(value)
-                for value, kind in zip(bound, kinds, strict=True)
-                if kind != "constexpr"
-            ]
+            passed = list(_passed(rest[-len(signature) :], signature))
             # Pointers to two kinds of scratch memory that these kernels do not use.
             passed += [0] * (len(program.parameters) - len(passed))
             assert _current is not None
@@ -156,14 +159,9 @@ def emulated(
         self._run, self.function = run, None
 
     freeze_tensors()
-    # What is loaded now is what is there again afterwards.
-    _recall.load(wait=True)
-    made_in_c = ("copy", "sum_n", "scaled_add")
-    in_python: dict[str, Any] = dict.fromkeys(made_in_c, _recall.not_known)
     outer, _current = _current, emulator
     with (
         mock.patch.object(launcher, "_emulated", True),
-        mock.patch.multiple(_recall, **in_python),
         mock.patch.object(launcher, "chip_of", return_value=chip),
         mock.patch.object(CompiledKernel, "_init_handles", handles),
         mock.patch.object(driver, "_active", _Driver(capability)),

@@ -8,7 +8,6 @@ from __future__ import annotations
 import platform
 import shutil
 import subprocess
-import sysconfig
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels import _recall
-from kernels.cpu import build, native
+from kernels.cpu import build, dispatch, native, tasks
 from tests.kernels.cases import DTYPES, bits, random
 
 # By the processor that they compile for.
@@ -32,39 +30,28 @@ STRICT = ("-Wall", "-Wextra", "-Werror", "-Wno-unknown-warning-option", "-Wno-ov
 
 
 def compile_strictly(
-    compiler: str, source: Path, flags: tuple[str, ...], to: Path = Path("/dev/null")
+    compiler: str, machine: str, folder: Path, to: Path = Path("/dev/null")
 ) -> Path:
     """As at first use, where a warning is an error: also that of clang, if a loop that is marked as
-    elementwise has not become one of vectors."""
+    elementwise has not become one of vectors. folder: for what is generated."""
     if not shutil.which(compiler):
         pytest.skip(f"no {compiler} on the PATH")
+    if machine not in native._PROCESSORS:
+        pytest.skip(f"compiled for {', '.join(native._PROCESSORS)}, not for {machine}")
+    for name, text in tasks.HEADERS.items():
+        (folder / name).write_text(text)
+    flags = [*build._FLAGS, *native._FLAGS, *native._PROCESSORS[machine], f"-I{folder}"]
     # Of another processor there may be the compiler alone, without libraries to link.
     kind = ["-S", "-Wno-unused-command-line-argument"] if to == Path("/dev/null") else []
-    command = [compiler, *build._FLAGS, *flags, *kind, *STRICT, str(source), "-o", str(to)]
+    command = [compiler, *flags, *kind, *STRICT, str(native._SOURCES[0]), "-o", str(to)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return to
 
 
-def native_flags(machine: str, real: str) -> tuple[str, ...]:
-    if machine not in native._PROCESSORS:
-        pytest.skip(f"compiled for {', '.join(native._PROCESSORS)}, not for {machine}")
-    return *native._FLAGS, *native._PROCESSORS[machine], f"-DREAL={real}"
-
-
 @pytest.mark.parametrize("compiler", COMPILERS)
-@pytest.mark.parametrize("real", ["float", "double"])
-def test_arithmetic_compiles_without_a_warning(compiler: str, real: str) -> None:
-    flags = native_flags(COMPILERS[compiler], real)
-    compile_strictly(compiler, native._SOURCES[0], flags)
-
-
-@pytest.mark.parametrize("compiler", ["gcc", "clang"])
-def test_recognition_compiles_without_a_warning(compiler: str) -> None:
-    include = Path(sysconfig.get_path("include"))
-    if not (include / "Python.h").exists():
-        pytest.skip("no Python.h")
-    compile_strictly(compiler, _recall._SOURCES[0], ("-O2", "-DVERSION=1", f"-I{include}"))
+def test_arithmetic_compiles_without_a_warning(compiler: str, tmp_path: Path) -> None:
+    compile_strictly(compiler, COMPILERS[compiler], tmp_path)
 
 
 def answers() -> list[Tensor]:
@@ -89,18 +76,12 @@ def answers() -> list[Tensor]:
 def test_the_bits_are_those_of_any_compiler(
     compiler: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    if why_not := native.why_not():
+    if why_not := dispatch.reason():
         pytest.skip(f"no compiled CPU path: {why_not}")
     expected = answers()
-    machine = platform.machine()
-    libraries = {}
-    for wide, real in native._REALS.items():
-        made = tmp_path / f"{real}.so"
-        flags = native_flags(machine, real)
-        libraries[wide] = native.Library(
-            compile_strictly(compiler, native._SOURCES[0], flags, made)
-        )
-    monkeypatch.setattr(native._state, "libraries", libraries)
+    made = compile_strictly(compiler, platform.machine(), tmp_path, tmp_path / "native.so")
+    library = native.Library(made)
+    monkeypatch.setattr(dispatch, "library", lambda: library)
     for got, wanted in zip(answers(), expected, strict=True):
         assert bits(got) == bits(wanted)
 
@@ -114,10 +95,10 @@ def test_flags_are_the_processors(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setenv("CC", str(compiler))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("ADASUM_CPU_KERNELS", raising=False)
-    monkeypatch.setattr(native, "_state", native._State())
+    monkeypatch.setattr(dispatch, "_state", dispatch._State())
     monkeypatch.setattr(platform, "system", lambda: "Linux")
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    assert kernels.cpu_path() == f"torch: {compiler} failed: no such thing"
+    assert kernels.backend_info().cpu_path == f"torch: {compiler} failed: no such thing"
     words = said.read_text().split()
     assert "-march=armv8-a" in words and not {"-mavx2", "-mfma", "-mf16c"} & {*words}

@@ -18,21 +18,21 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_map
 
 import kernels
-from kernels.cpu import build, native
+from kernels.cpu import build, dispatch, native
 from tests.kernels.cases import DTYPES, bits, random
 
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Nothing looked for yet, in a home of its own; the folder of the cache."""
-    monkeypatch.setattr(native, "_state", native._State())
+    monkeypatch.setattr(dispatch, "_state", dispatch._State())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("ADASUM_CPU_KERNELS", raising=False)
     return tmp_path / "cache" / "adasum"
 
 
 def need_compiled() -> None:
-    if why_not := native.why_not():
+    if why_not := dispatch.reason():
         pytest.skip(f"no compiled CPU path: {why_not}")
 
 
@@ -49,11 +49,11 @@ def script(path: Path, text: str) -> str:
 
 def test_it_is_compiled_once(fresh: Path) -> None:
     need_compiled()
-    assert kernels.cpu_path() == "compiled" and works()
+    assert kernels.backend_info().cpu_path == "compiled" and works()
     made = {path: path.stat().st_mtime_ns for path in fresh.iterdir()}
-    assert sorted(path.name.partition("-")[0] for path in made) == ["double", "float"]
+    assert sorted(path.name.partition("-")[0] for path in made) == ["native"]
     assert stat.S_IMODE(fresh.stat().st_mode) == 0o700
-    code = "import kernels; print(kernels.cpu_path())"
+    code = "import kernels; print(kernels.backend_info().cpu_path)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
@@ -80,8 +80,8 @@ def test_what_is_damaged_is_made_anew(
         # A new file: the old one is in use.
         path.unlink()
         path.write_bytes(damage(whole))
-    monkeypatch.setattr(native, "_state", native._State())
-    assert kernels.cpu_path() == "compiled" and works()
+    monkeypatch.setattr(dispatch, "_state", dispatch._State())
+    assert kernels.backend_info().cpu_path == "compiled" and works()
     assert {path: path.stat().st_size for path in fresh.iterdir()} == {
         path: len(whole) for path, whole in wholes.items()
     }
@@ -92,9 +92,9 @@ def test_a_file_of_others_is_not_loaded(fresh: Path, monkeypatch: pytest.MonkeyP
     old = {path: path.stat().st_ino for path in fresh.iterdir()}
     for path in old:
         path.chmod(0o777)
-    monkeypatch.setattr(native, "_state", native._State())
-    assert kernels.cpu_path() == "compiled"
-    assert len(old) == 2 and all(path.stat().st_ino != inode for path, inode in old.items())
+    monkeypatch.setattr(dispatch, "_state", dispatch._State())
+    assert kernels.backend_info().cpu_path == "compiled"
+    assert len(old) == 1 and all(path.stat().st_ino != inode for path, inode in old.items())
 
 
 def test_what_a_group_may_write_to_is_compiled_once(
@@ -105,20 +105,20 @@ def test_what_a_group_may_write_to_is_compiled_once(
     try:
         need_compiled()
         old = {path: path.stat().st_ino for path in fresh.iterdir()}
-        monkeypatch.setattr(native, "_state", native._State())
-        assert kernels.cpu_path() == "compiled"
+        monkeypatch.setattr(dispatch, "_state", dispatch._State())
+        assert kernels.backend_info().cpu_path == "compiled"
     finally:
         os.umask(before)
-    assert {path: path.stat().st_ino for path in fresh.iterdir()} == old and len(old) == 2
+    assert {path: path.stat().st_ino for path in fresh.iterdir()} == old and len(old) == 1
 
 
 def test_what_is_there_needs_no_compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     need_compiled()
-    monkeypatch.setattr(native, "_state", native._State())
+    monkeypatch.setattr(dispatch, "_state", dispatch._State())
     monkeypatch.setenv("PATH", str(fresh))
     real = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and real(path, mode))
-    assert kernels.cpu_path() == "compiled" and works()
+    assert kernels.backend_info().cpu_path == "compiled" and works()
 
 
 def test_a_full_disk_is_a_reason(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,9 +128,9 @@ def test_a_full_disk_is_a_reason(fresh: Path, monkeypatch: pytest.MonkeyPatch) -
     need_compiled()
     for path in fresh.iterdir():
         path.unlink()
-    monkeypatch.setattr(native, "_state", native._State())
+    monkeypatch.setattr(dispatch, "_state", dispatch._State())
     monkeypatch.setattr(build, "_seal", full)
-    assert kernels.cpu_path().endswith("No space left on device") and works()
+    assert kernels.backend_info().cpu_path.endswith("No space left on device") and works()
 
 
 @pytest.mark.parametrize("option", ["-ffast-math", "-funsafe-math-optimizations"])
@@ -143,7 +143,7 @@ def test_a_compilers_own_options_change_no_numbers(fresh: Path, option: str) -> 
         path.unlink()
     code = """
 import kernels, torch
-assert kernels.cpu_path() == "compiled", kernels.cpu_path()
+assert kernels.backend_info().cpu_path == "compiled", kernels.backend_info().cpu_path
 print((torch.tensor([1e-40]) * 1).item(), kernels.sum_n([torch.tensor([1e-40])]).item())
 """
     done = subprocess.run(
@@ -210,7 +210,7 @@ def test_a_folder_that_others_may_write_to_is_not_used(fresh: Path) -> None:
 
 def test_a_home_that_is_no_folder(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for home in ("/dev/null", "relative"):
-        monkeypatch.setattr(native, "_state", native._State())
+        monkeypatch.setattr(dispatch, "_state", dispatch._State())
         monkeypatch.setenv("XDG_CACHE_HOME", home)
         need_compiled()
         assert works()
@@ -244,10 +244,13 @@ def test_torch_takes_over(
     else:
         monkeypatch.delenv("CC", raising=False)
         monkeypatch.setenv("PATH", str(fresh))
-    assert kernels.cpu_path().startswith("torch: ") and reason in kernels.cpu_path()
+    assert (
+        kernels.backend_info().cpu_path.startswith("torch: ")
+        and reason in kernels.backend_info().cpu_path
+    )
     assert works()
     assert not (fresh.exists() and list(fresh.iterdir()))
-    monkeypatch.setattr(native, "_state", native._State())
+    monkeypatch.setattr(dispatch, "_state", dispatch._State())
     monkeypatch.setenv("ADASUM_CPU_KERNELS", "native")
     with pytest.raises(RuntimeError, match="ADASUM_CPU_KERNELS=native: "):
         works()
@@ -264,33 +267,31 @@ def test_other_machines(
     monkeypatch.setattr(native.platform, "machine", lambda: machine)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     named = "AVX2" if (system, machine) == ("Linux", "x86_64") else f"{system} on {machine}"
-    assert named in kernels.cpu_path() and works()
+    assert named in kernels.backend_info().cpu_path and works()
 
 
 def test_the_choice_is_the_users(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ADASUM_CPU_KERNELS", "torch")
-    assert kernels.cpu_path() == "torch: ADASUM_CPU_KERNELS=torch" and works()
+    assert kernels.backend_info().cpu_path == "torch: ADASUM_CPU_KERNELS=torch" and works()
     assert not fresh.exists()
-    monkeypatch.setattr(native, "_state", native._State())
+    monkeypatch.setattr(dispatch, "_state", dispatch._State())
     monkeypatch.setenv("ADASUM_CPU_KERNELS", "fortran")
     message = "ADASUM_CPU_KERNELS must be one of auto, native, torch, got 'fortran'"
-    for call in (works, kernels.cpu_path):
+    for call in (works, kernels.backend_info):
         with pytest.raises(ValueError, match=message):
             call()
 
 
 def test_torch_can_be_demanded(fresh: Path) -> None:
-    with pytest.raises(TypeError, match="why must be a string, not int"):
-        kernels.use_torch_on_cpu(3)  # type: ignore[arg-type]
-    kernels.use_torch_on_cpu("of a reason")
-    assert kernels.cpu_path() == "torch: of a reason" and works()
+    dispatch.use_torch("of a reason")
+    assert kernels.backend_info().cpu_path == "torch: of a reason" and works()
     assert not fresh.exists()
 
 
 def test_without_its_source(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "_SOURCES", [fresh / "native.c"])
     monkeypatch.setattr(native, "_flags_here", lambda: ())
-    assert "native.c could not be compiled" in kernels.cpu_path() and works()
+    assert "native.c could not be compiled" in kernels.backend_info().cpu_path and works()
 
 
 def test_autograd_sees_what_is_written() -> None:
@@ -329,5 +330,5 @@ def test_elementwise_bits_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
 
         compiled = results()
         with monkeypatch.context() as patched:
-            patched.setattr(native._state, "libraries", {})
+            patched.setattr(dispatch, "library", lambda: None)
             assert results() == compiled, dtype

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from kernels.cpu import native
+from kernels.cpu import dispatch
 
 
 @pytest.mark.parametrize("shown", [True, False])
@@ -17,7 +17,7 @@ def test_it_has_torchs_threads(shown: bool) -> None:
 
     As many threads as torch was told, in one of the user's own, too.
     """
-    if why_not := native.why_not():
+    if why_not := dispatch.reason():
         pytest.skip(f"no compiled CPU path: {why_not}")
     # As in torch's wheels for aarch64, whose OpenMP only those see that name it.
     hide = """
@@ -35,7 +35,7 @@ def more():
     kernels.scaled_add(a, a, out=a)
     seen.append(len(os.listdir("/proc/self/task")) - before)
 a, seen = torch.empty(1 << 20), []
-kernels.cpu_path()
+kernels.backend_info().cpu_path
 torch.set_num_threads(1)
 user = threading.Thread(target=more)
 before = len(os.listdir("/proc/self/task"))

@@ -1,0 +1,43 @@
+"""What computes: Triton on CUDA tensors, compiled C or torch's functions on CPU tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kernels.cpu import dispatch
+from kernels.gpu import launcher
+
+__all__ = ["BackendInfo", "backend_info"]
+
+
+@dataclass(frozen=True)
+class BackendInfo:
+    """What computes in this process.
+
+    Attributes:
+        triton: Version of Triton, which computes on CUDA tensors; None where there is none.
+        cpu: Whether compiled C or torch's functions compute on CPU tensors.
+        why_torch: Why it is torch's functions; "" where it is compiled C.
+    """
+
+    triton: str | None
+    cpu: Literal["compiled", "torch"]
+    why_torch: str
+
+    @property
+    def cpu_path(self) -> str:
+        """Of CPU tensors in one line: "compiled", or "torch: " and why."""
+        return f"torch: {self.why_torch}" if self.why_torch else "compiled"
+
+
+def backend_info() -> BackendInfo:
+    """Return what computes. The first call may compile the CPU path, for about a second.
+
+    Raises:
+        ValueError: The environment variable ADASUM_CPU_KERNELS has an unknown value.
+        RuntimeError: It demands compiled code, which is not to be had.
+    """
+    reason = dispatch.reason()
+    version = None if launcher.triton is None else str(launcher.triton.__version__)
+    return BackendInfo(version, "torch" if reason else "compiled", reason)

@@ -1,0 +1,232 @@
+/* Arithmetic in one REAL, float or double, of dtype NATIVE; IN makes of a name that of this REAL.
+ *
+ * Doubles become 16 bits by way of float, but float16 at once on aarch64: each as in torch.
+ */
+
+/* `n` elements from `from + at` on, as REAL: where they lie, or in `tile`, which may be where they
+ * are to go. */
+static const REAL *IN(read)(const void *from, int dtype, int64_t at, int64_t n, REAL *tile)
+{
+    if (dtype == NATIVE)
+        return (const REAL *)from + at;
+    if (dtype == FLOAT32) {
+        const float *source = (const float *)from + at;
+        for (int64_t i = 0; i < n; i++)
+            tile[i] = source[i];
+    } else if (dtype == BFLOAT16) {
+        const uint16_t *source = (const uint16_t *)from + at;
+        for (int64_t i = 0; i < n; i++) {
+            uint32_t bits = (uint32_t)source[i] << 16;
+            float value;
+            memcpy(&value, &bits, sizeof value);
+            tile[i] = value;
+        }
+    } else {
+        const uint16_t *source = (const uint16_t *)from + at;
+        int64_t whole = n - n % 8;
+        float value[8];
+        for (int64_t i = 0; i < whole; i += 8) {
+            floats_of_halves(value, source + i);
+            for (int j = 0; j < 8; j++)
+                tile[i + j] = value[j];
+        }
+        if (whole < n) {
+            uint16_t half[8] = {0};
+            memcpy(half, source + whole, (n - whole) * sizeof *half);
+            floats_of_halves(value, half);
+            for (int64_t i = whole; i < n; i++)
+                tile[i] = value[i - whole];
+        }
+    }
+    return tile;
+}
+
+/* Where to compute what `write` is to write: in its place, or in `tile`. */
+static REAL *IN(place_for)(void *to, int dtype, int64_t at, REAL *tile)
+{
+    return dtype == NATIVE ? (REAL *)to + at : tile;
+}
+
+static void IN(write)(void *to, int dtype, int64_t at, int64_t n, const REAL *tile)
+{
+    if (dtype == NATIVE) {
+        if ((REAL *)to + at != tile)
+            memcpy((REAL *)to + at, tile, n * sizeof *tile);
+    } else if (dtype == FLOAT32) {
+        float *target = (float *)to + at;
+        for (int64_t i = 0; i < n; i++)
+            target[i] = (float)tile[i];
+    } else if (dtype == BFLOAT16) {
+        uint16_t *target = (uint16_t *)to + at;
+        for (int64_t i = 0; i < n; i++)
+            target[i] = to_bfloat16((float)tile[i]);
+#ifdef __aarch64__
+    } else if (sizeof(REAL) == 8) {
+        uint16_t *target = (uint16_t *)to + at;
+        for (int64_t i = 0; i < n; i++)
+            target[i] = half_of_double(tile[i]);
+#endif
+    } else {
+        uint16_t *target = (uint16_t *)to + at;
+        int64_t whole = n - n % 8;
+        float value[8] = {0};
+        for (int64_t i = 0; i < whole; i += 8) {
+            for (int j = 0; j < 8; j++)
+                value[j] = (float)tile[i + j];
+            halves_of_floats(target + i, value);
+        }
+        if (whole < n) {
+            uint16_t half[8];
+            for (int64_t i = whole; i < n; i++)
+                value[i - whole] = (float)tile[i];
+            halves_of_floats(half, value);
+            memcpy(target + whole, half, (n - whole) * sizeof *half);
+        }
+    }
+}
+
+static void IN(sum_block)(const void *task, struct block block, int64_t number)
+{
+    (void)number;
+    const struct sum *t = task;
+    REAL scale = (REAL)t->scale;
+    for (int64_t low = block.low; low < block.high; low += TILE) {
+        REAL left[TILE], right[TILE], tile[TILE];
+        int64_t n = least(TILE, block.high - low);
+        /* A third input may be the output. */
+        REAL *total = t->count > 2 ? tile : IN(place_for)(t->out, t->out_dtype, low, tile);
+        const REAL *x = IN(read)(t->inputs[0], t->dtype, low, n, left);
+        if (t->count > 1) {
+            const REAL *y = IN(read)(t->inputs[1], t->dtype, low, n, right);
+            ELEMENTWISE
+            for (int64_t i = 0; i < n; i++)
+                total[i] = x[i] + y[i];
+            x = total;
+        }
+        for (int64_t k = 2; k < t->count; k++) {
+            const REAL *y = IN(read)(t->inputs[k], t->dtype, low, n, right);
+            for (int64_t i = 0; i < n; i++)
+                total[i] += y[i];
+        }
+        if (scale != 1) {
+            ELEMENTWISE
+            for (int64_t i = 0; i < n; i++)
+                total[i] = x[i] * scale;
+            x = total;
+        }
+        IN(write)(t->out, t->out_dtype, low, n, x);
+        report(&t->findings, t->out, t->out_dtype, low, n);
+    }
+}
+
+/* `n` elements to `to`, times the scale. */
+static void IN(copy_run)(const struct copy *t, const void *from, int dtype, void *to, int to_dtype,
+                         int64_t n)
+{
+    REAL scale = (REAL)t->scale;
+    if (dtype == to_dtype && scale == 1) {
+        memcpy(to, from, (char *)element(to, dtype, n) - (char *)to);
+        report(&t->findings, to, dtype, 0, n);
+        return;
+    }
+    for (int64_t low = 0; low < n; low += TILE) {
+        REAL tile[TILE];
+        int64_t few = least(TILE, n - low);
+        REAL *product = IN(place_for)(to, to_dtype, low, tile);
+        const REAL *x = IN(read)(from, dtype, low, few, product);
+        if (scale != 1) {
+            ELEMENTWISE
+            for (int64_t i = 0; i < few; i++)
+                product[i] = x[i] * scale;
+            x = product;
+        }
+        IN(write)(to, to_dtype, low, few, x);
+        report(&t->findings, to, to_dtype, low, few);
+    }
+}
+
+static void IN(copy_block)(const void *task, struct block block, int64_t number)
+{
+    (void)number;
+    const struct copy *t = task;
+    int64_t at = block.low - t->bounds[block.segment], room = block.high - block.low;
+    int64_t n = least(room, t->numels[block.segment] - at);
+    void *slot = element(t->buffer, t->buffer_dtype, block.low);
+    if (n > 0) {
+        void *part = element(t->tensors[block.segment], t->dtype, at);
+        if (t->packing)
+            IN(copy_run)(t, part, t->dtype, slot, t->buffer_dtype, n);
+        else
+            IN(copy_run)(t, slot, t->buffer_dtype, part, t->dtype, n);
+    }
+    if (t->packing && n < room) {
+        char *padding = element(slot, t->buffer_dtype, n > 0 ? n : 0);
+        memset(padding, 0, (char *)element(slot, t->buffer_dtype, room) - padding);
+    }
+}
+
+static void IN(blend)(const struct pair *t, struct block block, REAL alpha, REAL beta)
+{
+    for (int64_t low = block.low; low < block.high; low += TILE) {
+        REAL left[TILE], right[TILE], tile[TILE];
+        int64_t n = least(TILE, block.high - low);
+        const REAL *x = IN(read)(t->a, t->a_dtype, low, n, left);
+        const REAL *y = IN(read)(t->b, t->b_dtype, low, n, right);
+        REAL *total = IN(place_for)(t->out, t->out_dtype, low, tile);
+        ELEMENTWISE
+        for (int64_t i = 0; i < n; i++)
+            total[i] = (sizeof(REAL) == 4 ? __builtin_fmaf(beta, y[i], alpha * x[i])
+                                          : __builtin_fma(beta, y[i], alpha * x[i]));
+        IN(write)(t->out, t->out_dtype, low, n, total);
+        report(&t->findings, t->out, t->out_dtype, low, n);
+    }
+}
+
+/* Four elements. */
+static quad IN(widen)(const REAL *from)
+{
+    return sizeof(REAL) == 4 ? quad_of_floats((const float *)from)
+                             : quad_of_doubles((const double *)from);
+}
+
+/* Adds to `sums` the products of x and y, x and x, y and y, in double, where those of two floats are
+ * exact. An element's place in its block says in which of the lanes it is added. */
+static void IN(add_dots)(const REAL *x, const REAL *y, int64_t n, double sums[3][LANES])
+{
+    quad lanes[3][LANES / 4];
+    memcpy(lanes, sums, sizeof lanes);
+    int64_t whole = n - n % LANES;
+    for (int64_t i = 0; i < whole; i += LANES)
+        for (int j = 0; j < LANES / 4; j++) {
+            quad u = IN(widen)(x + i + 4 * j), v = IN(widen)(y + i + 4 * j);
+            lanes[0][j] = add_product(lanes[0][j], u, v);
+            lanes[1][j] = add_product(lanes[1][j], u, u);
+            lanes[2][j] = add_product(lanes[2][j], v, v);
+        }
+    memcpy(sums, lanes, sizeof lanes);
+    for (int64_t i = whole; i < n; i++) {
+        int at = i - whole;
+        double u = x[i], v = y[i];
+        sums[0][at] = __builtin_fma(u, v, sums[0][at]);
+        sums[1][at] = __builtin_fma(u, u, sums[1][at]);
+        sums[2][at] = __builtin_fma(v, v, sums[2][at]);
+    }
+}
+
+static void IN(dots_block)(const void *task, struct block block, int64_t number)
+{
+    const struct pair *t = task;
+    double sums[3][LANES] = {{0}}, *row = t->partials + 3 * number;
+    for (int64_t low = block.low; low < block.high; low += TILE) {
+        REAL left[TILE], right[TILE];
+        int64_t n = least(TILE, block.high - low);
+        const REAL *x = IN(read)(t->a, t->a_dtype, low, n, left);
+        const REAL *y = IN(read)(t->b, t->b_dtype, low, n, right);
+        IN(add_dots)(x, y, n, sums);
+    }
+    for (int k = 0; k < 3; k++) {
+        row[k] = 0;
+        for (int i = 0; i < LANES; i++)
+            row[k] += sums[k][i];
+    }
+}

@@ -1,0 +1,193 @@
+"""Memory on a device that kernels read or write beside tensors: tables and scratch.
+
+A table is found again by its whole content, so that uploading is not repeated. What is kept is
+bounded: where a device's part is full, the device is brought to rest and its part is dropped, but
+for tables that a CUDA graph may read at every replay. Those are bounded by an error.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["TABLES", "AddressTable", "DeviceTables", "Scratch", "upload"]
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def upload(values: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Copy int64 `values` to `device`; returns (device tensor, host tensor), both to be kept.
+
+    Outside graph capture the copy goes through a stream of its own and is complete on return, so
+    that every stream may read it and no earlier work is waited for. Inside, it becomes part of the
+    graph, which reads the pinned host tensor again at each replay.
+    """
+    host = torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))
+    if device.type != "cuda":
+        return host, host
+    host = host.pin_memory()
+    if _is_capturing(device):
+        return host.to(device, non_blocking=True), host
+    stream = _streams.get(device)
+    if stream is None:
+        stream = _streams[device] = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        table = host.to(device, non_blocking=True)
+    stream.synchronize()
+    return table, host
+
+
+class DeviceTables:
+    """Tables by their content.
+
+    Args:
+        limit: The most that a device has of those no graph has seen.
+        graph_limit: The most that it has of those seen while a graph was captured. Nothing tells
+            when a graph is gone, so these stay.
+    """
+
+    def __init__(self, limit: int = 512, graph_limit: int = 4096) -> None:
+        self._limit, self._graph_limit = limit, graph_limit
+        self._tables: defaultdict[torch.device, dict[Hashable, Any]] = defaultdict(dict)
+        self._in_graphs: defaultdict[torch.device, list[Any]] = defaultdict(list)
+        self._seen: defaultdict[torch.device, dict[Hashable, Any]] = defaultdict(dict)
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return sum(map(len, (*self._tables.values(), *self._in_graphs.values())))
+
+    def fetch(self, key: Hashable, device: torch.device, make: Callable[[], Any]) -> Any:
+        """Return the table of `key`, made by `make()` where there is none.
+
+        Args:
+            key: All that its content follows from.
+            device: Where it lies.
+            make: Calls `upload`.
+
+        Raises:
+            RuntimeError: Too many have been seen by graphs.
+        """
+        with self._lock:
+            tables = self._tables[device]
+            table = tables.get(key)
+            if not _is_capturing(device):
+                if table is None:
+                    table = self._room(device)[key] = make()
+                return table
+            seen, made = self._seen[device], self._in_graphs[device]
+            if key not in seen:
+                if len(seen) + len(made) >= self._graph_limit:
+                    raise RuntimeError(
+                        f"CUDA graphs have captured calls on {self._graph_limit} lists of tensors "
+                        "or segments, whose tables stay: make a plan before the capture, and keep "
+                        "it as long as the graph"
+                    )
+                if table is None:
+                    table = make()
+                    made.append(table)
+                else:
+                    seen[key] = table
+            return table
+
+    def _room(self, device: torch.device) -> dict[Hashable, Any]:
+        """The tables of a device, one fewer than the limit at most."""
+        tables = self._tables[device]
+        if len(tables) - len(self._seen[device]) >= self._limit:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            tables = self._tables[device] = dict(self._seen[device])
+        return tables
+
+
+TABLES = DeviceTables()
+
+
+class AddressTable:
+    """int64 addresses in device memory, of one plan; rewritten when its tensors are others."""
+
+    def __init__(self) -> None:
+        self._table: Tensor | None = None
+        self._own = False
+
+    def write(self, addresses: array[int], device: torch.device) -> Tensor:
+        """Return the table of these addresses.
+
+        The first are looked up among all tables. Others take their place in memory of the plan's
+        own, after what the current stream has been given so far.
+
+        Raises:
+            RuntimeError: A graph is being captured, which would write them at each replay.
+        """
+        if self._table is None or len(addresses) != len(self._table):
+            key = ("addresses", addresses.tobytes())
+
+            def make() -> tuple[Tensor, Tensor]:
+                return upload(np.array(addresses, dtype=np.int64), device)
+
+            self._table, self._own = TABLES.fetch(key, device, make)[0], False
+            return self._table
+        if _is_capturing(device):
+            raise RuntimeError("a plan cannot be bound to other tensors while a graph is captured")
+        host = torch.from_numpy(np.array(addresses, dtype=np.int64))
+        if device.type != "cuda":
+            self._table = host
+            return host
+        if not self._own:
+            self._table, self._own = torch.empty_like(self._table), True
+        # torch keeps pinned memory that is copied from until the copy is done.
+        self._table.copy_(host.pin_memory(), non_blocking=True)
+        return self._table
+
+
+class Scratch:
+    """Memory that a launch needs while it runs, one piece for each stream, whose launches follow
+    each other. In a graph it is the graph's own."""
+
+    def __init__(self, limit: int = 64) -> None:
+        self._limit = limit
+        self._kept: dict[Hashable, tuple[Tensor, Tensor]] = {}
+
+    def fetch(
+        self, use: Hashable, device: torch.device, stream: int, floats: int, counters: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return float64 and int64 memory, the latter zero before its first use.
+
+        Args:
+            use: What decides how counters are left behind.
+            device: Where it lies.
+            stream: The current one.
+            floats: How many float64 there are at least.
+            counters: How many int64 there are at least.
+        """
+        if _is_capturing(device):
+            return _scratch(device, floats, counters)
+        key = (use, device, stream)
+        found = self._kept.get(key)
+        if found is None or len(found[0]) < floats or len(found[1]) < counters:
+            if found is None and len(self._kept) >= self._limit:
+                if device.type == "cuda":
+                    for other in {kept[0].device for kept in self._kept.values()}:
+                        torch.cuda.synchronize(other)
+                self._kept.clear()
+            have = (0, 0) if found is None else (len(found[0]), len(found[1]))
+            found = _scratch(device, max(floats, have[0]), max(counters, have[1]))
+            self._kept[key] = found
+        return found
+
+
+def _scratch(device: torch.device, floats: int, counters: int) -> tuple[Tensor, Tensor]:
+    return (
+        torch.empty(floats, dtype=torch.float64, device=device),
+        torch.zeros(counters, dtype=torch.int64, device=device),
+    )

@@ -1,0 +1,534 @@
+"""Calls whose arguments are checked once and that run many times.
+
+    plan = kernels.plan_pack(gradients, layout=layout, out=flat)   # checks, tables, bound launch
+    plan(scale=0.5)                                                # the launch and nothing else
+    plan.rebind(new_gradients)                                     # others, equal but in place
+
+A direct call, `kernels.pack` say, makes such a plan and runs it once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from kernels.cpu import dispatch
+from kernels.findings import Findings
+from kernels.gpu import copy_kernel, launcher, projection_kernels, sum_kernels
+from kernels.gpu.device_tables import AddressTable
+from kernels.layout import Layout, PackedList, check_buffer, check_packed
+from kernels.torch_ops import check_list, read_list
+from kernels.validation import (
+    check_all_writable,
+    check_apart,
+    check_disjoint,
+    check_dots,
+    check_like,
+    check_no_overlap,
+    check_output,
+    check_pair,
+    check_place,
+    check_scalar,
+    check_segments,
+    check_target,
+    check_tensor,
+    check_tensors,
+    check_writable,
+    new_like,
+)
+
+__all__ = [
+    "AdasumPlan",
+    "CombinePlan",
+    "DotAndNormsPlan",
+    "PackPlan",
+    "Plan",
+    "ScaledAddPlan",
+    "SumPlan",
+    "UnpackPlan",
+    "plan_adasum",
+    "plan_combine",
+    "plan_dot_and_norms",
+    "plan_pack",
+    "plan_scaled_add",
+    "plan_sum_n",
+    "plan_unpack",
+]
+
+_dtype, _shape = operator.attrgetter("dtype"), operator.attrgetter("shape")
+_Run = Callable[..., None]
+# How messages call the inputs.
+_TENSOR, A_OR_B = "tensors[{}]".format, "ab".__getitem__
+EMPTY = "tensors is empty: pass at least one tensor to sum"
+
+
+def _released(*_: float) -> None:
+    raise RuntimeError("this plan was released: rebind it to tensors before it runs again")
+
+
+class Plan:
+    """A call that has passed its checks and is bound to its tensors.
+
+    A run does the launch (CUDA) or one call of compiled code (CPU) and nothing else. It writes to
+    the same output each time, and does not tell autograd so, whose version counters stay as they
+    are: plan what no backward pass has saved. One thread runs a plan at a time; on CUDA its runs
+    follow each other on their streams.
+
+    A plan holds its tensors. While it does, nobody may give one of them other memory or another
+    shape: no `resize_`, no `set_`, no assignment to `.data`, no `resize_` of its storage. A run
+    would read or write where it lay before. `check` finds out. A CUDA graph that captured a run
+    needs the plan for as long as it is replayed, neither rebound nor released.
+
+    Attributes:
+        out: What a run writes to and returns; of `plan_unpack`, what it reads.
+    """
+
+    out: Tensor
+    _out_name = "out"
+    _inputs: list[Tensor]
+    _addresses: array[int]
+
+    def __init__(
+        self,
+        inputs: list[Tensor],
+        name: Callable[[int], str],
+        out: Tensor,
+        findings: Findings,
+        dots: Tensor | None = None,
+    ) -> None:
+        self._name, self._findings, self._dots = name, findings, dots
+        self._dtypes, self._shapes = list(map(_dtype, inputs)), list(map(_shape, inputs))
+        self._device = out.device
+        # Which of the inputs `out` is.
+        self._in_place = next((i for i, one in enumerate(inputs) if one is out), None)
+        self._run: _Run = _released
+        self._take(inputs, out)
+
+    def rebind(self, tensors: Sequence[Tensor], *, out: Tensor | None = None) -> None:
+        """Take other input tensors, equal in shape, dtype, strides and device; let the old ones go.
+
+        Work that was started before and still runs on a GPU is not disturbed, if it is on the
+        current stream.
+
+        Args:
+            tensors: As many as the plan was made from, in the same order: (a, b) of a pair.
+            out: Takes the place of the plan's `out`. None keeps it or, where it is one of the
+                inputs, takes the new one in its place.
+
+        Raises:
+            TypeError: One has another type or dtype.
+            ValueError: One has another shape or device, is not contiguous, or shares memory that
+                is written.
+        """
+        inputs = self._check_equal(read_list("tensors", tensors))
+        target = self.out if self._in_place is None else inputs[self._in_place]
+        if out is not None:
+            # The buffer that is unpacked is only read.
+            if self._out_name == "out":
+                check_writable("out", out)
+            target = check_like(self._out_name, out, "the plan's", self.out)
+        self._take(inputs, target)
+
+    def release(self) -> None:
+        """Let go of the input tensors, and of `out` where it is one of them.
+
+        What else the plan was made with it keeps. It runs again once it is bound to others.
+        """
+        self._inputs, self._addresses, self._run = [], array("Q"), _released
+        if self._in_place is not None:
+            self.out = self.out.new_empty(0)
+
+    def check(self) -> None:
+        """Check that every tensor still lies where it lay when the plan was bound to it.
+
+        Raises:
+            RuntimeError: One was resized, or given other memory; or the plan was released.
+        """
+        if self._run is _released:
+            _released()
+        for name, tensor, seen in self._seen():
+            if (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.is_contiguous()) != seen:
+                raise RuntimeError(
+                    f"{name} was resized or given other memory since the plan was bound to it "
+                    "(resize_, set_ or .data =): rebind the plan"
+                )
+
+    def written(self) -> list[Tensor]:
+        """The tensors that a run writes, for `mark_written`."""
+        return [self.out, *(one for _, one in self._findings.given())]
+
+    def _seen(self) -> Iterator[tuple[str, Tensor, object]]:
+        """Name and tensor of all that a run uses, and what they were when it was bound."""
+        rows = zip(self._inputs, self._addresses, self._dtypes, self._shapes, strict=True)
+        for i, (tensor, address, dtype, shape) in enumerate(rows):
+            yield self._name(i), tensor, (address, dtype, shape, True)
+        for (name, tensor), seen in zip(self._others(), self._others_seen, strict=True):
+            yield name, tensor, seen
+
+    def _others(self) -> Iterator[tuple[str, Tensor]]:
+        yield self._out_name, self.out
+        if self._dots is not None:
+            yield "dots", self._dots
+        yield from self._findings.given()
+
+    def _check_equal(self, inputs: list[Tensor]) -> list[Tensor]:
+        checked = check_tensors("tensors", inputs)
+        if (
+            list(map(_dtype, checked)) == self._dtypes
+            and list(map(_shape, checked)) == self._shapes
+            and (not checked or checked[0].device == self._device)
+        ):
+            return checked
+        if len(checked) != len(self._dtypes):
+            raise ValueError(f"the plan is of {len(self._dtypes)} tensors, not {len(checked)}")
+        for i, tensor in enumerate(checked):
+            wanted = self._dtypes[i], self._shapes[i], self._device
+            if (tensor.dtype, tensor.shape, tensor.device) != wanted:
+                kind = TypeError if tensor.dtype != wanted[0] else ValueError
+                raise kind(
+                    f"{self._name(i)} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device} "
+                    f"but the plan was made for {tuple(wanted[1])} {wanted[0]} on {wanted[2]}"
+                )
+        raise AssertionError("unreachable: one differs")
+
+    def _take(self, inputs: list[Tensor], out: Tensor) -> None:
+        addresses = array("Q", map(Tensor.data_ptr, inputs))
+        self._check_memory(inputs, addresses, out)
+        self._inputs, self._addresses, self.out = inputs, addresses, out
+        self._run = self._bind()
+        self._others_seen = [
+            (one.data_ptr(), one.dtype, one.shape, True) for _, one in self._others()
+        ]
+
+    def _check_memory(self, inputs: list[Tensor], addresses: array[int], out: Tensor) -> None:
+        """Raise ValueError where what is written shares memory with anything else."""
+        check_output(out, inputs, addresses, self._name)
+        self._findings.check_apart(itertools.chain([("out", out)], self._named(inputs)))
+
+    def _named(self, inputs: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+        return ((self._name(i), tensor) for i, tensor in enumerate(inputs))
+
+    def _bind(self) -> _Run:
+        """What a run does, with the tensors that the plan has now."""
+        raise NotImplementedError
+
+
+class _ListPlan(Plan):
+    """A plan of a list of tensors, run with a scale."""
+
+    def __init__(self, inputs: list[Tensor], out: Tensor, findings: Findings) -> None:
+        self._table = AddressTable()
+        super().__init__(inputs, _TENSOR, out, findings)
+
+
+class _CopyPlan(_ListPlan):
+    _packing = True
+
+    def __init__(
+        self, inputs: list[Tensor], packed: PackedList, buffer: Tensor, findings: Findings
+    ) -> None:
+        self._packed = packed
+        super().__init__(inputs, buffer, findings)
+
+    def _check_memory(self, inputs: list[Tensor], addresses: array[int], out: Tensor) -> None:
+        name, largest = self._out_name, self._packed.layout.largest
+        check_apart("tensors", inputs, addresses, largest, name, out)
+        if not self._packing:
+            check_disjoint("tensors", inputs, addresses, self._packed.layout.numels)
+        for other, tensor in self._findings.given():
+            check_apart("tensors", inputs, addresses, largest, other, tensor)
+        self._findings.check_apart([(name, out)])
+
+    def _bind(self) -> _Run:
+        if launcher.on_triton(self.out):
+            return copy_kernel.Copies(
+                self._addresses, self._packed, self.out, self._findings, self._packing, self._table
+            )
+        return dispatch.copy(
+            self._inputs, self._addresses, self._packed, self.out, self._findings, self._packing
+        )
+
+
+class PackPlan(_CopyPlan):
+    """What `plan_pack` returns."""
+
+    def __call__(self, scale: float = 1.0) -> Tensor:
+        """Copy the tensors, each times `scale`, into `out`, and return it."""
+        if type(scale) is not float:
+            scale = check_scalar("scale", scale)
+        self._run(scale)
+        return self.out
+
+
+class UnpackPlan(_CopyPlan):
+    """What `plan_unpack` returns."""
+
+    _out_name, _packing = "buffer", False
+
+    def written(self) -> list[Tensor]:
+        return [*self._inputs, *(one for _, one in self._findings.given())]
+
+    def __call__(self, scale: float = 1.0) -> list[Tensor]:
+        """Copy the slots of the buffer, times `scale`, into the tensors, and return these."""
+        if type(scale) is not float:
+            scale = check_scalar("scale", scale)
+        self._run(scale)
+        return self._inputs[:]
+
+    def _check_equal(self, inputs: list[Tensor]) -> list[Tensor]:
+        checked = super()._check_equal(inputs)
+        check_all_writable("tensors", checked)
+        return checked
+
+
+class SumPlan(_ListPlan):
+    """What `plan_sum_n` returns."""
+
+    def __call__(self, scale: float = 1.0) -> Tensor:
+        """Write `scale` times the sum of the tensors, and return it."""
+        if type(scale) is not float:
+            scale = check_scalar("scale", scale)
+        self._run(scale)
+        return self.out
+
+    def _bind(self) -> _Run:
+        if launcher.on_triton(self.out):
+            return sum_kernels.sum_n(
+                self._addresses, self._dtypes[0], self.out, self._findings, self._table
+            )
+        return dispatch.sum_n(self._inputs, self._addresses, self.out, self._findings)
+
+
+class ScaledAddPlan(Plan):
+    """What `plan_scaled_add` returns."""
+
+    def __call__(self, alpha: float = 1.0, beta: float = 1.0) -> Tensor:
+        """Write alpha*a + beta*b, and return it."""
+        if type(alpha) is not float or type(beta) is not float:
+            alpha, beta = check_scalar("alpha", alpha), check_scalar("beta", beta)
+        self._run(alpha, beta)
+        return self.out
+
+    def _bind(self) -> _Run:
+        a, b = self._inputs
+        function = sum_kernels.scaled_add if launcher.on_triton(self.out) else dispatch.scaled_add
+        return function(a, b, self.out, self._findings)
+
+
+class _SegmentPlan(Plan):
+    """A plan of the pair (a, b), a segment at a time."""
+
+    def __init__(
+        self,
+        a: Tensor,
+        b: Tensor,
+        bounds: tuple[int, ...],
+        out: Tensor,
+        findings: Findings,
+        dots: Tensor | None = None,
+    ) -> None:
+        self._bounds = bounds
+        super().__init__([a, b], A_OR_B, out, findings, dots)
+
+    def __call__(self) -> Tensor:
+        """Write the result to `out`, and return it."""
+        self._run()
+        return self.out
+
+
+class DotAndNormsPlan(_SegmentPlan):
+    """What `plan_dot_and_norms` returns."""
+
+    def _bind(self) -> _Run:
+        a, b = self._inputs
+        triton = launcher.on_triton(a)
+        function = projection_kernels.dot_and_norms if triton else dispatch.dot_and_norms
+        return function(a, b, self._bounds, self.out)
+
+
+class CombinePlan(_SegmentPlan):
+    """What `plan_combine` returns."""
+
+    def _check_memory(self, inputs: list[Tensor], addresses: array[int], out: Tensor) -> None:
+        super()._check_memory(inputs, addresses, out)
+        assert self._dots is not None
+        check_no_overlap("out", out, "dots", self._dots)
+        self._findings.check_apart([("dots", self._dots)])
+
+    def _bind(self) -> _Run:
+        a, b = self._inputs
+        assert self._dots is not None
+        function = projection_kernels.combine if launcher.on_triton(a) else dispatch.combine
+        return function(a, b, self._dots, self._bounds, self.out, self._findings)
+
+
+class AdasumPlan(_SegmentPlan):
+    """What `plan_adasum` returns."""
+
+    def _bind(self) -> _Run:
+        a, b = self._inputs
+        function = projection_kernels.adasum if launcher.on_triton(a) else dispatch.adasum
+        return function(a, b, self._bounds, self.out, self._findings)
+
+
+def plan_pack(
+    tensors: Sequence[Tensor],
+    *,
+    layout: Layout | None = None,
+    out: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> PackPlan:
+    """Plan `kernels.pack` of these tensors: run it as plan(scale).
+
+    Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has a
+    buffer of its own, the same at each run.
+    """
+    inputs, findings = read_list("tensors", tensors), Findings(found_inf)
+    packed = check_packed(inputs, layout, None)
+    if out is None:
+        device = device_of(inputs)
+        target = torch.empty(packed.layout.numel, dtype=packed.layout.dtype, device=device)
+    else:
+        device = device_of(inputs) if inputs else check_tensor("out", out).device
+        check_buffer("out", out, packed.layout, device)
+        target = check_writable("out", out)
+    findings.check(device)
+    return PackPlan(inputs, packed, target, findings)
+
+
+def plan_unpack(
+    buffer: Tensor,
+    tensors: Sequence[Tensor],
+    *,
+    layout: Layout | None = None,
+    found_inf: Tensor | None = None,
+) -> UnpackPlan:
+    """Plan `kernels.unpack` into these tensors: run it as plan(scale).
+
+    Arguments and errors as there, and of every plan: see `Plan`.
+    """
+    inputs, findings = read_list("tensors", tensors), Findings(found_inf)
+    check_tensor("buffer", buffer)
+    packed = check_packed(inputs, layout, buffer.dtype)
+    device = inputs[0].device if inputs else buffer.device
+    check_buffer("buffer", buffer, packed.layout, device)
+    check_all_writable("tensors", inputs)
+    findings.check(device)
+    return UnpackPlan(inputs, packed, buffer, findings)
+
+
+def plan_sum_n(
+    tensors: Sequence[Tensor],
+    *,
+    out: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    found_inf: Tensor | None = None,
+) -> SumPlan:
+    """Plan `kernels.sum_n` of these tensors: run it as plan(scale).
+
+    Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has one of
+    its own, the same at each run.
+    """
+    inputs, findings = check_equals(read_list("tensors", tensors)), Findings(found_inf)
+    findings.check(inputs[0].device)
+    check_target(out, "tensors[0]", inputs[0], dtype)
+    return SumPlan(inputs, new_like(inputs[0], dtype) if out is None else out, findings)
+
+
+def plan_scaled_add(
+    a: Tensor,
+    b: Tensor,
+    *,
+    out: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    found_inf: Tensor | None = None,
+) -> ScaledAddPlan:
+    """Plan `kernels.scaled_add` of a and b: run it as plan(alpha, beta).
+
+    Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has one of
+    its own, the same at each run.
+    """
+    left, findings = check_tensor("a", a), Findings(found_inf)
+    right = check_place("b", b, "a", left)
+    findings.check(left.device)
+    check_target(out, "a", left, dtype)
+    target = new_like(left, dtype) if out is None else out
+    return ScaledAddPlan([left, right], A_OR_B, target, findings)
+
+
+def plan_dot_and_norms(
+    a: Tensor, b: Tensor, segments: Sequence[int] | None = None
+) -> DotAndNormsPlan:
+    """Plan `kernels.dot_and_norms` of a and b: run it as plan().
+
+    Arguments and errors as there, and of every plan: see `Plan`. A run returns the same tensor
+    each time.
+    """
+    left = check_pair(a, b, None)
+    bounds = check_segments(segments, left.numel())
+    dots = torch.empty(len(bounds) - 1, 3, dtype=torch.float64, device=left.device)
+    return DotAndNormsPlan(left, b, bounds, dots, Findings())
+
+
+def plan_combine(
+    a: Tensor,
+    b: Tensor,
+    dots: Tensor,
+    segments: Sequence[int] | None = None,
+    *,
+    out: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> CombinePlan:
+    """Plan `kernels.combine` of a and b: run it as plan(), with what `dots` then holds.
+
+    Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has one of
+    its own, the same at each run.
+    """
+    left, findings = check_tensor("a", a), Findings(found_inf)
+    bounds = check_segments(segments, left.numel())
+    check_dots(dots, len(bounds) - 1, left)
+    check_pair(a, b, out)
+    findings.check(left.device)
+    return CombinePlan(left, b, bounds, new_like(left) if out is None else out, findings, dots)
+
+
+def plan_adasum(
+    a: Tensor,
+    b: Tensor,
+    segments: Sequence[int] | None = None,
+    *,
+    out: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> AdasumPlan:
+    """Plan `kernels.adasum` of a and b: run it as plan().
+
+    Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has one of
+    its own, the same at each run.
+    """
+    left, findings = check_pair(a, b, out), Findings(found_inf)
+    findings.check(left.device)
+    bounds = check_segments(segments, left.numel())
+    return AdasumPlan(left, b, bounds, new_like(left) if out is None else out, findings)
+
+
+def device_of(tensors: Sequence[Tensor]) -> torch.device:
+    """The device of a list of tensors; the CPU's where it is empty."""
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
+def check_equals(tensors: object) -> list[Tensor]:
+    """Check that a list's tensors, at least one, are equal in shape, dtype and device."""
+    checked = check_list("tensors", tensors)
+    if not checked:
+        raise ValueError(EMPTY)
+    first = checked[0]
+    dtype, shape = first.dtype, first.shape
+    for i in range(1, len(checked)):
+        if checked[i].dtype != dtype or checked[i].shape != shape:
+            check_like(f"tensors[{i}]", checked[i], "tensors[0]", first)
+    return checked
