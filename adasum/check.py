@@ -25,7 +25,7 @@ import kernels
 from adasum.reducer import Adasum
 from collectives.transport import load_nccl
 
-_PACKAGES = ("triton", "numpy", "cupy-cuda12x", "cupy-cuda13x", "nvidia-ml-py")
+_PACKAGES = ("triton", "numpy", "cupy-cuda12x", "cupy-cuda13x")
 _NCCL = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
 _VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from collectives import validation
-from collectives.bootstrap.locality import along_links, find_place, place_of
+from collectives.bootstrap.locality import find_locality, locality_on
 from collectives.consistency.calls import Calls
 from collectives.consistency.description import Description, describe_tensor
 from collectives.consistency.requests import Request
@@ -41,8 +41,7 @@ class Group:
     timeout: seconds any one step may wait for a peer. local_rank, local_size: this rank's place on
     its host; found from the hosts' names unless given. hosts: a number for every rank's host.
     topology: the nodes that algorithms see;
-    the hosts unless given, and one rank a node where hosts do not hold equal runs of ranks; where
-    ranks use GPUs and NVML tells how they are joined, rings follow the links.
+    the hosts unless given, and one rank a node where hosts do not hold equal runs of ranks.
     """
 
     def __init__(
@@ -61,13 +60,12 @@ class Group:
         self.rank = transport.rank
         self.size = transport.size
         self.timeout = timeout
-        place = find_place(transport, timeout, local_rank, local_size, topology)
-        self.local_rank = place.local_rank
-        self.local_size = place.local_size
-        self.topology = place.topology
-        self.hosts = place.hosts
-        self._gpus = place.gpus
-        self._runner = Runner(transport, place.topology, timeout)
+        locality = find_locality(transport, timeout, local_rank, local_size, topology)
+        self.local_rank = locality.local_rank
+        self.local_size = locality.local_size
+        self.topology = locality.topology
+        self.hosts = locality.hosts
+        self._runner = Runner(transport, locality.topology, timeout)
         self._call = Calls(self._runner)
         self._requests = 0
         self._parts: list[Group] = []
@@ -419,18 +417,16 @@ class Group:
             if self.rank not in members:
                 return None
             hosts = [self.hosts[rank] for rank in members]
-            gpus = [self._gpus[rank] for rank in members] if self._gpus else ()
             transport = self.transport.split(members, self.timeout)
-            place = place_of(hosts, transport.rank, gpus=gpus)
-            place = along_links(place, transport, self.timeout)
+            locality = locality_on(hosts, transport.rank)
             part = Group(
                 transport,
                 timeout=self.timeout,
-                local_rank=place.local_rank,
-                local_size=place.local_size,
-                topology=place.topology,
+                local_rank=locality.local_rank,
+                local_size=locality.local_size,
+                topology=locality.topology,
             )
-            part.hosts, part._gpus = place.hosts, place.gpus
+            part.hosts = locality.hosts
             part.set_link_rates(self._runner.link_rates)
             self._parts.append(part)
             part._whole = self

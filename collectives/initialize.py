@@ -58,7 +58,7 @@ def init(
     "shm" on any rank: a TransportError on all where any two ranks share no memory. "nccl" on any
     rank: CPU tensors as with "auto", CUDA tensors through cupy's NCCL on each rank's current
     device; a TransportError on all that says what one of them lacks. CUDA tensors otherwise travel
-    over torch.distributed. Rings follow the links of the GPUs that are in use by then. calibrate:
+    over torch.distributed. calibrate:
     measure for a fraction of a second, so that "auto" can choose the algorithm of a Sum or Average
     by it; False, on all ranks alike: by size alone, the same in every run of the program.
 

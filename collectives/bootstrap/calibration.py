@@ -12,17 +12,19 @@ import statistics
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
 from collectives.cost import LinkRates, Rate
 from collectives.execution.executor import Workspace, execute
-from collectives.execution.gathering import gather_bytes
-from collectives.group import Group
 from collectives.reducers import Sum, kernels
 from collectives.schedules import binomial_tree, recursive_doubling, ring
 from collectives.schedules.partition import split_bounds
 from collectives.schedules.schedule import Schedule
+from collectives.schedules.topology import Topology
+from collectives.transport.base import Transport
+from collectives.transport.gathering import gather_bytes
 
 _LABEL = "calibration"
 _SIZES = (64, 4 << 10, 64 << 10, 512 << 10, 2 << 20, 8 << 20)
@@ -36,8 +38,16 @@ _Key = tuple[str, str, int, tuple[bytes, ...]]
 _known: dict[_Key, LinkRates] = {}
 
 
+class Ranks(Protocol):
+    """What a group has that is needed to measure it."""
+
+    transport: Transport
+    topology: Topology
+    timeout: float
+
+
 def calibrate(
-    group: Group, device: torch.device | str = "cpu", *, renew: bool = False
+    group: Ranks, device: torch.device | str = "cpu", *, renew: bool = False
 ) -> LinkRates:
     """Measure the group's links and `device`'s reductions; the same answer on every rank.
 
@@ -58,7 +68,7 @@ def calibrate(
     # A rank that was in another group on these hosts may know what others do not, or know another
     # answer.
     known = None if renew else _known.get(key)
-    everyone_knows = bench.sum(int(known is not None)) == group.size
+    everyone_knows = bench.sum(int(known is not None)) == group.transport.size
     rates = bench.agreed(known) if known is not None and everyone_knows else bench.rates()
     _known[key] = rates
     return rates
@@ -67,7 +77,7 @@ def calibrate(
 class _Bench:
     """The measurements of one rank; every method is a collective of the group."""
 
-    def __init__(self, group: Group, device: torch.device) -> None:
+    def __init__(self, group: Ranks, device: torch.device) -> None:
         self._transport = group.transport
         self._topology = group.topology
         self._timeout = group.timeout
@@ -79,7 +89,7 @@ class _Bench:
         name = os.uname().nodename.encode()
         if self._transport.size == 1:
             return [name]
-        return gather_bytes(name, self._transport, _LABEL, self._timeout, self._workspace)
+        return gather_bytes(name, self._transport, _LABEL, self._timeout)
 
     def sum(self, value: int) -> int:
         """Of all ranks' values."""

@@ -16,7 +16,6 @@ from collectives.consistency.description import Description
 from collectives.consistency.messages import agree_by_messages
 from collectives.errors import TransportError
 from collectives.execution.executor import Workspace
-from collectives.execution.gathering import gather_bytes
 from collectives.transport import (
     WAYS,
     GlooTransport,
@@ -29,6 +28,7 @@ from collectives.transport import (
     store_of,
 )
 from collectives.transport.connections.shm import ShmLink
+from collectives.transport.gathering import gather_bytes
 from kernels.cpu.dispatch import use_torch
 
 # What `BackendInfo.cpu_path` says where it is not torch.
@@ -75,7 +75,7 @@ def connect(gloo: GlooTransport, timeout: float, choice: str) -> Transport:
         return gloo
 
     def gather(data: bytes) -> list[bytes]:
-        return gather_bytes(data, gloo, "start-up", timeout, Workspace())
+        return gather_bytes(data, gloo, "start-up", timeout)
 
     store = store_of(gloo.process_group)
     toward = _host_of(store)

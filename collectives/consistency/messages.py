@@ -22,10 +22,10 @@ import torch
 from collectives.consistency.description import Description, difference
 from collectives.errors import CollectiveMismatchError
 from collectives.execution.executor import Workspace, execute
-from collectives.execution.gathering import gather_bytes
 from collectives.reducers import Max
 from collectives.schedules import recursive_doubling
 from collectives.transport.base import Transport
+from collectives.transport.gathering import gather_bytes
 
 __all__ = ["AHEAD", "Agreement", "Joined", "agree_by_messages"]
 
@@ -121,7 +121,7 @@ def agree_by_messages(
         report = ["", sorted(mine.operators), sorted(mine.kinds)]
     else:
         report = [mine.to_json()]
-    reports = gather_bytes(json.dumps(report).encode(), transport, label, timeout, workspace)
+    reports = gather_bytes(json.dumps(report).encode(), transport, label, timeout)
     return _conclude([json.loads(each) for each in reports])
 
 

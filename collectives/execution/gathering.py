@@ -9,16 +9,7 @@ from collectives.reducers import Sum
 from collectives.schedules import ring
 from collectives.transport.base import Transport
 
-__all__ = ["as_tensor", "gather_bytes", "gather_pieces"]
-
-
-def gather_bytes(
-    payload: bytes, transport: Transport, label: str, timeout: float, workspace: Workspace
-) -> list[bytes]:
-    """Return every rank's bytes, by rank."""
-    whole, bounds = gather_pieces(as_tensor(payload), transport, label, timeout, workspace)
-    raw = whole.numpy().tobytes()
-    return [raw[bounds[r] : bounds[r + 1]] for r in range(transport.size)]
+__all__ = ["as_tensor", "gather_pieces"]
 
 
 def gather_pieces(

@@ -12,6 +12,7 @@ from collectives.errors import words
 from collectives.transport.base import Message, Transport
 from collectives.transport.connections.connect import WAYS, Met, open_links
 from collectives.transport.connections.connections import LinkTransport
+from collectives.transport.gathering import gather_bytes
 from collectives.transport.shared_memory.symmetric_memory import SymmetricMemory
 
 
@@ -104,14 +105,10 @@ class HybridTransport(Transport):
 
     def split(self, ranks: Sequence[int], timeout: float) -> HybridTransport:
         """New links by the same ways as here, `other` split for the rest."""
-        # The agreement stands on the transports, so it cannot be imported above.
-        from collectives.execution.executor import Workspace
-        from collectives.execution.gathering import gather_bytes
-
         other = self._other.split(ranks, timeout)
 
         def gather(data: bytes) -> list[bytes]:
-            return gather_bytes(data, other, "start-up", timeout, Workspace())
+            return gather_bytes(data, other, "start-up", timeout)
 
         met = Met({}, None)
         if other.size > 1:

@@ -89,7 +89,7 @@ _LATE_START = """
 import time
 from datetime import timedelta
 import torch.distributed as dist
-from collectives.meeting import bounded
+from collectives.bootstrap.rendezvous import bounded
 
 class Slow:
     def __del__(self, sleep=time.sleep):

@@ -240,7 +240,8 @@ def test_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
 
 EXIT = """
 import threading, time, torch, torch.distributed as dist
-from collectives.transport import Message, ThreadWorld, nccl, nccl_calls
+from collectives.transport import Message, ThreadWorld
+from collectives.transport.nccl import calls as nccl_calls, nccl
 from tests.fakes.fake_cuda import FakeCuda, device_tensor
 from tests.fakes.fake_nccl import FakeNccl
 nccl.cuda = nccl_calls.cuda = FakeCuda()

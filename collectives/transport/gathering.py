@@ -1,0 +1,44 @@
+"""Every rank's bytes on every rank: for what ranks tell each other at start-up and on errors."""
+
+from __future__ import annotations
+
+import torch
+
+from collectives.transport.base import Message, Transport
+
+__all__ = ["gather_bytes"]
+
+
+def gather_bytes(
+    payload: bytes, transport: Transport, step: str, timeout: float, code: int = 0
+) -> list[bytes]:
+    """Return every rank's bytes, by rank; lengths may differ.
+
+    Args:
+        payload: This rank's.
+        transport: Between the ranks, all of which call this.
+        step: What an error calls this.
+        timeout: Seconds, for the lengths and for the bytes.
+        code: As `Transport.exchange` takes it.
+    """
+    mine = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)[: len(payload)]
+    lengths = torch.zeros(transport.size, dtype=torch.int64, device="cpu")
+    lengths[transport.rank] = len(payload)
+    peers = [rank for rank in range(transport.size) if rank != transport.rank]
+    transport.exchange(
+        [Message(peer, lengths[transport.rank : transport.rank + 1]) for peer in peers],
+        [Message(peer, lengths[peer : peer + 1]) for peer in peers],
+        f"{step} (lengths)",
+        timeout,
+        code,
+    )
+    pieces = [torch.empty(n, dtype=torch.uint8, device="cpu") for n in lengths.tolist()]
+    pieces[transport.rank] = mine
+    transport.exchange(
+        [Message(peer, mine) for peer in peers],
+        [Message(peer, pieces[peer]) for peer in peers],
+        f"{step} (contents)",
+        timeout,
+        code,
+    )
+    return [piece.numpy().tobytes() for piece in pieces]
