@@ -137,7 +137,7 @@ def check_sum(transport: NcclTransport) -> None:
 
 def check_adasum(transport: NcclTransport) -> None:
     terms = inputs(transport.size)
-    for make in (recursive_halving.adasum_all_reduce, recursive_doubling.all_reduce):
+    for make in (recursive_halving.all_reduce, recursive_doubling.all_reduce):
         buffer = terms[transport.rank].to(transport.device)
         all_reduce(transport, buffer, make, Adasum)
         error = definition.relative_error(buffer.cpu(), definition.tree(terms))
@@ -195,7 +195,7 @@ def check_graph(transport: NcclTransport) -> None:
     terms = inputs(transport.size)
     for make, op in (
         (recursive_halving.all_reduce, Sum),
-        (recursive_halving.adasum_all_reduce, Adasum),
+        (recursive_halving.all_reduce, Adasum),
     ):
         buffer = terms[transport.rank].to(transport.device)
         workspace = Workspace()

@@ -70,9 +70,7 @@ def test_sum(make, dtype, size):
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "make", [recursive_halving.adasum_all_reduce, recursive_doubling.all_reduce]
-)
+@pytest.mark.parametrize("make", [recursive_halving.all_reduce, recursive_doubling.all_reduce])
 def test_adasum_of_segments(make, dtype, size):
     terms = inputs(size, dtype)
     answers = reduced(make, Adasum, terms)
