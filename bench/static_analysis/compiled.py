@@ -21,6 +21,7 @@ from typing import Any
 
 from bench.static_analysis import sass
 from bench.static_analysis.cases import DTYPES, ITEMSIZES, KERNELS, Case, cases, values_of
+from kernels.findings import Findings
 from kernels.gpu import launcher
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -29,6 +30,7 @@ _NAMES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "flo
 _POINTERS = {"a": "A", "b": "B", "out": "OUT", "buffer": "BUFFER"}
 _POINTERS |= {"table": "i64", "addresses": "i64", "arrivals": "i64"}
 _POINTERS |= {"partials": "fp64", "dots": "fp64"}
+_FINDINGS = Findings._fields
 
 
 @dataclass
@@ -72,10 +74,8 @@ def compile_case(case: Case) -> Any:
     kernel = KERNELS[case.kernel]
     function = kernel.function
     names = function.arg_names
-    # Without a flag the launcher passes the output in its stead.
-    flag = "fp32" if values.get("CHECKED") else "BUFFER" if "buffer" in names else "OUT"
-    pointers = _POINTERS | {"found_inf": flag}
-    signature, constexprs = {}, {}
+    signature: dict[str, Any] = {}
+    constexprs: dict[tuple[int, ...], Any] = {}
     for i, (name, parameter) in enumerate(zip(names, function.params, strict=True)):
         if name in values:
             signature[name] = "constexpr"
@@ -83,8 +83,13 @@ def compile_case(case: Case) -> Any:
             constexprs[(i,)] = getattr(launcher.tl, _NAMES[value]) if value in _NAMES else value
         elif parameter.annotation_type:
             signature[name] = parameter.annotation_type
-        elif name in pointers:
-            kind = pointers[name]
+        elif name == "findings":
+            # All of them, or none.
+            checked = values["CHECKED"]
+            signature[name] = Findings(*["*fp32" if checked else "constexpr"] * len(_FINDINGS))
+            constexprs |= {} if checked else {(i, k): None for k in range(len(_FINDINGS))}
+        elif name in _POINTERS:
+            kind = _POINTERS[name]
             signature[name] = f"*{values.get(kind, kind)}"
         else:
             raise ValueError(
@@ -97,8 +102,8 @@ def compile_case(case: Case) -> Any:
 
 def compile_source(
     function: Any,
-    signature: dict[str, str],
-    constexprs: Mapping[tuple[int], Any],
+    signature: dict[str, Any],
+    constexprs: Mapping[tuple[int, ...], Any],
     capability: int,
     options: Mapping[str, Any],
 ) -> Any:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 import kernels
+from kernels.findings import Findings
 from kernels.gpu import launcher, sum_kernels
-from kernels.gpu.launcher import Chip, Kernel, _in_triton, triton
+from kernels.gpu.launcher import Chip, Kernel, Launch, _in_triton, _unaligned, triton
 from tests.kernels.cases import random
 from tests.kernels.conftest import Backend
 
@@ -25,14 +26,14 @@ from tests.kernels.conftest import Backend
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The names of the kernels launched inside, in order."""
     log: list[str] = []
-    launch = Kernel.launch
+    run = Launch.__call__
 
-    def counted(kernel: Kernel, *arguments: Any, **constants: Any) -> None:
-        log.append(kernel.function.__name__)
-        launch(kernel, *arguments, **constants)
+    def counted(launch: Launch, *leading: Any) -> None:
+        log.append(launch.name)
+        run(launch, *leading)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Kernel, "launch", counted)
+        patch.setattr(Launch, "__call__", counted)
         yield log
 
 
@@ -148,20 +149,25 @@ def calls(device: torch.device) -> None:
 
 def test_a_launch_finds_the_code_that_triton_would(on_triton, monkeypatch):
     """And from the second call on without compiling, whatever sizes, scales and addresses."""
-    launch, found = Kernel.launch, set()
+    bind, found = Kernel.bind, set()
 
-    def compared(kernel: Kernel, programs: int, *arguments: Any, **constants: Any) -> None:
-        launch(kernel, programs, *arguments, **constants)
+    def compared(
+        kernel: Kernel, programs: int, leading: Any, *arguments: Any, **constants: Any
+    ) -> Launch:
+        launch = bind(kernel, programs, leading, *arguments, **constants)
         given = {name: _in_triton(value) for name, value in constants.items()} | launcher.OPTIONS
-        theirs = kernel.function.warmup(*arguments, grid=(programs,), **given)
-        device = triton.runtime.driver.active.get_current_device()
-        ours, values = kernel._compiled[(device, *constants.values())]
-        assert ours is theirs
-        names = kernel.function.arg_names
-        assert values == tuple(given[name] for name in names[len(arguments) :])
-        found.add(kernel.function.__name__)
+        passed = [
+            _unaligned(each) if isinstance(each, Findings) else each
+            for each in (*leading, *arguments)
+        ]
+        theirs = kernel.function.warmup(*passed, grid=(programs,), **given)
+        names = kernel.function.arg_names[len(passed) :]
+        values = tuple([given[name] for name in names])
+        assert any(ours is theirs and values == mine for ours, mine in kernel._compiled.values())
+        found.add(launch.name)
+        return launch
 
-    monkeypatch.setattr(Kernel, "launch", compared)
+    monkeypatch.setattr(Kernel, "bind", compared)
     calls(on_triton.device)
     assert len(found) == 6
 
@@ -169,7 +175,7 @@ def test_a_launch_finds_the_code_that_triton_would(on_triton, monkeypatch):
         raise AssertionError("looked for by Triton again")
 
     monkeypatch.setattr(triton.JITFunction, "run", refused)
-    monkeypatch.setattr(Kernel, "launch", launch)
+    monkeypatch.setattr(Kernel, "bind", bind)
     calls(on_triton.device)
 
 
