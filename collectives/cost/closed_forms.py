@@ -14,7 +14,12 @@ import numpy as np
 from collectives.cost.profiles import Profile, Profiler, Transfers
 from collectives.schedules import recursive_doubling
 from collectives.schedules.algorithm import Algorithm, BulkStep, ClosedForm, Ints, Level
-from collectives.schedules.registry import algorithm, inner_level, outer_level, whole_level
+from collectives.schedules.registry import (
+    algorithm,
+    inner_level,
+    outer_level,
+    whole_level,
+)
 from collectives.schedules.spec import AllReduceSpec
 from collectives.schedules.topology import Topology
 
@@ -34,9 +39,11 @@ def closed(spec: AllReduceSpec, topology: Topology, op: str) -> Profile:
     outer = algorithm(spec.outer)
     if spec.inner is None:
         level = whole_level(outer.name, spec.shards, topology, one_tree=one_tree)
-        scatter, gather, _ = _form(outer, level, samples)
-        for step in (*scatter, *gather):
+        form = _form(outer, level, samples)
+        for step in (*form.scatter, *form.gather):
             _add(profiler, step, lambda ranks: ranks, 1.0, op)
+        if form.gathered:
+            profiler.reduce_gathered(op)
         return profiler.profile()
 
     inner, local = algorithm(spec.inner), topology.local_size

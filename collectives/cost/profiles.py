@@ -144,6 +144,15 @@ class Profiler:
         """Messages of partial products that a step of the schedule needs beside its own."""
         self._add(transfers, 1, "sum", dots=True)
 
+    def reduce_gathered(self, reduction: str) -> None:
+        """Every rank reduces all ranks' vectors, which it has; after the steps."""
+        others = self._topology.size - 1
+        if others:
+            table = np.zeros((self._topology.size, _COLUMNS))
+            table[:, _REDUCE] = others if reduction == "adasum" else 1
+            table[:, _REDUCE + 1] = others
+            self._add_round(table, 1, reduction, dots=False)
+
     def profile(self) -> Profile:
         local = self._topology.local_size
         ranks, nodes = self._loads[:, 0], self._loads[:, 1].reshape(2, 2, -1, local).sum(axis=3)
@@ -171,6 +180,10 @@ class Profiler:
         for kind, start in enumerate((_INTRA, _INTER)):
             for way in (0, 1):
                 self._loads[int(dots), kind, way] += times * table[:, start + 2 * way + 1]
+        self._add_round(table, times, reduction, dots=dots)
+
+    def _add_round(self, table: Floats, times: int, reduction: str, *, dots: bool) -> None:
+        local = self._topology.local_size
         matrix = _distinct(table.reshape(-1, local * _COLUMNS)).reshape(-1, local, _COLUMNS)
         key = (reduction, dots, matrix.shape[0], matrix.tobytes())
         _, before = self._rounds.get(key, (matrix, 0))

@@ -25,13 +25,15 @@ def walk(schedule: Schedule, topology: Topology, reductions: Sequence[str] = ("s
     for steps in zip(*(schedule.steps(rank) for rank in range(schedule.size)), strict=True):
         phase = max(step.phase for step in steps)
         reduction = reductions[min(phase, len(reductions) - 1)]
-        profiler.add(_transfers(steps, schedule.chunks), reduction=reduction)
+        profiler.add(_transfers(steps, schedule.parts), reduction=reduction)
         if reduction == "adasum":
             _add_dots(profiler, {step.group for step in steps if len(step.group) > 1})
+    if schedule.gathered:
+        profiler.reduce_gathered(reductions[-1])
     return profiler.profile()
 
 
-def _transfers(steps: Sequence[Step], chunks: int) -> Transfers:
+def _transfers(steps: Sequence[Step], parts: int) -> Transfers:
     rows: list[tuple[int, int, float, int]] = []
     for rank, step in enumerate(steps):
         ways: dict[tuple[int, int], int] = {}
@@ -39,7 +41,7 @@ def _transfers(steps: Sequence[Step], chunks: int) -> Transfers:
             if recv.action is not Action.COPY:
                 ways[recv.start, recv.stop] = ways.get((recv.start, recv.stop), 0) + 1
         for recv in step.recvs:
-            share = (recv.stop - recv.start) / chunks
+            share = (recv.stop - recv.start) / parts
             reduced = recv.action is not Action.COPY
             rows.append((recv.peer, rank, share, ways[recv.start, recv.stop] if reduced else 0))
     source, target, shares, counts = zip(*rows, strict=True) if rows else ((), (), (), ())

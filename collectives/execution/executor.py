@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -10,12 +11,14 @@ from collectives.execution.lowering import Leg, legs_of
 from collectives.execution.pipelining import post
 from collectives.reducers import Operands, Piece, Reducer, Sum
 from collectives.schedules import recursive_doubling
+from collectives.schedules.partition import split_bounds
 from collectives.schedules.schedule import Schedule
 from collectives.transport.base import Message, Transport
 
 # Of a workspace, kept; making one costs some microseconds.
 _MOST_VIEWS = 256
 _MOST_BLOCKS = 8
+_VECTOR_ALIGNMENT = 64
 
 # A device, and a stream's handle; 0 for the CPU.
 _Where = tuple[torch.device, int]
@@ -101,6 +104,25 @@ def execute(
     if size != schedule.size:
         raise ValueError(f"schedule is for {schedule.size} ranks, got {size}")
     rank = transport.rank if ranks is None else ranks.index(transport.rank)
+    if schedule.gathered:
+        vectors, cuts = _side_by_side(schedule, rank, buffer, workspace)
+        execute(
+            replace(schedule, gathered=False),
+            vectors,
+            transport,
+            Sum,
+            label=label,
+            timeout=timeout,
+            workspace=workspace,
+            bounds=cuts,
+            ranks=ranks,
+        )
+        operator = reducer if isinstance(reducer, Reducer) else reducer[-1]
+        parts = tuple(v[: buffer.numel()] for v in vectors.view(size, -1))
+        pieces = (Piece(parts, parts[0], 0),)
+        operator.reduce(Operands(pieces, buffer.numel(), segments, None))
+        buffer.copy_(parts[0])
+        return
     members = None if ranks is None else tuple(ranks)
     legs = legs_of(schedule, rank, buffer.numel(), segments=segments, bounds=bounds, ranks=members)
     for leg in legs:
@@ -120,6 +142,23 @@ def execute(
             coming = arrivals.pieces(_pieces(leg, recvs, buffer), apart=apart)
             operator.reduce(Operands(coming, buffer.numel(), segments, sum_partials))
         arrivals.wait()
+
+
+def _side_by_side(
+    schedule: Schedule, rank: int, buffer: torch.Tensor, workspace: Workspace
+) -> tuple[torch.Tensor, list[int]]:
+    """Memory for all ranks' vectors, with this rank's, and the boundaries of the chunks there.
+
+    Each vector begins at a multiple of 64 bytes: reductions of vectors that are aligned alike on
+    every rank give every rank the same bits.
+    """
+    nbytes = -(-buffer.nbytes // _VECTOR_ALIGNMENT) * _VECTOR_ALIGNMENT
+    width = nbytes // buffer.element_size()
+    vectors = workspace.take(schedule.size * width, buffer)
+    vectors[rank * width :][: buffer.numel()].copy_(buffer)
+    inside = split_bounds(buffer.numel(), schedule.parts)[:-1]
+    bounds = [vector * width + bound for vector in range(schedule.size) for bound in inside]
+    return vectors, [*bounds, vectors.numel()]
 
 
 def _pieces(leg: Leg, recvs: Sequence[Message], buffer: torch.Tensor) -> tuple[Piece, ...]:

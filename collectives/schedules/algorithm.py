@@ -87,17 +87,20 @@ class ClosedForm(NamedTuple):
     """A schedule's steps for all ranks at once, for sizes at which walking the ranks takes hours.
 
     scatter, gather: the steps of a ScatterGather; all steps are in scatter where the algorithm is
-    none. owners: of the ScatterGather's regions, in ascending order.
+    none. owners: of the ScatterGather's regions, in ascending order. gathered: as in a Schedule.
     """
 
     scatter: Sequence[BulkStep]
     gather: Sequence[BulkStep] = ()
     owners: Ints | None = None
+    gathered: bool = False
 
     def sharded(self, shards: int) -> ClosedForm:
         """The same with every message in so many pieces."""
-        scatter, gather = ([s.sharded(shards) for s in steps] for steps in self[:2])
-        return ClosedForm(scatter, gather, self.owners)
+        scatter, gather = (
+            [step.sharded(shards) for step in steps] for steps in (self.scatter, self.gather)
+        )
+        return self._replace(scatter=scatter, gather=gather)
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,9 @@ class Schedule:
     comes from and a reduce goes to. whole_segments: chunk boundaries must lie on segment
     boundaries, so that whoever reduces a chunk holds whole segments. replicas: each run
     of so many consecutive ranks starts with one and the same contribution (its node's).
+    gathered: an all-reduce whose steps copy every rank's whole vector to every rank, where in the
+    end all of them are reduced in one n-way pass in rank order. Chunks are then those of all
+    vectors, rank 0's first; each rank starts with its own.
     """
 
     name: str
@@ -88,6 +91,12 @@ class Schedule:
     root: int = 0
     whole_segments: bool = False
     replicas: int = 1
+    gathered: bool = False
+
+    @property
+    def parts(self) -> int:
+        """Chunks of one vector: each is 1 / parts of the buffer."""
+        return self.chunks // self.size if self.gathered else self.chunks
 
     def __post_init__(self) -> None:
         kinds = dict.fromkeys(("size", "chunks", "root", "replicas"), int)
@@ -105,6 +114,16 @@ class Schedule:
             raise ValueError(f"replicas must divide size {self.size}, got {self.replicas}")
         if self.replicas > 1 and self.collective is not Collective.ALL_REDUCE:
             raise ValueError(f"replicas are for an all_reduce, not for a {self.collective.value}")
+        if self.gathered and (
+            self.collective is not Collective.ALL_REDUCE
+            or self.chunks % self.size
+            or self.replicas > 1
+            or self.whole_segments
+        ):
+            raise ValueError(
+                "gathered is for an all_reduce of equally many chunks a rank, without replicas or "
+                f"whole_segments, got {self}"
+            )
 
 
 @lru_cache(maxsize=256)

@@ -45,6 +45,8 @@ def all_reduce(topology: Topology, inner: ScatterGather | None, outer: Schedule)
         raise ValueError(f"inner is of {node.size} ranks, a node of the topology has {local_size}")
     if outer.size != nodes:
         raise ValueError(f"outer is of {outer.size} ranks, the topology has {nodes} nodes")
+    if outer.gathered:
+        raise ValueError(f"outer is {outer.name}, which reduces whole buffers, not regions")
     regions = {owner: region for region, owner in enumerate(node.owners)}
     owners = tuple(sorted(regions))
 

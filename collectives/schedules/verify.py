@@ -79,7 +79,8 @@ def verify(schedule: Schedule) -> Proof:
     expression tree for a chunk; no phase reduces what a later one answered; what a rank reduces in
     a step is equal or disjoint ranges; and every non-empty `group` holds the same whole operands,
     each chunk once, every rank's part of it in one range: a pair of them, or any number where the
-    group is one rank. With whole_segments a group is one rank, which holds whole segments.
+    group is one rank. With whole_segments a group is one rank, which holds whole segments. A
+    gathered schedule copies alone, and ends with every rank's vector on every rank.
     """
     if not isinstance(schedule, Schedule):
         raise TypeError(f"schedule must be a Schedule, got {type(schedule).__name__}")
@@ -104,6 +105,9 @@ def verify(schedule: Schedule) -> Proof:
             if reduced:
                 grouped[step.phase] = grouped.get(step.phase, True) and bool(step.group)
         count += 1
+    if schedule.gathered:
+        _check_gathered(schedule, state, reduced=bool(grouped))
+        return Proof(count, phases=int(size > 1), one_tree=True, carries_adasum=True)
     last = max(grouped, default=-1)
     one_tree = len({expressions.shape(n, last) for n in _answers(schedule, state, expressions)}) < 2
     return Proof(count, last + 1, one_tree, one_tree and grouped.get(last, True))
@@ -114,11 +118,32 @@ def _initial(schedule: Schedule) -> _State:
     if schedule.collective is Collective.ALL_GATHER:
         if chunks != size:
             raise ScheduleError(f"{schedule.name}: an all_gather has one chunk a rank")
-        return [[c if c == rank else None for c in range(chunks)] for rank in range(size)]
+        return _own_chunks(size, 1)
+    if schedule.gathered:
+        return _own_chunks(size, schedule.parts)
     if schedule.collective is Collective.BROADCAST:
         root = schedule.root
         return [[root if rank == root else None] * chunks for rank in range(size)]
     return [[rank // schedule.replicas] * chunks for rank in range(size)]
+
+
+def _own_chunks(size: int, parts: int) -> _State:
+    """Each rank has `parts` chunks of its own, which are its rank's."""
+    owners = [chunk // parts for chunk in range(size * parts)]
+    return [[owner if owner == rank else None for owner in owners] for rank in range(size)]
+
+
+def _check_gathered(schedule: Schedule, state: _State, *, reduced: bool) -> None:
+    """Every rank ends with every rank's vector, and nothing was reduced on the way."""
+    if reduced:
+        raise ScheduleError(f"{schedule.name}: a gathered schedule reduces in a step")
+    for rank, values in enumerate(state):
+        for chunk, value in enumerate(values):
+            if value != chunk // schedule.parts:
+                raise ScheduleError(
+                    f"{schedule.name} of {schedule.size}: rank {rank} chunk {chunk} is not rank "
+                    f"{chunk // schedule.parts}'s"
+                )
 
 
 def _run_step(

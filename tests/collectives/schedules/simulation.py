@@ -16,6 +16,10 @@ def answers(schedule: Schedule) -> list[list[Tree]]:
     state: list[list[Tree]] = [
         [rank // schedule.replicas] * schedule.chunks for rank in range(schedule.size)
     ]
+    if schedule.gathered:
+        # None stands for what a rank does not have.
+        owners = [chunk // schedule.parts for chunk in range(schedule.chunks)]
+        state = [[o if o == rank else None for o in owners] for rank in range(schedule.size)]
     for steps in zip(*(schedule.steps(rank) for rank in range(schedule.size)), strict=True):
         sent: dict[tuple[int, int], list[list[Tree]]] = {}
         for rank, step in enumerate(steps):
@@ -25,6 +29,8 @@ def answers(schedule: Schedule) -> list[list[Tree]]:
             arrived = [sent[recv.peer, rank].pop(0) for recv in step.recvs]
             for chunk in range(schedule.chunks):
                 state[rank][chunk] = _received(step, arrived, chunk, state[rank][chunk])
+    if schedule.gathered:
+        return [[folded(row[:: schedule.parts])] * schedule.chunks for row in state]
     return state
 
 
@@ -96,9 +102,9 @@ def cost(schedule: Schedule) -> Cost:
         len(programs[0]),
         tuple(_total(schedule, [t for s in program for t in s.sends]) for program in programs),
         tuple(_total(schedule, [t for s in program for t in s.recvs]) for program in programs),
-        Fraction(max(staged, default=0), schedule.chunks),
+        Fraction(max(staged, default=0), schedule.parts),
     )
 
 
 def _total(schedule: Schedule, transfers: list[Any]) -> Fraction:
-    return Fraction(sum(t.stop - t.start for t in transfers), schedule.chunks)
+    return Fraction(sum(t.stop - t.start for t in transfers), schedule.parts)

@@ -247,3 +247,40 @@ def test_what_a_rank_with_a_group_reduces_is_one_range() -> None:
     for pieces in ([(1, 3), (0, 1)], [(0, 1), (2, 3), (1, 2)]):
         with pytest.raises(ScheduleError, match="rank 0 has a group but not one range"):
             verify(in_pieces(pieces))
+
+
+def gathered(steps: list[list[Step]], chunks: int) -> Schedule:
+    return dataclasses.replace(made(steps, chunks), gathered=True)
+
+
+def swapped(chunks: int = 2) -> list[list[Step]]:
+    """Two ranks send each other their own vector, of half of the chunks."""
+    mine = [Transfer(1 - rank, rank * chunks // 2, (rank + 1) * chunks // 2) for rank in (0, 1)]
+    theirs = [mine[1]._replace(peer=1), mine[0]._replace(peer=0)]
+    return [[Step((mine[rank],), (theirs[rank],))] for rank in (0, 1)]
+
+
+def test_gathered_vectors_carry_adasum() -> None:
+    for chunks in (2, 6):
+        proof = verify(gathered(swapped(chunks), chunks))
+        assert proof == Proof(1, phases=1, one_tree=True, carries_adasum=True)
+
+
+def test_gathered_vector_that_is_missing_is_found() -> None:
+    with pytest.raises(ScheduleError, match="rank 0 chunk 1 is not rank 1's"):
+        verify(gathered([[IDLE], [IDLE]], 2))
+    early = Step(sends=(Transfer(1, 1, 2),)), Step(recvs=(Transfer(0, 1, 2),))
+    with pytest.raises(ScheduleError, match="sends a chunk it does not have yet"):
+        verify(gathered([[early[0]], [early[1]]], 2))
+
+
+def test_gathered_schedule_that_reduces_is_refused() -> None:
+    into = Transfer(0, 0, 1, LEFT)
+    with pytest.raises(ScheduleError, match=r"a chunk it does not have|reduces in a step"):
+        verify(gathered([[send(1)], [Step(recvs=(into,))]], 2))
+
+
+def test_gathered_is_for_all_reduces_of_equal_shares() -> None:
+    for other in ({"chunks": 3}, {"replicas": 2}, {"whole_segments": True}):
+        with pytest.raises(ValueError, match="gathered is for an all_reduce"):
+            dataclasses.replace(gathered(swapped(), 2), **other)

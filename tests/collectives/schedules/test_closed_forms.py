@@ -1,0 +1,103 @@
+"""The closed form of every algorithm is its schedule's steps, for every size from 1 to 64."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from collectives.schedules.algorithm import Algorithm, BulkStep, Level
+from collectives.schedules.registry import ALGORITHMS, SCHEDULES
+from collectives.schedules.schedule import Action, Schedule, Step
+from collectives.schedules.topology import Topology
+
+ALL_STEPS = 1 << 40
+"""More samples than any pipeline has steps."""
+
+Messages = Counter[tuple[Any, ...]]
+
+
+def levels(record: Algorithm, size: int) -> Iterator[Level]:
+    """One shard for every size; for small ones every count allowed, up to three."""
+    most = record.most_shards(size, size) or 3
+    for shards in range(1, min(most, 3 if size <= 12 else 1) + 1):
+        for one_tree in (False, True):
+            yield Level(size, shards, Topology(size, size), one_tree)
+            if record.outer:
+                yield Level(size, shards, None, one_tree)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_closed_form_for_every_size_has_the_steps_of_the_schedule(name: str) -> None:
+    record = ALGORITHMS[name]
+    assert record.schedule is not None and record.closed_form is not None
+    seen = set()
+    for size in range(1, 65):
+        for level in levels(record, size):
+            schedule = record.schedule(level)
+            if schedule in seen:
+                continue
+            seen.add(schedule)
+            form = record.closed_form(level, ALL_STEPS)
+            assert form.gathered == schedule.gathered
+            compare(schedule, (*form.scatter, *form.gather))
+
+
+@pytest.mark.parametrize("name", [n for n in SCHEDULES if ALGORITHMS[n].scatter_gather])
+def test_closed_scatter_gather_for_every_size_has_both_parts(name: str) -> None:
+    """Where the reduce-scatter ends is where a two-level all-reduce puts the outer one."""
+    record = ALGORITHMS[name]
+    assert record.scatter_gather is not None and record.closed_form is not None
+    for size in range(1, 65):
+        for shards in {1, min(2, record.most_shards(size, size) or 2)}:
+            level = Level(size, shards, Topology(size, size))
+            both = record.scatter_gather(level)
+            scatter, gather, owners, _ = record.closed_form(level, ALL_STEPS)
+            assert owners is not None
+            assert owners.tolist() == sorted(both.owners)
+            assert sum(step.times for step in scatter) == len(list(both.scatter(0)))
+            assert sum(step.times for step in gather) == len(list(both.gather(0)))
+
+
+def compare(schedule: Schedule, bulk: Sequence[BulkStep]) -> None:
+    """Step by step: who sends how much to whom, what is reduced with it, and in which groups."""
+    expected = [step for step in bulk for _ in range(step.times)]
+    programs = zip(*(schedule.steps(rank) for rank in range(schedule.size)), strict=True)
+    cached: dict[int, Messages] = {}
+    number = -1
+    for number, steps in enumerate(programs):
+        form = expected[number]
+        if id(form) not in cached:
+            cached[id(form)] = closed_messages(form)
+        found = messages(steps, schedule)
+        assert found == cached[id(form)], f"{schedule.name} of {schedule.size}, step {number}"
+        groups = {step.group for step in steps if len(step.group) > 1}
+        members = [] if form.members is None else form.members.tolist()
+        assert groups == {tuple(group) for group in members if len(group) > 1}
+    assert number + 1 == len(expected)
+
+
+def messages(steps: Sequence[Step], schedule: Schedule) -> Messages:
+    """Chunks of a vector by sender, receiver and ways, over all messages between the two."""
+    found: Messages = Counter()
+    for rank, step in enumerate(steps):
+        ways = Counter((r.start, r.stop) for r in step.recvs if r.action is not Action.COPY)
+        for peer, start, stop, action in step.recvs:
+            count = ways[start, stop] if action is not Action.COPY else 0
+            found[peer, rank, count] += (stop - start) / schedule.parts
+    return rounded(found)
+
+
+def closed_messages(step: BulkStep) -> Messages:
+    found: Messages = Counter()
+    ways = step.ways if isinstance(step.ways, int) else step.ways.tolist()
+    for row, ends in enumerate(zip(step.source.tolist(), step.target.tolist(), strict=True)):
+        found[(*ends, ways if isinstance(ways, int) else ways[row])] += step.share
+    return rounded(found)
+
+
+def rounded(found: Messages) -> Messages:
+    """Shares in 2^-40ths: equal ones are added in another order."""
+    return Counter({key: round(share * 2**40) for key, share in found.items()})
