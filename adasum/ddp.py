@@ -7,7 +7,7 @@ model.register_comm_hook(adasum.HookState(op=adasum.Adasum), adasum.ddp_hook)
 # No `from __future__ import annotations` here: torch compares a hook's annotations with classes.
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 import collectives
 from adasum.observer import Observer
+from adasum.request_pool import PooledReduction, RequestPool
 from adasum.sparse import sparse_all_reduce_async
 from collectives import Average, Group, Reducer, Work, validation
 
@@ -74,6 +75,7 @@ class HookState:
         self.observer = observer
         self.timeout = timeout
         self._names = {id(parameter): name for name, parameter in named_parameters}
+        self._requests = RequestPool()
 
     @property
     def group(self) -> Group:
@@ -90,6 +92,12 @@ class HookState:
         raise RuntimeError(
             "no ranks to reduce over: call adasum.init() or torch.distributed.init_process_group() "
             "first, or pass process_group="
+        )
+
+    def start(self, buffer: Tensor, name: str, segments: Sequence[int]) -> PooledReduction:
+        """Start reducing a buffer of whole segments in place."""
+        return self._requests.start(
+            self.group, buffer, self.op, algorithm=self.algorithm, name=name, segments=segments
         )
 
     def name_of(self, parameter: Tensor) -> str:
@@ -142,7 +150,6 @@ def ddp_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[Tenso
         return _completed(sparse_all_reduce_async(state.group, buffer, state.op, name).wait())
     gradients = bucket.gradients()
     segments = [0, *accumulate(gradient.numel() for gradient in gradients)]
-    options: dict[str, Any] = {"algorithm": state.algorithm, "name": name, "segments": segments}
     # Not public, but the only way to ask whether backward is running.
     if torch._C._current_graph_task_id() == -1:
         # It is not: this rank has joined, and has nothing to do meanwhile.
@@ -150,23 +157,22 @@ def ddp_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[Tenso
             raise ValueError(
                 "observer: cannot be used under Join, where ranks stop having gradients"
             )
-        state.group.all_reduce(buffer, state.op, **options)
+        state.start(buffer, name, segments).wait()
         return _completed(buffer)
 
     token: Any = None
     if state.observer is not None:
         names = [state.name_of(parameter) for parameter in bucket.parameters()]
         token = state.observer.before_reduction(names, gradients)
-    work = state.group.all_reduce(buffer, state.op, async_op=True, **options)
-    assert isinstance(work, Work)
+    reduction = state.start(buffer, name, segments)
 
     def finish() -> None:
-        work.wait()
+        reduction.wait()
         if state.observer is not None:
             state.observer.after_reduction(token, gradients)
 
     _call_after_ddp(finish)
-    return _future_of(work, buffer)
+    return _future_of(reduction.work, buffer)
 
 
 def _call_after_ddp(function: Callable[[], None]) -> None:

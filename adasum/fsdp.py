@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import collectives
 from adasum.ddp import HookState, require_state
+from adasum.request_pool import RequestPool
 from collectives import Group, Operands, Reducer, Sum
 
 __all__ = ["register_fsdp_hook"]
@@ -109,6 +110,8 @@ class _Hook:
         self._state = state
         self._replicas = replicas
         self._shards = shards
+        self._requests = RequestPool()
+        self._over_shards: _OverShards | None = None
 
     def __call__(self, gradients: Tensor) -> None:
         # Padded with zeros to equal sizes on all shards: every shard has the same segments.
@@ -120,16 +123,22 @@ class _Hook:
                 f"parameters have {segments[-1]}: some had no gradient, which this torch's FSDP "
                 "cannot fill with zeros; leave them out of the unit or use a newer torch"
             )
-        op = self._state.op
-        if op.needs_one_tree and self._shards.size > 1:
-            op = _OverShards(op, self._shards)
-        self._replicas.all_reduce(
+        self._requests.start(
+            self._replicas,
             gradients,
-            op,
+            self._operator(),
             algorithm=self._state.algorithm,
             name=f"FSDP unit {parameters[0]._param_fqn}...",
             segments=segments,
-        )
+        ).wait()
+
+    def _operator(self) -> Reducer:
+        op = self._state.op
+        if not op.needs_one_tree or self._shards.size == 1:
+            return op
+        if self._over_shards is None or self._over_shards.op is not op:
+            self._over_shards = _OverShards(op, self._shards)
+        return self._over_shards
 
 
 class _OverShards(Reducer):
@@ -143,14 +152,14 @@ class _OverShards(Reducer):
 
     def __init__(self, op: Reducer, shards: Group) -> None:
         self.name = op.name
-        self._op = op
+        self.op = op
         self._shards = shards
 
     def check(self, dtype: torch.dtype) -> None:
-        self._op.check(dtype)
+        self.op.check(dtype)
 
     def algorithm(self, nbytes: int, size: int) -> str:
-        return self._op.algorithm(nbytes, size)
+        return self.op.algorithm(nbytes, size)
 
     def reduce(self, operands: Operands) -> None:
         def sum_partials(partials: Tensor) -> None:
@@ -158,7 +167,7 @@ class _OverShards(Reducer):
                 operands.sum_partials(partials)
             self._shards.all_reduce(partials, Sum, name="dot products over shards")
 
-        self._op.reduce(replace(operands, sum_partials=sum_partials))
+        self.op.reduce(replace(operands, sum_partials=sum_partials))
 
     def finish(self, buffer: Tensor, size: int) -> None:
-        self._op.finish(buffer, size)
+        self.op.finish(buffer, size)

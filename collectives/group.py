@@ -121,13 +121,16 @@ class Group:
         prescale: float = 1.0,
         postscale: float = 1.0,
         segments: Sequence[int] | None = None,
+        negotiate: bool = True,
     ) -> Request:
         """Agree with all ranks on an all_reduce that is then started any number of times.
 
-        Arguments and errors as all_reduce.
+        Arguments and errors as all_reduce. With negotiate=False the request is made on this rank
+        alone, and each start is negotiated as an all_reduce with the same arguments: other ranks
+        may make that call instead, or take part by `join`.
         """
         call = self._describe_all_reduce(tensor, op, algorithm, name, prescale, postscale, segments)
-        return self._request(call, [tensor], op)
+        return self._request(call, [tensor], op, negotiate)
 
     def _describe_all_reduce(
         self,
@@ -147,8 +150,12 @@ class Group:
         options = {**_options(op, specs, prescale, postscale), "segments": segments}
         return Description("all_reduce", name, options, [describe_tensor(tensor)])
 
-    def _request(self, call: Description, tensors: list[Tensor], op: Reducer = Sum) -> Request:
+    def _request(
+        self, call: Description, tensors: list[Tensor], op: Reducer = Sum, negotiate: bool = True
+    ) -> Request:
         """Agree with all ranks on a request's making; describe its starts."""
+        if not negotiate:
+            return Request(self._call, call, tensors, op)
         made = replace(call, kind=f"{call.kind}_init")
         self._call(made, tensors, op, run=lambda: None)
         # Alike on all ranks, which make their requests in one order.
@@ -185,14 +192,15 @@ class Group:
         name: str | None = None,
         prescale: float = 1.0,
         postscale: float = 1.0,
+        negotiate: bool = True,
     ) -> Request:
         """Agree with all ranks on a grouped_all_reduce that is started any number of times.
 
-        Arguments and errors as grouped_all_reduce.
+        Arguments and errors as grouped_all_reduce; negotiate as for all_reduce_init.
         """
         tensors = validation.tensor_list("tensors", tensors)
         call = self._describe_grouped(tensors, op, algorithm, name, prescale, postscale)
-        return self._request(call, tensors, op)
+        return self._request(call, tensors, op, negotiate)
 
     def _describe_grouped(
         self,

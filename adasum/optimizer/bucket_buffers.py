@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from collectives.fused_buffer import FusedBuffer
+from collectives import FusedBuffer
 
 __all__ = ["DeltaBuffers", "GradientBuffers", "fits_in_buffer"]
 

@@ -13,11 +13,11 @@ from torch import Tensor
 from adasum.compression import Compression, Compressor, cast_dtype
 from adasum.observer import Observer
 from adasum.sparse import sparse_all_reduce_async
-from collectives import Average, Group, Reducer, Sum, Work, buffer_of, parse_all_reduce_spec
+from collectives import Average, FusedBuffer, Group, Reducer, Sum, Work, parse_all_reduce_spec
+from collectives.consistency.requests import Request
 from collectives.execution.phases import phases_of
-from collectives.fused_buffer import FusedBuffer
 
-__all__ = ["BucketReducer", "DenseReduction", "SparseReduction"]
+__all__ = ["BucketReducer", "BufferReduction", "DenseReduction", "SparseReduction"]
 
 
 @dataclass
@@ -44,6 +44,7 @@ class BucketReducer:
     _cast_buffers: WeakKeyDictionary[FusedBuffer, FusedBuffer] = field(
         default_factory=WeakKeyDictionary
     )
+    _requests: WeakKeyDictionary[FusedBuffer, Request] = field(default_factory=WeakKeyDictionary)
 
     def check(self) -> None:
         """Raise ValueError naming `algorithm` unless it can carry `op` on these ranks."""
@@ -54,29 +55,51 @@ class BucketReducer:
         except ValueError as error:
             raise ValueError(f"algorithm={self.algorithm!r}: {error}") from None
 
-    def cast_buffer(self, tensors: Sequence[Tensor]) -> FusedBuffer | None:
-        """Return the buffer to cast the tensors into, the same at every call.
-
-        None where the compression does more than cast, or the tensors do not lie in one buffer.
-        """
-        fused = buffer_of(tensors)
-        if fused is None:
-            return None
-        dtype = cast_dtype(self.compression, tensors[0].dtype)
-        if dtype is None:
-            return None
-        if fused not in self._cast_buffers:
-            self._cast_buffers[fused] = FusedBuffer([each.to(dtype) for each in tensors])
-        return self._cast_buffers[fused]
-
     def reduce_async(
-        self, names: Sequence[str], tensors: Sequence[Tensor], bucket: str
-    ) -> DenseReduction:
+        self, names: Sequence[str], tensors: Sequence[Tensor] | FusedBuffer, bucket: str
+    ) -> BufferReduction | DenseReduction:
         """Start reducing a bucket's tensors in place, all in one group.
 
-        Tensors that are not contiguous are sent as copies.
+        Args:
+            names: Of the tensors, for the observer.
+            tensors: Those that are not contiguous are sent as copies. A buffer is reduced by a
+                request that is made the first time and started at every call.
+            bucket: The bucket's name.
         """
-        return DenseReduction(self, names, tensors, bucket)
+        if not isinstance(tensors, FusedBuffer):
+            return DenseReduction(self, names, tensors, bucket)
+        dtype = cast_dtype(self.compression, tensors.buffer.dtype)
+        if dtype is None and self.compression is not Compression.none:
+            return DenseReduction(self, names, tensors.tensors, bucket)
+        return BufferReduction(self, names, tensors, dtype, bucket)
+
+    def cast_buffer(self, fused: FusedBuffer, dtype: torch.dtype) -> FusedBuffer:
+        """Return the buffer of `dtype` that `fused` is cast into, the same at every call."""
+        if fused not in self._cast_buffers:
+            self._cast_buffers[fused] = FusedBuffer([each.to(dtype) for each in fused.tensors])
+        return self._cast_buffers[fused]
+
+    def request(self, fused: FusedBuffer, bucket: str) -> Request:
+        """Return the request that reduces a buffer, the same at every call.
+
+        Not negotiated with the other ranks, which may have joined, or see the buffer for the first
+        time.
+        """
+        if fused not in self._requests:
+            self._requests[fused] = self.group.grouped_all_reduce_init(
+                fused.tensors,
+                self.op,
+                algorithm=self.algorithm,
+                name=bucket,
+                prescale=self.prescale,
+                postscale=self.postscale,
+                negotiate=False,
+            )
+        return self._requests[fused]
+
+    def forget(self, fused: FusedBuffer) -> None:
+        """Drop a buffer's request, whose state is unknown after an error."""
+        self._requests.pop(fused, None)
 
     def reduce_sparse_async(self, name: str, parameter: Tensor, bucket: str) -> SparseReduction:
         """Start reducing a sparse gradient, which `wait` replaces; it is sent uncompressed.
@@ -85,6 +108,47 @@ class BucketReducer:
             NotImplementedError: `op` is Adasum.
         """
         return SparseReduction(self, name, parameter, bucket)
+
+
+class BufferReduction:
+    """A started reduction of a bucket's buffer, which holds the result after `wait`."""
+
+    def __init__(
+        self,
+        reducer: BucketReducer,
+        names: Sequence[str],
+        fused: FusedBuffer,
+        dtype: torch.dtype | None,
+        bucket: str,
+    ) -> None:
+        self._reducer = reducer
+        self._fused = fused
+        self._observer = reducer.observer
+        self._token = (
+            self._observer.before_reduction(names, fused.tensors) if self._observer else None
+        )
+        self._sent = fused if dtype is None else reducer.cast_buffer(fused, dtype)
+        if self._sent is not fused:
+            torch._foreach_copy_(self._sent.tensors, fused.tensors)
+        self._request = reducer.request(self._sent, bucket)
+        self._request.start()
+
+    def wait(self) -> None:
+        """Block until the result is in the buffer; raise what went wrong."""
+        try:
+            self._request.wait()
+        except BaseException:
+            self._reducer.forget(self._sent)
+            raise
+        if self._sent is not self._fused:
+            torch._foreach_copy_(self._fused.tensors, self._sent.tensors)
+
+    def notify_observer(self) -> None:
+        """Show the result to the observer, if there is one."""
+        if self._observer:
+            self._observer.after_reduction(self._token, self._fused.tensors)
+
+    discard = wait
 
 
 class DenseReduction:
@@ -100,14 +164,9 @@ class DenseReduction:
             self._observer.before_reduction(names, self._tensors) if self._observer else None
         )
         self._sent: list[tuple[Tensor, Any]] = []
-        cast_buffer = reducer.cast_buffer(self._tensors)
-        if cast_buffer is not None:
-            torch._foreach_copy_(cast_buffer.tensors, self._tensors)
-            self._sent = [(cast, None) for cast in cast_buffer.tensors]
-        else:
-            for tensor in self._tensors:
-                compressed, context = reducer.compression.compress(tensor)
-                self._sent.append((compressed.contiguous(), context))
+        for tensor in self._tensors:
+            compressed, context = reducer.compression.compress(tensor)
+            self._sent.append((compressed.contiguous(), context))
         self._work: Work | Any = reducer.group.grouped_all_reduce(
             [sent for sent, _ in self._sent],
             reducer.op,

@@ -17,14 +17,13 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from adasum.optimizer.backward_hooks import OptimizerOrderError, Reduction
 from adasum.optimizer.bucket_buffers import DeltaBuffers, fits_in_buffer
-from adasum.optimizer.bucket_reduction import DenseReduction
 from adasum.optimizer.distributed_mixin import (
     DistributedMixin,
     clears_scaler_state_on_error,
     densify,
 )
 from adasum.optimizer.parameters import Named
-from collectives import Sum
+from collectives import FusedBuffer, Sum
 
 __all__ = ["DeltaMethod", "DeltaMethodInBackward", "steps_by_parameter"]
 
@@ -70,7 +69,7 @@ class _DeltaReduction:
     """A bucket's differences in flight, while its parameters hold the values from before."""
 
     def __init__(
-        self, reduction: DenseReduction, parameters: list[Tensor], deltas: list[Tensor]
+        self, reduction: Reduction, parameters: list[Tensor], deltas: list[Tensor]
     ) -> None:
         self._reduction = reduction
         self._parameters = parameters
@@ -88,7 +87,7 @@ class _DeltaReduction:
 
     def discard(self) -> None:
         """Wait, and leave the parameters at their values from before."""
-        self._reduction.wait()
+        self._reduction.discard()
 
 
 class DeltaMethod(DistributedMixin):
@@ -181,12 +180,13 @@ class DeltaMethod(DistributedMixin):
             return None
         names, parameters = zip(*stepping, strict=True)
         values = [parameter.detach() for parameter in parameters]
+        sent: FusedBuffer | list[Tensor]
         if fits_in_buffer(values[0]):
             saved, fused = self._adasum_buffers.of(bucket, parameters)
-            before, deltas, tensors = saved.views, fused.views, fused.tensors
+            before, deltas, sent = saved.views, fused.views, fused
         else:
             before, deltas = ([torch.empty_like(value) for value in values] for _ in range(2))
-            tensors = deltas
+            sent = deltas
         if whole is None:
             torch._foreach_copy_(before, values)
             with self._only(parameters):
@@ -196,7 +196,7 @@ class DeltaMethod(DistributedMixin):
         torch._foreach_copy_(deltas, values)
         torch._foreach_sub_(deltas, before)
         torch._foreach_copy_(values, before)
-        reduction = self._adasum_reducer.reduce_async(names, tensors, bucket)
+        reduction = self._adasum_reducer.reduce_async(names, sent, bucket)
         return _DeltaReduction(reduction, values, deltas)
 
     @contextmanager

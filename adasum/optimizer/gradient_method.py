@@ -145,7 +145,7 @@ class GradientMethod(DistributedMixin):
         if in_buffer:
             names, parameters = zip(*in_buffer, strict=True)
             fused = self._adasum_buffers.place(bucket, parameters)
-            started.append(reducer.reduce_async(names, fused.tensors, bucket))
+            started.append(reducer.reduce_async(names, fused, bucket))
         if others:
             for _, parameter in others:
                 if parameter.grad is None:

@@ -60,17 +60,21 @@ class Request:
 
     def _bind(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = tensors
+        self._kinds = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
         self._shared = self._calls.plan(self._call, tensors, self._op)
 
-    def start(self, tensor: Tensor | Sequence[Tensor] | None = None) -> None:
+    def start(self, tensor: Tensor | Sequence[Tensor] | None = None) -> Work:
         """Start the collective.
+
+        Returns:
+            Its Work, for callbacks and for who else waits; `wait` has to be called in any case.
 
         Args:
             tensor: Another buffer from now on, of the same shape, dtype and device; for a grouped
                 request a list of them. Other ranks need not change theirs.
 
         Raises:
-            RuntimeError: Where it was started and not waited for, or is closed.
+            RuntimeError: Where it was started and not waited for, is closed, or has no buffer.
             TypeError, ValueError: Where `tensor` is no such buffer; nothing is started.
         """
         self._check_open()
@@ -78,17 +82,20 @@ class Request:
             raise RuntimeError(f"{self!r} was started already: call wait() first")
         if tensor is not None:
             self._rebind([tensor] if isinstance(tensor, Tensor) else tensor)
+        if not self._tensors and self._kinds:
+            raise RuntimeError(f"{self!r} has released its buffers: pass start() others")
         self._work = self._calls.start(self._call, self._tensors, self._op, self._shared)
+        return self._work
 
     def _rebind(self, tensors: Sequence[Tensor]) -> None:
         tensors = validation.tensor_list("tensor", tensors)
-        if len(tensors) != len(self._tensors):
-            raise ValueError(f"{self!r} is of {len(self._tensors)} tensors, got {len(tensors)}")
-        for old, new in zip(self._tensors, tensors, strict=True):
-            if (old.shape, old.dtype, old.device) != (new.shape, new.dtype, new.device):
+        if len(tensors) != len(self._kinds):
+            raise ValueError(f"{self!r} is of {len(self._kinds)} tensors, got {len(tensors)}")
+        for (shape, dtype, device), new in zip(self._kinds, tensors, strict=True):
+            if (shape, dtype, device) != (new.shape, new.dtype, new.device):
                 raise ValueError(
-                    f"tensor must be like the request's, shape {tuple(old.shape)} {old.dtype} on "
-                    f"{old.device}, got shape {tuple(new.shape)} {new.dtype} on {new.device}"
+                    f"tensor must be like the request's, shape {tuple(shape)} {dtype} on "
+                    f"{device}, got shape {tuple(new.shape)} {new.dtype} on {new.device}"
                 )
         self._bind(tensors)
 
@@ -120,16 +127,24 @@ class Request:
         """Call `callback()` once when what was started has ended, as `Work.add_done_callback`."""
         self._started().add_done_callback(callback)
 
+    def release(self) -> None:
+        """Let go of the buffers; the next start takes others. Other ranks need not release theirs.
+
+        Raises:
+            RuntimeError: Where it was started and not waited for.
+        """
+        if self._work is not None:
+            raise RuntimeError(f"{self!r} was started: call wait() first")
+        self._tensors, self._shared = (), None
+
     def close(self) -> None:
         """Let go of the buffers; it can not be started again. Other ranks need not close theirs.
 
         Raises:
             RuntimeError: Where it was started and not waited for.
         """
-        if self._work is not None:
-            raise RuntimeError(f"{self!r} was started: call wait() before close()")
+        self.release()
         self._closed = True
-        self._tensors, self._shared = (), None
 
     def _started(self) -> Work:
         self._check_open()

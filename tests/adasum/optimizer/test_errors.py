@@ -63,7 +63,7 @@ def test_named_parameters_that_are_not_unique_and_complete_raise() -> None:
         ({"memory_size": 0.0}, ValueError, "memory_size must be a positive number of MiB"),
         ({"groups_size": 0}, ValueError, "groups_size must be at least 1, got 0"),
         ({"algorithm": "bogus"}, ValueError, "algorithm='bogus': .* invalid algorithm 'bogus'"),
-        ({"algorithm": "collective", "op": hvd.Adasum}, ValueError, "cannot do Adasum: use vhdd"),
+        ({"algorithm": "collective", "op": hvd.Adasum}, ValueError, "cannot do Adasum: use .*vhdd"),
         ({"method": "deltas"}, ValueError, "method must be 'delta' or 'gradient', not 'deltas'"),
         ({"step_in_backward": True}, ValueError, "step_in_backward needs op=Adasum"),
     ],

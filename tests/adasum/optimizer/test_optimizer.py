@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -175,6 +176,19 @@ def test_channels_last_parameters_train_as_contiguous_ones() -> None:
     assert torch.equal(first, second)
 
 
+class Starts:
+    """An observer that lists the reductions as they start."""
+
+    def __init__(self, issued: list[str]) -> None:
+        self.issued = issued
+
+    def before_reduction(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+        self.issued.append(names[0])
+
+    def after_reduction(self, token: None, tensors: Sequence[torch.Tensor]) -> None:
+        """Of no interest."""
+
+
 def test_reductions_during_backward_start_before_it_ends() -> None:
     def run(group: collectives.Group) -> None:
         model = make_model()
@@ -182,8 +196,7 @@ def test_reductions_during_backward_start_before_it_ends() -> None:
             torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), groups=4
         )
         issued = []
-        send = group.grouped_all_reduce
-        group.grouped_all_reduce = lambda *a, **k: (issued.append(k["name"]), send(*a, **k))[1]
+        optimizer.set_observer(Starts(issued))
         model[0].weight.register_hook(lambda grad: issued.append("last gradient"))
         loss_of(model, group.rank, 0).backward()
         assert issued.index("last gradient") >= 2, issued

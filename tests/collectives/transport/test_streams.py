@@ -196,7 +196,7 @@ def test_buckets_of_gradients(compression: type[Compressor], op: Reducer) -> Non
             others = [mine(group, numel) for numel in (3, NUMEL, 7)]
             flights = [
                 wire.reduce_async(names, tensors, f"step {step}, {number}")
-                for number, tensors in enumerate((placed.tensors, others))
+                for number, tensors in enumerate((placed, others))
             ]
             for flight in flights:
                 flight.wait()
@@ -224,7 +224,7 @@ def test_buckets_of_differences() -> None:
                 torch._foreach_copy_(fused.views, values)
                 torch._foreach_sub_(fused.views, saved.views)
                 torch._foreach_copy_(values, saved.views)
-                flight = wire.reduce_async(["a", "b"], fused.tensors, f"step {step}, {bucket}")
+                flight = wire.reduce_async(["a", "b"], fused, f"step {step}, {bucket}")
                 under_way.append(_DeltaReduction(flight, values, fused.views))
                 if len(under_way) > 2:
                     under_way.pop(0).wait()
