@@ -19,7 +19,8 @@ class Kernel(NamedTuple):
     Attributes:
         function: The Triton function.
         tile: From a number of elements and an item size to (elements of a tile, warps).
-        values: The constexprs of the plain variant that are no dtype; NUMEL, if not the usual one.
+        values: The constexprs of the plain variant that are no dtype; NUMEL, if not the usual one;
+            `findings`, the names of those asked for.
         variants: By name, what differs from `values`; a mapping has a value for each dtype.
         options: Triton's options beside those of all kernels.
         stores: Whether it writes tiles.
@@ -37,17 +38,17 @@ _CAST = {"fp16": "fp32", "fp32": "fp16"}
 _COPY = Kernel(
     copy_kernel._copy_kernel.function,
     launcher.block_of,
-    {"PACK": True, "SCALED": False, "FINITE": True, "CHECKED": False},
+    {"PACK": True, "SCALED": False, "FINITE": True},
     {
         "scaled": {"SCALED": True},
-        "checked": {"SCALED": True, "CHECKED": True},
+        "checked": {"SCALED": True, "findings": ("found_inf",)},
         "cast": {"BUFFER": _CAST},
     },
 )
-_ELEMENTWISE = {"ALIGNED": True, "CHECKED": False}
+_ELEMENTWISE = {"ALIGNED": True}
 _ELEMENTWISE_VARIANTS: dict[str, dict[str, Any]] = {
     "misaligned": {"ALIGNED": False},
-    "checked": {"CHECKED": True},
+    "checked": {"findings": ("found_inf",)},
     "cast": {"OUT": _CAST},
 }
 # The most elements that 128 multiprocessors hold, with one tile each.
@@ -74,15 +75,15 @@ KERNELS = {
     "combine": Kernel(
         projection_kernels._combine_kernel.function,
         chunking.tile_of,
-        {"CHECKED": False},
-        {"checked": {"CHECKED": True}},
+        {},
+        {"checked": {"findings": ("found_inf",)}},
     ),
     "one_launch": Kernel(
         projection_kernels._one_launch_kernel.function,
         chunking.tile_of,
-        {"CHECKED": False, "NUMEL": _LARGEST_TILES},
+        {"NUMEL": _LARGEST_TILES},
         {
-            "checked": {"CHECKED": True},
+            "checked": {"findings": ("found_inf",)},
             "beyond_registers": {"NUMEL": 3 << 20},
         },
         {"launch_cooperative_grid": True, "maxnreg": projection_kernels.REGISTERS},
@@ -136,7 +137,7 @@ def values_of(case: Case) -> tuple[dict[str, Any], int]:
     """Return the constexprs of a case, dtypes by their short names, and its warps."""
     kernel = KERNELS[case.kernel]
     changes = {**kernel.values, **kernel.variants.get(case.variant, {})}
-    values: dict[str, Any] = {"NUMEL": NUMEL} | dict.fromkeys(DTYPES, case.dtype)
+    values: dict[str, Any] = {"NUMEL": NUMEL, "findings": ()} | dict.fromkeys(DTYPES, case.dtype)
     for name, value in changes.items():
         values[name] = value[case.dtype] if isinstance(value, dict) else value
     dtypes = {values[name] for name in DTYPES}

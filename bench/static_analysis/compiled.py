@@ -30,7 +30,6 @@ _NAMES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "flo
 _POINTERS = {"a": "A", "b": "B", "out": "OUT", "buffer": "BUFFER"}
 _POINTERS |= {"table": "i64", "addresses": "i64", "arrivals": "i64"}
 _POINTERS |= {"partials": "fp64", "dots": "fp64"}
-_FINDINGS = Findings._fields
 
 
 @dataclass
@@ -73,21 +72,20 @@ def compile_case(case: Case) -> Any:
     values, warps = values_of(case)
     kernel = KERNELS[case.kernel]
     function = kernel.function
-    names = function.arg_names
     signature: dict[str, Any] = {}
     constexprs: dict[tuple[int, ...], Any] = {}
-    for i, (name, parameter) in enumerate(zip(names, function.params, strict=True)):
-        if name in values:
+    for i, (name, parameter) in enumerate(zip(function.arg_names, function.params, strict=True)):
+        if name == "findings":
+            # As the launcher passes them: pointers to those asked for, None in place of the others.
+            asked = [field in values[name] for field in Findings._fields]
+            signature[name] = Findings(*("*fp32" if one else "constexpr" for one in asked))
+            constexprs |= {(i, k): None for k, one in enumerate(asked) if not one}
+        elif name in values:
             signature[name] = "constexpr"
             value = values[name]
             constexprs[(i,)] = getattr(launcher.tl, _NAMES[value]) if value in _NAMES else value
         elif parameter.annotation_type:
             signature[name] = parameter.annotation_type
-        elif name == "findings":
-            # All of them, or none.
-            checked = values["CHECKED"]
-            signature[name] = Findings(*["*fp32" if checked else "constexpr"] * len(_FINDINGS))
-            constexprs |= {} if checked else {(i, k): None for k in range(len(_FINDINGS))}
         elif name in _POINTERS:
             kind = _POINTERS[name]
             signature[name] = f"*{values.get(kind, kind)}"
@@ -102,7 +100,7 @@ def compile_case(case: Case) -> Any:
 
 def compile_source(
     function: Any,
-    signature: dict[str, Any],
+    signature: Mapping[str, Any],
     constexprs: Mapping[tuple[int, ...], Any],
     capability: int,
     options: Mapping[str, Any],
@@ -113,7 +111,7 @@ def compile_source(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    source = ASTSource(function, signature, constexprs)
+    source = ASTSource(function, dict(signature), dict(constexprs))
     target = GPUTarget("cuda", capability, 32)
     return launcher.triton.compile(source, target=target, options=dict(options))
 
