@@ -24,7 +24,10 @@ class Work:
     """
 
     def __init__(self) -> None:
-        self._finished = threading.Event()
+        # Held until the collective has ended: an Event costs as much as a small sum.
+        self._ending = threading.Lock()
+        self._ending.acquire()
+        self._ended = False
         self._result: Any = None
         self._error: BaseException | None = None
         # Behind the collective, one for each device that it is on.
@@ -38,7 +41,9 @@ class Work:
         """Block until the collective has ended; every wait is bounded by the group's timeout."""
         if self._left_to is not None:
             self._left_to.finish(self)
-        self._finished.wait()
+        if not self._ended:
+            with self._ending:
+                pass
         if self._error is not None:
             raise self._error
         for device, event in self._events:
@@ -53,11 +58,11 @@ class Work:
     def is_completed(self) -> bool:
         """Whether `wait()` would return or raise without waiting."""
         self._progress()
-        return self._finished.is_set() and all(event.query() for _, event in self._events)
+        return self._ended and all(event.query() for _, event in self._events)
 
     def has_ended(self) -> bool:
         """Whether the collective has ended on the host, well or not."""
-        return self._finished.is_set()
+        return self._ended
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Call `callback()` once when the collective has ended, well or not.
@@ -68,14 +73,14 @@ class Work:
         """
         self._progress()
         with self._lock:
-            if not self._finished.is_set():
+            if not self._ended:
                 self._callbacks.append(callback)
                 return
         callback()
 
     def _progress(self) -> None:
         """Let the communication thread do what is left: nobody may wait for it in this one."""
-        if self._left_to is not None and not self._finished.is_set():
+        if self._left_to is not None and not self._ended:
             self._left_to.submit(lambda: None)
             self._left_to = None
 
@@ -84,27 +89,41 @@ class Work:
 
         streams: those that are to be current, one a device; the device of the first is, too.
         """
-        with torch.no_grad(), ExitStack() as current:
+        with torch.no_grad():
+            if not streams:
+                self._keep(call)
+                return
+            with ExitStack() as current:
+
+                def on_streams() -> Any:
+                    for stream in reversed(streams):
+                        current.enter_context(torch.cuda.stream(stream))
+                    result = call()
+                    for stream in streams:
+                        event = torch.cuda.Event()
+                        event.record(stream)
+                        self._events.append((stream.device, event))
+                    return result
+
+                self._keep(on_streams)
+
+    def _keep(self, call: Callable[[], Any]) -> None:
+        """Keep what `call` returns or raises, then do what waits for it."""
+        try:
+            self._result = call()
+        except BaseException as error:  # noqa: BLE001 - wait() raises it
+            self._error = error
+        finally:
+            with self._lock:
+                self._ended = True
+                self._ending.release()
+                callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
             try:
-                for stream in reversed(streams):
-                    current.enter_context(torch.cuda.stream(stream))
-                self._result = call()
-                for stream in streams:
-                    event = torch.cuda.Event()
-                    event.record(stream)
-                    self._events.append((stream.device, event))
-            except BaseException as error:  # noqa: BLE001 - wait() raises it
-                self._error = error
-            finally:
-                with self._lock:
-                    self._finished.set()
-                    callbacks, self._callbacks = self._callbacks, []
-            for callback in callbacks:
-                try:
-                    callback()
-                except Exception:  # noqa: BLE001 - the calls behind this one must go on
-                    said = (*sys.exc_info(), threading.current_thread())
-                    threading.excepthook(threading.ExceptHookArgs(said))
+                callback()
+            except Exception:  # noqa: BLE001 - the calls behind this one must go on
+                said = (*sys.exc_info(), threading.current_thread())
+                threading.excepthook(threading.ExceptHookArgs(said))
 
 
 def _on_cuda(values: Any) -> list[torch.Tensor]:
@@ -163,13 +182,15 @@ class Worker:
         try:
             if self._left is not None:
                 return None
-            with torch.no_grad():
-                first()
+            first()
             work = Work()
             work._left_to = self
             inference = torch.is_inference_mode_enabled()
 
             def run() -> None:
+                if torch.is_inference_mode_enabled() == inference:
+                    work.run(rest)
+                    return
                 with torch.inference_mode(inference):
                     work.run(rest)
 

@@ -100,7 +100,7 @@ def test_the_races_are_seen() -> None:
     def work(group: Group) -> None:
         tensor = mine(group)
         work = group.all_reduce(tensor, algorithm="rd", async_op=True)
-        while not work._finished.is_set():
+        while not work.has_ended():
             pass
         tensor.add_(1.0)
 
@@ -114,7 +114,7 @@ def test_a_call_behind_one_that_nobody_waited_for(algorithm: str) -> None:
     def work(group: Group) -> None:
         first, second = mine(group), mine(group)
         work = group.all_reduce(first, algorithm=algorithm, async_op=True)
-        while not work._finished.is_set():
+        while not work.has_ended():
             pass
         group.all_reduce(second, algorithm=algorithm)
         work.wait()

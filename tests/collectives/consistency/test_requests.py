@@ -1,0 +1,467 @@
+"""Persistent requests: agreed on once, started any number of times, over every transport."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from adasum import Adasum
+from collectives import (
+    Average,
+    CollectiveError,
+    CollectiveMismatchError,
+    FusedBuffer,
+    Group,
+    Reducer,
+    Sum,
+    TransportError,
+    run_threads,
+)
+from collectives.consistency.requests import Request
+from collectives.reducers import SumReducer
+from collectives.transport import ThreadTransport, ThreadWorld
+from tests.collectives.transport.neighbours import TIMEOUT, meet, together
+
+# Over what the ranks reach each other, and what they negotiate through.
+WAYS = ("threads", "messages", "shm", "tcp")
+OPS: dict[str, Reducer] = {"Sum": Sum, "Average": Average, "Adasum": Adasum}
+
+
+class WithoutSharedMemory(ThreadTransport):
+    """A transport whose ranks negotiate by messages."""
+
+    def __init__(self, world: ThreadWorld, rank: int) -> None:
+        super().__init__(world, rank)
+        self.symmetric_memory = None  # type: ignore[assignment]
+
+
+def transports(way: str, size: int) -> list[Any]:
+    if way in ("shm", "tcp"):
+        return meet(size, ways=(way,))
+    world = ThreadWorld(size)
+    kind = ThreadTransport if way == "threads" else WithoutSharedMemory
+    return [kind(world, rank) for rank in range(size)]
+
+
+def run(way: str, size: int, job: Callable[[Group], Any], timeout: float = TIMEOUT) -> list[Any]:
+    """Run `job` on ranks that are threads; return the answers by rank."""
+    ranks = transports(way, size)
+
+    def main(transport: Any) -> Any:
+        group = Group(transport, timeout=timeout, local_rank=transport.rank, local_size=size)
+        try:
+            return job(group)
+        finally:
+            group.close()
+
+    return together(*(lambda each=each: main(each) for each in ranks))
+
+
+def values(group: Group, step: int, count: int) -> torch.Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(step * 16 + group.rank))
+
+
+everywhere = pytest.mark.parametrize("way", WAYS)
+
+
+@everywhere
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("count", [1, 1000, 600_000])
+def test_all_reduce_request_has_the_bits_of_direct_calls(way: str, op: str, count: int) -> None:
+    """Also of more than is begun in the caller's thread."""
+
+    def job(group: Group) -> None:
+        bounds = [0, count // 3, count]
+        flat = torch.empty(count)
+        options: dict[str, Any] = {"segments": bounds, "postscale": 0.5}
+        request = group.all_reduce_init(flat, OPS[op], **options)
+        for step in range(3):
+            flat.copy_(values(group, step, count))
+            request.start()
+            want = values(group, step, count)
+            assert request.wait() is flat
+            group.all_reduce(want, OPS[op], **options)
+            assert torch.equal(flat, want)
+        request.close()
+
+    run(way, 3, job)
+
+
+@everywhere
+@pytest.mark.parametrize("fused", [False, True])
+def test_grouped_request_has_the_bits_of_direct_calls(way: str, fused: bool) -> None:
+    def job(group: Group) -> None:
+        counts = (5, 0, 700, 1)
+        tensors = [torch.zeros(count) for count in counts]
+        if fused:
+            tensors = list(FusedBuffer(tensors).tensors)
+        request = group.grouped_all_reduce_init(tensors, Adasum, prescale=0.5)
+        for step in range(3):
+            want = [values(group, step, count) for count in counts]
+            for tensor, value in zip(tensors, want, strict=True):
+                tensor.copy_(value)
+            request.start()
+            answer = request.wait()
+            group.grouped_all_reduce(want, Adasum, prescale=0.5)
+            assert [each is mine for each, mine in zip(answer, tensors, strict=True)] == [True] * 4
+            assert all(torch.equal(a, b) for a, b in zip(tensors, want, strict=True))
+
+    run(way, 2, job)
+
+
+@everywhere
+def test_reduce_scatter_and_broadcast_requests_repeat(way: str) -> None:
+    def job(group: Group) -> None:
+        rows, flat = torch.empty(5, 2), torch.empty(6)
+        scattered = group.reduce_scatter_init(rows, Average, by_rows=True)
+        sent = group.broadcast_init(flat, root=1)
+        for step in range(3):
+            rows.copy_(values(group, step, 10).view(5, 2))
+            flat.copy_(values(group, step, 6))
+            scattered.start()
+            sent.start()
+            root = torch.randn(6, generator=torch.Generator().manual_seed(step * 16 + 1))
+            assert torch.equal(sent.wait(), root)
+            kept = rows.clone()
+            assert torch.equal(scattered.wait(), group.reduce_scatter(rows, Average, by_rows=True))
+            assert torch.equal(rows, kept)
+
+    run(way, 3, job)
+
+
+@everywhere
+def test_requests_started_in_a_row_end_without_wait(way: str) -> None:
+    """All but the last: what is left of a small one is done when the next one starts."""
+
+    def job(group: Group) -> None:
+        tensors = [torch.full((count,), float(group.rank)) for count in (3, 100_000, 7, 7)]
+        requests = [group.all_reduce_init(tensor) for tensor in tensors]
+        for request in requests:
+            request.start()
+        deadline = time.monotonic() + TIMEOUT
+        while not all(request.is_completed() for request in requests[:3]):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        for request, tensor in zip(requests, tensors, strict=True):
+            request.wait()
+            assert bool((tensor == 3.0).all())
+
+    run(way, 3, job)
+
+
+def test_is_completed_makes_a_small_request_progress() -> None:
+    def job(group: Group) -> None:
+        request = group.all_reduce_init(torch.ones(3))
+        request.start()
+        deadline = time.monotonic() + TIMEOUT
+        while not request.is_completed():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert torch.equal(request.wait(), torch.full((3,), 2.0))
+
+    run("threads", 2, job)
+
+
+def test_done_callback_of_a_small_request_needs_no_wait() -> None:
+    def job(group: Group) -> None:
+        request = group.all_reduce_init(torch.ones(3))
+        ended = threading.Event()
+        request.start()
+        request.add_done_callback(ended.set)
+        assert ended.wait(TIMEOUT)
+        request.wait()
+
+    run("threads", 2, job)
+
+
+def test_small_request_ends_in_the_next_call_of_any_kind() -> None:
+    def job(group: Group) -> None:
+        tensor = torch.ones(3)
+        request = group.all_reduce_init(tensor)
+        for call in (group.barrier, lambda: group.all_reduce(torch.ones(2), async_op=True).wait()):
+            tensor.fill_(1.0)
+            request.start()
+            call()
+            assert torch.equal(tensor, torch.full((3,), 2.0))
+            request.wait()
+
+    run("threads", 2, job)
+
+
+def test_closing_the_group_ends_a_started_request() -> None:
+    def job(group: Group) -> torch.Tensor:
+        tensor = torch.ones(3)
+        group.all_reduce_init(tensor).start()
+        group.close()
+        return tensor
+
+    assert all(torch.equal(each, torch.full((3,), 2.0)) for each in run("threads", 2, job))
+
+
+@everywhere
+def test_starting_another_request_is_the_same_error_on_all_ranks(way: str) -> None:
+    def job(group: Group) -> str:
+        first, second = torch.ones(4), torch.ones(4)
+        requests = [group.all_reduce_init(first, name="first"), group.all_reduce_init(second)]
+        mine = requests[group.rank == 1]
+        mine.start()
+        with pytest.raises(CollectiveMismatchError) as caught:
+            mine.wait()
+        # The group and the requests go on.
+        for request, tensor in zip(requests, (first, second), strict=True):
+            tensor.fill_(1.0)
+            request.start()
+            assert torch.equal(request.wait(), torch.full((4,), 3.0))
+        return str(caught.value)
+
+    texts = run(way, 3, job)
+    assert texts[0] == texts[1] == texts[2]
+    assert "rank 0 calls all_reduce(first) of request 1" in texts[0]
+    assert "rank 1 calls all_reduce() of request 2" in texts[0]
+
+
+@everywhere
+def test_equal_call_made_directly_is_another_one(way: str) -> None:
+    def job(group: Group) -> str:
+        tensor = torch.ones(4)
+        request = group.all_reduce_init(tensor)
+        with pytest.raises(CollectiveMismatchError) as caught:
+            if group.rank:
+                group.all_reduce(tensor)
+            else:
+                request.start()
+                request.wait()
+        return str(caught.value)
+
+    texts = run(way, 2, job)
+    assert (
+        texts[0] == texts[1] and "all_reduce() of request 1, rank 1 calls all_reduce()" in texts[0]
+    )
+
+
+def test_mismatch_between_ranks_that_share_memory_leaves_the_buffers() -> None:
+    def job(group: Group) -> None:
+        tensors = [torch.full((4,), float(group.rank)), torch.full((4,), float(group.rank))]
+        requests = [group.all_reduce_init(tensor) for tensor in tensors]
+        requests[group.rank].start()
+        with pytest.raises(CollectiveMismatchError):
+            requests[group.rank].wait()
+        assert all(torch.equal(each, torch.full((4,), float(group.rank))) for each in tensors)
+
+    run("threads", 2, job)
+
+
+@everywhere
+def test_making_another_request_is_an_error_on_all_ranks(way: str) -> None:
+    def job(group: Group) -> None:
+        with pytest.raises(CollectiveMismatchError, match=r"all_reduce_init\(\) with tensor 0"):
+            group.all_reduce_init(torch.ones(4 + group.rank))
+        # No rank counts that as a request.
+        request = group.all_reduce_init(torch.ones(4))
+        request.start()
+        assert torch.equal(request.wait(), torch.full((4,), 2.0))
+
+    run(way, 2, job)
+
+
+@everywhere
+def test_joined_rank_adds_zeros_to_a_started_request(way: str) -> None:
+    def job(group: Group) -> int:
+        tensor = torch.ones(4)
+        request = group.all_reduce_init(tensor, Average)
+        if group.rank == 1:
+            return group.join()
+        for _ in range(3):
+            tensor.fill_(1.0)
+            request.start()
+            assert torch.equal(request.wait(), torch.full((4,), 2 / 3))
+        return group.join()
+
+    assert len({*run(way, 3, job)}) == 1
+
+
+def test_request_cannot_be_made_while_a_rank_has_joined() -> None:
+    def job(group: Group) -> None:
+        with pytest.raises(CollectiveMismatchError, match="all_reduce_init.*while rank 1 has"):
+            if group.rank == 1:
+                group.join()
+            else:
+                group.all_reduce_init(torch.ones(4))
+
+    run("threads", 2, job)
+
+
+def test_start_with_another_buffer_is_this_ranks_own_matter() -> None:
+    def job(group: Group) -> None:
+        first, second = torch.ones(4), torch.ones(4)
+        request = group.all_reduce_init(first)
+        request.start(second if group.rank else None)
+        got, other = (second, first) if group.rank else (first, second)
+        assert request.wait() is got
+        assert torch.equal(got, torch.full((4,), 2.0)) and torch.equal(other, torch.ones(4))
+        # It stays bound.
+        request.start()
+        request.wait()
+        assert torch.equal(got, torch.full((4,), 4.0)) and torch.equal(other, torch.ones(4))
+
+    run("threads", 2, job)
+
+
+def test_start_with_other_tensors_of_a_group_reduces_those() -> None:
+    def job(group: Group) -> None:
+        old = [torch.ones(3), torch.ones(2)]
+        request = group.grouped_all_reduce_init(old)
+        new = list(FusedBuffer([torch.ones(3), torch.ones(2)]).tensors)
+        for tensor in new:
+            tensor.fill_(1.0)
+        request.start(new)
+        assert [each.sum().item() for each in request.wait()] == [6.0, 4.0]
+        assert [each.sum().item() for each in old] == [3.0, 2.0]
+
+    run("threads", 2, job)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "error", "text"),
+    [
+        (torch.ones(5), ValueError, "must be like the request's, shape"),
+        (torch.ones(4, dtype=torch.float64), ValueError, "float64"),
+        (torch.ones(4, device="meta"), ValueError, "on meta"),
+        (torch.ones(8)[::2], ValueError, "contiguous"),
+        ([torch.ones(4), torch.ones(4)], ValueError, "is of 1 tensors, got 2"),
+        ("tensor", TypeError, "must be a torch.Tensor"),
+    ],
+)
+def test_start_with_an_unlike_buffer_raises_and_starts_nothing(
+    tensor: Any, error: type[Exception], text: str
+) -> None:
+    def job(group: Group) -> None:
+        request = group.all_reduce_init(torch.ones(4))
+        with pytest.raises(error, match=text):
+            request.start(tensor)
+        request.start()
+        assert torch.equal(request.wait(), torch.full((4,), 2.0))
+
+    run("threads", 2, job)
+
+
+def test_start_twice_without_wait_raises() -> None:
+    def job(group: Group) -> None:
+        request = group.all_reduce_init(torch.ones(4))
+        request.start()
+        with pytest.raises(RuntimeError, match="was started already: call wait"):
+            request.start()
+        with pytest.raises(RuntimeError, match="call wait\\(\\) before close"):
+            request.close()
+        assert torch.equal(request.wait(), torch.full((4,), 2.0))
+
+    run("threads", 2, job)
+
+
+def test_what_a_request_is_not_ready_for_raises() -> None:
+    def job(group: Group) -> None:
+        request = group.all_reduce_init(torch.ones(4))
+        calls: list[Callable[[Request], Any]] = [
+            Request.wait,
+            Request.is_completed,
+            lambda one: one.add_done_callback(lambda: None),
+        ]
+        for call in calls:
+            with pytest.raises(RuntimeError, match="was not started: call start"):
+                call(request)
+        request.close()
+        request.close()
+        for call in (*calls, Request.start):
+            with pytest.raises(RuntimeError, match="was closed: make another"):
+                call(request)
+
+    run("threads", 2, job)
+
+
+def test_closed_request_lets_go_of_its_buffers() -> None:
+    def job(group: Group) -> None:
+        tensor = torch.ones(4)
+        request = group.all_reduce_init(tensor)
+        kept = weakref.ref(tensor)
+        del tensor
+        gc.collect()
+        assert kept() is not None
+        request.close()
+        gc.collect()
+        assert kept() is None
+
+    run("threads", 1, job)
+
+
+@everywhere
+def test_failure_in_flight_is_raised_by_wait(way: str) -> None:
+    class Failing(SumReducer):
+        def reduce(self, operands: Any) -> None:
+            raise OverflowError("the cause")
+
+    def job(group: Group) -> None:
+        failing = group.all_reduce_init(torch.ones(4), Failing())
+        other = group.all_reduce_init(torch.ones(4))
+        failing.start()
+        # A rank that the other one tells first raises that.
+        with pytest.raises((OverflowError, CollectiveError)):
+            failing.wait()
+        with pytest.raises(TransportError, match="unusable since an earlier failure"):
+            other.start()
+            other.wait()
+
+    run(way, 2, job, timeout=1.0)
+
+
+def test_start_on_a_closed_group_raises() -> None:
+    def job(group: Group) -> None:
+        request = group.all_reduce_init(torch.ones(4))
+        group.close()
+        with pytest.raises(TransportError, match="was shut down"):
+            request.start()
+
+    run("threads", 2, job)
+
+
+def test_request_of_one_rank_finishes_at_once() -> None:
+    def job(group: Group) -> None:
+        tensor = torch.full((4,), 3.0)
+        request = group.all_reduce_init(tensor, Average, postscale=2.0)
+        request.start()
+        assert torch.equal(request.wait(), torch.full((4,), 6.0))
+
+    assert run_threads(1, job) == [None]
+
+
+def test_requests_of_two_groups_have_numbers_of_their_own() -> None:
+    def job(group: Group) -> None:
+        whole = group.all_reduce_init(torch.ones(2))
+        part = group.split([1, 2])
+        if part is not None:
+            request = part.all_reduce_init(torch.ones(3))
+            request.start()
+            assert torch.equal(request.wait(), torch.full((3,), 2.0))
+        whole.start()
+        assert torch.equal(whole.wait(), torch.full((2,), 3.0))
+
+    assert run_threads(3, job) == [None] * 3
+
+
+def test_request_made_in_inference_mode_works_there() -> None:
+    def job(group: Group) -> None:
+        with torch.inference_mode():
+            tensor = torch.ones(4)
+            request = group.all_reduce_init(tensor)
+            request.start()
+            group.barrier()
+            request.wait()
+            assert torch.equal(tensor, torch.full((4,), 2.0))
+
+    run("threads", 2, job)
