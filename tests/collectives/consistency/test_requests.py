@@ -41,6 +41,9 @@ class WithoutSharedMemory(ThreadTransport):
         super().__init__(world, rank)
         self.symmetric_memory = None  # type: ignore[assignment]
 
+    def abort(self, reason: str) -> None:
+        """There is nothing to withdraw from."""
+
 
 def transports(way: str, size: int) -> list[Any]:
     if way in ("shm", "tcp"):
@@ -66,6 +69,11 @@ def run(way: str, size: int, job: Callable[[Group], Any], timeout: float = TIMEO
 
 def values(group: Group, step: int, count: int) -> torch.Tensor:
     return torch.randn(count, generator=torch.Generator().manual_seed(step * 16 + group.rank))
+
+
+def start_and_wait(request: Request) -> Any:
+    request.start()
+    return request.wait()
 
 
 everywhere = pytest.mark.parametrize("way", WAYS)
@@ -233,11 +241,7 @@ def test_equal_call_made_directly_is_another_one(way: str) -> None:
         tensor = torch.ones(4)
         request = group.all_reduce_init(tensor)
         with pytest.raises(CollectiveMismatchError) as caught:
-            if group.rank:
-                group.all_reduce(tensor)
-            else:
-                request.start()
-                request.wait()
+            group.all_reduce(tensor) if group.rank else start_and_wait(request)
         return str(caught.value)
 
     texts = run(way, 2, job)
@@ -289,11 +293,8 @@ def test_joined_rank_adds_zeros_to_a_started_request(way: str) -> None:
 
 def test_request_cannot_be_made_while_a_rank_has_joined() -> None:
     def job(group: Group) -> None:
-        with pytest.raises(CollectiveMismatchError, match="all_reduce_init.*while rank 1 has"):
-            if group.rank == 1:
-                group.join()
-            else:
-                group.all_reduce_init(torch.ones(4))
+        with pytest.raises(CollectiveMismatchError, match=r"all_reduce_init.*while rank 1 has"):
+            group.join() if group.rank else group.all_reduce_init(torch.ones(4))
 
     run("threads", 2, job)
 
@@ -414,8 +415,7 @@ def test_failure_in_flight_is_raised_by_wait(way: str) -> None:
         with pytest.raises((OverflowError, CollectiveError)):
             failing.wait()
         with pytest.raises(TransportError, match="unusable since an earlier failure"):
-            other.start()
-            other.wait()
+            start_and_wait(other)
 
     run(way, 2, job, timeout=1.0)
 
