@@ -18,6 +18,9 @@ from collectives.execution.shared_memory_all_reduce import (
     plan_shared_memory_all_reduce,
 )
 from collectives.reducers import Average, Reducer, Sum
+from collectives.schedules.registry import LIBRARIES
+from collectives.schedules.spec import parse_all_reduce_spec
+from collectives.transport.shared_memory.symmetric_memory import RanksDiffer
 from collectives.work import Work
 
 __all__ = ["Calls"]
@@ -25,6 +28,9 @@ __all__ = ["Calls"]
 Tensors = Sequence[torch.Tensor]
 # Up to here the copy to shared memory is short beside what follows it.
 _BEGIN_BYTES = 2 * 1024 * 1024
+# Up to here a copy to undo a call with is cheaper than a negotiation of its own; beyond, that is
+# little beside the call.
+_UNDO_BYTES = 256 * 1024
 
 
 class Calls:
@@ -81,7 +87,7 @@ class Calls:
         op: Reducer,
         shared: SharedMemoryAllReduce | None,
     ) -> Work:
-        """Start a call whose plan is made, as far as that needs no waiting."""
+        """Start a request's call, whose plan is made, as far as that needs no waiting."""
         label = ""
 
         def first() -> None:
@@ -92,7 +98,12 @@ class Calls:
             self._negotiation.signal(call)
 
         def rest() -> Any:
-            return self._finish(call, tensors, op, shared, label)
+            code = None
+            if shared is None and self._may_carry_code(call, tensors):
+                code = self._negotiation.code_for_messages(call)
+            if code is None:
+                return self._finish(call, tensors, op, shared, label)
+            return self._run_with_code(code, call, tensors, op, label)
 
         if shared is not None and shared.nbytes <= _BEGIN_BYTES:
             return self.queue.begin(call.kind, first, rest)
@@ -103,6 +114,39 @@ class Calls:
 
         work: Work = self.queue.run(call.kind, both, tensors, call, async_op=True)
         return work
+
+    def _may_carry_code(self, call: Description, tensors: Tensors) -> bool:
+        """Whether every rank's result depends on a message of every rank, and is soon undone."""
+        if not all(tensor.is_cpu for tensor in tensors):
+            return False
+        if not 0 < sum(tensor.nbytes for tensor in tensors) <= _UNDO_BYTES:
+            return False
+        if call.kind == "reduce_scatter":
+            pieces = tensors[0].shape[0] if call.options["by_rows"] else tensors[0].numel()
+            return pieces >= self._transport.size
+        if call.kind not in ("all_reduce", "grouped_all_reduce"):
+            return False
+        specs = parse_all_reduce_spec(call.options["algorithm"])
+        names = {name for spec in specs for name in (spec.inner, spec.outer)}
+        return names.isdisjoint(LIBRARIES)
+
+    def _run_with_code(
+        self, code: int, call: Description, tensors: Tensors, op: Reducer, label: str
+    ) -> Any:
+        """Carry out a call whose messages tell whether the ranks differ."""
+        kept = [tensor.clone() for tensor in tensors]
+        self._runner.code = code
+        try:
+            return OPERATIONS[call.kind](self._runner, call.options, list(tensors), op, label)
+        except RanksDiffer:
+            self._runner.code = 0
+            self._negotiation.flush(label)
+            for tensor, values in zip(tensors, kept, strict=True):
+                tensor.copy_(values)
+            self._negotiation.wait(call, label)
+            return OPERATIONS[call.kind](self._runner, call.options, list(tensors), op, label)
+        finally:
+            self._runner.code = 0
 
     def _finish(
         self,

@@ -74,6 +74,7 @@ def agree_by_messages(
     timeout: float,
     workspace: Workspace,
     queued: Sequence[int] = (),
+    code: int = 0,
 ) -> Agreement:
     """Return when all ranks that have not joined make one call, or all have joined.
 
@@ -85,10 +86,12 @@ def agree_by_messages(
         workspace: Memory for what is received.
         queued: Codes of the calls after this one, up to AHEAD; 0 for what is no call that all
             ranks describe.
+        code: What the messages carry, as `Transport.exchange` takes it.
 
     Raises:
         CollectiveMismatchError: On every rank with the same text, where the calls differ or the
             joined ranks cannot take part.
+        RanksDiffer: Where another rank's messages carry another code.
     """
     label = f"the negotiation of {label}"
     if isinstance(mine, Joined):
@@ -108,6 +111,7 @@ def agree_by_messages(
         label=label,
         timeout=timeout,
         workspace=workspace,
+        code=code,
     )
     most, least, since, *others = _CODES.unpack_from(fields)
     if most == _NO_CODE:
@@ -121,7 +125,7 @@ def agree_by_messages(
         report = ["", sorted(mine.operators), sorted(mine.kinds)]
     else:
         report = [mine.to_json()]
-    reports = gather_bytes(json.dumps(report).encode(), transport, label, timeout)
+    reports = gather_bytes(json.dumps(report).encode(), transport, label, timeout, code)
     return _conclude([json.loads(each) for each in reports])
 
 

@@ -5,6 +5,10 @@
 - By messages where ranks share no memory, where the signalled codes differ (to tell how), and as
   long as any rank has joined. Where there is no shared memory one message agrees on the calls that
   are queued, too: a step that queues its buckets while they travel needs few.
+- By the messages of the call itself, for a request that is started: they carry its code, and a
+  receiver that expects another one raises RanksDiffer. Then all ranks drop what is under way, and
+  negotiate by messages. Only where every rank's result depends on every rank's data, so that none
+  ends its call before it is found that the ranks differ.
 """
 
 from __future__ import annotations
@@ -14,12 +18,13 @@ from collections.abc import Callable, Sequence
 from collectives.consistency.description import Description
 from collectives.consistency.messages import AHEAD, Agreement, Joined, agree_by_messages
 from collectives.execution.executor import Workspace
-from collectives.transport.base import Transport
+from collectives.transport.base import Transport, call_code
 from collectives.transport.shared_memory.symmetric_memory import JOINED, RanksDiffer
 
 __all__ = ["Negotiation"]
 
 _AGREED = Agreement()
+_MAX_NUMBER = (1 << 24) - 1
 
 
 class Negotiation:
@@ -46,6 +51,7 @@ class Negotiation:
         self._upcoming = upcoming
         self._ahead = 0
         self._any_joined = False
+        self._calls = 0
 
     def agree(self, mine: Description | Joined, label: str) -> Agreement:
         """Return when all ranks that have not joined make one call, or all have joined.
@@ -59,9 +65,24 @@ class Negotiation:
 
     def signal(self, mine: Description | Joined) -> None:
         """Do the part of `agree` that never waits."""
+        # From 1: 0 is what messages carry of calls that the ranks are known to make alike.
+        self._calls = self._calls % _MAX_NUMBER + 1
         memory = self._transport.symmetric_memory
         if memory is not None and self._transport.size > 1:
             memory.signal(mine.code if isinstance(mine, Description) else JOINED)
+
+    def code_for_messages(self, mine: Description) -> int | None:
+        """Return the code by which the call's own messages negotiate; None where they cannot."""
+        transport = self._transport
+        if transport.symmetric_memory is not None or not transport.carries_codes:
+            return None
+        if transport.size == 1 or self._ahead or self._any_joined:
+            return None
+        return call_code(self._calls, mine.code)
+
+    def flush(self, label: str) -> None:
+        """Drop all messages under way, on all ranks: one has met another call's code."""
+        self._transport.flush(f"step 0 (the ranks differ) of {label}", self._timeout)
 
     def wait(self, mine: Description | Joined, label: str) -> Agreement:
         """Do the rest of `agree`."""
@@ -90,9 +111,19 @@ class Negotiation:
         # A mismatch ends all joins.
         self._any_joined = False
         queued = [0 if call is None else call.code for call in upcoming]
-        agreement = agree_by_messages(
-            mine, self._transport, label, self._timeout, self._workspace, queued
-        )
+        code = call_code(self._calls, 0)
+
+        def agree() -> Agreement:
+            return agree_by_messages(
+                mine, self._transport, label, self._timeout, self._workspace, queued, code
+            )
+
+        try:
+            agreement = agree()
+        except RanksDiffer:
+            # Another rank negotiates by its call's own messages.
+            self.flush(label)
+            agreement = agree()
         self._any_joined = bool(agreement.joined)
         self._ahead = agreement.ahead
         return agreement

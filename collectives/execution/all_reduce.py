@@ -35,6 +35,8 @@ class Runner:
         self.packed = Workspace()
         self.libraries = Libraries(transport)
         self.link_rates: LinkRates | None = None
+        # What the messages of the call that runs now carry.
+        self.code = 0
 
     def check(self, specs: Specs, op: Reducer, tensors: Sequence[Tensor]) -> None:
         """Raise ValueError where one of the ranges cannot reduce such tensors here."""
@@ -73,6 +75,7 @@ class Runner:
             workspace=self.workspace,
             segments=segments,
             bounds=bounds,
+            code=self.code,
         )
 
     def all_reduce(

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from collectives.execution.lowering import Leg, legs_of
+from collectives.execution.lowering import LoweredStep, lower
 from collectives.execution.pipelining import post
 from collectives.reducers import Operands, Piece, Reducer, Sum
 from collectives.schedules import recursive_doubling
@@ -15,13 +15,15 @@ from collectives.schedules.partition import split_bounds
 from collectives.schedules.schedule import Schedule
 from collectives.transport.base import Message, Transport
 
+__all__ = ["Workspace", "execute"]
+
 # Of a workspace, kept; making one costs some microseconds.
-_MOST_VIEWS = 256
-_MOST_BLOCKS = 8
+_MAX_VIEWS = 256
+_MAX_BLOCKS = 8
 _VECTOR_ALIGNMENT = 64
 
 # A device, and a stream's handle; 0 for the CPU.
-_Where = tuple[torch.device, int]
+_Place = tuple[torch.device, int]
 
 
 class Workspace:
@@ -32,14 +34,14 @@ class Workspace:
     """
 
     def __init__(self) -> None:
-        self._blocks: dict[_Where, torch.Tensor] = {}
-        self._views: dict[tuple[_Where, torch.dtype, int], torch.Tensor] = {}
+        self._blocks: dict[_Place, torch.Tensor] = {}
+        self._views: dict[tuple[_Place, torch.dtype, int], torch.Tensor] = {}
         self._within: Workspace | None = None
 
     def take(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """`numel` uninitialised elements of `like`'s dtype and device, until the next take."""
+        """Return `numel` uninitialised elements of `like`'s dtype, valid until the next take."""
         nbytes = numel * like.element_size()
-        where: _Where = (like.device, 0)
+        where: _Place = (like.device, 0)
         if like.is_cuda:
             where = (like.device, torch.cuda.current_stream(like.device).cuda_stream)
             if torch.cuda.is_current_stream_capturing():
@@ -50,14 +52,14 @@ class Workspace:
             view = self._views[key] = self._view(nbytes, like, where)
         return view
 
-    def _view(self, nbytes: int, like: torch.Tensor, where: _Where) -> torch.Tensor:
+    def _view(self, nbytes: int, like: torch.Tensor, where: _Place) -> torch.Tensor:
         block = self._blocks.get(where)
         grows = block is None or block.numel() < nbytes
-        if grows or len(self._views) >= _MOST_VIEWS:
+        if grows or len(self._views) >= _MAX_VIEWS:
             # The smaller block goes with its views.
             self._views.clear()
         if block is None or grows:
-            if len(self._blocks) >= _MOST_BLOCKS:
+            if len(self._blocks) >= _MAX_BLOCKS:
                 self._blocks.clear()
             block = self._blocks[where] = self._block(nbytes, like)
         return self._part(block, nbytes, like)
@@ -91,21 +93,31 @@ def execute(
     segments: Sequence[int] | None = None,
     bounds: Sequence[int] | None = None,
     ranks: Sequence[int] | None = None,
+    code: int = 0,
 ) -> None:
     """Run this rank's steps of `schedule` in place on `buffer` (1-D, contiguous).
 
-    reducer: what REDUCE means, one for all phases or one a phase. bounds: element boundaries of
-    the schedule's chunks; nearly equal pieces unless given, of whole segments where the schedule
-    asks for them. ranks: the transport's ranks that stand for the schedule's ranks 0, 1, ...; all
-    of them unless given. label: what an error calls this collective. timeout: seconds for each
-    step.
+    Args:
+        schedule: What all ranks run.
+        buffer: This rank's data.
+        transport: Between the ranks.
+        reducer: What REDUCE means, one for all phases or one a phase.
+        label: What an error calls this collective.
+        timeout: Seconds for each step.
+        workspace: Memory for what is received.
+        segments: Element boundaries that operators work by; one segment unless given.
+        bounds: Element boundaries of the schedule's chunks; nearly equal pieces unless given, of
+            whole segments where the schedule asks for them.
+        ranks: The transport's ranks that stand for the schedule's ranks 0, 1, ...; all of them
+            unless given.
+        code: What the messages carry, as `Transport.exchange` takes it.
     """
     size = transport.size if ranks is None else len(ranks)
     if size != schedule.size:
         raise ValueError(f"schedule is for {schedule.size} ranks, got {size}")
     rank = transport.rank if ranks is None else ranks.index(transport.rank)
     if schedule.gathered:
-        vectors, cuts = _side_by_side(schedule, rank, buffer, workspace)
+        vectors, chunks = _side_by_side(schedule, rank, buffer, workspace)
         execute(
             replace(schedule, gathered=False),
             vectors,
@@ -114,8 +126,9 @@ def execute(
             label=label,
             timeout=timeout,
             workspace=workspace,
-            bounds=cuts,
+            bounds=chunks,
             ranks=ranks,
+            code=code,
         )
         operator = reducer if isinstance(reducer, Reducer) else reducer[-1]
         parts = tuple(v[: buffer.numel()] for v in vectors.view(size, -1))
@@ -124,30 +137,30 @@ def execute(
         buffer.copy_(parts[0])
         return
     members = None if ranks is None else tuple(ranks)
-    legs = legs_of(schedule, rank, buffer.numel(), segments=segments, bounds=bounds, ranks=members)
-    for leg in legs:
-        where = f"{leg.name} of {label}"
-        scratch = workspace.take(leg.staged, buffer) if leg.staged else buffer
-        sends = [Message(cut.peer, _elements(buffer, cut.low, cut.high)) for cut in leg.sends]
+    steps = lower(schedule, rank, buffer.numel(), segments=segments, bounds=bounds, ranks=members)
+    for step in steps:
+        where = f"{step.name} of {label}"
+        scratch = workspace.take(step.staged, buffer) if step.staged else buffer
+        sends = [Message(peer, _elements(buffer, low, high)) for peer, low, high, _ in step.sends]
         recvs = [
-            Message(cut.peer, _elements(scratch if cut.staged else buffer, cut.low, cut.high))
-            for cut in leg.recvs
+            Message(peer, _elements(scratch if staged else buffer, low, high))
+            for peer, low, high, staged in step.recvs
         ]
-        arrivals = post(sends, recvs, transport, where, timeout)
-        if leg.reductions or leg.group:
-            operator = reducer if isinstance(reducer, Reducer) else reducer[leg.phase]
-            sum_partials = _partial_sum(leg.group, transport, where, timeout, workspace)
+        posted = post(sends, recvs, transport, where, timeout, code)
+        if step.reductions or step.group:
+            operator = reducer if isinstance(reducer, Reducer) else reducer[step.phase]
+            sum_partials = _partial_sum(step.group, transport, where, timeout, workspace, code)
             # What is reduced whole, segment by segment, waits for all of it.
-            apart = leg.sent_first and (not operator.needs_one_tree or sum_partials is not None)
-            coming = arrivals.pieces(_pieces(leg, recvs, buffer), apart=apart)
-            operator.reduce(Operands(coming, buffer.numel(), segments, sum_partials))
-        arrivals.wait()
+            apart = step.sent_first and (not operator.needs_one_tree or sum_partials is not None)
+            pieces = posted.pieces(_pieces(step, recvs, buffer), apart=apart)
+            operator.reduce(Operands(pieces, buffer.numel(), segments, sum_partials))
+        posted.wait()
 
 
 def _side_by_side(
     schedule: Schedule, rank: int, buffer: torch.Tensor, workspace: Workspace
 ) -> tuple[torch.Tensor, list[int]]:
-    """Memory for all ranks' vectors, with this rank's, and the boundaries of the chunks there.
+    """Return memory for all ranks' vectors, with this rank's, and the boundaries of the chunks there.
 
     Each vector begins at a multiple of 64 bytes: reductions of vectors that are aligned alike on
     every rank give every rank the same bits.
@@ -161,10 +174,10 @@ def _side_by_side(
     return vectors, [*bounds, vectors.numel()]
 
 
-def _pieces(leg: Leg, recvs: Sequence[Message], buffer: torch.Tensor) -> tuple[Piece, ...]:
-    """What a step reduces: for each range what comes, and the rank's own value."""
+def _pieces(step: LoweredStep, recvs: Sequence[Message], buffer: torch.Tensor) -> tuple[Piece, ...]:
+    """Return what a step reduces: for each range what is received, and the rank's own value."""
     pieces = []
-    for before, after, low, high in leg.reductions:
+    for before, after, low, high in step.reductions:
         mine = _elements(buffer, low, high)
         left = [recvs[number].tensor for number in before]
         right = [recvs[number].tensor for number in after]
@@ -173,7 +186,7 @@ def _pieces(leg: Leg, recvs: Sequence[Message], buffer: torch.Tensor) -> tuple[P
 
 
 def _elements(whole: torch.Tensor, low: int, high: int) -> torch.Tensor:
-    """whole[low:high], which costs a microsecond or two."""
+    """Return whole[low:high], which costs a microsecond or two."""
     return whole if high - low == whole.numel() else whole[low:high]
 
 
@@ -183,8 +196,9 @@ def _partial_sum(
     where: str,
     timeout: float,
     workspace: Workspace,
+    code: int,
 ) -> Callable[[torch.Tensor], None] | None:
-    """Sums over `group` by recursive doubling: addition commutes, so all members get equal bits."""
+    """Sum over `group` by recursive doubling: addition commutes, so all get equal bits."""
     if len(group) == 1:
         return None
 
@@ -200,6 +214,7 @@ def _partial_sum(
             timeout=timeout,
             workspace=workspace.within,
             ranks=group,
+            code=code,
         )
 
     return sum_partials

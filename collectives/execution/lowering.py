@@ -1,4 +1,9 @@
-"""One rank's steps of a schedule in elements, worked out once for calls that repeat."""
+"""Lowering: one rank's steps of a schedule as ranges of elements.
+
+A schedule counts in chunks and in ranks of its own; a lowered step says which elements go to which
+rank of the transport. It depends on nothing but the schedule, the rank and the length, so what was
+lowered last is kept.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +14,13 @@ from typing import NamedTuple
 from collectives.schedules.partition import segment_bounds, split_bounds
 from collectives.schedules.schedule import Action, Schedule, Step, Transfer, steps_of
 
+__all__ = ["LoweredStep", "Range", "Reduction", "lower", "sent_first"]
+
 # Of the latest schedules and lengths. One of 1,024 ranks' rings takes a megabyte.
-_MOST = 128
+_MAX_ENTRIES = 128
 
 
-class Cut(NamedTuple):
+class Range(NamedTuple):
     """Elements [low, high) to or from `peer`: of the buffer, or of scratch where `staged`."""
 
     peer: int
@@ -23,10 +30,14 @@ class Cut(NamedTuple):
 
 
 class Reduction(NamedTuple):
-    """Elements [low, high) of the buffer with what has come for them.
+    """Elements [low, high) of the buffer with what is received for them.
 
-    before, after: numbers of the step's receives, in the order of the reduction; between them the
-    rank's own value.
+    Attributes:
+        before: Numbers of the step's receives, in the order of the reduction, up to the rank's own
+            value.
+        after: Those behind it.
+        low: The first element.
+        high: Behind the last element.
     """
 
     before: tuple[int, ...]
@@ -35,17 +46,24 @@ class Reduction(NamedTuple):
     high: int
 
 
-class Leg(NamedTuple):
-    """A step. Peers and group are ranks of the transport.
+class LoweredStep(NamedTuple):
+    """A step in elements. Peers and group are ranks of the transport.
 
-    name: what an error calls it. staged: elements that come but must not be in the buffer yet.
-    sent_first: whether what a part of a message is reduced into has been sent when that part has
-    come. group, phase: as in a `Step`.
+    Attributes:
+        name: What an error calls it.
+        sends: What is sent.
+        recvs: What is received.
+        staged: Elements that are received but must not be in the buffer yet.
+        reductions: What is reduced.
+        sent_first: Whether what a part of a message is reduced into has been sent when that part
+            has arrived.
+        group: As in a `Step`.
+        phase: As in a `Step`.
     """
 
     name: str
-    sends: tuple[Cut, ...]
-    recvs: tuple[Cut, ...]
+    sends: tuple[Range, ...]
+    recvs: tuple[Range, ...]
     staged: int
     reductions: tuple[Reduction, ...]
     sent_first: bool
@@ -53,7 +71,7 @@ class Leg(NamedTuple):
     phase: int
 
 
-def legs_of(
+def lower(
     schedule: Schedule,
     rank: int,
     numel: int,
@@ -61,57 +79,65 @@ def legs_of(
     segments: Sequence[int] | None = None,
     bounds: Sequence[int] | None = None,
     ranks: tuple[int, ...] | None = None,
-) -> Sequence[Leg]:
-    """The steps of the schedule's `rank` on a buffer of `numel` elements.
+) -> Sequence[LoweredStep]:
+    """Return the steps of the schedule's `rank` on a buffer of `numel` elements.
 
-    bounds: element boundaries of the chunks; unless given, nearly equal pieces, of whole segments
-    where the schedule asks for them. ranks: the transport's ranks that stand for the schedule's
-    ranks 0, 1, ...; the same numbers unless given.
+    Args:
+        schedule: What is run.
+        rank: A rank of the schedule.
+        numel: The buffer's length.
+        segments: Element boundaries that operators work by.
+        bounds: Element boundaries of the chunks; unless given, nearly equal pieces, of whole
+            segments where the schedule asks for them.
+        ranks: The transport's ranks that stand for the schedule's ranks 0, 1, ...; the same
+            numbers unless given.
     """
     if bounds is not None:
-        return _legs(schedule, rank, bounds, ranks)
+        return _lower_all(schedule, rank, bounds, ranks)
     if schedule.whole_segments:
         whole = (0, numel) if segments is None else segments
-        return _legs(schedule, rank, segment_bounds(whole, schedule.chunks), ranks)
-    return _even(schedule, rank, numel, ranks)
+        return _lower_all(schedule, rank, segment_bounds(whole, schedule.chunks), ranks)
+    return _lower_evenly(schedule, rank, numel, ranks)
 
 
-@lru_cache(maxsize=_MOST)
-def _even(
+@lru_cache(maxsize=_MAX_ENTRIES)
+def _lower_evenly(
     schedule: Schedule, rank: int, numel: int, ranks: tuple[int, ...] | None
-) -> tuple[Leg, ...]:
-    return _legs(schedule, rank, split_bounds(numel, schedule.chunks), ranks)
+) -> tuple[LoweredStep, ...]:
+    return _lower_all(schedule, rank, split_bounds(numel, schedule.chunks), ranks)
 
 
-def _legs(
-    schedule: Schedule, rank: int, cuts: Sequence[int], ranks: tuple[int, ...] | None
-) -> tuple[Leg, ...]:
+def _lower_all(
+    schedule: Schedule, rank: int, bounds: Sequence[int], ranks: tuple[int, ...] | None
+) -> tuple[LoweredStep, ...]:
     members = range(schedule.size) if ranks is None else ranks
     return tuple(
-        _leg(f"step {number} ({schedule.name})", step, cuts, members)
+        _lower_step(f"step {number} ({schedule.name})", step, bounds, members)
         for number, step in enumerate(steps_of(schedule, rank))
     )
 
 
-def _leg(name: str, step: Step, cuts: Sequence[int], members: Sequence[int]) -> Leg:
+def _lower_step(
+    name: str, step: Step, bounds: Sequence[int], members: Sequence[int]
+) -> LoweredStep:
     recvs, staged = [], 0
     found: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
     for number, (peer, start, stop, action) in enumerate(step.recvs):
-        low, high = cuts[start], cuts[stop]
+        low, high = bounds[start], bounds[stop]
         if action is Action.COPY:
-            recvs.append(Cut(members[peer], low, high))
+            recvs.append(Range(members[peer], low, high))
             continue
-        recvs.append(Cut(members[peer], staged, staged + high - low, staged=True))
+        recvs.append(Range(members[peer], staged, staged + high - low, staged=True))
         staged += high - low
         sides = found.setdefault((start, stop), ([], []))
         sides[action is Action.REDUCE_RIGHT].append(number)
-    return Leg(
+    return LoweredStep(
         name,
-        sends=tuple(_sent(transfer, cuts, members) for transfer in step.sends),
+        sends=tuple(_sent(transfer, bounds, members) for transfer in step.sends),
         recvs=tuple(recvs),
         staged=staged,
         reductions=tuple(
-            Reduction(tuple(before), tuple(after), cuts[start], cuts[stop])
+            Reduction(tuple(before), tuple(after), bounds[start], bounds[stop])
             for (start, stop), (before, after) in found.items()
         ),
         sent_first=sent_first(step),
@@ -120,12 +146,12 @@ def _leg(name: str, step: Step, cuts: Sequence[int], members: Sequence[int]) -> 
     )
 
 
-def _sent(transfer: Transfer, cuts: Sequence[int], members: Sequence[int]) -> Cut:
-    return Cut(members[transfer.peer], cuts[transfer.start], cuts[transfer.stop])
+def _sent(transfer: Transfer, bounds: Sequence[int], members: Sequence[int]) -> Range:
+    return Range(members[transfer.peer], bounds[transfer.start], bounds[transfer.stop])
 
 
 def sent_first(step: Step) -> bool:
-    """Whether what a part of a message is reduced into has been sent when that part has come."""
+    """Whether what a part of a message is reduced into has been sent when that part arrives."""
     return all(
         sent.stop <= recv.start or recv.stop <= sent.start or sent[1:3] == recv[1:3]
         for recv in step.recvs

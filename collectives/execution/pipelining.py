@@ -1,7 +1,7 @@
-"""A step's messages in parts, so that the first can be reduced while the others are on their way.
+"""Pipelining: the first parts of a step's messages are reduced while the others travel.
 
-Messages are cut where the transport only puts them on a stream (`post`, NCCL's). On the host a rank
-cannot reduce and receive at once: there a step's messages are exchanged whole.
+Messages are sent in parts where the transport only puts them on a stream (NCCL's). On the host a
+rank cannot reduce and receive at once: there a step's messages are exchanged whole.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ import torch
 from collectives.reducers import Piece
 from collectives.transport.base import Message, Transport
 
+__all__ = ["MAX_PARTS", "PART_BYTES", "PostedStep", "parts_of", "post"]
+
 # A part is long beside the microseconds that a message costs, and the last one's reduction, which
 # nothing hides, is short beside the step. Not measured on a GPU.
 PART_BYTES = 4 * 1024 * 1024
-MOST_PARTS = 8
+MAX_PARTS = 8
 # Elements; a part of any dtype then begins at a whole number of the widest accesses.
 _ALIGNED = 1024
 
@@ -26,8 +28,8 @@ Wait = Callable[[], None]
 
 
 def parts_of(nbytes: int) -> int:
-    """How many parts a message travels in: both its ends ask, and nothing else is known to both."""
-    return max(1, min(MOST_PARTS, nbytes // PART_BYTES))
+    """Return how many parts a message has; both its ends ask, and know nothing else."""
+    return max(1, min(MAX_PARTS, nbytes // PART_BYTES))
 
 
 def post(
@@ -36,23 +38,27 @@ def post(
     transport: Transport,
     where: str,
     timeout: float,
-) -> Arrivals:
-    """Start the messages of a step; without parts they have arrived when this returns."""
+    code: int = 0,
+) -> PostedStep:
+    """Start the messages of a step; without parts they have arrived when this returns.
+
+    Arguments as those of `Transport.exchange`.
+    """
     count = 1
     if transport.posts_ahead:
         count = max((parts_of(_nbytes(m.tensor)) for m in (*sends, *recvs)), default=1)
     if count == 1:
-        transport.exchange(sends, recvs, where, timeout)
-        return Arrivals([])
+        transport.exchange(sends, recvs, where, timeout, code)
+        return PostedStep([])
     waits = []
     for part in range(count):
         some_sends, some_recvs = (
-            [cut for m in messages if (cut := _part(m, part)) is not None]
+            [some for m in messages if (some := _part(m, part)) is not None]
             for messages in (sends, recvs)
         )
         step = f"{where}, part {part} of {count}"
         waits.append(transport.post(some_sends, some_recvs, step, timeout))
-    return Arrivals(waits)
+    return PostedStep(waits)
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
@@ -60,58 +66,58 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 def _part(message: Message, part: int) -> Message | None:
-    """One part of a message; None where it has fewer."""
+    """Return one part of a message; None where it has fewer."""
     peer, tensor = message
     count = parts_of(_nbytes(tensor))
     if part >= count:
         return None
-    cuts = _cuts(tensor.numel(), count)
-    return Message(peer, tensor[cuts[part] : cuts[part + 1]])
+    bounds = _part_bounds(tensor.numel(), count)
+    return Message(peer, tensor[bounds[part] : bounds[part + 1]])
 
 
-def _cuts(numel: int, count: int) -> list[int]:
-    """The boundaries of a message's parts in elements, so that aligned ones have aligned parts."""
+def _part_bounds(numel: int, count: int) -> list[int]:
+    """Return the boundaries of a message's parts, so that aligned ones have aligned parts."""
     length = -(-numel // (count * _ALIGNED)) * _ALIGNED
     return [min(part * length, numel) for part in range(count + 1)]
 
 
-class Arrivals:
-    """What was posted for a step. waits: of each part, what waits for it, in order."""
+class PostedStep:
+    """A step whose messages are under way. waits: what waits for each part, in order."""
 
     def __init__(self, waits: Sequence[Wait]) -> None:
         self._waits = list(waits)
-        self._come = 0
+        self._arrived = 0
 
     def wait(self, part: int | None = None) -> None:
-        """Until this part and those before it may be used; all unless given."""
+        """Wait until this part and those before it may be used; all unless given."""
         stop = len(self._waits) if part is None else part + 1
-        while self._come < stop:
-            self._waits[self._come]()
-            self._come += 1
+        while self._arrived < stop:
+            self._waits[self._arrived]()
+            self._arrived += 1
 
     def pieces(self, pieces: Sequence[Piece], *, apart: bool) -> Sequence[Piece]:
-        """The pieces of a step, each cut as its messages are.
+        """Return the pieces of a step, each in parts as its messages are.
 
-        apart: whether they may be reduced one by one; else they stay whole, and all have come.
+        apart: whether they may be reduced one by one; else they stay whole, and all have arrived.
         """
         if not apart or len(self._waits) < 2:
             self.wait()
             return pieces
-        cut: list[tuple[int, Piece]] = []
+        parted: list[tuple[int, Piece]] = []
         for parts, out, start in pieces:
-            bounds = _cuts(out.numel(), parts_of(_nbytes(out)))
+            bounds = _part_bounds(out.numel(), parts_of(_nbytes(out)))
             for number, (low, high) in enumerate(pairwise(bounds)):
                 here = tuple(part[low:high] for part in parts)
-                cut.append((number, Piece(here, out[low:high], start + low)))
-        return _Coming(cut, self)
+                parted.append((number, Piece(here, out[low:high], start + low)))
+        return _ArrivingPieces(parted, self)
 
 
-class _Coming(Sequence[Piece]):
-    """Pieces with the part that each arrives in. Looking at one waits for it."""
+class _ArrivingPieces(Sequence[Piece]):
+    """Pieces with the part that each arrives in. Taking one waits for it."""
 
-    def __init__(self, pieces: Sequence[tuple[int, Piece]], arrivals: Arrivals) -> None:
+    def __init__(self, pieces: Sequence[tuple[int, Piece]], posted: PostedStep) -> None:
         self._pieces = pieces
-        self._arrivals = arrivals
+        self._posted = posted
 
     def __len__(self) -> int:
         return len(self._pieces)
@@ -124,7 +130,7 @@ class _Coming(Sequence[Piece]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         part, piece = self._pieces[index]
-        self._arrivals.wait(part)
+        self._posted.wait(part)
         return piece
 
     def __iter__(self) -> Iterator[Piece]:

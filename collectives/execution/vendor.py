@@ -65,8 +65,8 @@ class Libraries:
         ranks = None
         if topology is not None:
             ranks = tuple(topology.ranks_of(topology.node_of(self._transport.rank)))
-        cuts = split_bounds(flat.numel(), shards)
-        pieces = [flat[low:high] for low, high in pairwise(cuts) if low < high]
+        bounds = split_bounds(flat.numel(), shards)
+        pieces = [flat[low:high] for low, high in pairwise(bounds) if low < high]
         if name == "nccl":
             for piece in pieces:
                 self._transport.all_reduce(piece, ranks, step, timeout)

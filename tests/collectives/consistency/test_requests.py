@@ -16,7 +16,6 @@ from adasum import Adasum
 from collectives import (
     Average,
     CollectiveError,
-    CollectiveMismatchError,
     FusedBuffer,
     Group,
     Reducer,
@@ -26,57 +25,14 @@ from collectives import (
 )
 from collectives.consistency.requests import Request
 from collectives.reducers import SumReducer
-from collectives.transport import ThreadTransport, ThreadWorld
-from tests.collectives.transport.neighbours import TIMEOUT, meet, together
+from tests.collectives.consistency.ranks import everywhere, run, start_and_wait
+from tests.collectives.transport.neighbours import TIMEOUT
 
-# Over what the ranks reach each other, and what they negotiate through.
-WAYS = ("threads", "messages", "shm", "tcp")
 OPS: dict[str, Reducer] = {"Sum": Sum, "Average": Average, "Adasum": Adasum}
-
-
-class WithoutSharedMemory(ThreadTransport):
-    """A transport whose ranks negotiate by messages."""
-
-    def __init__(self, world: ThreadWorld, rank: int) -> None:
-        super().__init__(world, rank)
-        self.symmetric_memory = None  # type: ignore[assignment]
-
-    def abort(self, reason: str) -> None:
-        """There is nothing to withdraw from."""
-
-
-def transports(way: str, size: int) -> list[Any]:
-    if way in ("shm", "tcp"):
-        return meet(size, ways=(way,))
-    world = ThreadWorld(size)
-    kind = ThreadTransport if way == "threads" else WithoutSharedMemory
-    return [kind(world, rank) for rank in range(size)]
-
-
-def run(way: str, size: int, job: Callable[[Group], Any], timeout: float = TIMEOUT) -> list[Any]:
-    """Run `job` on ranks that are threads; return the answers by rank."""
-    ranks = transports(way, size)
-
-    def main(transport: Any) -> Any:
-        group = Group(transport, timeout=timeout, local_rank=transport.rank, local_size=size)
-        try:
-            return job(group)
-        finally:
-            group.close()
-
-    return together(*(lambda each=each: main(each) for each in ranks))
 
 
 def values(group: Group, step: int, count: int) -> torch.Tensor:
     return torch.randn(count, generator=torch.Generator().manual_seed(step * 16 + group.rank))
-
-
-def start_and_wait(request: Request) -> Any:
-    request.start()
-    return request.wait()
-
-
-everywhere = pytest.mark.parametrize("way", WAYS)
 
 
 @everywhere
@@ -214,68 +170,6 @@ def test_closing_the_group_ends_a_started_request() -> None:
 
 
 @everywhere
-def test_starting_another_request_is_the_same_error_on_all_ranks(way: str) -> None:
-    def job(group: Group) -> str:
-        first, second = torch.ones(4), torch.ones(4)
-        requests = [group.all_reduce_init(first, name="first"), group.all_reduce_init(second)]
-        mine = requests[group.rank == 1]
-        mine.start()
-        with pytest.raises(CollectiveMismatchError) as caught:
-            mine.wait()
-        # The group and the requests go on.
-        for request, tensor in zip(requests, (first, second), strict=True):
-            tensor.fill_(1.0)
-            request.start()
-            assert torch.equal(request.wait(), torch.full((4,), 3.0))
-        return str(caught.value)
-
-    texts = run(way, 3, job)
-    assert texts[0] == texts[1] == texts[2]
-    assert "rank 0 calls all_reduce(first) of request 1" in texts[0]
-    assert "rank 1 calls all_reduce() of request 2" in texts[0]
-
-
-@everywhere
-def test_equal_call_made_directly_is_another_one(way: str) -> None:
-    def job(group: Group) -> str:
-        tensor = torch.ones(4)
-        request = group.all_reduce_init(tensor)
-        with pytest.raises(CollectiveMismatchError) as caught:
-            group.all_reduce(tensor) if group.rank else start_and_wait(request)
-        return str(caught.value)
-
-    texts = run(way, 2, job)
-    assert (
-        texts[0] == texts[1] and "all_reduce() of request 1, rank 1 calls all_reduce()" in texts[0]
-    )
-
-
-def test_mismatch_between_ranks_that_share_memory_leaves_the_buffers() -> None:
-    def job(group: Group) -> None:
-        tensors = [torch.full((4,), float(group.rank)), torch.full((4,), float(group.rank))]
-        requests = [group.all_reduce_init(tensor) for tensor in tensors]
-        requests[group.rank].start()
-        with pytest.raises(CollectiveMismatchError):
-            requests[group.rank].wait()
-        assert all(torch.equal(each, torch.full((4,), float(group.rank))) for each in tensors)
-
-    run("threads", 2, job)
-
-
-@everywhere
-def test_making_another_request_is_an_error_on_all_ranks(way: str) -> None:
-    def job(group: Group) -> None:
-        with pytest.raises(CollectiveMismatchError, match=r"all_reduce_init\(\) with tensor 0"):
-            group.all_reduce_init(torch.ones(4 + group.rank))
-        # No rank counts that as a request.
-        request = group.all_reduce_init(torch.ones(4))
-        request.start()
-        assert torch.equal(request.wait(), torch.full((4,), 2.0))
-
-    run(way, 2, job)
-
-
-@everywhere
 def test_joined_rank_adds_zeros_to_a_started_request(way: str) -> None:
     def job(group: Group) -> int:
         tensor = torch.ones(4)
@@ -289,14 +183,6 @@ def test_joined_rank_adds_zeros_to_a_started_request(way: str) -> None:
         return group.join()
 
     assert len({*run(way, 3, job)}) == 1
-
-
-def test_request_cannot_be_made_while_a_rank_has_joined() -> None:
-    def job(group: Group) -> None:
-        with pytest.raises(CollectiveMismatchError, match=r"all_reduce_init.*while rank 1 has"):
-            group.join() if group.rank else group.all_reduce_init(torch.ones(4))
-
-    run("threads", 2, job)
 
 
 def test_start_with_another_buffer_is_this_ranks_own_matter() -> None:

@@ -136,7 +136,7 @@ def test_how_many_parts() -> None:
 @pytest.mark.parametrize("numel", [200, 201, 399, 1021, 12345])
 def test_parts_cover_the_message_and_begin_aligned(numel: int) -> None:
     message = Message(3, torch.arange(float(numel)))
-    parts = [pipelining._part(message, i) for i in range(pipelining.MOST_PARTS)]
+    parts = [pipelining._part(message, i) for i in range(pipelining.MAX_PARTS)]
     found = [part for part in parts if part is not None]
     assert len(found) == parts_of(4 * numel) > 1
     assert torch.equal(torch.cat([part.tensor for part in found]), message.tensor)

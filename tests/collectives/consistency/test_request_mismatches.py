@@ -1,0 +1,180 @@
+"""Ranks that start different requests: the same error on all, on every transport."""
+
+from __future__ import annotations
+
+import random
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from adasum import Adasum
+from collectives import (
+    Average,
+    CollectiveMismatchError,
+    Group,
+    Sum,
+)
+from tests.collectives.consistency.ranks import everywhere, run, start_and_wait
+
+
+@everywhere
+def test_starting_another_request_is_the_same_error_on_all_ranks(way: str) -> None:
+    def job(group: Group) -> str:
+        first, second = torch.ones(4), torch.ones(4)
+        requests = [group.all_reduce_init(first, name="first"), group.all_reduce_init(second)]
+        mine = requests[group.rank == 1]
+        mine.start()
+        with pytest.raises(CollectiveMismatchError) as caught:
+            mine.wait()
+        # The group and the requests go on.
+        for request, tensor in zip(requests, (first, second), strict=True):
+            tensor.fill_(1.0)
+            request.start()
+            assert torch.equal(request.wait(), torch.full((4,), 3.0))
+        return str(caught.value)
+
+    texts = run(way, 3, job)
+    assert texts[0] == texts[1] == texts[2]
+    assert "rank 0 calls all_reduce(first) of request 1" in texts[0]
+    assert "rank 1 calls all_reduce() of request 2" in texts[0]
+
+
+@everywhere
+def test_equal_call_made_directly_is_another_one(way: str) -> None:
+    def job(group: Group) -> str:
+        tensor = torch.ones(4)
+        request = group.all_reduce_init(tensor)
+        with pytest.raises(CollectiveMismatchError) as caught:
+            group.all_reduce(tensor) if group.rank else start_and_wait(request)
+        return str(caught.value)
+
+    texts = run(way, 2, job)
+    assert (
+        texts[0] == texts[1] and "all_reduce() of request 1, rank 1 calls all_reduce()" in texts[0]
+    )
+
+
+@everywhere
+def test_mismatch_of_requests_leaves_the_buffers(way: str) -> None:
+    def job(group: Group) -> None:
+        mine = torch.full((40,), float(group.rank))
+        for algorithm in ("rd", "rechd", "vhdd", "xring"):
+            requests = [
+                group.all_reduce_init(torch.empty(40), Adasum, algorithm=algorithm, prescale=0.5)
+                for _ in range(2)
+            ]
+            for odd in range(group.size):
+                request = requests[group.rank == odd]
+                request.start(mine)
+                with pytest.raises(CollectiveMismatchError):
+                    request.wait()
+                assert torch.equal(mine, torch.full((40,), float(group.rank)))
+
+    run(way, 4, job)
+
+
+def negotiations(group: Group) -> list[str]:
+    """The steps of negotiations by messages from here on."""
+    steps: list[str] = []
+    exchange = group.transport.exchange
+
+    def noted(sends: Any, recvs: Any, step: str, timeout: float, code: int = 0) -> None:
+        if "negotiation" in step:
+            steps.append(step)
+        exchange(sends, recvs, step, timeout, code)
+
+    group.transport.exchange = noted  # type: ignore[method-assign]
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("way", "by_messages"), [("tcp", False), ("shm", False), ("messages", True)]
+)
+def test_start_needs_no_message_where_messages_carry_codes(way: str, by_messages: bool) -> None:
+    def job(group: Group) -> list[bool]:
+        several = [torch.ones(5), torch.ones(3)]
+        requests = [
+            group.all_reduce_init(torch.ones(4), Adasum),
+            group.grouped_all_reduce_init(several),
+            group.reduce_scatter_init(torch.ones(4)),
+        ]
+        steps = negotiations(group)
+        used = []
+        for request in requests:
+            start_and_wait(request)
+            used.append(bool(steps))
+            steps.clear()
+        return used
+
+    assert run(way, 3, job) == [[by_messages] * 3] * 3
+
+
+@pytest.mark.parametrize("kind", ["empty", "large", "fewer elements than ranks", "broadcast"])
+def test_start_negotiates_where_a_rank_might_not_find_out(kind: str) -> None:
+    """Where not every rank needs a message of every rank, and where undoing costs more."""
+
+    def job(group: Group) -> bool:
+        request = {
+            "empty": lambda: group.all_reduce_init(torch.ones(0)),
+            "large": lambda: group.all_reduce_init(torch.ones(100_000)),
+            "fewer elements than ranks": lambda: group.reduce_scatter_init(torch.ones(2)),
+            "broadcast": lambda: group.broadcast_init(torch.ones(4)),
+        }[kind]()
+        steps = negotiations(group)
+        start_and_wait(request)
+        return bool(steps)
+
+    assert run("tcp", 3, job) == [True] * 3
+
+
+@pytest.mark.parametrize("way", ["threads", "shm", "tcp"])
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_calls_in_any_order_are_the_same_call_or_an_error_on_all(way: str, size: int) -> None:
+    """Requests and direct calls, drawn by each rank; most often all draw alike."""
+    rounds = 60
+    draws = [random.Random(seed) for seed in range(size)]
+    common = random.Random(99)
+    plan = []
+    for _ in range(rounds):
+        alike, choice = common.random() < 0.6, common.randrange(5)
+        plan.append([choice if alike else draw.randrange(5) for draw in draws])
+
+    def job(group: Group) -> None:
+        tensors = [torch.empty(count) for count in (1, 300, 20_000)]
+        requests = [group.all_reduce_init(tensor, algorithm="rechd") for tensor in tensors]
+        for picks in plan:
+            mine = picks[group.rank]
+            tensor = tensors[mine] if mine < 3 else torch.empty(7)
+            tensor.fill_(1.0)
+            alike = len({*picks}) == 1
+            with nullcontext() if alike else pytest.raises(CollectiveMismatchError):
+                if mine < 3:
+                    start_and_wait(requests[mine])
+                else:
+                    group.all_reduce(tensor, Average if mine == 4 else Sum)
+            assert bool((tensor == (size if alike and mine != 4 else 1.0)).all())
+
+    run(way, size, job)
+
+
+@everywhere
+def test_making_another_request_is_an_error_on_all_ranks(way: str) -> None:
+    def job(group: Group) -> None:
+        with pytest.raises(CollectiveMismatchError, match=r"all_reduce_init\(\) with tensor 0"):
+            group.all_reduce_init(torch.ones(4 + group.rank))
+        # No rank counts that as a request.
+        request = group.all_reduce_init(torch.ones(4))
+        request.start()
+        assert torch.equal(request.wait(), torch.full((4,), 2.0))
+
+    run(way, 2, job)
+
+
+def test_request_cannot_be_made_while_a_rank_has_joined() -> None:
+    def job(group: Group) -> None:
+        with pytest.raises(CollectiveMismatchError, match=r"all_reduce_init.*while rank 1 has"):
+            group.join() if group.rank else group.all_reduce_init(torch.ones(4))
+
+    run("threads", 2, job)

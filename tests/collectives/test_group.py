@@ -1,0 +1,121 @@
+"""What a group does with its arguments, on calls that repeat."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from collectives import CollectiveMismatchError, Group, run_threads
+from collectives.cost import LinkRates, Rate
+from collectives.reducers import SumReducer
+from collectives.transport import ThreadWorld
+
+
+@pytest.fixture
+def alone() -> Iterator[Group]:
+    group = Group(ThreadWorld(1).transport(0), timeout=1.0, local_rank=0, local_size=1)
+    yield group
+    group.close()
+
+
+class Named(SumReducer):
+    """Equal to every other of its kind, whatever it is called."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Named)
+
+    def __hash__(self) -> int:
+        return 1
+
+
+def test_operators_of_other_names_are_a_mismatch() -> None:
+    def main(group: Group) -> None:
+        group.all_reduce(torch.ones(3), Named("one"))
+        with pytest.raises(CollectiveMismatchError, match=r"op=one.* op=other"):
+            group.all_reduce(torch.ones(3), Named("other" if group.rank else "one"))
+        changing = Named("one")
+        group.all_reduce(torch.ones(3), changing)
+        if group.rank:
+            changing.name = "other"
+        with pytest.raises(CollectiveMismatchError, match=r"op=one.* op=other"):
+            group.all_reduce(torch.ones(3), changing)
+
+    assert run_threads(2, main) == [None, None]
+
+
+@dataclass
+class Unhashable(SumReducer):
+    """With an equality of its own, and so without a hash."""
+
+    name: str = "Unhashable"
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "xring"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_operator_without_a_hash_reduces(size: int, algorithm: str) -> None:
+    def main(group: Group) -> list[float]:
+        one = torch.ones(6)
+        several = [torch.ones(3), torch.ones(2)]
+        for _ in range(2):
+            group.all_reduce(one, Unhashable(), algorithm=algorithm)
+            group.grouped_all_reduce(several, Unhashable(), algorithm=algorithm)
+        return [one[-1].item(), several[-1][-1].item()]
+
+    assert run_threads(size, main) == [[float(size) ** 2] * 2] * size
+
+
+def test_operator_is_not_kept_after_its_call() -> None:
+    class Large(SumReducer):
+        """May hold a table."""
+
+    def main(group: Group) -> bool:
+        op = Large()
+        for algorithm in ("auto", "xring"):
+            group.all_reduce(torch.ones(6), op, algorithm=algorithm)
+        kept = weakref.ref(op)
+        del op
+        gc.collect()
+        return kept() is not None
+
+    assert run_threads(2, main) == [False] * 2
+
+
+def test_scales_of_zero_keep_their_sign(alone: Group) -> None:
+    for zero in (0.0, -0.0, 0.0):
+        before, after = torch.ones(3), torch.ones(3)
+        alone.all_reduce(before, prescale=zero)
+        alone.all_reduce(after, postscale=zero)
+        for tensor in (before, after):
+            assert torch.equal(tensor.signbit(), torch.tensor(zero).signbit().expand(3))
+
+
+def test_auto_follows_link_rates_as_they_are_set() -> None:
+    """Of a size that goes by messages by size alone, in shared memory once rates are measured."""
+    rate = Rate(1e-6, 1e-9)
+
+    def main(group: Group) -> list[bool]:
+        sent: list[str] = []
+        exchange = group.transport.exchange
+
+        def noted(*arguments: object) -> None:
+            sent.append(str(arguments[2]))
+            exchange(*arguments)  # type: ignore[arg-type]
+
+        group.transport.exchange = noted  # type: ignore[method-assign]
+        answers = []
+        for rates in (None, LinkRates(rate, rate, rate, rate), None):
+            group.set_link_rates(rates)
+            sent.clear()
+            assert group.all_reduce(torch.ones(2_000_000))[-1].item() == 2.0
+            answers.append(bool(sent))
+        return answers
+
+    assert run_threads(2, main) == [[True, False, True]] * 2
