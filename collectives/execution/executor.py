@@ -152,15 +152,15 @@ def execute(
             sum_partials = _partial_sum(step.group, transport, where, timeout, workspace, code)
             # What is reduced whole, segment by segment, waits for all of it.
             apart = step.sent_first and (not operator.needs_one_tree or sum_partials is not None)
-            pieces = posted.pieces(_pieces(step, recvs, buffer), apart=apart)
-            operator.reduce(Operands(pieces, buffer.numel(), segments, sum_partials))
+            arriving = posted.pieces(_pieces(step, recvs, buffer), apart=apart)
+            operator.reduce(Operands(arriving, buffer.numel(), segments, sum_partials))
         posted.wait()
 
 
 def _side_by_side(
     schedule: Schedule, rank: int, buffer: torch.Tensor, workspace: Workspace
 ) -> tuple[torch.Tensor, list[int]]:
-    """Return memory for all ranks' vectors, with this rank's, and the boundaries of the chunks there.
+    """Return memory for all ranks' vectors, with this rank's, and their chunks' boundaries.
 
     Each vector begins at a multiple of 64 bytes: reductions of vectors that are aligned alike on
     every rank give every rank the same bits.
