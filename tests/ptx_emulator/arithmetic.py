@@ -309,6 +309,7 @@ def _list_conversions() -> None:
     enter("f32", "f16", _rounded(lambda x: x.astype(np.float32)))
     enter("f32", "bf16", _rounded(_widen_bfloat16))
     enter("f64", "f16", lambda x: x.astype(np.float64))
+    enter("f64", "bf16", lambda x: _widen_bfloat16(x).astype(np.float64))
     enter("f64", "f32", lambda x: x.astype(np.float64))
     enter("rn.f32", "f64", _rounded(lambda x: x.astype(np.float32)))
     for source in _FLOATS:
