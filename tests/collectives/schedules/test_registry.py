@@ -1,0 +1,64 @@
+"""One record an algorithm: names, README and schedules follow from it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from collectives.schedules.algorithm import Order
+from collectives.schedules.registry import ALGORITHMS, LIBRARIES, SCHEDULES, one_level
+from collectives.schedules.spec import INNER, ONE_LEVEL, OUTER, parse_all_reduce_spec
+from collectives.schedules.topology import Topology
+from tests.collectives.schedules.simulation import answers
+
+README = Path(__file__).parents[3] / "README.md"
+
+
+def _readme_table() -> dict[str, list[str]]:
+    """The cells behind each name of the README's table of algorithms."""
+    _, _, rest = README.read_text().partition("| name | what it does | carries Adasum |\n")
+    lines = rest.partition("\n\n")[0].splitlines()[1:]
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+    return {row[0].strip("`").removesuffix("#k"): row[1:] for row in rows}
+
+
+def test_readme_table_is_the_registry() -> None:
+    table = _readme_table()
+    assert list(table) == ["auto", *ALGORITHMS, "inner/outer"]
+    for name, record in ALGORITHMS.items():
+        carries = "no" if record.order is None else record.order.value
+        assert table[name] == [record.summary, carries]
+    inner, outer = (re.findall("`([^`]+)`", cell) for cell in table["inner/outer"])
+    assert inner == [name for name, record in ALGORITHMS.items() if record.inner]
+    assert outer == [name for name, record in ALGORITHMS.items() if record.outer]
+
+
+def test_names_of_the_specification_are_the_records() -> None:
+    assert set(ONE_LEVEL) == {"auto", *ALGORITHMS}
+    for name, record in ALGORITHMS.items():
+        assert name == record.name
+        assert parse_all_reduce_spec(name)[0].alg == name
+        assert (name in INNER, name in OUTER) == (record.inner, record.outer)
+        assert record.is_library == (record.order is None) == (record.closed_form is None)
+    assert {*SCHEDULES, *LIBRARIES} == {*ALGORITHMS}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_order_of_the_record_is_the_tree_of_the_schedule(name: str) -> None:
+    order = ALGORITHMS[name].order
+    assert order is not None
+    for size in (*range(1, 10), 12, 17):
+        schedule = one_level(name, 1, Topology(size, size), one_tree=True)
+        expected = order.tree(range(size))
+        assert answers(schedule) == [[expected] * schedule.chunks] * size
+
+
+def test_orders_are_the_trees_promised() -> None:
+    assert Order.LINE.tree(range(4)) == (((0, 1), 2), 3)
+    assert Order.BALANCED.tree(range(4)) == ((0, 1), (2, 3))
+    # The first ranks beyond a power of two pair first.
+    assert Order.BALANCED.tree(range(6)) == (((0, 1), (2, 3)), (4, 5))
+    assert Order.BALANCED.tree(range(5)) == (((0, 1), 2), (3, 4))
+    assert Order.LINE.tree("a") == Order.BALANCED.tree("a") == "a"
