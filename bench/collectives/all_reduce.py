@@ -200,7 +200,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (TypeError, ValueError) as error:
         parser.error(str(error))
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        parser.error("needs ranks: torchrun --nproc-per-node 2 -m bench.collectives.all_reduce ...")
+        parser.error(
+            "needs ranks: start with torchrun --nproc-per-node 2 -m bench.collectives.all_reduce"
+        )
     device = torch.device(args.device)
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())

@@ -59,7 +59,8 @@ def tree_of(spec: AllReduceSpec, topology: Topology) -> Tree:
     leaves: list[Tree] = list(range(topology.size))
     if spec.inner is not None:
         leaves = [Average(tuple(topology.ranks_of(w))) for w in range(topology.num_nodes)]
-    order = algorithm(spec.outer).order
+    # For Adasum `auto` chooses among algorithms with vhdd's tree.
+    order = algorithm("vhdd" if spec.outer == "auto" else spec.outer).order
     if order is None:
         raise ValueError(f"{spec.outer!r} does not carry Adasum")
     return order.tree(leaves)

@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         parser.error(
-            "needs ranks: start with torchrun --nproc-per-node 2 -m bench.collectives.overlap ..."
+            "needs ranks: start with torchrun --nproc-per-node 2 -m bench.collectives.overlap"
         )
     group = collectives.init()
     try:
