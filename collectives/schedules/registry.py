@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from collectives.schedules import (
+    bruck,
     parameter_server,
     recursive_doubling,
     recursive_halving,
@@ -24,6 +25,7 @@ _RECORDS = (
     recursive_halving.RECHD,
     recursive_halving.VHDD,
     recursive_doubling.RD,
+    bruck.BRUCK,
     parameter_server.PSGPU,
     parameter_server.PSCPU,
     Algorithm(

@@ -5,9 +5,13 @@ from __future__ import annotations
 from fractions import Fraction
 
 import pytest
+import torch
 
+import kernels
+from collectives import Group, run_threads
 from collectives.schedules import (
     binomial_tree,
+    bruck,
     parameter_server,
     recursive_doubling,
     recursive_halving,
@@ -152,6 +156,37 @@ def test_costs_of_the_shuffle_are_as_documented(n: int, shards: int) -> None:
     assert costs.steps == 2
     assert costs.sent == costs.received == expected
     assert costs.staged == Fraction(n - 1, shards)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 8, 13, 64])
+def test_costs_of_bruck_are_as_documented(n: int) -> None:
+    costs = cost(bruck.all_reduce(n))
+    assert costs.steps == (n - 1).bit_length()
+    assert costs.sent == costs.received == (n - 1,) * n
+    for rank in range(n):
+        # All that goes to one peer is in one message, or in two where ranks wrap around.
+        assert all(len(step.sends) <= 2 for step in bruck.all_reduce(n).steps(rank))
+
+
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+def test_bruck_reduces_in_rank_order_with_equal_bits(size: int) -> None:
+    """Of sums each rank rounds in the same order, which is that of adding rank after rank."""
+
+    def work(group: Group) -> list[torch.Tensor]:
+        results = []
+        for count, shards in ((0, 1), (1, 1), (7, 3), (1000, 1)):
+            values = torch.randn(count, generator=torch.Generator().manual_seed(group.rank))
+            results.append(group.all_reduce(values, algorithm=f"bruck#{shards}"))
+        return results
+
+    answers = run_threads(size, work)
+    for i, count in enumerate((0, 1, 7, 1000)):
+        parts = [
+            torch.randn(count, generator=torch.Generator().manual_seed(r)) for r in range(size)
+        ]
+        expected = kernels.sum_n(parts) if size > 2 else parts[0] + parts[1]
+        for mine in answers:
+            assert torch.equal(mine[i], expected)
 
 
 @pytest.mark.parametrize("n", [2, 4, 8, 16])

@@ -1,0 +1,69 @@
+"""Bruck's concatenation: every rank gets every vector, and reduces all of them by itself.
+
+Wins on tiny messages, where latency is all that counts: ceil(log2 n) steps for any number of ranks,
+the fewest there are, where recursive doubling takes two more unless that is a power of two; and one
+n-way reduction in place of one a step. In each step a rank sends all vectors that it has, twice as
+many from step to step: n - 1 of them each way in all, with n as extra memory. Every rank holds all
+operands whole, so an operator that needs whole-vector sums computes them without a message; the
+tree is the line ((0 · 1) · 2) · ... Source: Bruck, Ho, Kipnis, Upfal and Weathersby, "Efficient
+algorithms for all-to-all communications in multiport message-passing systems", IEEE TPDS 1997.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import numpy as np
+
+from collectives.schedules.algorithm import Algorithm, BulkStep, ClosedForm, Order
+from collectives.schedules.schedule import Collective, Schedule, Step, Transfer, sharded
+
+
+def _steps(size: int, rank: int) -> Iterator[Step]:
+    """Before the step of distance d a rank has the vectors of d ranks from its own on."""
+    distance = 1
+    while distance < size:
+        count = min(distance, size - distance)
+        below, above = (rank - distance) % size, (rank + distance) % size
+        yield Step(
+            sends=_vectors(size, below, rank, count), recvs=_vectors(size, above, above, count)
+        )
+        distance *= 2
+
+
+def _vectors(size: int, peer: int, first: int, count: int) -> tuple[Transfer, ...]:
+    """Those of `count` ranks from `first` on, to or from `peer`; rank 0 comes after the last."""
+    wrapped = max(first + count - size, 0)
+    whole = (Transfer(peer, first, first + count - wrapped),)
+    return (*whole, Transfer(peer, 0, wrapped)) if wrapped else whole
+
+
+@lru_cache(maxsize=256)
+def all_reduce(size: int) -> Schedule:
+    """`bruck`: ceil(log2 n) steps, n - 1 buffers each way."""
+    return Schedule(
+        "bruck",
+        size,
+        size,
+        Collective.ALL_REDUCE,
+        lambda rank: _steps(size, rank),
+        gathered=True,
+    )
+
+
+def closed_form(size: int) -> ClosedForm:
+    """The steps of `all_reduce` for all ranks at once."""
+    ranks, distances = np.arange(size), [1 << level for level in range((size - 1).bit_length())]
+    steps = [BulkStep(ranks, (ranks - d) % size, float(min(d, size - d))) for d in distances]
+    return ClosedForm(steps, gathered=True)
+
+
+BRUCK = Algorithm(
+    "bruck",
+    "every rank gets all vectors, for tiny messages",
+    Order.LINE,
+    schedule=lambda level: sharded(all_reduce(level.size), level.shards),
+    closed_form=lambda level, _: closed_form(level.size).sharded(level.shards),
+    outer=False,
+)
