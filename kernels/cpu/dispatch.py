@@ -133,7 +133,7 @@ def copy(
     """
     one_dtype = len(packed.dtype_set) == 1
     if one_dtype and _in_memory(tensors, addresses) and (found := _library_for(buffer)):
-        return native.copy(found, packed, addresses, buffer, findings, packing)
+        return found.copy(packed, addresses, buffer, findings, packing)
     if not tensors:
         return _nothing
     function = torch_fallback.pack if packing else torch_fallback.unpack
@@ -145,7 +145,7 @@ def sum_n(
 ) -> Callable[[float], None]:
     """out = scale * (t0 + t1 + ...), in list order; `out` may be any of the tensors."""
     if _in_memory(tensors, addresses) and (found := _library_for(out)):
-        return native.sum_n(found, addresses, tensors[0].dtype, out, findings)
+        return found.sum_n(addresses, tensors[0].dtype, out, findings)
     return partial(torch_fallback.sum_n, tensors, out, findings)
 
 
@@ -154,14 +154,14 @@ def scaled_add(
 ) -> Callable[[float, float], None]:
     """out = alpha*a + beta*b, elementwise; `out` may be a or b."""
     if found := _library_for(a, b, out):
-        return native.scaled_add(found, a, b, out, findings)
+        return found.scaled_add(a, b, out, findings)
     return partial(torch_fallback.scaled_add, a, b, out, findings)
 
 
 def dot_and_norms(a: Tensor, b: Tensor, bounds: Sequence[int], dots: Tensor) -> Callable[[], None]:
     """dots = rows (a.b, |a|^2, |b|^2) of the flattened segments."""
     if found := _library_for(a, b, dots):
-        return native.projection(found, "dot_and_norms", a, b, dots, bounds, None, Findings())
+        return found.projection("dot_and_norms", a, b, dots, bounds, None, Findings())
     return partial(torch_fallback.dot_and_norms, a, b, bounds, dots)
 
 
@@ -170,7 +170,7 @@ def combine(
 ) -> Callable[[], None]:
     """out = (1 - d/(2A)) a + (1 - d/(2B)) b a segment, with (d, A, B) the rows of `dots`."""
     if found := _library_for(a, b, dots, out):
-        return native.projection(found, "combine", a, b, dots, bounds, out, findings)
+        return found.projection("combine", a, b, dots, bounds, out, findings)
     return partial(torch_fallback.combine, a, b, dots, bounds, out, findings)
 
 
@@ -179,5 +179,5 @@ def adasum(
 ) -> Callable[[], None]:
     """out = `combine` of the tensors' `dot_and_norms`."""
     if found := _library_for(a, b, out):
-        return native.projection(found, "adasum", a, b, None, bounds, out, findings)
+        return found.projection("adasum", a, b, None, bounds, out, findings)
     return partial(torch_fallback.adasum, a, b, bounds, out, findings)

@@ -1,7 +1,7 @@
 """The CPU path compiled: kernels/cpu/native.c, loaded with ctypes.
 
-Each class holds what one function of it is told, ready to be called any number of times. Addresses
-are not tensors: whoever calls keeps those alive.
+Each method returns what runs one function of it any number of times. It has the addresses of
+tensors, not the tensors: whoever calls keeps those alive.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 import platform
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +46,156 @@ _OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
 
 class Library:
-    """The compiled functions, each of one task's address."""
+    """The compiled functions, each of a reference to one task."""
 
     def __init__(self, path: Path) -> None:
         """Load them. Raises OSError or AttributeError where that fails."""
-        library = ctypes.CDLL(str(path))
-        self.functions = {name: _function(library, name) for name in _FUNCTIONS}
+        # Where it is short, Python's other threads wait, which takes less time.
+        apart, at_once = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
+        self._apart = {name: _function(apart, name) for name in _FUNCTIONS}
+        self._at_once = {name: _function(at_once, name) for name in _FUNCTIONS}
         if found := _team():
             team = tasks.Team(*found)
-            _function(library, "use_team")(ctypes.addressof(team))
+            _function(apart, "use_team")(ctypes.byref(team))
+
+    def _ready(self, name: str, task: Any, elements: int, *kept: object) -> tuple[Any, Any]:
+        """A function, on all threads where that is worth it, and the reference to pass it.
+
+        elements: how many it reads from one input. kept: what the task points to that is no tensor.
+        """
+        task.threads, task.kept = 1, kept
+        if elements <= _ALONE:
+            return self._at_once[name], ctypes.byref(task)
+        function = self._apart[name]
+
+        def on_all_threads(reference: Any) -> None:
+            task.threads = torch.get_num_threads()
+            function(reference)
+
+        return on_all_threads, ctypes.byref(task)
+
+    def copy(
+        self,
+        packed: PackedList,
+        addresses: array[int],
+        buffer: Tensor,
+        findings: Findings,
+        packing: bool,
+    ) -> Callable[[float], None]:
+        """Between `buffer` and tensors of one dtype; into it, with zeros for the padding.
+
+        addresses: the tensors', uint64.
+        """
+        numels, bounds = packed.layout.in_c
+        task = tasks.Copy(
+            tensors=_address(addresses),
+            dtype=_CODES[packed.dtypes[0]],
+            numels=_address(numels),
+            bounds=_address(bounds),
+            count=len(numels),
+            buffer=buffer.data_ptr(),
+            buffer_dtype=_CODES[buffer.dtype],
+            packing=packing,
+            findings=_pointers(findings),
+        )
+        function, reference = self._ready(
+            "copy", task, packed.layout.numel, addresses, numels, bounds
+        )
+
+        def run(scale: float) -> None:
+            task.scale = scale
+            function(reference)
+
+        return run
+
+    def sum_n(
+        self, addresses: array[int], dtype: torch.dtype, out: Tensor, findings: Findings
+    ) -> Callable[[float], None]:
+        """out = scale * (the sum of the tensors, in order); `out` may be any of them."""
+        task = tasks.Sum(
+            inputs=_address(addresses),
+            count=len(addresses),
+            dtype=_CODES[dtype],
+            out=out.data_ptr(),
+            out_dtype=_CODES[out.dtype],
+            numel=out.numel(),
+            findings=_pointers(findings),
+        )
+        function, reference = self._ready("sum_n", task, out.numel(), addresses)
+
+        def run(scale: float) -> None:
+            task.scale = scale
+            function(reference)
+
+        return run
+
+    def scaled_add(
+        self, a: Tensor, b: Tensor, out: Tensor, findings: Findings
+    ) -> Callable[[float, float], None]:
+        """out = alpha*a + beta*b."""
+        bounds, factors = array("q", (0, out.numel())), array("d", (1.0, 1.0))
+        task = _pair(a, b, bounds, out, findings)
+        task.coefficients = _address(factors)
+        function, reference = self._ready("scaled_add", task, out.numel(), bounds, factors)
+
+        def run(alpha: float, beta: float) -> None:
+            factors[0] = alpha
+            factors[1] = beta
+            function(reference)
+
+        return run
+
+    def projection(
+        self,
+        name: str,
+        a: Tensor,
+        b: Tensor,
+        dots: Tensor | None,
+        bounds: Sequence[int],
+        out: Tensor | None,
+        findings: Findings,
+    ) -> Callable[[], None]:
+        """dot_and_norms (no out), combine, or adasum (no dots), a segment at a time."""
+        cuts = array("q", bounds)
+        count = len(cuts) - 1
+        task = _pair(a, b, cuts, out, findings)
+        factors = array("d", bytes(16 * count))
+        blocks = 0 if name == "combine" else a.numel() // BLOCK + count
+        partials, rows = array("d", bytes(24 * blocks)), array("d", bytes(24 * count))
+        task.coefficients, task.partials = _address(factors), _address(partials)
+        task.dots = _address(rows) if dots is None else dots.data_ptr()
+        kept = cuts, factors, partials, rows
+        function, reference = self._ready(name, task, a.numel(), *kept)
+        return partial(function, reference)
+
+
+def build() -> Library:
+    """Return the functions, compiled now or before. Raises Unavailable."""
+    return built("native", _SOURCES, tasks.HEADERS, [*_FLAGS, *_flags_here()], Library)
+
+
+def _address(values: array[Any]) -> int:
+    """Of values that the caller keeps alive."""
+    return values.buffer_info()[0]
+
+
+def _pointers(findings: Findings) -> Any:
+    return tasks.Findings(*[0 if one is None else one.data_ptr() for one in findings])
+
+
+def _pair(a: Tensor, b: Tensor, bounds: array[int], out: Tensor | None, findings: Findings) -> Any:
+    task = tasks.Pair(
+        a=a.data_ptr(),
+        a_dtype=_CODES[a.dtype],
+        b=b.data_ptr(),
+        b_dtype=_CODES[b.dtype],
+        bounds=_address(bounds),
+        segments=len(bounds) - 1,
+        findings=_pointers(findings),
+    )
+    if out is not None:
+        task.out, task.out_dtype = out.data_ptr(), _CODES[out.dtype]
+    return task
 
 
 def _function(library: ctypes.CDLL, name: str) -> Any:
@@ -76,11 +218,6 @@ def _team() -> list[int]:
     return [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in found]
 
 
-def build() -> Library:
-    """Return the functions, compiled now or before. Raises Unavailable."""
-    return built("native", _SOURCES, tasks.HEADERS, [*_FLAGS, *_flags_here()], Library)
-
-
 def _flags_here() -> tuple[str, ...]:
     """The compiler's for this processor."""
     system, machine = platform.system(), platform.machine()
@@ -91,145 +228,3 @@ def _flags_here() -> tuple[str, ...]:
     if machine == "x86_64" and not capability.startswith("AVX"):
         raise Unavailable(f"needs AVX2, torch says {capability}")
     return _PROCESSORS[machine]
-
-
-def _address(values: array[Any]) -> int:
-    """Of values that the caller keeps alive."""
-    return values.buffer_info()[0]
-
-
-def _pointers(findings: Findings) -> Any:
-    return tasks.Findings(*[0 if one is None else one.data_ptr() for one in findings])
-
-
-class _Call:
-    """A function and its task. kept: what the task points to that is no tensor."""
-
-    __slots__ = ("_address", "_function", "_kept", "_task", "_threaded")
-
-    def __init__(self, function: Any, task: Any, elements: int, *kept: object) -> None:
-        self._function, self._task, self._kept = function, task, kept
-        self._address = ctypes.addressof(task)
-        self._threaded = elements > _ALONE
-        task.threads = 1
-
-    def __call__(self) -> None:
-        if self._threaded:
-            self._task.threads = torch.get_num_threads()
-        self._function(self._address)
-
-
-class _Scaled(_Call):
-    """One whose task has a scale."""
-
-    def __call__(self, scale: float) -> None:  # type: ignore[override]
-        task = self._task
-        task.scale = scale
-        if self._threaded:
-            task.threads = torch.get_num_threads()
-        self._function(self._address)
-
-
-class _Blended(_Call):
-    """scaled_add, whose coefficients are the first two of `coefficients`."""
-
-    __slots__ = ("_coefficients",)
-
-    def __init__(
-        self, function: Any, task: Any, elements: int, factors: array[float], bounds: array[int]
-    ) -> None:
-        super().__init__(function, task, elements, factors, bounds)
-        self._coefficients = factors
-
-    def __call__(self, alpha: float, beta: float) -> None:  # type: ignore[override]
-        self._coefficients[0], self._coefficients[1] = alpha, beta
-        super().__call__()
-
-
-def copy(
-    library: Library,
-    packed: PackedList,
-    addresses: array[int],
-    buffer: Tensor,
-    findings: Findings,
-    packing: bool,
-) -> _Scaled:
-    """Between `buffer` and tensors of one dtype; into it, with zeros for the padding.
-
-    addresses: the tensors', uint64.
-    """
-    numels, bounds = packed.layout.in_c
-    task = tasks.Copy(
-        tensors=_address(addresses),
-        dtype=_CODES[packed.dtypes[0]],
-        numels=_address(numels),
-        bounds=_address(bounds),
-        count=len(numels),
-        buffer=buffer.data_ptr(),
-        buffer_dtype=_CODES[buffer.dtype],
-        packing=packing,
-        findings=_pointers(findings),
-    )
-    elements = packed.layout.numel
-    return _Scaled(library.functions["copy"], task, elements, addresses, numels, bounds)
-
-
-def sum_n(
-    library: Library, addresses: array[int], dtype: torch.dtype, out: Tensor, findings: Findings
-) -> _Scaled:
-    """out = scale * (the sum of the tensors, in order); `out` may be any of them."""
-    task = tasks.Sum(
-        inputs=_address(addresses),
-        count=len(addresses),
-        dtype=_CODES[dtype],
-        out=out.data_ptr(),
-        out_dtype=_CODES[out.dtype],
-        numel=out.numel(),
-        findings=_pointers(findings),
-    )
-    return _Scaled(library.functions["sum_n"], task, out.numel(), addresses)
-
-
-def _pair(a: Tensor, b: Tensor, bounds: array[int], out: Tensor | None, findings: Findings) -> Any:
-    task = tasks.Pair(
-        a=a.data_ptr(),
-        a_dtype=_CODES[a.dtype],
-        b=b.data_ptr(),
-        b_dtype=_CODES[b.dtype],
-        bounds=_address(bounds),
-        segments=len(bounds) - 1,
-        findings=_pointers(findings),
-    )
-    if out is not None:
-        task.out, task.out_dtype = out.data_ptr(), _CODES[out.dtype]
-    return task
-
-
-def scaled_add(library: Library, a: Tensor, b: Tensor, out: Tensor, findings: Findings) -> _Blended:
-    """out = alpha*a + beta*b."""
-    bounds, factors = array("q", (0, out.numel())), array("d", (1.0, 1.0))
-    task = _pair(a, b, bounds, out, findings)
-    task.coefficients = _address(factors)
-    return _Blended(library.functions["scaled_add"], task, out.numel(), factors, bounds)
-
-
-def projection(
-    library: Library,
-    name: str,
-    a: Tensor,
-    b: Tensor,
-    dots: Tensor | None,
-    bounds: Sequence[int],
-    out: Tensor | None,
-    findings: Findings,
-) -> _Call:
-    """dot_and_norms (no out), combine, or adasum (no dots), a segment at a time."""
-    cuts = array("q", bounds)
-    count = len(cuts) - 1
-    task = _pair(a, b, cuts, out, findings)
-    factors = array("d", bytes(16 * count))
-    partials = array("d", bytes(24 * (a.numel() // BLOCK + count) if name != "combine" else 0))
-    rows = array("d", bytes(24 * count if dots is None else 0))
-    task.coefficients, task.partials = _address(factors), _address(partials)
-    task.dots = _address(rows) if dots is None else dots.data_ptr()
-    return _Call(library.functions[name], task, a.numel(), cuts, factors, partials, rows)
