@@ -45,6 +45,8 @@ ATOMICS = {
     f"atom.global.gpu.{order}add.u64": order.rstrip(".")
     for order in ("", "relaxed.", "acquire.", "release.", "acq_rel.")
 }
+# Atomics whose result nobody reads, by the type of their operands.
+MAXIMA = {f"red.global.gpu.relaxed.max.{kind}": kind for kind in ("s32", "s64")}
 SHUFFLES = {"shfl.sync.bfly.b32": "b32"}
 REDUCTIONS = {
     f"redux.sync.{name}.{kind}": OPERATIONS[f"{name}.{kind}", 2]

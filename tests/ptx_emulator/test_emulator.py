@@ -90,6 +90,12 @@ def _grid_barrier_kernel(arrivals, out):
 
 
 @triton.jit
+def _largest_kernel(x, out):
+    """Raise the output to each block's element."""
+    tl.atomic_max(out, tl.load(x + tl.program_id(0)), sem="relaxed")
+
+
+@triton.jit
 def _store_id_kernel(out):
     tl.store(out, tl.program_id(0))
 
@@ -279,3 +285,12 @@ def test_emulators_nested_list_their_own_launches():
         kernels.scaled_add(x, x)
     assert [launched.name for launched in inner.launches] == ["_sum_kernel"]
     assert [launched.name for launched in outer.launches] == ["_scaled_add_kernel"]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_atomic_maximum_of_signed_integers_is_the_largest(emulator, dtype):
+    values = torch.tensor([-5, 7, -(2**31), 3, 2**31 - 1, 0, -1]).to(dtype)
+    for count in range(1, len(values) + 1):
+        out = torch.full((1,), -6, dtype=dtype)
+        _largest_kernel[(count,)](values, out)
+        assert out.item() == max(-6, *values[:count].tolist())

@@ -19,6 +19,7 @@ from tests.ptx_emulator.opcodes import (
     CONTROL,
     LOADS,
     MATRICES,
+    MAXIMA,
     PARAMETER_LOADS,
     REDUCTIONS,
     SHUFFLES,
@@ -229,6 +230,16 @@ class Threads:
                 clocks.release(thread, here)
         self._registers.write(target, "u64", results, index)
 
+    def _maximum(self, instruction: Instruction, kind: str, index: Array | None) -> None:
+        address, source = instruction.operands
+        addresses = self._address(address, False, index)
+        values = self._registers.read_each(source, kind, index)
+        threads = self._thread if index is None else self._thread[index]
+        for i in self._launch.random.permutation(len(addresses)):
+            self._launch.memory.atomic_max(
+                int(addresses[i]), values[i], int(threads[i]), instruction.text
+            )
+
     # What the threads of a warp do together
 
     def _require_warps(
@@ -307,6 +318,7 @@ _TABLES: tuple[tuple[dict[str, Any], Method], ...] = (
     (LOADS, Threads._load),
     (STORES, Threads._store),
     (ATOMICS, Threads._atomic),
+    (MAXIMA, Threads._maximum),
     (SHUFFLES, Threads._shuffle),
     (REDUCTIONS, Threads._reduce),
     (MATRICES, Threads._matrices),
