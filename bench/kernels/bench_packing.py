@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,8 +25,9 @@ from bench.kernels.case import (
     rounded,
     wide_of,
 )
-from bench.kernels.inputs import FEW_SIZES, KIB, SIZES, normal, size_label
-from bench.kernels.timing import DEVICE
+from bench.kernels.inputs import FEW_SIZES, KIB, PLAN_SIZES, PLANNED, SIZES, normal, size_label
+from bench.kernels.measure import DIRECT
+from bench.kernels.timing import DEVICE, Call
 from bench.shapes import MODELS, Shape
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -46,6 +48,7 @@ class Spec:
         scale: The factor.
         misaligned: Whether tensors start one element off a 16-byte boundary.
         checked: Whether found_inf is asked for.
+        planned: Whether a plan is timed, with the direct call beside it.
     """
 
     kernel: str
@@ -57,6 +60,7 @@ class Spec:
     scale: float = 1.0
     misaligned: bool = False
     checked: bool = False
+    planned: bool = False
 
     @property
     def size(self) -> int:
@@ -97,6 +101,11 @@ def _specs(kernel: str) -> Iterator[Spec]:
     for name in LISTS:
         shapes = tuple(MODELS[name])
         yield Spec(kernel, "models", f"{name} ({len(shapes)} tensors)", shapes)
+    for size in PLAN_SIZES:
+        shapes = ((size // 16 // FP32.itemsize,),) * 16
+        yield Spec(kernel, PLANNED, f"{PLANNED} {size_label(size)}", shapes, planned=True)
+    shapes = tuple(MODELS["ResNet-50"])
+    yield Spec(kernel, "planned model", f"{PLANNED} ResNet-50", shapes, planned=True)
 
 
 SPECS = [*_specs("pack"), *_specs("unpack")]
@@ -106,16 +115,14 @@ def case_of(spec: Spec) -> Case:
     tensors = [normal(shape, spec.tensor, spec.misaligned) for shape in spec.shapes]
     layout = kernels.layout_of(tensors, dtype=spec.buffer)
     flag = torch.zeros((), device=DEVICE) if spec.checked else None
-    options = {"layout": layout, "scale": spec.scale}
-    if flag is not None:
-        options["found_inf"] = flag
+    options = {"layout": layout, "found_inf": flag}
     source, target = spec.tensor, spec.buffer
     if spec.kernel == "unpack":
         source, target = target, source
     exact = spec.scale == 1.0 and target.itemsize >= source.itemsize
     bound = 0.0 if exact else rounded(target, wide_of(source, target), 1)
     make = _pack if spec.kernel == "pack" else _unpack
-    ours, tight, traffic, expected = make(tensors, layout, options, bound)
+    ours, direct, tight, traffic, expected = make(tensors, layout, options, spec, bound)
     job = in_torch.Packing(tensors, tight, spec.scale, flag, bound)
     return Case(
         kernel=spec.kernel,
@@ -128,21 +135,26 @@ def case_of(spec: Spec) -> Case:
         ours=ours,
         peers=in_torch.pack(job) if spec.kernel == "pack" else in_torch.unpack(job),
         expected=expected,
+        beside={DIRECT: direct} if spec.planned else {},
     )
 
 
-# Ours, the peers' buffer (without padding), the traffic, and the answer. Where possible that buffer
-# is ours, too, so that all find the same in the caches.
-Made = tuple[Contender, Tensor, int, Expected]
+# Ours, the direct call, the peers' buffer (without padding), the traffic, and the answer. Where
+# possible that buffer is ours, too, so that all find the same in the caches.
+Made = tuple[Contender, Call, Tensor, int, Expected]
 
 
 def _pack(
-    tensors: list[Tensor], layout: kernels.Layout, options: dict[str, Any], bound: float
+    tensors: list[Tensor], layout: kernels.Layout, options: dict[str, Any], spec: Spec, bound: float
 ) -> Made:
     out = torch.empty(layout.numel, dtype=layout.dtype, device=DEVICE)
 
-    def call() -> Tensor:
-        return kernels.pack(tensors, out=out, **options)
+    def direct() -> Tensor:
+        return kernels.pack(tensors, out=out, scale=spec.scale, **options)
+
+    call: Call = direct
+    if spec.planned:
+        call = partial(kernels.plan_pack(tensors, out=out, **options), spec.scale)
 
     def also() -> None:
         ends = layout.segments[1:]
@@ -152,41 +164,47 @@ def _pack(
         ]
         if torch.cat(padding).count_nonzero():
             raise WrongAnswer("ours: the padding is not zero")
-        if "found_inf" in options:
+        if spec.checked:
             check_flag(call, options["found_inf"], tensors[-1])
 
     def expected() -> Iterator[Answer]:
         for group in _groups(tensors):
             end_to_end = kernels.layout_of(group, dtype=torch.float64, alignment=8)
-            yield kernels.pack_reference(group, layout=end_to_end, scale=options["scale"]), None
+            yield kernels.pack_reference(group, layout=end_to_end, scale=spec.scale), None
 
     ours = Contender("ours", call, bound, layout.views, [out], also)
-    return ours, out[: sum(layout.numels)], kernels.pack_bytes(tensors, layout=layout), expected
+    tight = out[: sum(layout.numels)]
+    return ours, direct, tight, kernels.pack_bytes(tensors, layout=layout), expected
 
 
 def _unpack(
-    tensors: list[Tensor], layout: kernels.Layout, options: dict[str, Any], bound: float
+    tensors: list[Tensor], layout: kernels.Layout, options: dict[str, Any], spec: Spec, bound: float
 ) -> Made:
     buffer = normal(layout.numel, layout.dtype)
     tight = buffer
     if sum(layout.numels) < layout.numel:
         tight = torch.cat([view.reshape(-1) for view in layout.views(buffer)])
 
-    def call() -> list[Tensor]:
-        return kernels.unpack(buffer, tensors, **options)
+    def direct() -> list[Tensor]:
+        return kernels.unpack(buffer, tensors, scale=spec.scale, **options)
+
+    call: Call = direct
+    if spec.planned:
+        call = partial(kernels.plan_unpack(buffer, tensors, **options), spec.scale)
 
     def also() -> None:
-        if "found_inf" in options:
+        if spec.checked:
             check_flag(call, options["found_inf"], layout.views(buffer)[-1])
 
     def expected() -> Iterator[Answer]:
         for group in _groups(layout.views(buffer)):
             joined = torch.cat(group)
             whole = kernels.layout_of([joined], alignment=joined.element_size())
-            yield kernels.unpack_reference(joined, whole, scale=options["scale"])[0], None
+            yield kernels.unpack_reference(joined, whole, scale=spec.scale)[0], None
 
     ours = Contender("ours", call, bound, list, tensors, also)
-    return ours, tight, kernels.unpack_bytes(buffer, tensors, layout=layout), expected
+    traffic = kernels.unpack_bytes(buffer, tensors, layout=layout)
+    return ours, direct, tight, traffic, expected
 
 
 def _groups(tensors: list[Tensor]) -> Iterator[list[Tensor]]:

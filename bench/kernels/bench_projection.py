@@ -1,4 +1,4 @@
-"""dot_and_norms, combine and adasum beside the same formulas in torch, eager and compiled."""
+"""dot_and_norms, combine, adasum and their plans beside the formulas in torch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor
 import kernels
 from bench.kernels import peers_projection as in_torch
 from bench.kernels.case import Answer, Case, Contender, rounded, wide_of
-from bench.kernels.inputs import FEW_SIZES, MIB, SIZES, normal, size_label
-from bench.kernels.measure import ONE_DOT, ONE_SEGMENT
+from bench.kernels.inputs import FEW_SIZES, MIB, PLAN_SIZES, PLANNED, SIZES, normal, size_label
+from bench.kernels.measure import DIRECT, ONE_DOT, ONE_SEGMENT
 from bench.kernels.timing import DEVICE, Call
 from bench.shapes import MODELS
 
@@ -36,6 +36,7 @@ class Spec:
         size: Bytes of one operand.
         dtype: Dtype of the operands.
         model: The model whose tensors are the segments, "" for one segment.
+        planned: Whether a plan is timed, with the direct call beside it.
     """
 
     kernel: str
@@ -44,6 +45,7 @@ class Spec:
     size: int = 0
     dtype: torch.dtype = FP32
     model: str = ""
+    planned: bool = False
 
     def __str__(self) -> str:
         return f"{self.kernel} {self.label}"
@@ -61,6 +63,10 @@ def _specs() -> Iterator[Spec]:
         for model in LISTS:
             label = f"{model} ({len(MODELS[model])} segments)"
             yield Spec(kernel, "segments", label, model=model)
+        for size in PLAN_SIZES:
+            yield Spec(kernel, PLANNED, f"{PLANNED} {size_label(size)}", size, planned=True)
+        label = f"{PLANNED} ResNet-50"
+        yield Spec(kernel, "planned segments", label, model="ResNet-50", planned=True)
 
 
 SPECS = list(_specs())
@@ -72,6 +78,7 @@ class Job:
 
     pair: in_torch.Pair
     bounds: tuple[int, ...]
+    planned: bool = False
 
     @property
     def segments(self) -> tuple[int, ...] | None:
@@ -103,14 +110,17 @@ class Job:
         )
 
 
-Made = tuple[Contender, list[Contender], Callable[[], Answer], int]
+# Ours, the direct call, the peers, the answer and the traffic.
+Made = tuple[Contender, Call, list[Contender], Callable[[], Answer], int]
 
 
 def _dot_and_norms(job: Job) -> Made:
     a, b = job.pair.a, job.pair.b
 
-    def call() -> Tensor:
+    def direct() -> Tensor:
         return kernels.dot_and_norms(a, b, job.segments)
+
+    call = kernels.plan_dot_and_norms(a, b, job.segments) if job.planned else direct
 
     def make() -> Answer:
         dots = job.dots()
@@ -119,7 +129,7 @@ def _dot_and_norms(job: Job) -> Made:
 
     ours = Contender("ours", call, job.dots_bound, lambda dots: [dots.view(-1)])
     traffic = kernels.dot_and_norms_bytes(a, b, job.segments)
-    return ours, in_torch.dot_and_norms(job.pair), make, traffic
+    return ours, direct, in_torch.dot_and_norms(job.pair), make, traffic
 
 
 def _combine(job: Job) -> Made:
@@ -127,8 +137,10 @@ def _combine(job: Job) -> Made:
     dots = kernels.dot_and_norms(a, b, job.segments)
     bound = rounded(a.dtype, wide_of(a.dtype), 2)
 
-    def call() -> Tensor:
+    def direct() -> Tensor:
         return kernels.combine(a, b, dots, job.segments, out=out)
+
+    call = kernels.plan_combine(a, b, dots, job.segments, out=out) if job.planned else direct
 
     def make() -> Answer:
         # With -|d| for d no coefficient is below its own size.
@@ -140,18 +152,19 @@ def _combine(job: Job) -> Made:
 
     ours = Contender("ours", call, bound, written=[out])
     traffic = kernels.combine_bytes(a, b, job.segments)
-    return ours, in_torch.combine(job.pair, dots, bound), make, traffic
+    return ours, direct, in_torch.combine(job.pair, dots, bound), make, traffic
 
 
 def _adasum(job: Job) -> Made:
     a, b, out = job.pair.a, job.pair.b, job.pair.out
     bound = rounded(a.dtype, wide_of(a.dtype), 2) + job.dots_bound
 
-    def call() -> Tensor:
+    def direct() -> Tensor:
         return kernels.adasum(a, b, job.segments, out=out)
 
+    call = kernels.plan_adasum(a, b, job.segments, out=out) if job.planned else direct
     ours = Contender("ours", call, bound, written=[out])
-    return ours, in_torch.adasum(job.pair, bound), job.expected, kernels.adasum_bytes(a, b)
+    return ours, direct, in_torch.adasum(job.pair, bound), job.expected, kernels.adasum_bytes(a, b)
 
 
 MAKERS = {"dot_and_norms": _dot_and_norms, "combine": _combine, "adasum": _adasum}
@@ -165,14 +178,14 @@ def case_of(spec: Spec, compiled: bool) -> Case:
         bounds = kernels.layout_of([torch.empty(shape, device=DEVICE) for shape in shapes]).segments
     a, b = (normal(bounds[-1], spec.dtype) for _ in range(2))
     out = torch.empty_like(a)
-    job = Job(in_torch.Pair(a, b, out, bounds), bounds)
-    ours, peers, make, traffic = MAKERS[spec.kernel](job)
+    job = Job(in_torch.Pair(a, b, out, bounds), bounds, spec.planned)
+    ours, direct, peers, make, traffic = MAKERS[spec.kernel](job)
     if spec.kernel == "adasum" and compiled and not spec.model:
         peers = [*peers, in_torch.compiled(job.pair, ours.bound)]
-    beside: dict[str, Call] = {}
+    beside: dict[str, Call] = {DIRECT: direct} if spec.planned else {}
     if spec.kernel == "dot_and_norms":
         beside[ONE_DOT] = lambda: torch.dot(a, b)
-    if spec.model:
+    if spec.model and not spec.planned:
         whole = Job(in_torch.Pair(a, b, out, (0, a.numel())), (0, a.numel()))
         beside[ONE_SEGMENT] = MAKERS[spec.kernel](whole)[0].call
     return Case(

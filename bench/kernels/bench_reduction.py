@@ -1,10 +1,10 @@
-"""sum_n and scaled_add beside every way in which torch does the same."""
+"""sum_n and scaled_add, and their plans, beside every way in which torch does the same."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -14,8 +14,9 @@ from torch import Tensor
 import kernels
 from bench.kernels import peers_elementwise as in_torch
 from bench.kernels.case import Answer, Case, Contender, check_flag, rounded, wide_of
-from bench.kernels.inputs import FEW_SIZES, SIZES, normal, size_label
-from bench.kernels.timing import DEVICE
+from bench.kernels.inputs import FEW_SIZES, PLAN_SIZES, PLANNED, SIZES, normal, size_label
+from bench.kernels.measure import DIRECT
+from bench.kernels.timing import DEVICE, Call
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 # They do not add up to one, else torch.lerp could do it.
@@ -35,6 +36,7 @@ class Spec:
         out: Dtype of the output.
         scale: The factor of sum_n.
         checked: Whether found_inf is asked for.
+        planned: Whether a plan is timed, with the direct call beside it.
     """
 
     kernel: str
@@ -44,6 +46,7 @@ class Spec:
     out: torch.dtype = FP32
     scale: float = 1.0
     checked: bool = False
+    planned: bool = False
 
     @property
     def label(self) -> str:
@@ -82,6 +85,9 @@ def _specs() -> Iterator[Spec]:
     ):
         for size in FEW_SIZES:
             yield Spec("scaled_add", series, size, dtypes, **options)
+    for kernel in ("sum_n", "scaled_add"):
+        for size in PLAN_SIZES:
+            yield Spec(kernel, PLANNED, size, (FP32, FP32), planned=True)
 
 
 SPECS = list(_specs())
@@ -102,11 +108,13 @@ def case_of(spec: Spec) -> Case:
         tensors, out, bound, bound + 2 * len(tensors) * narrowest, spec.scale, flag
     )
     if spec.kernel == "sum_n":
-        call, make, traffic = _sum_n(tensors, spec, options)
+        direct, planned, make, traffic = _sum_n(tensors, spec, options)
         peers = in_torch.sum_n(job)
     else:
-        call, make, traffic = _scaled_add(tensors, spec, options)
+        direct, planned, make, traffic = _scaled_add(tensors, spec, options)
         peers = in_torch.scaled_add(job, ALPHA, BETA)
+
+    call = planned() if spec.planned else direct
 
     def also() -> None:
         if flag is not None:
@@ -123,10 +131,12 @@ def case_of(spec: Spec) -> Case:
         ours=Contender("ours", call, bound, written=[out], also=also),
         peers=peers,
         expected=cache(lambda: [make()]),
+        beside={DIRECT: direct} if spec.planned else {},
     )
 
 
-Made = tuple[Callable[[], Tensor], Callable[[], Answer], int]
+# The direct call, what makes a planned one, the answer and the traffic.
+Made = tuple[Call, Callable[[], Call], Callable[[], Answer], int]
 
 
 def _sum_n(tensors: list[Tensor], spec: Spec, options: dict[str, Any]) -> Made:
@@ -136,10 +146,13 @@ def _sum_n(tensors: list[Tensor], spec: Spec, options: dict[str, Any]) -> Made:
             magnitude += tensor.abs()
         return kernels.sum_n_reference(tensors, scale=spec.scale), magnitude.mul_(abs(spec.scale))
 
-    def call() -> Tensor:
+    def direct() -> Tensor:
         return kernels.sum_n(tensors, scale=spec.scale, **options)
 
-    return call, make, kernels.sum_n_bytes(tensors, dtype=spec.out)
+    def planned() -> Call:
+        return partial(kernels.plan_sum_n(tensors, **options), spec.scale)
+
+    return direct, planned, make, kernels.sum_n_bytes(tensors, dtype=spec.out)
 
 
 def _scaled_add(tensors: list[Tensor], spec: Spec, options: dict[str, Any]) -> Made:
@@ -151,10 +164,13 @@ def _scaled_add(tensors: list[Tensor], spec: Spec, options: dict[str, Any]) -> M
             kernels.scaled_add_reference(a.abs(), b.abs(), alpha=ALPHA, beta=BETA),
         )
 
-    def call() -> Tensor:
+    def direct() -> Tensor:
         return kernels.scaled_add(a, b, alpha=ALPHA, beta=BETA, **options)
 
-    return call, make, kernels.scaled_add_bytes(a, b, dtype=spec.out)
+    def planned() -> Call:
+        return partial(kernels.plan_scaled_add(a, b, **options), ALPHA, BETA)
+
+    return direct, planned, make, kernels.scaled_add_bytes(a, b, dtype=spec.out)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)

@@ -38,7 +38,7 @@ ROWS = pytest.StashKey[list[Row]]()
 BEGAN = pytest.StashKey[tuple[float, float]]()
 _SPECS = [*bench_packing.SPECS, *bench_reduction.SPECS, *bench_projection.SPECS]
 # Each row's position in the report, by its name.
-PLANNED = {str(spec): position for position, spec in enumerate(_SPECS)}
+POSITIONS = {str(spec): position for position, spec in enumerate(_SPECS)}
 _played = {"now": 0.0}
 
 
@@ -144,7 +144,7 @@ def record(benchmark: Any, request: pytest.FixtureRequest) -> Iterator[Callable[
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    rows = sorted(config.stash[ROWS], key=lambda row: PLANNED[row.key])
+    rows = sorted(config.stash[ROWS], key=lambda row: POSITIONS[row.key])
     if not rows:
         return
     meta = _meta(rows, *config.stash[BEGAN])
@@ -153,7 +153,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.write_line(line)
     folder = _folder(config)
     if folder is not None:
-        complete = {row.key for row in rows} == PLANNED.keys()
+        complete = {row.key for row in rows} == POSITIONS.keys()
         for path in report.write(rows, meta, folder if complete else folder / "partial"):
             terminalreporter.write_line(f"wrote {path}")
         (folder / report.UNFINISHED).unlink()
@@ -184,7 +184,7 @@ def _meta(rows: list[Row], began: float, load: float) -> dict[str, Any]:
         "load": f"{load:.1f} before and {os.getloadavg()[0]:.1f} after, {os.cpu_count()} cores",
         "date": datetime.date.today().isoformat(),
         "commit": _commit(),
-        "rows": f"{len(rows)} of {len(PLANNED)} in {time.time() - began:.0f} s",
+        "rows": f"{len(rows)} of {len(POSITIONS)} in {time.time() - began:.0f} s",
     }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from bench.kernels.measure import EMPTY, ONE_DOT, ONE_SEGMENT, OURS, Row, geometric_mean
+from bench.kernels.measure import DIRECT, EMPTY, ONE_DOT, ONE_SEGMENT, OURS, Row, geometric_mean
 from bench.kernels.peers_elementwise import CHAIN
 from bench.kernels.peers_projection import COMPILED, EAGER, THREE_DOTS
 
@@ -168,6 +168,10 @@ def _slowdown(name: str) -> Callable[[Row], float | None]:
     return figure
 
 
+def _planned(row: Row) -> bool:
+    return DIRECT in row.times
+
+
 def _host_microseconds(row: Row) -> float | None:
     return row.hosts[OURS] * 1e6 if OURS in row.hosts else None
 
@@ -275,6 +279,14 @@ GPU = (
         True,
     ),
     Goal(
+        "host cost of a planned run, microseconds",
+        "cuda",
+        _planned,
+        _host_microseconds,
+        None,
+        True,
+    ),
+    Goal(
         "replays inside a CUDA graph (1: yes), every kernel",
         "cuda",
         lambda row: row.captured is not None,
@@ -297,6 +309,13 @@ CPU = (
     *(
         Goal(f"CPU {kernel}, 1 MiB or more: the same", "cpu", _of_size(kernel), _ratio, 0.9)
         for kernel in _CPU_KERNELS
+    ),
+    Goal(
+        "CPU plans: a direct call over a planned run",
+        "cpu",
+        _planned,
+        lambda row: row.over(DIRECT),
+        None,
     ),
     Goal(
         "CPU dot_and_norms: ours over three float32 torch.dot",

@@ -20,6 +20,9 @@ SIZES = {
 # For rows that are about something else than size.
 FEW_SIZES = {"cuda": [MIB, 64 * MIB, 1024 * MIB], "cpu": [256 * KIB, 16 * MIB]}[DEVICE]
 
+# Of planned runs: where the checks of a direct call take most of its time.
+PLAN_SIZES = [4 * KIB, 64 * KIB, MIB]
+PLANNED = "planned"
 # Far beyond any cache: H200 has 60 MB of L2; two of these are four times a server core's L3.
 LARGE = {"cuda": 1 << 30, "cpu": 1 << 26}
 

@@ -22,8 +22,8 @@ from bench.kernels.timing import (
 )
 
 OURS, COPY, EMPTY = "ours", "copy", "empty launch"
-# Timed beside some rows of the projection; they are no peers.
-ONE_SEGMENT, ONE_DOT = "one segment", "one torch.dot"
+# Timed beside some rows; they are no peers.
+ONE_SEGMENT, ONE_DOT, DIRECT = "one segment", "one torch.dot", "direct call"
 # Calls of less traffic are also replayed from a graph; the fastest GPU moves this in some 15 us.
 REPLAY_BELOW = 64 << 20
 _REPLAY = " (replayed)"

@@ -12,13 +12,13 @@ from typing import Any
 
 from bench.kernels.goals import GOALS, Goal, Verdict, judge
 from bench.kernels.inputs import size_label
-from bench.kernels.measure import OURS, Row, geometric_mean
+from bench.kernels.measure import DIRECT, OURS, Row, geometric_mean
 
 # The rows measured so far, a line each, until the report is written.
 UNFINISHED = "rows.jsonl"
 _COLUMNS = 3
 # Rows of these series differ in more than size.
-_NO_CURVES = ("models", "segments", "many small")
+_NO_CURVES = ("models", "segments", "many small", "planned model", "planned segments")
 KERNELS = ("pack", "unpack", "sum_n", "scaled_add", "dot_and_norms", "combine", "adasum")
 
 
@@ -45,6 +45,7 @@ def kernel_lines(kernel: str, rows: Sequence[Row]) -> list[str]:
     header = ["row", "size", "us", "spread", "GB/s", "of roof", "best peer", "peer / ours"]
     if on_gpu:
         header.insert(6, "host us")
+    header.append("direct / plan")
     lines = []
     for row in mine:
         ours = row.times[OURS]
@@ -57,7 +58,8 @@ def kernel_lines(kernel: str, rows: Sequence[Row]) -> list[str]:
             f"{row.bandwidth / 1e9:.1f}",
             f"{row.fraction:.2f}",
             "none" if best is None else best + ("*" if best in row.notes else ""),
-            "" if row.ratio is None else f"{row.ratio:.2f}",
+            _ratio_text(row.ratio),
+            _ratio_text(row.over(DIRECT)),
         ]
         if on_gpu:
             cells.insert(6, f"{row.hosts[OURS] * 1e6:.1f}")
@@ -73,6 +75,10 @@ def kernel_lines(kernel: str, rows: Sequence[Row]) -> list[str]:
         *(f"\\* {note}" for note in notes),
         "",
     ]
+
+
+def _ratio_text(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.2f}"
 
 
 def goal_lines(rows: Sequence[Row], device: str) -> list[str]:

@@ -18,22 +18,27 @@ SHAPES = ((5, 3), (), (70,))
 
 
 def small_cases() -> list[Case]:
-    """One case of each kernel, and one with a scale, a cast and a flag."""
+    """Return a case of each kernel, direct and planned, and some with scale, cast and flag."""
     packing = [
         Spec("pack", "aligned", "small", SHAPES),
         Spec("unpack", "aligned", "small", SHAPES),
         Spec("pack", "all", "at once", SHAPES, buffer=torch.bfloat16, scale=1 / 3, misaligned=True),
         Spec("unpack", "found_inf", "small", SHAPES, scale=1 / 3, checked=True),
+        Spec("pack", "planned", "planned", SHAPES, scale=1 / 3, planned=True),
+        Spec("unpack", "planned", "planned", SHAPES, scale=1 / 3, planned=True, checked=True),
     ]
     reduction = [
         bench_reduction.Spec("sum_n", "n=3", 4000, (torch.float32,) * 3),
         bench_reduction.Spec(
             "scaled_add", "mixed", 4000, (torch.bfloat16, torch.float32), checked=True
         ),
+        bench_reduction.Spec("sum_n", "planned", 4000, (torch.float32,) * 2, planned=True),
+        bench_reduction.Spec("scaled_add", "planned", 4000, (torch.float32,) * 2, planned=True),
     ]
     projection = [
-        bench_projection.Spec(kernel, "fp32", "small", 40_000)
+        bench_projection.Spec(kernel, "fp32", label, 40_000, planned=label == "planned")
         for kernel in ("dot_and_norms", "combine", "adasum")
+        for label in ("small", "planned")
     ]
     return [
         *map(bench_packing.case_of, packing),

@@ -150,6 +150,7 @@ def test_tables_and_files(tmp_path):
         "12.0",
         "fast",
         "1.50",
+        "",
     ]
     assert "Geometric mean of best peer / ours: 1.50 over 3 rows." in lines
 

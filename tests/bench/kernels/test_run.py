@@ -85,13 +85,13 @@ def collected(*names: str, **options: object) -> list[str]:
 
 
 def test_rows_named_as_in_the_tables_are_the_only_ones_collected():
-    names = list(conftest.PLANNED)
+    names = list(conftest.POSITIONS)
     assert collected(*names, bench_rows="sum_n n=5 16 MiB") == ["sum_n n=5 16 MiB"]
     assert set(collected(*names, bench_rows="16 MiB")) == {n for n in names if "16 MiB" in n}
 
 
 def test_rows_with_little_time_begin_with_those_that_goals_single_out():
-    names = list(conftest.PLANNED)
+    names = list(conftest.POSITIONS)
     assert collected(*names) == names
     position = {name: i for i, name in enumerate(collected(*names, bench_seconds=1.0))}
     assert set(position) == set(names) and len(names) > 50
