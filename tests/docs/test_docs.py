@@ -5,6 +5,7 @@ These tests need none of the packages that `make docs` installs.
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib.util
 import re
@@ -79,6 +80,28 @@ def test_source_files_that_a_page_names_exist(page: Path) -> None:
         r"`((?:kernels|collectives|adasum|bench|tests|docs|examples)/[\w/.]*)`", text
     )
     assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def names_defined_in(path: Path) -> set[str]:
+    """Return the functions of a file, and its methods as `Class.method` and as `method`."""
+    tree = ast.parse(path.read_text())
+    functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    methods = {
+        f"{each.name}.{node.name}"
+        for each in classes
+        for node in each.body
+        if isinstance(node, ast.FunctionDef)
+    }
+    return functions | methods
+
+
+def test_functions_of_the_traced_calls_are_in_their_files() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    hops = re.findall(r"^\| `([\w/]+\.py)` \| `([\w.]+)` \|", text, re.M)
+    assert len(hops) == 11 + 4
+    wrong = [hop for hop in hops if hop[1] not in names_defined_in(ROOT / hop[0])]
+    assert wrong == []
 
 
 def test_every_page_of_the_guide_is_linked_from_its_index() -> None:
