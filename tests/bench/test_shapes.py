@@ -18,6 +18,6 @@ from bench.shapes import MODELS
         ("Llama-7B layer", 9, 202_383_360),
     ],
 )
-def test_counts(model, tensors, elements):
+def test_shapes_of_a_model_have_its_published_counts(model, tensors, elements):
     shapes = MODELS[model]
     assert (len(shapes), sum(map(math.prod, shapes))) == (tensors, elements)

@@ -1,4 +1,4 @@
-"""A wrong kernel is refused before it is timed; a wrong peer is left out."""
+"""Measuring a case: a wrong kernel is refused before it is timed, a wrong peer is left out."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def small_cases() -> list[Case]:
 
 
 @pytest.mark.parametrize("case", small_cases(), ids=lambda case: f"{case.kernel} {case.label}")
-def test_kernels_and_peers_are_right_and_timed_together(case):
+def test_measure_of_each_kernel_times_it_beside_all_its_peers(case):
     row, samples = measure(case, FAST)
     left_out = {name: note for name, note in row.notes.items() if note.startswith("left out")}
     # On CUDA torch has no _chunk_cat from every dtype to every other.
@@ -62,7 +62,7 @@ def test_kernels_and_peers_are_right_and_timed_together(case):
 
 
 @pytest.mark.parametrize("case", small_cases(), ids=lambda case: f"{case.kernel} {case.label}")
-def test_a_kernel_that_writes_nothing_is_refused(case):
+def test_measure_of_a_kernel_that_writes_nothing_raises_before_timing(case):
     result = case.ours.call()
     if case.kernel == "dot_and_norms":
         result = torch.full_like(result, torch.nan)
@@ -75,7 +75,7 @@ def test_a_kernel_that_writes_nothing_is_refused(case):
 
 
 @pytest.mark.parametrize("case", small_cases(), ids=lambda case: f"{case.kernel} {case.label}")
-def test_one_element_off_is_wrong(case):
+def test_measure_of_a_kernel_with_one_element_off_raises(case):
     def off() -> object:
         result = case.ours.call()
         for piece in case.ours.pieces(result):
@@ -90,7 +90,7 @@ def test_one_element_off_is_wrong(case):
 
 
 @pytest.mark.parametrize(("extra", "complaint"), [(1, "more elements"), (-1, "fewer elements")])
-def test_an_answer_of_another_length_is_wrong(extra, complaint):
+def test_measure_of_an_answer_of_another_length_raises(extra, complaint):
     case = next(case for case in small_cases() if case.kernel == "sum_n")
     longer = torch.cat([case.ours.call(), case.ours.call()])[: 1000 + extra]
     wrong = dataclasses.replace(case.ours, call=lambda: longer)
@@ -98,7 +98,7 @@ def test_an_answer_of_another_length_is_wrong(extra, complaint):
         measure(dataclasses.replace(case, ours=wrong), FAST)
 
 
-def test_padding_must_be_zero():
+def test_measure_of_pack_with_padding_not_zero_raises():
     case = bench_packing.case_of(Spec("pack", "aligned", "small", SHAPES))
 
     def dirty() -> torch.Tensor:
@@ -111,7 +111,7 @@ def test_padding_must_be_zero():
         measure(dataclasses.replace(case, ours=wrong), FAST)
 
 
-def test_a_wrong_or_failing_peer_is_left_out_and_named():
+def test_peer_that_is_wrong_or_fails_is_left_out_and_named():
     case = small_cases()[0]
 
     def fail() -> None:
@@ -131,7 +131,7 @@ def test_a_wrong_or_failing_peer_is_left_out_and_named():
 
 
 @pytest.mark.parametrize("answers", [(0.0, 0.0), (1.0, 1.0)])
-def test_a_flag_that_says_nothing_or_always_is_wrong(answers):
+def test_flag_that_is_never_or_always_set_raises(answers):
     flag, source = torch.zeros(()), torch.ones(4)
     said = iter(answers)
     with pytest.raises(WrongAnswer, match="found_inf"):
@@ -139,7 +139,7 @@ def test_a_flag_that_says_nothing_or_always_is_wrong(answers):
     assert torch.equal(source, torch.ones(4))
 
 
-def test_every_row_has_a_name_of_its_own():
+def test_rows_of_each_bench_have_distinct_names():
     for module in (bench_packing, bench_reduction, bench_projection):
         names = [str(spec) for spec in module.SPECS]
         assert len(set(names)) == len(names)

@@ -1,4 +1,4 @@
-"""The report's arithmetic, verdicts and files, on rows made up for it."""
+"""The report's arithmetic, goals and files, on made-up rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ META = {"device": "Made-Up GPU 80GB", "kind": "cuda", "torch": "0", "date": "nev
 
 
 def row_of(kernel="pack", label="aligned 64 MiB", series="aligned", size=64 << 20, **times) -> Row:
-    """Ours takes 128 us for 256 MB, beside a copy of 2 GB in 0.8 ms: 2.0 of 2.5 TB/s."""
+    """Return a row: ours takes 128 us for 256 MB, a copy of 2 GB 0.8 ms: 2.0 of 2.5 TB/s."""
     seconds = {OURS: 128e-6, COPY: 800e-6, EMPTY: 4e-6, "slow": 512e-6, "fast": 192e-6} | times
     return Row(
         kernel=kernel,
@@ -34,7 +34,7 @@ def row_of(kernel="pack", label="aligned 64 MiB", series="aligned", size=64 << 2
     )
 
 
-def test_bandwidth_fraction_and_ratio():
+def test_row_gives_bandwidth_fraction_of_roof_and_ratio():
     row = row_of()
     assert row.bandwidth == pytest.approx(2e12)
     assert row.roof == pytest.approx(2.5e12)
@@ -44,12 +44,12 @@ def test_bandwidth_fraction_and_ratio():
     assert row.over("nobody") is None
 
 
-def test_geometric_mean():
+def test_geometric_mean_of_values_and_of_none():
     assert geometric_mean([0.5, 8.0]) == pytest.approx(2.0)
     assert math.isnan(geometric_mean([]))
 
 
-def test_times_of_samples():
+def test_times_of_samples_are_median_and_quartiles():
     assert Times.of([4.0, 1.0, 2.0, 3.0, 5.0]) == Times(3.0, 2.0, 4.0, 5)
     assert Times.of([7.0]) == Times(7.0, 7.0, 7.0, 1)
 
@@ -60,7 +60,7 @@ def goal_of(threshold, at_most=False, mean=False, figure=lambda row: row.ratio) 
     )
 
 
-def test_verdicts():
+def test_goal_judged_on_rows_is_met_or_not_by_its_figures():
     # Ratios of 1.5 and 6.
     rows = [row_of(), row_of(label="other", ours=32e-6), row_of(kernel="unpack", ours=1.0)]
     met = goals.judge(goal_of(1.5), rows)
@@ -75,7 +75,7 @@ def test_verdicts():
     assert goals.judge(goal_of(1.0), rows[2:]).status == goals.NOT_MEASURED
 
 
-def test_a_row_that_does_not_tell_keeps_a_goal_from_being_met():
+def test_goal_with_a_row_without_figure_is_met_in_part():
     rows = [row_of(), row_of(label="silent")]
     goal = goal_of(1.0, figure=lambda row: None if row.label == "silent" else row.ratio)
     verdict = goals.judge(goal, rows)
@@ -86,7 +86,7 @@ def verdict_of(name: str, rows: list[Row]) -> goals.Verdict:
     return goals.judge(next(goal for goal in goals.GOALS if goal.name == name), rows)
 
 
-def test_adasum_goals_count_three_and_five_units():
+def test_goals_of_adasum_count_three_and_five_units():
     # 256 MB at 2.5 TB/s are 102.4 us; ours takes 124 us and an empty launch of 4 us.
     on_chip = row_of("adasum", "fp32 8 MiB", "fp32")
     name = "adasum on chip: (time - empty launch) over the three-unit roof"
@@ -99,7 +99,7 @@ def test_adasum_goals_count_three_and_five_units():
     assert beyond.value == pytest.approx(4 / 3)
 
 
-def test_large_rows_are_those_of_64_megabytes():
+def test_goals_of_large_rows_leave_out_smaller_and_misaligned_ones():
     name = "pack, unpack of 64 MB or more: fraction of the roof"
     small = row_of(size=63_000_000)
     misaligned = row_of(series="misaligned")
@@ -107,7 +107,7 @@ def test_large_rows_are_those_of_64_megabytes():
     assert verdict_of(name, [small, misaligned, row_of()]).value == pytest.approx(0.8)
 
 
-def test_a_chain_of_adds_with_a_second_pass_is_one_too():
+def test_chain_of_adds_with_a_second_pass_counts_as_chain():
     name = "sum_n of 8: chain of adds over ours"
     rows = [
         dataclasses.replace(row_of("sum_n", **{peer: 384e-6}), tensors=8, peers=[peer, "fast"])
@@ -117,7 +117,7 @@ def test_a_chain_of_adds_with_a_second_pass_is_one_too():
     assert (verdict.status, verdict.value, verdict.measured) == (goals.MET, pytest.approx(3.0), 2)
 
 
-def test_goals_of_the_other_device_are_not_measured():
+def test_goals_of_the_other_device_are_reported_as_not_measured():
     text = "\n".join(report.goal_lines([row_of()], "cpu"))
     asked = [
         line for line in text.splitlines() if "pack, unpack: best peer over ours, each" in line
@@ -126,7 +126,7 @@ def test_goals_of_the_other_device_are_not_measured():
     assert "NOT MET" not in text
 
 
-def test_tables_and_files(tmp_path):
+def test_write_of_a_run_makes_results_tables_and_plots(tmp_path):
     sizes = [1 << 16, 1 << 20, 1 << 24]
     rows = [row_of(label=f"aligned {size}", size=size) for size in sizes]
     written = report.write(rows, META, tmp_path / "made-up")
@@ -155,7 +155,7 @@ def test_tables_and_files(tmp_path):
     assert "Geometric mean of best peer / ours: 1.50 over 3 rows." in lines
 
 
-def test_without_matplotlib_there_are_no_plots(tmp_path, monkeypatch):
+def test_write_without_matplotlib_makes_no_plots(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     sizes = [1 << 16, 1 << 20, 1 << 24]
     rows = [row_of(label=f"aligned {size}", size=size) for size in sizes]
@@ -163,5 +163,5 @@ def test_without_matplotlib_there_are_no_plots(tmp_path, monkeypatch):
     assert [path.name for path in written] == ["results.json", "tables.md"]
 
 
-def test_slug():
+def test_slug_of_a_device_is_a_folder_name():
     assert report.slug("NVIDIA H100 80GB HBM3") == "nvidia-h100-80gb-hbm3"

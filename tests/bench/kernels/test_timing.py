@@ -1,4 +1,4 @@
-"""The order in which things are timed; the CUDA way is followed on a stand-in for torch.cuda."""
+"""The order in which calls are timed; on CUDA with a fake of torch.cuda."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from tests.bench.kernels.test_measure import small_cases
 THREE = Limits(seconds=0.0, fewest=3, most=3)
 
 
-def test_on_cpus_all_of_a_row_are_warmed_as_often() -> None:
-    """Also those that are on different sides of a limit."""
+def test_cpu_calls_on_both_sides_of_a_limit_are_warmed_equally_often() -> None:
     limit = timing._CPU_WARM[0][0]
     counts = {"faster": 0, "slower": 0}
 
@@ -35,10 +34,10 @@ def test_on_cpus_all_of_a_row_are_warmed_as_often() -> None:
     assert counts["faster"] == counts["slower"]
 
 
-class StandIn:
-    """torch.cuda as far as the bench uses it: it notes what is asked of it.
+class FakeCuda:
+    """The part of torch.cuda that the bench uses; it logs what is called.
 
-    An interval between two events lasts a millisecond for each thing noted in it.
+    The time between two events is a millisecond for each entry between them.
     """
 
     def __init__(self) -> None:
@@ -72,17 +71,17 @@ class StandIn:
 
 
 @pytest.fixture
-def cuda(monkeypatch) -> StandIn:
-    stand_in = StandIn()
-    monkeypatch.setattr(timing, "torch", SimpleNamespace(cuda=stand_in))
+def cuda(monkeypatch) -> FakeCuda:
+    fake = FakeCuda()
+    monkeypatch.setattr(timing, "torch", SimpleNamespace(cuda=fake))
     monkeypatch.setattr(timing, "DEVICE", "cuda")
     monkeypatch.setattr(measure, "DEVICE", "cuda")
-    monkeypatch.setattr(timing, "_flush", lambda: stand_in.log.append("flush"))
+    monkeypatch.setattr(timing, "_flush", lambda: fake.log.append("flush"))
     monkeypatch.setattr(timing, "_cycles_per_second", lambda: 1e9)
-    return stand_in
+    return fake
 
 
-def test_on_cuda_only_the_call_is_between_its_events(cuda):
+def test_cuda_events_enclose_the_call_alone(cuda):
     calls = {name: lambda name=name: cuda.log.append(name) for name in ("one", "two")}
     samples = timing.time_together(calls, {"one": 0.0, "two": 1e-3}, THREE)
     # Half as much again as the host takes for the call, and 30 us for the events.
@@ -98,9 +97,9 @@ def test_on_cuda_only_the_call_is_between_its_events(cuda):
     assert samples == {"one": [1e-3] * 3, "two": [1e-3] * 3}
 
 
-def test_on_cuda_small_calls_are_also_replayed_and_the_faster_way_counts(cuda):
+def test_cuda_calls_that_are_small_are_replayed_too_and_the_faster_counts(cuda):
     case = next(case for case in small_cases() if case.kernel == "pack")
-    # The stand-in's replay computes nothing: the answer is the one that warming up has left.
+    # The fake's replay computes nothing: the answer is the one that warming up has left.
     case.ours.call()
     ours, *peers = (dataclasses.replace(each, written=()) for each in (case.ours, *case.peers))
     row, _ = measure.measure(dataclasses.replace(case, ours=ours, peers=peers), THREE)
@@ -117,13 +116,13 @@ def test_on_cuda_small_calls_are_also_replayed_and_the_faster_way_counts(cuda):
     assert replays == (len(names) - kept_out) * (1 + 23 + 3) + 23 + 3
 
 
-def test_on_cuda_a_replay_with_a_wrong_answer_fails_the_row(cuda):
+def test_cuda_replay_with_a_wrong_answer_raises(cuda):
     case = next(case for case in small_cases() if case.kernel == "sum_n")
     with pytest.raises(measure.WrongAnswer, match="ours: an element is nan"):
         measure.measure(case, THREE)
 
 
-def test_on_cuda_a_kernel_that_cannot_be_captured_is_still_timed(cuda, monkeypatch):
+def test_cuda_kernel_that_cannot_be_captured_is_still_timed(cuda, monkeypatch):
     case = next(case for case in small_cases() if case.kernel == "sum_n")
 
     def refuse(call: timing.Call) -> None:
@@ -137,7 +136,7 @@ def test_on_cuda_a_kernel_that_cannot_be_captured_is_still_timed(cuda, monkeypat
     assert row.notes[OURS].startswith("no graph: operation not permitted")
 
 
-def test_on_cuda_a_capture_that_fails_leaves_the_callers_stream_current(cuda):
+def test_cuda_capture_that_fails_leaves_the_callers_stream_current(cuda):
     caller = cuda.Stream()
     cuda.current_stream = lambda: caller
     currents = []
@@ -154,7 +153,7 @@ def test_on_cuda_a_capture_that_fails_leaves_the_callers_stream_current(cuda):
     assert currents == [caller]
 
 
-def test_no_call_always_follows_the_same_one(monkeypatch):
+def test_order_of_calls_differs_from_round_to_round(monkeypatch):
     orders: list[list[str]] = []
     one_round = lambda order: orders.append(order) or dict.fromkeys(order, 1.0)  # noqa: E731
     monkeypatch.setattr(timing, "_cpu_rounds", lambda calls: one_round)
@@ -169,7 +168,7 @@ def test_no_call_always_follows_the_same_one(monkeypatch):
     assert samples == {"a": [1.0] * 11, "b": [1.0] * 11, "c": [1.0] * 11}
 
 
-def test_rounds_keep_to_their_limits(monkeypatch):
+def test_number_of_rounds_is_within_its_limits(monkeypatch):
     monkeypatch.setattr(timing, "DEVICE", "cpu")
     calls = {"a": lambda: None}
     assert len(timing.time_together(calls, {}, Limits(0.0, 4, 9))["a"]) == 4
