@@ -13,7 +13,6 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from collectives.reducers import Reducer
-from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -162,14 +161,6 @@ def reducer(argument: str, value: Reducer) -> None:
         raise TypeError(
             f"{argument} must be a Reducer such as collectives.Sum, got {type(value).__name__}"
         )
-
-
-def algorithm(argument: str, value: str | None) -> tuple[AllReduceSpec, ...]:
-    """A specification string, "auto" for None; ValueError naming what is wrong with it."""
-    try:
-        return parse_all_reduce_spec("auto" if value is None else value)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{argument}: {error}") from None
 
 
 def timeout(value: float) -> None:

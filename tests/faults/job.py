@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import adasum as hvd
 import collectives.initialize
+from collectives.bootstrap import transport_selection
 from tests.faults import mismatches
 
 STEPS = 4
@@ -154,7 +155,7 @@ def _trainer(use: str) -> Callable[[str, Strike | None], None]:
 def _patch_init(where: str, strike: Strike) -> None:
     """The fault in the middle of init: before the links of a host, or before they are measured."""
     module, name = {
-        "links": (collectives.connect, "open_links"),
+        "links": (transport_selection, "open_links"),
         "calibration": (collectives.initialize, "measure_links"),
     }[where]
     whole = getattr(module, name)

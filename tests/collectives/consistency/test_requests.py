@@ -245,8 +245,9 @@ def test_start_twice_without_wait_raises() -> None:
         request.start()
         with pytest.raises(RuntimeError, match="was started already: call wait"):
             request.start()
-        with pytest.raises(RuntimeError, match="call wait\\(\\) before close"):
-            request.close()
+        for call in (request.close, request.release):
+            with pytest.raises(RuntimeError, match="was started: call wait"):
+                call()
         assert torch.equal(request.wait(), torch.full((4,), 2.0))
 
     run("threads", 2, job)
