@@ -1,0 +1,118 @@
+"""The pool of requests that DDP's and FSDP's hooks start at every step. Ranks are threads."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+
+from adasum import Adasum, Average, Sum
+from adasum.request_pool import PooledReduction, RequestPool
+from collectives import CollectiveMismatchError, Group, Reducer, run_threads
+from collectives.consistency.requests import Request
+
+NUMEL = 1000
+
+
+def start(
+    pool: RequestPool, group: Group, buffer: torch.Tensor, op: Reducer = Sum, name: str = "bucket"
+) -> PooledReduction:
+    return pool.start(group, buffer, op, algorithm=None, name=name, segments=[0, 10, NUMEL])
+
+
+def num_requests() -> int:
+    gc.collect()
+    return sum(type(each) is Request for each in gc.get_objects())
+
+
+def test_pool_with_another_buffer_every_step_reduces_each() -> None:
+    def run(group: Group) -> None:
+        pool = RequestPool()
+        for step in range(5):
+            for op, factor in ((Sum, 1.0), (Average, 0.5)):
+                buffer = torch.full((NUMEL,), float(step + group.rank))
+                start(pool, group, buffer, op).wait()
+                assert torch.equal(buffer, torch.full((NUMEL,), factor * (2 * step + 1)))
+        requests = sum(map(len, pool._free.values()))
+        assert requests == 2
+
+    run_threads(2, run)
+
+
+def test_pool_after_wait_holds_no_buffer() -> None:
+    def run(group: Group) -> None:
+        pool = RequestPool()
+        for _ in range(2):
+            buffer = torch.ones(NUMEL)
+            freed = weakref.ref(buffer)
+            reduction = start(pool, group, buffer, Adasum)
+            reduction.wait()
+            del buffer, reduction
+            gc.collect()
+            assert freed() is None
+
+    run_threads(2, run)
+
+
+def test_pool_with_two_equal_reductions_in_flight_keeps_them_apart() -> None:
+    def run(group: Group) -> None:
+        pool = RequestPool()
+        for _ in range(2):
+            buffers = [torch.full((NUMEL,), float(i)) for i in range(2)]
+            for reduction in [start(pool, group, buffer) for buffer in buffers]:
+                reduction.wait()
+            assert [buffer[0].item() for buffer in buffers] == [0.0, 2.0]
+
+    run_threads(2, run)
+
+
+def test_pool_of_ranks_with_different_histories_matches_the_direct_call() -> None:
+    def run(group: Group) -> None:
+        pool = RequestPool()
+        for step in range(3):
+            buffer = torch.ones(NUMEL)
+            if group.rank == 0 or step == 2:
+                start(pool, group, buffer).wait()
+            else:
+                group.all_reduce(buffer, Sum, name="bucket", segments=[0, 10, NUMEL])
+            assert torch.equal(buffer, torch.full((NUMEL,), 2.0))
+
+    run_threads(2, run)
+
+
+def test_pool_after_a_mismatch_works_again() -> None:
+    def run(group: Group) -> None:
+        pool = RequestPool()
+        buffer = torch.ones(NUMEL)
+        start(pool, group, buffer).wait()
+        with pytest.raises(CollectiveMismatchError, match="ranks disagree"):
+            start(pool, group, buffer, name=f"bucket of {group.rank}").wait()
+        assert torch.equal(buffer, torch.full((NUMEL,), 2.0))
+        start(pool, group, buffer).wait()
+        assert torch.equal(buffer, torch.full((NUMEL,), 4.0))
+
+    run_threads(2, run)
+
+
+def test_pool_of_a_closed_group_is_freed() -> None:
+    pool = RequestPool()
+    before = num_requests()
+
+    def run(group: Group) -> None:
+        start(pool, group, torch.ones(NUMEL)).wait()
+
+    run_threads(1, run)
+    assert num_requests() == before
+
+
+def test_pool_pickled_is_empty() -> None:
+    pool = RequestPool()
+
+    def run(group: Group) -> int:
+        start(pool, group, torch.ones(NUMEL)).wait()
+        return len(pickle.loads(pickle.dumps(pool))._free)
+
+    assert run_threads(1, run) == [0]
