@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 import kernels
 from collectives import validation
-from collectives.bootstrap.calibration import calibrate as measure_links
+from collectives.bootstrap.calibration import calibrate as measure_link_rates
 from collectives.bootstrap.launchers import refuse_to_stand_alone
 from collectives.bootstrap.rendezvous import bounded, first_line, meet, open_store
-from collectives.bootstrap.transport_selection import agree_on_start, connect, transport_choice
+from collectives.bootstrap.transport_selection import check_start_options, connect, transport_choice
 from collectives.errors import CollectiveError, CollectiveTimeoutError
 from collectives.group import Group
 from collectives.schedules.topology import Topology
@@ -98,10 +98,10 @@ def init(
     gloo = GlooTransport(process_group, owned=owned)
     group: Group | None = None
     try:
-        agree_on_start(gloo, timeout, calibrate=calibrate)
+        check_start_options(gloo, timeout, calibrate=calibrate)
         group = _over_gloo(gloo, timeout, choice)
         if calibrate and group.size > 1:
-            group.set_link_rates(measure_links(group))
+            group.set_link_rates(measure_link_rates(group))
     except BaseException:
         (group or gloo).close()
         raise

@@ -17,17 +17,17 @@ from collectives.consistency.messages import agree_by_messages
 from collectives.errors import TransportError
 from collectives.execution.executor import Workspace
 from collectives.transport import (
-    WAYS,
+    KINDS,
+    ConnectionTransport,
     GlooTransport,
     HybridTransport,
-    LinkTransport,
     NcclTransport,
     Transport,
     load_nccl,
-    open_links,
+    open_connections,
     store_of,
 )
-from collectives.transport.connections.shm import ShmLink
+from collectives.transport.connections.shm import ShmConnection
 from collectives.transport.gathering import gather_bytes
 from kernels.cpu.dispatch import use_torch
 
@@ -36,13 +36,13 @@ _COMPILED = "compiled"
 # Whether a group of several ranks was made that all computed so: this process has to go on.
 _promised = False
 _logger = logging.getLogger(__name__)
-# The links that a rank offers for each choice.
-_WAYS = {
-    "auto": WAYS,
+# The connections that a rank offers for each choice.
+_KINDS = {
+    "auto": KINDS,
     "gloo": (),
     "shm": ("shm",),
     "tcp": ("tcp",),
-    "nccl": WAYS,
+    "nccl": KINDS,
 }
 
 
@@ -54,12 +54,12 @@ def transport_choice(transport: str | None) -> str:
     source, choice = "transport", transport
     if choice is None:
         source, choice = "ADASUM_TRANSPORT", os.environ.get("ADASUM_TRANSPORT") or "auto"
-    if choice not in _WAYS:
-        raise ValueError(f"{source} must be one of {', '.join(_WAYS)}, got {choice!r}")
+    if choice not in _KINDS:
+        raise ValueError(f"{source} must be one of {', '.join(_KINDS)}, got {choice!r}")
     return choice
 
 
-def agree_on_start(gloo: GlooTransport, timeout: float, **options: bool) -> None:
+def check_start_options(gloo: GlooTransport, timeout: float, **options: bool) -> None:
     """CollectiveMismatchError on all ranks where they do not start with the same options."""
     if gloo.size > 1:
         call = Description("init", options=options)
@@ -67,7 +67,7 @@ def agree_on_start(gloo: GlooTransport, timeout: float, **options: bool) -> None
 
 
 def connect(gloo: GlooTransport, timeout: float, choice: str) -> Transport:
-    """`gloo`, with links beside it, and NCCL, as this rank's choice and the others' are.
+    """`gloo`, with connections beside it, and NCCL, as this rank's choice and the others' are.
 
     TransportError on all ranks where one demands what cannot be had.
     """
@@ -79,12 +79,12 @@ def connect(gloo: GlooTransport, timeout: float, choice: str) -> Transport:
 
     store = store_of(gloo.process_group)
     toward = _host_of(store)
-    ways = _WAYS[choice]
-    met = open_links(gloo.rank, gloo.size, gather, timeout, ways=ways, toward=toward)
+    kinds = _KINDS[choice]
+    met = open_connections(gloo.rank, gloo.size, gather, timeout, kinds=kinds, toward=toward)
     host: Transport = gloo
     others = sorted(set(range(gloo.size)) - {gloo.rank})
-    unlinked = [peer for peer in others if peer not in met.links]
-    unshared = [peer for peer in others if not isinstance(met.links.get(peer), ShmLink)]
+    unlinked = [peer for peer in others if peer not in met.connections]
+    unshared = [peer for peer in others if not isinstance(met.connections.get(peer), ShmConnection)]
     said = json.dumps(
         [[choice, unlinked, unshared], [kernels.backend_info().cpu_path, _promised]]
     ).encode()
@@ -92,10 +92,10 @@ def connect(gloo: GlooTransport, timeout: float, choice: str) -> Transport:
     reports = [report for report, _ in told]
     with contextlib.ExitStack() as failed:
         if any(len(missing) < len(others) for _, missing, _ in reports):
-            # Also on a rank without links: splitting must be the same work on all.
-            links = LinkTransport(gloo.rank, gloo.size, *met)
-            failed.callback(links.close)
-            host = HybridTransport(links, gloo, ways=ways, toward=toward)
+            # Also on a rank without connections: splitting must be the same work on all.
+            connections = ConnectionTransport(gloo.rank, gloo.size, *met)
+            failed.callback(connections.close)
+            host = HybridTransport(connections, gloo, kinds=kinds, toward=toward)
         _check_demands(reports)
         _compute_alike([computing for _, computing in told], gloo.rank)
         if any(demand == "nccl" for demand, _, _ in reports):
@@ -134,7 +134,7 @@ def _compute_alike(ranks: list[tuple[str, bool]], rank: int) -> None:
 
 
 def _check_demands(reports: list[tuple[str, list[int], list[int]]]) -> None:
-    """reports: of every rank its choice, the ranks it has no link to, and no shared memory with."""
+    """reports: every rank's choice, and the ranks it has no connection and no memory with."""
     for rank, (choice, unlinked, _) in enumerate(reports):
         if choice == "tcp" and unlinked:
             raise TransportError(

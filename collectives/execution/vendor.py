@@ -20,7 +20,13 @@ from collectives.schedules.topology import Topology
 from collectives.transport.base import Transport
 from collectives.transport.nccl.pending import Posted, arrives
 from collectives.transport.nccl.torch_nccl import behind
-from collectives.transport.process_groups import end_nccl, first_line, leave, outlast, subgroup
+from collectives.transport.process_groups import (
+    abort_nccl,
+    extend_timeout,
+    first_line,
+    leave,
+    subgroup,
+)
 
 
 class Libraries:
@@ -92,7 +98,7 @@ class Libraries:
             assert group is not None
             raise CollectiveTimeoutError(
                 f"rank {self._transport.rank}: torch.distributed's all_reduce in {step} took over "
-                f"{timeout:g} s: {end_nccl(group)}"
+                f"{timeout:g} s: {abort_nccl(group)}"
             )
 
     def close(self) -> None:
@@ -107,5 +113,5 @@ class Libraries:
             assert self._process_group is not None
             backend = dist.get_backend_config(self._process_group)
             self._of_node = subgroup(self._process_group, ranks, backend, timeout)
-            outlast(self._of_node)
+            extend_timeout(self._of_node)
         return self._of_node

@@ -1,27 +1,27 @@
 """Ways for ranks to exchange messages; all pass the checks of tests/processes/conformance.py."""
 
 from collectives.transport.base import Message, Transport
-from collectives.transport.connections.connect import WAYS, open_links
-from collectives.transport.connections.connections import LinkTransport
+from collectives.transport.connections.connect import KINDS, open_connections
+from collectives.transport.connections.transport import ConnectionTransport
 from collectives.transport.gloo import GlooTransport
 from collectives.transport.hybrid import HybridTransport
-from collectives.transport.nccl.calls import load_nccl
-from collectives.transport.nccl.nccl import NcclTransport
+from collectives.transport.nccl.communicators import load_nccl
+from collectives.transport.nccl.transport import NcclTransport
 from collectives.transport.process_groups import store_of, subgroup
 from collectives.transport.threads import ThreadTransport, ThreadWorld
 
 __all__ = [
-    "WAYS",
+    "KINDS",
+    "ConnectionTransport",
     "GlooTransport",
     "HybridTransport",
-    "LinkTransport",
     "Message",
     "NcclTransport",
     "ThreadTransport",
     "ThreadWorld",
     "Transport",
     "load_nccl",
-    "open_links",
+    "open_connections",
     "store_of",
     "subgroup",
 ]

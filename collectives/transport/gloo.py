@@ -16,7 +16,7 @@ import torch.distributed as dist
 from collectives.errors import CollectiveTimeoutError
 from collectives.transport.base import Message, Transport
 from collectives.transport.nccl.torch_nccl import TorchNccl
-from collectives.transport.process_groups import first_line, leave, outlast, subgroup
+from collectives.transport.process_groups import extend_timeout, first_line, leave, subgroup
 
 
 def _backends(config: str) -> dict[str, str]:
@@ -50,7 +50,7 @@ class GlooTransport(Transport):
         if self._backends.get("cuda") == "nccl":
             self._nccl = TorchNccl(process_group, self.rank)
             if owned:
-                outlast(process_group)
+                extend_timeout(process_group)
 
     def __repr__(self) -> str:
         return "GlooTransport()"

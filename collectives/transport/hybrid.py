@@ -1,4 +1,4 @@
-"""CPU messages over links, where there are any, and all others through another transport."""
+"""CPU messages over connections, where there are any, and all others through another transport."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 from collectives.errors import words
 from collectives.transport.base import Message, Transport
-from collectives.transport.connections.connect import WAYS, Met, open_links
-from collectives.transport.connections.connections import LinkTransport
+from collectives.transport.connections.connect import KINDS, Opened, open_connections
+from collectives.transport.connections.transport import ConnectionTransport
 from collectives.transport.gathering import gather_bytes
 from collectives.transport.shared_memory.symmetric_memory import SymmetricMemory
 
@@ -22,15 +22,15 @@ class HybridTransport(Transport):
     Both know the same ranks. One exchange may use both: first `other`, then `local`, which cannot
     deadlock, because every rank does it in this order and neither waits for the other.
 
-    ways, toward: how links are opened where this transport is split, as `open_links` takes them.
+    kinds, toward: As `open_connections` takes them, where this transport is split.
     """
 
     def __init__(
         self,
-        local: LinkTransport,
+        local: ConnectionTransport,
         other: Transport,
         *,
-        ways: Collection[str] = WAYS,
+        kinds: Collection[str] = KINDS,
         toward: str = "localhost",
     ) -> None:
         self.rank = other.rank
@@ -41,25 +41,25 @@ class HybridTransport(Transport):
         self.carries_codes = local.carries_codes
         self._local = local
         self._other = other
-        self._ways = tuple(ways)
+        self._ways = tuple(kinds)
         self._toward = toward
 
     def __repr__(self) -> str:
-        shared, linked = len(self.sharing_peers), len(self.linked_peers)
-        ways = {"shared memory": shared, "TCP": linked - shared}
-        peers = [f"{way} to {count}" for way, count in ways.items() if count]
+        shared, linked = len(self.memory_peers), len(self.connected_peers)
+        kinds = {"shared memory": shared, "TCP": linked - shared}
+        peers = [f"{way} to {count}" for way, count in kinds.items() if count]
         if linked < self.size - 1:
             peers.append(f"{self._other!r} to {self.size - 1 - linked}")
         return f"HybridTransport({', '.join(peers)})"
 
     @property
-    def sharing_peers(self) -> frozenset[int]:
+    def memory_peers(self) -> frozenset[int]:
         """The ranks that share memory with this one."""
-        return self._local.sharing
+        return self._local.memory_peers
 
     @property
-    def linked_peers(self) -> frozenset[int]:
-        """The ranks that CPU messages reach over a link."""
+    def connected_peers(self) -> frozenset[int]:
+        """The ranks that CPU messages reach over a connection."""
         return self._local.peers
 
     @property
@@ -97,35 +97,35 @@ class HybridTransport(Transport):
             self._local.exchange(sends, recvs, step, max(left, 0.0), code)
 
     def deferred(self) -> AbstractContextManager[None]:
-        """What `other` may put off: messages over links are waited for at once."""
+        """What `other` may put off: messages over connections are waited for at once."""
         return self._other.deferred()
 
     def flush(self, step: str, timeout: float) -> None:
         self._local.flush(step, timeout)
 
     def split(self, ranks: Sequence[int], timeout: float) -> HybridTransport:
-        """New links by the same ways as here, `other` split for the rest."""
+        """New connections by the same kinds as here, `other` split for the rest."""
         other = self._other.split(ranks, timeout)
 
         def gather(data: bytes) -> list[bytes]:
             return gather_bytes(data, other, "start-up", timeout)
 
-        met = Met({}, None)
+        met = Opened({}, None)
         if other.size > 1:
-            met = open_links(
+            met = open_connections(
                 other.rank,
                 other.size,
                 gather,
                 timeout,
-                ways=self._ways,
+                kinds=self._ways,
                 toward=self._toward,
-                near=[place for place, rank in enumerate(ranks) if rank in self.sharing_peers],
+                near=[place for place, rank in enumerate(ranks) if rank in self.memory_peers],
             )
-        links = LinkTransport(other.rank, other.size, *met)
-        return HybridTransport(links, other, ways=self._ways, toward=self._toward)
+        connections = ConnectionTransport(other.rank, other.size, *met)
+        return HybridTransport(connections, other, kinds=self._ways, toward=self._toward)
 
     def abort(self, reason: str) -> None:
-        """Close the links and tell the peers why: what is under way is lost, and no more can be."""
+        """Close the connections and tell the peers why."""
         self._local.abort(reason)
         self._other.abort(reason)
 

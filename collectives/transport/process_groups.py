@@ -77,7 +77,7 @@ def _nccl_of(process_group: dist.ProcessGroup) -> Any:
     return backend if isinstance(backend, dist.ProcessGroupNCCL) else None
 
 
-def outlast(process_group: dist.ProcessGroup) -> None:
+def extend_timeout(process_group: dist.ProcessGroup) -> None:
     """Give operations of torch's own NCCL a minute more than the group's timeout.
 
     At its end torch's watchdog ends the process; by then a step's own timeout has been an error.
@@ -87,7 +87,7 @@ def outlast(process_group: dist.ProcessGroup) -> None:
         backend._set_default_timeout(backend.options._timeout + timedelta(seconds=60))
 
 
-def end_nccl(process_group: dist.ProcessGroup) -> str:
+def abort_nccl(process_group: dist.ProcessGroup) -> str:
     """Abort all that is under way over torch's own NCCL; returns how that went, in words.
 
     The whole of it, not a work's communicator as by its `wait(timeout)`: torch's watchdog takes

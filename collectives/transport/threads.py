@@ -162,7 +162,7 @@ class ThreadTransport(Transport):
         """A rank that has ended, if any."""
         return self._world.gone()
 
-    def last_words(self, peer: int) -> str:
+    def why_gone(self, peer: int) -> str:
         """That a rank has ended."""
         return f"rank {peer} has ended"
 

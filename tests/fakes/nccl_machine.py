@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from collectives.execution.executor import Workspace
 from collectives.transport import Message, ThreadWorld
-from collectives.transport.nccl import calls, nccl, pending
+from collectives.transport.nccl import communicators, pending
+from collectives.transport.nccl import transport as nccl
 from tests.fakes.fake_cuda import FakeCuda, FakeStream, device_tensor
 from tests.fakes.fake_nccl import FakeNccl
 
@@ -70,11 +71,11 @@ def make_machine(monkeypatch: pytest.MonkeyPatch, fake: FakeNccl) -> Iterator[Ma
     """For a fixture: the fakes in place of CUDA and NCCL; at the end no rule was broken."""
     cuda = FakeCuda()
     monkeypatch.setattr(nccl, "cuda", cuda)
-    monkeypatch.setattr(calls, "cuda", cuda)
+    monkeypatch.setattr(communicators, "cuda", cuda)
     monkeypatch.setattr(nccl, "load_nccl", lambda: fake)
-    monkeypatch.setattr(calls, "_ABORT_SECONDS", 0.1)
-    monkeypatch.setattr(calls, "_CLOSE_SECONDS", CLOSE_SECONDS)
-    monkeypatch.setattr(calls, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(communicators, "_ABORT_SECONDS", 0.1)
+    monkeypatch.setattr(communicators, "_CLOSE_SECONDS", CLOSE_SECONDS)
+    monkeypatch.setattr(communicators, "_LOOK_SECONDS", 0.05)
     monkeypatch.setattr(pending, "GRACE_SECONDS", 0.1)
     yield Machine(fake, cuda)
     fake.end()

@@ -155,8 +155,8 @@ def _trainer(use: str) -> Callable[[str, Strike | None], None]:
 def _patch_init(where: str, strike: Strike) -> None:
     """The fault in the middle of init: before the links of a host, or before they are measured."""
     module, name = {
-        "links": (transport_selection, "open_links"),
-        "calibration": (collectives.initialize, "measure_links"),
+        "links": (transport_selection, "open_connections"),
+        "calibration": (collectives.initialize, "measure_link_rates"),
     }[where]
     whole = getattr(module, name)
 

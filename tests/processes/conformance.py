@@ -17,8 +17,14 @@ import torch
 import collectives
 from collectives import Average, CollectiveMismatchError, Group, Sum
 from collectives.schedules.registry import SCHEDULES
-from collectives.transport import GlooTransport, HybridTransport, LinkTransport, Message, open_links
-from collectives.transport.connections.shm import ShmLink
+from collectives.transport import (
+    ConnectionTransport,
+    GlooTransport,
+    HybridTransport,
+    Message,
+    open_connections,
+)
+from collectives.transport.connections.shm import ShmConnection
 
 Check = Callable[[Group], None]
 
@@ -260,9 +266,10 @@ def pretend_two_hosts(timeout: float = 60.0, between: str = "gloo") -> Group:
         return collectives.default_group().all_gather_bytes(data)
 
     near = range(rank % 2, size, 2)
-    ways = ("shm",) if between == "gloo" else ("shm", between)
-    links, memory = open_links(rank, size, gather, timeout, ways=ways, near=near)
-    assert len(links) == (len(near) if between == "gloo" else size) - 1 and memory is None
-    assert sum(isinstance(link, ShmLink) for link in links.values()) == len(near) - 1
-    hybrid = HybridTransport(LinkTransport(rank, size, links), transport, ways=ways)
+    kinds = ("shm",) if between == "gloo" else ("shm", between)
+    connections, memory = open_connections(rank, size, gather, timeout, kinds=kinds, near=near)
+    assert len(connections) == (len(near) if between == "gloo" else size) - 1 and memory is None
+    through_memory = [each for each in connections.values() if isinstance(each, ShmConnection)]
+    assert len(through_memory) == len(near) - 1
+    hybrid = HybridTransport(ConnectionTransport(rank, size, connections), transport, kinds=kinds)
     return Group(hybrid, timeout=timeout, local_rank=rank, local_size=size)

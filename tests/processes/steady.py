@@ -20,7 +20,7 @@ from collectives.transport import Message
 
 Call = Callable[[Group, torch.Tensor], Any]
 
-# Within a record of a link; in its ring; in two slots of it, and of a size that is agreed on first.
+# Within a record of a connection; in its ring; in two slots of it.
 SMALL, MIDDLE, LARGE = 3, 10_000, 150_000
 
 

@@ -40,7 +40,7 @@ def _reduce(rank: int, lacking: Sequence[int]) -> tuple[str, list[str], bytes]:
     kept = Kept()
     logging.getLogger("collectives").addHandler(kept)
     group = collectives.init(timeout=30.0)
-    # Of a length at which the two ways add in other orders.
+    # Of a length at which the two kinds add in other orders.
     mine = torch.randn(100_003, generator=torch.Generator().manual_seed(rank))
     reduced = group.all_reduce(mine, op=adasum.Adasum, algorithm="rd")
     collectives.shutdown()

@@ -99,13 +99,13 @@ def test_init_again_at_another_address() -> None:
 
 def _interrupted(rank: int) -> tuple[bool, float, int]:
     dist.init_process_group("gloo")
-    measure = initialize.measure_links
+    measure = initialize.measure_link_rates
 
     def interrupt(group: collectives.Group) -> None:
-        initialize.measure_links = measure
+        initialize.measure_link_rates = measure
         raise KeyboardInterrupt
 
-    initialize.measure_links = interrupt
+    initialize.measure_link_rates = interrupt
     with pytest.raises(KeyboardInterrupt):
         collectives.init(timeout=20.0)
     started = collectives.is_initialized()
@@ -294,7 +294,7 @@ def _choose(rank: int) -> list[str]:
         try:
             transport = collectives.init(timeout=30.0, transport=argument).transport
             collectives.barrier()
-            peers = transport.linked_peers if isinstance(transport, HybridTransport) else ()
+            peers = transport.connected_peers if isinstance(transport, HybridTransport) else ()
             said.append(f"{type(transport).__name__} {sorted(peers)}")
             collectives.shutdown()
         except collectives.TransportError as error:

@@ -25,8 +25,8 @@ from collectives.schedules import recursive_doubling, recursive_halving, ring
 from collectives.schedules.schedule import Schedule
 from collectives.schedules.topology import Topology
 from collectives.transport import GlooTransport, Message, Transport
-from collectives.transport.nccl.calls import load_nccl
-from collectives.transport.nccl.nccl import NcclTransport
+from collectives.transport.nccl.communicators import load_nccl
+from collectives.transport.nccl.transport import NcclTransport
 from collectives.transport.process_groups import store_of
 from tests.adasum import definition
 from tests.processes.harness import run_ranks

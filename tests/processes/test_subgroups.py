@@ -235,8 +235,8 @@ def processes(rank: int, transport: str) -> list[str]:
         if part is not None:
             assert isinstance(part.transport, HybridTransport)
             near = [[1], [0], []][part.rank]
-            assert sorted(part.transport.sharing_peers) == near
-            assert len(part.transport.linked_peers) == 2
+            assert sorted(part.transport.memory_peers) == near
+            assert len(part.transport.connected_peers) == 2
             assert total(part, 1.0) == 3.0
     else:
         all_checks(group)

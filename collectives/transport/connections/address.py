@@ -74,6 +74,6 @@ def toward(host: str) -> str:
 
 
 def reaches_others(address: str) -> bool:
-    """Whether it means the same machine to another one: loopback and link-local ones do not."""
+    """Whether it means the same machine to another one: not loopback and link-local ones."""
     parsed = ipaddress.ip_address(address.partition("%")[0])
     return not (parsed.is_loopback or parsed.is_link_local)

@@ -1,4 +1,4 @@
-"""How the ranks of a group open links to each other: by memory on one host, else over TCP."""
+"""How the ranks of a group open connections: through memory on one host, else over TCP."""
 
 from __future__ import annotations
 
@@ -7,95 +7,118 @@ import json
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from collectives.transport.connections.connection import Link
-from collectives.transport.connections.shm import ShmLink
-from collectives.transport.connections.shm_listener import ShmDoor
-from collectives.transport.connections.tcp_listener import TcpDoor, find_address
+from collectives.transport.connections.connection import Connection
+from collectives.transport.connections.shm import ShmConnection
+from collectives.transport.connections.shm_listener import ShmListener
+from collectives.transport.connections.tcp_listener import TcpListener, find_address
+
+__all__ = ["KINDS", "Opened", "open_connections"]
 
 Gather = Callable[[bytes], list[bytes]]
 
 # The better one first.
-WAYS = ("shm", "tcp")
+KINDS = ("shm", "tcp")
 
 
-class Met(NamedTuple):
-    """links: by rank. memory: zeros that all ranks of the group share, where all have links through
-    memory to all and the system gave it; on every rank or on none."""
+class Opened(NamedTuple):
+    """What a rank has opened.
 
-    links: dict[int, Link]
+    Attributes:
+        connections: By peer.
+        memory: Zeros that all ranks of the group share, on every rank or on none: where all have
+            connections through memory to all, and the system gave it.
+    """
+
+    connections: dict[int, Connection]
     memory: memoryview | None
 
 
-class _Door(Protocol):
-    """One way to open links. offer: what other ranks need to call, for json."""
+class _Listener(Protocol):
+    """One kind of connections. offer: what other ranks need to connect, for JSON."""
 
     @property
     def offer(self) -> Sequence[Any]: ...
 
-    def call(self, peer: int, offer: Sequence[Any], timeout: float) -> None: ...
+    def connect(self, peer: int, offer: Sequence[Any], timeout: float) -> None: ...
 
-    def open(self, callers: Collection[int], timeout: float) -> dict[int, Link]: ...
+    def accept(self, expected: Collection[int], timeout: float) -> dict[int, Connection]: ...
 
 
-def open_links(
+def open_connections(
     rank: int,
     size: int,
     gather: Gather,
     timeout: float,
     *,
-    ways: Collection[str] = WAYS,
+    kinds: Collection[str] = KINDS,
     toward: str = "localhost",
     near: Collection[int] | None = None,
-) -> Met:
-    """Meet the other ranks, each by the best way that both offer and that works.
+) -> Opened:
+    """Open a connection to every rank, of the best kind that both offer and that works.
 
-    A collective: `gather` returns every rank's bytes by rank, and every rank calls it four times
-    whatever fails here. Both ranks of a pair get a link, or neither does: where the system refuses
-    sockets, memory or descriptors, there is none. timeout: seconds that a peer's answer may take.
-    ways: what this rank offers. toward: a host that all ranks know (tcp_door.find_address). near:
-    the ranks to share memory with, symmetrically; all unless given.
+    A collective. Both ranks of a pair get a connection, or neither does: where the system refuses
+    sockets, memory or descriptors, there is none.
+
+    Args:
+        rank: This rank.
+        size: How many ranks there are.
+        gather: Returns every rank's bytes, by rank. Every rank calls it four times, whatever fails.
+        timeout: Seconds that a peer's answer may take.
+        kinds: What this rank offers.
+        toward: A host that all ranks know (`find_address`).
+        near: The ranks to share memory with, symmetrically; all unless given.
     """
-    at = find_address(toward if "tcp" in ways else None, gather)
-    links: dict[int, Link] = {}
+    at = find_address(toward if "tcp" in kinds else None, gather)
+    connections: dict[int, Connection] = {}
     with contextlib.ExitStack() as stack, contextlib.ExitStack() as failed:
-        failed.callback(_close_all, links)
-        doors: dict[str, _Door] = {}
-        if "shm" in ways:
+        failed.callback(_close_all, connections)
+        listeners: dict[str, _Listener] = {}
+        if "shm" in kinds:
             with contextlib.suppress(OSError):
-                doors["shm"] = ShmDoor(rank, size, stack)
-        if "tcp" in ways and at is not None:
+                listeners["shm"] = ShmListener(rank, size, stack)
+        if "tcp" in kinds and at is not None:
             with contextlib.suppress(OSError):
-                doors["tcp"] = TcpDoor(rank, at, stack)
-        mine = {way: door.offer for way, door in doors.items()}
+                listeners["tcp"] = TcpListener(rank, at, stack)
+        mine = {kind: listener.offer for kind, listener in listeners.items()}
         offers = [json.loads(data) for data in gather(json.dumps(mine).encode())]
-        called: dict[int, str] = {}
-        for peer in range(rank):
-            for way, door in doors.items():
-                if way in offers[peer] and (way != "shm" or near is None or peer in near):
-                    with contextlib.suppress(OSError):
-                        door.call(peer, offers[peer][way], timeout)
-                        called[peer] = way
-                        break
+        connected = _connect_to_lower(rank, listeners, offers, near, timeout)
+        told = [dict(json.loads(data)) for data in gather(json.dumps(connected).encode())]
+        for kind, listener in listeners.items():
+            expected = [peer for peer, others in enumerate(told) if others.get(rank) == kind]
+            connections.update(listener.accept(expected, timeout))
 
-        calls = json.dumps(list(called.items())).encode()
-        told = [dict(json.loads(data)) for data in gather(calls)]
-        for way, door in doors.items():
-            callers = [peer for peer, others in enumerate(told) if others.get(rank) == way]
-            links.update(door.open(callers, timeout))
-
-        shm = doors.get("shm")
-        memory = shm.symmetric_memory if isinstance(shm, ShmDoor) else None
-        shared = [peer for peer, link in links.items() if isinstance(link, ShmLink)]
-        report = [list(links), memory is not None and len(shared) == size - 1]
+        shm = listeners.get("shm")
+        memory = shm.symmetric_memory if isinstance(shm, ShmListener) else None
+        shared = [each for each in connections.values() if isinstance(each, ShmConnection)]
+        report = [list(connections), memory is not None and len(shared) == size - 1]
         reports = [json.loads(data) for data in gather(json.dumps(report).encode())]
-        for peer in [peer for peer in links if rank not in reports[peer][0]]:
-            links.pop(peer).close()
+        for peer in [peer for peer in connections if rank not in reports[peer][0]]:
+            connections.pop(peer).close()
         failed.pop_all()
     if memory is None or not all(has and len(peers) == size - 1 for peers, has in reports):
-        return Met(dict(sorted(links.items())), None)
-    return Met(dict(sorted(links.items())), memoryview(memory))
+        return Opened(dict(sorted(connections.items())), None)
+    return Opened(dict(sorted(connections.items())), memoryview(memory))
 
 
-def _close_all(links: dict[int, Link]) -> None:
-    for link in links.values():
-        link.close()
+def _connect_to_lower(
+    rank: int,
+    listeners: dict[str, _Listener],
+    offers: Sequence[dict[str, Sequence[Any]]],
+    near: Collection[int] | None,
+    timeout: float,
+) -> list[tuple[int, str]]:
+    """Connect to every rank below this one; return (peer, kind) where that worked."""
+    connected = []
+    for peer in range(rank):
+        for kind, listener in listeners.items():
+            if kind in offers[peer] and (kind != "shm" or near is None or peer in near):
+                with contextlib.suppress(OSError):
+                    listener.connect(peer, offers[peer][kind], timeout)
+                    connected.append((peer, kind))
+                    break
+    return connected
+
+
+def _close_all(connections: dict[int, Connection]) -> None:
+    for connection in connections.values():
+        connection.close()

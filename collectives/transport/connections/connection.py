@@ -1,4 +1,4 @@
-"""What a connection is: this rank's end of a channel to one other rank.
+"""A connection: this rank's end of a channel to one other rank.
 
 Every message carries a code, which says what call it belongs to (`base.call_code`). A receive that
 expects another one raises RanksDiffer and writes nothing. Then all ranks flush: each sends a marker
@@ -32,16 +32,16 @@ LENGTH_MASK = (1 << KIND_SHIFT) - 1
 # What the kernel says where the peer's end is closed.
 CLOSED = (BrokenPipeError, ConnectionResetError)
 _EMPTY = np.empty(0, np.uint8)
-# What ranks that have been called, or have called, may take to say so while links are opened: all
-# wait for them again afterwards, and an error comes within 5 s of the timeout.
-ANSWER_SECONDS = 4.0
+# What an answer may take while connections are opened: all ranks wait for each other afterwards,
+# and an error comes within 5 s of the timeout.
+ACCEPT_SECONDS = 4.0
 
 
 class PeerGone(Exception):
-    """The peer's end is closed; the text is what it said last, or that it has ended."""
+    """The peer's end is closed; the text is its farewell, or that it has ended."""
 
-    def __init__(self, peer: int, last_words: str = "") -> None:
-        super().__init__(last_words or f"rank {peer} has ended")
+    def __init__(self, peer: int, farewell: str = "") -> None:
+        super().__init__(farewell or f"rank {peer} has ended")
         self.peer = peer
 
 
@@ -60,11 +60,13 @@ class Incoming(NamedTuple):
     code: int = 0
 
 
-class Link(ABC):
+class Connection(ABC):
     """One end. Messages of one direction arrive in the order in which they were posted.
 
-    sock: connected to the peer. near: whether that runs on this machine, and so may need this
-    rank's processor.
+    Args:
+        peer: The other rank.
+        sock: Connected to it.
+        near: Whether it runs on this machine, and so may need this rank's processor.
     """
 
     def __init__(self, peer: int, sock: socket.socket, *, near: bool) -> None:
@@ -83,7 +85,7 @@ class Link(ABC):
         return self._socket.fileno()
 
     def send(self, data: Bytes, code: int = 0) -> None:
-        """Post a message, which must not change while the link is busy."""
+        """Post a message, which must not change while the connection is busy."""
         self._sends.append(Outgoing(data, code))
 
     def receive(self, target: Bytes, code: int = 0) -> None:
@@ -127,7 +129,7 @@ class Link(ABC):
 
     @property
     def events(self) -> int:
-        """What the link waits for on its socket: flags of select.poll."""
+        """Flags of select.poll: what the connection waits for on its socket."""
         return (select.POLLIN if self._listens() else 0) | (select.POLLOUT if self._blocked else 0)
 
     def _expects(self) -> bool:
@@ -138,12 +140,12 @@ class Link(ABC):
         """Whether something that comes could help."""
         return self._expects()
 
-    def last_words(self) -> str:
-        """Why the peer's end, which is closed, was: what it sent before can still be received."""
+    def why_gone(self) -> str:
+        """Say why the peer's end, which is closed, was: the farewell it sent, if any."""
         return str(self._gone())
 
     def _gone(self) -> PeerGone:
-        """Why the peer takes no more: behind its messages may be what it said last."""
+        """Return why the peer takes no more: behind its messages may be a farewell."""
         self._drop()
         self._flushing = True
         try:
@@ -154,7 +156,7 @@ class Link(ABC):
         return PeerGone(self.peer)
 
     def _push(self) -> bool:
-        """As `_transmit`; PeerGone, with what it said last, where the peer's end is closed."""
+        """As `_transmit`; PeerGone where the peer's end is closed."""
         try:
             return self._transmit()
         except CLOSED:
@@ -182,16 +184,16 @@ class Link(ABC):
         """
 
     @abstractmethod
-    def part(self, farewell: str) -> bool:
-        """Send no more but `farewell`, which the peer's PeerGone says, where it still listens.
+    def send_farewell(self, text: str) -> bool:
+        """Send no more but `text`, which the peer's PeerGone says, where it still listens.
 
         True when that is done; else to be called again after a wait for `events`.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """End the link; what was sent before still arrives."""
+        """End the connection; what was sent before still arrives."""
 
     @abstractmethod
-    def forsake(self) -> None:
-        """In a forked child: let go of it and leave the parent's alone."""
+    def detach(self) -> None:
+        """In a forked child: close this process's socket and leave the parent's alone."""

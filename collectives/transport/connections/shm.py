@@ -35,7 +35,7 @@ from collectives.transport.connections.connection import (
     MARKER,
     PROBE,
     Bytes,
-    Link,
+    Connection,
     PeerGone,
 )
 from collectives.transport.shared_memory.symmetric_memory import RanksDiffer
@@ -58,7 +58,7 @@ _CACHE_LINE = 64
 _Piece = tuple[int, int, Bytes | None]
 
 
-class ShmLink(Link):
+class ShmConnection(Connection):
     """This rank's end. Messages of one direction arrive in the order in which they were posted.
 
     sock: SOCK_SEQPACKET, connected to the peer. outgoing, incoming: the rings, RING_BYTES each.
@@ -101,17 +101,17 @@ class ShmLink(Link):
         self._send_at = self._recv_at = 0
         self._sent = self._returned = self._taken = self._told = 0
 
-    def part(self, farewell: str) -> bool:
-        text = farewell.encode()[:INLINE_BYTES]
+    def send_farewell(self, text: str) -> bool:
+        data = text.encode()[:INLINE_BYTES]
         # The peer may be gone already, or its queue full: then it sees the end alone.
         with contextlib.suppress(OSError):
-            self._socket.sendmsg([_HEADER.pack(self._taken, FAREWELL << KIND_SHIFT, 0), text])
+            self._socket.sendmsg([_HEADER.pack(self._taken, FAREWELL << KIND_SHIFT, 0), data])
         return True
 
     def close(self) -> None:
-        self.forsake()
+        self.detach()
 
-    def forsake(self) -> None:
+    def detach(self) -> None:
         self._socket.close()
         self._sends.clear()
         self._recvs.clear()

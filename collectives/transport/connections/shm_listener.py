@@ -1,4 +1,4 @@
-"""How ranks find out that they share a host, and open links through its memory.
+"""How ranks find out that they share a host, and open connections through its memory.
 
 Every rank listens on a Unix socket in Linux's abstract namespace and tells all ranks its name and a
 secret. Who can connect to it and knows the secret is in the same network namespace, so under the
@@ -7,8 +7,8 @@ through the sockets: they have no name that could be guessed or left behind, the
 last process that maps them however it ends, and the size of /dev/shm, 64 MiB in many containers,
 does not limit them.
 
-Rank 0's answers carry one more memfd, the same for all: where all ranks have links to all, it is
-their symmetric memory.
+Rank 0's answers carry one more memfd, the same for all: where all ranks have such connections to
+all, it is their symmetric memory.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from collectives.transport.connections.connection import ANSWER_SECONDS, Link
+from collectives.transport.connections.connection import ACCEPT_SECONDS, Connection
 from collectives.transport.connections.shm import (
     INLINE_BYTES,
     RING_BYTES,
     SLOT_BYTES,
     SOCKET_BYTES,
-    ShmLink,
+    ShmConnection,
 )
 from collectives.transport.shared_memory import futex
 from collectives.transport.shared_memory.symmetric_memory import (
@@ -38,15 +38,23 @@ from collectives.transport.shared_memory.symmetric_memory import (
     symmetric_memory_bytes,
 )
 
-# Ranks whose links would not understand each other open none.
+__all__ = ["ShmListener"]
+
+# Ranks that would not understand each other open no connection.
 _FORMAT = [5, SLOT_BYTES, RING_BYTES, INLINE_BYTES, BUFFER_BYTES, futex.available]
 _HELLO_BYTES = 256
 
 
-class ShmDoor:
-    """One rank's door to those of its host. What it holds beside its links ends with `stack`.
+class ShmListener:
+    """Where the ranks of this rank's host connect to it, and from where it connects to them.
 
-    size: ranks in all. OSError where the system has no such door.
+    Args:
+        rank: This rank.
+        size: How many ranks there are.
+        stack: With it ends what is held beside the connections.
+
+    Raises:
+        OSError: The system refuses it.
     """
 
     def __init__(self, rank: int, size: int, stack: contextlib.ExitStack) -> None:
@@ -55,44 +63,47 @@ class ShmDoor:
         self._secret = secrets.token_hex(16)
         self._listener = _listen(stack)
         self._own_memory = _new_memory(stack, self._memory_bytes) if rank == 0 else None
-        self._calls: dict[int, tuple[socket.socket, mmap.mmap]] = {}
-        stack.callback(self._hang_up)
+        self._pending: dict[int, tuple[socket.socket, mmap.mmap]] = {}
+        stack.callback(self._close_pending)
         self.offer = [_FORMAT, _name(self._listener), self._secret]
         # Of those that share it, what all see; None unless the system gave the memory.
         self.symmetric_memory = None if self._own_memory is None else self._own_memory[1]
 
-    def call(self, peer: int, offer: Sequence[Any], timeout: float) -> None:
+    def connect(self, peer: int, offer: Sequence[Any], timeout: float) -> None:
         """Connect to a rank by what it offers; OSError where it is not on this host."""
         if offer[0] != _FORMAT:
             raise OSError(f"rank {peer} speaks {offer[0]}, this one {_FORMAT}")
         _, name, secret = offer
-        self._calls[peer] = _call(self._rank, name, secret, timeout)
+        self._pending[peer] = _connect(self._rank, name, secret, timeout)
 
-    def open(self, callers: Collection[int], timeout: float) -> dict[int, Link]:
-        """Links to those that were called and those that called, all of whom have by now."""
+    def accept(self, expected: Collection[int], timeout: float) -> dict[int, Connection]:
+        """Return connections to the ranks that this one connected to, and to `expected`.
+
+        All of them have connected by now.
+        """
         own = [] if self._own_memory is None else [self._own_memory[0]]
-        links = _answer(self._listener, self._secret, set(callers), own)
-        deadline = time.monotonic() + min(timeout, ANSWER_SECONDS)
-        for peer, (sock, ring) in self._calls.items():
+        connections = _accept(self._listener, self._secret, set(expected), own)
+        deadline = time.monotonic() + min(timeout, ACCEPT_SECONDS)
+        for peer, (sock, ring) in self._pending.items():
             try:
                 # What is there already is taken in any case.
                 sock.settimeout(max(deadline - time.monotonic(), 1e-3))
                 _, incoming, other = _receive_ring(sock, self._memory_bytes)
-                links[peer] = ShmLink(peer, sock, ring, incoming)
+                connections[peer] = ShmConnection(peer, sock, ring, incoming)
                 self.symmetric_memory = other or self.symmetric_memory
             except OSError:
                 sock.close()
-        self._calls.clear()
-        return links
+        self._pending.clear()
+        return connections
 
-    def _hang_up(self) -> None:
-        """Where no links came of the calls."""
-        for sock, _ in self._calls.values():
+    def _close_pending(self) -> None:
+        """Close the sockets of which no connections came."""
+        for sock, _ in self._pending.values():
             sock.close()
 
 
 def _listen(stack: contextlib.ExitStack) -> socket.socket:
-    """A listening socket, open as long as the stack; OSError where the system has none to give."""
+    """Return a listening socket, open as long as the stack; OSError where there is none to have."""
     if not hasattr(os, "memfd_create"):
         raise OSError("shared memory between ranks needs Linux's memfd")
     listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
@@ -103,7 +114,7 @@ def _listen(stack: contextlib.ExitStack) -> socket.socket:
 
 
 def _new_memory(stack: contextlib.ExitStack, nbytes: int) -> tuple[int, mmap.mmap] | None:
-    """Symmetric memory and its descriptor, open as long as the stack; None where refused."""
+    """Return symmetric memory and its descriptor, open as long as the stack; None if refused."""
     try:
         fd = os.memfd_create("adasum-symmetric")
         stack.callback(os.close, fd)
@@ -118,7 +129,7 @@ def _name(listener: socket.socket) -> str:
     return name[1:].decode()
 
 
-def _call(rank: int, name: str, secret: str, timeout: float) -> tuple[socket.socket, mmap.mmap]:
+def _connect(rank: int, name: str, secret: str, timeout: float) -> tuple[socket.socket, mmap.mmap]:
     """Connect to a rank and introduce this one; OSError where it is not on this host."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -130,15 +141,15 @@ def _call(rank: int, name: str, secret: str, timeout: float) -> tuple[socket.soc
         raise
 
 
-def _answer(
+def _accept(
     listener: socket.socket, secret: str, expected: set[int], more: Sequence[int]
-) -> dict[int, Link]:
-    """Links to the ranks that have called; all of `expected` have, and strangers may have.
+) -> dict[int, Connection]:
+    """Return connections to `expected`, who have connected; strangers may have, too.
 
     more: descriptors to send with the answers.
     """
-    links: dict[int, Link] = {}
-    while expected - links.keys():
+    connections: dict[int, Connection] = {}
+    while expected - connections.keys():
         try:
             sock, _ = listener.accept()
         except OSError:
@@ -150,10 +161,11 @@ def _answer(
             said, peer = json.loads(hello)
             if not hmac.compare_digest(said, secret) or peer not in expected:
                 raise ValueError("a stranger")
-            links[peer] = ShmLink(peer, sock, _send_ring(sock, b"welcome", more), incoming)
+            outgoing = _send_ring(sock, b"welcome", more)
+            connections[peer] = ShmConnection(peer, sock, outgoing, incoming)
         except (OSError, ValueError, TypeError):
             sock.close()
-    return links
+    return connections
 
 
 def _send_ring(sock: socket.socket, text: bytes, more: Sequence[int] = ()) -> mmap.mmap:
@@ -163,7 +175,7 @@ def _send_ring(sock: socket.socket, text: bytes, more: Sequence[int] = ()) -> mm
     """
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
     if sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) < SOCKET_BYTES:
-        raise OSError("net.core.wmem_max is too small for a link")
+        raise OSError("net.core.wmem_max is too small for a connection")
     fd = os.memfd_create("adasum-ring")
     try:
         os.ftruncate(fd, RING_BYTES)
@@ -177,7 +189,7 @@ def _send_ring(sock: socket.socket, text: bytes, more: Sequence[int] = ()) -> mm
 def _receive_ring(
     sock: socket.socket, nbytes: int = 0
 ) -> tuple[bytes, mmap.mmap, mmap.mmap | None]:
-    """What the peer sent with its ring, the ring, and the memory of `nbytes` of all, if it did."""
+    """Return the peer's text, its ring, and the memory of all, of `nbytes`, where it sent that."""
     text, fds, _, _ = socket.recv_fds(sock, _HELLO_BYTES, 2)
     try:
         if not fds or os.fstat(fds[0]).st_size != RING_BYTES:

@@ -28,7 +28,7 @@ from collectives.transport.connections.connection import (
     LENGTH_MASK,
     MARKER,
     PROBE,
-    Link,
+    Connection,
     Outgoing,
     PeerGone,
 )
@@ -44,7 +44,7 @@ _REST_MILLISECONDS = 500
 _SKIP_BYTES = 1 << 16
 
 
-class TcpLink(Link):
+class TcpConnection(Connection):
     """This rank's end. sock: connected to the peer, and nothing but lines sent on it."""
 
     def __init__(self, peer: int, sock: socket.socket) -> None:
@@ -62,7 +62,7 @@ class TcpLink(Link):
         self._header = memoryview(bytearray(LINE_BYTES))
         # What comes as padding.
         self._sink = memoryview(bytearray(LINE_BYTES))
-        self._parting = False
+        self._ending = False
 
     def advance(self) -> bool:
         sent = bool(self._sends) and self._push()
@@ -180,20 +180,17 @@ class TcpLink(Link):
         self._unwanted += sum(part.nbytes for part in self._incoming)
         self._incoming = []
 
-    def part(self, farewell: str) -> bool:
-        """Send no more but `farewell`, for the peer's PeerGone; whether all that can be said is.
-
-        A message that is half sent is sent whole before it. Where how much of that has gone is not
-        known, there is no farewell: the peer would take it for data.
-        """
-        if not self._parting:
-            self._parting = True
+    def send_farewell(self, text: str) -> bool:
+        # A message that is half sent is sent whole before it. Where it is not known how much has
+        # gone there is no farewell: the peer would take it for data.
+        if not self._ending:
+            self._ending = True
             self._drop()
             if self._uncertain:
                 self._sends.clear()
             else:
-                text = np.frombuffer(farewell.encode()[:_FAREWELL_BYTES], np.uint8)
-                self._sends.append(Outgoing(text, 0, FAREWELL))
+                data = np.frombuffer(text.encode()[:_FAREWELL_BYTES], np.uint8)
+                self._sends.append(Outgoing(data, 0, FAREWELL))
         # The peer may be gone already.
         with contextlib.suppress(OSError):
             while self._sends:
@@ -209,9 +206,9 @@ class TcpLink(Link):
             left = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
             while left > 0 and (count := len(self._socket.recv(_SKIP_BYTES))):
                 left -= count
-        self.forsake()
+        self.detach()
 
-    def forsake(self) -> None:
+    def detach(self) -> None:
         self._socket.close()
         self._outgoing = self._incoming = []
         self._sends.clear()

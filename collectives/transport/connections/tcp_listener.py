@@ -1,6 +1,6 @@
-"""How ranks open links over TCP: each listens at one address and tells all ranks where.
+"""How ranks open connections over TCP: each listens at one address and tells all ranks where.
 
-Who connects has to know a secret, which travels with the address.
+A rank that connects proves itself by a secret, which all ranks are told with the address.
 """
 
 from __future__ import annotations
@@ -17,21 +17,29 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from collectives.transport.connections import address
-from collectives.transport.connections.connection import ANSWER_SECONDS, Link
-from collectives.transport.connections.tcp import LINE_BYTES, TcpLink
+from collectives.transport.connections.connection import ACCEPT_SECONDS, Connection
+from collectives.transport.connections.tcp import LINE_BYTES, TcpConnection
 
-# Ranks whose links would not understand each other open none.
+__all__ = ["TcpListener", "find_address"]
+
+# Ranks that would not understand each other open no connection.
 _FORMAT = 1
 _SECRET_BYTES = 16
 _HELLO = struct.Struct(f"<{_SECRET_BYTES}sI{LINE_BYTES - _SECRET_BYTES - 4}x")
 # A rank that is further away, or a network that swallows what it does not let through.
-_CALL_SECONDS = 10.0
+_CONNECT_SECONDS = 10.0
 
 
-class TcpDoor:
-    """One rank's door to all others. What it holds beside its links ends with `stack`.
+class TcpListener:
+    """Where other ranks connect to this one, and from where it connects to them.
 
-    at: the address to listen at. OSError where the system has no such door.
+    Args:
+        rank: This rank.
+        at: The address to listen at.
+        stack: With it ends what is held beside the connections.
+
+    Raises:
+        OSError: The system refuses it.
     """
 
     def __init__(self, rank: int, at: str, stack: contextlib.ExitStack) -> None:
@@ -43,55 +51,58 @@ class TcpDoor:
         listener = socket.create_server((at, 0), family=family, backlog=socket.SOMAXCONN)
         self._listener = stack.enter_context(listener)
         self._listener.setblocking(False)
-        self._calls: dict[int, socket.socket] = {}
-        stack.callback(self._hang_up)
-        self._called = 0.0
+        self._pending: dict[int, socket.socket] = {}
+        stack.callback(self._close_pending)
+        self._spent = 0.0
         port = self._listener.getsockname()[1]
         self.offer = [_FORMAT, at, port, self._secret.hex()]
 
-    def call(self, peer: int, offer: Sequence[Any], timeout: float) -> None:
+    def connect(self, peer: int, offer: Sequence[Any], timeout: float) -> None:
         """Connect to a rank by what it offers; OSError where that cannot be."""
         if offer[0] != _FORMAT:
             raise OSError(f"rank {peer} speaks {offer[0]}, this one {_FORMAT}")
         _, at, port, secret = offer
         # The others, who wait for this rank, do not give up before it does.
-        left = min(_CALL_SECONDS, timeout / 2) - self._called
+        left = min(_CONNECT_SECONDS, timeout / 2) - self._spent
         if left <= 0:
             raise TimeoutError("too many ranks did not answer")
         start = time.monotonic()
         try:
             sock = socket.create_connection((at, port), timeout=left)
         finally:
-            self._called += time.monotonic() - start
+            self._spent += time.monotonic() - start
         try:
             sock.sendall(_HELLO.pack(bytes.fromhex(secret), self._rank))
         except OSError:
             sock.close()
             raise
-        self._calls[peer] = sock
+        self._pending[peer] = sock
 
-    def open(self, callers: Collection[int], timeout: float) -> dict[int, Link]:
-        """Links to those that were called and those that called, all of whom have by now."""
-        links: dict[int, Link] = {}
-        met = {**self._calls, **self._answer(set(callers), timeout)}
-        self._calls.clear()
-        for peer, sock in met.items():
+    def accept(self, expected: Collection[int], timeout: float) -> dict[int, Connection]:
+        """Return connections to the ranks that this one connected to, and to `expected`.
+
+        All of them have connected by now.
+        """
+        connections: dict[int, Connection] = {}
+        sockets = {**self._pending, **self._accept(set(expected), timeout)}
+        self._pending.clear()
+        for peer, sock in sockets.items():
             try:
-                links[peer] = TcpLink(peer, sock)
+                connections[peer] = TcpConnection(peer, sock)
             except OSError:
                 sock.close()
-        return links
+        return connections
 
-    def _hang_up(self) -> None:
-        """Where no links came of the calls."""
-        for sock in self._calls.values():
+    def _close_pending(self) -> None:
+        """Close the sockets of which no connections came."""
+        for sock in self._pending.values():
             sock.close()
 
-    def _answer(self, expected: set[int], timeout: float) -> dict[int, socket.socket]:
-        """Those of the expected ranks whose word comes in time; strangers may have called, too."""
+    def _accept(self, expected: set[int], timeout: float) -> dict[int, socket.socket]:
+        """Return the sockets of those of `expected` that come in time; strangers may have, too."""
         found: dict[int, socket.socket] = {}
         waiting: dict[int, socket.socket] = {}
-        deadline = time.monotonic() + min(timeout, ANSWER_SECONDS)
+        deadline = time.monotonic() + min(timeout, ACCEPT_SECONDS)
         poller = select.poll()
         poller.register(self._listener, select.POLLIN)
         while expected - found.keys():
@@ -109,7 +120,7 @@ class TcpDoor:
                         continue
                     poller.unregister(fd)
                     sock = waiting.pop(fd)
-                    peer = self._caller(sock)
+                    peer = self._peer_of(sock)
                     if peer in expected - found.keys():
                         found[peer] = sock
                     else:
@@ -118,8 +129,8 @@ class TcpDoor:
             sock.close()
         return found
 
-    def _caller(self, sock: socket.socket) -> int:
-        """The rank that the other end says and proves to be; -1 for a stranger."""
+    def _peer_of(self, sock: socket.socket) -> int:
+        """Return the rank that the other end says and proves to be; -1 for a stranger."""
         try:
             hello = sock.recv(_HELLO.size)
         except OSError:
@@ -131,11 +142,15 @@ class TcpDoor:
 
 
 def find_address(toward: str | None, gather: Callable[[bytes], list[bytes]]) -> str | None:
-    """The address at which the other ranks reach this one, None where there is none to be found.
+    """Return the address at which the other ranks reach this one; None where there is none.
 
-    A collective: `gather` returns every rank's bytes by rank. toward: a host that all ranks know,
-    such as the one of the store where they met; None for a rank that is not to be reached. The host
-    may be this one, under a name that only it takes for itself: then the way to the others tells.
+    A collective.
+
+    Args:
+        toward: A host that all ranks know, such as the one of the store through which they found
+            each other; None for a rank that is not to be reached. Where this host takes the name
+            for its own, the route to another rank tells the address.
+        gather: Returns every rank's bytes, by rank.
     """
     mine: str | None = None
     chosen = address.interface()

@@ -18,7 +18,7 @@ from torch import cuda
 from collectives.errors import CollectiveTimeoutError, TransportError
 from collectives.transport.base import Message
 from collectives.transport.nccl.pending import Pending, Posted, arrives
-from collectives.transport.process_groups import end_nccl, first_line
+from collectives.transport.process_groups import abort_nccl, first_line
 
 
 class TorchNccl:
@@ -77,7 +77,7 @@ class TorchNccl:
         # CUDA itself may have failed: the error that brought this about is the one to raise.
         with suppress(RuntimeError):
             if not all(posted.event.query() for posted in under_way):
-                end_nccl(self._process_group)
+                abort_nccl(self._process_group)
 
     def _connect(self, device: torch.device) -> None:
         """torch makes one communicator of all ranks for batched messages, whoever has any."""
@@ -90,7 +90,7 @@ class TorchNccl:
         if arrives(posted, start):
             return
         self._pending.items.clear()
-        reason = end_nccl(self._process_group)
+        reason = abort_nccl(self._process_group)
         names = f"rank {posted.peers[0]}" if len(posted.peers) == 1 else f"ranks {posted.peers}"
         raise CollectiveTimeoutError(
             f"rank {self._rank} got no answer from {names} in {posted.step} (gave up after "

@@ -117,7 +117,7 @@ class Peers(Protocol):
         """Return a rank whose end is closed, if any."""
         ...
 
-    def last_words(self, peer: int) -> str:
+    def why_gone(self, peer: int) -> str:
         """Say why the end of a rank that is gone was closed."""
         ...
 
@@ -350,7 +350,7 @@ class SymmetricMemory:
             if gone is not None and not there():
                 raise CollectiveTimeoutError(
                     f"rank {self.rank} got no answer from rank {gone} in {step}: "
-                    f"{self._peers.last_words(gone)}"
+                    f"{self._peers.why_gone(gone)}"
                 )
             waited = time.monotonic() - start
             if waited > timeout:

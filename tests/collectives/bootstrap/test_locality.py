@@ -9,7 +9,7 @@ import pytest
 from collectives import Group, Topology
 from collectives.bootstrap.locality import Locality, find_locality, locality_on
 from collectives.transport import ThreadTransport, ThreadWorld
-from tests.collectives.transport.neighbours import TIMEOUT, together
+from tests.collectives.transport.thread_ranks import TIMEOUT, together
 
 Given = tuple[int | None, int | None]
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from collectives import CollectiveTimeoutError, TransportError
 from collectives.bootstrap.rendezvous import bounded, meet, open_store
-from tests.collectives.transport.neighbours import together
+from tests.collectives.transport.thread_ranks import together
 from tests.processes.harness import free_port
 
 

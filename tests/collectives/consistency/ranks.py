@@ -10,7 +10,7 @@ import pytest
 from collectives import Group
 from collectives.consistency.requests import Request
 from collectives.transport import ThreadTransport, ThreadWorld
-from tests.collectives.transport.neighbours import TIMEOUT, meet, together
+from tests.collectives.transport.thread_ranks import TIMEOUT, connect, together
 
 # Over what the ranks reach each other, and what they negotiate through.
 WAYS = ("threads", "messages", "shm", "tcp")
@@ -30,7 +30,7 @@ class WithoutSharedMemory(ThreadTransport):
 
 def transports(way: str, size: int) -> list[Any]:
     if way in ("shm", "tcp"):
-        return meet(size, ways=(way,))
+        return connect(size, kinds=(way,))
     world = ThreadWorld(size)
     kind = ThreadTransport if way == "threads" else WithoutSharedMemory
     return [kind(world, rank) for rank in range(size)]

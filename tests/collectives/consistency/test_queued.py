@@ -13,7 +13,7 @@ from adasum import Adasum
 from collectives import CollectiveMismatchError, Group
 from collectives.consistency.messages import AHEAD
 from collectives.transport import ThreadTransport, ThreadWorld
-from tests.collectives.transport.neighbours import TIMEOUT, together
+from tests.collectives.transport.thread_ranks import TIMEOUT, together
 
 
 class Silent(ThreadTransport):

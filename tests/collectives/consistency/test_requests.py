@@ -26,7 +26,7 @@ from collectives import (
 from collectives.consistency.requests import Request
 from collectives.reducers import SumReducer
 from tests.collectives.consistency.ranks import everywhere, run, start_and_wait
-from tests.collectives.transport.neighbours import TIMEOUT
+from tests.collectives.transport.thread_ranks import TIMEOUT
 
 OPS: dict[str, Reducer] = {"Sum": Sum, "Average": Average, "Adasum": Adasum}
 

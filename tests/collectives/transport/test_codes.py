@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from collectives import CollectiveTimeoutError
-from collectives.transport import LinkTransport
+from collectives.transport import ConnectionTransport
 from collectives.transport.base import call_code
 from collectives.transport.connections.shm import INLINE_BYTES, RING_BYTES, SLOT_BYTES
 from collectives.transport.shared_memory.symmetric_memory import RanksDiffer
-from tests.collectives.transport.neighbours import (
+from tests.collectives.transport.thread_ranks import (
     TIMEOUT,
     both,
+    connect,
     exchange,
-    meet,
     noise,
     poisoned,
     together,
@@ -29,7 +29,7 @@ LONG = 64 * 2**20
 LENGTHS = (1, INLINE_BYTES, INLINE_BYTES + 1, SLOT_BYTES + 7, 2 * RING_BYTES + 5)
 
 
-def swap(transport: LinkTransport, length: int, code: int, seed: int = 0) -> None:
+def swap(transport: ConnectionTransport, length: int, code: int, seed: int = 0) -> None:
     """Messages between all pairs, which must arrive."""
     peers = sorted(transport.peers)
     got = {peer: poisoned(length) for peer in peers}
@@ -40,7 +40,7 @@ def swap(transport: LinkTransport, length: int, code: int, seed: int = 0) -> Non
         assert torch.equal(tensor, noise(length, seed + peer))
 
 
-def around(transport: LinkTransport, length: int, code: int) -> torch.Tensor:
+def around(transport: ConnectionTransport, length: int, code: int) -> torch.Tensor:
     """A ring's step to the next rank and from the one before; what came."""
     rank, size = transport.rank, transport.size
     got = poisoned(length)
@@ -49,7 +49,7 @@ def around(transport: LinkTransport, length: int, code: int) -> torch.Tensor:
     return got
 
 
-def differ(transport: LinkTransport, length: int, code: int) -> None:
+def differ(transport: ConnectionTransport, length: int, code: int) -> None:
     """A ring of which one rank is in another call: all steps of a call, until that is found out."""
 
     def steps() -> None:
@@ -63,18 +63,18 @@ def differ(transport: LinkTransport, length: int, code: int) -> None:
 
 @both
 @pytest.mark.parametrize("length", LENGTHS)
-def test_messages_of_one_code_arrive(way: str, length: int) -> None:
-    transports = meet(3, ways=(way,))
+def test_messages_of_one_code_arrive(kind: str, length: int) -> None:
+    transports = connect(3, kinds=(kind,))
     assert all(transport.carries_codes for transport in transports)
     together(*(lambda t=t: swap(t, length, 2**64 - 1) for t in transports))
 
 
 @both
 @pytest.mark.parametrize("length", LENGTHS)
-def test_a_message_of_another_code_writes_nothing(way: str, length: int) -> None:
-    first, second = meet(2, ways=(way,))
+def test_a_message_of_another_code_writes_nothing(kind: str, length: int) -> None:
+    first, second = connect(2, kinds=(kind,))
 
-    def receive(transport: LinkTransport) -> None:
+    def receive(transport: ConnectionTransport) -> None:
         got = poisoned(length)
         sends = [(1 - transport.rank, noise(length, transport.rank))]
         with pytest.raises(RanksDiffer):
@@ -89,24 +89,25 @@ def test_a_message_of_another_code_writes_nothing(way: str, length: int) -> None
 @both
 @pytest.mark.parametrize("size", [2, 3, 5])
 @pytest.mark.parametrize("length", [1, SLOT_BYTES + 7])
-def test_all_ranks_find_out_and_go_on(way: str, size: int, length: int) -> None:
+def test_all_ranks_find_out_and_go_on(kind: str, size: int, length: int) -> None:
     """Also those whose neighbours are in the same call, with one code or none on the odd rank."""
-    transports = meet(size, ways=(way,))
+    transports = connect(size, kinds=(kind,))
 
-    def run(transport: LinkTransport) -> None:
+    def run(transport: ConnectionTransport) -> None:
         for number, odd in enumerate((7, 0)):
-            differ(transport, length, odd if transport.rank == size - 1 else 5)
-            swap(transport, length, number, seed=number)
+            what = odd if transport.rank == size - 1 else 5
+            differ(transport, length, call_code(2 * number, what))
+            swap(transport, length, call_code(2 * number + 1, 1), seed=number)
 
     together(*(lambda t=t: run(t) for t in transports))
 
 
 @both
-def test_a_message_that_is_half_sent_is_dropped(way: str) -> None:
+def test_a_message_that_is_half_sent_is_dropped(kind: str) -> None:
     """Rank 1 takes nothing of a long message before it knows that the calls differ."""
-    transports = meet(3, ways=(way,))
+    transports = connect(3, kinds=(kind,))
 
-    def run(transport: LinkTransport) -> None:
+    def run(transport: ConnectionTransport) -> None:
         sends = {0: [(1, noise(LONG, 0))], 1: [], 2: [(0, noise(3, 2))]}[transport.rank]
         recvs = {0: [(2, poisoned(3))], 1: [(2, poisoned(3))], 2: []}[transport.rank]
 
@@ -125,11 +126,11 @@ def test_a_message_that_is_half_sent_is_dropped(way: str) -> None:
 
 @both
 @pytest.mark.parametrize("other", [0, 6])
-def test_ranks_that_wait_for_each_other_find_out(way: str, other: int) -> None:
+def test_ranks_that_wait_for_each_other_find_out(kind: str, other: int) -> None:
     """Neither has sent anything."""
-    transports = meet(2, ways=(way,))
+    transports = connect(2, kinds=(kind,))
 
-    def run(transport: LinkTransport) -> None:
+    def run(transport: ConnectionTransport) -> None:
         rank = transport.rank
         start = time.monotonic()
         what = (5, other)[rank]
@@ -143,11 +144,11 @@ def test_ranks_that_wait_for_each_other_find_out(way: str, other: int) -> None:
 
 
 @both
-def test_a_late_rank_of_the_same_call_disturbs_nothing(way: str) -> None:
+def test_a_late_rank_of_the_same_call_disturbs_nothing(kind: str) -> None:
     """Those that wait have said which call it is, on all connections, before its messages."""
-    transports = meet(3, ways=(way,))
+    transports = connect(3, kinds=(kind,))
 
-    def run(transport: LinkTransport) -> None:
+    def run(transport: ConnectionTransport) -> None:
         for number, late in enumerate((0, 2, 1)):
             if transport.rank == late:
                 time.sleep(0.2)
@@ -159,9 +160,9 @@ def test_a_late_rank_of_the_same_call_disturbs_nothing(way: str) -> None:
 
 
 @both
-def test_the_last_messages_of_a_rank_that_has_ended_arrive(way: str) -> None:
+def test_the_last_messages_of_a_rank_that_has_ended_arrive(kind: str) -> None:
     """Also on a rank that has told all peers meanwhile that it waits."""
-    first, second, third = meet(3, ways=(way,))
+    first, second, third = connect(3, kinds=(kind,))
     length = 1000
     exchange(first, [(1, noise(length, 1))], [], code=5)
     first.close()
@@ -181,8 +182,8 @@ def test_the_last_messages_of_a_rank_that_has_ended_arrive(way: str) -> None:
 
 
 @both
-def test_a_rank_that_ends_before_it_flushes_is_named(way: str) -> None:
-    first, second = meet(2, ways=(way,))
+def test_a_rank_that_ends_before_it_flushes_is_named(kind: str) -> None:
+    first, second = connect(2, kinds=(kind,))
     exchange(second, [(0, noise(4, 0))], [], code=6)
     with pytest.raises(RanksDiffer):
         exchange(first, [], [(1, poisoned(4))], code=5)
@@ -192,14 +193,14 @@ def test_a_rank_that_ends_before_it_flushes_is_named(way: str) -> None:
 
 
 @both
-def test_a_rank_that_does_not_flush_is_named(way: str) -> None:
-    first, second, third = meet(3, ways=(way,))
+def test_a_rank_that_does_not_flush_is_named(kind: str) -> None:
+    first, second, third = connect(3, kinds=(kind,))
     exchange(second, [(0, noise(4, 0))], [], code=6)
     with pytest.raises(RanksDiffer):
         exchange(first, [], [(1, poisoned(4))], code=5)
     caught = []
 
-    def flush(transport: LinkTransport) -> None:
+    def flush(transport: ConnectionTransport) -> None:
         with pytest.raises(CollectiveTimeoutError) as error:
             transport.flush("a flush", 0.2)
         caught.append(str(error.value))
@@ -219,10 +220,10 @@ def test_a_rank_that_does_not_flush_is_named(way: str) -> None:
 
 
 @both
-def test_many_calls_of_which_some_differ(way: str) -> None:
-    """Ranks run ahead of each other by what is under way; a flush never takes another call's."""
+def test_many_calls_of_which_some_differ(kind: str) -> None:
+    """Ranks run ahead of each other by what is under kind; a flush never takes another call's."""
     size = 4
-    transports = meet(size, ways=(way,))
+    transports = connect(size, kinds=(kind,))
     plan = random.Random(3)
     calls = [
         (plan.choice((1, 100, INLINE_BYTES + 1, SLOT_BYTES + 7)), plan.random() < 0.3)
@@ -231,12 +232,13 @@ def test_many_calls_of_which_some_differ(way: str) -> None:
     odd = [plan.randrange(size) for _ in calls]
     barrier = threading.Barrier(size)
 
-    def run(transport: LinkTransport) -> None:
+    def run(transport: ConnectionTransport) -> None:
         barrier.wait(TIMEOUT)
         for number, (length, differs) in enumerate(calls):
             if differs:
-                differ(transport, length, number + (transport.rank == odd[number]) * 1000)
+                what = 6 if transport.rank == odd[number] else 5
+                differ(transport, length, call_code(number, what))
             else:
-                swap(transport, length, number, seed=number)
+                swap(transport, length, call_code(number, 5), seed=number)
 
     together(*(lambda t=t: run(t) for t in transports))

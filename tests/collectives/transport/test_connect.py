@@ -16,8 +16,8 @@ import pytest
 
 from collectives.transport.connections import shm_listener
 from collectives.transport.connections.shm import RING_BYTES
-from collectives.transport.connections.shm_listener import ShmDoor
-from tests.collectives.transport.neighbours import TIMEOUT, meet
+from collectives.transport.connections.shm_listener import ShmListener
+from tests.collectives.transport.thread_ranks import TIMEOUT, connect
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "memfd_create"), reason="shared memory between ranks needs Linux's memfd"
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def mapped(what: str = "memfd:adasum") -> list[str]:
-    """What this process's memory map calls the memory of links and of all ranks in it."""
+    """What this process's memory map calls the memory of connections and of all ranks in it."""
     with open("/proc/self/maps") as maps:
         return [line.split(maxsplit=5)[-1].strip() for line in maps if what in line]
 
@@ -37,9 +37,9 @@ def descriptors() -> int:
 def test_nothing_has_a_name_or_is_left_behind() -> None:
     gc.collect()
     before, files = len(mapped()), descriptors()
-    transports = meet(3)
-    # Six ends of links: a ring each way, and three descriptors, since mmap keeps the rings'; and a
-    # symmetric memory a rank, which has one.
+    transports = connect(3)
+    # Six ends of connections: a ring each way, and three descriptors, since mmap keeps the rings';
+    # and a symmetric memory a rank, which has one.
     assert len(mapped("adasum-ring")) == 12 and len(mapped("adasum-symmetric")) == 3
     assert len(mapped()) - before == 15 and descriptors() - files == 21
     assert set(mapped()) == {
@@ -52,8 +52,8 @@ def test_nothing_has_a_name_or_is_left_behind() -> None:
 
 
 def test_symmetric_memory_is_for_ranks_that_all_have_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert all(transport.symmetric_memory is not None for transport in meet(3))
-    assert [transport.symmetric_memory for transport in meet(3, unwilling=(1,))] == [None] * 3
+    assert all(transport.symmetric_memory is not None for transport in connect(3))
+    assert [transport.symmetric_memory for transport in connect(3, unwilling=(1,))] == [None] * 3
     real = os.memfd_create
 
     def refused(name: str) -> int:
@@ -62,7 +62,7 @@ def test_symmetric_memory_is_for_ranks_that_all_have_links(monkeypatch: pytest.M
         return real(name)
 
     monkeypatch.setattr(os, "memfd_create", refused)
-    transports = meet(3)
+    transports = connect(3)
     assert [transport.symmetric_memory for transport in transports] == [None] * 3
     assert [len(transport.peers) for transport in transports] == [2] * 3
 
@@ -85,7 +85,7 @@ def test_strangers_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
             strangers.append(stranger)
 
     monkeypatch.setattr(socket.socket, "listen", crowded)
-    first, second = meet(2)
+    first, second = connect(2)
     assert first.peers == {1} and second.peers == {0}
     for stranger in strangers:
         stranger.close()
@@ -93,18 +93,18 @@ def test_strangers_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ranks_that_have_stopped_are_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not a timeout for each: they have been called, and do not answer."""
-    monkeypatch.setattr(shm_listener, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(shm_listener, "ACCEPT_SECONDS", 0.2)
     gc.collect()
     files = descriptors()
     with contextlib.ExitStack() as stack:
-        stopped = [ShmDoor(rank, 4, stack) for rank in range(3)]
-        door = ShmDoor(3, 4, stack)
+        stopped = [ShmListener(rank, 4, stack) for rank in range(3)]
+        listener = ShmListener(3, 4, stack)
         for rank, other in enumerate(stopped):
-            door.call(rank, other.offer, TIMEOUT)
+            listener.connect(rank, other.offer, TIMEOUT)
         start = time.monotonic()
-        assert door.open([], TIMEOUT) == {}
+        assert listener.accept([], TIMEOUT) == {}
         assert 0.2 <= time.monotonic() - start < 2.0
-    del stopped, door, other
+    del stopped, listener, other
     gc.collect()
     assert descriptors() == files
 
@@ -137,7 +137,7 @@ def test_where_the_system_refuses_there_is_no_link(
         else:
             unix = socket.AF_UNIX
             patch.setattr(socket, "socket", sometimes(socket.socket, lambda *of: of[0] == unix))
-        first, second = meet(2)
+        first, second = connect(2)
     if refused == "symmetric memory":
         assert (first.peers, second.peers) == ({1}, {0})
         assert first.symmetric_memory is second.symmetric_memory is None

@@ -14,17 +14,24 @@ import pytest
 import torch
 
 from collectives import CollectiveTimeoutError, TransportError
-from collectives.transport.connections import connections
-from collectives.transport.connections.shm import RING_BYTES, SLOT_BYTES, ShmLink
-from collectives.transport.connections.tcp import LINE_BYTES, TcpLink
-from tests.collectives.transport.neighbours import both, exchange, meet, noise, poisoned, together
+from collectives.transport.connections import transport
+from collectives.transport.connections.shm import RING_BYTES, SLOT_BYTES, ShmConnection
+from collectives.transport.connections.tcp import LINE_BYTES, TcpConnection
+from tests.collectives.transport.thread_ranks import (
+    both,
+    connect,
+    exchange,
+    noise,
+    poisoned,
+    together,
+)
 
-LINKS = {"shm": ShmLink, "tcp": TcpLink}
+CONNECTIONS = {"shm": ShmConnection, "tcp": TcpConnection}
 
 
 @both
-def test_a_late_rank_is_named(way: str) -> None:
-    first, _, third = meet(3, ways=(way,))
+def test_a_late_rank_is_named(kind: str) -> None:
+    first, _, third = connect(3, kinds=(kind,))
     start = time.monotonic()
     with pytest.raises(CollectiveTimeoutError, match=r"rank 2 got .* rank 1 in a step .* 0\.3 s"):
         exchange(third, [], [(1, poisoned(4))], timeout=0.3)
@@ -36,20 +43,20 @@ def test_a_late_rank_is_named(way: str) -> None:
 
 
 @both
-def test_a_receiver_that_takes_nothing_is_named(way: str) -> None:
-    first, _ = meet(2, ways=(way,))
+def test_a_receiver_that_takes_nothing_is_named(kind: str) -> None:
+    first, _ = connect(2, kinds=(kind,))
     # More than the ring, or the kernel, holds.
-    length = {"shm": RING_BYTES + 1, "tcp": 64 * 2**20}[way]
+    length = {"shm": RING_BYTES + 1, "tcp": 64 * 2**20}[kind]
     with pytest.raises(CollectiveTimeoutError, match="rank 0 got no answer from rank 1"):
         exchange(first, [(1, noise(length, 0))], [], timeout=0.2)
 
 
 @both
 @pytest.mark.parametrize("long", [False, True])
-def test_what_was_sent_before_the_end_arrives(way: str, long: bool) -> None:
+def test_what_was_sent_before_the_end_arrives(kind: str, long: bool) -> None:
     """The sender closes with messages of its peer unread, which resets the connection."""
-    length = 5 if not long else {"shm": 3 * SLOT_BYTES, "tcp": 100_000}[way]
-    first, second = meet(2, ways=(way,))
+    length = 5 if not long else {"shm": 3 * SLOT_BYTES, "tcp": 100_000}[kind]
+    first, second = connect(2, kinds=(kind,))
     exchange(second, [(0, noise(7, 1))], [])
     exchange(first, [(1, noise(length, 2)), (1, noise(9, 3))], [])
     first.close()
@@ -66,10 +73,10 @@ def test_what_was_sent_before_the_end_arrives(way: str, long: bool) -> None:
 
 
 @both
-def test_sending_to_a_rank_that_has_ended(way: str) -> None:
-    first, second = meet(2, ways=(way,))
+def test_sending_to_a_rank_that_has_ended(kind: str) -> None:
+    first, second = connect(2, kinds=(kind,))
     first.close()
-    if way == "tcp":
+    if kind == "tcp":
         # The kernel takes it; its answer is the end.
         exchange(second, [(0, noise(5, 0))], [])
         time.sleep(0.2)
@@ -79,7 +86,7 @@ def test_sending_to_a_rank_that_has_ended(way: str) -> None:
 
 def test_a_farewell_comes_after_the_rest_of_a_message() -> None:
     """A rank that gives up within a long message still says why, behind it."""
-    first, second = meet(2, ways=("tcp",))
+    first, second = connect(2, kinds=("tcp",))
     sent, got = noise(2**25, 3), poisoned(2**25)
 
     def give_up() -> None:
@@ -112,7 +119,7 @@ def test_an_interrupt_within_a_message_never_becomes_data() -> None:
 
     The peer must see the end, not take what follows for the rest of the message.
     """
-    first, second = meet(2, ways=("tcp",))
+    first, second = connect(2, kinds=("tcp",))
     calls = iter(range(9))
 
     def interrupted(real: Callable[..., int], parts: list[memoryview]) -> int:
@@ -121,8 +128,8 @@ def test_an_interrupt_within_a_message_never_becomes_data() -> None:
             raise KeyboardInterrupt
         return count
 
-    (link,) = first._links.values()
-    link._socket = Tampered(link._socket, "sendmsg", interrupted)
+    (connection,) = first._connections.values()
+    connection._socket = Tampered(connection._socket, "sendmsg", interrupted)
     with pytest.raises(KeyboardInterrupt):
         exchange(first, [(1, noise(5000, 0))], [])
     with pytest.raises(CollectiveTimeoutError, match="rank 0 has ended"):
@@ -131,19 +138,19 @@ def test_an_interrupt_within_a_message_never_becomes_data() -> None:
 
 def test_all_peers_are_told_within_one_limit() -> None:
     """Each of them is in the middle of a message and takes no more of it."""
-    first, *others = meet(6, ways=("tcp",))
+    first, *others = connect(6, kinds=("tcp",))
     sent = noise(64 * 2**20, 0)
     start = time.monotonic()
     with pytest.raises(CollectiveTimeoutError, match="rank 1, rank 2, rank 3, rank 4, rank 5"):
         exchange(first, [(peer, sent) for peer in range(1, 6)], [], timeout=0.1)
-    assert time.monotonic() - start < 0.1 + 3 * connections._FAREWELL_SECONDS
+    assert time.monotonic() - start < 0.1 + 3 * transport._FAREWELL_SECONDS
     assert len(others) == 5
 
 
 def test_to_close_does_not_wait_for_a_peer_that_sends_on() -> None:
-    first, second = meet(2, ways=("tcp",))
-    (link,) = first._links.values()
-    link._socket = Tampered(link._socket, "recv", lambda real, count: b"x" * count)
+    first, second = connect(2, kinds=("tcp",))
+    (connection,) = first._connections.values()
+    connection._socket = Tampered(connection._socket, "recv", lambda real, count: b"x" * count)
     first.close()
     with pytest.raises(CollectiveTimeoutError, match="rank 0 has ended"):
         exchange(second, [], [(0, poisoned(1))])
@@ -152,8 +159,8 @@ def test_to_close_does_not_wait_for_a_peer_that_sends_on() -> None:
 @pytest.mark.parametrize("cut", [1, LINE_BYTES - 1, LINE_BYTES, LINE_BYTES + 7])
 @pytest.mark.parametrize("length", [1, 5000])
 def test_a_farewell_that_comes_in_two_pieces(cut: int, length: int) -> None:
-    first, second = meet(2, ways=("tcp",))
-    (link,) = first._links.values()
+    first, second = connect(2, kinds=("tcp",))
+    (connection,) = first._connections.values()
     text = "rank 0 got no answer"
 
     def in_two(real: Callable[..., int], parts: list[memoryview]) -> int:
@@ -162,7 +169,7 @@ def test_a_farewell_that_comes_in_two_pieces(cut: int, length: int) -> None:
         time.sleep(0.05)
         return cut + real([whole[cut:]])
 
-    link._socket = Tampered(link._socket, "sendmsg", in_two)
+    connection._socket = Tampered(connection._socket, "sendmsg", in_two)
 
     def receive() -> None:
         with pytest.raises(CollectiveTimeoutError, match=f"rank 0 in a step: {text}$"):
@@ -174,25 +181,25 @@ def test_a_farewell_that_comes_in_two_pieces(cut: int, length: int) -> None:
 def test_a_connection_that_breaks_is_named() -> None:
     """As the kernel says it of a network that has gone, in the middle of either direction."""
     for name in ("sendmsg", "recvmsg_into"):
-        first, _ = meet(2, ways=("tcp",))
-        (link,) = first._links.values()
+        first, _ = connect(2, kinds=("tcp",))
+        (connection,) = first._connections.values()
 
         def broken(*_: Any) -> int:
             raise OSError(errno.EHOSTUNREACH, "No route to host")
 
-        link._socket = Tampered(link._socket, name, broken)
+        connection._socket = Tampered(connection._socket, name, broken)
         with pytest.raises(CollectiveTimeoutError, match=r"to rank 1 broke: No route to host"):
             exchange(first, [(1, noise(5, 0))], [(1, poisoned(5))])
 
 
 @both
-def test_an_interrupt_is_told_to_the_peers(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = meet(2, ways=(way,))
+def test_an_interrupt_is_told_to_the_peers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = connect(2, kinds=(kind,))
 
-    def interrupt(link: ShmLink | TcpLink) -> bool:
+    def interrupt(connection: ShmConnection | TcpConnection) -> bool:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(LINKS[way], "advance", interrupt)
+    monkeypatch.setattr(CONNECTIONS[kind], "advance", interrupt)
     with pytest.raises(KeyboardInterrupt):
         exchange(first, [(1, noise(5, 0))], [])
     monkeypatch.undo()
@@ -201,9 +208,9 @@ def test_an_interrupt_is_told_to_the_peers(way: str, monkeypatch: pytest.MonkeyP
 
 
 @both
-def test_a_forked_child_leaves_the_parents_links_alone(way: str) -> None:
+def test_a_forked_child_leaves_the_parents_links_alone(kind: str) -> None:
     """And does not keep them open: the peer sees the end of the parent while the child lives."""
-    first, second = meet(2, ways=(way,))
+    first, second = connect(2, kinds=(kind,))
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

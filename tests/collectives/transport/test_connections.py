@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from collectives import CollectiveTimeoutError, TransportError
-from collectives.transport import HybridTransport, LinkTransport, Message, ThreadWorld
-from collectives.transport.connections.connections import _bytes
+from collectives.transport import ConnectionTransport, HybridTransport, Message, ThreadWorld
 from collectives.transport.connections.shm import INLINE_BYTES, RING_BYTES, SLOT_BYTES, SLOTS
-from tests.collectives.transport.neighbours import (
+from collectives.transport.connections.transport import _bytes
+from tests.collectives.transport.thread_ranks import (
     TIMEOUT,
     both,
+    connect,
     exchange,
-    meet,
     noise,
     poisoned,
     together,
@@ -31,12 +31,12 @@ LONG = 2 * RING_BYTES + 12345
 
 
 @both
-def test_every_length_both_ways_in_one_exchange(way: str) -> None:
+def test_every_length_both_ways_in_one_exchange(kind: str) -> None:
     """Both sides send far more than the ring holds before either could have received."""
     lengths = [*LENGTHS, LONG, *LENGTHS]
-    first, second = meet(2, ways=(way,))
+    first, second = connect(2, kinds=(kind,))
 
-    def swap(transport: LinkTransport) -> None:
+    def swap(transport: ConnectionTransport) -> None:
         peer = 1 - transport.rank
         sends = [(peer, noise(n, 100 * transport.rank + i)) for i, n in enumerate(lengths)]
         recvs = [(peer, poisoned(n)) for n in lengths]
@@ -89,11 +89,11 @@ class FullQueue:
 
 
 @both
-def test_a_full_queue_delays_but_loses_nothing(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = meet(2, ways=(way,))
+def test_a_full_queue_delays_but_loses_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = connect(2, kinds=(kind,))
     for transport in (first, second):
-        for link in transport._links.values():
-            monkeypatch.setattr(link, "_socket", FullQueue(link._socket))
+        for connection in transport._connections.values():
+            monkeypatch.setattr(connection, "_socket", FullQueue(connection._socket))
     sent = [noise(n, i) for i, n in enumerate((3, LONG, *[7] * (3 * SLOTS), SLOT_BYTES))]
     got = [poisoned(len(data)) for data in sent]
 
@@ -107,7 +107,7 @@ def test_a_full_queue_delays_but_loses_nothing(way: str, monkeypatch: pytest.Mon
 
 
 @both
-def test_many_exchanges_between_three(way: str) -> None:
+def test_many_exchanges_between_three(kind: str) -> None:
     """Random lengths and partners; one side may run ahead of another by what the ring holds."""
     plan = random.Random(5)
     rounds = [
@@ -120,7 +120,7 @@ def test_many_exchanges_between_three(way: str) -> None:
         for _ in range(120)
     ]
 
-    def play(transport: LinkTransport) -> None:
+    def play(transport: ConnectionTransport) -> None:
         me = transport.rank
         for number, lengths in enumerate(rounds):
             sends = [(b, noise(n, number)) for (a, b), n in lengths.items() if a == me]
@@ -129,13 +129,13 @@ def test_many_exchanges_between_three(way: str) -> None:
             for _, got in recvs:
                 assert torch.equal(got, noise(len(got), number))
 
-    together(*(lambda t=t: play(t) for t in meet(3, ways=(way,))))
+    together(*(lambda t=t: play(t) for t in connect(3, kinds=(kind,))))
 
 
 @both
-def test_one_direction_alone(way: str) -> None:
+def test_one_direction_alone(kind: str) -> None:
     """Nothing is sent back but slots, and the sender is done before the last are read."""
-    first, second = meet(2, ways=(way,))
+    first, second = connect(2, kinds=(kind,))
     count = 10 * SLOTS
     for n in range(SLOTS):
         exchange(first, [(1, noise(5, n))], [])
@@ -154,8 +154,8 @@ def test_one_direction_alone(way: str) -> None:
 
 
 @both
-def test_every_layout_of_a_tensor_travels(way: str) -> None:
-    first, second = meet(2, ways=(way,))
+def test_every_layout_of_a_tensor_travels(kind: str) -> None:
+    first, second = connect(2, kinds=(kind,))
     for tensor in (
         torch.tensor(2.5),
         torch.randn(3, 5, dtype=torch.bfloat16),
@@ -173,9 +173,9 @@ def test_every_layout_of_a_tensor_travels(way: str) -> None:
 
 @both
 @pytest.mark.parametrize("offset", [1, 4, 15, 64])
-def test_every_place_in_a_page(way: str, offset: int) -> None:
+def test_every_place_in_a_page(kind: str, offset: int) -> None:
     """Pieces of odd lengths begin anywhere; a few bytes behind a page's start are copied apart."""
-    first, second = meet(2, ways=(way,))
+    first, second = connect(2, kinds=(kind,))
     for ours, theirs in ((0, offset), (offset, 0)):
         sent = torch.cat([poisoned(ours), noise(2 * SLOT_BYTES, offset)])[ours:]
         whole = poisoned(theirs + 2 * SLOT_BYTES + 1)
@@ -189,8 +189,8 @@ def test_every_place_in_a_page(way: str, offset: int) -> None:
 
 
 @both
-def test_tensors_of_inference_mode_travel(way: str) -> None:
-    first, second = meet(2, ways=(way,))
+def test_tensors_of_inference_mode_travel(kind: str) -> None:
+    first, second = connect(2, kinds=(kind,))
     for length in (5, SLOT_BYTES):
         with torch.inference_mode():
             sent, got = noise(length, 1), poisoned(length)
@@ -202,8 +202,8 @@ def test_tensors_of_inference_mode_travel(way: str) -> None:
 
 
 @both
-def test_a_message_of_another_length_is_an_error(way: str) -> None:
-    first, second = meet(2, ways=(way,))
+def test_a_message_of_another_length_is_an_error(kind: str) -> None:
+    first, second = connect(2, kinds=(kind,))
     exchange(first, [(1, noise(4, 0))], [])
     with pytest.raises(TransportError, match=r"rank 0 sent (a message of )?4 bytes where"):
         exchange(second, [], [(0, poisoned(5))])
@@ -212,24 +212,24 @@ def test_a_message_of_another_length_is_an_error(way: str) -> None:
 
 
 @both
-def test_a_missing_link_is_named(way: str) -> None:
-    transports = meet(3, unwilling=(1,), ways=(way,))
+def test_a_missing_link_is_named(kind: str) -> None:
+    transports = connect(3, unwilling=(1,), kinds=(kind,))
     assert [t.peers for t in transports] == [{2}, set(), {0}]
-    with pytest.raises(TransportError, match=r"rank 0 has no link to rank 1.*a step"):
+    with pytest.raises(TransportError, match=r"rank 0 has no connection to rank 1.*a step"):
         exchange(transports[0], [(1, noise(4, 0))], [])
 
 
 def test_cuda_is_refused() -> None:
-    first, _ = meet(2, ways=("tcp",))
+    first, _ = connect(2, kinds=("tcp",))
     with pytest.raises(ValueError, match=r"cuda:0.*move it"):
         first.check_device(torch.device("cuda:0"))
     first.check_device(torch.device("cpu"))
 
 
 @both
-def test_a_limit_of_months(way: str) -> None:
+def test_a_limit_of_months(kind: str) -> None:
     """More milliseconds than poll(2) takes."""
-    first, second = meet(2, ways=(way,))
+    first, second = connect(2, kinds=(kind,))
     got = poisoned(5)
 
     def late() -> None:
@@ -241,11 +241,11 @@ def test_a_limit_of_months(way: str) -> None:
 
 
 def test_hybrid_divides_an_exchange() -> None:
-    """Ranks 0 and 1 share memory; messages to and from rank 2 go the other way."""
+    """Ranks 0 and 1 share memory; messages to and from rank 2 go the other kind."""
     world = ThreadWorld(3)
-    local = meet(3, unwilling=(2,))
+    local = connect(3, unwilling=(2,))
     hybrids = [HybridTransport(local[rank], world.transport(rank)) for rank in range(3)]
-    assert [h.linked_peers for h in hybrids] == [{1}, {0}, set()]
+    assert [h.connected_peers for h in hybrids] == [{1}, {0}, set()]
 
     def swap(transport: HybridTransport) -> None:
         peers = [peer for peer in range(3) if peer != transport.rank]

@@ -15,7 +15,7 @@ import pytest
 
 from collectives.transport import ThreadWorld
 from collectives.transport.shared_memory import futex
-from tests.collectives.transport.neighbours import TIMEOUT, together
+from tests.collectives.transport.thread_ranks import TIMEOUT, together
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="futexes are Linux's")
 

@@ -14,7 +14,8 @@ import pytest
 
 from collectives import CollectiveTimeoutError, TransportError
 from collectives.transport import Message
-from collectives.transport.nccl import nccl, pending
+from collectives.transport.nccl import pending
+from collectives.transport.nccl import transport as nccl
 from tests.fakes.fake_cuda import FakeEvent
 from tests.fakes.fake_nccl import FakeNccl, NcclError
 from tests.fakes.nccl_machine import Machine, all_good, full, make_machine, swap

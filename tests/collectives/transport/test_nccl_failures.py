@@ -20,7 +20,8 @@ import torch.distributed as dist
 from collectives import CollectiveTimeoutError, TransportError
 from collectives.bootstrap import transport_selection
 from collectives.transport import Message, ThreadWorld
-from collectives.transport.nccl import calls, nccl
+from collectives.transport.nccl import communicators
+from collectives.transport.nccl import transport as nccl
 from tests.fakes.fake_cuda import FakeCuda
 from tests.fakes.fake_nccl import FakeNccl
 from tests.fakes.nccl_machine import CLOSE_SECONDS, Machine, all_good, full, make_machine, swap
@@ -209,31 +210,31 @@ def test_ranks_with_the_same_gpu_are_told_so() -> None:
 
 
 def test_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "cuda", FakeCuda(available=False))
+    monkeypatch.setattr(communicators, "cuda", FakeCuda(available=False))
     with pytest.raises(RuntimeError, match="install a CUDA build of torch") as none:
-        calls.load_nccl()
-    monkeypatch.setattr(calls, "cuda", FakeCuda())
+        communicators.load_nccl()
+    monkeypatch.setattr(communicators, "cuda", FakeCuda())
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     for name in ("cupy", "cupy.cuda"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match=r'pip install "adasum\[cuda12\]"') as no_cupy:
-        calls.load_nccl()
+        communicators.load_nccl()
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     package, module = ModuleType("cupy"), ModuleType("cupy.cuda")
     monkeypatch.setitem(sys.modules, "cupy", package)
     monkeypatch.setitem(sys.modules, "cupy.cuda", module)
     module.nccl = SimpleNamespace(available=False)  # type: ignore[attr-defined]
     with pytest.raises(ImportError, match="pip install nvidia-nccl-cu13") as no_library:
-        calls.load_nccl()
+        communicators.load_nccl()
     old = SimpleNamespace(available=True, get_unique_id=lambda: (0,) * 128)
     module.nccl = old  # type: ignore[attr-defined]
     with pytest.raises(ImportError, match=r'pip install "cupy-cuda13x>=14\.2"') as too_old:
-        calls.load_nccl()
+        communicators.load_nccl()
     for caught in (none, no_cupy, no_library, too_old):
         assert "\n" not in str(caught.value)
     module.nccl = FakeNccl()  # type: ignore[attr-defined]
     for _ in range(2):
-        assert calls.load_nccl() is module.nccl
+        assert communicators.load_nccl() is module.nccl
     # Each id costs a thread and a socket for good.
     assert module.nccl.get_unique_id()[0] == 1
 
@@ -241,14 +242,14 @@ def test_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
 EXIT = """
 import threading, time, torch, torch.distributed as dist
 from collectives.transport import Message, ThreadWorld
-from collectives.transport.nccl import calls as nccl_calls, nccl
+from collectives.transport.nccl import communicators, transport as nccl
 from tests.fakes.fake_cuda import FakeCuda, device_tensor
 from tests.fakes.fake_nccl import FakeNccl
-nccl.cuda = nccl_calls.cuda = FakeCuda()
+nccl.cuda = communicators.cuda = FakeCuda()
 fake = FakeNccl()
 nccl.load_nccl = lambda: fake
 world, store, kept = ThreadWorld(2), dist.HashStore(), []
-nccl_calls._CLOSE_SECONDS = 0.3
+communicators._CLOSE_SECONDS = 0.3
 message = Message(0, device_tensor(torch.ones(3)))
 def rank(r):
     transport = nccl.NcclTransport(world.transport(r), store, timeout=10.0)

@@ -24,7 +24,8 @@ from collectives.execution.executor import execute
 from collectives.schedules import recursive_doubling, recursive_halving, ring
 from collectives.schedules.schedule import Schedule
 from collectives.transport import Message, ThreadWorld
-from collectives.transport.nccl import calls, nccl
+from collectives.transport.nccl import communicators
+from collectives.transport.nccl import transport as nccl
 from tests.fakes.fake_cuda import FakeCuda, FakeGraph, FakeStream, device_tensor
 from tests.fakes.fake_nccl import FakeNccl, NcclError
 from tests.fakes.nccl_machine import DeviceWorkspace, Machine, all_good, full, make_machine, swap
@@ -308,8 +309,8 @@ def test_real_nccl_without_a_gpu(real: Any, monkeypatch: pytest.MonkeyPatch) -> 
         pytest.skip("there is a GPU here: see tests/processes/test_nccl.py")
     cuda = FakeCuda()
     monkeypatch.setattr(nccl, "cuda", cuda)
-    monkeypatch.setattr(calls, "cuda", cuda)
-    assert calls.load_nccl() is real
+    monkeypatch.setattr(communicators, "cuda", cuda)
+    assert communicators.load_nccl() is real
     with pytest.raises(TransportError, match="NCCL failed in start-up: NCCL_ERROR_UNHANDLED_CUDA"):
         nccl.NcclTransport(ThreadWorld(1).transport(0), dist.HashStore(), timeout=20.0)
     FakeStream.stop_all()

@@ -21,7 +21,7 @@ from collectives.execution import pipelining
 from collectives.execution.executor import Workspace
 from collectives.schedules.topology import Topology
 from collectives.transport import ThreadWorld
-from collectives.transport.nccl import nccl
+from collectives.transport.nccl import transport as nccl
 from collectives.work import Worker
 from tests.collectives.transport import streams
 from tests.collectives.transport.streams import Stream, machine, on_gpu

@@ -1,4 +1,4 @@
-"""The memory: agreement without a message, and the way back from messages sent in good faith."""
+"""The memory: agreement without a message, and the kind back from messages sent in good faith."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ import pytest
 import torch
 
 from collectives import CollectiveTimeoutError
-from collectives.transport import LinkTransport, Message, ThreadTransport, ThreadWorld, threads
+from collectives.transport import (
+    ConnectionTransport,
+    Message,
+    ThreadTransport,
+    ThreadWorld,
+    threads,
+)
 from collectives.transport.connections.shm import INLINE_BYTES, RING_BYTES
 from collectives.transport.shared_memory import futex, symmetric_memory
 from collectives.transport.shared_memory.symmetric_memory import (
@@ -23,7 +29,7 @@ from collectives.transport.shared_memory.symmetric_memory import (
     SymmetricMemory,
     symmetric_memory_bytes,
 )
-from tests.collectives.transport.neighbours import TIMEOUT, meet, poisoned, together
+from tests.collectives.transport.thread_ranks import TIMEOUT, connect, poisoned, together
 
 LENGTHS = (3, INLINE_BYTES + 1, 2 * RING_BYTES)
 
@@ -34,10 +40,10 @@ def transports(kind: str, size: int) -> list[Any]:
         return [world.transport(rank) for rank in range(size)]
     if not hasattr(os, "memfd_create"):
         pytest.skip("shared memory between ranks needs Linux's memfd")
-    return meet(size)
+    return connect(size)
 
 
-def memory_of(transport: LinkTransport | ThreadTransport) -> SymmetricMemory:
+def memory_of(transport: ConnectionTransport | ThreadTransport) -> SymmetricMemory:
     assert transport.symmetric_memory is not None
     return transport.symmetric_memory
 
@@ -240,7 +246,7 @@ def test_numbers_come_round() -> None:
         def gone(self) -> None:
             return None
 
-        def last_words(self, peer: int) -> str:
+        def why_gone(self, peer: int) -> str:
             raise AssertionError
 
         abort: Callable[[str], None]

@@ -17,14 +17,14 @@ import pytest
 import torch
 
 from collectives import CollectiveTimeoutError
-from collectives.transport import open_links
+from collectives.transport import open_connections
 from collectives.transport.connections import address, tcp_listener
 from collectives.transport.connections.tcp import LINE_BYTES
-from collectives.transport.connections.tcp_listener import TcpDoor, find_address
-from tests.collectives.transport.neighbours import (
+from collectives.transport.connections.tcp_listener import TcpListener, find_address
+from tests.collectives.transport.thread_ranks import (
     TIMEOUT,
+    connect,
     exchange,
-    meet,
     noise,
     poisoned,
     together,
@@ -46,7 +46,7 @@ def sockets() -> int:
 def test_nothing_is_left_open() -> None:
     gc.collect()
     files = len(os.listdir("/proc/self/fd"))
-    transports = meet(3, ways=("tcp",))
+    transports = connect(3, kinds=("tcp",))
     assert [t.peers for t in transports] == [{1, 2}, {0, 2}, {0, 1}]
     assert [t.symmetric_memory for t in transports] == [None] * 3
     assert len(os.listdir("/proc/self/fd")) - files == 6
@@ -55,9 +55,9 @@ def test_nothing_is_left_open() -> None:
     assert len(os.listdir("/proc/self/fd")) == files
 
 
-@pytest.mark.parametrize("way", ["shm", "tcp"])
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
 @pytest.mark.parametrize("last", range(4))
-def test_nothing_is_left_open_where_the_ranks_do_not_agree(way: str, last: int) -> None:
+def test_nothing_is_left_open_where_the_ranks_do_not_agree(kind: str, last: int) -> None:
     """A rank that dies in between ends the others' start: the error may be kept, no socket is."""
     gc.collect()
     before = sockets()
@@ -75,7 +75,7 @@ def test_nothing_is_left_open_where_the_ranks_do_not_agree(way: str, last: int) 
                 raise CollectiveTimeoutError("gone")
             return said[number]
 
-        open_links(rank, 2, gather, TIMEOUT, ways=(way,))
+        open_connections(rank, 2, gather, TIMEOUT, kinds=(kind,))
 
     errors = []
     with ThreadPoolExecutor(2) as pool:
@@ -87,9 +87,9 @@ def test_nothing_is_left_open_where_the_ranks_do_not_agree(way: str, last: int) 
 
 
 def test_ranks_that_share_memory_use_that() -> None:
-    """Only what memory does not reach goes over TCP; a rank that offers neither has no link."""
-    assert [t.sharing for t in meet(2, ways=("shm", "tcp"))] == [{1}, {0}]
-    transports = meet(3, unwilling=(1,), ways=("shm", "tcp"))
+    """Only what memory does not reach goes over TCP; who offers neither has none."""
+    assert [t.memory_peers for t in connect(2, kinds=("shm", "tcp"))] == [{1}, {0}]
+    transports = connect(3, unwilling=(1,), kinds=("shm", "tcp"))
     assert [t.peers for t in transports] == [{2}, set(), {0}]
 
 
@@ -111,12 +111,12 @@ def test_strangers_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(socket, "create_server", crowded)
     start = time.monotonic()
-    first, second = meet(2, ways=("tcp",))
+    first, second = connect(2, kinds=("tcp",))
     assert first.peers == {1} and second.peers == {0}
     assert time.monotonic() - start < 2.0
     for stranger in strangers:
         stranger.settimeout(5.0)
-        # What was not read when the door closed resets the connection.
+        # What was not read when the listener closed resets the connection.
         with contextlib.suppress(ConnectionResetError):
             assert stranger.recv(1) == b""
         stranger.close()
@@ -124,16 +124,16 @@ def test_strangers_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_secret_is_needed() -> None:
     with contextlib.ExitStack() as stack:
-        door = TcpDoor(0, LOOPBACK, stack)
-        wrong = [*door.offer[:3], "00" * 16]
-        assert wrong != door.offer
+        listener = TcpListener(0, LOOPBACK, stack)
+        wrong = [*listener.offer[:3], "00" * 16]
+        assert wrong != listener.offer
         with pytest.raises(OSError, match="rank 0 speaks 2, this one 1"):
-            TcpDoor(2, LOOPBACK, stack).call(0, [2, *door.offer[1:]], 5.0)
+            TcpListener(2, LOOPBACK, stack).connect(0, [2, *listener.offer[1:]], 5.0)
         with pytest.raises(OSError, match="speaks 2"):
-            TcpDoor(2, LOOPBACK, stack).call(0, [2], 5.0)
-        TcpDoor(1, LOOPBACK, stack).call(0, wrong, 5.0)
+            TcpListener(2, LOOPBACK, stack).connect(0, [2], 5.0)
+        TcpListener(1, LOOPBACK, stack).connect(0, wrong, 5.0)
         start = time.monotonic()
-        assert door.open([1], 0.3) == {}
+        assert listener.accept([1], 0.3) == {}
         assert 0.3 <= time.monotonic() - start < 2.0
 
 
@@ -142,7 +142,7 @@ def test_a_rank_that_cannot_listen_has_no_link(monkeypatch: pytest.MonkeyPatch) 
         raise OSError("refused")
 
     monkeypatch.setattr(socket, "create_server", refused)
-    first, second = meet(2, ways=("tcp",))
+    first, second = connect(2, kinds=("tcp",))
     assert first.peers == second.peers == set()
 
 
@@ -151,7 +151,7 @@ def test_a_network_that_swallows_everything_is_given_up(
     limit: float, timeout: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One limit for all ranks together, not one for each; before the others give this rank up."""
-    monkeypatch.setattr(tcp_listener, "_CALL_SECONDS", limit)
+    monkeypatch.setattr(tcp_listener, "_CONNECT_SECONDS", limit)
 
     def swallow(place: tuple[str, int], timeout: float) -> socket.socket:
         time.sleep(timeout)
@@ -159,11 +159,11 @@ def test_a_network_that_swallows_everything_is_given_up(
 
     monkeypatch.setattr(socket, "create_connection", swallow)
     with contextlib.ExitStack() as stack:
-        door = TcpDoor(9, LOOPBACK, stack)
+        listener = TcpListener(9, LOOPBACK, stack)
         start = time.monotonic()
         for peer in range(9):
             with pytest.raises(TimeoutError):
-                door.call(peer, [1, "10.255.0.1", 1, "00" * 16], timeout)
+                listener.connect(peer, [1, "10.255.0.1", 1, "00" * 16], timeout)
         assert 0.4 <= time.monotonic() - start < 2.0
 
 
@@ -187,7 +187,7 @@ def test_an_interface_may_have_ipv6_alone(monkeypatch: pytest.MonkeyPatch, tmp_p
     )
     monkeypatch.setattr(address, "_INET6", table)
     assert address.of_interface("v6-0") == "fd00::2"
-    # A link-local address leads to one machine or another.
+    # A connection-local address leads to one machine or another.
     for lacking in ("v6-2", "v6"):
         with pytest.raises(OSError, match="No such device"):
             address.of_interface(lacking)
@@ -219,9 +219,9 @@ def test_a_rank_that_takes_the_meeting_place_for_itself_goes_by_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As on a host whose own name is 127.0.1.1 in /etc/hosts."""
-    ways = {"node0": "127.0.1.1", "10.1.0.2": "10.1.0.1"}
+    kinds = {"node0": "127.0.1.1", "10.1.0.2": "10.1.0.1"}
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.setattr(address, "toward", lambda host: ways[host])
+    monkeypatch.setattr(address, "toward", lambda host: kinds[host])
     told = [json.dumps(at).encode() for at in ("127.0.1.1", None, "10.1.0.2")]
     assert find_address("node0", lambda data: told) == "10.1.0.1"
     # All on one host: loopback it is.
@@ -235,9 +235,9 @@ def test_ipv6() -> None:
     except OSError as error:
         pytest.skip(f"no IPv6 here: {error}")
     with contextlib.ExitStack() as stack:
-        doors = [TcpDoor(rank, "::1", stack) for rank in range(2)]
-        doors[1].call(0, doors[0].offer, 5.0)
-        ends = [doors[0].open([1], 5.0)[1], doors[1].open([], 5.0)[0]]
+        listeners = [TcpListener(rank, "::1", stack) for rank in range(2)]
+        listeners[1].connect(0, listeners[0].offer, 5.0)
+        ends = [listeners[0].accept([1], 5.0)[1], listeners[1].accept([], 5.0)[0]]
         assert all(end.near for end in ends)
         for end in ends:
             end.close()
@@ -245,10 +245,10 @@ def test_ipv6() -> None:
 
 def test_frames_are_whole_cache_lines() -> None:
     """Where they are not, the next message's data come to lie a few bytes too far in a line."""
-    first, second = meet(2, ways=("tcp",))
-    (link,) = first._links.values()
+    first, second = connect(2, kinds=("tcp",))
+    (connection,) = first._connections.values()
     sent: list[int] = []
-    real = link._socket
+    real = connection._socket
 
     class Counting:
         def __getattr__(self, asked: str) -> Any:
@@ -258,7 +258,7 @@ def test_frames_are_whole_cache_lines() -> None:
             sent.append(real.sendmsg(parts))
             return sent[-1]
 
-    link._socket = Counting()
+    connection._socket = Counting()
     lengths = (1, 63, 64, 65, 5000)
     got = [poisoned(n) for n in lengths]
     together(

@@ -200,19 +200,19 @@ def test_torch_ends_the_process_later_than_a_step_is_late(
 def test_a_group_of_gloo_alone_has_no_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     group = SimpleNamespace(_device_types=[torch.device("cpu")])
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    process_groups.outlast(group)  # type: ignore[arg-type]
+    process_groups.extend_timeout(group)  # type: ignore[arg-type]
     assert not hasattr(group, "_get_backend")
 
 
 def test_cuda_messages_of_a_mixed_transport_are_deferred(
     fake: FakeTorch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Through the transport that ranks of one host have, with links for the CPU's messages."""
+    """Through the transport that ranks of one host have, with connections for CPU tensors."""
     gloo, _ = _transport(fake, monkeypatch, owned=False)
-    links = SimpleNamespace(peers={1}, carries_codes=False, abort=lambda reason: None)
-    mixed = HybridTransport(links, gloo)  # type: ignore[arg-type]
+    connections = SimpleNamespace(peers={1}, carries_codes=False, abort=lambda reason: None)
+    mixed = HybridTransport(connections, gloo)  # type: ignore[arg-type]
     message = Message(1, device_tensor(torch.zeros(3)))
-    # DeviceTensor says its device alone: what it is, too, the transport asks a link for.
+    # DeviceTensor says its device alone: what it is, too, the transport asks a connection for.
     monkeypatch.setattr(type(message.tensor), "is_cpu", False, raising=False)
     left = []
 
@@ -243,9 +243,9 @@ def test_nccl_is_found_where_torch_wraps_it(fake: FakeTorch) -> None:
     group: Any = SimpleNamespace(
         _device_types=inner._device_types, _get_backend=lambda device: wrapper
     )
-    process_groups.outlast(group)
+    process_groups.extend_timeout(group)
     assert inner.options._timeout == timedelta(seconds=90)
-    assert process_groups.end_nccl(group) == "NCCL was aborted"
+    assert process_groups.abort_nccl(group) == "NCCL was aborted"
     assert fake.aborted == {3}
 
 
@@ -257,7 +257,7 @@ def test_an_abort_that_hangs_does_not_keep_the_error_back(
     group = FakeGroup(fake, 0)
     monkeypatch.setattr(group, "abort", lambda: ended.wait(30.0))
     start = time.monotonic()
-    assert process_groups.end_nccl(group) == "NCCL is being aborted"
+    assert process_groups.abort_nccl(group) == "NCCL is being aborted"
     assert time.monotonic() - start < 20.0
     ended.set()
 
@@ -270,7 +270,7 @@ def test_an_abort_that_fails_is_said(fake: FakeTorch, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(group, "abort", fails)
     said = "NCCL could not be aborted: CUDA error: unspecified launch failure"
-    assert process_groups.end_nccl(group) == said
+    assert process_groups.abort_nccl(group) == said
 
 
 @pytest.mark.parametrize("comes", [False, True])

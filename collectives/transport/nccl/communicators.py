@@ -84,7 +84,7 @@ def load_nccl() -> Any:
 
 
 @contextmanager
-def in_words(nccl: Any, step: str) -> Iterator[None]:
+def translate_errors(nccl: Any, step: str) -> Iterator[None]:
     """Raise what NCCL raises as a TransportError with NCCL's text."""
     try:
         yield
@@ -160,7 +160,7 @@ class Communicators:
     def check(self, step: str) -> None:
         """Raise an asynchronous error of any of the communicators as a TransportError."""
         for made in self._made:
-            with in_words(self.nccl, step):
+            with translate_errors(self.nccl, step):
                 made.check_async_error()
 
     def abort(self) -> None:

@@ -2,7 +2,7 @@
 
 All of a step's messages are one NCCL group of sends and receives of bytes, so every dtype travels,
 on a communication stream of its own that is ordered by events behind and before the caller's
-stream. NCCL's calls are made by one thread (nccl_calls.py).
+stream. NCCL's calls are made by one thread (communicators.py).
 
 Not yet run on a GPU: shown over a strict stand-in for NCCL alone (tests/fakes/fake_nccl.py).
 tests/processes/test_nccl.py is for where there is one.
@@ -24,7 +24,12 @@ from torch import cuda
 
 from collectives.errors import CollectiveError, CollectiveTimeoutError, TransportError
 from collectives.transport.base import Message, Transport
-from collectives.transport.nccl.calls import DTYPES, Communicators, in_words, load_nccl
+from collectives.transport.nccl.communicators import (
+    DTYPES,
+    Communicators,
+    load_nccl,
+    translate_errors,
+)
 from collectives.transport.nccl.pending import Posted, arrives
 from collectives.transport.shared_memory.symmetric_memory import SymmetricMemory
 
@@ -266,7 +271,7 @@ class NcclTransport(Transport):
     ) -> Any:
         """What `job` returns; any failure of NCCL's ends the communicators."""
         try:
-            with in_words(self._nccl, step):
+            with translate_errors(self._nccl, step):
                 return job()
         except futures.TimeoutError:
             self._fail(self._too_slow(peers, step, timeout))

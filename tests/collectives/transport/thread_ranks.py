@@ -1,4 +1,4 @@
-"""Ranks of one host as threads of one process, joined by real links."""
+"""Ranks of one host as threads of one process, joined by real connections."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from collectives.transport import LinkTransport, Message, open_links
+from collectives.transport import ConnectionTransport, Message, open_connections
 
 TIMEOUT = 20.0
 NO_MEMFD = pytest.mark.skipif(
     not hasattr(os, "memfd_create"), reason="shared memory between ranks needs Linux's memfd"
 )
-both = pytest.mark.parametrize("way", [pytest.param("shm", marks=NO_MEMFD), "tcp"])
+both = pytest.mark.parametrize("kind", [pytest.param("shm", marks=NO_MEMFD), "tcp"])
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:
@@ -27,14 +27,14 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
         return [future.result(timeout=60.0) for future in futures]
 
 
-def meet(
-    size: int, unwilling: tuple[int, ...] = (), ways: tuple[str, ...] = ("shm",)
-) -> list[LinkTransport]:
+def connect(
+    size: int, unwilling: tuple[int, ...] = (), kinds: tuple[str, ...] = ("shm",)
+) -> list[ConnectionTransport]:
     """The ranks' transports, found as processes find each other."""
     said = [b""] * size
     barrier = threading.Barrier(size, timeout=TIMEOUT)
 
-    def find(rank: int) -> LinkTransport:
+    def find(rank: int) -> ConnectionTransport:
         def gather(data: bytes) -> list[bytes]:
             said[rank] = data
             barrier.wait()
@@ -42,15 +42,15 @@ def meet(
             barrier.wait()
             return everything
 
-        offered = () if rank in unwilling else ways
-        met = open_links(rank, size, gather, TIMEOUT, ways=offered)
-        return LinkTransport(rank, size, *met)
+        offered = () if rank in unwilling else kinds
+        met = open_connections(rank, size, gather, TIMEOUT, kinds=offered)
+        return ConnectionTransport(rank, size, *met)
 
     return together(*(lambda rank=rank: find(rank) for rank in range(size)))
 
 
 def exchange(
-    transport: LinkTransport,
+    transport: ConnectionTransport,
     sends: list[tuple[int, torch.Tensor]],
     recvs: list[tuple[int, torch.Tensor]],
     timeout: float = TIMEOUT,
