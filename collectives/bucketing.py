@@ -1,7 +1,7 @@
 """Which tensors travel together: small ones packed, a model's gradients in groups.
 
-The arithmetic on sizes follows the TensorFlow benchmarks' all-reduce (ranges, packing, device
-groups) and Paddle's fused all-reduce (groups by memory and by number).
+Ranges, packing and device groups follow the all-reduce of the TensorFlow benchmarks; groups by
+memory and by number follow Paddle's fused all-reduce.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class Packing:
-    """How `pack_small_tensors` changed a list: what `unpack_small_tensors` needs to undo it.
+    """How `pack_small_tensors` changed a list, for `unpack_small_tensors` to undo it.
 
-    ranges: first and last index of each packed buffer, in the order of the buffers. shapes: of all
-    tensors of the list.
+    Attributes:
+        ranges: First and last index of each packed buffer, in the order of the buffers.
+        shapes: Shapes of all tensors of the list.
     """
 
     ranges: tuple[tuple[int, int], ...]
@@ -34,7 +35,7 @@ class Packing:
 
     @property
     def sound(self) -> bool:
-        """Whether the ranges lie one after the other within the list."""
+        """Whether the ranges follow each other inside the list."""
         ends = [-1, *(end for pair in self.ranges for end in pair), len(self.shapes)]
         return all(a < b for a, b in pairwise(ends))
 
@@ -42,10 +43,17 @@ class Packing:
 def extract_ranges(
     indices: Sequence[int], range_size_limit: int = 32
 ) -> tuple[list[list[int]], list[int]]:
-    """([first, last] of each run of consecutive indices, the indices that stand alone).
+    """Split indices into runs of consecutive ones and single ones.
 
-    indices: ascending. A run has at most `range_size_limit` members; what follows begins another.
-    ValueError for indices that do not ascend and for a limit below 1.
+    Args:
+        indices: Ascending.
+        range_size_limit: Most members of a run; a longer run is split.
+
+    Returns:
+        [first, last] of each run, and the indices that stand alone.
+
+    Raises:
+        ValueError: The indices do not ascend, or the limit is below 1.
     """
     validation.integer("range_size_limit", range_size_limit)
     if range_size_limit < 1:
@@ -63,7 +71,11 @@ def extract_ranges(
 
 
 def split_by_size(tensors: Sequence[Tensor], threshold: int) -> tuple[list[Tensor], list[Tensor]]:
-    """(tensors of at most `threshold` elements, the others), each in the order of the list."""
+    """Split tensors by size, keeping their order.
+
+    Returns:
+        The tensors of at most `threshold` elements, and the others.
+    """
     tensors = validation.tensors("tensors", tensors)
     validation.integer("threshold", threshold)
     small = [tensor for tensor in tensors if tensor.numel() <= threshold]
@@ -71,10 +83,13 @@ def split_by_size(tensors: Sequence[Tensor], threshold: int) -> tuple[list[Tenso
 
 
 def group_devices(devices: Sequence[T], group_size: int) -> list[list[T]]:
-    """ceil(n / group_size) groups of `group_size` devices, dealt out in turns.
+    """Deal devices out to ceil(n / group_size) groups of `group_size`.
 
-    The list is gone through again until every group is full, so some devices may be in two groups.
-    ValueError for a group size below 1 or above the number of devices.
+    Device i of the endlessly repeated list goes to group i modulo the number of groups, so some
+    devices may be in two groups.
+
+    Raises:
+        ValueError: `group_size` is below 1 or above the number of devices.
     """
     if not isinstance(devices, Sequence):
         raise TypeError(f"devices must be a list or tuple, got {type(devices).__name__}")
@@ -94,12 +109,21 @@ def group_devices(devices: Sequence[T], group_size: int) -> list[list[T]]:
 def pack_small_tensors(
     tensors: Sequence[Tensor], max_bytes: int = 0, max_group: int = 0
 ) -> tuple[list[Tensor], Packing | None]:
-    """The list with its small tensors packed: packed 1-D buffers, then all others; how to undo it.
+    """Pack neighbouring small tensors of one dtype and device into 1-D buffers without gaps.
 
-    Neighbours in the list of one dtype and device, each of at most `max_bytes` bytes, are copied
-    into one buffer without gaps, at most `max_group` of them (0: any number). Two at least: a small
-    tensor between large ones stays as it is. The packing is None where nothing was packed, as
-    always with max_bytes=0. Tensors may be strided. ValueError for negative limits.
+    A small tensor with no small neighbour of its kind stays as it is. Tensors may be strided.
+
+    Args:
+        tensors: Dense tensors.
+        max_bytes: Largest tensor that counts as small; 0 packs nothing.
+        max_group: Most tensors in a buffer; 0 for any number.
+
+    Returns:
+        The packed buffers followed by all other tensors, and how to undo it (None if nothing was
+        packed).
+
+    Raises:
+        ValueError: A limit is negative.
     """
     tensors = validation.tensors("tensors", tensors, dense=True)
     validation.integer("max_bytes", max_bytes)
@@ -132,9 +156,17 @@ def pack_small_tensors(
 
 
 def unpack_small_tensors(tensors: Sequence[Tensor], packing: Packing | None) -> list[Tensor]:
-    """The list as it was before `pack_small_tensors`; what was packed as views of the buffers.
+    """Undo `pack_small_tensors`.
 
-    ValueError where the list is not one that the packing made.
+    Args:
+        tensors: What it returned.
+        packing: How to undo it; None returns the list.
+
+    Returns:
+        The tensors in their former order and shapes; packed ones are views of their buffers.
+
+    Raises:
+        ValueError: `tensors` does not fit `packing`.
     """
     tensors = validation.tensors("tensors", tensors)
     if packing is None:
@@ -171,12 +203,19 @@ def plan_groups(
     memory_size: float | None = None,
     groups_size: int | None = None,
 ) -> list[list[int]]:
-    """Indices of the tensors that are reduced together, one dtype and one device a group.
+    """Group tensors that are reduced together, with one dtype and one device in a group.
 
-    tensors: in the order in which backward produces them; groups are in the order in which their
-    last members come. memory_size: MiB; a group closes before it would grow past it (a larger
-    tensor has a group to itself). groups_size: the most tensors a group holds. Either may be left
-    out. ValueError for limits that are not positive.
+    Args:
+        tensors: In the order in which backward produces them.
+        memory_size: MiB that a group may hold; a larger tensor has a group of its own. None for
+            any size.
+        groups_size: Most tensors in a group. None for any number.
+
+    Returns:
+        Indices of each group's tensors; groups are in the order of their last members.
+
+    Raises:
+        ValueError: A limit is not positive.
     """
     tensors = validation.tensors("tensors", tensors)
     if memory_size is not None and not isinstance(memory_size, int | float):

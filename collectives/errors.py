@@ -1,25 +1,25 @@
-"""What a collective raises when it cannot give the right answer."""
+"""Errors that collectives raise."""
 
 from __future__ import annotations
 
 
 class CollectiveError(RuntimeError):
-    """Base of every error raised by a collective after its arguments were accepted."""
+    """Base class of the errors that a collective raises after it has accepted its arguments."""
 
 
 class CollectiveMismatchError(CollectiveError):
-    """Ranks called different collectives, or one with differing shapes, dtypes, ops or scales.
+    """Ranks made different calls, or one with different shapes, dtypes, ops or scales.
 
-    Raised on every rank with the same text; tensors are as they were, and the group stays usable.
+    It is raised on every rank with the same text. Tensors are unchanged and the group stays usable.
     """
 
 
 class CollectiveTimeoutError(CollectiveError, TimeoutError):
-    """A peer died or did not answer in time; the text names the peer and the step."""
+    """A peer died or did not answer in time. The text names the peer and the step."""
 
 
 class TransportError(CollectiveError):
-    """The transport itself failed, or is used after it failed."""
+    """The transport failed, or is used after it failed."""
 
 
 def words(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""Tensors that lie in one buffer, each in an aligned slot: reduced as one, with nothing packed."""
+"""Tensors that lie in one buffer, each in an aligned slot, so that nothing has to be packed."""
 
 from __future__ import annotations
 
@@ -15,15 +15,23 @@ _Place = tuple[int, tuple[int, ...]]
 
 
 class FusedBuffer:
-    """One buffer with a slot for each of several tensors of one dtype and device.
+    """A buffer with a slot for each of several tensors of one dtype and device.
 
-    Slots follow each other as `kernels.layout_of` lays them out, padding between them is zero.
-    views: the slots with the shapes and strides of the tensors (contiguous where a tensor is not
-    dense). tensors: the same memory as contiguous tensors, for collectives; 1-D where a view is
-    not contiguous. A grouped all-reduce of `tensors` works in the buffer itself.
+    Slots lie where `kernels.layout_of` puts them, with zeros as padding between them. A grouped
+    all-reduce of `tensors` works in the buffer itself.
 
-    memory: at least layout.numel elements to lie in, whose use ends with this one's (padding is
-    zeroed by `clear_padding`); memory of its own, all zeros, unless given.
+    Args:
+        tensors: Dense tensors of one dtype and device, whose sizes and strides the slots take.
+        memory: Memory for the buffer, at least `layout.numel` elements, not used by anything else
+            from now on; `clear_padding` zeroes its padding. None allocates zeros.
+
+    Attributes:
+        layout: Where the slots lie.
+        buffer: The whole buffer, 1-D.
+        views: The slots with the shapes and strides of the tensors (contiguous if a tensor is not
+            dense).
+        tensors: The slots as contiguous tensors for collectives; 1-D if a view is not contiguous.
+        addresses: Address of each slot.
     """
 
     def __init__(self, tensors: Sequence[Tensor], memory: Tensor | None = None) -> None:
@@ -54,17 +62,21 @@ class FusedBuffer:
             _known[_place(self.tensors)] = self
 
     def clear_padding(self) -> None:
-        """Zeroes what lies between the slots: memory shared with other buffers holds their data."""
+        """Zero the padding, needed if the memory was used by another buffer."""
         if self._padding:
             torch._foreach_zero_(self._padding)
 
 
-# Buffers by where they are and the sizes of their slots: finding one costs no look at the device.
+# Buffers by address and sizes of their slots, so that finding one does not wait for the device.
 _known: weakref.WeakValueDictionary[_Place, FusedBuffer] = weakref.WeakValueDictionary()
 
 
 def buffer_of(tensors: Sequence[Tensor]) -> FusedBuffer | None:
-    """The buffer whose slots are just these contiguous tensors, in their order; else None."""
+    """Return the buffer whose slots are exactly these contiguous tensors, in order, or None.
+
+    Raises:
+        TypeError: `tensors` is not a list or tuple of tensors.
+    """
     if not isinstance(tensors, Sequence):
         raise TypeError(f"tensors must be a list or tuple, got {type(tensors).__name__}")
     if not tensors:
@@ -85,7 +97,7 @@ def _place(tensors: Sequence[Tensor]) -> _Place:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """As many elements of the same kind, 1-D: only for its size."""
+    """Make a 1-D tensor of the same size and dtype."""
     return (
         tensor.detach().as_strided((tensor.numel(),), (1,))
         if _dense(tensor)
@@ -100,7 +112,7 @@ def _as(slot: Tensor, tensor: Tensor) -> Tensor:
 
 
 def _dense(tensor: Tensor) -> bool:
-    """Whether the tensor covers a stretch of memory without holes or overlaps."""
+    """Return whether the tensor covers its memory without holes or overlaps."""
     if tensor.is_contiguous():
         return True
     expected = 1

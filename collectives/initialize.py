@@ -1,4 +1,4 @@
-"""Start-up and shut-down, and the group that calls without `group=` use."""
+"""Starting and shutting down, and the default group."""
 
 from __future__ import annotations
 
@@ -44,29 +44,41 @@ def init(
     transport: str | None = None,
     calibrate: bool = True,
 ) -> Group:
-    """Join the ranks that torchrun started, and return their group; alone without torchrun.
+    """Join the ranks that torchrun started and return their group; without torchrun, one rank.
 
-    Reads RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and, where set, LOCAL_RANK and
-    LOCAL_WORLD_SIZE. With torch.distributed already initialised its ranks are used; then, and with
-    `process_group`, messages travel on that group. A second call returns the first one's group.
+    It reads RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and, if set, LOCAL_RANK and
+    LOCAL_WORLD_SIZE. If torch.distributed is initialised already, or with `process_group`, it uses
+    those ranks. A second call returns the first one's group.
 
-    timeout: seconds any one step of a collective may wait for a peer. transport: how CPU tensors
-    travel; unless given, the environment variable ADASUM_TRANSPORT says it, else it is "auto":
-    through shared memory between ranks of one host, over TCP between hosts, by gloo where neither
-    is to be had. "gloo": by gloo alone; on some ranks only, for messages to and from those. "tcp":
-    the same over TCP; a TransportError on all where such a rank reaches another in no way but gloo.
-    "shm" on any rank: a TransportError on all where any two ranks share no memory. "nccl" on any
-    rank: CPU tensors as with "auto", CUDA tensors through cupy's NCCL on each rank's current
-    device; a TransportError on all that says what one of them lacks. CUDA tensors otherwise travel
-    over torch.distributed. calibrate:
-    measure for a fraction of a second, so that "auto" can choose the algorithm of a Sum or Average
-    by it; False, on all ranks alike: by size alone, the same in every run of the program.
+    Args:
+        timeout: Seconds that any step of a collective may wait for a peer.
+        process_group: The torch.distributed process group whose ranks to use.
+        transport: How CPU tensors travel. None reads the environment variable ADASUM_TRANSPORT,
+            else "auto".
 
-    Raises ValueError where the environment variables are incomplete, wrong or mpirun's, srun's or
-    horovodrun's alone, or `transport` is unknown, RuntimeError for more ranks than one in a torch
-    built without torch.distributed, or where ADASUM_CPU_KERNELS demands what is not to be had,
-    CollectiveTimeoutError naming the ranks that did not come, CollectiveMismatchError on all ranks
-    where they differ in `calibrate`.
+            - "auto": shared memory between ranks of one host, TCP between hosts, gloo where neither
+              works.
+            - "gloo": gloo only. On some ranks only, it holds for messages to and from those.
+            - "tcp": TCP only, likewise; an error if such a rank can reach another by gloo only.
+            - "shm": on any rank, shared memory between all; an error if any two ranks share none.
+            - "nccl": on any rank, CUDA tensors travel through cupy's NCCL on each rank's current
+              device, CPU tensors as with "auto". Otherwise CUDA tensors travel over
+              torch.distributed.
+        calibrate: Whether to measure link rates, for a fraction of a second, by which "auto"
+            chooses the algorithm of Sum and Average. False chooses by size alone, the same in every
+            run. It must be the same on all ranks.
+
+    Returns:
+        The default group.
+
+    Raises:
+        ValueError: The environment variables are incomplete or wrong, or only mpirun's, srun's or
+            horovodrun's; or `transport` is unknown.
+        RuntimeError: There is more than one rank but torch is built without torch.distributed, or
+            ADASUM_CPU_KERNELS demands compiled kernels that are not available.
+        CollectiveTimeoutError: Ranks did not arrive; the text names them.
+        CollectiveMismatchError: Ranks differ in `calibrate`. Raised on all ranks.
+        TransportError: `transport` is not available. Raised on all ranks.
     """
     global _group
     if getattr(_thread, "group", None) is not None:
@@ -111,11 +123,10 @@ def init(
 
 
 def _start_torch_distributed(timeout: float) -> None:
-    """As init_process_group does by the environment, but any number of times.
+    """Start torch.distributed from the environment, any number of times in one process.
 
-    The store outlives shut-down: with a new one on the old port, a rank that is quick could meet
-    the old one. Each start has its own part of it. Ranks that are to meet elsewhere open another.
-    CollectiveTimeoutError or TransportError where the ranks do not meet.
+    The store outlives a shutdown: on a new store at the old port, a quick rank could find the old
+    one. Each start has its own part of the store. Another address or port opens another store.
     """
     global _store
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -188,7 +199,7 @@ def _world_size() -> int:
 
 
 def _local() -> tuple[int | None, int | None]:
-    """LOCAL_RANK and LOCAL_WORLD_SIZE, where both are set."""
+    """Return LOCAL_RANK and LOCAL_WORLD_SIZE if both are set."""
     said = [os.environ.get(name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")]
     if None in said:
         return None, None
@@ -205,7 +216,7 @@ def _local() -> tuple[int | None, int | None]:
 
 
 def _backend() -> str:
-    """gloo, and NCCL beside it where every rank of the host can have a GPU of its own."""
+    """Name gloo, and NCCL if every rank of the host can have a GPU of its own."""
     local_size = _local()[1] or (
         dist.get_world_size() if _distributed() else int(os.environ["WORLD_SIZE"])
     )
@@ -214,20 +225,25 @@ def _backend() -> str:
 
 
 def new_group(ranks: Sequence[int]) -> Group | None:
-    """`Group.split` of the default group: a group of some of its ranks, None on the others."""
+    """Return a group of some of the default group's ranks, None on the others: `Group.split`."""
     return default_group().split(ranks)
 
 
 def from_process_group(process_group: dist.ProcessGroup, *, timeout: float = 300.0) -> Group:
-    """A group of the ranks of a torch.distributed process group, in its order; init is not needed.
+    """Return a group of the ranks of a torch.distributed process group, in its order.
 
-    Messages travel on a process group of their own, so they never meet torch's, and through shared
-    memory inside a host. Called by exactly these ranks. A second call for the same process group
-    returns the first one's Group, unless that was closed; it lasts until it or the process ends.
+    `init` is not needed. Exactly these ranks must call it. Messages travel over a process group of
+    their own, apart from torch's, and through shared memory inside a host. A second call for the
+    same process group returns the same Group unless that was closed.
 
-    timeout: seconds any one step of a collective may wait for a peer. Raises RuntimeError where
-    torch.distributed is not initialised, TypeError or ValueError for what is no process group that
-    this rank is in.
+    Args:
+        process_group: The process group.
+        timeout: Seconds that any step of a collective may wait for a peer.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised.
+        TypeError: `process_group` is not a process group that this rank is in.
+        ValueError: `timeout` is not a positive number of seconds.
     """
     _require_distributed()
     if not _distributed():
@@ -266,7 +282,7 @@ def _over_gloo(gloo: GlooTransport, timeout: float, choice: str) -> Group:
 
 
 def shutdown() -> None:
-    """Close the group that init made, if any; init may be called again."""
+    """Close the group that `init` made, if any; `init` may be called again."""
     global _group
     if _group is None:
         return
@@ -276,12 +292,16 @@ def shutdown() -> None:
 
 
 def is_initialized() -> bool:
-    """Whether default_group() has an answer in this thread."""
+    """Return whether this thread has a default group."""
     return getattr(_thread, "group", None) is not None or _group is not None
 
 
 def default_group() -> Group:
-    """The group of init, or of this thread under run_threads; RuntimeError where there is none."""
+    """Return the group of `init`, or of this thread under `run_threads`.
+
+    Raises:
+        RuntimeError: There is none yet.
+    """
     group: Group | None = getattr(_thread, "group", None) or _group
     if group is None:
         raise RuntimeError("no group yet: call init() first")
@@ -289,7 +309,12 @@ def default_group() -> Group:
 
 
 def group_or_default(group: Group | None) -> Group:
-    """The default group for None; TypeError for what is no Group."""
+    """Return `group`, or the default group for None.
+
+    Raises:
+        TypeError: `group` is not a Group.
+        RuntimeError: It is None and there is no default group.
+    """
     if group is None:
         return default_group()
     if not isinstance(group, Group):
@@ -304,14 +329,22 @@ def run_threads(
     timeout: float = 60.0,
     local_size: int | None = None,
 ) -> list[T]:
-    """Run `fn(group)` on `size` ranks, each a thread of this process; return the results by rank.
+    """Run `fn(group)` on ranks that are threads of this process; return the results by rank.
 
-    In each thread the default group is that thread's. The first rank's error is raised, after all
-    threads have ended; the others' collectives fail as soon as they need a rank that has ended.
-    timeout: seconds any one step of a collective may wait. local_size: play nodes of so many
-    ranks; all ranks are on one unless given. Raises ValueError where it does not divide size. The
-    ranks share out torch's number of threads, and draw from torch's one global random generator in
-    no fixed order: what must be the same each time takes a torch.Generator of its own.
+    In each thread the default group is that thread's. The ranks share torch's number of threads,
+    and draw from torch's one global random generator in no fixed order: for the same numbers each
+    time, use a torch.Generator per rank.
+
+    Args:
+        size: Number of ranks.
+        fn: Called once per rank.
+        timeout: Seconds that any step of a collective may wait for a peer.
+        local_size: Ranks per simulated node; None for all on one node.
+
+    Raises:
+        ValueError: `local_size` does not divide `size`.
+        BaseException: The first rank's error, after all threads have ended. The other ranks'
+            collectives fail once they need a rank that has ended.
     """
     validation.integer("size", size)
     validation.timeout(timeout)

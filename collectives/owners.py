@@ -1,4 +1,4 @@
-"""Which rank keeps which variable when every variable is reduced to one rank alone."""
+"""Which rank owns which variable when each variable is reduced onto one rank."""
 
 from __future__ import annotations
 
@@ -7,10 +7,20 @@ from collections.abc import Sequence
 
 
 def owners(numels: Sequence[int], size: int) -> list[int]:
-    """The owner of each variable: the rank with the least so far, the lowest of equals.
+    """Assign every variable to the rank with the least load so far, the lowest such rank.
 
-    numels: elements (or bytes) of each variable, in an order that all ranks share. The answer
-    depends on the arguments alone, so every rank finds the same.
+    The result depends on the arguments alone, so every rank computes the same.
+
+    Args:
+        numels: Elements (or bytes) of each variable, in an order that all ranks share.
+        size: Number of ranks.
+
+    Returns:
+        The owner of each variable.
+
+    Raises:
+        TypeError: A number of elements is not an int.
+        ValueError: One is negative, or `size` is not a positive int.
     """
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise ValueError(f"size must be a positive int, got {size!r}")

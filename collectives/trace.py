@@ -1,8 +1,8 @@
-"""Named ranges in the profilers' timelines.
+"""Named ranges in profilers' timelines.
 
-Collectives run in a thread of their own: torch.profiler shows them if it looks at all threads, by
+Collectives run in a thread of their own. torch.profiler shows them if it records all threads:
 `experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)`.
-On CUDA the same ranges are NVTX's, for Nsight.
+On CUDA the same ranges appear in NVTX, for Nsight.
 """
 
 from __future__ import annotations
@@ -14,7 +14,12 @@ import torch
 
 
 def span(name: Callable[[], str], *, cuda: bool = False) -> AbstractContextManager[object]:
-    """A range over what runs within, named only where somebody looks. cuda: also an NVTX range."""
+    """Return a context that is a range in the profiler's timeline.
+
+    Args:
+        name: Returns the range's name; called only while something records.
+        cuda: Whether to make an NVTX range, too.
+    """
     if not (cuda or torch.autograd.profiler._is_profiler_enabled):
         return _NOTHING
     return _ranges(name(), cuda)

@@ -1,4 +1,7 @@
-"""Argument checks that all collectives share: a clear error before anything is sent."""
+"""Argument checks that collectives share, made before anything is sent.
+
+Each raises a TypeError or ValueError that names the argument; some return the checked value.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def tensor(argument: str, value: torch.Tensor, *, written: bool = True) -> None:
-    """A dense, contiguous tensor, which the collective may write to where it is `written`."""
+    """Check a dense, contiguous tensor that can be copied and, if `written`, written to."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{argument} must be a torch.Tensor, got {type(value).__name__}")
     if value.layout is not torch.strided:
@@ -47,7 +50,7 @@ def tensor(argument: str, value: torch.Tensor, *, written: bool = True) -> None:
 
 @lru_cache
 def _copies(dtype: torch.dtype) -> bool:
-    """Whether torch copies elements of the dtype, as it does not those smaller than a byte."""
+    """Return whether torch can copy elements of the dtype; not if they are smaller than a byte."""
     try:
         torch.empty(1, dtype=dtype, device="cpu").clone()
     except (RuntimeError, TypeError):
@@ -56,7 +59,7 @@ def _copies(dtype: torch.dtype) -> bool:
 
 
 def tensors(argument: str, values: object, *, dense: bool = False) -> list[torch.Tensor]:
-    """Tensors of any kind, or dense ones that may be strided; for functions that move nothing."""
+    """Check a list of tensors of any kind, or of dense ones that may be strided."""
     if isinstance(values, torch.Tensor) or not isinstance(values, Sequence):
         kind = type(values).__name__
         raise TypeError(f"{argument} must be a list or tuple of tensors, got {kind}")
@@ -70,13 +73,13 @@ def tensors(argument: str, values: object, *, dense: bool = False) -> list[torch
 
 
 def integer(argument: str, value: int) -> None:
-    """An int."""
+    """Check an int."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{argument} must be an int, got {type(value).__name__}")
 
 
 def tensor_list(argument: str, values: object) -> list[torch.Tensor]:
-    """Dense, contiguous tensors that share no memory."""
+    """Check dense, contiguous tensors that share no memory."""
     if isinstance(values, torch.Tensor):
         raise TypeError(f"{argument} must be a sequence of tensors, got one tensor")
     if not isinstance(values, Iterable):
@@ -96,7 +99,7 @@ def tensor_list(argument: str, values: object) -> list[torch.Tensor]:
 
 
 def segments(values: object, numel: int) -> tuple[int, ...]:
-    """Element boundaries that start at 0, do not descend and end at `numel`."""
+    """Check element boundaries that start at 0, do not descend and end at `numel`."""
     if isinstance(values, torch.Tensor) or not isinstance(values, Iterable):
         kind = type(values).__name__
         raise TypeError(f"segments must be a list or tuple of ints, got {kind}")
@@ -112,14 +115,14 @@ def segments(values: object, numel: int) -> tuple[int, ...]:
 
 
 def rank(argument: str, value: int, size: int) -> None:
-    """A rank of the group."""
+    """Check a rank of a group of `size` ranks."""
     integer(argument, value)
     if not 0 <= value < size:
         raise ValueError(f"{argument} must be a rank from 0 to {size - 1}, got {value}")
 
 
 def distinct_ranks(argument: str, values: object, size: int) -> tuple[int, ...]:
-    """One or more different ranks of the group."""
+    """Check one or more different ranks of a group of `size` ranks."""
     if not isinstance(values, Iterable) or isinstance(values, str | torch.Tensor):
         raise TypeError(f"{argument} must be a sequence of ranks, got {type(values).__name__}")
     members = tuple(values)
@@ -133,7 +136,7 @@ def distinct_ranks(argument: str, values: object, size: int) -> tuple[int, ...]:
 def row_splits(
     argument: str, values: Sequence[int] | torch.Tensor | None, rows: int, size: int
 ) -> torch.Tensor:
-    """How many of a tensor's rows go to each rank: int64 [size] on the CPU."""
+    """Check how many of a tensor's rows go to each rank: int64 [size] on the CPU."""
     if values is None:
         if rows % size:
             raise ValueError(
@@ -156,7 +159,7 @@ def row_splits(
 
 
 def reducer(argument: str, value: Reducer) -> None:
-    """Sum, Average or another instance of Reducer."""
+    """Check an instance of Reducer, such as Sum."""
     if not isinstance(value, Reducer):
         raise TypeError(
             f"{argument} must be a Reducer such as collectives.Sum, got {type(value).__name__}"
@@ -164,7 +167,7 @@ def reducer(argument: str, value: Reducer) -> None:
 
 
 def timeout(value: float) -> None:
-    """Seconds that a thread can wait for."""
+    """Check a number of seconds that a thread can wait for."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"timeout must be a number of seconds, got {type(value).__name__}")
     if not 0 < value <= threading.TIMEOUT_MAX:
@@ -175,7 +178,7 @@ def timeout(value: float) -> None:
 
 
 def scale(argument: str, value: float) -> None:
-    """A finite factor."""
+    """Check a finite factor."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{argument} must be a number, got {type(value).__name__}")
     if not abs(value) <= sys.float_info.max:
