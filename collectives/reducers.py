@@ -1,4 +1,4 @@
-"""What REDUCE means: Sum and Average. (Adasum's reducer is in the adasum package.)"""
+"""The operators of a reduction: Sum, Average and Max. Adasum is in the adasum package."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch
 
 from collectives._kernels_check import require_our_kernels
 
+__all__ = ["Average", "Max", "Operands", "Piece", "Reducer", "Sum"]
+
 kernels = require_our_kernels()
 
 _SMALL_BYTES = 64 * 1024
@@ -20,8 +22,10 @@ _RING_BYTES = 4 * 1024 * 1024
 class Piece(NamedTuple):
     """The same elements of two or more vectors.
 
-    parts: 1-D tensors of equal length, in the order of the reduction. out: one of them. start:
-    where they lie in the whole buffer, in elements.
+    Attributes:
+        parts: 1-D tensors of equal length, in the order of the reduction.
+        out: The one of them that the result goes to.
+        start: Where they begin in the whole buffer, in elements.
     """
 
     parts: tuple[torch.Tensor, ...]
@@ -33,13 +37,15 @@ class Piece(NamedTuple):
 class Operands:
     """All that one rank reduces in a step.
 
-    pieces: the parts of the vectors that this rank holds; they may still be on their way, one after
-    the other, and looking at one waits for it: what can be done with the first before the second is
-    looked at overlaps its way. numel: the whole buffer's length.
-    segments: element boundaries (0, ..., numel) over the whole buffer, None for one segment.
-    sum_partials: sums a float64 tensor in place over the ranks that together hold both vectors;
-    all of them get the same bits. Each of them must call it as often. None where this rank alone
-    holds them, in one piece or in several.
+    Attributes:
+        pieces: The parts of the vectors that this rank holds. They may still be arriving, one after
+            the other: reading a piece from the sequence waits for it, so work on the first overlaps
+            the transfer of the second.
+        numel: Length of the whole buffer.
+        segments: Element boundaries (0, ..., numel) over the whole buffer; None for one segment.
+        sum_partials: Sums a float64 tensor in place over the ranks that together hold both vectors.
+            All get the same bits, and all must call it equally often. None where this rank holds
+            the vectors by itself, in one piece or in several.
     """
 
     pieces: Sequence[Piece]
@@ -49,13 +55,16 @@ class Operands:
 
 
 class Reducer:
-    """An associative or tree-ordered binary operator on buffers.
+    """A binary operator on buffers, associative or applied in the order of a tree.
 
-    needs_one_tree: whether every element must be reduced by the same expression tree, so that only
-    some algorithms fit. reduces_in_shared_memory: whether `reduce` needs nothing but the vectors,
-    so that ranks that share memory may reduce there without messages: it takes each segment by
-    itself and calls no other rank, except for `sum_partials` once where that is given, with a row
-    for each segment.
+    Attributes:
+        name: How errors and traces call it.
+        needs_one_tree: Whether every element must be reduced by the same expression tree. An
+            algorithm can carry such an operator where its record has an `order`.
+        reduces_in_shared_memory: Whether `reduce` needs nothing but the vectors, so that ranks that
+            share memory may reduce there without messages: it takes each segment by itself and
+            communicates only by calling `sum_partials` once where that is given, with a row for
+            each segment.
     """
 
     name = "Reducer"
@@ -66,24 +75,28 @@ class Reducer:
         return self.name
 
     def check(self, dtype: torch.dtype) -> None:
-        """Raise TypeError naming the dtype where the operator has no meaning on it."""
+        """Check that the operator has a meaning on a dtype.
+
+        Raises:
+            TypeError: It has none; the text names the dtype.
+        """
         raise NotImplementedError
 
     def algorithm(self, nbytes: int, size: int) -> str:
-        """The all-reduce algorithm for a buffer of `nbytes` over `size` ranks."""
+        """Return the algorithm that `auto` takes for `nbytes` over `size` ranks, by size only."""
         raise NotImplementedError
 
     def reduce(self, operands: Operands) -> None:
-        """Write parts[0] (op) parts[1] (op) ... to out, in every piece."""
+        """Write the parts of every piece, joined from left to right, to its `out`."""
         raise NotImplementedError
 
     def finish(self, buffer: torch.Tensor, size: int) -> None:
-        """What is left to do on the reduced buffer, once: to each element, perhaps part by part."""
+        """Do what is left on the reduced buffer, element by element; it may come in parts."""
 
 
 @lru_cache
 def _computes(operator: Callable[..., torch.Tensor], dtype: torch.dtype) -> bool:
-    """Whether torch adds, say, tensors of the dtype, as it does not those of 8-bit floats."""
+    """Return whether torch has the operator for the dtype; it adds no 8-bit floats."""
     one = torch.empty(1, dtype=dtype, device="cpu")
     try:
         operator(one, one)
@@ -93,7 +106,7 @@ def _computes(operator: Callable[..., torch.Tensor], dtype: torch.dtype) -> bool
 
 
 class SumReducer(Reducer):
-    """Elementwise sum; every hop rounds to the buffer's dtype, as NCCL and gloo do."""
+    """The elementwise sum; each addition rounds to the buffer's dtype, as NCCL's and gloo's do."""
 
     name = "Sum"
     reduces_in_shared_memory = True
@@ -111,8 +124,8 @@ class SumReducer(Reducer):
 
     def reduce(self, operands: Operands) -> None:
         for parts, out, _ in operands.pieces:
-            # Sums of integers and complex numbers are torch's own. Those of two floating ones are
-            # the same bits, and looking at the arguments again costs more than a small sum.
+            # torch sums integers and complex numbers. On the CPU it also adds two floating-point
+            # tensors: the bits are the same, and kernels' checks cost more than a small sum.
             if out.dtype in kernels.DTYPES and (len(parts) > 2 or not out.is_cpu):
                 kernels.sum_n(parts, out=out)
             else:
@@ -137,7 +150,7 @@ class AverageReducer(SumReducer):
 
 
 class MaxReducer(Reducer):
-    """Elementwise maximum; what ranks agree on their arguments with."""
+    """The elementwise maximum, with which ranks compare the arguments of a call."""
 
     name = "Max"
     reduces_in_shared_memory = True
@@ -157,7 +170,7 @@ class MaxReducer(Reducer):
 def _fold(
     operator: Callable[..., torch.Tensor], parts: Sequence[torch.Tensor], out: torch.Tensor
 ) -> None:
-    """out = the parts joined by a binary operator, left to right."""
+    """Write the parts, joined by a binary operator from left to right, to `out`."""
     *first, last = parts
     operator(reduce(operator, first), last, out=out)
 

@@ -1,1 +1,1 @@
-"""Collectives as plain data: schedules, the algorithms that make them, and their verification."""
+"""Collectives as plain data: schedules, the algorithms that generate them, their verification."""

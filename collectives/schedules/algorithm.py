@@ -1,4 +1,4 @@
-"""The record of an all-reduce algorithm: all that the rest of the package knows of it."""
+"""What the rest of the package knows of an all-reduce algorithm: its record."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Order(Enum):
     LINE = "in rank order"
 
     def tree(self, leaves: Sequence[Any]) -> Any:
-        """The leaves as nested pairs.
+        """Return the leaves as nested pairs.
 
         LINE: ((0, 1), 2), ... BALANCED: with P the largest power of two <= n, the first 2 (n - P)
         leaves pair; then neighbours pair, then neighbouring pairs, and so on.
@@ -51,8 +51,11 @@ class Shards(Enum):
 class Level(NamedTuple):
     """The ranks that an all-reduce runs over: all of them, those of one node, or one a node.
 
-    topology: where the ranks are, None where they are one a node. one_tree: whether the operator
-    needs the same expression tree for every element.
+    Attributes:
+        size: Number of ranks.
+        shards: As in `name#shards`.
+        topology: Where the ranks are; None where there is one a node.
+        one_tree: Whether the operator needs the same expression tree for every element.
     """
 
     size: int
@@ -64,9 +67,14 @@ class Level(NamedTuple):
 class BulkStep(NamedTuple):
     """The messages of one step, of all ranks at once: a row a message.
 
-    source, target: ranks. share: of the buffer, in each message. ways: how many received messages
-    make one reduction with this one (1 where ranks reduce in pairs), 0 for a copy. times: how many
-    such steps follow each other. members: the groups of the step's reductions, one a row.
+    Attributes:
+        source: The rank that sends each.
+        target: The rank that receives it.
+        share: Length of each message as a fraction of the buffer.
+        ways: How many received messages make one reduction with this one (1 where ranks reduce in
+            pairs), 0 for a copy.
+        times: How many such steps follow each other.
+        members: The groups of the step's reductions, one a row.
     """
 
     source: Ints
@@ -77,7 +85,7 @@ class BulkStep(NamedTuple):
     members: Ints | None = None
 
     def sharded(self, shards: int) -> BulkStep:
-        """The same with every message in so many pieces."""
+        """Return the step with every message in `shards` pieces."""
         ways = np.tile(self.ways, shards) if isinstance(self.ways, np.ndarray) else self.ways
         source, target = np.tile(self.source, shards), np.tile(self.target, shards)
         return self._replace(source=source, target=target, share=self.share / shards, ways=ways)
@@ -86,8 +94,11 @@ class BulkStep(NamedTuple):
 class ClosedForm(NamedTuple):
     """A schedule's steps for all ranks at once, for sizes at which walking the ranks takes hours.
 
-    scatter, gather: the steps of a ScatterGather; all steps are in scatter where the algorithm is
-    none. owners: of the ScatterGather's regions, in ascending order. gathered: as in a Schedule.
+    Attributes:
+        scatter: The steps of a ScatterGather's first part; all steps where there are no parts.
+        gather: The steps of its second part.
+        owners: The owners of its regions, in ascending order.
+        gathered: As in a Schedule.
     """
 
     scatter: Sequence[BulkStep]
@@ -96,7 +107,7 @@ class ClosedForm(NamedTuple):
     gathered: bool = False
 
     def sharded(self, shards: int) -> ClosedForm:
-        """The same with every message in so many pieces."""
+        """Return the steps with every message in `shards` pieces."""
         scatter, gather = (
             [step.sharded(shards) for step in steps] for steps in (self.scatter, self.gather)
         )
@@ -105,14 +116,20 @@ class ClosedForm(NamedTuple):
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One name of the specification string.
+    """An algorithm of the specification string.
 
-    summary: what it does, as the README's table says. order: of the ranks where the operator needs
-    one tree; None where the algorithm cannot carry such an operator. schedule: the all-reduce of a
-    level, None for a library's own. closed_form: that schedule's, with about so many steps looked
-    at in a long pipeline; the tests hold it to the schedule. scatter_gather: the same all-reduce in
-    two parts, where it may stand inside a node. outer: whether it may stand across nodes. shards:
-    how many it takes. on_host: whether it reduces in host memory.
+    Attributes:
+        name: As in the specification.
+        summary: What it does, as in the README's table.
+        order: The order of the ranks for an operator that needs one tree; None where the algorithm
+            cannot carry such an operator.
+        schedule: Makes the all-reduce of a level; None for a library's own.
+        closed_form: Makes the same in closed form, of a long pipeline with about as many steps as
+            the second argument says. The tests compare it with the schedule.
+        scatter_gather: Makes the same all-reduce in two parts, where it may stand inside a node.
+        outer: Whether it may stand across nodes.
+        shards: How many shards it takes.
+        on_host: Whether it reduces in host memory.
     """
 
     name: str
@@ -136,16 +153,22 @@ class Algorithm:
         return self.is_library or self.scatter_gather is not None
 
     def most_shards(self, size: int, local_size: int) -> int | None:
-        """The most shards it takes over `size` ranks; None for any number.
+        """Return the most shards that it takes, None for any number.
 
-        local_size: of a node of the whole topology.
+        Args:
+            size: Number of ranks that it runs over.
+            local_size: Ranks of a node of the whole topology.
         """
         if self.shards is Shards.PER_RANK:
             return size
         return local_size if self.shards is Shards.PER_LOCAL_RANK and size > 1 else None
 
     def check_shards(self, shards: int, size: int, local_size: int) -> None:
-        """Raise ValueError for more shards than it takes over `size` ranks."""
+        """Check a number of shards; size and local_size are as for `most_shards`.
+
+        Raises:
+            ValueError: It is less than 1, or more than the algorithm takes.
+        """
         most = self.most_shards(size, local_size)
         if shards < 1:
             raise ValueError(f"{self.name} takes at least 1 shard, got {shards}")

@@ -11,6 +11,8 @@ from functools import lru_cache
 
 from collectives.schedules.schedule import IDLE, Collective, Schedule, Step, Transfer
 
+__all__ = ["broadcast"]
+
 
 def _steps(size: int, root: int, rank: int) -> Iterator[Step]:
     position = (rank - root) % size
@@ -27,7 +29,7 @@ def _steps(size: int, root: int, rank: int) -> Iterator[Step]:
 
 @lru_cache(maxsize=256)
 def broadcast(size: int, root: int) -> Schedule:
-    """`root`'s buffer to every rank."""
+    """Return the schedule that sends `root`'s buffer to every rank."""
     return Schedule(
         "tree broadcast",
         size,

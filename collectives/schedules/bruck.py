@@ -19,9 +19,11 @@ import numpy as np
 from collectives.schedules.algorithm import Algorithm, BulkStep, ClosedForm, Order
 from collectives.schedules.schedule import Collective, Schedule, Step, Transfer, sharded
 
+__all__ = ["BRUCK", "all_reduce", "closed_form"]
+
 
 def _steps(size: int, rank: int) -> Iterator[Step]:
-    """Before the step of distance d a rank has the vectors of d ranks from its own on."""
+    """Yield a rank's steps; before distance d it has the vectors of d ranks, from its own on."""
     distance = 1
     while distance < size:
         count = min(distance, size - distance)
@@ -33,7 +35,7 @@ def _steps(size: int, rank: int) -> Iterator[Step]:
 
 
 def _vectors(size: int, peer: int, first: int, count: int) -> tuple[Transfer, ...]:
-    """Those of `count` ranks from `first` on, to or from `peer`; rank 0 comes after the last."""
+    """Return the vectors of `count` ranks from `first` on, where rank 0 follows the last."""
     wrapped = max(first + count - size, 0)
     whole = (Transfer(peer, first, first + count - wrapped),)
     return (*whole, Transfer(peer, 0, wrapped)) if wrapped else whole
@@ -41,7 +43,7 @@ def _vectors(size: int, peer: int, first: int, count: int) -> tuple[Transfer, ..
 
 @lru_cache(maxsize=256)
 def all_reduce(size: int) -> Schedule:
-    """`bruck`: ceil(log2 n) steps, n - 1 buffers each way."""
+    """Return `bruck`: ceil(log2 n) steps, n - 1 buffers each way."""
     return Schedule(
         "bruck",
         size,
@@ -53,7 +55,7 @@ def all_reduce(size: int) -> Schedule:
 
 
 def closed_form(size: int) -> ClosedForm:
-    """The steps of `all_reduce` for all ranks at once."""
+    """Return the steps of `all_reduce` for all ranks at once."""
     ranks, distances = np.arange(size), [1 << level for level in range((size - 1).bit_length())]
     steps = [BulkStep(ranks, (ranks - d) % size, float(min(d, size - d))) for d in distances]
     return ClosedForm(steps, gathered=True)

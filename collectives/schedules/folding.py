@@ -3,8 +3,8 @@
 With P the largest power of two <= n and r = n - P, ranks (0, 1), (2, 3), ... of the first 2r reduce
 pairwise; the even one of each pair and the remaining ranks, P in all, are the leaves of a balanced
 tree in rank order; at the end the even ranks send the result to the odd ones. Folding costs two
-steps and two whole buffers on the folded ranks' links. Source: Thakur, Rabenseifner and Gropp,
-"Optimization of collective communication operations in MPICH", IJHPCA 2005.
+steps, and a whole buffer each way between the ranks of a pair. Source: Thakur, Rabenseifner and
+Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 2005.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ import numpy as np
 from collectives.schedules.algorithm import BulkStep, Ints
 from collectives.schedules.schedule import IDLE, Action, Step, Transfer
 
+__all__ = ["Fold", "bulk_fold_in", "bulk_fold_out", "fold_in", "fold_out", "on_leaves"]
+
 
 @dataclass(frozen=True)
 class Fold:
-    """How `size` ranks map to the leaves of a balanced tree."""
+    """The map of `size` ranks to the leaves of a balanced tree."""
 
     size: int
 
@@ -30,26 +32,26 @@ class Fold:
 
     @property
     def leaves(self) -> int:
-        """P, the largest power of two that is no more than `size`."""
+        """P, the largest power of two that is at most `size`."""
         return 1 << (self.size.bit_length() - 1)
 
     @property
     def extra(self) -> int:
-        """r = size - P, the number of ranks folded away."""
+        """The number of ranks folded away, r = size - P."""
         return self.size - self.leaves
 
     def rank(self, leaf: int) -> int:
-        """The rank that stands for a leaf."""
+        """Return the rank that stands for a leaf."""
         return 2 * leaf if leaf < self.extra else leaf + self.extra
 
     def leaf(self, rank: int) -> int | None:
-        """The leaf a rank stands for, None if it was folded away."""
+        """Return the leaf that a rank stands for, None if it was folded away."""
         if rank >= 2 * self.extra:
             return rank - self.extra
         return None if rank % 2 else rank // 2
 
     def block(self, leaf: int, width: int) -> tuple[int, ...]:
-        """The ranks of the aligned block of `width` leaves that `leaf` is in."""
+        """Return the ranks of the aligned block of `width` leaves that `leaf` is in."""
         first = leaf - leaf % width
         return tuple(self.rank(other) for other in range(first, first + width))
 
@@ -61,7 +63,7 @@ class Fold:
 
 
 def fold_in(fold: Fold, rank: int, chunks: int) -> Iterator[Step]:
-    """The step in which the odd ranks of the pairs are reduced into the even ones, if any."""
+    """Yield the step in which even ranks of the pairs reduce what the odd ones send, if any."""
     if fold.extra:
         if rank >= 2 * fold.extra:
             yield IDLE
@@ -73,7 +75,7 @@ def fold_in(fold: Fold, rank: int, chunks: int) -> Iterator[Step]:
 
 
 def fold_out(fold: Fold, rank: int, chunks: int) -> Iterator[Step]:
-    """The step in which the odd ranks of the pairs are sent the result, if any."""
+    """Yield the step in which odd ranks of the pairs are sent the result, if any."""
     if fold.extra:
         if rank >= 2 * fold.extra:
             yield IDLE
@@ -86,7 +88,7 @@ def fold_out(fold: Fold, rank: int, chunks: int) -> Iterator[Step]:
 def on_leaves(
     fold: Fold, rank: int, count: int, steps: Callable[[Fold, int], Iterator[Step]]
 ) -> Iterator[Step]:
-    """The `count` steps of `steps(fold, leaf)`; ranks that are no leaf stay idle as long."""
+    """Yield the `count` steps of `steps(fold, leaf)`; a rank that is no leaf idles meanwhile."""
     leaf = fold.leaf(rank)
     if leaf is None:
         yield from [IDLE] * count
@@ -95,12 +97,12 @@ def on_leaves(
 
 
 def bulk_fold_in(fold: Fold) -> list[BulkStep]:
-    """`fold_in` for all ranks at once."""
+    """Return `fold_in` for all ranks at once."""
     kept = 2 * np.arange(fold.extra)
     return [BulkStep(kept + 1, kept, 1.0, ways=1, members=kept[:, None])] if fold.extra else []
 
 
 def bulk_fold_out(fold: Fold) -> list[BulkStep]:
-    """`fold_out` for all ranks at once."""
+    """Return `fold_out` for all ranks at once."""
     kept = 2 * np.arange(fold.extra)
     return [BulkStep(kept, kept + 1, 1.0)] if fold.extra else []

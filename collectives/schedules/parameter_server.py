@@ -4,9 +4,9 @@ Wins where latency is all that counts and ranks are few: two steps, whatever the
 shards on k gather ranks spread over the n ranks, a gather rank sends and receives (n + k - 2) / k
 of the buffer, any other rank the whole of it; a gather rank needs (n - 1) / k of it as extra
 memory, which `pscpu` takes on the host and `psgpu` on the device. Each shard is reduced in one
-n-way pass in rank order, so every shard has the tree ((0 · 1) · 2) · ... Sources: Li et al.,
-"Scaling distributed machine learning with the parameter server", OSDI 2014; the shuffle all-reduce
-of the TensorFlow benchmarks.
+n-way pass in rank order, so every shard has the tree ((0 · 1) · 2) · ...; for an operator that
+needs one tree, shards are whole segments. Sources: Li et al., "Scaling distributed machine learning
+with the parameter server", OSDI 2014; the shuffle all-reduce of the TensorFlow benchmarks.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import numpy as np
 
 from collectives.schedules.algorithm import Algorithm, BulkStep, ClosedForm, Order, Shards
 from collectives.schedules.schedule import Action, ScatterGather, Schedule, Step, Transfer
+
+__all__ = ["PSCPU", "PSGPU", "all_reduce", "closed_form", "scatter_gather"]
 
 
 def _scatter(size: int, owners: tuple[int, ...], rank: int, whole_segments: bool) -> Iterator[Step]:
@@ -50,7 +52,7 @@ def _gather(size: int, owners: tuple[int, ...], rank: int) -> Iterator[Step]:
 
 
 def _owners(size: int, shards: int) -> tuple[int, ...]:
-    """The gather rank of every shard; `shards` is at most `size`."""
+    """Return the gather rank of every shard; `shards` is at most `size`."""
     return tuple(i * size // shards for i in range(shards))
 
 
@@ -58,9 +60,14 @@ def _owners(size: int, shards: int) -> tuple[int, ...]:
 def scatter_gather(
     size: int, shards: int = 1, name: str = "pscpu", *, whole_segments: bool = False
 ) -> ScatterGather:
-    """`shards` regions on as many gather ranks, from 1 to `size`.
+    """Return the shuffle of `shards` regions to as many gather ranks and back.
 
-    whole_segments: whether the regions are, so that a gather rank reduces by itself.
+    Args:
+        size: Number of ranks.
+        shards: From 1 to `size`.
+        name: What it is called.
+        whole_segments: Whether regions hold whole segments, so that a gather rank reduces them by
+            itself with any operator.
     """
     owners = _owners(size, shards)
     return ScatterGather(
@@ -77,13 +84,13 @@ def scatter_gather(
 def all_reduce(
     size: int, shards: int = 1, name: str = "pscpu", *, whole_segments: bool = False
 ) -> Schedule:
-    """`pscpu` or `psgpu`; with whole_segments for operators that are not associative."""
+    """Return `pscpu` or `psgpu`; whole_segments is for operators that need one tree."""
     schedule = scatter_gather(size, shards, name, whole_segments=whole_segments).all_reduce()
     return replace(schedule, whole_segments=whole_segments)
 
 
 def closed_form(size: int, shards: int) -> ClosedForm:
-    """The steps of `scatter_gather` for all ranks at once."""
+    """Return the steps of `scatter_gather` for all ranks at once."""
     owners = np.array(_owners(size, shards))
     source, target = np.tile(np.arange(size), shards), np.repeat(owners, size)
     others = source != target

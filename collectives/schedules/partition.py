@@ -1,16 +1,21 @@
-"""Cutting a buffer into nearly equal pieces."""
+"""Nearly equal pieces of a buffer."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
 
+__all__ = ["segment_bounds", "split_bounds"]
+
 
 def split_bounds(numel: int, pieces: int) -> list[int]:
-    """Boundaries of `pieces` consecutive pieces of `numel` elements: `pieces + 1` offsets.
+    """Return the `pieces + 1` boundaries of consecutive pieces of `numel` elements.
 
     Sizes differ by at most one, the larger pieces come first, and pieces may be empty.
-    Raises ValueError for a negative `numel` or fewer than one piece, TypeError for no ints.
+
+    Raises:
+        TypeError: An argument is not an int.
+        ValueError: `numel` is negative, or `pieces` less than 1.
     """
     for name, value in (("numel", numel), ("pieces", pieces)):
         if not isinstance(value, int):
@@ -24,15 +29,18 @@ def split_bounds(numel: int, pieces: int) -> list[int]:
 
 
 def segment_bounds(segments: Sequence[int], pieces: int) -> list[int]:
-    """Boundaries of `pieces` consecutive pieces of whole segments, as equal as those allow.
+    """Return the boundaries of consecutive pieces of whole segments, as equal as those allow.
 
-    segments: element boundaries (0, ..., numel), not descending. Each boundary of `split_bounds`
-    moves to the nearest one of a segment, so pieces may be empty.
+    Each boundary of `split_bounds` moves to the nearest one of a segment, so pieces may be empty.
+
+    Args:
+        segments: Element boundaries (0, ..., numel), not descending.
+        pieces: How many pieces there are.
     """
-    cuts = []
+    bounds = []
     for ideal in split_bounds(segments[-1], pieces):
         above = bisect_left(segments, ideal)
         below = max(above - 1, 0)
         nearer = ideal - segments[below] < segments[above] - ideal
-        cuts.append(segments[below if nearer else above])
-    return cuts
+        bounds.append(segments[below if nearer else above])
+    return bounds

@@ -1,9 +1,9 @@
 """Recursive doubling of the whole buffer.
 
-Wins on small messages: log2 n steps, the fewest there are, each moving the whole buffer (folding
-adds two steps), which is also what it needs as extra memory. Every rank holds both operands whole,
-so an operator that needs whole-vector sums computes them without a message. Source: Thakur,
-Rabenseifner and Gropp, IJHPCA 2005.
+Wins on small messages: log2 n steps, the fewest there are for a power of two (folding adds two),
+each moving the whole buffer, which is also what it needs as extra memory. Every rank holds both
+operands whole, so an operator that needs whole-vector sums computes them without a message. Source:
+Thakur, Rabenseifner and Gropp, IJHPCA 2005.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from collectives.schedules.schedule import (
     sharded,
 )
 
+__all__ = ["RD", "all_reduce", "closed_form"]
+
 
 def _doubling(fold: Fold, leaf: int) -> Iterator[Step]:
     distance = 1
@@ -47,7 +49,7 @@ def _doubling(fold: Fold, leaf: int) -> Iterator[Step]:
 
 @lru_cache(maxsize=256)
 def all_reduce(size: int) -> Schedule:
-    """`rd`: log2 n steps of the whole buffer each way."""
+    """Return `rd`: log2 n steps of the whole buffer each way."""
     fold = Fold(size)
     levels = fold.leaves.bit_length() - 1
 
@@ -60,7 +62,7 @@ def all_reduce(size: int) -> Schedule:
 
 
 def closed_form(size: int) -> ClosedForm:
-    """The steps of `all_reduce` for all ranks at once."""
+    """Return the steps of `all_reduce` for all ranks at once."""
     fold = Fold(size)
     ranks, leaves = fold.ranks, np.arange(fold.leaves)
     doubling = [

@@ -36,9 +36,11 @@ from collectives.schedules.schedule import (
     sharded,
 )
 
+__all__ = ["RECHD", "VHDD", "Level", "all_reduce", "closed_form", "levels", "scatter_gather"]
+
 
 class Level(NamedTuple):
-    """One halving of a leaf's chunks: with whom, what it keeps and what it gives away."""
+    """One halving of a leaf's chunks: how far its partner is, what it keeps and gives away."""
 
     distance: int
     keep: tuple[int, int]
@@ -46,7 +48,7 @@ class Level(NamedTuple):
 
 
 def levels(fold: Fold, leaf: int) -> list[Level]:
-    """A leaf's halvings, from all chunks to its last one."""
+    """Return a leaf's halvings, from all chunks to its last one."""
     start, stop = 0, fold.leaves
     found = []
     distance = 1
@@ -79,7 +81,7 @@ def _doubling(fold: Fold, leaf: int) -> Iterator[Step]:
 
 @lru_cache(maxsize=64)
 def scatter_gather(size: int, name: str = "rechd") -> ScatterGather:
-    """Recursive halving and recursive doubling; ranks folded away own nothing."""
+    """Return recursive halving and recursive doubling; ranks folded away own nothing."""
     fold = Fold(size)
     count = fold.leaves.bit_length() - 1
     owners = [0] * fold.leaves
@@ -100,12 +102,12 @@ def scatter_gather(size: int, name: str = "rechd") -> ScatterGather:
 
 @lru_cache(maxsize=64)
 def all_reduce(size: int, name: str = "rechd") -> Schedule:
-    """2 log2 n steps, 2 (n - 1) / n of the buffer each way."""
+    """Return `rechd`: 2 log2 n steps, 2 (n - 1) / n of the buffer each way."""
     return scatter_gather(size, name).all_reduce()
 
 
 def closed_form(size: int) -> ClosedForm:
-    """The steps of `scatter_gather` for all ranks at once."""
+    """Return the steps of `scatter_gather` for all ranks at once."""
     fold = Fold(size)
     ranks, leaves = fold.ranks, np.arange(fold.leaves)
     halving = [

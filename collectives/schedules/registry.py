@@ -45,22 +45,31 @@ LIBRARIES = frozenset(ALGORITHMS) - frozenset(SCHEDULES)
 
 
 def algorithm(name: str) -> Algorithm:
-    """The record of a name; ValueError where there is none."""
+    """Return the record of a name.
+
+    Raises:
+        ValueError: There is none.
+    """
     if name not in ALGORITHMS:
         raise ValueError(f"{name!r} is no algorithm: use {', '.join(ALGORITHMS)}")
     return ALGORITHMS[name]
 
 
 def whole_level(name: str, shards: int, topology: Topology, *, one_tree: bool = False) -> Level:
-    """All ranks of `topology`; ValueError for more shards than the algorithm takes there."""
+    """Return the level of all ranks.
+
+    Raises:
+        ValueError: The name is unknown, or takes fewer shards there.
+    """
     algorithm(name).check_shards(shards, topology.size, topology.local_size)
     return Level(topology.size, shards, topology, one_tree)
 
 
 def inner_level(name: str, shards: int, topology: Topology) -> Level:
-    """The ranks of one node; a node of one rank takes any number of shards.
+    """Return the level of one node's ranks; a node of one rank takes any number of shards.
 
-    Raises ValueError as whole_level, and for an algorithm that may not stand there.
+    Raises:
+        ValueError: As for whole_level, or the algorithm may not stand there.
     """
     record = algorithm(name)
     if not record.inner:
@@ -73,9 +82,10 @@ def inner_level(name: str, shards: int, topology: Topology) -> Level:
 
 
 def outer_level(name: str, shards: int, topology: Topology, *, one_tree: bool = False) -> Level:
-    """The ranks that stand for the nodes; one node takes any number of shards.
+    """Return the level of one rank a node; a single node takes any number of shards.
 
-    Raises ValueError as whole_level, and for an algorithm that may not stand there.
+    Raises:
+        ValueError: As for whole_level, or the algorithm may not stand there.
     """
     record = algorithm(name)
     if not record.outer:
@@ -89,12 +99,16 @@ def outer_level(name: str, shards: int, topology: Topology, *, one_tree: bool = 
 
 @lru_cache(maxsize=256)
 def one_level(name: str, shards: int, topology: Topology, *, one_tree: bool = False) -> Schedule:
-    """The all-reduce of all ranks by an algorithm of the specification string.
+    """Return the all-reduce of all ranks by an algorithm of the specification string.
 
-    one_tree: for an operator that needs one expression tree. The record's `order` says which tree
-    that is; a schedule with whole_segments keeps segments whole for it.
+    Args:
+        name: The algorithm.
+        shards: As in `name#shards`.
+        topology: Where the ranks are.
+        one_tree: Whether the operator needs one expression tree; the record's `order` says which.
 
-    Raises ValueError for more shards than the algorithm takes and for a name that is no schedule's.
+    Raises:
+        ValueError: The name is unknown or a library's, or it takes fewer shards.
     """
     return _schedule(name, whole_level(name, shards, topology, one_tree=one_tree))
 
@@ -109,13 +123,22 @@ def two_levels(
     *,
     one_tree: bool = False,
 ) -> Schedule:
-    """The all-reduce by `inner` inside every node (phase 0) and `outer` across nodes (phase 1).
+    """Return the all-reduce by `inner` inside every node and `outer` across nodes.
 
-    An `inner` that is a library's is run before the schedule, which starts from its answer.
-    one_tree: as for one_level, of the outer level; the leaves of the tree are then the nodes in
-    their order.
+    Inner reductions are phase 0, outer ones phase 1. An `inner` that is a library's runs before the
+    schedule, which starts from its result.
 
-    Raises ValueError as inner_level and outer_level.
+    Args:
+        inner: The algorithm inside a node.
+        inner_shards: Its shards.
+        outer: The algorithm across nodes.
+        outer_shards: Its shards.
+        topology: Where the ranks are.
+        one_tree: As for one_level, of the outer level; the leaves of the tree are then the nodes in
+            their order.
+
+    Raises:
+        ValueError: As for inner_level and outer_level.
     """
     near = inner_level(inner, inner_shards, topology)
     far = outer_level(outer, outer_shards, topology, one_tree=one_tree)

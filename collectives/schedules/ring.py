@@ -35,32 +35,48 @@ from collectives.schedules.schedule import (
     sharded,
 )
 
+__all__ = [
+    "XRING",
+    "Orders",
+    "all_gather",
+    "all_reduce",
+    "linear_all_reduce",
+    "reduce",
+    "reduce_scatter",
+    "scatter_gather",
+]
+
 Orders = tuple[tuple[int, ...], ...]
 
 
 def _rings(orders: Orders, rank: int, lag: int) -> Iterator[Step]:
-    """Once round every ring, starting with the chunk of the rank `lag` positions before.
+    """Yield the steps once round every ring, from the chunk of the rank `lag` positions before.
 
     The chunks of owner r are [r k, (r + 1) k), one for each of the k rings.
     """
     size, rings = len(orders[0]), len(orders)
-    places = [order.index(rank) for order in orders]
+    positions = [order.index(rank) for order in orders]
     action = Action.REDUCE_LEFT if lag else Action.COPY
     for hop in range(lag, lag + size - 1):
         sends, recvs = [], []
-        for ring, (order, place) in enumerate(zip(orders, places, strict=True)):
-            out = order[(place - hop) % size] * rings + ring
-            into = order[(place - hop - 1) % size] * rings + ring
-            sends.append(Transfer(order[(place + 1) % size], out, out + 1))
-            recvs.append(Transfer(order[place - 1], into, into + 1, action))
+        for ring, (order, at) in enumerate(zip(orders, positions, strict=True)):
+            out = order[(at - hop) % size] * rings + ring
+            into = order[(at - hop - 1) % size] * rings + ring
+            sends.append(Transfer(order[(at + 1) % size], out, out + 1))
+            recvs.append(Transfer(order[at - 1], into, into + 1, action))
         yield Step(tuple(sends), tuple(recvs))
 
 
 @lru_cache(maxsize=64)
 def scatter_gather(size: int, orders: Orders | None = None) -> ScatterGather:
-    """One ring for each of `orders`, each on 1/k of every rank's region.
+    """Return k rings at once, one for each of `orders`, each on 1/k of every rank's region.
 
-    orders: the ranks by their position on each ring; one ring 0, 1, ..., size - 1 unless given.
+    Args:
+        size: Number of ranks.
+        orders: The ranks by their position on each ring; one ring 0, 1, ..., size - 1 unless given.
+
+    Raises:
+        ValueError: `size` is less than 1, or an order is no permutation of the ranks.
     """
     if size < 1:
         raise ValueError(f"size must be at least 1, got {size}")
@@ -79,20 +95,20 @@ def scatter_gather(size: int, orders: Orders | None = None) -> ScatterGather:
 
 @lru_cache(maxsize=64)
 def all_reduce(size: int, orders: Orders | None = None) -> Schedule:
-    """`xring`, or `xring#k` with k orders (topology.ring_orders): all k rings at once."""
+    """Return `xring`, or `xring#k` with k orders (`Topology.ring_orders`): all k rings at once."""
     return scatter_gather(size, orders).all_reduce()
 
 
 @lru_cache(maxsize=64)
 def reduce_scatter(size: int) -> Schedule:
-    """n - 1 steps; every rank sends and receives (n - 1) / n of the buffer and owns chunk rank."""
+    """Return n - 1 steps that leave chunk r reduced on rank r; each moves 1 / n of the buffer."""
     steps = scatter_gather(size).scatter
     return Schedule("ring reduce_scatter", size, size, Collective.REDUCE_SCATTER, steps)
 
 
 @lru_cache(maxsize=64)
 def all_gather(size: int) -> Schedule:
-    """n - 1 steps; every rank sends and receives (n - 1) / n of the buffer."""
+    """Return n - 1 steps that send every rank's chunk round the ring."""
     steps = scatter_gather(size).gather
     return Schedule("ring all_gather", size, size, Collective.ALL_GATHER, steps)
 
@@ -100,11 +116,11 @@ def all_gather(size: int) -> Schedule:
 def _line(
     order: Sequence[int], rank: int, chunks: int, first: int, action: Action
 ) -> Iterator[tuple[tuple[Transfer, ...], tuple[Transfer, ...]]]:
-    """What a rank sends and receives while chunks follow each other down a line of ranks.
+    """Yield what a rank sends and receives while chunks follow each other down a line of ranks.
 
-    The first chunk leaves the line's first rank in step `first`; endless.
+    The first chunk leaves the line's first rank in step `first`. There is no last step.
     """
-    place = order.index(rank)
+    at = order.index(rank)
 
     def transfer(step: int, hop: int, peer: int, action: Action) -> tuple[Transfer, ...]:
         chunk = step - first - hop
@@ -112,16 +128,16 @@ def _line(
 
     step = 0
     while True:
-        last = place == len(order) - 1
-        sends = () if last else transfer(step, place, order[place + 1], Action.COPY)
-        recvs = transfer(step, place - 1, order[place - 1], action) if place else ()
+        last = at == len(order) - 1
+        sends = () if last else transfer(step, at, order[at + 1], Action.COPY)
+        recvs = transfer(step, at - 1, order[at - 1], action) if at else ()
         yield sends, recvs
         step += 1
 
 
 @lru_cache(maxsize=64)
 def linear_all_reduce(size: int, chunks: int | None = None) -> Schedule:
-    """`xring` for Adasum: ((0 · 1) · 2) · ... for every segment; 4n chunks unless given."""
+    """Return `xring` for Adasum: ((0 · 1) · 2) · ... for every segment; 4n chunks unless given."""
     pieces = 4 * size if chunks is None else chunks
 
     def steps(rank: int) -> Iterator[Step]:
@@ -137,7 +153,7 @@ def linear_all_reduce(size: int, chunks: int | None = None) -> Schedule:
 
 @lru_cache(maxsize=256)
 def reduce(size: int, root: int, chunks: int | None = None) -> Schedule:
-    """Everything to `root` along root + 1, root + 2, ..., root; n chunks unless given."""
+    """Return the reduction along root + 1, root + 2, ..., root; n chunks unless given."""
     pieces = size if chunks is None else chunks
 
     def steps(rank: int) -> Iterator[Step]:
@@ -180,7 +196,7 @@ def _closed_rings(orders: Orders) -> ClosedForm:
 
 
 def _closed_line(size: int, samples: int) -> list[BulkStep]:
-    """The pipeline there and onward; of a long one, steps evenly spread that stand for the rest."""
+    """Return both pipelines' steps; of many, some evenly spread ones that stand for the rest."""
     if size == 1:
         return []
     chunks = 4 * size

@@ -1,8 +1,8 @@
-"""Schedules: a collective as plain data, one step after the other for every rank.
+"""A collective as plain data: the steps of every rank.
 
 A schedule runs in lockstep: what rank a sends to rank b in its step t, rank b receives in its own
 step t. All messages of a step are posted together, so a schedule whose sends and receives match
-step by step cannot deadlock. `proof.verify` proves that, and that the answer is right.
+step by step cannot deadlock. `verify.verify` proves that, and that the result is right.
 """
 
 from __future__ import annotations
@@ -13,12 +13,24 @@ from enum import Enum
 from functools import lru_cache
 from typing import NamedTuple
 
+__all__ = [
+    "IDLE",
+    "Action",
+    "Collective",
+    "ScatterGather",
+    "Schedule",
+    "Step",
+    "Transfer",
+    "sharded",
+    "steps_of",
+]
+
 
 class Action(Enum):
-    """What a receiver does with a message; the side says which operand the message is.
+    """What a receiver does with a message; LEFT and RIGHT say which operand the message is.
 
-    Several REDUCE receives of one range in one step are one n-way reduction, left to right: those
-    LEFT in the order listed, the receiver's own value, those RIGHT in the order listed.
+    Several REDUCE receives of one range in one step are one n-way reduction from left to right:
+    the LEFT ones in the order listed, the receiver's own value, the RIGHT ones in the order listed.
     """
 
     COPY = "copy"
@@ -27,9 +39,9 @@ class Action(Enum):
 
 
 class Collective(Enum):
-    """What a schedule must leave behind. Piece i of reduce_scatter and all_gather is chunk i.
+    """What a schedule computes. Rank i's piece in REDUCE_SCATTER and ALL_GATHER is chunk i.
 
-    REDUCE leaves the answer on the root; the other ranks' buffers hold partial results.
+    REDUCE leaves the result on the root; the other ranks' buffers hold partial results.
     """
 
     ALL_REDUCE = "all_reduce"
@@ -40,7 +52,7 @@ class Collective(Enum):
 
 
 class Transfer(NamedTuple):
-    """Chunks [start, stop) to or from `peer`. `action` concerns receives only."""
+    """Chunks [start, stop) to or from `peer`; `action` is for receives only."""
 
     peer: int
     start: int
@@ -49,16 +61,19 @@ class Transfer(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The messages one rank exchanges at once.
+    """The messages that one rank exchanges at once.
 
-    `group` names, in ascending order, the ranks whose reductions of this step together cover both
-    whole operands; a rank that holds all of several vectors is a group by itself. It is empty when
-    the operands are no whole vectors (a ring reduces another pair in every chunk): reducers that
-    need whole-vector sums cannot use such a step. Where chunks are whole segments, every rank that
-    reduces is a group by itself. What a rank with a group reduces is one range, in ascending order
-    where it comes in pieces.
-    `phase` says which of the run's reducers the REDUCE receives use: a two-level Adasum sums within
-    a node in phase 0 and projects across nodes in phase 1.
+    Attributes:
+        sends: What it sends.
+        recvs: What it receives.
+        group: The ranks, in ascending order, whose reductions of this step together cover the whole
+            operands, so that a reducer can sum over all of both vectors (Adasum's dot products). A
+            rank that holds several whole vectors, or whole segments of them, is a group by itself.
+            Empty where the operands are not whole vectors (a ring reduces another pair in every
+            chunk): reducers that need such sums cannot use the step. What a rank with a group
+            reduces is one range, in ascending order where it comes in pieces.
+        phase: Which of the run's reducers the REDUCE receives use. A two-level Adasum sums inside a
+            node in phase 0 and runs Adasum across nodes in phase 1.
     """
 
     sends: tuple[Transfer, ...] = ()
@@ -74,13 +89,24 @@ IDLE = Step()
 class Schedule:
     """A collective over `size` ranks on a buffer of `chunks` nearly equal pieces.
 
-    `steps(rank)` yields the same number of steps for every rank. root: the rank that a broadcast
-    comes from and a reduce goes to. whole_segments: chunk boundaries must lie on segment
-    boundaries, so that whoever reduces a chunk holds whole segments. replicas: each run
-    of so many consecutive ranks starts with one and the same contribution (its node's).
-    gathered: an all-reduce whose steps copy every rank's whole vector to every rank, where in the
-    end all of them are reduced in one n-way pass in rank order. Chunks are then those of all
-    vectors, rank 0's first; each rank starts with its own.
+    Attributes:
+        name: How errors and traces call it.
+        size: Number of ranks.
+        chunks: Number of pieces.
+        collective: What it computes.
+        steps: Generates the steps of a rank, equally many for every rank.
+        root: The rank that a broadcast comes from and a reduce goes to.
+        whole_segments: Whether chunk boundaries must lie on segment boundaries, so that a rank that
+            reduces a chunk holds whole segments.
+        replicas: Each run of this many consecutive ranks starts with the same contribution (their
+            node's).
+        gathered: Whether the steps copy every rank's whole vector to every rank, which at the end
+            reduces all of them in one n-way pass in rank order. The chunks are then those of all
+            vectors, rank 0's first; each rank starts with its own.
+
+    Raises:
+        TypeError: A field has another type.
+        ValueError: A field has no meaning with the others.
     """
 
     name: str
@@ -95,7 +121,7 @@ class Schedule:
 
     @property
     def parts(self) -> int:
-        """Chunks of one vector: each is 1 / parts of the buffer."""
+        """Number of chunks of one vector; each is 1 / parts of the buffer."""
         return self.chunks // self.size if self.gathered else self.chunks
 
     def __post_init__(self) -> None:
@@ -128,7 +154,7 @@ class Schedule:
 
 @lru_cache(maxsize=256)
 def steps_of(schedule: Schedule, rank: int) -> tuple[Step, ...]:
-    """The steps of one rank, made once."""
+    """Return the steps of one rank, kept for the latest schedules."""
     return tuple(schedule.steps(rank))
 
 
@@ -139,9 +165,13 @@ class ScatterGather:
     The reduce-scatter leaves every region of the buffer reduced on one rank, its owner; the
     all-gather sends it from there to the others. A two-level all-reduce runs another between them.
 
-    owners: the rank that owns each region, no rank twice; ranks in none own nothing. Regions are
-    equally wide, `width` chunks each. scatter, gather: the steps of a rank; each yields the same
-    number for every rank.
+    Attributes:
+        name: The algorithm's.
+        size: Number of ranks.
+        owners: The rank that owns each region; no rank owns two, and some may own none.
+        width: Chunks of a region, equally many in each.
+        scatter: Generates a rank's steps of the reduce-scatter, equally many for every rank.
+        gather: The same of the all-gather.
     """
 
     name: str
@@ -153,11 +183,11 @@ class ScatterGather:
 
     @property
     def chunks(self) -> int:
-        """Pieces of the whole buffer."""
+        """Number of pieces of the whole buffer."""
         return len(self.owners) * self.width
 
     def all_reduce(self) -> Schedule:
-        """One part after the other."""
+        """Return the schedule of one part after the other."""
 
         def steps(rank: int) -> Iterator[Step]:
             yield from self.scatter(rank)
@@ -166,7 +196,7 @@ class ScatterGather:
         return Schedule(self.name, self.size, self.chunks, Collective.ALL_REDUCE, steps)
 
     def sharded(self, shards: int) -> ScatterGather:
-        """As `sharded`, for both parts."""
+        """Return both parts with every message in `shards` pieces, as `sharded` does."""
         if _is_one("shards", shards):
             return self
         return replace(
@@ -179,11 +209,14 @@ class ScatterGather:
 
 
 def sharded(schedule: Schedule, shards: int) -> Schedule:
-    """The same schedule on `shards` times the chunks, with every message in `shards` pieces.
+    """Return the schedule on `shards` times the chunks, with every message in `shards` pieces.
 
-    The pieces of a message are all in flight at once, so that a transport with several channels
-    to a peer can use them; bytes, steps and memory are those of `schedule`, latency is paid for
-    `shards` times the messages. What a rank reduces in a step stays one range.
+    All pieces of a message are sent at once, so that a transport with several channels to a peer
+    can use them. Bytes, steps and memory stay as they are; latency is paid for `shards` times the
+    messages. What a rank reduces in a step stays one range.
+
+    Raises:
+        ValueError: `shards` is less than 1, or the schedule has exactly one chunk a rank.
     """
     if _is_one("shards", shards):
         return schedule

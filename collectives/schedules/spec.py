@@ -19,6 +19,17 @@ from functools import lru_cache
 
 from collectives.schedules.registry import ALGORITHMS
 
+__all__ = [
+    "INNER",
+    "ONE_LEVEL",
+    "OUTER",
+    "AllReduceSpec",
+    "format_all_reduce_spec",
+    "parse_all_reduce_spec",
+    "parse_general_int",
+    "spec_for",
+]
+
 ONE_LEVEL = ("auto", *sorted(ALGORITHMS))
 INNER = tuple(sorted(name for name, record in ALGORITHMS.items() if record.inner))
 OUTER = tuple(sorted(name for name, record in ALGORITHMS.items() if record.outer))
@@ -33,10 +44,14 @@ _GENERAL_INT = re.compile(r"(-?[0-9]{1,19})([KkMGT]?)")
 class AllReduceSpec:
     """One range of a specification.
 
-    alg: a name, or "inner/outer". shards: of the only level, or of the outer one. limit: the
-    largest element count the range is for, -1 for no limit. inner_shards: of the inner level, 1
-    where there is none. Equal to, and hashes and iterates as, the tuple (alg, shards, limit) where
-    inner_shards is 1 and (alg, shards, limit, inner_shards) elsewhere.
+    It equals, hashes and iterates as the tuple (alg, shards, limit) where inner_shards is 1, and
+    (alg, shards, limit, inner_shards) elsewhere.
+
+    Attributes:
+        alg: A name, or "inner/outer".
+        shards: Of the only level, or of the outer one.
+        limit: The largest element count that the range is for, -1 for no limit.
+        inner_shards: Of the inner level; 1 where there is none.
     """
 
     alg: str
@@ -46,7 +61,7 @@ class AllReduceSpec:
 
     @property
     def inner(self) -> str | None:
-        """The algorithm inside a node; None with one level."""
+        """The algorithm inside a node; None where there is one level."""
         inner, slash, _ = self.alg.partition("/")
         return inner if slash else None
 
@@ -67,7 +82,7 @@ class AllReduceSpec:
         return hash(self._key())
 
     def __str__(self) -> str:
-        """The range as it is written in a specification, without its limit."""
+        """Return the range as a specification has it, without its limit."""
         outer = _with_shards(self.outer, self.shards)
         inner = self.inner
         return f"{_with_shards(inner, self.inner_shards)}/{outer}" if inner else outer
@@ -78,9 +93,11 @@ class AllReduceSpec:
 
 
 def parse_general_int(text: str) -> int:
-    """A positive integer of at most 2^63 - 1, with an optional suffix K, k, M, G or T.
+    """Return a positive integer, at most 2^63 - 1, written with an optional K, k, M, G or T.
 
-    Raises ValueError for anything else, TypeError for what is no string.
+    Raises:
+        TypeError: `text` is no string.
+        ValueError: It is anything else.
     """
     value = _general_int(text)
     if value is None or not 0 < value < 1 << 63:
@@ -92,18 +109,20 @@ def parse_general_int(text: str) -> int:
 
 
 def parse_all_reduce_spec(text: str) -> tuple[AllReduceSpec, ...]:
-    """The ranges of a specification in ascending order; the last has limit -1.
+    """Return the ranges of a specification in ascending order; the last has limit -1.
 
-    Raises ValueError naming the part that is wrong, TypeError for what is no string.
+    Raises:
+        TypeError: `text` is no string.
+        ValueError: It is no specification; the text names the part that is wrong.
     """
     if not isinstance(text, str):
         raise TypeError(f"the specification must be a str, got {type(text).__name__}")
     return _parsed(text)
 
 
+# Every call of a collective asks for its specification, and few differ.
 @lru_cache(maxsize=256)
 def _parsed(text: str) -> tuple[AllReduceSpec, ...]:
-    """Every call of a collective asks for its specification, and few differ."""
     parts = text.split(":")
     if len(parts) % 2 == 0 or (len(parts) > 1 and not parts[-1]):
         raise ValueError(
@@ -119,17 +138,17 @@ def _parsed(text: str) -> tuple[AllReduceSpec, ...]:
 
 
 def format_all_reduce_spec(specs: Sequence[AllReduceSpec]) -> str:
-    """The string that `parse_all_reduce_spec` reads back as `specs`."""
+    """Return the string that `parse_all_reduce_spec` reads back as `specs`."""
     return ":".join(str(s) if s.limit < 0 else f"{s}:{s.limit}" for s in specs)
 
 
 def spec_for(specs: Sequence[AllReduceSpec], numel: int) -> AllReduceSpec:
-    """The range that `numel` elements fall in."""
+    """Return the range that `numel` elements fall in."""
     return next(spec for spec in specs if spec.limit < 0 or numel <= spec.limit)
 
 
 def _general_int(text: str) -> int | None:
-    """The value, which may be negative or 0; None where `text` is no g_int."""
+    """Return the value, which may be negative or 0; None where `text` is no g_int."""
     if not isinstance(text, str):
         raise TypeError(f"the text must be a str, got {type(text).__name__}")
     match = _GENERAL_INT.fullmatch(text)

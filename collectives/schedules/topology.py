@@ -5,15 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+__all__ = ["Topology", "ring_permutations"]
+
 
 @dataclass(frozen=True)
 class Topology:
     """`size` ranks on nodes of `local_size` each; node w holds [w·local_size, (w+1)·local_size).
 
-    local_order: the local ranks in the order in which a ring visits them (next to each other:
-    joined by the fastest links); 0, 1, 2, ... unless given.
+    Attributes:
+        size: Number of ranks.
+        local_size: Ranks of a node.
+        local_order: The local ranks in the order in which a ring visits them: those next to each
+            other should be joined by the fastest links. 0, 1, 2, ... unless given.
 
-    Raises TypeError or ValueError naming the field for ranks that do not fill equal nodes.
+    Raises:
+        TypeError: A field has another type; the text names it.
+        ValueError: The ranks do not fill equal nodes, or local_order is no permutation.
     """
 
     size: int
@@ -34,29 +41,29 @@ class Topology:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes, all equally filled."""
+        """Number of nodes."""
         return self.size // self.local_size
 
     def node_of(self, rank: int) -> int:
-        """The node a rank is on."""
+        """Return the node of a rank."""
         return self._require_rank(rank) // self.local_size
 
     def local_rank_of(self, rank: int) -> int:
-        """A rank's place on its node, from 0."""
+        """Return a rank's number on its node, from 0."""
         return self._require_rank(rank) % self.local_size
 
     def ranks_of(self, node: int) -> range:
-        """The ranks on a node."""
+        """Return the ranks of a node."""
         if not 0 <= node < self.num_nodes:
             raise ValueError(f"node must be from 0 to {self.num_nodes - 1}, got {node}")
         return range(node * self.local_size, (node + 1) * self.local_size)
 
     def node(self) -> Topology:
-        """One node by itself."""
+        """Return the topology of one node."""
         return Topology(self.local_size, self.local_size, self.local_order)
 
     def ring_orders(self, shards: int = 1) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each of `shards` rings, position by position; as `ring_permutations`."""
+        """Return the ranks of each of `shards` rings in order, as `ring_permutations` has them."""
         return _ring_orders(self.num_nodes, shards, self.local_order)
 
     def _require_rank(self, rank: int) -> int:
@@ -68,23 +75,31 @@ class Topology:
 def ring_permutations(
     num_nodes: int, shards: int, local_order: Sequence[int]
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """The rings of `shards` shards over `num_nodes` nodes: (pred, rank).
+    """Return the rings of `shards` shards over `num_nodes` nodes.
 
-    Both are indexed [shard][global rank]: the rank before this one on the shard's ring, and this
-    rank's position on it. Node w contributes w·n + i for i in `local_order` (a permutation of
-    0, ..., n - 1), rotated left by shard · max(1, n // shards), so that shards cross from node to
-    node at different local ranks.
+    Node w contributes w·n + i for i in `local_order`, rotated left by shard · max(1, n // shards),
+    so that shards cross from node to node at different local ranks.
 
-    Raises TypeError for what is no int, ValueError for a `local_order` that is no permutation and
-    for more shards than n (unless there is but one rank in all).
+    Args:
+        num_nodes: Nodes of n ranks each.
+        shards: Rings, at most n of them unless there is only one rank.
+        local_order: A permutation of 0, ..., n - 1.
+
+    Returns:
+        (pred, rank), both indexed [shard][global rank]: the rank before this one on the shard's
+        ring, and this rank's position on it.
+
+    Raises:
+        TypeError: A number is not an int.
+        ValueError: local_order is no permutation, or there are more shards than n.
     """
     orders = _ring_orders(num_nodes, shards, tuple(local_order))
     pred = [[0] * len(order) for order in orders]
     position = [[0] * len(order) for order in orders]
     for shard, order in enumerate(orders):
-        for place, rank in enumerate(order):
-            pred[shard][rank] = order[place - 1]
-            position[shard][rank] = place
+        for at, rank in enumerate(order):
+            pred[shard][rank] = order[at - 1]
+            position[shard][rank] = at
     return pred, position
 
 
@@ -95,7 +110,7 @@ def _ring_orders(
     _require_int("shards", shards, 0)
     local_size = len(local_order)
     _require_order(local_order, local_size)
-    require_ring_shards(shards, num_nodes, local_size)
+    _require_ring_shards(shards, num_nodes, local_size)
     turn = max(1, local_size // max(1, shards))
     orders = []
     for shard in range(shards):
@@ -105,8 +120,8 @@ def _ring_orders(
     return tuple(orders)
 
 
-def require_ring_shards(shards: int, num_nodes: int, local_size: int) -> None:
-    """ValueError naming both numbers for more rings than a node has ranks to start them at."""
+def _require_ring_shards(shards: int, num_nodes: int, local_size: int) -> None:
+    """Raise ValueError for more rings than a node has ranks to start them at."""
     if shards > local_size and num_nodes * local_size > 1:
         raise ValueError(
             f"{shards} ring shards need as many ranks on every node, which has {local_size}: "

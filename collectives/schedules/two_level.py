@@ -1,16 +1,16 @@
 """Two levels: reduce inside every node, all-reduce across nodes, share the result inside again.
 
-Wins where links between nodes are slower than links inside them. The inner algorithm reduces each
-region of the buffer onto one owner a node; the owners of a region, one a node, all-reduce it by
-the outer schedule, all regions at once; the inner algorithm sends it from the owner to the node.
-The links of a node to the others carry the buffer as often as one rank's do in the outer schedule
-over num_nodes ranks. Steps are the sum of both levels'; a rank's bytes are the inner algorithm's on
-the whole buffer and the outer's on a region, and its extra memory is the larger of the two. A
-region is 1/L of the buffer for `xring`, L = local_size; 1/P for `rechd`, P the largest power of two
-<= L; 1/k for `pscpu` and `psgpu` with k shards. Inner reductions are phase 0, outer ones phase 1,
-so that Adasum across nodes can follow a sum inside them. Sources: Mikami et al., "Massively
-distributed SGD: ImageNet/ResNet-50 training in a flash", arXiv 1811.05233 (2D-torus all-reduce);
-Maleki et al., arXiv 2006.02924 (Adasum across nodes).
+Wins where connections between nodes are slower than those inside them. The inner algorithm reduces
+each region of the buffer onto one owner a node; the owners of a region, one a node, all-reduce it
+by the outer schedule, all regions at once; the inner algorithm sends it from the owner to the rest
+of the node. A node exchanges with the others what one rank does in the outer schedule over
+num_nodes ranks. Steps are the sum of both levels'; a rank's bytes are the inner algorithm's on the
+whole buffer and the outer's on a region, and its extra memory is the larger of the two. A region is
+1/L of the buffer for `xring`, L = local_size; 1/P for `rechd`, P the largest power of two <= L; 1/k
+for `pscpu` and `psgpu` with k shards. Inner reductions are phase 0, outer ones phase 1, so that
+Adasum across nodes can follow a sum inside them. Sources: Mikami et al., "Massively distributed
+SGD: ImageNet/ResNet-50 training in a flash", arXiv 1811.05233 (2D-torus all-reduce); Maleki et al.,
+arXiv 2006.02924 (Adasum across nodes).
 """
 
 from __future__ import annotations
@@ -28,16 +28,22 @@ from collectives.schedules.schedule import (
 )
 from collectives.schedules.topology import Topology
 
+__all__ = ["all_reduce"]
+
 
 def all_reduce(topology: Topology, inner: ScatterGather | None, outer: Schedule) -> Schedule:
-    """`inner` on every node's local ranks, `outer` on the nodes.
+    """Return `inner` on every node's local ranks around `outer` on the nodes.
 
-    inner: of topology.local_size ranks; None where a library has done the inner all-reduce, so
-    that the local ranks start with their node's sum: the schedule then has no phase 0 and ends with
-    a ring all-gather in the node. outer: an all-reduce of topology.num_nodes ranks; the schedule
-    wants whole segments where `outer` does, and has groups where `outer` has them.
+    Args:
+        topology: The nodes.
+        inner: Of topology.local_size ranks. None where a library has done the inner all-reduce, so
+            that the local ranks start with their node's sum: the schedule then has no phase 0 and
+            ends with a ring all-gather in the node.
+        outer: An all-reduce of topology.num_nodes ranks. The schedule wants whole segments where
+            `outer` does, and has groups where `outer` has them.
 
-    Raises ValueError where the sizes do not fit the topology.
+    Raises:
+        ValueError: The sizes do not fit the topology, or `outer` reduces whole buffers.
     """
     local_size, nodes = topology.local_size, topology.num_nodes
     node = inner or ring.scatter_gather(local_size, topology.node().ring_orders())
@@ -98,7 +104,7 @@ def all_reduce(topology: Topology, inner: ScatterGather | None, outer: Schedule)
 def _placed(
     transfers: tuple[Transfer, ...], first: int, stride: int, start: int, width: int
 ) -> tuple[Transfer, ...]:
-    """A level's transfers in the whole schedule's ranks and chunks."""
+    """Return a level's transfers in the ranks and chunks of the whole schedule."""
     return tuple(
         Transfer(first + peer * stride, start + a * width, start + b * width, action)
         for peer, a, b, action in transfers

@@ -1,4 +1,4 @@
-"""Proof that a schedule is right, for all ranks at once, by running it on symbols, not numbers."""
+"""Verification of a schedule, for all ranks at once, by running it on symbols."""
 
 from __future__ import annotations
 
@@ -8,19 +8,24 @@ from itertools import pairwise
 
 from collectives.schedules.schedule import Action, Collective, Schedule, Step
 
+__all__ = ["Proof", "ScheduleError", "verify"]
+
 
 class ScheduleError(AssertionError):
-    """A schedule that does not do what it says."""
+    """A schedule does not compute its collective."""
 
 
 @dataclass(frozen=True)
 class Proof:
     """What `verify` found.
 
-    steps: how many. phases: how many reducers the run takes, 0 where nothing is reduced. one_tree:
-    all chunks end with one expression tree of the last phase, whose leaves are what the earlier
-    phases reduced, in any order. carries_adasum: one_tree, and every reduction of the last phase
-    names a group that holds its whole operands, or their whole segments.
+    Attributes:
+        steps: Number of steps.
+        phases: Number of reducers that the run takes, 0 where nothing is reduced.
+        one_tree: Whether all chunks end with one expression tree of the last phase, whose leaves
+            are what the earlier phases reduced in any order.
+        carries_adasum: Whether, besides, every reduction of the last phase names a group that holds
+            its whole operands, or whole segments of them.
     """
 
     steps: int
@@ -32,7 +37,9 @@ class Proof:
 class _Expressions:
     """Interned expression trees over the ranks' inputs; a node is an int.
 
-    `ranks`: the inputs in it, a bit each. `phase`: of its root, -1 for an input.
+    Attributes:
+        ranks: The inputs in each node, a bit each.
+        phase: The phase of each node's root, -1 for an input.
     """
 
     def __init__(self, inputs: int) -> None:
@@ -58,7 +65,7 @@ class _Expressions:
         return node
 
     def shape(self, node: int, phase: int) -> int:
-        """An id of the node's tree in which earlier phases count as the set of their inputs."""
+        """Return an id of the node's tree, with earlier phases as the sets of their inputs."""
         return self._shapes[node] if self.phase[node] == phase else self._id(self.ranks[node])
 
     def _id(self, key: Hashable) -> int:
@@ -71,7 +78,7 @@ _Reductions = dict[int, tuple[tuple[int, int], ...]]
 
 
 def verify(schedule: Schedule) -> Proof:
-    """Prove `schedule` for every rank, or raise ScheduleError naming the rank and the step.
+    """Prove `schedule` for every rank.
 
     Proved: every send has its receive in the same step and of the same chunks, and the reverse;
     no chunk is read before it is written, nor received into while it is being sent; every rank
@@ -80,7 +87,10 @@ def verify(schedule: Schedule) -> Proof:
     a step is equal or disjoint ranges; and every non-empty `group` holds the same whole operands,
     each chunk once, every rank's part of it in one range: a pair of them, or any number where the
     group is one rank. With whole_segments a group is one rank, which holds whole segments. A
-    gathered schedule copies alone, and ends with every rank's vector on every rank.
+    gathered schedule only copies, and ends with every rank's vector on every rank.
+
+    Raises:
+        ScheduleError: One of these does not hold; the text names the rank and the step.
     """
     if not isinstance(schedule, Schedule):
         raise TypeError(f"schedule must be a Schedule, got {type(schedule).__name__}")
@@ -128,13 +138,13 @@ def _initial(schedule: Schedule) -> _State:
 
 
 def _own_chunks(size: int, parts: int) -> _State:
-    """Each rank has `parts` chunks of its own, which are its rank's."""
+    """Return the state in which each rank has its own `parts` chunks and no others."""
     owners = [chunk // parts for chunk in range(size * parts)]
     return [[owner if owner == rank else None for owner in owners] for rank in range(size)]
 
 
 def _check_gathered(schedule: Schedule, state: _State, *, reduced: bool) -> None:
-    """Every rank ends with every rank's vector, and nothing was reduced on the way."""
+    """Check that every rank ends with every rank's vector, and that no step reduces."""
     if reduced:
         raise ScheduleError(f"{schedule.name}: a gathered schedule reduces in a step")
     for rank, values in enumerate(state):
@@ -217,7 +227,7 @@ def _check_transfer(
 
 
 def _check_ranges(steps: Sequence[Step], where: str) -> None:
-    """What a rank reduces is equal or disjoint ranges, and one range where the step has a group."""
+    """Check that a rank reduces equal or disjoint ranges, and one range where it has a group."""
     for rank, step in enumerate(steps):
         recvs = [r for r in step.recvs if r.action is not Action.COPY]
         ranges = list(dict.fromkeys((start, stop) for _, start, stop, _ in recvs))
@@ -230,7 +240,7 @@ def _check_ranges(steps: Sequence[Step], where: str) -> None:
 def _check_groups(
     steps: Sequence[Step], reductions: Sequence[_Reductions], schedule: Schedule, where: str
 ) -> None:
-    """Every group of a step holds the same whole operands, each chunk once."""
+    """Check that every group of a step holds the same whole operands, each chunk once."""
     seen: set[tuple[int, ...]] = set()
     for rank, step in enumerate(steps):
         group = step.group
