@@ -26,12 +26,15 @@ class Access(NamedTuple):
     acquires: bool = False
 
 
+_MOVED = ("b16", "b32", "b64", "u16", "u32", "u64", "s16", "s32", "s64", "f32", "f64")
+
+
 def _accesses(name: str, *spaces: str) -> dict[str, Access]:
     return {
         f"{name}.{space}{vector}.{kind}": Access("shared" in space, count, kind)
         for space in spaces
         for vector, count in (("", 1), (".v2", 2), (".v4", 4), (".v8", 8))
-        for kind in ("b16", "b32", "b64")
+        for kind in _MOVED
         if count * int(kind[1:]) <= 256
     }
 

@@ -241,7 +241,10 @@ def test_listed_instruction_with_unknown_operands_is_refused_by_name(text):
     ("text", "result"),
     [
         ("ld.global.b16 %r1, [%rd1]", 0xFFFE),
+        ("ld.global.u16 %r1, [%rd1]", 0xFFFE),
+        ("ld.global.s16 %r1, [%rd1]", -2),
         ("ld.global.b32 %r1, [%rd1]", 0xFFFFFFFE),
+        ("ld.global.f32 %r1, [%rd1]", 0xFFFFFFFE),
         ("mov.b32 {%rs1, _}, -2147418114; cvt.u32.u16 %r1, %rs1", 0xFFFE),
         ("mov.b32 {_, %rs1}, -2147418114; cvt.s32.s16 %r1, %rs1", -(2**15)),
         ("mov.b16 %rs1, 5; mov.b16 %rs2, 9; mov.b32 %r1, {%rs1, %rs2}", (9 << 16) + 5),

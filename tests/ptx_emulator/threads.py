@@ -203,13 +203,15 @@ class Threads:
             addresses, width, access.count, threads, instruction.text, racing=not access.acquires
         )
         for part, value in zip(parts, values, strict=True):
-            self._registers.write_extended(part, access.kind, value, index)
+            typed = value.view(numpy_type(access.kind))
+            self._registers.write_extended(part, access.kind, typed, index)
 
     def _store(self, instruction: Instruction, access: Access, index: Array | None) -> None:
         address, source = instruction.operands
         parts = _parts(source, access.count)
         addresses, threads = self._access(instruction, access, address, index)
-        values = [self._registers.read_each(part, access.kind, index) for part in parts]
+        bits = f"b{8 * np.dtype(numpy_type(access.kind)).itemsize}"
+        values = [self._registers.read_each(part, bits, index) for part in parts]
         self._memory(access).store(addresses, values, threads, instruction.text)
 
     def _atomic(self, instruction: Instruction, order: str, index: Array | None) -> None:
