@@ -1,11 +1,11 @@
-"""The α-β-γ cost of an all-reduce on a machine, for up to 65,536 ranks no one has here.
+"""The α-β-γ cost model of all-reduces, for machines of up to 65,536 ranks.
 
     python -m collectives.cost --nodes 128 --local 8 --bytes 256M
 
-`walk` goes through a schedule's own steps, rank by rank; `closed` says the same of the algorithms
-of the specification string for all ranks at once; `estimate` takes the one that fits the size.
+`walk` goes through a schedule's own steps, rank by rank; `closed` does the same from the closed
+forms of the algorithms, for all ranks at once; `estimate` takes the one that fits the size.
 
-The model: a schedule runs in lockstep, a step ends when its messages have and what they brought is
+The model: a schedule runs in lockstep, and a step ends when its messages have arrived and are
 reduced. What a rank sends in a step to one class of peers, in its node or on other nodes, takes
 alpha for every peer and beta for every byte; so does what it receives, at the same time. Source:
 Thakur, Rabenseifner and Gropp, IJHPCA 2005, for one peer a step; several are taken one by one.
@@ -37,17 +37,26 @@ def estimate(
     op: str = "sum",
     segments: int = 1,
 ) -> Cost:
-    """The cost of an all-reduce of nbytes by one range of a specification ("rechd/xring#2").
+    """Return the cost of an all-reduce by one range of a specification ("rechd/xring#2").
 
-    op: "sum" or "adasum"; Average costs what Sum does. segments: how many tensors Adasum projects
-    on their own. Raises ValueError for algorithms that are a library's, whose steps are not known.
+    Args:
+        spec: The range.
+        nbytes: Length of each rank's buffer.
+        rates: The machine.
+        topology: Where the ranks are.
+        op: "sum" or "adasum"; Average costs what Sum does.
+        segments: How many tensors Adasum projects on their own.
+
+    Raises:
+        ValueError: The specification has several ranges, is unknown, or is a library's algorithm,
+            whose steps are not known.
     """
     return profile(spec, topology, op).cost(nbytes, rates, segments)
 
 
 @lru_cache(maxsize=512)
 def profile(spec: str, topology: Topology, op: str = "sum") -> Profile:
-    """What `estimate` multiplies with the rates and the bytes; kept, since it is the slow part."""
+    """Return what `estimate` multiplies with rates and bytes; cached, as it is the slow part."""
     (only,) = _one_range(spec)
     _check(only, op)
     if topology.size <= WALKED:
@@ -56,7 +65,7 @@ def profile(spec: str, topology: Topology, op: str = "sum") -> Profile:
 
 
 def schedule(spec: AllReduceSpec, topology: Topology, op: str) -> Schedule:
-    """The schedule that a range of a specification stands for."""
+    """Return the schedule that a range of a specification stands for."""
     _check(spec, op)
     one_tree = op == "adasum"
     if spec.inner is None:
@@ -67,7 +76,7 @@ def schedule(spec: AllReduceSpec, topology: Topology, op: str) -> Schedule:
 
 
 def reductions(spec: AllReduceSpec, op: str) -> tuple[str, ...]:
-    """What the schedule's phases reduce with: Adasum works across nodes, a sum inside them."""
+    """Return what each phase of the schedule reduces with: a sum inside nodes, `op` across."""
     return (op,) if spec.inner is None else ("sum", op)
 
 

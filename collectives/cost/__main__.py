@@ -1,11 +1,11 @@
-"""python -m collectives.cost: what every algorithm would cost on a machine, as a table and a plot.
+"""What every algorithm would cost on a machine, as a table and a plot.
 
     python -m collectives.cost --nodes 128 --local 8 --bytes 256M
     python -m collectives.cost --topology machine.toml --bytes 64M --op adasum --plot cost.png
 
-Costs are seconds and seconds a byte; unless given they are assumptions about H100 nodes, which the
-heading repeats. An algorithm in two levels with Adasum averages inside nodes: other mathematics
-than Adasum over all ranks, so its time is no reason to prefer it.
+Rates are seconds and seconds a byte; unless given they are assumptions about H100 nodes, which the
+heading repeats. A two-level algorithm with Adasum averages inside nodes: that computes something
+else than Adasum over all ranks, so its time is no reason to prefer it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ from collectives.cost import (
 from collectives.schedules.spec import parse_general_int
 from collectives.schedules.topology import Topology
 
+__all__ = ["algorithms", "main", "plot", "table"]
+
 _Row = tuple[str, str, Cost]
 
 
 def algorithms(op: str, topology: Topology) -> list[str]:
-    """What the table has rows for unless told otherwise."""
+    """Return the algorithms that the table has rows for unless told otherwise."""
     size, local, nodes = topology.size, topology.local_size, topology.num_nodes
     halving = "vhdd" if op == "adasum" else "rechd"
     names = ["xring", halving, "rd", "psgpu"]
@@ -53,7 +55,7 @@ def table(
     names: Sequence[str] | None,
     segments: int,
 ) -> list[str]:
-    """Markdown, by operator, the fastest first."""
+    """Return a Markdown table, by operator, the fastest first."""
     lines = [
         f"{topology.num_nodes} nodes of {topology.local_size} ranks, {_bytes(nbytes)} a rank",
         _rates_line(rates),
@@ -89,7 +91,7 @@ def plot(
     names: Sequence[str] | None,
     segments: int,
 ) -> None:
-    """Time over bytes, 1 KiB to four times nbytes, one panel an operator."""
+    """Write time over bytes, from 1 KiB to four times nbytes, one panel an operator."""
     from matplotlib.figure import Figure
 
     top = max(4 * nbytes, 1 << 12)
@@ -109,7 +111,7 @@ def plot(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parse, print the table, write the plot."""
+    """Parse the options, print the table, write the plot."""
     parser = _parser()
     args = parser.parse_args(argv)
     try:
@@ -144,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", metavar="INTRA[,INTER]", help=text)
     about = "seconds a byte of summing; Adasum takes 2.5 times that"
     parser.add_argument("--gamma", type=float, help=about)
-    about = "seconds a byte of the one connection that the ranks of a node share"
+    about = "seconds a byte of the network adapter that the ranks of a node share"
     parser.add_argument("--nic", type=float, help=about)
     parser.add_argument("--plot", metavar="FILE", help="time over bytes, as an image")
     return parser

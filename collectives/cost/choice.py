@@ -1,4 +1,4 @@
-"""The algorithm that `auto` stands for, from what messages and reductions cost here."""
+"""The algorithm that `auto` takes, from what messages and reductions cost here."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from collectives.cost import LinkRates, estimate
 from collectives.reducers import Reducer
 from collectives.schedules.topology import Topology
 
+__all__ = ["candidates", "choose"]
+
 
 def candidates(op: Reducer, topology: Topology) -> tuple[str, ...]:
-    """The specifications that give the same mathematics as `op` over all ranks.
+    """Return the specifications that compute the same as `op` over all ranks.
 
     Sums may be grouped in any way, on two levels too. Adasum's order is part of its answer: `rd`
     and `vhdd` are the same tree, two levels and the ring's line are others.
@@ -26,7 +28,7 @@ def candidates(op: Reducer, topology: Topology) -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def choose(op: Reducer, nbytes: int, rates: LinkRates, topology: Topology) -> str:
-    """The candidate that costs least for a buffer of nbytes; of equal ones the first."""
+    """Return the candidate that costs least for a buffer of nbytes; of equal ones the first."""
     kind = "adasum" if op.needs_one_tree else "sum"
     specs = candidates(op, topology)
     return min(specs, key=lambda spec: estimate(spec, nbytes, rates, topology, kind).seconds)

@@ -1,8 +1,8 @@
-"""Profiles in closed form: the same steps as the schedules', for all ranks at once.
+"""Profiles from the algorithms' closed forms: the schedules' steps, for all ranks at once.
 
-Walking 65,536 ranks step by step would take hours on a ring. An algorithm's closed form says the
-same with one array operation a step; here those of one or two levels become a profile. The tests
-hold these to `walk` at every size up to 64.
+Walking 65,536 ranks step by step would take hours on a ring; a closed form needs one array
+operation a step. The tests compare the closed forms with the schedules step by step, and the
+profiles here with those of `walk`.
 """
 
 from __future__ import annotations
@@ -23,15 +23,24 @@ from collectives.schedules.registry import (
 from collectives.schedules.spec import AllReduceSpec
 from collectives.schedules.topology import Topology
 
-# Steps of a pipeline times ranks beyond which only some of its steps, evenly spread, are looked at:
-# bytes are then right to 1 %.
+__all__ = ["closed"]
+
+# Steps of a pipeline times ranks, beyond which only some steps, evenly spread, stand for all: bytes
+# are then right to 1 %.
 _PIPELINE_CELLS, _FEWEST_SAMPLES = 1 << 22, 128
 
 
 def closed(spec: AllReduceSpec, topology: Topology, op: str) -> Profile:
-    """The profile of an all-reduce by one or two levels. op: "sum" or "adasum".
+    """Return the profile of an all-reduce by one or two levels.
 
-    Raises ValueError for a name whose steps are not known, and for more shards than it takes.
+    Args:
+        spec: The algorithms.
+        topology: Where the ranks are.
+        op: "sum" or "adasum".
+
+    Raises:
+        ValueError: A name is unknown, may not stand on its level, takes fewer shards, or has no
+            closed form.
     """
     profiler = Profiler(topology)
     samples = max(_FEWEST_SAMPLES, _PIPELINE_CELLS // topology.size)
@@ -75,10 +84,10 @@ def _form(record: Algorithm, level: Level, samples: int) -> ClosedForm:
 
 
 def _add(
-    profiler: Profiler, step: BulkStep, place: Callable[[Ints], Ints], share: float, op: str
+    profiler: Profiler, step: BulkStep, to_ranks: Callable[[Ints], Ints], share: float, op: str
 ) -> None:
-    """Add one level's step. place: the level's ranks in the topology; share: of each region."""
-    source, target = place(step.source), place(step.target)
+    """Add one level's step; `to_ranks` maps the level's ranks to the topology's."""
+    source, target = to_ranks(step.source), to_ranks(step.target)
     ways = step.ways
     if isinstance(ways, np.ndarray):
         ways = np.repeat(ways, len(source) // max(1, len(ways)))
@@ -86,7 +95,7 @@ def _add(
         Transfers(source, target, share * step.share, ways), times=step.times, reduction=op
     )
     if op == "adasum" and step.members is not None:
-        members = place(step.members)
+        members = to_ranks(step.members)
         for dots in recursive_doubling.closed_form(members.shape[1]).scatter:
             ends = members[:, dots.source].reshape(-1), members[:, dots.target].reshape(-1)
             profiler.add_dots(Transfers(*ends, 1.0, dots.ways))

@@ -14,13 +14,19 @@ from numpy.typing import NDArray
 
 from collectives.schedules.topology import Topology
 
+__all__ = ["ASSUMED", "Floats", "LinkRates", "Rate", "read_topology", "with_rates"]
+
 Floats = NDArray[np.float64]
 
 
 class Rate(NamedTuple):
-    """alpha seconds for each, beta seconds a byte, and `far` a byte for those beyond `knee` bytes.
+    """The time of a message or a reduction.
 
-    On a CPU the knee is where buffers no longer fit in the caches.
+    Attributes:
+        alpha: Seconds for each.
+        beta: Seconds a byte.
+        knee: Bytes beyond which each takes another time; on a CPU, what fits in the caches.
+        far: Seconds a byte beyond the knee.
     """
 
     alpha: float
@@ -29,23 +35,30 @@ class Rate(NamedTuple):
     far: float = 0.0
 
     def seconds(self, count: Floats, nbytes: Floats) -> Floats:
-        """Of so many, with so many bytes in all."""
+        """Return the time of `count`, with `nbytes` in all."""
         near = self.alpha * count + self.beta * np.minimum(nbytes, self.knee)
         return near + self.far * np.maximum(nbytes - self.knee, 0.0)
 
     def scaled(self, factor: float) -> Rate:
-        """The same, in that many times the time."""
+        """Return the rate that takes `factor` times as long."""
         return Rate(self.alpha * factor, self.beta * factor, self.knee, self.far * factor)
 
 
 @dataclass(frozen=True)
 class LinkRates:
-    """What moves bytes between ranks, and what reduces them.
+    """How fast a machine moves bytes between ranks, and reduces them.
 
-    intra, inter: what a rank sends to, or receives from, one peer on its node and on another node.
-    sum, adasum: one reduction on a rank, by the bytes it has received for it.
-    nic: seconds a byte of the connection that all ranks of a node share, each way; None where
-    every rank has its own. call: seconds of a collective beside its steps.
+    Attributes:
+        intra: What a rank sends to, or receives from, a peer on its node.
+        inter: The same with a peer on another node.
+        sum: One reduction on a rank, by the bytes that it has received for it.
+        adasum: The same by Adasum.
+        nic: Seconds a byte of the network adapter that all ranks of a node share, each way; None
+            where every rank has its own.
+        call: Seconds of a collective beside its steps.
+
+    Raises:
+        ValueError: A number is negative or not finite.
     """
 
     intra: Rate
@@ -83,11 +96,13 @@ a half times that, for five units of traffic in two launches and their dot produ
 
 
 def read_topology(path: str | Path) -> tuple[Topology, LinkRates]:
-    """A machine described by a .json or .toml file.
+    """Read a machine from a .json or .toml file.
 
     Keys: nodes, local; intra, inter, sum and adasum, each a Rate's fields; nic, call. All but
-    nodes and local have ASSUMED's values unless given, adasum two and a half times sum's. Raises
-    ValueError naming the file and the key that is wrong.
+    nodes and local have ASSUMED's values unless given, adasum two and a half times sum's.
+
+    Raises:
+        ValueError: A key is wrong; the text names the file and the key.
     """
     path = Path(path)
     try:
@@ -97,7 +112,7 @@ def read_topology(path: str | Path) -> tuple[Topology, LinkRates]:
 
 
 def with_rates(rates: LinkRates, given: Mapping[str, Any]) -> LinkRates:
-    """`rates` with some fields replaced; adasum follows a sum that is given alone."""
+    """Return `rates` with some fields replaced; without adasum, it follows a sum that is given."""
     values = {field.name: getattr(rates, field.name) for field in fields(LinkRates)}
     values.update(given)
     if "sum" in given and "adasum" not in given:

@@ -1,7 +1,7 @@
-"""What a collective asks of a machine, apart from how fast the machine and how long the buffer is.
+"""What a collective asks of a machine, whatever the machine's rates and the buffer's length.
 
 A profile holds the distinct loads of a node's ranks in every step, so that the cost for any buffer
-and any links is a few operations on small arrays, for 65,536 ranks too.
+and any rates is a few operations on small arrays, for 65,536 ranks too.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from numpy.typing import NDArray
 from collectives.cost.link_rates import Floats, LinkRates, Rate
 from collectives.schedules.topology import Topology
 
+__all__ = ["DOTS_BYTES", "Cost", "Ints", "Profile", "Profiler", "Round", "Transfers"]
+
 Ints = NDArray[np.int64]
 
 DOTS_BYTES = 24
-"""What Adasum's partial products of one segment take: dot and two squared norms in float64."""
+"""Bytes of Adasum's partial products of one segment: a dot and two squared norms in float64."""
 
 # Columns of a rank's load in one step: for each class and direction the peers and the share of the
 # buffer in their messages, then the reductions and the share received for them.
@@ -28,10 +30,14 @@ _COLUMNS = 10
 
 
 class Transfers(NamedTuple):
-    """Messages of one step, one a row. Arrays of equal length, or numbers that stand for all.
+    """Messages of one step, one a row: arrays of equal length, or numbers that stand for all.
 
-    share: of the whole buffer. ways: how many received messages make one reduction with this one
-    (1 where ranks reduce in pairs), 0 for a copy.
+    Attributes:
+        source: The rank that sends each.
+        target: The rank that receives it.
+        share: Its length as a fraction of the whole buffer.
+        ways: How many received messages make one reduction with this one (1 where ranks reduce in
+            pairs), 0 for a copy.
     """
 
     source: Ints
@@ -42,9 +48,13 @@ class Transfers(NamedTuple):
 
 @dataclass(frozen=True)
 class Round:
-    """Steps that cost the same. nodes: [distinct nodes, local ranks, columns], `times` such steps.
+    """Steps that cost the same.
 
-    reduction: "sum" or "adasum". dots: shares are of the partial products, not of the buffer.
+    Attributes:
+        nodes: The loads, [distinct nodes, local ranks, columns].
+        times: How many such steps there are.
+        reduction: "sum" or "adasum".
+        dots: Whether shares are of the partial products, not of the buffer.
     """
 
     nodes: Floats
@@ -55,11 +65,16 @@ class Round:
 
 @dataclass(frozen=True)
 class Cost:
-    """seconds of one collective; steps of its schedule; bytes.
+    """What one collective takes.
 
-    intra, inter: bytes sent inside nodes and between nodes, by all ranks. busiest_intra: the most
-    that one rank sends or receives inside its node; busiest_inter: the most that one node sends to
-    or receives from others. memory: the most that a rank holds received and not yet reduced.
+    Attributes:
+        seconds: Its time.
+        steps: Of its schedule.
+        intra: Bytes sent inside nodes, by all ranks.
+        inter: Bytes sent between nodes, by all ranks.
+        busiest_intra: Most bytes that one rank sends or receives inside its node.
+        busiest_inter: Most bytes that one node sends to or receives from others.
+        memory: Most bytes that a rank has received and not yet reduced.
     """
 
     seconds: float
@@ -73,9 +88,15 @@ class Cost:
 
 @dataclass(frozen=True)
 class Profile:
-    """rounds; steps of the schedule; what links carry, in shares of (buffer, partial products).
+    """A collective's steps and bytes, in shares of (buffer, partial products).
 
-    busiest_*: [links that differ, 2], the same links as in Cost. total_*: [2].
+    Attributes:
+        rounds: The steps that differ.
+        steps: How many the schedule has.
+        busiest_intra: What ranks send or receive inside nodes, [distinct loads, 2].
+        busiest_inter: What nodes exchange with others, [distinct loads, 2].
+        total_intra: Sent inside nodes by all ranks, [2].
+        total_inter: Sent between nodes by all ranks, [2].
     """
 
     rounds: tuple[Round, ...]
@@ -86,9 +107,12 @@ class Profile:
     total_inter: Floats
 
     def cost(self, nbytes: float, rates: LinkRates, segments: int = 1) -> Cost:
-        """Of a buffer of nbytes, cut in pieces of equal length without regard for elements.
+        """Return the cost for a buffer of nbytes, in equal pieces whatever its elements.
 
-        segments: how many Adasum projects on their own.
+        Args:
+            nbytes: Length of each rank's buffer.
+            rates: The machine.
+            segments: How many Adasum projects on their own.
         """
         sizes = np.array([nbytes, DOTS_BYTES * segments])
         seconds = rates.call + sum(
@@ -107,7 +131,7 @@ class Profile:
 
 
 def _seconds(each: Round, nbytes: float, rates: LinkRates) -> float:
-    """One step: until the last rank is ready."""
+    """Return the time of one step, until the last rank is ready."""
     nodes = each.nodes
     intra, inter = (
         np.maximum(
@@ -126,7 +150,7 @@ def _seconds(each: Round, nbytes: float, rates: LinkRates) -> float:
 
 
 class Profiler:
-    """Gathers steps, one after the other, into a Profile."""
+    """Collects steps, one after the other, into a Profile."""
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
@@ -136,16 +160,16 @@ class Profiler:
         self._loads = np.zeros((2, 2, 2, topology.size))
 
     def add(self, transfers: Transfers, *, times: int = 1, reduction: str = "sum") -> None:
-        """`times` steps of the schedule with these messages."""
+        """Add `times` steps of the schedule with these messages."""
         self._steps += times
         self._add(transfers, times, reduction, dots=False)
 
     def add_dots(self, transfers: Transfers) -> None:
-        """Messages of partial products that a step of the schedule needs beside its own."""
+        """Add messages of partial products that a step of the schedule needs beside its own."""
         self._add(transfers, 1, "sum", dots=True)
 
     def reduce_gathered(self, reduction: str) -> None:
-        """Every rank reduces all ranks' vectors, which it has; after the steps."""
+        """Add the reduction of all ranks' vectors on every rank, after the steps."""
         others = self._topology.size - 1
         if others:
             table = np.zeros((self._topology.size, _COLUMNS))
@@ -154,6 +178,7 @@ class Profiler:
             self._add_round(table, 1, reduction, dots=False)
 
     def profile(self) -> Profile:
+        """Return the profile of what was added."""
         local = self._topology.local_size
         ranks, nodes = self._loads[:, 0], self._loads[:, 1].reshape(2, 2, -1, local).sum(axis=3)
         return Profile(
@@ -193,7 +218,7 @@ class Profiler:
 def _columns(
     transfers: Transfers, size: int, local: int, in_pairs: bool
 ) -> Iterator[tuple[int, Floats]]:
-    """(column, values by rank); columns may come more than once, to be added.
+    """Yield (column, values by rank); columns may come more than once, to be added.
 
     in_pairs: whether every received message is a reduction of its own.
     """

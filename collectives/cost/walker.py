@@ -11,13 +11,22 @@ from collectives.schedules import recursive_doubling
 from collectives.schedules.schedule import Action, Schedule, Step
 from collectives.schedules.topology import Topology
 
+__all__ = ["walk"]
+
 
 def walk(schedule: Schedule, topology: Topology, reductions: Sequence[str] = ("sum",)) -> Profile:
-    """Walk every rank of `schedule` on `topology`.
+    """Return the profile of `schedule` on `topology`, walking every rank.
 
-    reductions: "sum" or "adasum" by phase of the steps, the last one for all later phases. Adasum's
-    partial products travel as the executor sends them: by recursive doubling in the step's group,
-    before the reduction.
+    Adasum's partial products travel as the executor sends them: by recursive doubling in the step's
+    group, before the reduction.
+
+    Args:
+        schedule: Any, of as many ranks as the topology has.
+        topology: Where the ranks are.
+        reductions: "sum" or "adasum" by phase of the steps; the last is for all later phases.
+
+    Raises:
+        ValueError: The schedule is for another number of ranks.
     """
     if schedule.size != topology.size:
         raise ValueError(f"schedule is for {schedule.size} ranks, topology has {topology.size}")
@@ -54,7 +63,7 @@ def _transfers(steps: Sequence[Step], parts: int) -> Transfers:
 
 
 def _add_dots(profiler: Profiler, groups: set[tuple[int, ...]]) -> None:
-    """All groups sum their partial products at the same time."""
+    """Add the sums of partial products, which all groups make at the same time."""
     schedules = {group: recursive_doubling.all_reduce(len(group)) for group in groups}
     programs = [
         (group, tuple(tuple(schedule.steps(i)) for i in range(len(group))))

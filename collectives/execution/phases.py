@@ -1,4 +1,4 @@
-"""From a range of the specification string to what is run: schedules and libraries, in order."""
+"""From a range of the specification string to what runs: schedules and libraries, in order."""
 
 from __future__ import annotations
 
@@ -11,12 +11,18 @@ from collectives.schedules.schedule import Schedule
 from collectives.schedules.spec import AllReduceSpec
 from collectives.schedules.topology import Topology
 
+__all__ = ["AllReducePhases", "Phase", "phases_of"]
+
 
 @dataclass(frozen=True)
 class Phase:
-    """A schedule over all ranks, or a library's all-reduce in `shards` pieces.
+    """A schedule over all ranks, or a library's all-reduce.
 
-    local: whether the library reduces over the ranks of each node alone.
+    Attributes:
+        schedule: The schedule.
+        library: The library's name.
+        shards: Pieces that the library reduces at once.
+        local: Whether the library reduces over the ranks of each node only.
     """
 
     schedule: Schedule | None = None
@@ -27,11 +33,14 @@ class Phase:
 
 @dataclass(frozen=True)
 class AllReducePhases:
-    """What one all-reduce runs, one after the other.
+    """What one all-reduce runs.
 
-    two_levels: whether the schedule's phase 0 sums inside nodes and its phase 1 is the operator's.
-    prescale: what every rank multiplies its contribution by first. host: whether all of it happens
-    in host memory.
+    Attributes:
+        sequence: One after the other.
+        two_levels: Whether the schedule's phase 0 sums inside nodes and its phase 1 is the
+            operator's.
+        prescale: What every rank multiplies its contribution by first.
+        host: Whether all of it happens in host memory.
     """
 
     sequence: tuple[Phase, ...]
@@ -41,13 +50,14 @@ class AllReducePhases:
 
 
 def phases_of(spec: AllReduceSpec, op: Reducer, topology: Topology) -> AllReducePhases:
-    """How to reduce with `op` by `spec` (not auto) on `topology`.
+    """Return how to reduce with `op` by `spec` (not auto) on `topology`.
 
     An operator that needs one expression tree (Adasum) runs across nodes alone on two
     levels: inside a node its operands are averaged, by a factor before the sum, so that no float16
     overflows.
 
-    Raises ValueError for shards that the algorithm does not take and operators it cannot carry.
+    Raises:
+        ValueError: The algorithm takes fewer shards, or cannot carry the operator.
     """
     return _phases_of(spec, op.needs_one_tree, str(op), topology)
 

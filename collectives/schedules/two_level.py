@@ -60,8 +60,8 @@ def all_reduce(topology: Topology, inner: ScatterGather | None, outer: Schedule)
         first = rank - rank % local_size
         for step in steps:
             yield Step(
-                sends=_placed(step.sends, first, 1, 0, outer.chunks),
-                recvs=_placed(step.recvs, first, 1, 0, outer.chunks),
+                sends=_mapped(step.sends, first, 1, 0, outer.chunks),
+                recvs=_mapped(step.recvs, first, 1, 0, outer.chunks),
             )
 
     def across(rank: int) -> Iterator[Step]:
@@ -74,8 +74,8 @@ def all_reduce(topology: Topology, inner: ScatterGather | None, outer: Schedule)
         for step in outer.steps(at):
             group = tuple(w * local_size + owner for w in step.group for owner in owners)
             yield Step(
-                sends=_placed(step.sends, local, local_size, start, node.width),
-                recvs=_placed(step.recvs, local, local_size, start, node.width),
+                sends=_mapped(step.sends, local, local_size, start, node.width),
+                recvs=_mapped(step.recvs, local, local_size, start, node.width),
                 # Each owner of a node's regions holds whole segments by itself.
                 group=(rank,) if group and outer.whole_segments else group,
                 phase=1,
@@ -101,7 +101,7 @@ def all_reduce(topology: Topology, inner: ScatterGather | None, outer: Schedule)
     )
 
 
-def _placed(
+def _mapped(
     transfers: tuple[Transfer, ...], first: int, stride: int, start: int, width: int
 ) -> tuple[Transfer, ...]:
     """Return a level's transfers in the ranks and chunks of the whole schedule."""
