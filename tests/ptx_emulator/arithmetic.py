@@ -267,6 +267,9 @@ def _list_floats() -> None:
     _list("div.rn", _FLOATS, _rounded(np.divide))
     _list("neg", _FLOATS, np.negative, 1)
     _list("abs", _FLOATS, np.abs, 1)
+    _list("abs", ("f16",), np.abs, 1)
+    _list("abs", ("bf16",), lambda bits: bits & np.uint16(0x7FFF), 1)
+    _list("abs", ("f16x2", "bf16x2"), lambda pair: pair & np.uint32(0x7FFF7FFF), 1)
     for name in ("min", "max"):
         _list(name, _FLOATS, partial(_extreme, name))
         _list(f"{name}.NaN", ("f32",), partial(_extreme_or_nan, name))

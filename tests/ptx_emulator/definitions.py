@@ -180,13 +180,14 @@ def compared(name: str, a: Any, b: Any) -> bool:
 def expected(opcode: str, kinds: tuple[str, ...], result: str, bits: tuple[int, ...]) -> int:
     """Return the bits that an instruction gives, by a definition of its own."""
     name, *modifiers = opcode.split(".")
-    if result == "f32x2":
-        halves = [[x >> shift & 0xFFFFFFFF for x in bits] for shift in (0, 32)]
+    if result.endswith("x2") and kinds[0] == result:
+        width = width_of(result) // 2
+        halves = [[x >> shift & (1 << width) - 1 for x in bits] for shift in (0, width)]
         low, high = (
-            expected(opcode[:-2], tuple(kind[:-2] for kind in kinds), "f32", tuple(half))
+            expected(opcode[:-2], tuple(kind[:-2] for kind in kinds), result[:-2], tuple(half))
             for half in halves
         )
-        return high << 32 | low
+        return high << width | low
     if name == "cvt" and result.endswith("x2"):
         high, low = (
             expected(opcode[: opcode.index("x2")], ("f32",), result[:-2], (x,)) for x in bits

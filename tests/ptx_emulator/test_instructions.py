@@ -101,10 +101,7 @@ def test_division_of_integers_by_zero_raises(name):
 # As a compiler would write them: a packed pair, saturation, flushing, other roundings,
 # approximations, carries, and other forms of what is listed.
 UNLISTED = """
-abs.f16x2 %r1, %r2
-abs.bf16x2 %r1, %r2
 neg.f16x2 %r1, %r2
-abs.f16 %rs1, %rs2
 neg.bf16 %rs1, %rs2
 abs.ftz.f32 %r1, %r2
 add.f16x2 %r1, %r2, %r2
