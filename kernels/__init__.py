@@ -15,6 +15,7 @@ communication happens here.
 """
 
 from kernels.backends import BackendInfo, backend_info
+from kernels.findings import max_abs_reference
 from kernels.layout import Layout, layout_of
 from kernels.packing import pack, pack_bytes, pack_reference, unpack, unpack_bytes, unpack_reference
 from kernels.plans import (
@@ -80,6 +81,7 @@ __all__ = [
     "dot_and_norms_bytes",
     "dot_and_norms_reference",
     "layout_of",
+    "max_abs_reference",
     "pack",
     "pack_bytes",
     "pack_reference",

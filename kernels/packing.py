@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.findings import Findings
+from kernels.findings import SCHEMA, Findings
 from kernels.layout import Layout, PackedList, check_buffer, check_layout, check_packed
 from kernels.plans import PackPlan, UnpackPlan, device_of, plan_pack, plan_unpack
 from kernels.torch_ops import call, mark_written, operator, read_list, returns_nothing, tracing
@@ -28,6 +28,7 @@ def pack(
     out: Tensor | None = None,
     scale: float = 1.0,
     found_inf: Tensor | None = None,
+    max_abs: Tensor | None = None,
 ) -> Tensor:
     """Copy `tensors`, each times `scale`, into one 1-D buffer; the padding is zero.
 
@@ -41,6 +42,8 @@ def pack(
         scale: Factor of every element.
         found_inf: float32 of one element, set to 1 where an element written is not finite, else
             left.
+        max_abs: One element, float64 where the buffer is, else float32; set to the largest
+            magnitude written, NaN if any is.
 
     Returns:
         The buffer.
@@ -51,8 +54,8 @@ def pack(
     """
     scale = check_scalar("scale", scale)
     if tracing():
-        return _trace_pack(tensors, layout, out, scale, Findings(found_inf))
-    plan = plan_pack(tensors, layout=layout, out=out, found_inf=found_inf)
+        return _trace_pack(tensors, layout, out, scale, Findings(found_inf, max_abs))
+    plan = plan_pack(tensors, layout=layout, out=out, found_inf=found_inf, max_abs=max_abs)
     plan(scale)
     mark_written(plan.written())
     return plan.out
@@ -65,6 +68,7 @@ def unpack(
     layout: Layout | None = None,
     scale: float = 1.0,
     found_inf: Tensor | None = None,
+    max_abs: Tensor | None = None,
 ) -> list[Tensor]:
     """Copy the slots of `buffer`, times `scale`, into `tensors`, in place.
 
@@ -77,6 +81,7 @@ def unpack(
             `layout_of(tensors, dtype=buffer.dtype)`.
         scale: Factor of every element.
         found_inf: As in `pack`.
+        max_abs: As in `pack`, float64 where a tensor written is.
 
     Returns:
         The tensors.
@@ -87,8 +92,8 @@ def unpack(
     """
     scale = check_scalar("scale", scale)
     if tracing():
-        return _trace_unpack(buffer, tensors, layout, scale, Findings(found_inf))
-    plan = plan_unpack(buffer, tensors, layout=layout, found_inf=found_inf)
+        return _trace_unpack(buffer, tensors, layout, scale, Findings(found_inf, max_abs))
+    plan = plan_unpack(buffer, tensors, layout=layout, found_inf=found_inf, max_abs=max_abs)
     done = plan(scale)
     mark_written(plan.written())
     return done
@@ -142,9 +147,9 @@ def _trace_pack(
         device = device if tensors else check_tensor("out", out).device
         check_buffer("out", out, chosen, device)
         check_writable("out", out)
-    findings.check(device)
+    findings.check(device, chosen.dtype)
     target = torch.empty(chosen.numel, dtype=chosen.dtype, device=device) if out is None else out
-    call("pack", tensors, chosen.offsets, chosen.alignment, scale, target, *findings)
+    call("pack_2", tensors, chosen.offsets, chosen.alignment, scale, target, *findings)
     return target
 
 
@@ -162,14 +167,14 @@ def _trace_unpack(
     device = tensors[0].device if tensors else buffer.device
     check_buffer("buffer", buffer, chosen, device)
     check_all_writable("tensors", tensors)
-    findings.check(device)
-    call("unpack", buffer, chosen.offsets, chosen.alignment, scale, tensors, *findings)
+    findings.check(device, *[tensor.dtype for tensor in tensors])
+    call("unpack_2", buffer, chosen.offsets, chosen.alignment, scale, tensors, *findings)
     return tensors
 
 
 @operator(
-    "pack(Tensor[] tensors, SymInt[] offsets, int alignment, float scale, Tensor(a!) out, "
-    "Tensor(b!)? found_inf) -> ()",
+    "pack_2(Tensor[] tensors, SymInt[] offsets, int alignment, float scale, Tensor(a!) out, "
+    f"{SCHEMA}) -> ()",
     fake=returns_nothing,
 )
 def _pack(
@@ -187,8 +192,8 @@ def _pack(
 
 
 @operator(
-    "unpack(Tensor buffer, SymInt[] offsets, int alignment, float scale, Tensor(a!)[] tensors, "
-    "Tensor(b!)? found_inf) -> ()",
+    "unpack_2(Tensor buffer, SymInt[] offsets, int alignment, float scale, Tensor(a!)[] tensors, "
+    f"{SCHEMA}) -> ()",
     fake=returns_nothing,
 )
 def _unpack(

@@ -200,7 +200,7 @@ class Plan:
         addresses = array("Q", map(Tensor.data_ptr, inputs))
         self._check_memory(inputs, addresses, out)
         self._inputs, self._addresses, self.out = inputs, addresses, out
-        self._run = self._bind()
+        self._run = self._findings.reset_before(self._bind())
         self._others_seen = [
             (one.data_ptr(), one.dtype, one.shape, True) for _, one in self._others()
         ]
@@ -382,13 +382,14 @@ def plan_pack(
     layout: Layout | None = None,
     out: Tensor | None = None,
     found_inf: Tensor | None = None,
+    max_abs: Tensor | None = None,
 ) -> PackPlan:
     """Plan `kernels.pack` of these tensors: run it as plan(scale).
 
     Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has a
     buffer of its own, the same at each run.
     """
-    inputs, findings = read_list("tensors", tensors), Findings(found_inf)
+    inputs, findings = read_list("tensors", tensors), Findings(found_inf, max_abs)
     packed = check_packed(inputs, layout, None)
     if out is None:
         device = device_of(inputs)
@@ -397,7 +398,7 @@ def plan_pack(
         device = device_of(inputs) if inputs else check_tensor("out", out).device
         check_buffer("out", out, packed.layout, device)
         target = check_writable("out", out)
-    findings.check(device)
+    findings.check(device, target.dtype)
     return PackPlan(inputs, packed, target, findings)
 
 
@@ -407,18 +408,19 @@ def plan_unpack(
     *,
     layout: Layout | None = None,
     found_inf: Tensor | None = None,
+    max_abs: Tensor | None = None,
 ) -> UnpackPlan:
     """Plan `kernels.unpack` into these tensors: run it as plan(scale).
 
     Arguments and errors as there, and of every plan: see `Plan`.
     """
-    inputs, findings = read_list("tensors", tensors), Findings(found_inf)
+    inputs, findings = read_list("tensors", tensors), Findings(found_inf, max_abs)
     check_tensor("buffer", buffer)
     packed = check_packed(inputs, layout, buffer.dtype)
     device = inputs[0].device if inputs else buffer.device
     check_buffer("buffer", buffer, packed.layout, device)
     check_all_writable("tensors", inputs)
-    findings.check(device)
+    findings.check(device, *packed.dtype_set)
     return UnpackPlan(inputs, packed, buffer, findings)
 
 
@@ -428,15 +430,15 @@ def plan_sum_n(
     out: Tensor | None = None,
     dtype: torch.dtype | None = None,
     found_inf: Tensor | None = None,
+    max_abs: Tensor | None = None,
 ) -> SumPlan:
     """Plan `kernels.sum_n` of these tensors: run it as plan(scale).
 
     Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has one of
     its own, the same at each run.
     """
-    inputs, findings = check_equals(read_list("tensors", tensors)), Findings(found_inf)
-    findings.check(inputs[0].device)
-    check_target(out, "tensors[0]", inputs[0], dtype)
+    inputs, findings = check_equals(read_list("tensors", tensors)), Findings(found_inf, max_abs)
+    findings.check(inputs[0].device, check_target(out, "tensors[0]", inputs[0], dtype))
     return SumPlan(inputs, new_like(inputs[0], dtype) if out is None else out, findings)
 
 
@@ -447,16 +449,16 @@ def plan_scaled_add(
     out: Tensor | None = None,
     dtype: torch.dtype | None = None,
     found_inf: Tensor | None = None,
+    max_abs: Tensor | None = None,
 ) -> ScaledAddPlan:
     """Plan `kernels.scaled_add` of a and b: run it as plan(alpha, beta).
 
     Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has one of
     its own, the same at each run.
     """
-    left, findings = check_tensor("a", a), Findings(found_inf)
+    left, findings = check_tensor("a", a), Findings(found_inf, max_abs)
     right = check_place("b", b, "a", left)
-    findings.check(left.device)
-    check_target(out, "a", left, dtype)
+    findings.check(left.device, check_target(out, "a", left, dtype))
     target = new_like(left, dtype) if out is None else out
     return ScaledAddPlan([left, right], A_OR_B, target, findings)
 
@@ -483,17 +485,18 @@ def plan_combine(
     *,
     out: Tensor | None = None,
     found_inf: Tensor | None = None,
+    max_abs: Tensor | None = None,
 ) -> CombinePlan:
     """Plan `kernels.combine` of a and b: run it as plan(), with what `dots` then holds.
 
     Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has one of
     its own, the same at each run.
     """
-    left, findings = check_tensor("a", a), Findings(found_inf)
+    left, findings = check_tensor("a", a), Findings(found_inf, max_abs)
     bounds = check_segments(segments, left.numel())
     check_dots(dots, len(bounds) - 1, left)
     check_pair(a, b, out)
-    findings.check(left.device)
+    findings.check(left.device, left.dtype)
     return CombinePlan(left, b, bounds, new_like(left) if out is None else out, findings, dots)
 
 
@@ -504,14 +507,15 @@ def plan_adasum(
     *,
     out: Tensor | None = None,
     found_inf: Tensor | None = None,
+    max_abs: Tensor | None = None,
 ) -> AdasumPlan:
     """Plan `kernels.adasum` of a and b: run it as plan().
 
     Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has one of
     its own, the same at each run.
     """
-    left, findings = check_pair(a, b, out), Findings(found_inf)
-    findings.check(left.device)
+    left, findings = check_pair(a, b, out), Findings(found_inf, max_abs)
+    findings.check(left.device, left.dtype)
     bounds = check_segments(segments, left.numel())
     return AdasumPlan(left, b, bounds, new_like(left) if out is None else out, findings)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.arithmetic import TINY
-from kernels.findings import Findings
+from kernels.findings import SCHEMA, Findings
 from kernels.plans import (
     AdasumPlan,
     CombinePlan,
@@ -76,6 +76,7 @@ def combine(
     *,
     out: Tensor | None = None,
     found_inf: Tensor | None = None,
+    max_abs: Tensor | None = None,
 ) -> Tensor:
     """Return (1 - d/(2A)) a + (1 - d/(2B)) b a segment, with (d, A, B) the rows of `dots`.
 
@@ -89,21 +90,23 @@ def combine(
         segments: As in `dot_and_norms`.
         out: Written and returned; may be a or b. None makes one.
         found_inf: float32 of one element, set to 1 where an output is not finite, else left.
+        max_abs: One element, float64 where the output is, else float32; set to the largest
+            magnitude written, NaN if any is.
 
     Raises:
         TypeError: An argument has another type or dtype. Nothing has been written.
         ValueError: One cannot be used, or overlaps what is written. Nothing has been written.
     """
     if tracing():
-        left, findings = check_tensor("a", a), Findings(found_inf)
+        left, findings = check_tensor("a", a), Findings(found_inf, max_abs)
         bounds = check_segments(segments, left.numel())
         check_dots(dots, len(bounds) - 1, left)
         check_pair(a, b, out)
-        findings.check(left.device)
+        findings.check(left.device, left.dtype)
         target = new_like(a) if out is None else out
-        call("combine", a, b, dots, bounds, target, *findings)
+        call("combine_2", a, b, dots, bounds, target, *findings)
         return target
-    plan = plan_combine(a, b, dots, segments, out=out, found_inf=found_inf)
+    plan = plan_combine(a, b, dots, segments, out=out, found_inf=found_inf, max_abs=max_abs)
     plan()
     mark_written(plan.written())
     return plan.out
@@ -116,19 +119,20 @@ def adasum(
     *,
     out: Tensor | None = None,
     found_inf: Tensor | None = None,
+    max_abs: Tensor | None = None,
 ) -> Tensor:
     """Return the Adasum of two tensors, a segment at a time: `combine` of their `dot_and_norms`.
 
     Arguments and errors are those of `combine`. NaN or Inf in a segment reaches that segment alone.
     """
     if tracing():
-        left, findings = check_pair(a, b, out), Findings(found_inf)
-        findings.check(left.device)
+        left, findings = check_pair(a, b, out), Findings(found_inf, max_abs)
+        findings.check(left.device, left.dtype)
         bounds = check_segments(segments, left.numel())
         target = new_like(a) if out is None else out
-        call("adasum", a, b, bounds, target, *findings)
+        call("adasum_2", a, b, bounds, target, *findings)
         return target
-    plan = plan_adasum(a, b, segments, out=out, found_inf=found_inf)
+    plan = plan_adasum(a, b, segments, out=out, found_inf=found_inf, max_abs=max_abs)
     plan()
     mark_written(plan.written())
     return plan.out
@@ -209,8 +213,7 @@ def _dot_and_norms(a: Tensor, b: Tensor, bounds: Sequence[int]) -> Tensor:
 
 
 @operator(
-    "combine(Tensor a, Tensor b, Tensor dots, SymInt[] bounds, Tensor(a!) out, "
-    "Tensor(b!)? found_inf) -> ()",
+    f"combine_2(Tensor a, Tensor b, Tensor dots, SymInt[] bounds, Tensor(a!) out, {SCHEMA}) -> ()",
     fake=returns_nothing,
 )
 def _combine(
@@ -227,7 +230,7 @@ def _combine(
 
 
 @operator(
-    "adasum(Tensor a, Tensor b, SymInt[] bounds, Tensor(a!) out, Tensor(b!)? found_inf) -> ()",
+    f"adasum_2(Tensor a, Tensor b, SymInt[] bounds, Tensor(a!) out, {SCHEMA}) -> ()",
     fake=returns_nothing,
 )
 def _adasum(

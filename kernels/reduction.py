@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.findings import Findings
+from kernels.findings import SCHEMA, Findings
 from kernels.plans import (
     A_OR_B,
     EMPTY,
@@ -46,6 +46,7 @@ def sum_n(
     scale: float = 1.0,
     dtype: torch.dtype | None = None,
     found_inf: Tensor | None = None,
+    max_abs: Tensor | None = None,
 ) -> Tensor:
     """Return scale * (tensors[0] + tensors[1] + ...), added in list order.
 
@@ -57,6 +58,8 @@ def sum_n(
         scale: Factor of the sum.
         dtype: Of the output, None for that of `out` or, without one, of the tensors.
         found_inf: float32 of one element, set to 1 where an output is not finite, else left.
+        max_abs: One element, float64 where the output is, else float32; set to the largest
+            magnitude written, NaN if any is.
 
     Raises:
         TypeError: An argument has another type or dtype. Nothing has been written.
@@ -64,8 +67,8 @@ def sum_n(
     """
     scale = check_scalar("scale", scale)
     if tracing():
-        return _trace_sum_n(tensors, out, scale, dtype, Findings(found_inf))
-    plan = plan_sum_n(tensors, out=out, dtype=dtype, found_inf=found_inf)
+        return _trace_sum_n(tensors, out, scale, dtype, Findings(found_inf, max_abs))
+    plan = plan_sum_n(tensors, out=out, dtype=dtype, found_inf=found_inf, max_abs=max_abs)
     plan(scale)
     mark_written(plan.written())
     return plan.out
@@ -80,6 +83,7 @@ def scaled_add(
     out: Tensor | None = None,
     dtype: torch.dtype | None = None,
     found_inf: Tensor | None = None,
+    max_abs: Tensor | None = None,
 ) -> Tensor:
     """Return alpha*a + beta*b, in float32 (float64 where a dtype is float64), rounded once.
 
@@ -91,6 +95,7 @@ def scaled_add(
         out: Written and returned; may be a or b. None makes one.
         dtype: Of the output, None for that of `out` or, without one, of a.
         found_inf: As in `sum_n`.
+        max_abs: As in `sum_n`.
 
     Raises:
         TypeError: An argument has another type or dtype. Nothing has been written.
@@ -98,8 +103,8 @@ def scaled_add(
     """
     alpha, beta = check_scalar("alpha", alpha), check_scalar("beta", beta)
     if tracing():
-        return _trace_scaled_add(a, b, alpha, beta, out, dtype, Findings(found_inf))
-    plan = plan_scaled_add(a, b, out=out, dtype=dtype, found_inf=found_inf)
+        return _trace_scaled_add(a, b, alpha, beta, out, dtype, Findings(found_inf, max_abs))
+    plan = plan_scaled_add(a, b, out=out, dtype=dtype, found_inf=found_inf, max_abs=max_abs)
     plan(alpha, beta)
     mark_written(plan.written())
     return plan.out
@@ -155,10 +160,9 @@ def _trace_sum_n(
 ) -> Tensor:
     """`sum_n` where the call is read rather than run."""
     tensors = check_equals(read_list("tensors", tensors))
-    findings.check(tensors[0].device)
-    check_target(out, "tensors[0]", tensors[0], dtype)
+    findings.check(tensors[0].device, check_target(out, "tensors[0]", tensors[0], dtype))
     target = new_like(tensors[0], dtype) if out is None else out
-    call("sum_n", tensors, scale, target, *findings)
+    call("sum_n_2", tensors, scale, target, *findings)
     return target
 
 
@@ -174,15 +178,14 @@ def _trace_scaled_add(
     """`scaled_add` where the call is read rather than run."""
     left = check_tensor("a", a)
     check_place("b", b, "a", left)
-    findings.check(left.device)
-    check_target(out, "a", left, dtype)
+    findings.check(left.device, check_target(out, "a", left, dtype))
     target = new_like(a, dtype) if out is None else out
-    call("scaled_add", a, b, alpha, beta, target, *findings)
+    call("scaled_add_2", a, b, alpha, beta, target, *findings)
     return target
 
 
 @operator(
-    "sum_n(Tensor[] tensors, float scale, Tensor(a!) out, Tensor(b!)? found_inf) -> ()",
+    "sum_n_2(Tensor[] tensors, float scale, Tensor(a!) out, Tensor(b!)? found_inf) -> ()",
     fake=returns_nothing,
 )
 def _sum_n(tensors: list[Tensor], scale: float, out: Tensor, *findings: Tensor | None) -> None:
@@ -192,8 +195,7 @@ def _sum_n(tensors: list[Tensor], scale: float, out: Tensor, *findings: Tensor |
 
 
 @operator(
-    "scaled_add(Tensor a, Tensor b, float alpha, float beta, Tensor(a!) out, "
-    "Tensor(b!)? found_inf) -> ()",
+    f"scaled_add_2(Tensor a, Tensor b, float alpha, float beta, Tensor(a!) out, {SCHEMA}) -> ()",
     fake=returns_nothing,
 )
 def _scaled_add(

@@ -52,33 +52,68 @@ static uint16_t to_bfloat16(float value)
     return (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded;
 }
 
-/* Whether one of `n` elements from `from + at` on is Inf or NaN: has all bits of its exponent. */
-static int any_non_finite(const void *from, int dtype, int64_t at, int64_t n)
+/* The largest of `n` elements from `from + at` on without their signs, as bits: magnitudes have the
+ * order of their bits, in which NaN is above Inf. */
+static uint64_t largest_bits(const void *from, int dtype, int64_t at, int64_t n)
 {
-    int found = 0;
     if (dtype == FLOAT64) {
-        const uint64_t *bits = (const uint64_t *)from + at, all = 0x7ff0000000000000;
+        const int64_t *bits = (const int64_t *)from + at;
+        int64_t most = 0;
         for (int64_t i = 0; i < n; i++)
-            found |= (bits[i] & all) == all;
-    } else if (dtype == FLOAT32) {
-        const uint32_t *bits = (const uint32_t *)from + at, all = 0x7f800000;
-        for (int64_t i = 0; i < n; i++)
-            found |= (bits[i] & all) == all;
-    } else {
-        const uint16_t *bits = (const uint16_t *)from + at, all = dtype == FLOAT16 ? 0x7c00 : 0x7f80;
-        for (int64_t i = 0; i < n; i++)
-            found |= (bits[i] & all) == all;
+            most = most < (bits[i] & INT64_MAX) ? bits[i] & INT64_MAX : most;
+        return most;
     }
-    return found;
+    if (dtype == FLOAT32) {
+        const int32_t *bits = (const int32_t *)from + at;
+        int32_t most = 0;
+        for (int64_t i = 0; i < n; i++)
+            most = most < (bits[i] & INT32_MAX) ? bits[i] & INT32_MAX : most;
+        return most;
+    }
+    const int16_t *bits = (const int16_t *)from + at;
+    int16_t most = 0;
+    for (int64_t i = 0; i < n; i++)
+        most = most < (bits[i] & INT16_MAX) ? bits[i] & INT16_MAX : most;
+    return most;
+}
+
+/* Raise the float, or for FLOAT64 the double, at `max_abs` to these bits of `dtype`. Threads meet
+ * here. */
+static void raise_to(void *max_abs, uint64_t bits, int dtype)
+{
+    if (dtype == FLOAT64) {
+        uint64_t *place = max_abs, seen = __atomic_load_n(place, __ATOMIC_RELAXED);
+        while (seen < bits && !__atomic_compare_exchange_n(place, &seen, bits, 1, __ATOMIC_RELAXED,
+                                                           __ATOMIC_RELAXED))
+            ;
+        return;
+    }
+    uint32_t narrow = dtype == BFLOAT16 ? bits << 16 : bits;
+    if (dtype == FLOAT16) {
+        uint16_t halves[8] = {bits};
+        float floats[8];
+        floats_of_halves(floats, halves);
+        memcpy(&narrow, floats, sizeof narrow);
+    }
+    uint32_t *place = max_abs, seen = __atomic_load_n(place, __ATOMIC_RELAXED);
+    while (seen < narrow && !__atomic_compare_exchange_n(place, &seen, narrow, 1, __ATOMIC_RELAXED,
+                                                         __ATOMIC_RELAXED))
+        ;
 }
 
 /* The epilogue of every function that writes: what `findings` asks of `n` elements just written.
  * Threads set one and the same flag. */
 static void report(const struct findings *findings, const void *from, int dtype, int64_t at, int64_t n)
 {
+    static const uint64_t infinities[] = {0x7c00, 0x7f80, 0x7f800000, 0x7ff0000000000000};
+    if (!findings->found_inf && !findings->max_abs)
+        return;
+    uint64_t bits = largest_bits(from, dtype, at, n);
     float one = 1;
-    if (findings->found_inf && any_non_finite(from, dtype, at, n))
+    if (findings->found_inf && bits >= infinities[dtype])
         __atomic_store(findings->found_inf, &one, __ATOMIC_RELAXED);
+    if (findings->max_abs)
+        raise_to(findings->max_abs, bits, dtype);
 }
 
 /* Blocks of segments: each segment is cut for itself, from its own start. */

@@ -15,7 +15,7 @@ _TABLE = {
         "int (*thread_num)(void)",
         "int (*num_threads)(void)",
     ),
-    "findings": ("float *found_inf",),
+    "findings": ("float *found_inf", "void *max_abs"),
     "sum": (
         "const void *const *inputs",
         "int64_t count",

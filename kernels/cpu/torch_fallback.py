@@ -57,6 +57,17 @@ def report(findings: Findings, written: Sequence[Tensor]) -> None:
     """Report of the values in tensors just written what `findings` asks for."""
     if findings.found_inf is not None:
         _flag_non_finite(findings.found_inf, written)
+    if findings.max_abs is not None:
+        _raise_max_abs(findings.max_abs, written)
+
+
+def _raise_max_abs(max_abs: Tensor, written: Sequence[Tensor]) -> None:
+    """Raise `max_abs` to the largest magnitude in the tensors, NaN if they hold one."""
+    for tensor in written:
+        if tensor.numel():
+            low, high = torch.aminmax(tensor)
+            largest = torch.maximum(low.abs(), high.abs()).to(max_abs.dtype)
+            max_abs.copy_(torch.maximum(max_abs, largest))
 
 
 def _flag_non_finite(found_inf: Tensor, written: Sequence[Tensor]) -> None:

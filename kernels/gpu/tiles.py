@@ -88,6 +88,24 @@ def report(x, findings):
     """The epilogue of every kernel that writes: what `findings` asks of a tile to be stored."""
     if findings.found_inf is not None:
         _flag_non_finite(x, findings.found_inf)
+    if findings.max_abs is not None:
+        _raise_max_abs(x, findings.max_abs)
+
+
+@jit
+def _raise_max_abs(x, max_abs):
+    """Raise the float at `max_abs` to the largest magnitude of the tile.
+
+    As integers: magnitudes have the order of their bits, in which NaN is above Inf, and atomic
+    maxima give the same answer in any order.
+    """
+    if max_abs.dtype.element_ty == tl.float64:
+        bits = convert(x, tl.float64).to(tl.int64, bitcast=True) & 0x7FFFFFFFFFFFFFFF
+        place = max_abs.to(tl.pointer_type(tl.int64), bitcast=True)
+    else:
+        bits = convert(x, tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        place = max_abs.to(tl.pointer_type(tl.int32), bitcast=True)
+    tl.atomic_max(place, tl.max(bits, axis=0), sem="relaxed")
 
 
 @jit

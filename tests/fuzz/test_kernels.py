@@ -85,8 +85,8 @@ def _signatures(look: Look) -> dict[str, tuple[list[Strategy], dict[str, Strateg
         )
     )
     buffer = sometimes(a, buffer, 4)
-    packed = {"layout": layout, "scale": scale, "found_inf": found_inf}
-    pair = {"out": out, "found_inf": found_inf}
+    packed = {"layout": layout, "scale": scale, "found_inf": found_inf, "max_abs": flag()}
+    pair = {"out": out, "found_inf": found_inf, "max_abs": flag()}
     weights = {"alpha": scale, "beta": scale}
     return {
         "adasum": ([a, a], {"segments": cuts, **pair}),
@@ -99,6 +99,7 @@ def _signatures(look: Look) -> dict[str, tuple[list[Strategy], dict[str, Strateg
         "dot_and_norms_bytes": ([a, a], {"segments": cuts}),
         "dot_and_norms_reference": ([a, a], {"segments": cuts}),
         "layout_of": ([many], {"dtype": dtype, "alignment": value(None, 64, 4, 256)}),
+        "max_abs_reference": ([many], {}),
         "pack": ([many], {**packed, "out": sometimes(buffer, value(None), 2)}),
         "pack_bytes": ([many], {"layout": layout}),
         "pack_reference": ([many], {"layout": layout, "scale": scale}),
