@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 # Of any wait for a peer, in seconds, unless a case has its own.
 TIMEOUT = 4.0
-# Contract: the others have their error within the timeout plus this.
+# The others are promised their error within the timeout plus this.
 GRACE = 5.0
 # From the error to the process's end. An interpreter that has imported torch needs a second of CPU
 # time for its exit, and twelve ranks share two cores; what hangs does so for ever.
@@ -21,9 +21,17 @@ _BROKEN = ("CollectiveTimeoutError", "TransportError")
 class Case:
     """One fault among three ranks.
 
-    use: what the ranks do, `job._trainer`'s. where: the moment. what: the fault, `job._strike`'s.
-    victim: its rank; -1: no rank. errors: what each of the others may get, none: no error, and
-    status 0. store: who holds the store, rank 0 or an agent, as with torchrun. late: seconds.
+    Attributes:
+        use: What the ranks do, as `job._trainer` takes it.
+        where: The moment of the fault.
+        what: The fault, as `job._strike` takes it.
+        transport: What CPU tensors travel by.
+        victim: The rank at fault; -1 for none.
+        timeout: The group's, in seconds.
+        late: Seconds that a late rank is late.
+        errors: What each of the others may get; none for no error, and status 0.
+        store: Who holds the store: rank 0, or an agent, as with torchrun.
+        size: How many ranks there are.
     """
 
     use: str
@@ -63,6 +71,9 @@ CASES = [
     # The rank that holds the store.
     Case("all_reduce", "call", "kill", "shm", victim=0),
     Case("all_reduce", "call", "kill", "tcp", victim=0),
+    # While a request is under way.
+    Case("request", "call", "kill", "shm"),
+    Case("request", "call", "kill", "tcp"),
     # In the middle of messages.
     *(Case("all_reduce", "transfer", what, transport)
       for transport in ("shm", "tcp") for what in ("kill", "stop", "os._exit")),
@@ -94,8 +105,8 @@ CASES = [
     Case("all_reduce", "before init", "kill", "gloo"),
     Case("all_reduce", "before init", "kill", "gloo", victim=0),
     Case("all_reduce", "before init", "late", "shm", late=10.0),
-    Case("all_reduce", "links", "kill", "tcp"),
-    Case("all_reduce", "links", "stop", "shm", victim=0),
+    Case("all_reduce", "connecting", "kill", "tcp"),
+    Case("all_reduce", "connecting", "stop", "shm", victim=0),
     Case("all_reduce", "calibration", "kill", "tcp"),
     Case("all_reduce", "port taken", "", "gloo", victim=-1, errors=_BROKEN),
     # On a GPU, where a context takes seconds to make.
@@ -116,3 +127,21 @@ CASES = [
     Case("split", "store gone", "", "gloo", victim=-1, errors=_BROKEN, store="agent"),
     Case("split", "store gone", "", "shm", victim=-1, errors=_BROKEN, store="agent"),
 ]  # fmt: skip
+
+# One of each kind, of those that wait least; the others are slow.
+QUICK = frozenset({
+    "all_reduce-call-kill-shm",
+    "all_reduce-call-stop-tcp",
+    "all_reduce-call-kill-gloo",
+    "all_reduce-transfer-os._exit-shm",
+    "request-call-kill-tcp",
+    "average-backward-kill-tcp",
+    "delta-missing_step-skip-shm",
+    "delta-step-kill-shm",
+    "ddp-backward-raise-tcp",
+    "all_reduce-before_init-kill-gloo",
+    "all_reduce-connecting-kill-tcp",
+    "all_reduce-shutdown-kill-tcp-rank_0",
+    "all_reduce-unwaited-kill-shm",
+    "split-store_gone--shm-no_rank",
+})  # fmt: skip

@@ -119,10 +119,25 @@ def hvd_group() -> collectives.Group:
     return collectives.default_group()
 
 
+def _request() -> Callable[[str, Strike | None], None]:
+    """A request that is started and waited for once a step."""
+    request = hvd_group().all_reduce_init(torch.ones(1000), name="w")
+
+    def train(where: str, strike: Strike | None) -> None:
+        request.start()
+        if strike is not None:
+            strike()
+        request.wait()
+
+    return train
+
+
 def _trainer(use: str) -> Callable[[str, Strike | None], None]:
     """A function that trains one step."""
     if use == "all_reduce":
         return _all_reduce
+    if use == "request":
+        return _request()
     net = Net().to(device())
     model: nn.Module = net
     optimizer: torch.optim.Optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
@@ -153,9 +168,9 @@ def _trainer(use: str) -> Callable[[str, Strike | None], None]:
 
 
 def _patch_init(where: str, strike: Strike) -> None:
-    """The fault in the middle of init: before the links of a host, or before they are measured."""
+    """The fault in the middle of init: before ranks connect, or before links are measured."""
     module, name = {
-        "links": (transport_selection, "open_connections"),
+        "connecting": (transport_selection, "open_connections"),
         "calibration": (collectives.initialize, "measure_link_rates"),
     }[where]
     whole = getattr(module, name)
@@ -203,7 +218,7 @@ def _run(job: dict[str, Any], rank: int, directory: Path, diary: Diary) -> None:
     strike = partial(_strike, job["what"], job["late"], diary) if rank == job["victim"] else None
     if where == "before init" and strike:
         strike()
-    if where in ("links", "calibration") and strike:
+    if where in ("connecting", "calibration") and strike:
         _patch_init(where, strike)
     calibrate = where == "calibration"
     hvd.init(timeout=job["timeout"], transport=job["transport"], calibrate=calibrate)

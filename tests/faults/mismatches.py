@@ -60,6 +60,17 @@ def _order(*names: str) -> Call:
     return call
 
 
+def _request(number: int) -> Call:
+    """Start one of two requests that all ranks made alike."""
+
+    def call(group: Group, tensor: torch.Tensor) -> Any:
+        requests = [group.all_reduce_init(tensor, name=f"w{i}") for i in range(2)]
+        requests[number].start()
+        requests[number].wait()
+
+    return call
+
+
 def _train(method: str, width: int = 4, op: Any = hvd.Adasum, algorithm: str | None = None) -> Call:
     """Two steps' worth of one: the model is `width` wide on this rank."""
 
@@ -159,6 +170,8 @@ CASES: dict[str, tuple[Call, Call, torch.Tensor | None]] = {
         None,
     ),
     "asynchronous and not": (_wait(_reduce(async_op=True)), _reduce(op=Average), None),
+    "request": (_request(0), _request(1), None),
+    "request and direct call": (_request(0), _reduce(name="w0"), None),
     "another model, delta": (_train("delta"), _train("delta", 5), None),
     "another model, gradient": (_train("gradient"), _train("gradient", 5), None),
     "another op, optimizer": (_train("gradient"), _train("gradient", op=hvd.Average), None),

@@ -1,6 +1,7 @@
-"""Faults of real processes, one group of three ranks each: the promised error, in time; no rest.
+"""Faults of real processes, one group of three ranks each: the promised error, in time.
 
-The cases are in cases.py. They mostly wait, so several run at once.
+Nothing is left of the group afterwards. The cases are in cases.py. They mostly wait, so several run
+at once.
 """
 
 from __future__ import annotations
@@ -11,12 +12,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from tests.faults.cases import CASES, EXIT, GRACE, Case
+from tests.faults.cases import CASES, EXIT, GRACE, QUICK, Case
 from tests.faults.ranks import Report, carry_out
 from tests.processes.nursery import nursery
 from tests.processes.test_nccl import why_not
 
 AT_ONCE = 4
+MARKED = [
+    pytest.param(case, id=str(case), marks=() if str(case) in QUICK else pytest.mark.slow)
+    for case in CASES
+]
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +32,8 @@ def reports(
     wanted = [
         item.callspec.params["case"]
         for item in request.session.items
-        if isinstance(item, pytest.Function) and item.originalname == test_fault.__name__
+        if isinstance(item, pytest.Function)
+        and item.originalname == test_fault_of_a_rank_is_the_promised_error_on_the_others.__name__
     ]
     wanted = [case for case in wanted if case.transport != "nccl" or not why_not()]
     with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -40,12 +46,16 @@ def reports(
             future.cancel()
 
 
-def test_there_are_enough() -> None:
-    assert len({str(case) for case in CASES}) == len(CASES) >= 25
+def test_cases_have_names_of_their_own() -> None:
+    names = [str(case) for case in CASES]
+    assert len({*names}) == len(names) >= 25
+    assert set(names) >= QUICK
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_fault(case: Case, reports: dict[Case, Future[Report]]) -> None:
+@pytest.mark.parametrize("case", MARKED)
+def test_fault_of_a_rank_is_the_promised_error_on_the_others(
+    case: Case, reports: dict[Case, Future[Report]]
+) -> None:
     if case.transport == "nccl" and (reason := why_not()):
         pytest.skip(reason)
     report = reports[case].result()
@@ -104,7 +114,7 @@ def _check_victim(case: Case, report: Report) -> None:
         assert error["when"] - since <= case.timeout + GRACE
 
 
-def test_someone_names_the_rank_that_died(reports: dict[Case, Future[Report]]) -> None:
+def test_fault_of_a_rank_is_named_by_another_rank(reports: dict[Case, Future[Report]]) -> None:
     """Each names whom it waits for; somebody waits for the one at fault."""
     for case, future in reports.items():
         if case.victim < 0 or not case.errors:

@@ -1,4 +1,4 @@
-"""Ranks that call different things: one group for all cases, by shared memory and by gloo."""
+"""Ranks that call different things: one group for all cases, over shared memory and over TCP."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return carry_out(case, nursery(), directory)
 
 
-def test_all_ended_well(report: Report) -> None:
+def test_ranks_that_differed_end_well(report: Report) -> None:
     assert report.statuses == [0] * 3, report.said
     assert not report.left
 
 
 @pytest.mark.parametrize("name", mismatches.CASES)
-def test_mismatch(report: Report, name: str) -> None:
+def test_ranks_that_differ_get_one_error(report: Report, name: str) -> None:
     lines = []
     for rank in range(3):
         found = [line for line in report.entries(rank, "mismatch") if line["case"] == name]

@@ -53,7 +53,8 @@ def _death(seed: int) -> list[Any]:
 
 
 @pytest.mark.timeout(120 + 30 * SEEDS)
-def test_same_parameters_as_undisturbed(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_training_that_loses_a_rank_ends_with_the_same_parameters(tmp_path: Path) -> None:
     deaths = [_death(seed) for seed in range(SEEDS)]
     _launch(tmp_path, deaths)
 
