@@ -3,8 +3,8 @@
     accelerate launch --multi_gpu examples/accelerate_digits.py
     torchrun --nproc-per-node 4 examples/accelerate_digits.py      # on CPUs: ACCELERATE_USE_CPU=1
 
-Accelerate's own choice of hooks (DistributedDataParallelKwargs) knows torch's alone: the hook is
-registered on the model that `prepare` returns. `--op own` leaves it out.
+Accelerate's own way to choose a hook (DistributedDataParallelKwargs) knows torch's hooks only, so
+this one is registered on the model that `prepare` returns. `--op own` leaves it out.
 """
 
 from __future__ import annotations

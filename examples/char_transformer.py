@@ -1,4 +1,4 @@
-"""A character-level transformer and its text, the language reference that Python ships as topics.
+"""A character-level transformer and its text, the language reference that ships with Python.
 
 The text is `pydoc_data.topics`, what `help("topics")` shows: every paragraph once, topics in the
 order of their names. It grows with each version of Python, so results name its size and SHA-256.
@@ -17,15 +17,15 @@ from torch.nn import functional
 # Printable ASCII; number 0 stands for every other character.
 ALPHABET = "\n" + "".join(map(chr, range(32, 127)))
 CONTEXT = 64
-# Of ten blocks of so many characters, eight are trained on; one is for choosing the learning rate.
+# Of ten blocks of so many characters, eight are trained on, one is for tuning the learning rate.
 BLOCK = 4096
-# Evenly spread over the tuning or the test text, and the same for every look.
+# Evenly spread over the tuning or the test text, and the same at every evaluation.
 WINDOWS = 256
 
 
 @dataclass(frozen=True)
 class Text:
-    """Characters as int64 numbers, [n] each."""
+    """The parts of the text, as int64 numbers of characters, [n] each."""
 
     training: Tensor
     tuning: Tensor
@@ -52,14 +52,14 @@ class Text:
 
 
 def batches(training: Tensor, count: int, batch: int, seed: int) -> Tensor:
-    """[count, batch, CONTEXT + 1] windows at random places; the same for one seed."""
+    """Return [count, batch, CONTEXT + 1] windows at random positions; the same for one seed."""
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(training) - CONTEXT, (count, batch, 1), generator=generator)
     return training[starts + torch.arange(CONTEXT + 1)]
 
 
 class Block(nn.Module):
-    """Attention to what came before, then two linear layers; normalised before each."""
+    """Causal attention, then two linear layers, each after a layer norm."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """[batch, length] characters to logits [batch, length, characters]; 69 thousand weights."""
+    """Maps characters [batch, length] to logits [batch, length, characters]; 69,000 weights."""
 
     def __init__(self, width: int = 48, layers: int = 2, heads: int = 3) -> None:
         super().__init__()
@@ -94,13 +94,13 @@ class Transformer(nn.Module):
 
 
 def loss(model: nn.Module, windows: Tensor) -> Tensor:
-    """Mean cross entropy of each next character, in nats; windows [batch, length]."""
+    """Return the mean cross entropy of the next character in nats; windows are [batch, length]."""
     logits = model(windows[:, :-1])
     return functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
 
 
 @torch.no_grad()
 def held_out_loss(model: nn.Module, text: Tensor) -> float:
-    """`loss` on WINDOWS windows of the text."""
+    """Return the loss on WINDOWS windows of the text."""
     starts = torch.linspace(0, len(text) - CONTEXT - 1, WINDOWS).long()
     return loss(model, text[starts[:, None] + torch.arange(CONTEXT + 1)]).item()

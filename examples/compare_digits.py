@@ -3,15 +3,15 @@
     python examples/compare_digits.py            # what `make demo` runs
     python examples/compare_digits.py --tune     # how the learning rate was found
 
-This is the LeNet experiment of the Adasum paper (arXiv 2006.02924) in small. The learning rate was
-tuned for one rank, and more ranks use it unchanged: n ranks look at n times the examples a step and
-make one n-th of the steps, over the same epochs. Sum then steps n times too far, Average no further
-than one rank would, and Adasum as far as the ranks' gradients disagree.
+This is the LeNet experiment of the Adasum paper (arXiv 2006.02924) on a small scale. The learning
+rate is tuned for one rank, and more ranks use it unchanged: in a step n ranks see n times the
+examples, so they take one n-th of the steps over the same epochs. Sum then steps n times too far,
+Average no further than one rank would, and Adasum further the more the ranks' gradients differ.
 
-Of the rates 2^(-k/2), `--tune` takes the one with the fewest steps to 97% on one rank, as a mean
-over TUNING_SEEDS, among those which get there with every seed. It holds back some training images
-to look at and never sees the test images; the comparison uses other seeds. Batch size and
-momentum were chosen after a look at simulations of several: the README lists them.
+Of the rates 2^(-k/2), `--tune` takes the one that reaches 97% on one rank in the fewest steps, as a
+mean over TUNING_SEEDS, among those that reach it with every seed. It evaluates on training images
+that it holds back, never on the test images, and the comparison uses other seeds. Batch size and
+momentum were chosen after simulations of several values, which the README lists.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 RANKS = (1, 2, 4, 8)
-# Two, so that `make demo` ends within five minutes, set-up included, on two cores.
+# Two, so that `make demo` takes less than five minutes on two cores, set-up included.
 SEEDS = (0, 1)
 TUNING_SEEDS = (100, 101, 102, 103)
 TUNING_RATES = tuple(2 ** (-k / 2) for k in range(2, 9))
-# Several times what the slowest launch takes on two busy cores; a hang must not become the demo's.
+# Several times what the slowest launch takes on two busy cores, so that a hang ends.
 LAUNCH_SECONDS = 240
 COLOURS = {"sum": "tab:red", "average": "tab:blue", "adasum": "tab:green"}
 
@@ -60,9 +60,10 @@ COLOURS = {"sum": "tab:red", "average": "tab:blue", "adasum": "tab:green"}
 def launch(
     ranks: int, ops: Sequence[str], seeds: Sequence[int], options: Sequence[str]
 ) -> list[Run]:
-    """One torchrun that trains with every op and seed; its progress goes to standard output.
+    """Train with every op and seed in one torchrun, whose progress goes to standard output.
 
-    RuntimeError when it fails or takes longer than LAUNCH_SECONDS.
+    Raises:
+        RuntimeError: It fails, or takes longer than LAUNCH_SECONDS.
     """
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "runs.json"
@@ -75,7 +76,7 @@ def launch(
             *("--json", str(answer)),
             *options,
         ]
-        # The ranks share the cores: with more threads than one each they would wait for each other.
+        # The ranks share the cores: with more than one thread each they would slow each other down.
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(command, env=environment, start_new_session=True)
         try:
@@ -93,7 +94,7 @@ def launch(
 
 
 def grouped(runs: Sequence[Run]) -> dict[tuple[int, str], list[Run]]:
-    """The runs by (ranks, op), in the order in which they were made."""
+    """Group the runs by (ranks, op), in the order in which they were made."""
     groups: dict[tuple[int, str], list[Run]] = {}
     for run in runs:
         groups.setdefault((run.ranks, run.op), []).append(run)
@@ -101,12 +102,12 @@ def grouped(runs: Sequence[Run]) -> dict[tuple[int, str], list[Run]]:
 
 
 def label(ranks: int, op: str) -> str:
-    # One rank has nothing to reduce, so it is trained once and not by three names.
+    # One rank has nothing to reduce, so it is trained once and not under three names.
     return "(any)" if ranks == 1 else op.capitalize()
 
 
 def table(runs: Sequence[Run]) -> str:
-    """In Markdown: accuracy, its standard deviation, mean steps of the seeds that got there."""
+    """Return a Markdown table: accuracy, its deviation, mean steps of the seeds that got there."""
     lines = [
         f"| ranks | op | final test accuracy | steps to {TARGET:.0%} | of steps |",
         "|---:|---|---|---|---:|",
@@ -126,7 +127,7 @@ def table(runs: Sequence[Run]) -> str:
 
 
 def plot(runs: Sequence[Run], path: Path) -> None:
-    """Accuracy over epochs, a panel for each number of ranks; bands from worst to best seed."""
+    """Plot accuracy over epochs, a panel a number of ranks; bands go from worst to best seed."""
     groups = grouped(runs)
     counts = sorted({ranks for ranks, _ in groups})
     figure, panels = plt.subplots(

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 examples/ddp_digits.py
 
-Two lines are new in a script that trains with DDP: the import, and `register_comm_hook`.
+A script that trains with DDP needs two more lines: the import and `register_comm_hook`.
 `--op own` leaves the second out.
 """
 
@@ -39,7 +39,7 @@ def train(op: str, epochs: int, digits: Digits, device: torch.device) -> LeNet:
 
 
 def report(op: str, accuracy: float, parameters: list[torch.Tensor]) -> str:
-    """The line that each of these scripts prints; the norm tells one training from another."""
+    """Return the line that each of these scripts prints; the norm tells trainings apart."""
     norm = torch.cat([p.detach().double().reshape(-1) for p in parameters]).norm().item()
     return f"{op}: test accuracy {accuracy:.3f}, norm of the parameters {norm:.9f}"
 
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def own_device() -> torch.device:
-    """A GPU of its own for each rank of this host, or the CPU for all of them."""
+    """Return a GPU of its own for each rank of this host, or the CPU for all of them."""
     local_rank = dist.get_node_local_rank()
     if torch.cuda.device_count() > local_rank:
         torch.cuda.set_device(local_rank)

@@ -26,9 +26,9 @@ Answer = TypeVar("Answer")
 def in_parallel(
     function: Callable[[Job], Answer], jobs: Sequence[Job], workers: int
 ) -> list[Answer]:
-    """The answers in the order of jobs, from processes of one thread each; prints as it goes.
+    """Return the results in the order of the jobs, from processes of one thread each.
 
-    One worker is this process.
+    Prints its progress. With one worker the jobs run in this process.
     """
     started = time.perf_counter()
     with ExitStack() as stack:
@@ -47,7 +47,7 @@ def in_parallel(
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers were made on."""
+    """Return what the numbers were measured on."""
     return {
         "cpu": _cpu(),
         "cores": os.cpu_count(),
@@ -57,7 +57,7 @@ def machine() -> dict[str, Any]:
 
 
 def save(path: Path, content: dict[str, Any]) -> None:
-    """`content` and the machine as JSON; one line a row where a list of rows is deep inside."""
+    """Write `content` and the machine as JSON; nested rows have one line each."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [f"  {json.dumps(key)}: {_value(value)}" for key, value in content.items()]
     lines.append(f'  "machine": {json.dumps(machine())}')
@@ -65,9 +65,9 @@ def save(path: Path, content: dict[str, Any]) -> None:
 
 
 def options_of(description: str, quick: str) -> argparse.Namespace:
-    """What every script takes on its command line: --out, --workers and --quick, which is `quick`.
+    """Parse the options that all scripts have: --out, --workers, and --quick, described by `quick`.
 
-    Ranks are played in as many processes as there are workers, of one thread each.
+    Each worker is a process of one thread, in which ranks are simulated.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the three files")
@@ -78,7 +78,7 @@ def options_of(description: str, quick: str) -> argparse.Namespace:
 
 
 def mean_and_spread(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and standard deviation; the latter 0 for a single value."""
+    """Return mean and standard deviation, which is 0 for a single value."""
     return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
 

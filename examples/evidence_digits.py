@@ -1,13 +1,13 @@
 """The digits experiment of `compare_digits.py`, on up to 32 ranks and with more seeds.
 
     python examples/evidence_digits.py            # docs/evidence/digits.json, .md and .png
-    python examples/evidence_digits.py --quick    # the same in small, for a test
+    python examples/evidence_digits.py --quick    # on a small scale, for a test
 
 Model, data, rate and schedule are those of `train_digits.py`: plain SGD, for which Adasum of deltas
-is Adasum of gradients. Two rules for how long: EPOCHS epochs on any number of ranks, so n ranks
-make one n-th of the steps; and as many epochs as ranks, so 16 and 32 ranks make as many steps as 8.
-Ranks are played in one process (`one_process`); one seed of CHECKED is trained by
-DistributedOptimizer on as many threads too.
+is Adasum of gradients. There are two rules for how long to train: EPOCHS epochs on any number of
+ranks, so n ranks take one n-th of the steps; and as many epochs as ranks, so 16 and 32 ranks take
+as many steps as 8. Ranks are simulated in one process (`one_process`); one seed of CHECKED is also
+trained by DistributedOptimizer on as many threads.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def data() -> Digits:
 
 
 def batches(examples: int, ranks: int, epochs: int, seed: int) -> Tensor:
-    """Numbers of images [steps, ranks, BATCH]: those that `train_digits.train` gives each rank."""
+    """Return the images, [steps, ranks, BATCH], that `train_digits.train` gives each rank."""
     steps_an_epoch = examples // (ranks * BATCH)
     shuffle = torch.Generator().manual_seed(seed + 1000)
     orders = [torch.randperm(examples, generator=shuffle) for _ in range(epochs)]
@@ -80,7 +80,7 @@ def batches(examples: int, ranks: int, epochs: int, seed: int) -> Tensor:
 
 
 def train(job: Job, digits: Digits | None = None) -> Run:
-    """What `train_digits.train` does, with all ranks in this process."""
+    """Train as `train_digits.train` does, with all ranks in this process."""
     started = time.perf_counter()
     digits = digits or data()
     torch.manual_seed(job.seed)
@@ -108,7 +108,7 @@ def train(job: Job, digits: Digits | None = None) -> Run:
 
 
 def jobs_of(ranks: tuple[int, ...], seeds: tuple[int, ...], epochs: int | None) -> list[Job]:
-    """epochs: of each; None for as many as it has ranks."""
+    """Return the jobs; epochs None stands for as many as a job has ranks."""
     return [
         Job(op, count, seed, epochs or count)
         for count in ranks
@@ -120,7 +120,7 @@ def jobs_of(ranks: tuple[int, ...], seeds: tuple[int, ...], epochs: int | None) 
 def check(
     pairs: tuple[tuple[int, str], ...], runs: list[Run], seed: int, epochs: int
 ) -> list[dict[str, Any]]:
-    """The final accuracy of one seed in one process, and of DistributedOptimizer on threads."""
+    """Return one seed's final accuracy in one process, and by DistributedOptimizer on threads."""
     rows = []
     for ranks, op in pairs:
         played = next(r for r in runs if (r.ranks, r.op, r.seed) == (ranks, op, seed))
@@ -142,12 +142,12 @@ def check(
 
 
 def row(run: Run) -> dict[str, Any]:
-    """For the file: of 389 images, four digits say all."""
+    """Round for the file: of 389 images, four digits say all."""
     return {**asdict(run), "looks": [(step, round(value, 4)) for step, value in run.looks]}
 
 
 def plot(runs: list[Run], longer: list[Run], epochs: int, path: Path) -> None:
-    """Final accuracy against ranks, mean and standard deviation, under either rule."""
+    """Plot final accuracy over ranks, mean and standard deviation, under either rule."""
     figure, panels = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
     titles = (f"{epochs} epochs on any number of ranks", "as many epochs as ranks")
     for panel, group, title in zip(panels, (runs, longer), titles, strict=True):

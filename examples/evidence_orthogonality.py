@@ -1,12 +1,12 @@
 """How orthogonal the ranks' gradients are, layer by layer, over the training of two models.
 
     python examples/evidence_orthogonality.py            # docs/evidence/orthogonality.json and .png
-    python examples/evidence_orthogonality.py --quick    # the same in small, for a test
+    python examples/evidence_orthogonality.py --quick    # on a small scale, for a test
 
-The figure of the Adasum paper (arXiv 2006.02924) from `adasum.orthogonality.Recorder`, the
-diagnostic that any training can switch on: 1 where all ranks' gradients are orthogonal, 1/n where
-they are equal. The models, data and rates are those of evidence_digits.py and evidence_text.py,
-whose text.json is read for the rate; RANKS ranks are threads, each with its DistributedOptimizer.
+The figure of the Adasum paper (arXiv 2006.02924), made with `adasum.orthogonality.Recorder`, which
+any training can use: 1 where all ranks' gradients are orthogonal, 1/n where they are equal. Models,
+data and rates are those of evidence_digits.py and evidence_text.py, whose text.json has the rate.
+The RANKS ranks are threads, each with a DistributedOptimizer.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ RECORDS = 32
 
 @dataclass(frozen=True)
 class Training:
-    """loss_of(model, step, rank); score(model) is looked at after the last step."""
+    """A model to train: loss_of(model, step, rank), and score(model) after the last step."""
 
     label: str
     method: str
@@ -94,9 +94,9 @@ def text(method: str, rate: float, quick: bool) -> Training:
 
 
 def train(training: Training) -> dict[str, Any]:
-    """Ratios by parameter, a value a record; the same on every rank, so rank 0's."""
+    """Return each parameter's ratios, a value a record, of rank 0: all ranks have the same."""
     every = max(1, training.steps // RECORDS)
-    # One generator serves all threads, so the models are made here.
+    # All threads share one generator, so the models are made here.
     models = []
     for _ in range(RANKS):
         torch.manual_seed(SEED)
@@ -132,7 +132,7 @@ def train(training: Training) -> dict[str, Any]:
 
 
 def plot(answers: list[dict[str, Any]], path: Path) -> None:
-    """Each parameter's ratio thinly, their mean in bold."""
+    """Plot each parameter's ratio in thin lines, their mean in bold."""
     figure, panels = plt.subplots(1, len(answers), figsize=(4.4 * len(answers), 4), sharey=True)
     for panel, answer in zip(panels, answers, strict=True):
         for values in answer["ratios"].values():

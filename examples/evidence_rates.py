@@ -1,13 +1,13 @@
-"""Digits over learning rates: would another rate, or momentum, do for Average what Adasum does?
+"""Digits over learning rates: would another rate, or momentum, give Average what Adasum has?
 
     python examples/evidence_rates.py            # docs/evidence/rates.json, .md and .png
-    python examples/evidence_rates.py --quick    # the same in small, for a test
+    python examples/evidence_rates.py --quick    # on a small scale, for a test
 
-Final test accuracy at 4 and 8 ranks over multiples of the rate that is best on one rank, plain and
-with momentum. Sum at a rate is Average at n times that rate, so Average's curve holds Sum too: at
-the multiple n. That rate for momentum is found as the plain one was (`compare_digits.py --tune`).
+Final test accuracy at 4 and 8 ranks over multiples of the rate that is best on one rank, without
+and with momentum. Sum at a rate is Average at n times that rate, so Average's curve shows Sum too,
+at the multiple n. The rate for momentum is tuned as the other was (`compare_digits.py --tune`).
 
-With a look at why: the loss's largest curvature λ after each epoch on one rank. On a quadratic,
+To see why, the loss's largest curvature λ is measured after each epoch on one rank: on a quadratic,
 gradient descent with momentum β diverges at rates above 2(1+β)/λ.
 """
 
@@ -37,18 +37,18 @@ RANKS = (4, 8)
 SEEDS = (0, 1, 2)
 MULTIPLES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 TUNING_RATES = tuple(2 ** (-k / 2) for k in range(8, 16))
-# Of power iteration; the estimate grows with each and settles well before.
+# Iterations of the power method, whose estimate settles well before.
 ITERATIONS = 30
 Cell = tuple[float, int, str, float]
 
 
 def train_for_tuning(job: Job) -> Run:
-    """On the training images alone, some of them held back."""
+    """Train on the training images alone, some of which are held back."""
     return evidence_digits.train(job, Digits.load(torch.device("cpu")).for_tuning())
 
 
 def tune(epochs: int, rates: tuple[float, ...], workers: int) -> list[dict[str, object]]:
-    """Steps to the target with momentum on one rank, for each rate and seed."""
+    """Return the steps to the target with momentum on one rank, for each rate and seed."""
     jobs = [
         Job("average", 1, seed, epochs, rate, MOMENTUM) for rate in rates for seed in TUNING_SEEDS
     ]
@@ -60,13 +60,13 @@ def tune(epochs: int, rates: tuple[float, ...], workers: int) -> list[dict[str, 
 
 
 def best(tuning: list[dict[str, object]]) -> float:
-    """The rate with the fewest steps, among those that get there with every seed."""
+    """Return the rate with the fewest steps among those that get there with every seed."""
     means = {row["rate"]: statistics.mean(row["steps"]) for row in tuning if all(row["steps"])}
     return min(means, key=means.__getitem__)
 
 
 def curvatures(job: Job) -> list[float]:
-    """The largest curvature at the start and after each epoch of training on one rank."""
+    """Return the largest curvature at the start and after each epoch of training on one rank."""
     digits = evidence_digits.data()
     torch.manual_seed(job.seed)
     model = LeNet()
@@ -84,7 +84,7 @@ def curvatures(job: Job) -> list[float]:
 
 
 def largest_curvature(model: nn.Module, digits: Digits) -> float:
-    """The eigenvalue of largest size of the training loss's Hessian, by power iteration."""
+    """Return the training loss's Hessian's eigenvalue of largest size, by power iteration."""
     parameters = list(model.parameters())
     loss = cross_entropy(model(digits.images), digits.labels)
     gradients = joined(torch.autograd.grad(loss, parameters, create_graph=True))
@@ -102,7 +102,7 @@ def joined(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def table(cells: dict[Cell, list[float]]) -> str:
-    """In Markdown: a row for momentum, ranks and op, a column for each multiple."""
+    """Return a Markdown table: a row a momentum, ranks and op, a column a multiple."""
     multiples = sorted({cell[3] for cell in cells})
     heads = " | ".join(f"× {multiple:g}" for multiple in multiples)
     lines = [
@@ -121,7 +121,7 @@ def table(cells: dict[Cell, list[float]]) -> str:
 
 
 def plot(cells: dict[Cell, list[float]], path: Path) -> None:
-    """Accuracy over multiples of the rate, mean and standard deviation."""
+    """Plot accuracy over multiples of the rate, mean and standard deviation."""
     places = list(dict.fromkeys(cell[:2] for cell in cells))
     figure, panels = plt.subplots(
         1, len(places), figsize=(3.6 * len(places), 3.8), sharey=True, squeeze=False

@@ -1,12 +1,12 @@
 """A character-level transformer with AdamW at 1, 2, 4, 8 and 16 ranks: which reduction learns most?
 
     python examples/evidence_text.py            # docs/evidence/text.json, .md and .png
-    python examples/evidence_text.py --quick    # the same in small, for a test
+    python examples/evidence_text.py --quick    # on a small scale, for a test
 
-Every rank takes BATCH windows a step, so n ranks make one n-th of the steps over the same windows.
+Every rank sees BATCH windows a step, so n ranks take one n-th of the steps over the same windows.
 The learning rate is tuned on one rank: of the rates 2^(-k/2), the one with the lowest loss on the
 tuning text, as a mean over TUNING_SEEDS; the loss reported is on the test text, with other seeds.
-More ranks use that rate unchanged, except where a row says otherwise. Ranks are played in one
+More ranks use that rate unchanged, except where a row says otherwise. Ranks are simulated in one
 process (`one_process`).
 """
 
@@ -31,7 +31,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 BATCH = 4
-# On one rank so many steps: 524 thousand characters, each one of the training text 1.8 times.
+# Steps on one rank: 524,000 characters, each of the training text 1.8 times.
 BATCHES = 2048
 RANKS = (1, 2, 4, 8, 16)
 SEEDS = (0, 1, 2)
@@ -44,7 +44,7 @@ LOCAL_SIZE = 2
 
 @dataclass(frozen=True)
 class Row:
-    """A way to reduce, and what the learning rate is multiplied with."""
+    """A way to reduce, and the factor on the learning rate."""
 
     label: str
     reduction: Reduction
@@ -85,7 +85,7 @@ class Job:
 
 @dataclass
 class Run:
-    """looks: (step, loss on held-out text), the last one after the last step."""
+    """One training; `looks` has (step, loss on held-out text), the last one after the last step."""
 
     label: str
     ranks: int
@@ -120,7 +120,7 @@ def train(job: Job) -> Run:
 
 
 def tune(options: argparse.Namespace) -> list[dict[str, float]]:
-    """Mean final loss on the tuning text for each rate, on one rank."""
+    """Return the mean final loss on the tuning text for each rate, on one rank."""
     jobs = [
         Job(ONE_RANK, 1, seed, rate, options.batches, tuning=True)
         for rate in options.rates
@@ -142,14 +142,14 @@ def compare(rate: float, options: argparse.Namespace) -> list[Run]:
         for seed in options.seeds
         for ranks in options.ranks
         for row in (ROWS if ranks > 1 else (ONE_RANK,))
-        # A node and nothing else would be the average.
+        # Two levels on a single node would be the average.
         if ranks > row.reduction.local_size or ranks == 1
     ]
     return in_parallel(train, jobs, options.workers)
 
 
 def final_losses(runs: list[Run]) -> dict[str, dict[int, list[float]]]:
-    """By label and ranks, each seed's last loss."""
+    """Return each seed's last loss, by label and ranks."""
     losses: dict[str, dict[int, list[float]]] = {}
     for run in runs:
         losses.setdefault(run.label, {}).setdefault(run.ranks, []).append(run.looks[-1][1])
@@ -157,7 +157,7 @@ def final_losses(runs: list[Run]) -> dict[str, dict[int, list[float]]]:
 
 
 def table(runs: list[Run]) -> str:
-    """In Markdown: a row for each way, a column for each number of ranks."""
+    """Return a Markdown table: a row a way to reduce, a column a number of ranks."""
     steps = {run.ranks: run.steps for run in runs}
     heads = [f"{n} rank{'s'[: n > 1]}, {steps[n]} steps" for n in sorted(steps)]
     lines = [f"| test loss | {' | '.join(heads)} |", "|---|" + "---|" * len(heads)]
@@ -171,9 +171,10 @@ def table(runs: list[Run]) -> str:
 
 
 def gains(runs: list[Run]) -> str:
-    """In Markdown, beside Average of the same seed: the same first weights and the same windows.
+    """Return a Markdown table of each way beside Average of the same seed.
 
-    The difference of the final losses, and the steps to the loss that Average ends with.
+    The same seed has the same first weights and windows. The table has the difference of the final
+    losses, and the steps to the loss that Average ends with.
     """
     by_key = {(run.label, run.ranks, run.seed): run for run in runs}
     counts = sorted({run.ranks for run in runs} - {1})
@@ -211,13 +212,13 @@ def style(label: str) -> dict[str, Any]:
     if colour is None:
         colour = "tab:green" if "deltas" in label else "tab:orange"
     two_level = ":" if label.startswith("two-level") else "-"
-    # AdamW steps alike by a sum and by an average: the one would hide the other.
+    # AdamW takes the same steps by a sum and by an average: one would hide the other.
     width = 4.0 if label == "Sum" else 1.5
     return {"color": colour, "linestyle": "--" if "rate" in label else two_level, "lw": width}
 
 
 def plot(runs: list[Run], path: Path) -> None:
-    """Loss against steps for each number of ranks, and the final loss against ranks."""
+    """Plot the loss over steps for each number of ranks, and the final loss over ranks."""
     counts = sorted({run.ranks for run in runs} - {1})
     figure, panels = plt.subplots(1, len(counts) + 1, figsize=(3.6 * (len(counts) + 1), 4.6))
     groups: dict[tuple[int, str], list[Run]] = {}

@@ -1,8 +1,8 @@
-"""Adasum across the replicas of a model that FSDP2 shards, on the handwritten digits.
+"""Adasum over the replicas of a model that FSDP2 shards, on the handwritten digits.
 
     torchrun --nproc-per-node 4 examples/fsdp2_digits.py --shards 2
 
-The mesh is (replicate, shard): FSDP averages over the shards of a replica, then Adasum runs across
+The mesh is (replicate, shard): FSDP averages over the shards of a replica, then Adasum runs over
 the replicas. `--op own` is FSDP's own average over all ranks.
 """
 
@@ -26,7 +26,7 @@ def train(op: str, epochs: int, shards: int, digits: Digits, device: torch.devic
     replicas = dist.get_world_size() // shards
     names = ("replicate", "shard")
     mesh = init_device_mesh(device.type, (replicas, shards), mesh_dim_names=names)
-    # The same seed on every rank: nothing copies the parameters from one replica to the others.
+    # The same seed on every rank, because nothing copies parameters between replicas.
     torch.manual_seed(0)
     model = LeNet().to(device)
     inner = mesh if op == "own" else mesh["shard"]
@@ -61,7 +61,7 @@ def main() -> None:
     digits = Digits.load(device)
     for op in options.op:
         model = train(op, options.epochs, options.shards, digits, device)
-        # Both on all ranks: each holds a part of every parameter.
+        # On all ranks, because each holds a part of every parameter.
         accuracy = accuracy_on_test(model, digits)
         parameters = [parameter.full_tensor() for parameter in model.parameters()]
         if dist.get_rank() == 0:

@@ -1,8 +1,8 @@
-"""A Horovod PyTorch training script, on scikit-learn's digits; the one line changed is the import.
+"""A Horovod PyTorch training script, on scikit-learn's digits; only its import has changed.
 
     torchrun --nproc-per-node 4 examples/horovod_mnist.py --use-adasum
 
-With `import horovod.torch as hvd` in its place the same file is a Horovod script.
+With `import horovod.torch as hvd` instead, the same file is a Horovod script.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def main() -> None:
     test_loader = DataLoader(test_dataset, batch_size=100, sampler=test_sampler)
 
     model = Net()
-    # An average of n ranks wants n times the rate of one; Adasum wants that of one.
+    # An average over n ranks needs n times the rate of one rank, Adasum that of one rank.
     rate = args.lr if args.use_adasum else args.lr * hvd.size()
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=args.momentum)
 

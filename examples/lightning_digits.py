@@ -37,7 +37,7 @@ class Task(lightning.LightningModule):
 
 
 class HookOnCPU(lightning.Callback):
-    """DDPStrategy registers its hook on GPUs only, and says nothing where it does not."""
+    """Registers the hook on CPUs too, where DDPStrategy leaves it out without a word."""
 
     def __init__(self, state: adasum.HookState) -> None:
         self.state = state

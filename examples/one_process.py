@@ -1,7 +1,7 @@
-"""Data-parallel ranks played in one process: what DistributedOptimizer computes, without messages.
+"""Data-parallel ranks simulated in one process: DistributedOptimizer's results, without messages.
 
 Sixteen ranks on two cores spend most of their time waiting for each other. Here their gradients
-are computed one rank after the other and reduced as rows of a matrix, by the library's own kernel.
+are computed one rank after the other, and reduced as rows of a matrix by the library's own kernel.
 tests/examples/test_one_process.py compares it with DistributedOptimizer on as many ranks.
 """
 
@@ -23,9 +23,11 @@ Loss = Callable[[nn.Module, int], Tensor]
 class Reduction:
     """How the ranks' gradients become one step.
 
-    op: "sum", "average" or "adasum". method: "gradient", one optimizer steps by the reduced
-    gradients; "delta" (Adasum), each rank's optimizer steps and the differences are reduced.
-    local_size: ranks of a node; Adasum then runs across nodes, on the average inside each.
+    Attributes:
+        op: "sum", "average" or "adasum".
+        method: With "gradient" one optimizer steps by the reduced gradients; with "delta" (Adasum)
+            each rank's optimizer steps, and the differences are reduced.
+        local_size: Ranks of a node; Adasum runs across nodes, on the average within each.
     """
 
     op: str
@@ -33,7 +35,7 @@ class Reduction:
     local_size: int = 1
 
     def __call__(self, rows: Tensor, bounds: tuple[int, ...]) -> Tensor:
-        """One row [P] of a rank's row each, [n, P]; bounds (0, .., P) are those of the layers."""
+        """Reduce rows, [n, P], one a rank, to one, [P]; `bounds` (0, .., P) are the layers'."""
         if self.op == "sum":
             return total(rows)
         if self.op == "average":
@@ -47,14 +49,14 @@ class Reduction:
 
 
 def total(rows: Tensor) -> Tensor:
-    """The rows' sum, in the order of recursive halving: adjacent ranks first."""
+    """Return the rows' sum, in the order of recursive halving: adjacent ranks first."""
     while len(rows) > 1:
         rows = rows[::2] + rows[1::2]
     return rows[0]
 
 
 class Ranks:
-    """`size` ranks, a power of two, that train one model; its parameters become views of `flat`."""
+    """Trains one model on `size` ranks, a power of two; its parameters become views of `flat`."""
 
     def __init__(
         self,
@@ -75,13 +77,13 @@ class Ranks:
         self.flat = torch.cat([parameter.detach().reshape(-1) for parameter in self._parameters])
         for parameter, values in zip(self._parameters, self._views(self.flat), strict=True):
             parameter.data = values
-        # Each rank's own gradients, and then, under the delta method, its difference.
+        # Each rank's gradients, and then under the delta method its difference.
         self._rows = self.flat.new_zeros(size, self.bounds[-1])
         count = size if reduction.method == "delta" else 1
         self._optimizers = [make_optimizer(self._parameters) for _ in range(count)]
 
     def step(self, loss_of: Loss, learning_rate: float) -> float:
-        """One step of all ranks; loss_of(model, rank) is a rank's loss. Returns their mean."""
+        """Take one step on all ranks; return the mean of loss_of(model, rank)."""
         self._rows.zero_()
         losses = []
         for rank, row in enumerate(self._rows):

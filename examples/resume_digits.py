@@ -1,11 +1,11 @@
-"""Train on digits though ranks die: torchrun starts them again, from the last checkpoint.
+"""Train on digits though ranks die: torchrun restarts them from the last checkpoint.
 
     torchrun --nproc-per-node 2 --max-restarts 3 examples/resume_digits.py --directory out/resume
 
-The final parameters are those of a run that nothing disturbed, bit for bit. Adasum's delta method
-leaves every rank an optimizer state of its own, so each writes a file of its own; the model is in
-rank 0's. A checkpoint counts once the file `latest` names it, which rank 0 replaces in one piece
-after all ranks have written theirs. Kill a rank, or all of it, at any moment and see.
+The final parameters are those of an undisturbed run, bit for bit. Adasum's delta method leaves
+every rank an optimizer state of its own, so each writes its own file; rank 0's has the model too. A
+checkpoint counts once the file `latest` names it, which rank 0 replaces atomically after all ranks
+have written theirs. Kill a rank, or all of them, at any moment and see.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ import adasum as hvd
 
 
 class Checkpoints:
-    """`directory`/<step>/rank<r>.pt of the last complete checkpoint, named by `latest`."""
+    """Checkpoints `directory`/<step>/rank<r>.pt; `latest` names the last complete one."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Collective. The checkpoint before stays the last one until this one is complete."""
+        """Save a checkpoint, which replaces the last one once it is complete; collective."""
         place = self.directory / str(step)
         place.mkdir(parents=True, exist_ok=True)
         state: dict[str, Any] = {"optimizer": optimizer.state_dict()}
@@ -46,9 +46,9 @@ class Checkpoints:
                     shutil.rmtree(old)
 
     def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-        """Collective. Restore the last checkpoint and return its step; 0 where there is none."""
+        """Restore the last checkpoint; return its step, 0 where there is none; collective."""
         latest = self.directory / "latest"
-        # Rank 0 looks for all: they must not start from different steps.
+        # Rank 0 looks for all, so that they do not start from different steps.
         step = torch.tensor(torch.load(latest) if hvd.rank() == 0 and latest.exists() else 0)
         step = int(hvd.broadcast(step, root_rank=0))
         if step:
@@ -61,7 +61,7 @@ class Checkpoints:
 
 
 def _write(value: Any, path: Path) -> None:
-    """In one piece, whenever this is killed, and on the disk before it has its name."""
+    """Write a file atomically: it is on the disk before it has its name."""
     part = path.with_name(f"{path.name}.part")
     with part.open("wb") as file:
         torch.save(value, file)
@@ -71,7 +71,7 @@ def _write(value: Any, path: Path) -> None:
 
 
 def train(digits: Digits, directory: Path, *, seed: int, steps: int, every: int) -> nn.Module:
-    """The model after `steps` steps, some of which an earlier start may have made."""
+    """Return the model after `steps` steps, some of which an earlier start may have taken."""
     torch.manual_seed(seed)
     model = LeNet()
     optimizer = hvd.DistributedOptimizer(
@@ -81,7 +81,7 @@ def train(digits: Digits, directory: Path, *, seed: int, steps: int, every: int)
     )
     checkpoints = Checkpoints(directory)
     for step in range(checkpoints.load(model, optimizer), steps):
-        # The batch is a function of the step alone, so nothing of it needs saving.
+        # The batch is a function of the step, so it need not be saved.
         draw = torch.Generator().manual_seed(seed * steps + step)
         batch = torch.randperm(len(digits.labels), generator=draw)[hvd.rank() :: hvd.size()][:BATCH]
         optimizer.zero_grad()
@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=20, help="steps from checkpoint to checkpoint")
     options = parser.parse_args()
 
-    # "auto" without measuring: the same algorithms, so the same rounding, at every start.
+    # Not calibrated, "auto" chooses the same algorithms, and so the same rounding, at every start.
     hvd.init(calibrate=False)
     digits = Digits.load(torch.device("cpu"))
     model = train(

@@ -4,10 +4,10 @@
     torchrun --nproc-per-node 4 examples/train_digits.py --op adasum      # four
     torchrun --nproc-per-node 2 examples/train_digits.py --epochs 1 --trace out/trace
 
-Every rank takes its own share of each epoch's shuffled examples, `BATCH` of them a step, so n ranks
-make one n-th of the steps. The learning rate is for one rank whatever the number of ranks.
---trace writes a timeline of each rank's steps, for chrome://tracing or ui.perfetto.dev: the ranges
-of the communication thread are named by bucket, operator, algorithm and bytes.
+Every rank has its own share of each epoch's shuffled examples, `BATCH` of them a step, so n ranks
+take one n-th of the steps. The learning rate is for one rank whatever the number of ranks.
+--trace writes a timeline of each rank's steps, for chrome://tracing or ui.perfetto.dev, in which
+reductions are named by bucket, operator, algorithm and bytes.
 `compare_digits.py` runs this file for Sum, Average and Adasum at several numbers of ranks.
 """
 
@@ -31,20 +31,20 @@ import adasum as hvd
 OPS = {"sum": hvd.Sum, "average": hvd.Average, "adasum": hvd.Adasum}
 # Of the 1797 images; 1408 = 11 * 128, so that up to 16 ranks see every one of them each epoch.
 TRAINING_IMAGES = 1408
-# Of those, what the search for the learning rate looks at; it never sees the test images.
+# Of those, the images that learning rates are tuned on, instead of the test images.
 VALIDATION_IMAGES = 256
 BATCH = 8
 EPOCHS = 8
-# What `compare_digits.py --tune` finds: the rate of fastest training on one rank.
+# Found by `compare_digits.py --tune`: the rate that trains fastest on one rank.
 LEARNING_RATE = 2**-2
 WARM_UP = 0.1
 TARGET = 0.97
-# Accuracy is looked at after every so many examples, so as often at every number of ranks.
+# Accuracy is evaluated after so many examples, so equally often at every number of ranks.
 EXAMPLES_PER_LOOK = 128
 
 
 class LeNet(nn.Sequential):
-    """Two convolutions and two linear layers, 6 thousand parameters, for images of 8 by 8."""
+    """Two convolutions and two linear layers, 6,058 parameters, for images of 8 by 8."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -63,7 +63,7 @@ class LeNet(nn.Sequential):
 
 @dataclass
 class Digits:
-    """Images [n, 1, 8, 8] float32 in 0..1 and labels [n] int64; the split never changes."""
+    """Images [n, 1, 8, 8], float32 in 0..1, and labels [n], int64; the split never changes."""
 
     images: Tensor
     labels: Tensor
@@ -81,14 +81,14 @@ class Digits:
         return cls(images[:n], labels[:n], images[n:], labels[n:])
 
     def for_tuning(self) -> Digits:
-        """The training images alone, VALIDATION_IMAGES of them in place of the test images."""
+        """Return the training images, VALIDATION_IMAGES of them in place of the test images."""
         n = len(self.labels) - VALIDATION_IMAGES
         return Digits(self.images[:n], self.labels[:n], self.images[n:], self.labels[n:])
 
 
 @dataclass
 class Run:
-    """One training; accuracy on the test images, as a share of 1, at each look."""
+    """One training, with the accuracy on the test images (0..1) at each evaluation."""
 
     op: str
     ranks: int
@@ -104,12 +104,12 @@ class Run:
 
     @property
     def steps_to_target(self) -> int | None:
-        """The first look at which TARGET was reached; None if it never was."""
+        """Return the first evaluation that reached TARGET; None if none did."""
         return next((step for step, accuracy in self.looks if accuracy >= TARGET), None)
 
 
 def schedule(step: int, steps: int) -> float:
-    """The factor on the learning rate: up from zero, then down to zero, both in a straight line."""
+    """Return the factor on the learning rate: linearly up from zero, then down to zero."""
     warm = WARM_UP * steps
     return min((step + 1) / warm, (steps - step) / (steps - warm))
 
@@ -123,7 +123,7 @@ def train(
     learning_rate: float = LEARNING_RATE,
     momentum: float = 0.0,
 ) -> Run:
-    """Train on all ranks; every rank returns the same steps, rank 0 alone the accuracies."""
+    """Train on all ranks; return the steps on every rank, the accuracies on rank 0 alone."""
     started = time.perf_counter()
     rank, size = hvd.rank(), hvd.size()
     torch.manual_seed(seed)
@@ -162,7 +162,7 @@ def accuracy_on_test(model: nn.Module, digits: Digits) -> float:
 
 
 def local_device() -> torch.device:
-    """A GPU of its own for each rank of this host, or the CPU for all of them."""
+    """Return a GPU of its own for each rank of this host, or the CPU for all of them."""
     if torch.cuda.is_available() and torch.cuda.device_count() >= hvd.local_size():
         torch.cuda.set_device(hvd.local_rank())
         return torch.device("cuda", hvd.local_rank())
@@ -171,7 +171,7 @@ def local_device() -> torch.device:
 
 @contextmanager
 def timeline(path: Path | None) -> Iterator[None]:
-    """Records all threads meanwhile, the communication thread among them; None: nothing."""
+    """Record all threads, the communication thread included; nothing where there is no path."""
     if path is None:
         yield
         return

@@ -35,6 +35,7 @@ def compare(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=170)
 
 
+@pytest.mark.slow
 def test_comparison_of_digits_trains_and_makes_table_and_plot(tmp_path):
     done = compare("--ranks", "1", "2", "--seeds", "0", "--epochs", "3", "--out", str(tmp_path))
 
@@ -63,6 +64,7 @@ def test_comparison_of_digits_trains_and_makes_table_and_plot(tmp_path):
         assert len(picture.convert("RGB").getcolors(2**24)) > 100
 
 
+@pytest.mark.slow
 def test_digits_at_eight_ranks_adasum_is_ahead(train_digits, tmp_path):
     answer = tmp_path / "runs.json"
     run_ranks(
@@ -88,6 +90,7 @@ def test_digits_at_eight_ranks_adasum_is_ahead(train_digits, tmp_path):
     assert runs["adasum"].accuracy > runs["average"].accuracy + 0.1
 
 
+@pytest.mark.slow
 def test_comparison_with_a_failing_run_fails(tmp_path):
     done = compare("--ranks", "1", "--learning-rate", "-1", "--out", str(tmp_path / "out"))
 

@@ -46,6 +46,7 @@ def is_picture(path: Path) -> bool:
         return picture.format == "PNG" and len(picture.convert("RGB").getcolors(2**24)) > 100
 
 
+@pytest.mark.slow
 def test_text_evidence_compares_every_row(run, tmp_path, load):
     answer = run("text", "--workers", "1")
 
@@ -125,6 +126,7 @@ def test_transformer_output_does_not_depend_on_later_characters(load):
     assert not torch.allclose(one[:, 12:], two[:, 12:])
 
 
+@pytest.mark.slow
 def test_digits_evidence_has_both_learning_rate_rules(run, tmp_path):
     answer = run("digits", "--workers", "1")
 
@@ -137,6 +139,7 @@ def test_digits_evidence_has_both_learning_rate_rules(run, tmp_path):
     assert is_picture(tmp_path / "digits.png")
 
 
+@pytest.mark.slow
 def test_rates_evidence_has_multiples_of_the_tuned_rates(run, tmp_path):
     answer = run("rates", "--workers", "1")
 
@@ -151,6 +154,7 @@ def test_rates_evidence_has_multiples_of_the_tuned_rates(run, tmp_path):
     assert is_picture(tmp_path / "rates.png")
 
 
+@pytest.mark.slow
 def test_largest_curvature_equals_that_of_the_whole_hessian(load):
     digits = load("evidence_digits").data()
     few = type(digits)(digits.images[:40], digits.labels[:40], digits.images, digits.labels)
@@ -181,6 +185,7 @@ def test_best_rate_reaches_the_target_with_every_seed(load):
     assert load("evidence_rates").best(rows) == 0.2
 
 
+@pytest.mark.slow
 def test_digits_in_one_process_give_the_result_of_ranks(load, monkeypatch):
     script, train_digits = load("evidence_digits"), load("train_digits")
     # Thread ranks draw from one global generator, each at its own time: the model is made before.
@@ -198,6 +203,7 @@ def test_digits_in_one_process_give_the_result_of_ranks(load, monkeypatch):
     assert [a for _, a in played.looks] == pytest.approx([a for _, a in real.looks], abs=2.5 / 389)
 
 
+@pytest.mark.slow
 def test_orthogonality_evidence_has_a_value_for_every_record(run, tmp_path):
     answer = run("orthogonality")
 

@@ -35,6 +35,7 @@ def test_ddp_and_fsdp_examples_train_by_the_chosen_op(options: tuple[str, ...]) 
     check_lines(run_ranks(2, script, str(EXAMPLES / name), *rest, *TRAIN)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("package", "options"), [("lightning", ("--devices", "2")), ("accelerate", ())]
 )
@@ -61,6 +62,7 @@ def test_framework_examples_train_by_the_chosen_op(package: str, options: tuple[
     check_lines(out)
 
 
+@pytest.mark.slow
 def test_fsdp2_example_with_ranks_not_divided_by_shards_raises() -> None:
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     done = subprocess.run(

@@ -25,7 +25,9 @@ HOROVOD = {
 }
 
 
-@pytest.mark.parametrize("option", ["--use-adasum", "--fp16-allreduce"])
+@pytest.mark.parametrize(
+    "option", ["--use-adasum", pytest.param("--fp16-allreduce", marks=pytest.mark.slow)]
+)
 def test_horovod_mnist_example_trains(option):
     printed = run_ranks(2, script, str(SCRIPT), "--epochs", "5", option)[0]
     accuracies = [float(each) for each in re.findall(r"Accuracy: ([\d.]+)%", printed)]
