@@ -132,13 +132,13 @@ def test_without_triton_cpu_works_and_cuda_says_what_to_install():
 import sys
 sys.modules["triton"] = None
 import torch, kernels
-from kernels import _launch
+from kernels.gpu import launcher
 assert kernels.__adasum__
 kernels.adasum(torch.ones(8), torch.ones(8))
 class Cuda:
     is_cuda = True
 try:
-    _launch.on_triton(Cuda())
+    launcher.on_triton(Cuda())
 except ImportError as error:
     print(error)
 """
