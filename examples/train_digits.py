@@ -175,6 +175,7 @@ def timeline(path: Path | None) -> Iterator[None]:
     if path is None:
         yield
         return
+    # Not public, but the only way to profile threads that are not torch's own.
     every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     with torch.profiler.profile(experimental_config=every_thread) as profiler:
         yield

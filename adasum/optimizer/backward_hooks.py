@@ -5,16 +5,17 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from adasum.optimizer.bucket_reduction import Reduction
 from adasum.optimizer.parameters import Named, PlanBuckets, by_kind, plan_buckets
 from collectives.trace import span
 
-__all__ = ["BackwardHooks", "OptimizerOrderError", "Reduction", "ReductionList", "StartBucket"]
+__all__ = ["BackwardHooks", "OptimizerOrderError", "StartBucket"]
 
 # Not public, but the only way to be called when backward ends; torch's DDP uses it too.
 _engine = torch.autograd.Variable._execution_engine
@@ -25,44 +26,6 @@ class OptimizerOrderError(RuntimeError, AssertionError):
 
     Also an AssertionError, which is what Horovod raises for the same mistakes.
     """
-
-
-class Reduction(Protocol):
-    """A started reduction of one bucket."""
-
-    def wait(self) -> None:
-        """Block until the result is where it belongs; raise what went wrong."""
-        ...
-
-    def notify_observer(self) -> None:
-        """Show the result to the observer; called in one order on all ranks."""
-        ...
-
-    def discard(self) -> None:
-        """Block until nothing uses the bucket's memory, and leave the parameters as they are."""
-        ...
-
-
-class ReductionList:
-    """The reductions of one bucket that is reduced in several parts."""
-
-    def __init__(self, parts: Sequence[Reduction]) -> None:
-        self._parts = parts
-
-    def wait(self) -> None:
-        """Wait for every part."""
-        for part in self._parts:
-            part.wait()
-
-    def notify_observer(self) -> None:
-        """Show every part's result."""
-        for part in self._parts:
-            part.notify_observer()
-
-    def discard(self) -> None:
-        """Discard every part."""
-        for part in self._parts:
-            part.discard()
 
 
 StartBucket: TypeAlias = Callable[[Sequence[Named], str], Reduction | None]

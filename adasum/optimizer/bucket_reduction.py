@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,7 +17,52 @@ from collectives import Average, FusedBuffer, Group, Reducer, Sum, Work, parse_a
 from collectives.consistency.requests import Request
 from collectives.execution.phases import phases_of
 
-__all__ = ["BucketReducer", "BufferReduction", "DenseReduction", "SparseReduction"]
+__all__ = [
+    "BucketReducer",
+    "BufferReduction",
+    "DenseReduction",
+    "Reduction",
+    "ReductionList",
+    "SparseReduction",
+]
+
+
+class Reduction(Protocol):
+    """A started reduction of one bucket."""
+
+    def wait(self) -> None:
+        """Block until the result is where it belongs; raise what went wrong."""
+        ...
+
+    def notify_observer(self) -> None:
+        """Show the result to the observer; called in one order on all ranks."""
+        ...
+
+    def discard(self) -> None:
+        """Block until nothing uses the bucket's memory, and leave the parameters as they are."""
+        ...
+
+
+class ReductionList:
+    """The reductions of one bucket that is reduced in several parts."""
+
+    def __init__(self, parts: Sequence[Reduction]) -> None:
+        self._parts = parts
+
+    def wait(self) -> None:
+        """Wait for every part."""
+        for part in self._parts:
+            part.wait()
+
+    def notify_observer(self) -> None:
+        """Show every part's result."""
+        for part in self._parts:
+            part.notify_observer()
+
+    def discard(self) -> None:
+        """Discard every part."""
+        for part in self._parts:
+            part.discard()
 
 
 @dataclass

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from adasum.optimizer.backward_hooks import OptimizerOrderError, Reduction
+from adasum.optimizer.backward_hooks import OptimizerOrderError
 from adasum.optimizer.bucket_buffers import DeltaBuffers, fits_in_buffer
+from adasum.optimizer.bucket_reduction import Reduction
 from adasum.optimizer.distributed_mixin import (
     DistributedMixin,
     clears_scaler_state_on_error,
@@ -57,6 +58,7 @@ def steps_by_parameter(kind: type[torch.optim.Optimizer]) -> bool:
 
 def _has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether a hook expects to see the step as a whole."""
+    # Not public, but torch lists its hooks nowhere else.
     return bool(
         optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks

@@ -246,7 +246,10 @@ def require_passes(passes: int) -> None:
 
 
 def _keep_scheduler_patch(wrapper: Any) -> None:
-    """Patch the wrapper's step as a scheduler that was made before has patched the optimizer's."""
+    """Patch the wrapper's step as a scheduler that was made before has patched the optimizer's.
+
+    By the two marks that torch's schedulers look for, which are private to torch.
+    """
     patched = wrapper.__dict__.pop("step", None)
     if patched is None:
         return

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adasum.optimizer.backward_hooks import OptimizerOrderError, Reduction, ReductionList
+from adasum.optimizer.backward_hooks import OptimizerOrderError
 from adasum.optimizer.bucket_buffers import GradientBuffers, fits_in_buffer
+from adasum.optimizer.bucket_reduction import Reduction, ReductionList
 from adasum.optimizer.distributed_mixin import (
     DistributedMixin,
     clears_scaler_state_on_error,

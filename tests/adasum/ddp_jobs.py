@@ -1,4 +1,4 @@
-"""What ranks do under DistributedDataParallel: every way to train, against the definition."""
+"""What ranks do under DistributedDataParallel: every op and wrapper, against the definition."""
 
 from __future__ import annotations
 

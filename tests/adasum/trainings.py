@@ -1,7 +1,7 @@
-"""One training a line of what the optimizer promises; ranks are threads or processes.
+"""One training for each promise of the optimizer; ranks are threads or processes.
 
 Each function trains on the default group and returns the parameters it ends with, which are the
-same bits on every rank, and the same whichever way the ranks are connected.
+same bits on every rank, and the same over every transport.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def autocast(wrap: Wrap) -> Tensor:
 
 
 def unused_parameters(wrap: Wrap) -> Tensor:
-    """Backward takes another way on every rank."""
+    """Backward takes another path on every rank."""
     branches = torch.nn.ModuleList([make_model(1), make_model(2)])
     optimizer = wrap("momentum", branches)
     for step in range(STEPS):
@@ -295,7 +295,7 @@ LINES: dict[Callable[[Wrap], Tensor], tuple[str, ...]] = {
 }
 
 
-def every_line() -> dict[str, Tensor]:
+def every_training() -> dict[str, Tensor]:
     """Each line in each of its ways: the parameters it ends with."""
     return {
         f"{line.__name__}, {way}": line(_wrap(way)) for line, ways in LINES.items() for way in ways

@@ -74,7 +74,7 @@ def test_step_in_backward_gives_the_bits_of_the_delta_method(kind: str, passes: 
 
 @pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
 def test_delta_method_bucket_by_bucket_gives_the_bits_of_one_step(kind: str) -> None:
-    """A hook on the step needs to see it whole, so it forces the other way."""
+    """A hook on the step needs to see it whole, so the whole model is copied then."""
 
     def run(group: collectives.Group, hooked: bool) -> tuple[torch.Tensor, int]:
         model = make_model()
@@ -106,18 +106,18 @@ class _Counting:
     """An observer that counts what is in flight."""
 
     def __init__(self) -> None:
-        self.under_way = self.most = self.calls = 0
+        self.in_flight = self.most = self.calls = 0
         self.names: list[str] = []
 
     def before_reduction(self, names: Any, tensors: Any) -> list[torch.Tensor]:
         self.calls += 1
-        self.under_way += 1
-        self.most = max(self.most, self.under_way)
+        self.in_flight += 1
+        self.most = max(self.most, self.in_flight)
         self.names += names
         return [tensor.clone() for tensor in tensors]
 
     def after_reduction(self, token: list[torch.Tensor], tensors: Any) -> None:
-        self.under_way -= 1
+        self.in_flight -= 1
         assert len(token) == len(tensors)
 
 

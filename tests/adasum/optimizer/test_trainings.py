@@ -9,21 +9,21 @@ import torch
 
 import adasum as hvd
 import collectives
-from tests.adasum.trainings import every_line
+from tests.adasum.trainings import every_training
 from tests.processes.harness import run_ranks
 
 
 def process_job(rank: int) -> dict[str, Any]:
     # Without a calibration, so that the algorithms chosen are those of the threads.
     hvd.init(timeout=60.0, calibrate=False)
-    answers = {name: value.double().numpy() for name, value in every_line().items()}
+    answers = {name: value.double().numpy() for name, value in every_training().items()}
     hvd.shutdown()
     return answers
 
 
 @pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_training_in_processes_gives_the_bits_of_threads(size: int) -> None:
-    threads = collectives.run_threads(size, lambda group: every_line())
+    threads = collectives.run_threads(size, lambda group: every_training())
     processes = run_ranks(size, process_job, timeout=150.0)
     for name, want in threads[0].items():
         assert want.isfinite().all(), name
