@@ -22,6 +22,6 @@ class TransportError(CollectiveError):
     """The transport failed, or is used after it failed."""
 
 
-def words(error: BaseException) -> str:
-    """What an error says, else its kind."""
+def describe(error: BaseException) -> str:
+    """Return what an error says, or its kind where it says nothing."""
     return str(error) or type(error).__name__

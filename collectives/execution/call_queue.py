@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from collectives.errors import CollectiveMismatchError, TransportError, words
+from collectives.errors import CollectiveMismatchError, TransportError, describe
 from collectives.transport.base import Transport
 from collectives.work import Work, Worker
 
@@ -108,7 +108,7 @@ class CallQueue:
 
         def guarded() -> Any:
             if self._failure is not None:
-                cause = words(self._failure)
+                cause = describe(self._failure)
                 raise TransportError(
                     f"{kind}: this group is unusable since an earlier failure: {cause}"
                 ) from self._failure
@@ -126,7 +126,7 @@ class CallQueue:
     def _abort(self, error: BaseException) -> None:
         """End the transport: its peers are in this call, the next one would meet its messages."""
         self._failure = error
-        self._transport.abort(words(error))
+        self._transport.abort(describe(error))
 
     def close(self) -> None:
         """Take no more calls; let the queued ones finish, and end the communication thread."""

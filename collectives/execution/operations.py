@@ -14,7 +14,7 @@ import torch
 
 from collectives.execution.all_reduce import Runner
 from collectives.execution.gathering import gather_pieces
-from collectives.execution.shared_memory_all_reduce import flatten
+from collectives.execution.vectors import flatten
 from collectives.owners import owners
 from collectives.reducers import Reducer, Sum
 from collectives.schedules import binomial_tree, ring

@@ -24,20 +24,20 @@ import torch
 from collectives.execution.all_reduce import Runner
 from collectives.execution.executor import Workspace
 from collectives.execution.shared_memory_levels import Level, Part, levels_of_rank, pairs
-from collectives.fused_buffer import buffer_of
-from collectives.reducers import Operands, Piece, Reducer, kernels
+from collectives.execution.vectors import FlatVector, PackedVector, vector_of
+from collectives.reducers import Operands, Piece, Reducer
 from collectives.schedules.folding import Fold
 from collectives.schedules.partition import split_bounds
 from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec, spec_for
 from collectives.trace import span
+from collectives.transport.shared_memory.rank_buffers import RankBuffers
 from collectives.transport.shared_memory.symmetric_memory import (
     BUFFER_BYTES,
     TABLE_BYTES,
-    RankBuffers,
     SymmetricMemory,
 )
 
-__all__ = ["ONE_SHOT_BYTES", "SharedMemoryAllReduce", "flatten", "plan_shared_memory_all_reduce"]
+__all__ = ["ONE_SHOT_BYTES", "SharedMemoryAllReduce", "plan_shared_memory_all_reduce"]
 
 Tensor = torch.Tensor
 Method = Literal["one-shot", "tree", "two-shot"]
@@ -67,7 +67,7 @@ def plan_shared_memory_all_reduce(
         return None
     if not (op.reduces_in_shared_memory and tensors and options["prescale"] == 1.0):
         return None
-    vector = _vector_of(tensors, options.get("segments"), options["postscale"])
+    vector = vector_of(tensors, options.get("segments"), options["postscale"], BUFFER_BYTES)
     if vector is None:
         return None
     spec = spec_for(parse_all_reduce_spec(options["algorithm"]), vector.numel)
@@ -88,7 +88,7 @@ class SharedMemoryAllReduce:
         self,
         runner: Runner,
         memory: SymmetricMemory,
-        vector: _Flat | _Packed,
+        vector: FlatVector | PackedVector,
         op: Reducer,
         method: Method,
     ) -> None:
@@ -185,108 +185,13 @@ class SharedMemoryAllReduce:
             op.finish(piece.out, size)
 
 
-@dataclass
-class _Flat:
-    """A vector that lies in one tensor, of `segments`."""
-
-    flat: Tensor
-    segments: Sequence[int] | None
-    rows: int
-    postscale: float
-
-    @property
-    def numel(self) -> int:
-        return self.flat.numel()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.flat.dtype
-
-    def fill(self, buffer: Tensor) -> None:
-        buffer.copy_(self.flat)
-
-    def target(self, workspace: Workspace) -> Tensor:
-        """Return where a result may be written that `store` takes."""
-        return self.flat
-
-    def store(self, result: Tensor) -> None:
-        if result is not self.flat:
-            self.flat.copy_(result)
-        if self.postscale != 1.0:
-            self.flat.mul_(self.postscale)
-
-
-@dataclass
-class _Packed:
-    """A vector of several tensors, each in its slot."""
-
-    tensors: Sequence[Tensor]
-    layout: Any
-    postscale: float
-
-    @property
-    def numel(self) -> int:
-        numel: int = self.layout.numel
-        return numel
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensors[0].dtype
-
-    @property
-    def rows(self) -> int:
-        return len(self.tensors)
-
-    @property
-    def segments(self) -> Sequence[int]:
-        segments: Sequence[int] = self.layout.segments
-        return segments
-
-    def fill(self, buffer: Tensor) -> None:
-        kernels.pack(self.tensors, layout=self.layout, out=buffer)
-
-    def target(self, workspace: Workspace) -> Tensor:
-        """Return where a result may be written that `store` takes."""
-        return workspace.take(self.numel, self.tensors[0])
-
-    def store(self, result: Tensor) -> None:
-        kernels.unpack(result, self.tensors, layout=self.layout, scale=self.postscale)
-
-
-def _vector_of(
-    tensors: Sequence[Tensor], segments: Sequence[int] | None, postscale: float
-) -> _Flat | _Packed | None:
-    """Return the tensors of an all-reduce as one vector; None where a buffer cannot hold it."""
-    first = tensors[0]
-    if len(tensors) == 1:
-        if not (first.is_cpu and 0 < first.nbytes <= BUFFER_BYTES):
-            return None
-        rows = 1 if segments is None else len(segments) - 1
-        return _Flat(flatten(first), segments, rows, postscale)
-    if not all(t.is_cpu and t.dtype == first.dtype for t in tensors):
-        return None
-    if not 0 < sum(tensor.nbytes for tensor in tensors) <= BUFFER_BYTES:
-        return None
-    if first.dtype not in kernels.DTYPES:
-        return None
-    fused = buffer_of(tensors)
-    layout = kernels.layout_of(tensors) if fused is None else fused.layout
-    if layout.numel * first.element_size() > BUFFER_BYTES:
-        return None
-    if fused is not None:
-        return _Flat(fused.buffer, layout.segments, len(tensors), postscale)
-    return _Packed([tensor.detach() for tensor in tensors], layout, postscale)
-
-
-def flatten(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor's elements in one dimension, apart from autograd."""
-    if type(tensor) is Tensor and tensor.dim() == 1 and not tensor.requires_grad:
-        return tensor
-    return tensor.detach().view(-1)
-
-
 def _method_of(
-    spec: AllReduceSpec, vector: _Flat | _Packed, size: int, op: Reducer, *, measured: bool
+    spec: AllReduceSpec,
+    vector: FlatVector | PackedVector,
+    size: int,
+    op: Reducer,
+    *,
+    measured: bool,
 ) -> Method | None:
     """Return how a range of a specification is carried out here; None for messages.
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from collectives.errors import words
+from collectives.errors import describe
 from collectives.transport.base import Message, Transport
 from collectives.transport.connections.connect import KINDS, Opened, open_connections
 from collectives.transport.connections.transport import ConnectionTransport
@@ -88,7 +88,7 @@ class HybridTransport(Transport):
         try:
             self._other.exchange(far_sends, far_recvs, step, timeout)
         except BaseException as error:
-            self._local.abort(words(error))
+            self._local.abort(describe(error))
             raise
         sends = [message for message in sends if self._near(message)]
         recvs = [message for message in recvs if self._near(message)]

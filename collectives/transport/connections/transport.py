@@ -18,7 +18,7 @@ from typing import NoReturn
 import numpy as np
 import torch
 
-from collectives.errors import CollectiveTimeoutError, TransportError, words
+from collectives.errors import CollectiveTimeoutError, TransportError, describe
 from collectives.transport.base import Message, Transport
 from collectives.transport.connections.connection import Bytes, Connection, PeerGone
 from collectives.transport.connections.shm import ShmConnection
@@ -139,7 +139,7 @@ class ConnectionTransport(Transport):
                 f"rank {self.rank} got no answer from rank {gone.peer} in {step}: {gone}"
             ) from None
         except BaseException as error:
-            self.abort(words(error))
+            self.abort(describe(error))
             raise
 
     def _connection(self, peer: int, step: str) -> Connection:

@@ -38,6 +38,7 @@ import torch
 
 from collectives.errors import CollectiveTimeoutError
 from collectives.transport.shared_memory import futex
+from collectives.transport.shared_memory.rank_buffers import MAX_VIEWS, RankBuffers
 
 __all__ = [
     "BUFFER_BYTES",
@@ -45,7 +46,6 @@ __all__ = [
     "JOINED",
     "TABLE_BYTES",
     "Peers",
-    "RankBuffers",
     "RanksDiffer",
     "SymmetricMemory",
     "symmetric_memory_bytes",
@@ -59,8 +59,6 @@ _PAD = _PAD_BYTES // 8
 # row of a table. Memory only where it is written to.
 BUFFER_BYTES = 32 * 1024 * 1024
 TABLE_BYTES = 64 * 1024
-# Of the buffers, kept as tensors; making one costs some microseconds.
-_MAX_VIEWS = 256
 # Words of a pad. The first two are those of calls, in turn; then how many barriers the rank has
 # come to, and its processors: a hash of which ones, and how many. Each word has a gate.
 _BARRIERS, _CORES, _WORDS = 2, 3, 4
@@ -89,25 +87,6 @@ def _buffers_at(size: int) -> int:
 
 class RanksDiffer(Exception):
     """Another rank is in another call."""
-
-
-class RankBuffers:
-    """All ranks' buffers in a call: `vectors` by rank. Keeps views, which cost microseconds."""
-
-    def __init__(self, vectors: Sequence[torch.Tensor]) -> None:
-        self.vectors = vectors
-        self._parts: dict[tuple[int, int, int], torch.Tensor] = {}
-
-    def part(self, rank: int, start: int, stop: int) -> torch.Tensor:
-        """Return elements [start, stop) of a rank's vector."""
-        key = rank, start, stop
-        part = self._parts.get(key)
-        if part is None:
-            if len(self._parts) >= _MAX_VIEWS:
-                self._parts.clear()
-            with torch.inference_mode(False):
-                part = self._parts[key] = self.vectors[rank][start:stop]
-        return part
 
 
 class Peers(Protocol):
@@ -195,7 +174,7 @@ class SymmetricMemory:
         key = call % 2, numel, dtype
         views = self._views.get(key)
         if views is None:
-            if len(self._views) >= _MAX_VIEWS:
+            if len(self._views) >= MAX_VIEWS:
                 self._views.clear()
             with torch.inference_mode(False):
                 used = self._buffers[call % 2, :, : numel * dtype.itemsize]
