@@ -135,7 +135,8 @@ def test_a_run(tmp_path: Path) -> None:
     assert result["arguments"]["iters"] == 3
 
 
-def test_the_command_prints_the_table() -> None:
+@pytest.mark.slow
+def test_command_under_torchrun_prints_the_table() -> None:
     # Rank 0 alone: torch 2.10's gloo prints, too, and lines of several ranks can be one.
     launch = "torch.distributed.run --standalone --nproc-per-node 2 --local-ranks-filter 0"
     bench = "bench.collectives.all_reduce -b 64 -e 64 -n 2 -w 0 -a rd"

@@ -75,7 +75,10 @@ def _arguments(interpreter: str, *more: str) -> list[str]:
     return [*options, *["-b", "64", "-e", "64", "-n", "2", "-o", "sum", "--turns", "2"], *more]
 
 
-def test_a_run(interpreter: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow
+def test_run_of_both_sides_takes_turns(
+    interpreter: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "out.json"
     assert bench.main(_arguments(interpreter, "-a", "rd", "-J", str(path))) == 0
     said = capsys.readouterr().out
@@ -93,7 +96,7 @@ def test_a_run(interpreter: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert record["commands"]["horovod"][:4] == [interpreter, "rank", "-n", "2"]
 
 
-def test_a_run_that_fails_says_why(interpreter: str) -> None:
+def test_run_that_fails_says_why(interpreter: str) -> None:
     with pytest.raises(SystemExit, match=r"(?s)rank -n 2 .* exit 1\n.*a rank fell"):
         bench.main(_arguments(interpreter, "-w", "1"))
 

@@ -77,12 +77,12 @@ def test_closed_profiles_of_all_algorithms_agree_with_a_walk(op: str) -> None:
     """
     turn = count()
     compared = 0
-    for size in (*range(1, 10), 13, 24, 31, 40, 64):
+    for size in (*range(1, 10), 13, 24, 31):
         divisors = [d for d in range(1, size + 1) if size % d == 0]
         for text in (*ONE_LEVEL, *TWO_LEVELS)[slice(None if size <= 24 else 8)]:
             local_size = divisors[next(turn) % len(divisors)]
             compared += _agree(text, Topology(size, local_size), op)
-    assert compared > 150
+    assert compared > 120
 
 
 @pytest.mark.parametrize("nodes", [2, 3, 6])
@@ -116,7 +116,7 @@ def test_one_level_costs_what_its_arithmetic_says(size: int) -> None:
     )
 
 
-def test_adasum_pays_for_its_dots() -> None:
+def test_adasum_costs_its_dot_products() -> None:
     nbytes, segments = float(1 << 20), 100
     (alpha, beta), (call, gamma) = RATES.intra[:2], RATES.adasum[:2]
     dots = alpha + RATES.sum.alpha + 24 * segments * (beta + RATES.sum.beta)
@@ -160,7 +160,7 @@ def test_names_that_stand_for_no_schedule_are_not_priced() -> None:
         closed(AllReduceSpec("nccl", 1, -1), topology, "sum")
 
 
-def test_bytes_and_memory() -> None:
+def test_bytes_and_memory_are_what_the_algorithms_say() -> None:
     nbytes = 1 << 20
     topology = Topology(16, 4)
     ring_cost = estimate("xring", nbytes, RATES, topology)
@@ -184,7 +184,7 @@ def test_bytes_and_memory() -> None:
     assert ring_cost.seconds > two.seconds
 
 
-def test_ranks_of_a_node_share_its_connection() -> None:
+def test_ranks_of_a_node_share_its_adapter() -> None:
     nbytes = float(1 << 30)
     topology = Topology(8, 4)
     own = estimate("rd", nbytes, RATES, topology)
@@ -193,7 +193,7 @@ def test_ranks_of_a_node_share_its_connection() -> None:
     assert shared.seconds - own.seconds == pytest.approx(3 * nbytes * RATES.inter.beta)
 
 
-def test_beyond_the_knee_bytes_take_another_time() -> None:
+def test_bytes_beyond_the_knee_take_another_time() -> None:
     bent = RATES.intra._replace(knee=1000.0, far=1e-9)
     rates = with_rates(RATES, {"intra": bent, "sum": RATES.sum._replace(knee=2000.0, far=1e-8)})
     topology = Topology(2, 2)
@@ -218,23 +218,24 @@ def test_one_rank_costs_nothing() -> None:
             assert _flat(text, 1, 1e6) == 0
 
 
-def test_65536_ranks() -> None:
-    nbytes, size = float(1 << 28), 1 << 16
+@pytest.mark.parametrize("size", [1 << 12, pytest.param(1 << 16, marks=pytest.mark.slow)])
+def test_many_ranks_take_logarithmic_steps_and_all_bytes(size: int) -> None:
+    nbytes, levels = float(1 << 28), size.bit_length() - 1
     topology = Topology(size, 8)
     for text, op, steps in (
         ("xring", "sum", 2 * (size - 1)),
-        ("rechd", "sum", 32),
-        ("rechd/vhdd", "sum", 32),
-        ("vhdd", "adasum", 32),
+        ("rechd", "sum", 2 * levels),
+        ("rechd/vhdd", "sum", 2 * levels),
+        ("vhdd", "adasum", 2 * levels),
     ):
         cost = estimate(text, nbytes, RATES, topology, op)
         assert cost.steps == steps
-        dots = 24 * size * sum(range(1, 17)) if op == "adasum" else 0
+        dots = 24 * size * sum(range(1, levels + 1)) if op == "adasum" else 0
         assert cost.intra + cost.inter == pytest.approx(2 * (size - 1) * nbytes + dots)
-    assert estimate("rd", nbytes, RATES, topology).steps == 16
+    assert estimate("rd", nbytes, RATES, topology).steps == levels
 
 
-def test_a_sampled_pipeline_is_close(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampled_pipeline_is_close_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     spec, topology = _spec("xring"), Topology(64, 8)
     exact = closed(spec, topology, "adasum").cost(1 << 26, RATES)
     monkeypatch.setattr(closed_forms, "_PIPELINE_CELLS", 0)
@@ -245,7 +246,7 @@ def test_a_sampled_pipeline_is_close(monkeypatch: pytest.MonkeyPatch) -> None:
         assert asdict(sampled)[name] == pytest.approx(value, rel=2 / 128), name
 
 
-def test_what_has_no_steps_is_refused() -> None:
+def test_algorithms_without_steps_are_refused() -> None:
     topology = Topology(4, 2)
     for text in ("nccl", "collective/xring", "auto"):
         with pytest.raises(ValueError, match="is no schedule"):
@@ -258,7 +259,7 @@ def test_what_has_no_steps_is_refused() -> None:
         with_rates(RATES, {"intra": Rate(-1.0, 0.0)})
 
 
-def test_a_machine_from_a_file(tmp_path: Path) -> None:
+def test_machine_is_read_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     path.write_text(json.dumps({"nodes": 3, "local": 4, "sum": {"alpha": 1e-6, "beta": 2e-12}}))
     topology, rates = read_topology(path)
@@ -290,7 +291,7 @@ def test_a_machine_from_a_file(tmp_path: Path) -> None:
             read_topology(toml)
 
 
-def test_the_command_prints_a_table(
+def test_command_prints_a_table(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = ["--nodes", "4", "--local", "8", "--bytes", "1M"]
@@ -324,7 +325,7 @@ def test_the_command_prints_a_table(
         main([*command, "--plot", str(tmp_path / "plot.png")])
 
 
-def test_the_command_writes_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_writes_a_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "plot.png"
     main(["--nodes", "2", "--local", "4", "--bytes", "64K", "--op", "sum", "--plot", str(path)])

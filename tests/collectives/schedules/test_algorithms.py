@@ -1,4 +1,4 @@
-"""Every one-level algorithm is proved, reduces in the order it says and costs what it says."""
+"""Every algorithm is verified, reduces in the order and costs what its docstring says."""
 
 from __future__ import annotations
 
@@ -38,17 +38,26 @@ def divisors(n: int) -> list[int]:
 
 
 def test_rings_at_once_are_proved() -> None:
-    """All topologies and shard counts to 12 ranks; one of up to 4 shards for each larger size."""
-    cases = [
-        (n, local, k) for n in range(1, 13) for local in divisors(n) for k in range(1, local + 1)
-    ]
-    for n in range(13, 65):
+    """All topologies and shard counts to 10 ranks."""
+    for n in range(1, 11):
+        for local in divisors(n):
+            for k in range(1, local + 1):
+                prove_rings(n, local, k)
+
+
+@pytest.mark.slow
+def test_rings_at_once_of_many_ranks_are_proved() -> None:
+    """One topology of up to 4 shards for each size to 64, and as many rings as 24 ranks."""
+    for n in range(11, 65):
         local = divisors(n)[-1 - n % (len(divisors(n)) - 1)]
-        cases.append((n, local, 1 + n % min(local, 4)))
-    for n, local, k in [*cases, (24, 24, 24)]:
-        schedule = one_level("xring", k, Topology(n, local))
-        assert schedule.chunks == n * k
-        assert verify(schedule).steps == 2 * (n - 1)
+        prove_rings(n, local, 1 + n % min(local, 4))
+    prove_rings(24, 24, 24)
+
+
+def prove_rings(n: int, local: int, k: int) -> None:
+    schedule = one_level("xring", k, Topology(n, local))
+    assert schedule.chunks == n * k
+    assert verify(schedule).steps == 2 * (n - 1)
 
 
 def test_linear_ring_is_proved() -> None:
@@ -57,7 +66,6 @@ def test_linear_ring_is_proved() -> None:
             proof = verify(ring.linear_all_reduce(n, chunks))
             assert proof.carries_adasum
             assert proof.steps == (chunks + 2 * n - 3 if n > 1 else 0)
-    assert verify(ring.linear_all_reduce(150, 3)).one_tree
 
 
 def test_reduce_is_proved() -> None:
@@ -67,28 +75,24 @@ def test_reduce_is_proved() -> None:
                 schedule = ring.reduce(n, root, chunks)
                 steps = schedule.chunks + n - 2 if n > 1 else 0
                 assert verify(schedule).steps == steps
-    assert verify(ring.reduce(100, 77, 100)).steps == 198
 
 
 def test_shuffle_is_proved() -> None:
-    """All shard counts to 16 ranks; one, all and one in between for each larger size."""
+    """All shard counts to 12 ranks; one in between for each larger size."""
     for n in SIZES:
         name = "psgpu" if n % 2 else "pscpu"
-        for shards in range(1, n + 1) if n < 17 else (1, 2 + n % 15, n):
+        for shards in range(1, n + 1) if n < 13 else (2 + n % 11,):
             proof = verify(one_level(name, shards, Topology(n, n), one_tree=True))
             assert proof.carries_adasum
             assert proof.steps == (2 if n > 1 else 0)
-    assert verify(parameter_server.all_reduce(200, 3)).one_tree
 
 
 def test_messages_in_shards_are_proved() -> None:
-    for n in SIZES:
+    for n in (*range(1, 18), 33, 64):
         for name in ("rd", "vhdd" if n % 2 else "rechd"):
             schedule = one_level(name, 2 + n % 3, Topology(n, n))
             assert schedule.chunks == one_level(name, 1, Topology(n, n)).chunks * (2 + n % 3)
             assert verify(schedule).carries_adasum
-    for name in ("rd", "rechd", "vhdd"):
-        assert verify(sharded(one_level(name, 1, Topology(100, 100)), 5)).carries_adasum
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 6, 8, 11])

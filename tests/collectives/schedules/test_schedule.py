@@ -1,4 +1,4 @@
-"""Schedules are proved for every rank at once, and the prover itself is shown to find faults."""
+"""Schedules are verified for all ranks at once, and the verifier finds faults."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collectives.schedules.topology import Topology
 from collectives.schedules.verify import ScheduleError, verify
 from tests.collectives.schedules.simulation import with_step
 
-SIZES = [*range(1, 65), 96, 128]
+SIZES = range(1, 65)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -25,6 +25,7 @@ def test_all_reduce_is_proved_for_every_size(name: str) -> None:
             assert verify(schedule).carries_adasum
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_all_reduce_is_proved_for_many_ranks(name: str) -> None:
     # A proof of a ring takes size³ operations, the others size² log size.
@@ -34,7 +35,7 @@ def test_all_reduce_is_proved_for_many_ranks(name: str) -> None:
     assert proof.steps == steps.get(name, proof.steps)
 
 
-def test_the_other_collectives_are_proved() -> None:
+def test_other_collectives_are_proved_for_every_size() -> None:
     for size in SIZES:
         assert verify(ring.reduce_scatter(size)).steps == size - 1
         assert verify(ring.all_gather(size)).steps == size - 1

@@ -1,4 +1,4 @@
-"""Every pair of an inner and an outer algorithm is proved, and joins nodes in the right order."""
+"""Every pair of an inner and an outer algorithm is verified, and joins nodes in order."""
 
 from __future__ import annotations
 
@@ -68,13 +68,14 @@ def prove(pair: Pair, topology: Topology) -> None:
 
 
 def test_every_pair_is_proved_on_small_topologies() -> None:
-    """To 6 ranks everything: every topology, pair and shard count."""
-    for topology in topologies(range(1, 7)):
+    """To 4 ranks everything: every topology, pair and shard count."""
+    for topology in [*topologies(range(1, 5)), Topology(6, 2)]:
         for pair in pairs(topology):
             prove(pair, topology)
             verify(pair.on(topology, one_tree=False))
 
 
+@pytest.mark.slow
 def test_every_topology_is_proved() -> None:
     """From 7 to 64 ranks every topology, each with the next of its pairs and counts of shards."""
     tried = set()
