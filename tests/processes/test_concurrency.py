@@ -184,14 +184,14 @@ def test_threads(check: Callable[[Group], None]) -> None:
     collectives.run_threads(3, check)
 
 
-def _job(rank: int) -> bool:
-    for transport in ("auto", "gloo"):
-        group = collectives.init(transport=transport)
-        for check in CHECKS:
-            check(group)
-        collectives.shutdown()
+def _job(rank: int, transport: str) -> bool:
+    group = collectives.init(transport=transport)
+    for check in CHECKS:
+        check(group)
+    collectives.shutdown()
     return True
 
 
-def test_processes() -> None:
-    assert all(run_ranks(3, _job))
+@pytest.mark.parametrize("transport", ["auto", pytest.param("gloo", marks=pytest.mark.slow)])
+def test_processes(transport: str) -> None:
+    assert all(run_ranks(3, _job, transport))

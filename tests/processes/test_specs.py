@@ -21,7 +21,10 @@ INNER = ["xring", "rechd", "pscpu", "psgpu"]
 OUTER = ["xring", "rechd", "pscpu", "psgpu", "vhdd", "rd"]
 TWO = [f"{inner}/{outer}" for inner in INNER for outer in OUTER]
 SHARDED = ["xring#2", "psgpu#2", "pscpu#2", "xring#2/vhdd#2", "rechd#2/xring#2", "psgpu#2/rd"]
-NODES = [(1, 1), (2, 2), (3, 1), (4, 2), (6, 3), (6, 2), (8, 4)]
+NODES = [
+    *((1, 1), (2, 2), (3, 1), (4, 2), (6, 3)),
+    *(pytest.param(*nodes, marks=pytest.mark.slow) for nodes in ((6, 2), (8, 4))),
+]
 # What keeps one expression tree: the leaves of a balanced tree, or a line in rank order.
 BALANCED = ["auto", "rd", "vhdd", "rechd", "vhdd#3", "xring/vhdd", "rechd/rd", "xring#2/vhdd#2"]
 LINES = ["xring", "psgpu", "xring/xring", "rechd/psgpu#2"]

@@ -1,4 +1,4 @@
-"""Calls that were agreed on before run without waiting: differences, joins, deaths, messages."""
+"""Calls of ranks that share memory: differences, joins, deaths, messages."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 import collectives
 from collectives import CollectiveTimeoutError, Group
 from tests.processes.conformance import start
+from tests.processes.differing_calls import CHECKS
 from tests.processes.harness import run_ranks
-from tests.processes.steady import CHECKS
 
 TIMEOUT = 3.0
 
