@@ -34,6 +34,7 @@ class Kernel(NamedTuple):
     stores: bool = True
 
 
+_FINDINGS = {"checked": {"findings": ("found_inf",)}, "max_abs": {"findings": ("max_abs",)}}
 _CAST = {"fp16": "fp32", "fp32": "fp16"}
 _COPY = Kernel(
     copy_kernel._copy_kernel.function,
@@ -42,13 +43,14 @@ _COPY = Kernel(
     {
         "scaled": {"SCALED": True},
         "checked": {"SCALED": True, "findings": ("found_inf",)},
+        "max_abs": {"SCALED": True, "findings": ("max_abs",)},
         "cast": {"BUFFER": _CAST},
     },
 )
 _ELEMENTWISE = {"ALIGNED": True}
 _ELEMENTWISE_VARIANTS: dict[str, dict[str, Any]] = {
     "misaligned": {"ALIGNED": False},
-    "checked": {"findings": ("found_inf",)},
+    **_FINDINGS,
     "cast": {"OUT": _CAST},
 }
 # The most elements that 128 multiprocessors hold, with one tile each.
@@ -76,16 +78,13 @@ KERNELS = {
         projection_kernels._combine_kernel.function,
         chunking.tile_of,
         {},
-        {"checked": {"findings": ("found_inf",)}},
+        _FINDINGS,
     ),
     "one_launch": Kernel(
         projection_kernels._one_launch_kernel.function,
         chunking.tile_of,
         {"NUMEL": _LARGEST_TILES},
-        {
-            "checked": {"findings": ("found_inf",)},
-            "beyond_registers": {"NUMEL": 3 << 20},
-        },
+        {**_FINDINGS, "beyond_registers": {"NUMEL": 3 << 20}},
         {"launch_cooperative_grid": True, "maxnreg": projection_kernels.REGISTERS},
     ),
 }

@@ -77,6 +77,7 @@ def compile_case(case: Case) -> Any:
     for i, (name, parameter) in enumerate(zip(function.arg_names, function.params, strict=True)):
         if name == "findings":
             # As the launcher passes them: pointers to those asked for, None in place of the others.
+            # No case writes float64 and asks for one, so all are float32.
             asked = [field in values[name] for field in Findings._fields]
             signature[name] = Findings(*("*fp32" if one else "constexpr" for one in asked))
             constexprs |= {(i, k): None for k, one in enumerate(asked) if not one}
