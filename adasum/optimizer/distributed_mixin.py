@@ -60,6 +60,7 @@ class DistributedMixin(_Base):
         raise NotImplementedError
 
     def synchronize(self) -> None:
+        """Wait until the gradients may be read and changed."""
         raise NotImplementedError
 
     @contextmanager

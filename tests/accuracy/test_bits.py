@@ -1,4 +1,4 @@
-"""The same bits over every transport, and however the tensors lie in buckets."""
+"""The same bits over every transport, and with every division into buckets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LENGTHS = (1, 64, 3, 203, 0, 17, 128)
 
 
 def _answers(group: Group) -> list[bytes]:
-    """The bits of every reduction of a table on this rank."""
+    """Return the bits of every reduction of a table on this rank."""
     answers = []
     tables = ((Sum, SUMS), (Average, SUMS[1:2]), (Adasum, PROJECTIONS))
     for dtype in (torch.float16, torch.float32):
@@ -63,7 +63,7 @@ def _parts(group: Group, dtype: torch.dtype) -> list[torch.Tensor]:
 def _grouped(
     group: Group, op: object, algorithm: str, dtype: torch.dtype, buckets: Sequence[Sequence[int]]
 ) -> list[bytes]:
-    """The bits of each part, reduced in these buckets, packed anew or lying in one buffer."""
+    """Return the bits of each part, reduced in these buckets, packed or in a buffer."""
     parts = _parts(group, dtype)
     for bucket in buckets:
         chosen = [parts[i] for i in bucket]

@@ -1,4 +1,4 @@
-"""NaN, Inf, overflow and single segments of nothing but zeros."""
+"""NaN, Inf, overflow, and segments of zeros."""
 
 from __future__ import annotations
 

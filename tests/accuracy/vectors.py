@@ -1,4 +1,4 @@
-"""What is reduced: a table of kinds of vectors, one for each rank, in each dtype."""
+"""The vectors that are reduced: kinds of them by name, one vector a rank, in each dtype."""
 
 from __future__ import annotations
 

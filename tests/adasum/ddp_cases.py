@@ -1,4 +1,4 @@
-"""What else ranks do under DistributedDataParallel: observing, pickling, groups, failures."""
+"""Cases under DistributedDataParallel: observers, pickling, groups, failures."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.adasum.definition import relative_error, tolerance
 
 
 class Recorder:
-    """Keeps what it is shown."""
+    """An observer that keeps what it sees."""
 
     def __init__(self) -> None:
         self.before: dict[str, Tensor] = {}
@@ -51,7 +51,7 @@ class Recorder:
 
 
 def check_observer(rank: int) -> None:
-    """An observer sees each parameter's gradient by name, this rank's own and then the answer."""
+    """An observer sees each parameter's gradient by name: this rank's own, then the result."""
     model = DistributedDataParallel(Net(), bucket_cap_mb=0.05)
     observer = Recorder()
     state = HookState(
@@ -71,7 +71,7 @@ def check_observer(rank: int) -> None:
 
 
 def check_orthogonality(rank: int) -> None:
-    """The diagnostic switched on: |Adasum(g)|^2 over the sum of the |g_i|^2, for each parameter."""
+    """The recorder has |Adasum(g)|^2 over the sum of the |g_i|^2, for each parameter."""
     model = Net()
     wrapped = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=0.05)
     recorder = hvd.orthogonality.Recorder(every=1)
@@ -95,7 +95,7 @@ def check_orthogonality(rank: int) -> None:
 
 
 def check_pickle(rank: int) -> None:
-    """A wrapped model and its state come out of pickle; the hook DDP itself drops there."""
+    """A wrapped model and its state can be pickled; DDP itself drops the hook."""
     model = Net()
     columns = columns_of(model, 0)
     state = HookState(op=hvd.Adasum)
@@ -108,7 +108,7 @@ def check_pickle(rank: int) -> None:
 
 
 def check_two_levels(rank: int) -> None:
-    """On one host "inner/outer" averages inside it: there is nothing left to project."""
+    """On one host "inner/outer" is the average."""
     model = Net()
     wrapped = wrap(model, "Adasum", algorithm="rechd/vhdd")
     loss_of(wrapped, rank, 0).backward()
@@ -116,7 +116,7 @@ def check_two_levels(rank: int) -> None:
 
 
 def check_sparse(rank: int) -> None:
-    """A sparse gradient is summed or averaged; Adasum has no meaning on it."""
+    """A sparse gradient is summed or averaged; Adasum refuses it."""
     size = dist.get_world_size()
     weights = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
     # Rows 0 and 1 + r, twice the latter: indices shared and not, and repeated.
@@ -145,7 +145,7 @@ def check_sparse(rank: int) -> None:
 
 
 def check_mismatch(rank: int) -> None:
-    """Ranks that disagree: backward raises the collective's own error, and the model goes on."""
+    """Where ranks disagree, backward raises the collective's own error; the model works on."""
     model = Net()
     for hook in (ddp_hook, default_hooks.fp16_compress_wrapper(ddp_hook)):
         wrapped = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=0.05)
@@ -163,7 +163,7 @@ def check_mismatch(rank: int) -> None:
 
 
 def check_mismatch_after_join(rank: int) -> None:
-    """The same where rank 0 has joined: its part of the error comes out of the Join context."""
+    """The same where rank 0 has joined: there the Join context raises the error."""
     wrapped = DistributedDataParallel(Net())
     state = HookState(op=hvd.Adasum, algorithm="rd" if rank == 0 else "vhdd")
     wrapped.register_comm_hook(state, ddp_hook)
@@ -178,7 +178,7 @@ def check_mismatch_after_join(rank: int) -> None:
 
 
 def check_process_group(rank: int) -> None:
-    """Ranks 0 and 1 alone, by a process group of theirs given to DDP and to the state."""
+    """Ranks 0 and 1 alone, by a process group that DDP and the state are given."""
     pair = dist.new_group([0, 1])
     if rank > 1:
         return
@@ -192,7 +192,7 @@ def check_process_group(rank: int) -> None:
 
 
 def check_alone(rank: int) -> None:
-    """In a group of one rank the gradients are the plain ones, bit for bit."""
+    """In a group of one rank the gradients have the bits of a plain model."""
     alone = [dist.new_group([r]) for r in range(dist.get_world_size())][rank]
     model = Net()
     want = plain(model, lambda replica: loss_of(replica, rank, 0).backward())
@@ -210,7 +210,7 @@ def check_alone(rank: int) -> None:
 
 
 def check_absent_rank(rank: int) -> None:
-    """A rank that never comes: backward raises the timeout that names it, in time."""
+    """Where a rank never comes, backward raises a timeout that names it, in time."""
     own = dist.new_group()
     wrapped = DistributedDataParallel(Net())
     state = HookState(op=hvd.Adasum, process_group=own, timeout=1.0)

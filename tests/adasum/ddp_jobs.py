@@ -34,7 +34,7 @@ from tests.adasum.definition import relative_error, tolerance, trajectory_tolera
 
 
 def check_options(rank: int) -> None:
-    """Every op under every way to lay out buckets, before and after DDP rebuilds them."""
+    """Every op with every layout of buckets, before and after DDP rebuilds them."""
     model = Net()
     columns = [columns_of(model, step) for step in range(STEPS)]
     layouts: list[dict[str, Any]] = [
@@ -80,7 +80,7 @@ def check_ddp_itself(rank: int) -> None:
 
 
 def check_unused(rank: int) -> None:
-    """A parameter unused on some ranks gets zeros from them; unused on all, it has none."""
+    """A parameter unused on some ranks counts as zeros there; unused on all, it has no gradient."""
     model = Net()
     model.never = nn.Linear(2, 2)
     used = [p for n, p in enumerate(model.parameters()) if n < len(list(model.parameters())) - 2]
@@ -100,7 +100,7 @@ def check_unused(rank: int) -> None:
 
 
 def check_no_sync(rank: int) -> None:
-    """What no_sync adds up travels with the first backward outside of it."""
+    """What no_sync accumulates is reduced by the first backward outside of it."""
     model = Net()
 
     def backward(replica: nn.Module, r: int) -> None:
@@ -136,7 +136,7 @@ def check_join(rank: int) -> None:
 
 
 def check_compression(rank: int) -> None:
-    """Under torch's wrappers the halves of the gradients travel, and are what is reduced."""
+    """Under torch's compression wrappers the compressed gradients are what is reduced."""
     model = Net()
     columns = columns_of(model, 0)
     for dtype, wrapper in (

@@ -68,7 +68,7 @@ def plain(model: nn.Module, backward: Callable[[nn.Module], None]) -> list[Tenso
 
 
 def defined(op: str, columns: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """The answer for each parameter from all ranks' gradients of it, in float64."""
+    """Return each parameter's result from all ranks' gradients of it, in float64."""
     if op == "Adasum":
         return [tree([g.reshape(-1) for g in c]).view(c[0].shape) for c in columns]
     sums = [torch.stack([g.double() for g in c]).sum(0) for c in columns]

@@ -47,7 +47,7 @@ class Odd(nn.Module):
 
 
 class Ranks:
-    """The mesh, and this rank's place on it."""
+    """The mesh, and this rank's coordinates on it."""
 
     def __init__(self, replicas: int, shards: int) -> None:
         names = ("replicate", "shard")
@@ -113,7 +113,7 @@ class Ranks:
 
 
 def check_ops(ranks: Ranks) -> None:
-    """Every op, step after step: what Adasum projects is whole parameters, not shards."""
+    """Every op, step after step: Adasum takes dot products of whole parameters, not of shards."""
     model = Odd()
     columns = [ranks.columns(model, step) for step in range(STEPS)]
     for op, algorithm in (("Sum", None), ("Average", None), ("Adasum", None), ("Adasum", "vhdd")):
@@ -142,7 +142,7 @@ def check_other_dimension(ranks: Ranks) -> None:
 
 
 def check_accumulation(ranks: Ranks) -> None:
-    """What set_requires_gradient_sync(False) adds up travels with the last backward."""
+    """What set_requires_gradient_sync(False) accumulates is reduced by the last backward."""
     model = Odd()
 
     def backward(replica: nn.Module, rank: int) -> None:
@@ -189,7 +189,7 @@ def check_training(ranks: Ranks) -> None:
 
 
 def check_arguments(ranks: Ranks) -> None:
-    """What cannot work is said before anything is installed."""
+    """What cannot work raises before any hook is installed."""
     state = ranks.state()
     with pytest.raises(ValueError, match="no fully_shard module"):
         register_fsdp_hook(nn.Linear(2, 2), state)
@@ -204,7 +204,7 @@ def check_arguments(ranks: Ranks) -> None:
 
 
 def check_mismatch(ranks: Ranks) -> None:
-    """Replicas that disagree: backward raises the collective's own error."""
+    """Where replicas disagree, backward raises the collective's own error."""
     model = ranks.wrap(Odd(), ranks.state(algorithm="rd" if ranks.rank < ranks.shards else "vhdd"))
     with pytest.raises(CollectiveMismatchError, match=r"FSDP unit .*algorithm=rd"):
         loss_of(model, ranks.rank, 0).backward()

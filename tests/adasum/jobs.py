@@ -36,7 +36,7 @@ def train(op: str, kind: str, passes: int, steps: int, **options: Any) -> Tensor
 
 
 def process_job(rank: int, seed: int, bounds: tuple[int, ...]) -> dict[str, Any]:
-    """Everything that one set of started processes is asked: plain results, checked by the test."""
+    """Everything that one start of processes computes; the test checks the results."""
     hvd.init(timeout=60.0)
     out: dict[str, Any] = {"place": (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())}
     vectors = inputs(hvd.size(), seed, bounds[-1])
@@ -77,7 +77,7 @@ TRAJECTORIES += [("Average", "adamw", 1), ("Sum", "momentum", 2)]
 
 
 def inputs(size: int, seed: int, numel: int) -> list[Tensor]:
-    """One float64 vector a rank, with a part in common."""
+    """Return one float64 vector a rank, with a part in common."""
     generator = torch.Generator().manual_seed(seed)
     common = torch.randn(numel, generator=generator, dtype=torch.float64)
     return [

@@ -18,7 +18,7 @@ from tests.processes.harness import run_ranks
 
 
 def job(rank: int, replicas: int, shards: int) -> tuple[list[str], list[str]]:
-    """Both wrappers in one set of processes: starting one costs seconds."""
+    """Run both hooks' checks in one start of processes, which costs seconds."""
     return ddp_job(rank, replicas * shards), fsdp_job(rank, replicas, shards)
 
 

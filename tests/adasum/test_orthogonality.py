@@ -1,4 +1,4 @@
-"""The diagnostic of how far ranks' gradients disagree. Ranks are threads."""
+"""The ratio that tells how orthogonal ranks' gradients are. Ranks are threads."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_orthogonality_of_other_dtypes_raises_before_anything_is_sent() -> None:
 
 
 def reduce(group: collectives.Group, recorder: Recorder, op: collectives.Reducer) -> None:
-    """What an optimizer does in a step: two buckets sent, then both waited for."""
+    """Do what an optimizer does in a step: start two buckets, then wait for both."""
     mine = gradients(group.rank)
     buckets = [(["d", "c"], [mine[3], mine[2]]), (["b", "a"], [mine[1], mine[0]])]
     tokens = [recorder.before_reduction(names, tensors) for names, tensors in buckets]
@@ -190,7 +190,7 @@ def test_recorder_of_a_tensor_absent_in_some_steps_counts_its_own_steps() -> Non
 
 
 def of_step(rank: int, method: str) -> list[Tensor]:
-    """What this rank sends in its first step: gradients, or the local step's differences."""
+    """Return what this rank sends in its first step: gradients, or the step's differences."""
     model = make_model()
     before = [parameter.detach().clone() for parameter in model.parameters()]
     optimizer = OPTIMIZERS["adamw"](model.parameters())
@@ -242,7 +242,7 @@ def test_recorder_set_on_an_optimizer_records_its_reductions(
 
 @pytest.mark.parametrize("way", WAYS)
 def test_recorder_on_ranks_with_different_backward_paths_records_the_same_rows(way: str) -> None:
-    """One rank has sent every bucket in backward, the other sends the rest in step()."""
+    """One rank starts every bucket in backward, the other starts the rest in step()."""
 
     def run(group: collectives.Group) -> list[Row]:
         model = make_model()

@@ -1,4 +1,4 @@
-"""Real processes over gloo against trees and trajectories computed in this one process."""
+"""Processes over gloo against trees and trajectories computed in this process."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ STEPS = 4
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("predivide", [1.0, 4.0])
 def test_optimizer_with_sparse_gradients_equals_dense_ones(size: int, predivide: float) -> None:
-    """Gathered, or turned into dense ones, they train the same table."""
+    """Gathered or made dense, they train the same table."""
 
     def run(group: collectives.Group, op: Any, way: str) -> torch.Tensor:
         weights = torch.randn(7, 3, generator=torch.Generator().manual_seed(0)).double()

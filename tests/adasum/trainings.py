@@ -296,7 +296,7 @@ LINES: dict[Callable[[Wrap], Tensor], tuple[str, ...]] = {
 
 
 def every_training() -> dict[str, Tensor]:
-    """Each line in each of its ways: the parameters it ends with."""
+    """Run each training by each method; return the parameters it ends with."""
     return {
         f"{line.__name__}, {way}": line(_wrap(way)) for line, ways in LINES.items() for way in ways
     }

@@ -1,4 +1,4 @@
-"""The main job, end to end: real processes, the table, the plot, and the claim."""
+"""The digits comparison, end to end: processes, table, plot, and the claim."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scripts behind docs/evidence, in small: their files, and what the numbers in them mean."""
+"""The scripts behind docs/evidence on a small scale: their files and what these hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scripts for other frameworks run as they stand, between two real processes."""
+"""The examples for other frameworks, between two processes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_ddp_and_fsdp_examples_train_by_the_chosen_op(options: tuple[str, ...]) 
     ("package", "options"), [("lightning", ("--devices", "2")), ("accelerate", ())]
 )
 def test_framework_examples_train_by_the_chosen_op(package: str, options: tuple[str, ...]) -> None:
-    """Under torchrun, of which they ask more than its ranks."""
+    """Under torchrun itself, because they read more of its variables than ranks."""
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed: pip install {package}")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

@@ -1,4 +1,4 @@
-"""Ranks played in one process compute what DistributedOptimizer computes on as many ranks."""
+"""Ranks simulated in one process compute what DistributedOptimizer computes on ranks."""
 
 from __future__ import annotations
 

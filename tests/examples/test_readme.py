@@ -1,4 +1,4 @@
-"""The README's Python runs as it stands, and the files it links to exist."""
+"""The README's snippets run, and the files it names exist."""
 
 from __future__ import annotations
 

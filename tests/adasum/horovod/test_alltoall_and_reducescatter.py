@@ -1,4 +1,4 @@
-"""alltoall, reducescatter, the functions on lists, and what is built in."""
+"""alltoall, reducescatter, their forms for lists, and the questions for capabilities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of the functions check in threads, in real processes; and join with these."""
+"""The checks that other tests make in threads, made in processes, with join."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_every_function_in_processes_is_right(size: int) -> None:
 
 
 def elsewhere(rank: int) -> list[Any]:
-    """With a default device that no transport carries, as the GPU is over gloo."""
+    """Run functions under a default device that the transport refuses, as gloo does GPUs."""
     hvd.init(timeout=60.0)
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)

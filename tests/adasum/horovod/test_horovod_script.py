@@ -1,4 +1,4 @@
-"""The core of a Horovod PyTorch script, with nothing changed but its import."""
+"""The core of a Horovod PyTorch script, of which only the import is changed."""
 
 from __future__ import annotations
 

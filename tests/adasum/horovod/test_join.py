@@ -1,4 +1,4 @@
-"""join: ranks with more data go on while the others wait. Ranks are threads and processes."""
+"""join: ranks with more data train on while the others wait."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def vector(rank: int, step: int, length: int = 50) -> torch.Tensor:
 
 
 def near(actual: torch.Tensor, wanted: torch.Tensor) -> None:
-    """To rounding: sums of a few terms, and Adasum's few operations on each level."""
+    """Equal to rounding: of sums of a few terms, and Adasum's few operations a level."""
     scale = wanted.abs().max().item() + 1.0
     assert (actual - wanted).abs().max().item() <= tolerance(torch.float64) * scale
 
@@ -215,7 +215,7 @@ def test_rank_that_dies_ends_a_join() -> None:
 def test_messages_without_joined_ranks_are_no_more_than_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two ranks: two messages each for the sum, none for the agreement."""
+    """Two ranks send two messages each for the sum, and none for the negotiation."""
     counts = [0, 0]
     exchange = ThreadTransport.exchange
 

@@ -97,7 +97,7 @@ def test_process_set_with_bad_arguments_raises() -> None:
 
 
 def every_function(rank: int) -> None:
-    """Each function of ops and state among ranks 1 and 2 of three; rank 0 is refused by each."""
+    """Each of Horovod's functions among ranks 1 and 2 of three; each refuses rank 0."""
     pair = hvd.add_process_set([1, 2])
     mine = torch.full((2,), float(rank))
     calls = {

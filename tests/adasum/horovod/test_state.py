@@ -16,7 +16,7 @@ from tests.adasum.definition import OPTIMIZERS, flat, loss_of, make_model
 
 
 class Foreign:
-    """Not among the kinds that may travel."""
+    """Of a kind that cannot be sent."""
 
 
 def test_broadcast_parameters_in_every_form_overwrites_them() -> None:
@@ -115,7 +115,7 @@ def test_broadcast_optimizer_state_of_another_dtype_keeps_its_bits() -> None:
 
 
 def test_broadcast_optimizer_state_with_a_numpy_rate_arrives_as_float() -> None:
-    """numpy's numbers, of which a schedule's rate may be one, arrive as Python's."""
+    """numpy's numbers, which a schedule may compute, arrive as Python's."""
 
     def run(group: Group) -> object:
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)

@@ -1,4 +1,4 @@
-"""Optimizer state that is the same on every rank; what is resumed is in lines.py."""
+"""The average of the optimizer's state; trainings.py resumes from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What DistributedOptimizer refuses, and what it then says."""
+"""What DistributedOptimizer refuses, and with what error."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_zero_grad_after_an_interrupted_backward_raises() -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_step_after_an_interrupted_backward_keeps_ranks_equal(way: str) -> None:
-    """With what it has, so that the models stay equal."""
+    """It steps by the gradients it has, so that the models stay equal."""
 
     def run(group: collectives.Group) -> torch.Tensor:
         model = make_model()
@@ -187,7 +187,7 @@ def test_backward_after_the_wrapper_was_dropped_raises() -> None:
 
 
 def test_copying_or_pickling_the_wrapper_raises() -> None:
-    """They would reduce nothing."""
+    """A copy would reduce nothing."""
 
     def run(group: collectives.Group) -> None:
         optimizer = DistributedOptimizer(_sgd(make_model()))

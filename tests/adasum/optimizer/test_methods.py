@@ -1,4 +1,4 @@
-"""Adasum of steps and of gradients: what they compute, when they send, what they hold."""
+"""The delta and the gradient method: what they compute, when they send, what they copy."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def test_steps_by_parameter_of_known_optimizers_tells_which_do() -> None:
 
 @pytest.mark.parametrize("groups", [1, 4])
 def test_delta_method_with_an_optimizer_that_needs_all_parameters_steps_once(groups: int) -> None:
-    """Steps by the sign of the gradients' total: wrong bucket by bucket."""
+    """This one steps by the sign of the gradients' total, which is wrong bucket by bucket."""
 
     class Coupled(torch.optim.Optimizer):
         def __init__(self, parameters: Any) -> None:
@@ -334,7 +334,7 @@ def test_bfloat16_autocast_on_ranks_trains(op: str, in_backward: bool) -> None:
 
 
 def test_several_optimizers_in_one_backward_keep_apart() -> None:
-    """A GAN's pattern: two models, two optimizers, backward of one through the other."""
+    """As in a GAN: two models, two optimizers, backward of one through the other."""
 
     def run(group: collectives.Group, op: str) -> torch.Tensor:
         maker, judge = make_model(1), torch.nn.Linear(3, 1).double()

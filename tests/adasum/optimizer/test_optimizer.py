@@ -186,7 +186,7 @@ class Starts:
         self.issued.append(names[0])
 
     def after_reduction(self, token: None, tensors: Sequence[torch.Tensor]) -> None:
-        """Of no interest."""
+        """Do nothing."""
 
 
 def test_reductions_during_backward_start_before_it_ends() -> None:

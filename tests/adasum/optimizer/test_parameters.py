@@ -1,4 +1,4 @@
-"""The plan of buckets."""
+"""The division of parameters into buckets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""1,200 steps leave no more memory in use than 300 did."""
+"""1,200 steps leave no more memory in use than 300 steps."""
 
 from __future__ import annotations
 

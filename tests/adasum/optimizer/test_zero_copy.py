@@ -1,4 +1,4 @@
-"""Gradients and differences travel where they lie; a steady step allocates nothing."""
+"""Gradients and differences are sent from their buffers; a steady step allocates nothing."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_gradients_from_the_first_step_on_are_not_packed(no_packing, way, groups
 
 @pytest.mark.parametrize("way", ["sum", "average", "gradient"])
 def test_backward_from_the_second_step_on_adds_into_the_buffer(no_packing, monkeypatch, way):
-    """Not even a gradient's copy: it is made where it travels from."""
+    """Gradients are not even copied: backward makes them where they are sent from."""
 
     def run(group: Group) -> None:
         model = make_model()
@@ -85,7 +85,7 @@ def test_backward_from_the_second_step_on_adds_into_the_buffer(no_packing, monke
 
 @pytest.mark.parametrize("way", ["sum", "average", "gradient"])
 def test_layer_unfrozen_later_moves_into_the_buffer(way):
-    """Its first gradient has a buffer of its own, and leaves it."""
+    """Its first gradient has a buffer of its own, which it leaves."""
 
     def run(group: Group) -> None:
         model = make_model()
@@ -131,7 +131,7 @@ def test_gradients_replaced_by_others_move_back_into_the_buffer(way):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("strides", [(1, 4), (6, 1), (6, 2), (12, 3)], ids=str)
 def test_parameters_not_contiguous_are_reduced_in_the_buffer(way, strides):
-    """Columns of a larger tensor train as a copy of them does."""
+    """Columns of a larger tensor train as a contiguous copy of them does."""
 
     def run(group: Group, copied: bool) -> torch.Tensor:
         values = torch.arange(48.0).as_strided((4, 3), strides)
@@ -190,7 +190,7 @@ def test_gradient_with_create_graph_keeps_its_graph():
     ],
 )
 def test_steady_step_leaves_nothing_allocated(way):
-    """Python's memory does not grow over 200 steps, in both ranks."""
+    """Python's memory of both ranks does not grow over 200 steps."""
 
     def run(group: Group) -> int:
         model = make_model()
