@@ -1,0 +1,148 @@
+"""What a call costs the host: planned runs, direct calls and rebinding, on CPU tensors.
+
+    python -m bench.kernels.host_cost
+    python -m bench.kernels.host_cost --against OTHER_TREE
+
+The second runs in turns, in processes of their own, this tree and another one, whose second and
+later equal calls stand against this tree's planned runs. Figures are minima in microseconds of the
+calling thread's processor time, to which what else runs on the machine adds least.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+import timeit
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import kernels
+
+# Elements of float32: 64 bytes and 64 KiB.
+SIZES = (16, 16384)
+# As many tensors as ResNet-50 has parameters.
+COUNT = 161
+_SECONDS = 0.02
+_REPEATS = 15
+
+
+def microseconds(call: Callable[[], object]) -> float:
+    """Return the least time of a call over several samples of about 20 ms."""
+    timer = timeit.Timer(call, timer=time.thread_time)
+    timer.timeit(10)
+    number = max(1, int(100 * _SECONDS / max(timer.timeit(100), 1e-9)))
+    return min(timer.repeat(_REPEATS, number)) / number * 1e6
+
+
+def planned(numel: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield each function's name and its repeated call: a planned run where the tree has plans."""
+    a, b, out = (torch.randn(numel) for _ in range(3))
+    tensors, dots = [a, b], kernels.dot_and_norms(a, b)
+    layout = kernels.layout_of(tensors)
+    buffer = kernels.pack(tensors, layout=layout)
+    calls: dict[str, tuple[tuple[Any, ...], dict[str, Any], dict[str, float]]] = {
+        "pack": ((tensors,), {"layout": layout, "out": buffer}, {"scale": 0.5}),
+        "unpack": ((buffer, tensors), {"layout": layout}, {"scale": 0.5}),
+        "sum_n": ((tensors,), {"out": out}, {"scale": 0.5}),
+        "scaled_add": ((a, b), {"out": out}, {"alpha": 0.5}),
+        "dot_and_norms": ((a, b), {}, {}),
+        "combine": ((a, b, dots), {"out": out}, {}),
+        "adasum": ((a, b), {"out": out}, {}),
+    }
+    for name, (operands, options, scalars) in calls.items():
+        if hasattr(kernels, "plan_pack"):
+            plan = getattr(kernels, f"plan_{name}")(*operands, **options)
+            yield name, lambda plan=plan, scalars=scalars: plan(**scalars)
+        else:
+            whole = getattr(kernels, name), operands, {**options, **scalars}
+            yield name, lambda whole=whole: whole[0](*whole[1], **whole[2])
+
+
+def checks() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield what is checked each time: direct calls on one tensor and on many, and rebinding."""
+    tensors = [torch.randn(5, 3) for _ in range(COUNT)]
+    others = [tensor.clone() for tensor in tensors]
+    layout = kernels.layout_of(tensors)
+    buffer = kernels.pack(tensors, layout=layout)
+    one = kernels.layout_of(tensors[:1])
+    small, out = buffer[: one.numel], torch.empty(5, 3)
+    # An output of its own each time, so that nothing was seen before.
+    for count, chosen, into in ((1, one, small), (COUNT, layout, buffer)):
+        given = tensors[:count]
+        yield (
+            f"pack of {count}",
+            lambda g=given, c=chosen, i=into: kernels.pack(g, layout=c, out=i),
+        )
+        yield (
+            f"unpack of {count}",
+            lambda g=given, c=chosen, i=into: kernels.unpack(i, g, layout=c),
+        )
+        yield f"sum_n of {count}", lambda g=given: kernels.sum_n(g, out=out)
+    a, b = tensors[:2]
+    yield "scaled_add", lambda: kernels.scaled_add(a, b, out=out)
+    yield "adasum", lambda: kernels.adasum(a, b, out=out)
+    if hasattr(kernels, "plan_pack"):
+        pack = kernels.plan_pack(tensors, layout=layout, out=buffer)
+        unpack = kernels.plan_unpack(buffer, tensors, layout=layout)
+        yield f"rebind pack of {COUNT}", lambda: pack.rebind(others)
+        yield f"rebind unpack of {COUNT}", lambda: unpack.rebind(others)
+
+
+def figures() -> dict[str, float]:
+    """Return all figures of this process's tree."""
+    found = {
+        f"{name}, {4 * numel} bytes": microseconds(call)
+        for numel in SIZES
+        for name, call in planned(numel)
+    }
+    return found | {name: microseconds(call) for name, call in checks()}
+
+
+def _of_tree(tree: Path) -> dict[str, float]:
+    """The figures of a tree, from a process of its own."""
+    command = [sys.executable, str(Path(__file__).resolve()), "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    done = subprocess.run(
+        command, env=environment, cwd=tree, capture_output=True, text=True, check=True
+    )
+    found: dict[str, float] = json.loads(done.stdout)
+    return found
+
+
+def _least(rounds: list[dict[str, float]]) -> dict[str, float]:
+    return {name: min(each[name] for each in rounds) for name in rounds[0]}
+
+
+def main() -> None:
+    """Print the figures, or those of two trees and their ratio."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--against", type=Path, help="another tree of this library")
+    parser.add_argument("--rounds", type=int, default=5, help="of both trees, in turns")
+    parser.add_argument("--json", action="store_true", help="print figures as JSON")
+    given = parser.parse_args()
+    if given.json or given.against is None:
+        found = figures()
+        lines = [f"{name:32} {value:8.2f}" for name, value in found.items()]
+        print(json.dumps(found) if given.json else "\n".join(lines))
+        return
+    here, there = [], []
+    for _ in range(given.rounds):
+        here.append(_of_tree(Path(__file__).resolve().parents[2]))
+        there.append(_of_tree(given.against.resolve()))
+    mine, theirs = _least(here), _least(there)
+    print(f"{'microseconds':32} {'here':>8} {'there':>8} {'ratio':>6}")
+    for name, value in mine.items():
+        other = theirs.get(name)
+        tail = "" if other is None else f"{other:8.2f} {value / other:6.2f}"
+        print(f"{name:32} {value:8.2f} {tail}")
+
+
+if __name__ == "__main__":
+    main()
