@@ -1,4 +1,4 @@
-"""Ways for ranks to exchange messages; all pass the checks of tests/processes/conformance.py."""
+"""How ranks exchange messages: transports, which all pass one conformance test."""
 
 from collectives.transport.base import Message, Transport
 from collectives.transport.connections.connect import KINDS, open_connections

@@ -1,4 +1,4 @@
-"""What a transport is: something that exchanges one step's messages."""
+"""The interface of transports: what exchanges one step's messages between ranks."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class Transport(ABC):
 
     @abstractmethod
     def split(self, ranks: Sequence[int], timeout: float) -> Transport:
-        """A transport of its own between some of the ranks: its rank i is `ranks[i]` of this one.
+        """Return a transport of its own between some ranks: its rank i is `ranks[i]` of this one.
 
         A collective of exactly these ranks, which several can make at a time where they have no
         rank in common. The two may then be used at the same time, from different threads.
@@ -136,8 +136,7 @@ class Transport(ABC):
         """
 
     def abort(self, reason: str) -> None:
-        """End what is under way, and tell the peers why where that can be: the transport is of no
-        more use."""
+        """End what is under way and become unusable; tell the peers why, where that can be."""
         return
 
     @abstractmethod
@@ -149,11 +148,11 @@ class Transport(ABC):
 
 
 def _nothing() -> None:
-    """What there is to wait for where nothing is under way."""
+    """Wait for nothing, where nothing is under way."""
 
 
 def call_code(number: int, digest: int) -> int:
-    """A code of 64 bits for messages of a call.
+    """Return the code, of 64 bits, for the messages of a call.
 
     Args:
         number: How many calls the group has made before, the same on all ranks.
@@ -163,5 +162,5 @@ def call_code(number: int, digest: int) -> int:
 
 
 def same_number(code: int, other: int) -> bool:
-    """Whether two codes are of calls that have the same number."""
+    """Return whether two codes are of calls that have the same number."""
     return not (code ^ other) >> _HASH_BITS

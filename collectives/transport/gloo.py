@@ -1,7 +1,4 @@
-"""Messages through torch.distributed: gloo for CPU tensors, torch's own NCCL for CUDA tensors.
-
-Needs nothing but torch.
-"""
+"""Messages through torch.distributed: gloo for CPU tensors, torch's own NCCL for CUDA tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from collectives.transport.process_groups import extend_timeout, first_line, lea
 
 
 def _backends(config: str) -> dict[str, str]:
-    """Device type -> backend name, of a process group's configuration."""
+    """Return the backends of a process group's configuration, by device type."""
     pairs = (part.split(":", 1) for part in config.split(",") if ":" in part)
     return dict(pairs)
 
@@ -28,7 +25,9 @@ def _backends(config: str) -> dict[str, str]:
 class GlooTransport(Transport):
     """Point-to-point messages of a `torch.distributed` process group.
 
-    owned: whether closing this transport destroys the process group.
+    Args:
+        process_group: What the messages travel on.
+        owned: Whether closing this transport destroys it.
     """
 
     process_group: dist.ProcessGroup
@@ -56,6 +55,7 @@ class GlooTransport(Transport):
         return "GlooTransport()"
 
     def check_device(self, device: torch.device) -> None:
+        """Raise ValueError where the process group has no backend for the device."""
         if device.type not in self._backends or (
             device.type == "cuda" and self._backends["cuda"] != "nccl"
         ):
@@ -73,6 +73,7 @@ class GlooTransport(Transport):
         timeout: float,
         code: int = 0,
     ) -> None:
+        """Exchange a step's messages: `Transport.exchange`."""
         device = (sends or recvs)[0].tensor.device if sends or recvs else torch.device("cpu")
         if self._nccl is not None and device.type == "cuda":
             self._nccl.exchange(sends, recvs, step, timeout)
@@ -98,29 +99,30 @@ class GlooTransport(Transport):
         except RuntimeError as error:
             waited = timeout - (deadline - time.monotonic())
             raise CollectiveTimeoutError(
-                f"rank {self.rank} got no answer from rank {peer} in {step} (gave up after "
+                f"rank {self.rank} got no answer from rank {peer} in {step} (stopped after "
                 f"{waited:.1f} s of {timeout:g} s): {first_line(error)}"
             ) from error
 
     def deferred(self) -> AbstractContextManager[None]:
-        """CUDA messages within are waited for at its end: TorchNccl.deferred."""
+        """Put off waiting for CUDA messages to the end: `TorchNccl.deferred`."""
         return nullcontext() if self._nccl is None else self._nccl.deferred()
 
     def abort(self, reason: str) -> None:
-        """End the CUDA messages under way. gloo's end by their timeouts: nobody can be told."""
+        """End the CUDA messages under way. Those over gloo end by their timeouts."""
         if self._nccl is not None:
             self._nccl.abort()
 
     def split(self, ranks: Sequence[int], timeout: float) -> GlooTransport:
+        """Make a process group of some of the ranks."""
         part = subgroup(self.process_group, ranks, self._config, timeout)
         return GlooTransport(part, owned=True)
 
     def close(self) -> None:
-        """A process group that is not `owned` belongs to whoever made it."""
+        """Destroy the process group, if it is owned."""
         if self._owned:
             leave(self.process_group)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's memory as bytes, so that every dtype travels."""
+    """Return the tensor's memory as bytes, so that every dtype travels."""
     return tensor.reshape(-1).view(torch.uint8)

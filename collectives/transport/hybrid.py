@@ -1,4 +1,4 @@
-"""CPU messages over connections, where there are any, and all others through another transport."""
+"""CPU messages over connections, where there are any; all others through another transport."""
 
 from __future__ import annotations
 
@@ -19,10 +19,14 @@ from collectives.transport.shared_memory.symmetric_memory import SymmetricMemory
 class HybridTransport(Transport):
     """CPU messages to the peers of `local` go through it, all others through `other`.
 
-    Both know the same ranks. One exchange may use both: first `other`, then `local`, which cannot
-    deadlock, because every rank does it in this order and neither waits for the other.
+    One exchange may use both: first `other`, then `local`. That cannot deadlock, because every rank
+    does it in this order and neither transport waits for the other.
 
-    kinds, toward: As `open_connections` takes them, where this transport is split.
+    Args:
+        local: Connections to some of the ranks.
+        other: A transport between all of them.
+        kinds: As `open_connections` takes them, where this transport is split.
+        toward: Likewise.
     """
 
     def __init__(
@@ -35,7 +39,6 @@ class HybridTransport(Transport):
     ) -> None:
         self.rank = other.rank
         self.size = other.size
-        # What library collectives run on, where `other` has one.
         self.process_group = other.process_group
         self.device = other.device
         self.carries_codes = local.carries_codes
@@ -59,7 +62,7 @@ class HybridTransport(Transport):
 
     @property
     def connected_peers(self) -> frozenset[int]:
-        """The ranks that CPU messages reach over a connection."""
+        """The ranks to which there is a connection."""
         return self._local.peers
 
     @property
@@ -68,6 +71,7 @@ class HybridTransport(Transport):
         return self._local.symmetric_memory
 
     def check_device(self, device: torch.device) -> None:
+        """Raise ValueError where `other` does not carry the device's tensors."""
         self._other.check_device(device)
 
     def exchange(
@@ -78,6 +82,7 @@ class HybridTransport(Transport):
         timeout: float,
         code: int = 0,
     ) -> None:
+        """Exchange a step's messages: `Transport.exchange`."""
         if all(map(self._near, sends)) and all(map(self._near, recvs)):
             if sends or recvs:
                 self._local.exchange(sends, recvs, step, timeout, code)
@@ -97,14 +102,15 @@ class HybridTransport(Transport):
             self._local.exchange(sends, recvs, step, max(left, 0.0), code)
 
     def deferred(self) -> AbstractContextManager[None]:
-        """What `other` may put off: messages over connections are waited for at once."""
+        """Put off what `other` may; messages over connections are waited for at once."""
         return self._other.deferred()
 
     def flush(self, step: str, timeout: float) -> None:
+        """Flush the connections, which alone carry codes."""
         self._local.flush(step, timeout)
 
     def split(self, ranks: Sequence[int], timeout: float) -> HybridTransport:
-        """New connections by the same kinds as here, `other` split for the rest."""
+        """Open new connections, of the same kinds as here, and split `other`."""
         other = self._other.split(ranks, timeout)
 
         def gather(data: bytes) -> list[bytes]:
@@ -133,6 +139,6 @@ class HybridTransport(Transport):
         return message.peer in self._local.peers and message.tensor.is_cpu
 
     def close(self) -> None:
-        """Close both."""
+        """Close both transports."""
         self._local.close()
         self._other.close()

@@ -1,8 +1,9 @@
-"""Process groups of torch.distributed for some of another one's ranks.
+"""Process groups of torch.distributed: parts of them, their timeouts and ends.
 
 `dist.new_group` with `use_local_synchronization=True` names a group by how many this process is in
 already, which differs between ranks that are in different groups: they would wait for each other
-under different names. Here the name follows from what all members know.
+under different names. Here the name follows from what all members know. torch offers no public way
+to make a group under a given name, nor to abort its NCCL.
 """
 
 from __future__ import annotations
@@ -22,26 +23,35 @@ _c10d: Any = getattr(dist, "distributed_c10d", None)
 
 _ABORT_SECONDS = 3.0
 
+__all__ = ["abort_nccl", "extend_timeout", "first_line", "leave", "store_of", "subgroup"]
+
 
 def store_of(process_group: dist.ProcessGroup) -> dist.Store:
-    """The store through which the ranks of a torch.distributed process group met."""
+    """Return the store through which the ranks of a process group found each other."""
     return _c10d._world.pg_map[process_group][1]
 
 
 def subgroup(
     parent: dist.ProcessGroup, ranks: Sequence[int], backend: str, timeout: float
 ) -> dist.ProcessGroup:
-    """A new process group of `ranks` of `parent`, in this order; its messages are its own.
+    """Make a process group of some ranks of another; its messages are its own.
 
-    Called by exactly these ranks, by all of them in one order where they make several. backend:
-    as `dist.new_group` takes it. timeout: seconds, for making it and for each operation on it.
-    CollectiveTimeoutError where a rank does not come, or the ranks' store has ended; TransportError
-    where `parent` was destroyed.
+    Called by exactly these ranks, by all of them in one order where they make several.
+
+    Args:
+        parent: The other process group.
+        ranks: Ranks of `parent`, in the new order.
+        backend: As `dist.new_group` takes it.
+        timeout: Seconds, for making it and for each operation on it.
+
+    Raises:
+        CollectiveTimeoutError: A rank does not come, or the ranks' store has ended.
+        TransportError: `parent` was destroyed.
     """
     if parent not in _c10d._world.pg_map:
         raise TransportError(
-            "torch.distributed's process group, which the ranks meet through, was destroyed: split "
-            "groups before destroy_process_group, or call shutdown() and init() again"
+            "the process group of torch.distributed that ranks are found through was destroyed: "
+            "split groups before destroy_process_group, or call shutdown() and init() again"
         )
     store = store_of(parent)
     names = [dist.get_global_rank(parent, rank) for rank in ranks]
@@ -67,7 +77,7 @@ def subgroup(
 
 
 def _nccl_of(process_group: dist.ProcessGroup) -> Any:
-    """torch's own NCCL in a process group, None where it has none."""
+    """Return torch's own NCCL in a process group; None where it has none."""
     if not dist.is_nccl_available() or torch.device("cuda") not in process_group._device_types:
         return None
     backend: Any = process_group._get_backend(torch.device("cuda"))
@@ -80,7 +90,7 @@ def _nccl_of(process_group: dist.ProcessGroup) -> Any:
 def extend_timeout(process_group: dist.ProcessGroup) -> None:
     """Give operations of torch's own NCCL a minute more than the group's timeout.
 
-    At its end torch's watchdog ends the process; by then a step's own timeout has been an error.
+    When that is over torch's watchdog ends the process; a step's own timeout is an error before.
     """
     backend = _nccl_of(process_group)
     if backend is not None:
@@ -88,10 +98,10 @@ def extend_timeout(process_group: dist.ProcessGroup) -> None:
 
 
 def abort_nccl(process_group: dist.ProcessGroup) -> str:
-    """Abort all that is under way over torch's own NCCL; returns how that went, in words.
+    """Abort all that is under way over torch's own NCCL; return how that went, for an error's text.
 
-    The whole of it, not a work's communicator as by its `wait(timeout)`: torch's watchdog takes
-    that for a failure of NCCL's, and ends the process a minute later.
+    Not the communicator of one operation, as its `wait(timeout)` does: torch's watchdog takes that
+    for a failure of NCCL's and ends the process a minute later.
     """
     backend = _nccl_of(process_group)
     if backend is None:
@@ -114,7 +124,7 @@ def abort_nccl(process_group: dist.ProcessGroup) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of torch's says, without where in its C++ it came from."""
+    """Return what an error of torch's says, without its C++ stack."""
     return str(error).strip().split("\n", 1)[0]
 
 

@@ -1,6 +1,6 @@
-"""n ranks as n threads of one process: for tests, notebooks and debugging.
+"""Ranks that are threads of one process, for tests, notebooks and debugging.
 
-Runs on CPU tensors and, through stream events, on tensors of one GPU.
+Carries CPU tensors and, by events between streams, the tensors of one GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NORESERVE = 0x4000
 
 
 class _Parcel:
-    """A tensor on its way: the receiver copies it, then releases the sender."""
+    """A tensor on its way: the receiver copies it and then releases the sender."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -57,11 +57,11 @@ class ThreadWorld:
         self._lock = threading.Lock()
 
     def transport(self, rank: int) -> ThreadTransport:
-        """The transport of one rank."""
+        """Return the transport of one rank."""
         return ThreadTransport(self, rank)
 
     def part(self, ranks: tuple[int, ...], number: int) -> ThreadWorld:
-        """The `number`th world of these ranks: one object for all, each of which asks once."""
+        """Return the `number`th world of these ranks: one for all, each of which asks once."""
         key = ranks, number
         with self._lock:
             if key not in self._parts:
@@ -72,17 +72,19 @@ class ThreadWorld:
             return world
 
     def box(self, source: int, target: int) -> queue.SimpleQueue[_Parcel]:
+        """Return the mailbox from one rank to another."""
         return self._boxes[source, target]
 
     def leave(self, rank: int) -> None:
-        """Say that a rank will answer no more, so that others fail at once instead of waiting."""
+        """Note that a rank has ended, so that others fail at once instead of waiting."""
         self._gone.add(rank)
 
     def is_gone(self, rank: int) -> bool:
+        """Return whether a rank has ended."""
         return rank in self._gone
 
     def gone(self) -> int | None:
-        """The lowest rank that will answer no more, if any."""
+        """Return the lowest rank that has ended, if any."""
         return min(self._gone, default=None)
 
 
@@ -100,6 +102,7 @@ class ThreadTransport(Transport):
         self.symmetric_memory = SymmetricMemory(world.memory, rank, world.size, self, cores=[0])
 
     def check_device(self, device: torch.device) -> None:
+        """Raise ValueError for devices other than the CPU and CUDA's."""
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"tensor is on {device}; the threads transport carries cpu and cuda")
 
@@ -111,6 +114,7 @@ class ThreadTransport(Transport):
         timeout: float,
         code: int = 0,
     ) -> None:
+        """Exchange a step's messages: `Transport.exchange`."""
         deadline = time.monotonic() + timeout
         posted: list[tuple[int, _Parcel]] = []
         for peer, tensor in sends:
@@ -159,38 +163,40 @@ class ThreadTransport(Transport):
             )
 
     def gone(self) -> int | None:
-        """A rank that has ended, if any."""
+        """Return a rank that has ended, if any."""
         return self._world.gone()
 
     def why_gone(self, peer: int) -> str:
-        """That a rank has ended."""
+        """Say that a rank has ended."""
         return f"rank {peer} has ended"
 
     def abort(self, reason: str) -> None:
-        """Withdraw; the other threads' waits are bounded as well."""
+        """Withdraw from the call; the other threads' waits are bounded as well."""
         if self.symmetric_memory is not None:
             self.symmetric_memory.withdraw()
 
     def split(self, ranks: Sequence[int], timeout: float) -> ThreadTransport:
+        """Return this rank's end of a new world of these ranks."""
         members = tuple(ranks)
         self._made[members] += 1
         world = self._world.part(members, self._made[members])
         return world.transport(members.index(self.rank))
 
     def close(self) -> None:
+        """Tell the other ranks that this one has ended."""
         self._world.leave(self.rank)
 
 
 def _memory(nbytes: int) -> mmap.mmap:
-    """Zeros, which threads share; pages that nothing is written to take no memory."""
+    """Return zeros that threads share; pages that nothing is written to take no memory."""
     if sys.platform != "linux":
         return mmap.mmap(-1, nbytes)
-    # Linux else refuses more than the machine has, which a few hundred ranks' windows would be.
+    # Linux else refuses more than the machine has, which a few hundred ranks' buffers would be.
     return mmap.mmap(-1, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _NORESERVE)
 
 
 def _record(tensor: torch.Tensor) -> torch.cuda.Event | None:
-    """An event behind the work queued so far that touches a CUDA tensor; None on the CPU."""
+    """Record an event behind the work queued so far on a CUDA tensor; None on the CPU."""
     if tensor.device.type != "cuda":
         return None
     event = torch.cuda.Event()

@@ -75,7 +75,7 @@ def make_machine(monkeypatch: pytest.MonkeyPatch, fake: FakeNccl) -> Iterator[Ma
     monkeypatch.setattr(nccl, "load_nccl", lambda: fake)
     monkeypatch.setattr(communicators, "_ABORT_SECONDS", 0.1)
     monkeypatch.setattr(communicators, "_CLOSE_SECONDS", CLOSE_SECONDS)
-    monkeypatch.setattr(communicators, "_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(communicators, "_CHECK_SECONDS", 0.05)
     monkeypatch.setattr(pending, "GRACE_SECONDS", 0.1)
     yield Machine(fake, cuda)
     fake.end()

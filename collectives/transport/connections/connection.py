@@ -82,6 +82,7 @@ class Connection(ABC):
         self._blocked = False
 
     def fileno(self) -> int:
+        """Return the socket's descriptor, for select.poll."""
         return self._socket.fileno()
 
     def send(self, data: Bytes, code: int = 0) -> None:

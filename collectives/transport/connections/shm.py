@@ -84,6 +84,7 @@ class ShmConnection(Connection):
         return super().busy or self._owing()
 
     def advance(self) -> bool:
+        """Do what can be done without waiting: `Connection.advance`."""
         moved = bool(self._sends) and self._push()
         while self._listens() and self._pull():
             moved = True
@@ -102,6 +103,7 @@ class ShmConnection(Connection):
         self._sent = self._returned = self._taken = self._told = 0
 
     def send_farewell(self, text: str) -> bool:
+        """Send no more but `text`: `Connection.send_farewell`."""
         data = text.encode()[:INLINE_BYTES]
         # The peer may be gone already, or its queue full: then it sees the end alone.
         with contextlib.suppress(OSError):
@@ -109,9 +111,11 @@ class ShmConnection(Connection):
         return True
 
     def close(self) -> None:
+        """End the connection; what was sent before still arrives."""
         self.detach()
 
     def detach(self) -> None:
+        """Close this process's socket and leave the parent's alone."""
         self._socket.close()
         self._sends.clear()
         self._recvs.clear()

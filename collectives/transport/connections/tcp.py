@@ -65,6 +65,7 @@ class TcpConnection(Connection):
         self._ending = False
 
     def advance(self) -> bool:
+        """Do what can be done without waiting: `Connection.advance`."""
         sent = bool(self._sends) and self._push()
         return (self._expects() and self._pull()) or sent
 
@@ -181,6 +182,7 @@ class TcpConnection(Connection):
         self._incoming = []
 
     def send_farewell(self, text: str) -> bool:
+        """Send no more but `text`: `Connection.send_farewell`."""
         # A message that is half sent is sent whole before it. Where it is not known how much has
         # gone there is no farewell: the peer would take it for data.
         if not self._ending:
@@ -199,6 +201,7 @@ class TcpConnection(Connection):
         return True
 
     def close(self) -> None:
+        """End the connection; what was sent before still arrives."""
         with contextlib.suppress(OSError):
             # To close with something unread would take back what is not yet delivered. No more than
             # what can be there now: a peer may be sending still.
@@ -209,6 +212,7 @@ class TcpConnection(Connection):
         self.detach()
 
     def detach(self) -> None:
+        """Close this process's socket and leave the parent's alone."""
         self._socket.close()
         self._outgoing = self._incoming = []
         self._sends.clear()

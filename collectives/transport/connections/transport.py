@@ -89,6 +89,7 @@ class ConnectionTransport(Transport):
         _transports.add(self)
 
     def check_device(self, device: torch.device) -> None:
+        """Raise ValueError for devices other than the CPU."""
         if device.type != "cpu":
             raise ValueError(f"tensor is on {device}; connections carry cpu, move it there")
 
@@ -100,6 +101,7 @@ class ConnectionTransport(Transport):
         timeout: float,
         code: int = 0,
     ) -> None:
+        """Exchange a step's messages: `Transport.exchange`."""
         if self._unusable:
             raise TransportError(f"the connections cannot be used in {step}: {self._unusable}")
         active: dict[int, Connection] = {}
@@ -115,6 +117,7 @@ class ConnectionTransport(Transport):
             self._run(list(active.values()), step, timeout, code)
 
     def flush(self, step: str, timeout: float) -> None:
+        """Drop all messages under way: `Transport.flush`."""
         if self._unusable:
             raise TransportError(f"the connections cannot be used in {step}: {self._unusable}")
         connections = list(self._connections.values())
@@ -191,6 +194,7 @@ class ConnectionTransport(Transport):
         return self._connections[peer].why_gone()
 
     def split(self, ranks: Sequence[int], timeout: float) -> NoReturn:
+        """Raise TransportError: what opens connections stands beside them."""
         raise TransportError("connections alone cannot be split: HybridTransport opens new ones")
 
     def abort(self, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""NCCL's calls through cupy: one thread that makes them, waits that are bounded, errors in words.
+"""NCCL's communicators through cupy: one thread that calls them, bounded waits, translated errors.
 
 Facts about NCCL that shape this file (its user guide, "Thread Safety", "Group Calls" and "Fault
 Tolerance"; cupy 14.2): a communicator, and all communicators of one device, must not be used from
@@ -43,21 +43,24 @@ DTYPES = {
 }
 _CLOSE_SECONDS = 5.0
 _ABORT_SECONDS = 3.0
-_LOOK_SECONDS = 1.0
+_CHECK_SECONDS = 1.0
 _STATUS = {
     7: "ncclInProgress: communicators must block, unset NCCL_COMM_BLOCKING",
     8: "ncclTimeout",
 }
 
-# The module, once it was found to be new enough.
-_known: list[Any] = []
+# The modules that were found to be new enough.
+_checked: list[Any] = []
+
+__all__ = ["DTYPES", "Communicators", "load_nccl", "translate_errors"]
 
 
 def load_nccl() -> Any:
-    """The module `cupy.cuda.nccl`.
+    """Return the module `cupy.cuda.nccl`.
 
-    RuntimeError where torch sees no GPU, ImportError where cupy or NCCL's library is missing or too
-    old: one line that says what to install.
+    Raises:
+        RuntimeError: torch sees no GPU.
+        ImportError: cupy or NCCL's library is missing or too old; says what to install.
     """
     major = "12" if (torch.version.cuda or "").startswith("12.") else "13"
     if not cuda.is_available():
@@ -75,17 +78,17 @@ def load_nccl() -> Any:
         ) from None
     if not nccl.available:
         raise ImportError(f"cupy found no NCCL library: pip install nvidia-nccl-cu{major}")
-    if not any(known is nccl for known in _known):
+    if not any(checked is nccl for checked in _checked):
         # Asked once: behind every id NCCL leaves a thread that listens for ranks to come.
         if not isinstance(nccl.get_unique_id(), bytes):
             raise ImportError(f'cupy is too old: pip install "cupy-cuda{major}x>=14.2"')
-        _known.append(nccl)
+        _checked.append(nccl)
     return nccl
 
 
 @contextmanager
 def translate_errors(nccl: Any, step: str) -> Iterator[None]:
-    """Raise what NCCL raises as a TransportError with NCCL's text."""
+    """Raise NCCL's errors as TransportErrors with NCCL's text."""
     try:
         yield
     except nccl.NcclError as error:
@@ -100,8 +103,13 @@ def translate_errors(nccl: Any, step: str) -> Iterator[None]:
 class Communicators:
     """A rank's communicator on one device and the parts split from it, used from one thread.
 
-    The thread never keeps the process from ending. While it has nothing to call it looks at
-    `pending`.
+    The thread never keeps the process from ending. While it has nothing to call it checks whether
+    a step of `pending` is late.
+
+    Args:
+        nccl: The module `cupy.cuda.nccl`.
+        device: The communicators' GPU.
+        name: The thread's name.
     """
 
     def __init__(self, nccl: Any, device: torch.device, name: str) -> None:
@@ -118,7 +126,7 @@ class Communicators:
         self._thread.start()
 
     def call(self, job: Callable[[], T], timeout: float) -> T:
-        """What `job` returns or raises; futures.TimeoutError when it has not after `timeout` s."""
+        """Return what `job` returns; futures.TimeoutError where it takes over `timeout` s."""
         if threading.current_thread() is self._thread:
             return job()
         future: futures.Future[T] = futures.Future()
@@ -126,7 +134,7 @@ class Communicators:
         return future.result(timeout)
 
     def make(self, job: Callable[[], Any], timeout: float) -> Any:
-        """`call` for a job that makes a communicator; its end is taken care of."""
+        """Call a job that makes a communicator, which is ended with the others."""
 
         def run() -> Any:
             made = job()
@@ -134,7 +142,7 @@ class Communicators:
                 self._made.append(made)
                 late = self._ended
             if late:
-                # It came too late: whoever wanted it has given up.
+                # It came too late: whoever wanted it waits no more.
                 _keep_for_ever(made)
                 made.abort()
             return made
@@ -142,7 +150,7 @@ class Communicators:
         return self.call(run, timeout)
 
     def group(self, job: Callable[[], None], timeout: float) -> None:
-        """`call` between groupStart and groupEnd."""
+        """Call a job between groupStart and groupEnd."""
 
         def run() -> None:
             self.nccl.groupStart()
@@ -217,11 +225,11 @@ class Communicators:
         cuda.set_device(device)
         while True:
             try:
-                item = self._jobs.get(timeout=_LOOK_SECONDS)
+                item = self._jobs.get(timeout=_CHECK_SECONDS)
             except queue.Empty:
                 # CUDA's errors reach the host's thread, too.
                 with _ignored(RuntimeError):
-                    self.pending.look(self.abort)
+                    self.pending.check(self.abort)
                 continue
             if item is None:
                 return
@@ -243,5 +251,5 @@ def _ignored(*kinds: type[BaseException]) -> Iterator[None]:
 
 
 def _keep_for_ever(communicator: Any) -> None:
-    """Never collect it: cupy would destroy it then, and wait for ranks that are gone."""
+    """Keep it from being collected: cupy would destroy it, and wait for ranks that are gone."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator))

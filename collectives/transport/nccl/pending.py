@@ -1,4 +1,4 @@
-"""Steps that are on the streams while the host goes on, and a look at them from beside it."""
+"""Steps that are on the streams while the host goes on, and whether one of them is late."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from typing import NamedTuple
 
 from torch import cuda
 
-# Beyond these the host waits for the first: CUDA makes whoever launches more than about a thousand
+__all__ = ["GRACE_SECONDS", "MOST_PENDING", "Pending", "Posted", "arrives"]
+
+# Beyond these the host waits for the first: CUDA lets whoever launches more than about a thousand
 # things wait, without a limit, for a stream that waits for a rank.
 MOST_PENDING = 64
 _SPIN_SECONDS = 2e-3
 _PAUSE_SECONDS = 2e-4
-# What the host has to notice by itself that a step is late, before it is taken to be held up.
+# How long the host has to notice by itself that a step is late, before it counts as blocked.
 GRACE_SECONDS = 1.0
 
 
 class Posted(NamedTuple):
-    """A step under way: the event behind it, and what to say when it never comes."""
+    """A step under way: the event behind it, and what an error says where it never comes."""
 
     event: cuda.Event
     peers: tuple[int, ...]
@@ -27,16 +29,19 @@ class Posted(NamedTuple):
     timeout: float
 
 
-def arrives(posted: Posted, start: float, look: Callable[[], None] | None = None) -> bool:
-    """Wait on the host; False where the step takes longer than its timeout from `start`.
+def arrives(posted: Posted, start: float, check: Callable[[], None] | None = None) -> bool:
+    """Wait on the host; return False where the step takes over its timeout.
 
-    look: called whenever the event has been asked, to raise what else ends the wait.
+    Args:
+        posted: The step.
+        start: When its timeout begins, of time.monotonic().
+        check: Called whenever the event has been asked; raises what else ends the wait.
     """
     while True:
-        # In this order: a step that NCCL gave up may end, too.
+        # In this order: a step that NCCL has aborted may end, too.
         done = posted.event.query()
-        if look is not None:
-            look()
+        if check is not None:
+            check()
         waited = time.monotonic() - start
         if done or waited > posted.timeout:
             return done
@@ -44,10 +49,13 @@ def arrives(posted: Posted, start: float, look: Callable[[], None] | None = None
 
 
 class Pending:
-    """The steps that the host put on the streams and does not wait for yet, in their order.
+    """The steps that the host has put on the streams and does not wait for yet, in their order.
 
-    late: the one that took too long while the host was held up in CUDA, as by what waits for the
-    whole device. That would end only with the step, so the communicators have been aborted.
+    Attributes:
+        items: The steps.
+        deferring: Whether steps are put off now.
+        late: The step that took too long while the host was blocked in CUDA, as by what waits for
+            the whole device. That ends only with the step, so the communicators were aborted.
     """
 
     def __init__(self) -> None:
@@ -59,9 +67,11 @@ class Pending:
 
     @contextmanager
     def deferred(self, wait: Callable[[Posted, float], None]) -> Iterator[None]:
-        """Steps within may be put off; leaving waits for all that were, one after the other.
+        """Let steps within be put off; leaving waits for all that were, one after the other.
 
-        wait: for one, its timeout from that moment on, or raise. Within another nothing is new.
+        Args:
+            wait: Waits for one, its timeout from then on, or raises. Of several contexts, one in
+                another, the outermost alone counts.
         """
         if self.deferring:
             yield
@@ -74,7 +84,7 @@ class Pending:
             self.deferring = False
 
     def put_off(self, posted: Posted, wait: Callable[[Posted, float], None]) -> None:
-        """Wait for the first ones alone, where there are too many."""
+        """Add a step; wait for the first ones where there are too many."""
         self.items.append(posted)
         self._settle(MOST_PENDING, wait)
 
@@ -83,8 +93,8 @@ class Pending:
             wait(self.items[0], time.monotonic())
             del self.items[0]
 
-    def look(self, abort: Callable[[], None]) -> None:
-        """Abort where a step has been the first under way for too long. Called now and then."""
+    def check(self, abort: Callable[[], None]) -> None:
+        """Abort where one step has been the first under way for too long. Called now and then."""
         # The host's thread takes steps away and adds others meanwhile.
         items = [*self.items]
         if self._first not in items:

@@ -22,13 +22,17 @@ from collectives.transport.process_groups import abort_nccl, first_line
 
 
 class TorchNccl:
-    """`exchange` of a process group's CUDA tensors, which waits on the host, each step its timeout.
+    """Exchanges CUDA tensors over a process group and waits on the host, each step its timeout.
 
-    torch would let the stream wait alone, and end the process long after a rank was gone. Within
-    `deferred()` steps are put on the stream and waited for at the end. Nothing waits where the
+    torch would let the stream alone wait, and end the process long after a rank was gone. Within
+    `deferred()` steps are put on the stream and waited for at the end. Nothing waits while the
     stream is captured in a CUDA graph, which has to come after a first exchange outside. That one
-    connects all ranks of the group, so every rank has to make it, if with empty messages; nothing
-    bounds it, in torch, where a rank is gone by then.
+    connects all ranks of the group, so every rank has to make it, if with empty messages; torch
+    sets it no limit where a rank is gone by then.
+
+    Args:
+        process_group: What the messages travel on.
+        rank: This rank, for errors.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, rank: int) -> None:
@@ -40,6 +44,7 @@ class TorchNccl:
     def exchange(
         self, sends: Sequence[Message], recvs: Sequence[Message], step: str, timeout: float
     ) -> None:
+        """Exchange a step's messages: `Transport.exchange`."""
         both = [*recvs, *sends]
         if not both:
             return
@@ -64,11 +69,11 @@ class TorchNccl:
             self._pending.put_off(Posted(event, peers, step, timeout), self._await)
 
     def deferred(self) -> AbstractContextManager[None]:
-        """Steps within do not wait on the host; leaving waits for all, each up to its timeout."""
+        """Put off waiting within; leaving waits for all steps, each up to its timeout."""
         return self._pending.deferred(self._await)
 
     def abort(self) -> None:
-        """End what was left under way by an error, which peers may never come for.
+        """End what an error left under way, for which peers may never come.
 
         Else the GPU would wait for them, and whoever closes the process group for the GPU.
         """
@@ -80,7 +85,7 @@ class TorchNccl:
                 abort_nccl(self._process_group)
 
     def _connect(self, device: torch.device) -> None:
-        """torch makes one communicator of all ranks for batched messages, whoever has any."""
+        """Let torch make its communicator: one of all ranks, whoever has messages."""
         if device in self._connected or cuda.is_current_stream_capturing():
             return
         self._process_group.allreduce([torch.zeros(1, device=device)]).wait()
@@ -93,13 +98,13 @@ class TorchNccl:
         reason = abort_nccl(self._process_group)
         names = f"rank {posted.peers[0]}" if len(posted.peers) == 1 else f"ranks {posted.peers}"
         raise CollectiveTimeoutError(
-            f"rank {self._rank} got no answer from {names} in {posted.step} (gave up after "
+            f"rank {self._rank} got no answer from {names} in {posted.step} (stopped after "
             f"{posted.timeout:g} s): {reason}"
         )
 
 
 def behind(works: Sequence[Any], device: torch.device) -> cuda.Event | None:
-    """Put the current stream behind the works; the event there, None while it is captured."""
+    """Put the current stream behind the works; return an event there, None in a capture."""
     for work in works:
         # The stream waits; the host does not.
         work.wait()

@@ -2,7 +2,7 @@
 
 All of a step's messages are one NCCL group of sends and receives of bytes, so every dtype travels,
 on a communication stream of its own that is ordered by events behind and before the caller's
-stream. NCCL's calls are made by one thread (communicators.py).
+stream. One thread calls NCCL (communicators.py).
 
 Not yet run on a GPU: shown over a strict stand-in for NCCL alone (tests/fakes/fake_nccl.py).
 tests/processes/test_nccl.py is for where there is one.
@@ -41,9 +41,7 @@ def _nothing() -> None:
 class NcclTransport(Transport):
     """Point-to-point messages of CUDA tensors on one device a rank; CPU tensors go to `host`.
 
-    Making one is a collective of all ranks of `host`. store: through which rank 0's NCCL id reaches
-    the others. device: this rank's GPU, the current one unless given. timeout: seconds that making
-    it may take.
+    Making one is a collective of all ranks of `host`.
 
     `exchange` waits on the host for its messages, so that a timeout is an error of the step that
     caused it. Within `deferred()` steps are only put on the streams and are waited for at the end.
@@ -51,8 +49,18 @@ class NcclTransport(Transport):
     alike, after a first run outside (NCCL connects ranks at their first message). As NCCL demands,
     let no other communicator of the device be busy in another thread meanwhile.
 
-    Raises ImportError or RuntimeError that says what to install, ValueError for a device that is
-    not CUDA, CollectiveTimeoutError when a rank does not come, TransportError when NCCL fails.
+    Args:
+        host: Carries CPU tensors between the same ranks.
+        store: Through which rank 0's NCCL id reaches the others.
+        device: This rank's GPU, the current one unless given.
+        timeout: Seconds that making it may take.
+
+    Raises:
+        ImportError: Something has to be installed; says what.
+        RuntimeError: torch sees no GPU.
+        ValueError: The device is not CUDA's.
+        CollectiveTimeoutError: A rank does not come.
+        TransportError: NCCL fails.
     """
 
     device: torch.device
@@ -99,6 +107,7 @@ class NcclTransport(Transport):
         return f"NcclTransport(CPU tensors: {self._host!r})"
 
     def check_device(self, device: torch.device) -> None:
+        """Raise ValueError for a GPU other than this rank's."""
         if device.type == "cpu":
             self._host.check_device(device)
         elif device.type != "cuda":
@@ -117,12 +126,14 @@ class NcclTransport(Transport):
         timeout: float,
         code: int = 0,
     ) -> None:
+        """Exchange a step's messages: `Transport.exchange`."""
         if not _on_gpu(sends, recvs):
             self._host.exchange(sends, recvs, step, timeout, code)
             return
         self.post(sends, recvs, step, timeout)()
 
     def flush(self, step: str, timeout: float) -> None:
+        """Flush the messages of CPU tensors."""
         self._host.flush(step, timeout)
 
     def post(
@@ -130,8 +141,9 @@ class NcclTransport(Transport):
     ) -> Callable[[], None]:
         """Put the messages on the communication stream, in order with those posted before.
 
-        Returns what has to be called before the messages are used: what the caller's stream was
-        given in the meantime runs beside them. CPU tensors have arrived already.
+        Returns:
+            What has to be called before the messages are used: what the caller's stream is given
+            in the meantime runs beside them. CPU tensors have arrived already.
         """
         sends = [message for message in sends if message.tensor.numel()]
         recvs = [message for message in recvs if message.tensor.numel()]
@@ -158,12 +170,10 @@ class NcclTransport(Transport):
     def all_reduce(
         self, flat: torch.Tensor, ranks: tuple[int, ...] | None, step: str, timeout: float
     ) -> None:
-        """NCCL's own sum of a contiguous CUDA tensor, in place.
+        """Sum a contiguous CUDA tensor in place by NCCL's own all-reduce: `Transport.all_reduce`.
 
-        ranks: those to sum over, in ascending order; all for None. Every rank of the transport
-        calls with the part it belongs to, and a part is new on all of them or on none: the first
-        call splits the communicator.
-        TypeError for dtypes that NCCL does not add.
+        Every rank of the transport calls it with the part it belongs to, and a part is new on all
+        of them or on none: the first call splits the communicator.
         """
         values = torch.view_as_real(flat) if flat.is_complex() else flat
         if values.dtype not in DTYPES:
@@ -183,16 +193,16 @@ class NcclTransport(Transport):
         self._start(post, [flat], peers, step, timeout)()
 
     def deferred(self) -> AbstractContextManager[None]:
-        """Steps within do not wait on the host; leaving waits for all, each up to its timeout.
+        """Put off waiting within; leaving waits for all steps, each up to its timeout.
 
-        No more than 64 are under way at once. One that is late while the host is held up inside
+        No more than 64 are under way at once. One that is late while the host is blocked inside
         CUDA is noticed all the same, and ends the communicators. What a step received may be used
-        on the caller's stream at once, as ever.
+        on the caller's stream at once, as without this.
         """
         return self._pending.deferred(self._await)
 
     def split(self, ranks: Sequence[int], timeout: float) -> NcclTransport:
-        """With communicators of its own on the same device.
+        """Return a transport with communicators of its own on the same device.
 
         As NCCL demands, work on the two must not be under way at once, unless all ranks start it
         in one order.
@@ -255,7 +265,7 @@ class NcclTransport(Transport):
     def _await(self, posted: Posted, start: float) -> None:
         """Wait on the host, its timeout from `start`, watching for NCCL's errors."""
 
-        def look() -> None:
+        def check() -> None:
             try:
                 self._communicators.check(posted.step)
             except TransportError as error:
@@ -263,13 +273,13 @@ class NcclTransport(Transport):
                 self._fail(error)
             self._check_late()
 
-        if not arrives(posted, start, look):
+        if not arrives(posted, start, check):
             self._fail(self._too_slow(posted.peers, posted.step, posted.timeout))
 
     def _bounded(
         self, job: Callable[[], Any], peers: tuple[int, ...], step: str, timeout: float
     ) -> Any:
-        """What `job` returns; any failure of NCCL's ends the communicators."""
+        """Return what `job` returns; any failure of NCCL's ends the communicators."""
         try:
             with translate_errors(self._nccl, step):
                 return job()
@@ -293,12 +303,12 @@ class NcclTransport(Transport):
     ) -> CollectiveTimeoutError:
         names = f"rank {peers[0]}" if len(peers) == 1 else f"one of the ranks {peers}"
         return CollectiveTimeoutError(
-            f"rank {self.rank} got no answer from {names} in {step} (gave up after {timeout:g} s; "
+            f"rank {self.rank} got no answer from {names} in {step} (stopped after {timeout:g} s; "
             "its NCCL communicator was aborted)"
         )
 
     def _check_late(self) -> None:
-        """Raise what the thread of NCCL found while this one was held up in CUDA."""
+        """Raise what NCCL's thread found while this one was blocked in CUDA."""
         late = self._pending.late
         if late is not None and self._failure is None:
             self._fail(self._too_slow(late.peers, late.step, late.timeout))
@@ -311,7 +321,7 @@ class NcclTransport(Transport):
             ) from self._failure
 
     def _part(self, ranks: tuple[int, ...] | None, step: str, timeout: float) -> Any:
-        """The communicator over some of the ranks, split from the whole one at its first use."""
+        """Return the communicator of some ranks, split from the whole one at its first use."""
         if ranks is None or len(ranks) == self.size:
             return self._whole
         if ranks not in self._parts:
@@ -344,7 +354,7 @@ class NcclTransport(Transport):
         step: str,
         timeout: float,
     ) -> Any:
-        """A new communicator of `size` ranks, this one at `position`; its id goes by the store."""
+        """Make a communicator of `size` ranks, this one at `position`; its id goes by the store."""
         deadline = time.monotonic() + timeout
         if position == 0:
             self._store.set(

@@ -36,7 +36,7 @@ def test_a_late_rank_is_named(kind: str) -> None:
     with pytest.raises(CollectiveTimeoutError, match=r"rank 2 got .* rank 1 in a step .* 0\.3 s"):
         exchange(third, [], [(1, poisoned(4))], timeout=0.3)
     assert 0.3 <= time.monotonic() - start < 2.0
-    # The cause reaches those who wait for the one who gave up, at once.
+    # The cause reaches those who wait for that rank, at once.
     with pytest.raises(CollectiveTimeoutError, match=r"from rank 2 in a step: rank 2 .* rank 1"):
         exchange(first, [], [(2, poisoned(4))])
     assert time.monotonic() - start < 2.0

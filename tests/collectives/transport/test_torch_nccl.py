@@ -110,7 +110,7 @@ def test_a_silent_peer(fake: FakeTorch, deferred: bool) -> None:
     with pytest.raises(CollectiveTimeoutError) as caught, _deferred(nccl, deferred):
         steps()
     assert str(caught.value) == (
-        "rank 0 got no answer from rank 1 in step 2 (rd) of 'w' (gave up after 0.3 s): "
+        "rank 0 got no answer from rank 1 in step 2 (rd) of 'w' (stopped after 0.3 s): "
         "NCCL was aborted"
     )
     # Two steps, the first of which ends at once, and slow threads.
