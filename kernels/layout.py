@@ -182,6 +182,7 @@ class PackedList:
 
     @cached_property
     def dtype_set(self) -> set[torch.dtype]:
+        """The tensors' dtypes, each once."""
         return set(self.dtypes)
 
 

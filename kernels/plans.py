@@ -271,6 +271,7 @@ class UnpackPlan(_CopyPlan):
     _out_name, _packing = "buffer", False
 
     def written(self) -> list[Tensor]:
+        """Return the tensors that a run writes."""
         return [*self._inputs, *(one for _, one in self._findings.given())]
 
     def __call__(self, scale: float = 1.0) -> list[Tensor]:

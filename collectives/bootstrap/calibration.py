@@ -224,8 +224,10 @@ def _line(points: Sequence[tuple[int, float]]) -> Rate:
 
 
 def _ring(ranks: range, rank: int) -> range:
-    """The run of at least two and at most _RING neighbours that `rank` is in, none shorter by
-    more than one than another."""
+    """Return the run of two to _RING neighbours that `rank` is in.
+
+    No run is shorter than another by more than one rank.
+    """
     bounds = split_bounds(len(ranks), -(-len(ranks) // _RING))
     begin = bisect_right(bounds, ranks.index(rank)) - 1
     return ranks[bounds[begin] : bounds[begin + 1]]

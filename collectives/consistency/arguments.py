@@ -41,6 +41,7 @@ class Arguments:
         postscale: float,
         segments: Sequence[int] | None,
     ) -> Description:
+        """Check and describe an all_reduce."""
         validation.tensor("tensor", tensor)
         if segments is not None:
             segments = validation.segments(segments, tensor.numel())
@@ -57,11 +58,13 @@ class Arguments:
         prescale: float,
         postscale: float,
     ) -> Description:
+        """Describe a grouped_all_reduce of tensors that are checked already."""
         specs = self._reduction(tensors, op, algorithm, prescale, postscale)
         options = _options(op, specs, prescale, postscale)
         return Description("grouped_all_reduce", name, options, _describe_all(tensors))
 
     def reduce(self, tensor: Tensor, dst: int, op: Reducer, name: str | None) -> Description:
+        """Check and describe a reduce."""
         validation.tensor("tensor", tensor)
         validation.rank("dst", dst, self._transport.size)
         self._onto_single_ranks([tensor], op)
@@ -70,10 +73,12 @@ class Arguments:
     def reduce_to_owners(
         self, tensors: Sequence[Tensor], op: Reducer, name: str | None
     ) -> Description:
+        """Describe a reduce_to_owners of tensors that are checked already."""
         self._onto_single_ranks(tensors, op)
         return Description("reduce_to_owners", name, {"op": str(op)}, _describe_all(tensors))
 
     def broadcast_from_owners(self, tensors: Sequence[Tensor], name: str | None) -> Description:
+        """Describe a broadcast_from_owners of tensors that are checked already."""
         for tensor in tensors:
             self._transport.check_device(tensor.device)
         return Description("broadcast_from_owners", name, {}, _describe_all(tensors))
@@ -81,6 +86,7 @@ class Arguments:
     def reduce_scatter(
         self, tensor: Tensor, op: Reducer, by_rows: bool, name: str | None
     ) -> Description:
+        """Check and describe a reduce_scatter."""
         validation.tensor("tensor", tensor, written=False)
         if not isinstance(by_rows, bool):
             raise TypeError(f"by_rows must be a bool, got {type(by_rows).__name__}")
@@ -91,19 +97,21 @@ class Arguments:
         return Description("reduce_scatter", name, options, [describe_tensor(tensor)])
 
     def all_gather(self, tensor: Tensor, name: str | None) -> Description:
+        """Check and describe an all_gather."""
         self._rows(tensor)
         return Description("all_gather", name, {}, [describe_tensor(tensor, any_rows=True)])
 
     def all_to_all(
         self, tensor: Tensor, splits: Sequence[int] | Tensor | None, name: str | None
     ) -> tuple[Description, Tensor]:
-        """Return how many rows go to each rank, too."""
+        """Check and describe an all_to_all; return how many rows go to each rank, too."""
         self._rows(tensor)
         counts = validation.row_splits("splits", splits, tensor.shape[0], self._transport.size)
         described = [describe_tensor(tensor, any_rows=True), describe_tensor(counts)]
         return Description("all_to_all", name, {}, described), counts
 
     def broadcast(self, tensor: Tensor, root: int, name: str | None) -> Description:
+        """Check and describe a broadcast."""
         validation.tensor("tensor", tensor)
         validation.rank("root", root, self._transport.size)
         self._transport.check_device(tensor.device)

@@ -28,13 +28,16 @@ class FlatVector:
 
     @property
     def numel(self) -> int:
+        """Number of elements."""
         return self.flat.numel()
 
     @property
     def dtype(self) -> torch.dtype:
+        """The tensor's dtype."""
         return self.flat.dtype
 
     def fill(self, buffer: Tensor) -> None:
+        """Copy the vector to `buffer`."""
         buffer.copy_(self.flat)
 
     def target(self, workspace: Workspace) -> Tensor:
@@ -42,6 +45,7 @@ class FlatVector:
         return self.flat
 
     def store(self, result: Tensor) -> None:
+        """Copy `result` to the tensor and scale it."""
         if result is not self.flat:
             self.flat.copy_(result)
         if self.postscale != 1.0:
@@ -58,23 +62,28 @@ class PackedVector:
 
     @property
     def numel(self) -> int:
+        """Number of elements, with padding."""
         numel: int = self.layout.numel
         return numel
 
     @property
     def dtype(self) -> torch.dtype:
+        """The tensors' dtype."""
         return self.tensors[0].dtype
 
     @property
     def rows(self) -> int:
+        """Number of tensors."""
         return len(self.tensors)
 
     @property
     def segments(self) -> Sequence[int]:
+        """Element boundaries of the slots."""
         segments: Sequence[int] = self.layout.segments
         return segments
 
     def fill(self, buffer: Tensor) -> None:
+        """Pack the tensors into `buffer`."""
         kernels.pack(self.tensors, layout=self.layout, out=buffer)
 
     def target(self, workspace: Workspace) -> Tensor:
@@ -82,6 +91,7 @@ class PackedVector:
         return workspace.take(self.numel, self.tensors[0])
 
     def store(self, result: Tensor) -> None:
+        """Unpack `result` to the tensors and scale them."""
         kernels.unpack(result, self.tensors, layout=self.layout, scale=self.postscale)
 
 

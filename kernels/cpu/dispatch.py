@@ -143,7 +143,7 @@ def copy(
 def sum_n(
     tensors: Sequence[Tensor], addresses: array[int], out: Tensor, findings: Findings
 ) -> Callable[[float], None]:
-    """out = scale * (t0 + t1 + ...), in list order; `out` may be any of the tensors."""
+    """Bind out = scale * (t0 + t1 + ...), in list order; `out` may be any of the tensors."""
     if _in_memory(tensors, addresses) and (found := _library_for(out)):
         return found.sum_n(addresses, tensors[0].dtype, out, findings)
     return partial(torch_fallback.sum_n, tensors, out, findings)
@@ -152,14 +152,14 @@ def sum_n(
 def scaled_add(
     a: Tensor, b: Tensor, out: Tensor, findings: Findings
 ) -> Callable[[float, float], None]:
-    """out = alpha*a + beta*b, elementwise; `out` may be a or b."""
+    """Bind out = alpha*a + beta*b, elementwise; `out` may be a or b."""
     if found := _library_for(a, b, out):
         return found.scaled_add(a, b, out, findings)
     return partial(torch_fallback.scaled_add, a, b, out, findings)
 
 
 def dot_and_norms(a: Tensor, b: Tensor, bounds: Sequence[int], dots: Tensor) -> Callable[[], None]:
-    """dots = rows (a.b, |a|^2, |b|^2) of the flattened segments."""
+    """Bind dots = rows (a.b, `|a|^2`, `|b|^2`) of the flattened segments."""
     if found := _library_for(a, b, dots):
         return found.projection("dot_and_norms", a, b, dots, bounds, None, Findings())
     return partial(torch_fallback.dot_and_norms, a, b, bounds, dots)
@@ -168,7 +168,7 @@ def dot_and_norms(a: Tensor, b: Tensor, bounds: Sequence[int], dots: Tensor) -> 
 def combine(
     a: Tensor, b: Tensor, dots: Tensor, bounds: Sequence[int], out: Tensor, findings: Findings
 ) -> Callable[[], None]:
-    """out = (1 - d/(2A)) a + (1 - d/(2B)) b a segment, with (d, A, B) the rows of `dots`."""
+    """Bind out = (1 - d/(2A)) a + (1 - d/(2B)) b per segment; (d, A, B) are rows of `dots`."""
     if found := _library_for(a, b, dots, out):
         return found.projection("combine", a, b, dots, bounds, out, findings)
     return partial(torch_fallback.combine, a, b, dots, bounds, out, findings)
@@ -177,7 +177,7 @@ def combine(
 def adasum(
     a: Tensor, b: Tensor, bounds: Sequence[int], out: Tensor, findings: Findings
 ) -> Callable[[], None]:
-    """out = `combine` of the tensors' `dot_and_norms`."""
+    """Bind out = `combine` of the tensors' `dot_and_norms`."""
     if found := _library_for(a, b, out):
         return found.projection("adasum", a, b, None, bounds, out, findings)
     return partial(torch_fallback.adasum, a, b, bounds, out, findings)

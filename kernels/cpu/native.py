@@ -111,7 +111,7 @@ class Library:
     def sum_n(
         self, addresses: array[int], dtype: torch.dtype, out: Tensor, findings: Findings
     ) -> Callable[[float], None]:
-        """out = scale * (the sum of the tensors, in order); `out` may be any of them."""
+        """Bind out = scale * (t0 + t1 + ...), in order; `out` may be any of the tensors."""
         task = tasks.Sum(
             inputs=_address(addresses),
             count=len(addresses),
@@ -132,7 +132,7 @@ class Library:
     def scaled_add(
         self, a: Tensor, b: Tensor, out: Tensor, findings: Findings
     ) -> Callable[[float, float], None]:
-        """out = alpha*a + beta*b."""
+        """Bind out = alpha*a + beta*b."""
         bounds, factors = array("q", (0, out.numel())), array("d", (1.0, 1.0))
         task = _pair(a, b, bounds, out, findings)
         task.coefficients = _address(factors)

@@ -83,7 +83,7 @@ def _flag_non_finite(found_inf: Tensor, written: Sequence[Tensor]) -> None:
 
 
 def _scaled_copy(target: Tensor, source: Tensor, scale: float) -> None:
-    """target = scale * source, both flat and of one length; they may be one tensor."""
+    """Write target = scale * source, both flat and of one length; they may be one tensor."""
     wide = torch.promote_types(torch.float32, torch.promote_types(source.dtype, target.dtype))
     if target.dtype == source.dtype:
         torch.mul(source, scale, out=target)
@@ -180,7 +180,7 @@ def _scatter(buffer: Tensor, flat: list[Tensor], dtypes: set[torch.dtype], layou
 
 @torch.no_grad()
 def sum_n(tensors: Sequence[Tensor], out: Tensor, findings: Findings, scale: float) -> None:
-    """out = scale * (t0 + t1 + ...), in list order; `out` may be any of the tensors."""
+    """Write out = scale * (t0 + t1 + ...), in list order; `out` may be any of the tensors."""
     wide = compute_dtype(tensors[0].dtype, out.dtype)
     # Accumulating in the output itself saves a copy where no later input is the output.
     direct = out.dtype == wide and out.data_ptr() not in map(Tensor.data_ptr, tensors[2:])
@@ -196,7 +196,7 @@ def sum_n(tensors: Sequence[Tensor], out: Tensor, findings: Findings, scale: flo
 
 
 def _sum(parts: Sequence[Tensor], total: Tensor) -> None:
-    """total = sum of the parts in order."""
+    """Write total = the sum of the parts, in order."""
     if parts[0].dtype == total.dtype and len(parts) > 1:
         torch.add(parts[0], parts[1], out=total)
         for part in parts[2:]:
@@ -214,9 +214,9 @@ def _sum(parts: Sequence[Tensor], total: Tensor) -> None:
 def scaled_add(
     a: Tensor, b: Tensor, out: Tensor, findings: Findings, alpha: float, beta: float
 ) -> None:
-    """out = alpha*a + beta*b, elementwise; `out` may be a or b.
+    """Write out = alpha*a + beta*b, elementwise; `out` may be a or b.
 
-    The same bits whichever it is: ranks that reduce the same pair write into one or the other.
+    It has the same bits whichever it is: ranks that reduce a pair write into one or the other.
     """
     wide = compute_dtype(a.dtype, b.dtype, out.dtype)
     if not (_is_safe(alpha) and _is_safe(beta)):
@@ -261,7 +261,7 @@ def dot_and_norms(a: Tensor, b: Tensor, bounds: Sequence[int], dots: Tensor) -> 
 def combine(
     a: Tensor, b: Tensor, dots: Tensor, bounds: Sequence[int], out: Tensor, findings: Findings
 ) -> None:
-    """out = (1 - d/(2A)) a + (1 - d/(2B)) b a segment, with (d, A, B) the rows of `dots`."""
+    """Write out = (1 - d/(2A)) a + (1 - d/(2B)) b per segment; (d, A, B) are rows of `dots`."""
     parts = [tensor.detach().view(-1) for tensor in (a, b, out)]
     for (dot, norm_a, norm_b), (low, high) in zip(
         dots.tolist(), itertools.pairwise(bounds), strict=True

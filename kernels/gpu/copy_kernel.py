@@ -137,6 +137,7 @@ class Copies:
             self._addresses = table.write(ordered, buffer.device)
 
     def __call__(self, scale: float) -> None:
+        """Launch the copies with this scale."""
         kind = (scale != 1.0, abs(scale) <= _LARGEST, math.isfinite(scale))
         launches = self._launches.get(kind)
         if launches is None:

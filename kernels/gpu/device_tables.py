@@ -151,8 +151,10 @@ class AddressTable:
 
 
 class Scratch:
-    """Memory that a launch needs while it runs, one piece for each stream, whose launches follow
-    each other. In a graph it is the graph's own."""
+    """Memory that a launch needs while it runs, one piece per stream.
+
+    Launches of one stream follow each other. In a CUDA graph the memory is the graph's own.
+    """
 
     def __init__(self, limit: int = 64) -> None:
         self._limit = limit

@@ -326,7 +326,7 @@ def _programs(a: Tensor, chunks: Chunks) -> int:
 def adasum(
     a: Tensor, b: Tensor, bounds: tuple[int, ...], out: Tensor, findings: Findings
 ) -> Callable[[], None]:
-    """Bind out = adasum(a, b): one cooperative launch for what fits on chip, else two."""
+    """Bind the launch of Adasum: one cooperative launch if it fits on chip, else two launches."""
     if a.numel() == 0:
         return _nothing
     with launcher.device_guard(a):

@@ -37,8 +37,11 @@ def scalar_pointer(address, DTYPE: tl.constexpr):
 
 @constexpr_function
 def part_of(block, count):
-    """Elements of a part, `count` in a tile, of the scalar way: as many as four warps have threads
-    at least. Two threads that share an element may load it after one of them has stored it."""
+    """Return how many elements a part of a tile has on the scalar path.
+
+    It is at least as many as four warps have threads: two threads that share an element may load it
+    after one of them has stored it.
+    """
     return max(block // count, 128)
 
 
@@ -53,8 +56,10 @@ def vector_count(count, VECTOR: tl.constexpr):
 
 @jit
 def load_tile(address, count, DTYPE: tl.constexpr, VECTORS: tl.constexpr, BLOCK: tl.constexpr):
-    """The first `count`, BLOCK at most, of the elements at `address`; zeros behind them. With
-    VECTORS both are multiples of 16 bytes."""
+    """Load the first `count` of at most BLOCK elements at `address`, with zeros behind them.
+
+    With VECTORS both `address` and `count` are multiples of 16 bytes.
+    """
     i = tl.arange(0, BLOCK)
     if VECTORS:
         inside = i < vector_count(count, 128 // DTYPE.primitive_bitwidth)
@@ -75,7 +80,7 @@ def store_tile(address, count, x, VECTORS: tl.constexpr):
 
 @jit
 def convert(x, DTYPE: tl.constexpr):
-    """x in DTYPE. bfloat16 and float64 meet through float32: no hardware converts them."""
+    """Convert x to DTYPE; bfloat16 and float64 through float32: no hardware converts them."""
     if (x.dtype == tl.bfloat16 and tl.float64 == DTYPE) or (
         x.dtype == tl.float64 and tl.bfloat16 == DTYPE
     ):
@@ -130,9 +135,10 @@ def rescale(
     SCALED: tl.constexpr,
     FINITE: tl.constexpr,
 ):
-    """x times the float64 of `bits`, taken in WIDE, in TARGET; a cast alone unless SCALED.
+    """Multiply x by the float64 of `bits` in WIDE, then convert it to TARGET.
 
-    Where not `used`, x is zero and stays so: 0 times a factor that is not FINITE would be NaN.
+    Unless SCALED it is only converted. Where not `used`, x is zero and stays so: 0 times a factor
+    that is not FINITE would be NaN.
     """
     # One return: Triton types all of them, even those behind a constexpr condition.
     if SCALED:
@@ -252,6 +258,7 @@ def add_partials(partials, first, chunk_count):
 
 @jit
 def store_row(row, dot, norm_a, norm_b):
+    """Store one row of dot products and squared norms."""
     tl.store(row, dot)
     tl.store(row + 1, norm_a)
     tl.store(row + 2, norm_b)
