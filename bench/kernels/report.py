@@ -186,8 +186,8 @@ def _plot(kernel: str, rows: Sequence[Row], meta: dict[str, Any], folder: Path) 
     columns = min(_COLUMNS, len(panels))
     lines = -(-len(panels) // columns)
     figure = pyplot.figure(figsize=(6.5 * columns, 4.5 * lines), layout="constrained")
-    for place, (name, each) in enumerate(panels.items(), 1):
-        axis = figure.add_subplot(lines, columns, place)
+    for position, (name, each) in enumerate(panels.items(), 1):
+        axis = figure.add_subplot(lines, columns, position)
         each = sorted(each, key=lambda row: row.size)
         sizes = [row.size for row in each]
         axis.plot(sizes, [row.roof / 1e9 for row in each], "--", color="black", label="copy (roof)")

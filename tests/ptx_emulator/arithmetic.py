@@ -1,6 +1,6 @@
 """What each arithmetic instruction computes, on arrays with one element per thread.
 
-`OPERATIONS` lists every instruction that is known, by its whole opcode (name, modifiers and type)
+`OPERATIONS` lists every arithmetic instruction by its whole opcode (name, modifiers and type)
 and its number of sources. What is not listed is refused: an instruction of another type or with
 another modifier is another instruction, and guessing its meaning would make wrong results look
 right.

@@ -208,10 +208,10 @@ class Races:
     def read(self, region: int, offsets: Array, size: int, threads: Array, text: str) -> None:
         """Record loads, which race with stores and atomics."""
         grains, who = self._grains(offsets, size, threads)
-        known = self._of(region)
-        self._check(known.stored, grains, who, text, "stored")
-        self._check(known.atomics, grains, who, text, "added atomically")
-        known.load(grains, who, self._phases(who), self._clocks.time)
+        last = self._of(region)
+        self._check(last.stored, grains, who, text, "stored")
+        self._check(last.atomics, grains, who, text, "updated atomically")
+        last.load(grains, who, self._phases(who), self._clocks.time)
 
     def write(
         self, region: int, offsets: Array, size: int, threads: Array, changed: Array, text: str
@@ -219,18 +219,18 @@ class Races:
         """Record stores; `changed` says for each whether it changes what was there."""
         grains, who = self._grains(offsets, size, threads)
         differs = np.repeat(changed, len(grains) // max(1, len(offsets)))
-        known = self._of(region)
-        self._check(known.stored, grains, who, text, "stored", differs)
-        self._check(known.loaded, grains, who, text, "loaded", differs)
-        self._check(known.loaded_earlier, grains, who, text, "loaded", differs)
-        self._check(known.atomics, grains, who, text, "added atomically")
-        known.stored.set(grains, who, self._phases(who), self._clocks.time)
+        last = self._of(region)
+        self._check(last.stored, grains, who, text, "stored", differs)
+        self._check(last.loaded, grains, who, text, "loaded", differs)
+        self._check(last.loaded_earlier, grains, who, text, "loaded", differs)
+        self._check(last.atomics, grains, who, text, "updated atomically")
+        last.stored.set(grains, who, self._phases(who), self._clocks.time)
 
     def atomic(self, region: int, offsets: Array, size: int, threads: Array, text: str) -> None:
         """Record an atomic, which races with loads and stores but with no other atomic."""
         grains, who = self._grains(offsets, size, threads)
-        known = self._of(region)
-        self._check(known.stored, grains, who, text, "stored")
-        self._check(known.loaded, grains, who, text, "loaded")
-        self._check(known.loaded_earlier, grains, who, text, "loaded")
-        known.atomic(grains, who, self._phases(who), self._clocks.time)
+        last = self._of(region)
+        self._check(last.stored, grains, who, text, "stored")
+        self._check(last.loaded, grains, who, text, "loaded")
+        self._check(last.loaded_earlier, grains, who, text, "loaded")
+        last.atomic(grains, who, self._phases(who), self._clocks.time)

@@ -45,8 +45,8 @@ $L__BB0_2:
     (_, jump), (move,), (store, _), _ = program.basic_blocks
     assert jump.guard == (Register("p", 1), False)
     assert move.operands[1] == Immediate(0x3FF0000000000000)
-    place, values = store.operands
-    assert place.offset == -8
+    address, values = store.operands
+    assert address.offset == -8
     assert values == Vector((Register("r", 1), Register("r", 1)))
     with pytest.raises(ValueError, match="no kernel in this module"):
         parse("")

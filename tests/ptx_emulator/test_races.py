@@ -74,7 +74,7 @@ FIRST = """
 @pytest.mark.parametrize("first", [True, False])
 def test_loads_and_stores_race_with_atomics(access, first):
     add = ADD.format("acq_rel.")
-    with pytest.raises(RaceError, match=r"added atomically|atom\.global"):
+    with pytest.raises(RaceError, match=r"updated atomically|atom\.global"):
         launch(FIRST + "\n".join([access, add] if first else [add, access]), blocks=2)
 
 
