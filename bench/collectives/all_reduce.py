@@ -6,8 +6,8 @@
 
 size is a rank's buffer in bytes. time is the median over the iterations of the slowest rank's time
 for a call; algbw is size / time, busbw 2 (n - 1) / n of it. In every iteration each contender runs
-a block of calls, one after the other, after a barrier and in turns, so that what drifts reaches all
-alike. #wrong counts elements of all ranks that are further from a float64 evaluation than rounding
+a block of calls after a barrier, in turns, so that a machine that slows down slows all of them.
+#wrong counts elements of all ranks that are further from a float64 evaluation than rounding
 explains. Adasum stands beside torch's sum, since torch has no Adasum; -o avg beside its sum and a
 division. --model compares with the cost model's prediction instead, from link rates calibrated in
 the same run.
@@ -51,8 +51,7 @@ DTYPES = {
 _ALIASES = {"half": "float16", "float": "float32", "double": "float64"}
 OPS = {"sum": collectives.Sum, "avg": collectives.Average, "adasum": Adasum}
 _DEFAULTS = {"sum": "xring,rechd,rd", "avg": "xring,rechd,rd", "adasum": "vhdd,rd"}
-# A block of calls lasts about so long, which is much longer than ranks leave a barrier apart, and
-# holds at most so many.
+# How long a block lasts, much longer than ranks take to leave a barrier; its calls at most.
 _BLOCK_SECONDS, _BLOCK_CALLS = 2e-3, 10
 
 
@@ -65,7 +64,7 @@ class Bench:
         self._args = args
 
     def rows(self, op: str, algorithms: Sequence[str], size: int) -> list[Row]:
-        """One row a contender, torch's first."""
+        """Return a row for each contender, torch's first."""
         args, group = self._args, self._group
         dtype = DTYPES[args.datatype]
         count = size // dtype.itemsize
@@ -93,7 +92,7 @@ class Bench:
     def _wrong(
         self, calls: Mapping[str, Callable[[], object]], source: Tensor, tensor: Tensor, op: str
     ) -> dict[str, int | None]:
-        """The elements that each contender gets wrong, over args.check calls."""
+        """Return how many elements each contender gets wrong, over args.check calls."""
         topology = self._group.topology
         answers: dict[str, answer.Slice] = {}
         wrong: dict[str, int | None] = {}
@@ -104,7 +103,7 @@ class Bench:
                 tree = answer.tree_of(spec, topology)
             key = f"{redop} {tree}"
             if key not in answers:
-                # One answer at a time: it is four times a float32 buffer.
+                # One expected result at a time: it is four times a float32 buffer.
                 answers = {key: answer.expected(source, redop, tree)}
             total = 0
             for _ in range(self._args.check):
@@ -117,7 +116,7 @@ class Bench:
     def _time(
         self, calls: Mapping[str, Callable[[], object]], source: Tensor, tensor: Tensor
     ) -> dict[str, list[float]]:
-        """Seconds of one call by iteration, of the slowest rank."""
+        """Return the seconds of one call by iteration, of the slowest rank."""
 
         def block(name: str, times: int) -> float:
             tensor.copy_(source)
@@ -148,7 +147,7 @@ class Bench:
 
 
 def slowest(seconds: Sequence[float]) -> list[float]:
-    """The largest of all ranks' numbers, one by one."""
+    """Return the largest of all ranks' numbers, one by one."""
     worst = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     return worst.tolist()
@@ -173,7 +172,7 @@ def _redop(op: str, name: str) -> str:
 
 
 def environment(group: collectives.Group, device: torch.device) -> dict[str, Any]:
-    """What a number means nothing without."""
+    """Return what a reader needs to know to compare the numbers."""
     cuda = device.type == "cuda"
     return {
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -192,7 +191,7 @@ def environment(group: collectives.Group, device: torch.device) -> dict[str, Any
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run on every rank; rank 0 prints. Returns 1 where an element was wrong, 2 for bad options."""
+    """Run on every rank; rank 0 prints. Return 1 where an element was wrong, 2 for bad options."""
     parser = make_parser()
     args = parser.parse_args(argv)
     try:
@@ -212,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check(args, group, device, ops)
         return run(args, group, device, sizes, ops)
     except ValueError as error:
-        # All ranks find the same fault; one line of it is enough.
+        # All ranks raise the same error; one line of it is enough.
         if group.rank == 0:
             print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2
@@ -285,7 +284,7 @@ def run(
 
 
 def sizes_and_algorithms(args: Any) -> tuple[list[int], dict[str, list[str]]]:
-    """Check the options; the sizes in bytes, and the algorithms of each operator."""
+    """Check the options; return the sizes in bytes, and the algorithms of each operator."""
     args.datatype = _ALIASES.get(args.datatype, args.datatype)
     if args.datatype not in DTYPES:
         raise ValueError(
@@ -312,7 +311,7 @@ def sizes_and_algorithms(args: Any) -> tuple[list[int], dict[str, list[str]]]:
 
 
 def output_file(text: str) -> str:
-    """A path that can be written to, which is known before a long run."""
+    """Return the path if it can be written to, which should be known before a long run."""
     try:
         Path(text).touch()
     except OSError as error:

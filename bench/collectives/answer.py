@@ -1,8 +1,8 @@
-"""What an all-reduce should have given, in float64, and how far an honest one may be from it.
+"""The result an all-reduce should have, in float64, and how far rounding may take one from it.
 
-No rank ever holds more than its slice of the others' inputs: every rank works out one slice of the
-answer and of its error bound, and all ranks compare their own results with every slice. Nothing of
-it goes through this library's collectives.
+No rank holds more than its slice of the others' inputs: every rank computes one slice of the
+expected result and of its error bound, and all ranks compare their own results with every slice.
+None of it uses this library's collectives.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from collectives.schedules.registry import algorithm
 from collectives.schedules.spec import AllReduceSpec
 from collectives.schedules.topology import Topology
 
-# A rank, the average of a node's ranks, or two trees that a reduction joins.
+# A rank, the average of a node's ranks, or a pair of trees.
 Tree = Any
 
 
 @dataclass(frozen=True)
 class Average:
-    """A leaf: what `ranks` of one node hold on average."""
+    """A leaf of a tree: the average of the ranks of one node."""
 
     ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Slice:
-    """float64, 1-D: values, and how much each may differ."""
+    """Expected values and how far each may be off, both float64 and 1-D."""
 
     value: Tensor
     bound: Tensor
 
 
 def inputs(count: int, dtype: torch.dtype, rank: int, seed: int) -> Tensor:
-    """What `rank` brings, on the CPU: a part that all ranks have and a part of its own.
+    """Return the input of `rank`, on the CPU: a part that all ranks share and a part of its own.
 
     So Adasum's dot products are neither those of equal nor those of orthogonal vectors. Integers
     are small enough that no sum of 64 ranks leaves 8 bits.
@@ -55,7 +55,7 @@ def inputs(count: int, dtype: torch.dtype, rank: int, seed: int) -> Tensor:
 
 
 def tree_of(spec: AllReduceSpec, topology: Topology) -> Tree:
-    """The order in which Adasum by `spec` joins the ranks; part of its answer."""
+    """Return the order in which Adasum by `spec` joins the ranks, as nested pairs."""
     leaves: list[Tree] = list(range(topology.size))
     if spec.inner is not None:
         leaves = [Average(tuple(topology.ranks_of(w))) for w in range(topology.num_nodes)]
@@ -67,7 +67,7 @@ def tree_of(spec: AllReduceSpec, topology: Topology) -> Tree:
 
 
 def expected(mine: Tensor, op: str, tree: Tree) -> Slice:
-    """This rank's slice of the answer. mine: its whole input, 1-D; a collective of all ranks."""
+    """Return this rank's slice of the result; `mine` is its whole input. All ranks must call it."""
     size, rank = dist.get_world_size(), dist.get_rank()
     parts: list[Tensor] = []
     for owner, (begin, end) in enumerate(pairwise(split_bounds(mine.numel(), size))):
@@ -86,7 +86,7 @@ def expected(mine: Tensor, op: str, tree: Tree) -> Slice:
 
 
 def count_wrong(result: Tensor, answer: Slice) -> int:
-    """Elements of all ranks' results that are further off than their bounds; a collective."""
+    """Count elements of all ranks' results that are beyond their bounds. All ranks must call it."""
     rank = dist.get_rank()
     wrong = torch.zeros(1, dtype=torch.int64, device=result.device)
     for owner, (begin, end) in enumerate(
@@ -99,25 +99,28 @@ def count_wrong(result: Tensor, answer: Slice) -> int:
             both = torch.empty(2, end - begin, dtype=torch.float64, device=result.device)
         dist.broadcast(both, src=owner)
         near = (result[begin:end].double() - both[0]).abs() <= both[1]
-        # A NaN is near nothing.
+        # A NaN is never near.
         wrong += (~near).sum()
     dist.all_reduce(wrong)
     return int(wrong)
 
 
 def _eps(dtype: torch.dtype) -> float:
-    """Twice the error of rounding to nearest, so that it bounds one rounding of any kind."""
+    """Return twice the error of rounding to nearest, which bounds one rounding of any kind."""
     return torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
 
 
 def _least(dtype: torch.dtype) -> float:
-    """What a rounding may lose below the normal range."""
+    """Return what a rounding may lose below the normal range."""
     return torch.finfo(dtype).smallest_normal * _eps(dtype) if dtype.is_floating_point else 0.0
 
 
 def _mean(parts: Sequence[Tensor], dtype: torch.dtype, divisor: int) -> Slice:
-    """Summed in any order, a value rounds n - 1 times, each time by eps of at most the sum of the
-    magnitudes, and once more where it is divided (before or after)."""
+    """Return the sum over `divisor`.
+
+    Summed in any order, a value rounds n - 1 times, each time by eps of at most the sum of the
+    magnitudes, and once more where it is divided (before or after).
+    """
     roundings = len(parts) - 1 + (divisor > 1)
     value, magnitude = torch.zeros_like(parts[0]), torch.zeros_like(parts[0])
     for part in parts:
@@ -128,7 +131,7 @@ def _mean(parts: Sequence[Tensor], dtype: torch.dtype, divisor: int) -> Slice:
 
 
 def _adasum(tree: Tree, parts: Sequence[Tensor], dtype: torch.dtype) -> Slice:
-    """The tree's Adasum with a bound that runs along, to first order in eps."""
+    """Return the tree's Adasum, with its bound to first order in eps."""
     if isinstance(tree, int):
         return Slice(parts[tree], torch.zeros_like(parts[tree]))
     if isinstance(tree, Average):

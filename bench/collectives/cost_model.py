@@ -42,21 +42,21 @@ class Comparison:
     predicted: dict[str, list[float]]
 
     def pairs(self) -> list[tuple[str, str, str]]:
-        """(an algorithm, another, "right", "wrong", "undecided" or "same steps")."""
+        """Return each two algorithms with "right", "wrong", "undecided" or "same steps"."""
         return [(a, b, self._verdict(a, b)) for a, b in combinations(self.samples, 2)]
 
     def ratio(self, name: str) -> float:
-        """Mean prediction over median time."""
+        """Return the mean prediction over the median time."""
         return statistics.fmean(self.predicted[name]) / statistics.median(self.samples[name])
 
     def near(self, name: str) -> bool:
-        """Whether the prediction is within a factor of two."""
+        """Return whether the prediction is within a factor of two."""
         low, _, high = quartiles(self.samples[name])
         predicted = self.predicted[name]
         return min(predicted) <= 2 * high and 2 * max(predicted) >= low
 
     def record(self) -> dict[str, Any]:
-        """For JSON, in microseconds."""
+        """Return what JSON holds, in microseconds."""
         return {
             "op": self.op,
             "size": self.size,
@@ -89,9 +89,9 @@ def check(spec: str, op: str, topology: Topology) -> None:
 
 
 def measured_rates(group: collectives.Group, device: torch.device) -> LinkRates:
-    """Calibrated anew, with what a call takes beside its steps; a collective of all ranks.
+    """Measure the rates again, and what a call takes beside its steps. All ranks must call it.
 
-    That is what an all-reduce of one element by rd takes longer than the model says.
+    The latter is how much longer an all-reduce of one element by rd takes than the model says.
     """
     found = calibrate(group, device, renew=True)
     tensor = torch.zeros(1, device=device)
@@ -132,7 +132,7 @@ def _kind(op: str) -> str:
 
 
 def report(comparisons: Sequence[Comparison]) -> list[str]:
-    """A table, and what it comes to."""
+    """Return a table and its summary."""
     lines = [
         "| op | bytes | algorithm | measured us | quartiles | model us | model / measured |",
         "| --- | ---: | --- | ---: | ---: | ---: | ---: |",

@@ -8,7 +8,7 @@ tensor; "small packed" packs neighbours of up to 64 KiB, 32 at most, before; "fu
 25 MiB; "in place" has the gradients lie in the groups' buffers (`FusedBuffer`), as the optimizer
 keeps them. Every call is asynchronous and the step waits at its end. torch's rows are its
 all_reduce, one by one and of flat buckets of 25 MiB that already hold the gradients. A step is
-timed on the slowest rank; contenders take turns. Refuses to report where an answer is wrong.
+timed on the slowest rank; contenders take turns. Nothing is reported where a result is wrong.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Contender = tuple[list[Tensor], Callable[[], None]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run on every rank; rank 0 prints. Returns 1 where an answer was wrong."""
+    """Run on every rank; rank 0 prints. Return 1 where a result was wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["resnet50", "bert_large"])
     parser.add_argument("--op", choices=OPS, default="sum")
@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _rows(group: collectives.Group, model: str, args: Any) -> list[dict[str, Any]]:
     dtype, op = getattr(torch, args.dtype), OPS[args.op]
     generator = torch.Generator().manual_seed(group.rank)
-    # Windows into one pool, since a large model's gradients lie twice in memory as it is.
+    # Views of one pool: a large model's gradients are in memory twice already.
     counts = [math.prod(shape) for shape in reversed(MODELS[model]())]
     pool = torch.randn(max(counts) + len(counts), generator=generator).to(dtype)
     source = [
@@ -137,7 +137,7 @@ def _contenders(
     plan: Sequence[Sequence[int]],
     op: collectives.Reducer,
 ) -> dict[str, Contender]:
-    """Each way's gradients, and one step, which reduces them where they are."""
+    """Return each contender's gradients, and a step that reduces them in place."""
     mine = [each.clone() for each in source]
     buckets = [FusedBuffer([source[i] for i in members]) for members in plan]
     places = {
@@ -192,7 +192,7 @@ def _check(
     plan: Sequence[Sequence[int]],
     op: collectives.Reducer,
 ) -> dict[str, bool]:
-    """Whether each way gives what the gradients in float64, reduced as a group, give."""
+    """Return whether each contender's result is that of the gradients in float64."""
     # n additions, or Adasum's log2 n levels with their coefficients, round by half an eps each.
     slack = 10 * group.size * torch.finfo(source[0].dtype).eps
     right = {}

@@ -1,15 +1,15 @@
-"""Horovod's all-reduce beside ours on one host's processors, in turns, by one clock.
+"""Horovod's all-reduce beside ours on one host's processors, in turns, timed alike.
 
     python -m bench.collectives.horovod_all_reduce --ranks 2 --horovod-python PATH -J out.json
     mpirun -n 2 PATH -m bench.collectives.horovod_all_reduce -b 4K -e 64M -f 4 -o adasum
 
 The first runs in turns `mpirun` with Horovod's interpreter (the second) and `torchrun -m
-bench.collectives.all_reduce` with this one: Horovod's threads never rest, so the two cannot share
-processes. Ranks of Horovod time hvd.allreduce_, in place, just as bench.collectives.all_reduce
-times ours; a wrong answer ends either. A turn's time is the median over its iterations of the
-slowest rank's; the table has the median of the turns, and the span of their ratios. Other flags go
-to bench.collectives.all_reduce on both sides, and HOROVOD_* in the environment to Horovod;
-bench/NOTES.md says how it is built.
+bench.collectives.all_reduce` with this one: Horovod's threads spin all the time, so the two cannot
+share processes. Ranks of Horovod time hvd.allreduce_, in place, just as
+bench.collectives.all_reduce times ours; a wrong result ends either. A turn's time is the median
+over its iterations of the slowest rank's; the table has the median of the turns, and the span of
+their ratios. Other flags go to bench.collectives.all_reduce on both sides, and HOROVOD_* in the
+environment to Horovod; bench/NOTES.md says how it is built.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ DEFAULTS = "-b 4K -e 64M -f 4 -n 10 -o sum,adasum --device cpu"
 
 
 class Horovod:
-    """What bench.collectives.all_reduce asks of a collectives.Group, by Horovod."""
+    """What bench.collectives.all_reduce uses of a collectives.Group, over Horovod."""
 
     def __init__(self) -> None:
         import horovod.torch as hvd
@@ -53,7 +53,7 @@ class Horovod:
         self._hvd, self.transport = hvd, self
         self.rank, self.size = hvd.rank(), hvd.size()
         self.topology = Topology(self.size, self.size)
-        # torch's gloo, for barriers and the true answer, meets at rank 0's port.
+        # torch's gloo, for barriers and the expected result, listens at rank 0's port.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         port = hvd.broadcast_object(store.port, root_rank=0)
         if self.rank:
@@ -61,16 +61,16 @@ class Horovod:
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size)
 
     def all_reduce(self, tensor: Tensor, op: Any, *, algorithm: str) -> None:
-        """In place. algorithm: for the answer's sake alone; Horovod has no choice of it."""
+        """Reduce in place; `algorithm` only tells what is expected, Horovod has one."""
         hvd = self._hvd
         ops = {collectives.Sum: hvd.Sum, collectives.Average: hvd.Average, Adasum: hvd.Adasum}
-        # A name that comes back is agreed on by a bit instead of a message.
+        # Horovod negotiates a name that it has seen before by a bit instead of a message.
         hvd.allreduce_(tensor, op=ops[op], name=f"{ops[op]} {tensor.numel()}")
 
 
 @dataclass(frozen=True)
 class Line:
-    """One size and operator. horovod, ours, torch (its sum over gloo): microseconds by turn."""
+    """One size and operator: microseconds by turn of Horovod, ours, and torch's sum over gloo."""
 
     size: int
     redop: str
@@ -116,7 +116,7 @@ def table(found: Sequence[Line]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 1 where a run failed or an element was wrong, 2 for bad options."""
+    """Return 1 where a run failed or an element was wrong, 2 for bad options."""
     if "OMPI_COMM_WORLD_SIZE" in os.environ:
         return _rank(argv)
     parser = _parser()
@@ -164,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _rank(argv: Sequence[str] | None) -> int:
-    """One of mpirun's."""
+    """Run one of mpirun's ranks."""
     torch.set_num_threads(1)
     args = all_reduce.make_parser().parse_args(argv)
     # Horovod's tree of ranks in Adasum is that of recursive halving.
@@ -176,7 +176,7 @@ def _rank(argv: Sequence[str] | None) -> int:
 
 
 def _run(command: Sequence[str], limit: float) -> dict[str, Any]:
-    """What the command writes as JSON; SystemExit with its last words where it fails.
+    """Return what the command writes as JSON; SystemExit with the end of its output if it fails.
 
     limit: seconds, after which the command and all that it started are killed.
     """
@@ -192,8 +192,8 @@ def _run(command: Sequence[str], limit: float) -> dict[str, Any]:
             run.communicate()
             raise
         if run.returncode:
-            words = "\n".join(text[-3000:] for text in said)
-            raise SystemExit(f"error: {shlex.join(whole)}: exit {run.returncode}\n{words}")
+            output = "\n".join(text[-3000:] for text in said)
+            raise SystemExit(f"error: {shlex.join(whole)}: exit {run.returncode}\n{output}")
         return json.load(file)
 
 

@@ -1,4 +1,4 @@
-"""How much of the gradients' reduction backward hides.
+"""How much of the gradients' reduction is hidden behind backward.
 
     torchrun --nproc-per-node 2 -m bench.collectives.overlap
 

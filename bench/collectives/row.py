@@ -1,4 +1,4 @@
-"""One line of the all-reduce bench, as a number, as text and for JSON."""
+"""A row of the all-reduce benchmark: its numbers, as text and for JSON."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class Row:
 
     @property
     def algbw(self) -> float:
-        """Bytes a second."""
+        """Bytes a second: size over time."""
         return self.size / self.median
 
     @property
     def busbw(self) -> float:
-        """As nccl-tests': what the busiest link carries in the best all-reduce, over time."""
+        """As nccl-tests': bytes that a rank sends in a ring, over time."""
         return self.algbw * 2 * (self.ranks - 1) / self.ranks
 
     def record(self) -> dict[str, Any]:
-        """For JSON, in nccl-tests' units: microseconds and GB/s."""
+        """Return what JSON holds, in nccl-tests' units: microseconds and GB/s."""
         low, middle, high = (value * 1e6 for value in quartiles(self.seconds))
         return {
             "size": self.size,
@@ -58,7 +58,7 @@ class Row:
 
 
 def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
-    """Lower quartile, median, upper quartile."""
+    """Return lower quartile, median and upper quartile."""
     if len(samples) == 1:
         return samples[0], samples[0], samples[0]
     low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
@@ -66,7 +66,7 @@ def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
 
 
 def header(width: int) -> list[str]:
-    """nccl-tests' heading, with columns for the algorithm, the quartiles and the peer.
+    """Return nccl-tests' heading, with columns for the algorithm, the quartiles and the peer.
 
     width: characters of the algorithm's column.
     """
@@ -80,7 +80,7 @@ def header(width: int) -> list[str]:
 
 
 def line(row: Row, torchs: Row, width: int) -> str:
-    """The row under `header`; vs torch: torch's time over this one."""
+    """Return the row under `header`; vs torch is torch's time over this one's."""
     low, middle, high = (1e6 * value for value in quartiles(row.seconds))
     wrong = "N/A" if row.wrong is None else str(row.wrong)
     ratio = "" if row is torchs else f"{torchs.median / row.median:.2f}"
