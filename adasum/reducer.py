@@ -7,7 +7,7 @@ algorithm 1 (vector halving, distance doubling).
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -111,6 +111,28 @@ class AdasumReducer(Reducer):
         else:
             _reduce_cut(operands, segments)
 
+    def bind(self, operands: Operands) -> Callable[[], None]:
+        """Return what does `reduce(operands)` any number of times, by plans of `kernels`."""
+        overridden = type(self).reduce is not AdasumReducer.reduce
+        if overridden or any(len(piece.parts) != 2 for piece in operands.pieces):
+            return super().bind(operands)
+        segments = (0, operands.numel) if operands.segments is None else tuple(operands.segments)
+        if operands.sum_partials is not None or not all(
+            _holds_whole_segments(segments, start, out.numel()) for _, out, start in operands.pieces
+        ):
+            return _bind_cut(operands, segments)
+        plans = [
+            kernels.plan_adasum(left, right, _clip(segments, start, out.numel())[2], out=out)
+            for (left, right), out, start in operands.pieces
+            if out.numel()
+        ]
+
+        def run() -> None:
+            for plan in plans:
+                plan()
+
+        return run
+
     def finish(self, buffer: Tensor, size: int) -> None:
         """Do nothing: Adasum is not divided by the number of ranks."""
 
@@ -155,6 +177,36 @@ def _reduce_cut(operands: Operands, segments: tuple[int, ...]) -> None:
             left[i] = kernels.combine(
                 left[i], piece.parts[k], table[piece.touched], piece.segments, out=out
             )
+
+
+def _bind_cut(operands: Operands, segments: tuple[int, ...]) -> Callable[[], None]:
+    """Plan `_reduce_cut` of pieces of two parts."""
+    pieces = []
+    for parts, out, start in operands.pieces:
+        if out.numel():
+            first, last, inside = _clip(segments, start, out.numel())
+            pieces.append(_ClippedPiece(parts, out, slice(first, last), inside))
+    dots = [
+        kernels.plan_dot_and_norms(piece.parts[0], piece.parts[1], piece.segments)
+        for piece in pieces
+    ]
+    device = pieces[0].out.device if pieces else torch.device("cpu")
+    table = torch.zeros(len(segments) - 1, 3, dtype=torch.float64, device=device)
+    combinations = [
+        kernels.plan_combine(
+            piece.parts[0], piece.parts[1], table[piece.touched], piece.segments, out=piece.out
+        )
+        for piece in pieces
+    ]
+
+    def run() -> None:
+        table.copy_(_add_up(pieces, [plan() for plan in dots], len(table), device))
+        if operands.sum_partials is not None:
+            operands.sum_partials(table)
+        for combine in combinations:
+            combine()
+
+    return run
 
 
 Adasum = AdasumReducer()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, reduce
+from functools import lru_cache, partial, reduce
 from typing import NamedTuple
 
 import torch
@@ -89,6 +89,14 @@ class Reducer:
     def reduce(self, operands: Operands) -> None:
         """Write the parts of every piece, joined from left to right, to its `out`."""
         raise NotImplementedError
+
+    def bind(self, operands: Operands) -> Callable[[], None]:
+        """Return what does `reduce(operands)` any number of times.
+
+        The tensors hold other values each time, all of which have arrived. Neither autograd nor
+        `reduce` in a subclass hears of it: whoever overrides that overrides this, too.
+        """
+        return partial(self.reduce, operands)
 
     def finish(self, buffer: torch.Tensor, size: int) -> None:
         """Do what is left on the reduced buffer, element by element; it may come in parts."""

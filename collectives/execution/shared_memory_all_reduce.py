@@ -14,7 +14,7 @@ no message is left to send. The bits are those of the algorithm by messages:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -22,7 +22,6 @@ from typing import Any, Literal
 import torch
 
 from collectives.execution.all_reduce import Runner
-from collectives.execution.executor import Workspace
 from collectives.execution.shared_memory_levels import Level, Part, levels_of_rank, pairs
 from collectives.execution.vectors import FlatVector, PackedVector, vector_of
 from collectives.reducers import Operands, Piece, Reducer
@@ -98,6 +97,8 @@ class SharedMemoryAllReduce:
         self._op = op
         self._method = method
         self._timeout = runner.timeout
+        # Ranks' buffers take turns, so what is bound to them is kept for both.
+        self._bound: list[tuple[RankBuffers, int, Callable[[str], Tensor]]] = []
         self.nbytes = vector.numel * vector.dtype.itemsize
 
     def fill(self) -> None:
@@ -111,61 +112,100 @@ class SharedMemoryAllReduce:
             call = label.partition(" (call ")[0]
             return f"{call}: {self._op}, {self._method}, {self.nbytes} B"
 
-        vector, op = self._vector, self._op
-        buffers = self._memory.buffers(vector.numel, vector.dtype)
+        buffers = self._memory.buffers(self._vector.numel, self._vector.dtype)
+        workers = self._memory.workers
         with span(name):
-            if self._method == "one-shot":
-                result = vector.target(self._runner.packed)
-                _reduce_tree(buffers.vectors, result, op, vector.segments, self._runner.workspace)
-                op.finish(result, len(buffers.vectors))
-            else:
-                if op.needs_one_tree:
-                    self._reduce_levels(buffers, label)
-                else:
-                    self._reduce_slice(buffers, label)
-                result = buffers.vectors[0]
-            vector.store(result)
+            bound = [
+                run for known, count, run in self._bound if (known, count) == (buffers, workers)
+            ]
+            if not bound:
+                bound = [self._bind(buffers, workers)]
+                self._bound = [*self._bound[-1:], (buffers, workers, bound[0])]
+            self._vector.store(bound[0](label))
 
-    def _reduce_slice(self, buffers: RankBuffers, label: str) -> None:
+    def _bind(self, buffers: RankBuffers, workers: int) -> Callable[[str], Tensor]:
+        """Return what reduces these buffers and returns the result, by the label of the call."""
+        if self._method == "one-shot":
+            return self._bind_tree(buffers.vectors)
+        if self._op.needs_one_tree:
+            return self._bind_levels(buffers, workers if self._method == "two-shot" else 0)
+        return self._bind_slice(buffers)
+
+    def _bind_tree(self, vectors: Sequence[Tensor]) -> Callable[[str], Tensor]:
+        """All of what `rd` makes of all ranks' vectors, which are only read.
+
+        Between them stand buffers aligned alike on every rank, so that all get the same bits.
+        """
+        op, segments, size = self._op, self._vector.segments, len(vectors)
+        out = self._vector.target(self._runner.packed)
+        width = -(-out.nbytes // _CACHE_LINE) * _CACHE_LINE // out.element_size()
+        scratch = self._runner.workspace.take(width * (size - 2), out) if size > 2 else out
+        operands = [*vectors]
+        steps = []
+        for i, (left, right) in enumerate(pairs(size)):
+            target = out if i == size - 2 else scratch[i * width :][: out.numel()]
+            steps.append(_bind_two(operands[left], operands[right], target, op, segments))
+            operands[left] = target
+
+        def run(label: str) -> Tensor:
+            for step in steps:
+                step()
+            op.finish(out, size)
+            return out
+
+        return run
+
+    def _bind_slice(self, buffers: RankBuffers) -> Callable[[str], Tensor]:
         """Make the first vector the result: this rank its slice, which no other rank touches."""
-        vectors, rank, op = buffers.vectors, self._memory.rank, self._op
-        numel = vectors[0].numel()
+        vectors, op, memory = buffers.vectors, self._op, self._memory
+        numel, size = self._vector.numel, len(vectors)
         line = _CACHE_LINE // vectors[0].element_size()
-        bounds = split_bounds(-(-numel // line), len(vectors))
-        start, stop = bounds[rank] * line, min(bounds[rank + 1] * line, numel)
-        mine = [buffers.part(other, start, stop) for other in range(len(vectors))]
-        for left, right in pairs(len(vectors)):
-            _reduce_two(mine[left], mine[right], mine[left], op, None)
-        op.finish(mine[0], len(vectors))
-        self._memory.barrier(f"step 1 of {label}", self._timeout)
+        bounds = split_bounds(-(-numel // line), size)
+        start, stop = bounds[memory.rank] * line, min(bounds[memory.rank + 1] * line, numel)
+        mine = [buffers.part(other, start, stop) for other in range(size)]
+        steps = [
+            _bind_two(mine[left], mine[right], mine[left], op, None) for left, right in pairs(size)
+        ]
 
-    def _reduce_levels(self, buffers: RankBuffers, label: str) -> None:
+        def run(label: str) -> Tensor:
+            for step in steps:
+                step()
+            op.finish(mine[0], size)
+            memory.barrier(f"step 1 of {label}", self._timeout)
+            return vectors[0]
+
+        return run
+
+    def _bind_levels(self, buffers: RankBuffers, workers: int) -> Callable[[str], Tensor]:
         """Make the first vector the result, in each level each pair's first vector the pair's."""
         memory = self._memory
-        workers = memory.workers if self._method == "two-shot" else 0
         tree = levels_of_rank(len(buffers.vectors), workers, memory.rank)
-        for number, (level, mine) in enumerate(tree.levels):
-            where = f"step {number + 1} of {label}"
-            last = number + 1 == tree.depth
-            if mine:
-                self._reduce_parts(buffers, level, mine, where, finish=last)
-            elif level.shared:
-                memory.barrier(where, self._timeout)
-            if not last:
-                memory.barrier(where, self._timeout)
-        where = f"step {tree.depth + 1} (the end) of {label}"
-        memory.barrier(where, self._timeout, tree.left_out, last=True)
+        levels = [
+            (level, self._bind_parts(buffers, level, mine, finish=number + 1 == tree.depth))
+            for number, (level, mine) in enumerate(tree.levels)
+        ]
 
-    def _reduce_parts(
-        self,
-        buffers: RankBuffers,
-        level: Level,
-        mine: Sequence[Part],
-        where: str,
-        *,
-        finish: bool,
-    ) -> None:
-        """Do this rank's parts of a level, each in a vector of its own, one behind the other."""
+        def run(label: str) -> Tensor:
+            for number, (level, reduce_parts) in enumerate(levels):
+                where = f"step {number + 1} of {label}"
+                if reduce_parts is not None:
+                    reduce_parts(where)
+                elif level.shared:
+                    memory.barrier(where, self._timeout)
+                if number + 1 < tree.depth:
+                    memory.barrier(where, self._timeout)
+            where = f"step {tree.depth + 1} (the end) of {label}"
+            memory.barrier(where, self._timeout, tree.left_out, last=True)
+            return buffers.vectors[0]
+
+        return run
+
+    def _bind_parts(
+        self, buffers: RankBuffers, level: Level, mine: Sequence[Part], *, finish: bool
+    ) -> Callable[[str], None] | None:
+        """This rank's parts of a level, each in a vector of its own, one behind the other."""
+        if not mine:
+            return None
         op, segments = self._op, self._vector.segments
         numel, size = self._vector.numel, len(buffers.vectors)
         bounds = split_bounds(numel, Fold(size).leaves)
@@ -175,14 +215,19 @@ class SharedMemoryAllReduce:
             left, right = (buffers.part(rank, start, stop) for rank in (part.left, part.right))
             pieces.append(Piece((left, right), left, i * numel + start))
         repeated = _repeated(None if segments is None else tuple(segments), numel, len(mine))
-        sums = None
-        if level.block > 1:
-            sums = _PartialSums(self._memory, level, mine, where, self._timeout)
-        op.reduce(Operands(tuple(pieces), len(mine) * numel, repeated, sums))
-        if sums is not None and sums.calls != 1:
-            raise TypeError(f"{op} called sum_partials {sums.calls} times, not once")
-        for piece in pieces if finish else ():
-            op.finish(piece.out, size)
+        sums = _PartialSums(self._memory, level, mine, self._timeout) if level.block > 1 else None
+        reduce = op.bind(Operands(tuple(pieces), len(mine) * numel, repeated, sums))
+
+        def run(where: str) -> None:
+            if sums is not None:
+                sums.where, sums.calls = where, 0
+            reduce()
+            if sums is not None and sums.calls != 1:
+                raise TypeError(f"{op} called sum_partials {sums.calls} times, not once")
+            for piece in pieces if finish else ():
+                op.finish(piece.out, size)
+
+        return run
 
 
 def _method_of(
@@ -216,34 +261,10 @@ def _method_of(
     return "two-shot" if name in ("rechd", "vhdd") and fits else None
 
 
-def _reduce_two(
+def _bind_two(
     left: Tensor, right: Tensor, out: Tensor, op: Reducer, segments: Sequence[int] | None
-) -> None:
-    op.reduce(Operands((Piece((left, right), out, 0),), out.numel(), segments, None))
-
-
-def _reduce_tree(
-    vectors: Sequence[Tensor],
-    out: Tensor,
-    op: Reducer,
-    segments: Sequence[int] | None,
-    workspace: Workspace,
-) -> None:
-    """Write to `out` what `rd` makes of all ranks' vectors, which are only read.
-
-    Between them stand buffers aligned alike on every rank, so that all get the same bits.
-    """
-    size = len(vectors)
-    width = -(-out.nbytes // _CACHE_LINE) * _CACHE_LINE // out.element_size()
-    numel = out.numel()
-    scratch = workspace.take(width * (size - 2), out) if size > 2 else out
-    operands = [*vectors]
-    *inner, (first, second) = pairs(size)
-    for i, (left, right) in enumerate(inner):
-        target = scratch[i * width :][:numel]
-        _reduce_two(operands[left], operands[right], target, op, segments)
-        operands[left] = target
-    _reduce_two(operands[first], operands[second], out, op, segments)
+) -> Callable[[], None]:
+    return op.bind(Operands((Piece((left, right), out, 0),), out.numel(), segments, None))
 
 
 @dataclass
@@ -253,8 +274,8 @@ class _PartialSums:
     memory: SymmetricMemory
     level: Level
     mine: Sequence[Part]
-    where: str
     timeout: float
+    where: str = ""
     calls: int = 0
 
     def __call__(self, tables: Tensor) -> None:

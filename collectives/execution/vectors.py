@@ -48,6 +48,9 @@ class FlatVector:
         """Copy `result` to the tensor and scale it."""
         if result is not self.flat:
             self.flat.copy_(result)
+        else:
+            # Plans of kernels do not tell autograd that they have written it.
+            torch.autograd.graph.increment_version(self.flat)
         if self.postscale != 1.0:
             self.flat.mul_(self.postscale)
 
