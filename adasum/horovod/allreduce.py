@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from adasum.compression import Compression, Compressor, require_compressor
 from adasum.horovod.arguments import (
+    ReductionOptions,
     backward_name,
     copied,
     dense,
@@ -21,7 +22,7 @@ from adasum.horovod.arguments import (
 from adasum.horovod.handle import Handle
 from adasum.horovod.process_sets import ProcessSet, require_group
 from adasum.sparse import SparseHandle, sparse_all_reduce_async
-from collectives import Group, Reducer
+from collectives import Reducer
 
 __all__ = [
     "allreduce",
@@ -34,15 +35,6 @@ __all__ = [
     "grouped_allreduce_async_",
     "sparse_allreduce_async",
 ]
-
-
-class _Options(NamedTuple):
-    group: Group
-    op: Reducer
-    name: str | None
-    compression: type[Compressor]
-    prescale: float
-    postscale: float
 
 
 def allreduce(
@@ -77,7 +69,7 @@ def allreduce(
     """
     op = operation(op, average)
     group = require_group(process_set)
-    options = _Options(group, op, name, compression, prescale_factor, postscale_factor)
+    options = ReductionOptions(group, op, name, compression, prescale_factor, postscale_factor)
     return _reduce(options, [tensor])[0]
 
 
@@ -94,7 +86,7 @@ def allreduce_async(
     op = operation(op, average)
     refuse_gradient("allreduce", tensor)
     group = require_group(process_set)
-    options = _Options(group, op, name, Compression.none, prescale_factor, postscale_factor)
+    options = ReductionOptions(group, op, name, Compression.none, prescale_factor, postscale_factor)
     return Handle(_start(options, [tensor]), lambda tensors: tensors[0])
 
 
@@ -145,7 +137,7 @@ def grouped_allreduce(
     """
     op = operation(op, average)
     group = require_group(process_set)
-    options = _Options(group, op, name, compression, prescale_factor, postscale_factor)
+    options = ReductionOptions(group, op, name, compression, prescale_factor, postscale_factor)
     return _reduce(options, tensor_list(tensors))
 
 
@@ -163,7 +155,7 @@ def grouped_allreduce_async(
     inputs = tensor_list(tensors)
     refuse_gradient("grouped_allreduce", *inputs)
     group = require_group(process_set)
-    options = _Options(group, op, name, Compression.none, prescale_factor, postscale_factor)
+    options = ReductionOptions(group, op, name, Compression.none, prescale_factor, postscale_factor)
     return _start(options, inputs)
 
 
@@ -220,7 +212,7 @@ class _Reduce(torch.autograd.Function):
     """A grouped all-reduce whose gradients are reduced in the same way."""
 
     @staticmethod
-    def forward(ctx: Any, options: _Options, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, options: ReductionOptions, *tensors: Tensor) -> Any:
         ctx.options = options
         return tuple(_start(options, tensors).wait())
 
@@ -233,14 +225,14 @@ class _Reduce(torch.autograd.Function):
         return None, *(next(reduced) if any(g is r for r in real) else None for g in gradients)
 
 
-def _reduce(options: _Options, tensors: Sequence[Tensor]) -> list[Tensor]:
+def _reduce(options: ReductionOptions, tensors: Sequence[Tensor]) -> list[Tensor]:
     if differentiable(*tensors):
         return list(_Reduce.apply(options, *tensors))
     result: list[Tensor] = _start(options, tensors).wait()
     return result
 
 
-def _start(options: _Options, tensors: Sequence[Tensor]) -> Handle:
+def _start(options: ReductionOptions, tensors: Sequence[Tensor]) -> Handle:
     """Start an out-of-place grouped all-reduce; its result is the list of new tensors."""
     compression = options.compression
     require_compressor(compression)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from collectives import Average, Reducer, Sum
+from adasum.compression import Compressor
+from collectives import Average, Group, Reducer, Sum
 
 __all__ = [
+    "ReductionOptions",
     "backward_name",
     "contiguous",
     "copied",
@@ -24,6 +26,17 @@ __all__ = [
     "require",
     "tensor_list",
 ]
+
+
+class ReductionOptions(NamedTuple):
+    """What a reduction is beside its tensors."""
+
+    group: Group
+    op: Reducer
+    name: str | None
+    compression: type[Compressor]
+    prescale: float
+    postscale: float
 
 
 def require(argument: str, value: object, *types: type) -> None:

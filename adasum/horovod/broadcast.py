@@ -16,10 +16,7 @@ __all__ = ["broadcast", "broadcast_", "broadcast_async", "broadcast_async_"]
 
 
 def broadcast(
-    tensor: Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet | None = None,
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None
 ) -> Tensor:
     """Return a new tensor on every rank, equal to that of the root.
 
@@ -41,10 +38,7 @@ def broadcast(
 
 
 def broadcast_async(
-    tensor: Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet | None = None,
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None
 ) -> Handle:
     """Start a `broadcast` without gradients; `synchronize` returns its result."""
     refuse_gradient("broadcast", tensor)
@@ -52,10 +46,7 @@ def broadcast_async(
 
 
 def broadcast_(
-    tensor: Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet | None = None,
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None
 ) -> Tensor:
     """Overwrite the contiguous tensor with that of the root, and return it."""
     result: Tensor = broadcast_async_(tensor, root_rank, name, process_set).wait()
@@ -63,10 +54,7 @@ def broadcast_(
 
 
 def broadcast_async_(
-    tensor: Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet | None = None,
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None
 ) -> Handle:
     """Start a `broadcast_`; the tensor must not be used until `synchronize`."""
     return _start(require_group(process_set), root_in(process_set, root_rank), name, tensor)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from adasum.compression import Compression, Compressor, require_compressor
 from adasum.horovod.arguments import (
+    ReductionOptions,
     backward_name,
     copied,
     differentiable,
@@ -20,7 +21,7 @@ from adasum.horovod.arguments import (
 )
 from adasum.horovod.handle import Handle, wait_for_all
 from adasum.horovod.process_sets import ProcessSet, require_group
-from collectives import Average, Group, Reducer, Sum, validation
+from collectives import Average, Reducer, Sum, validation
 
 __all__ = [
     "grouped_reducescatter",
@@ -28,15 +29,6 @@ __all__ = [
     "reducescatter",
     "reducescatter_async",
 ]
-
-
-class _Options(NamedTuple):
-    group: Group
-    op: Reducer
-    name: str | None
-    compression: type[Compressor]
-    prescale: float
-    postscale: float
 
 
 def reducescatter(
@@ -68,7 +60,7 @@ def reducescatter(
         NotImplementedError: A gradient is needed through an op other than Sum and Average.
     """
     op = operation(op)
-    options = _Options(
+    options = ReductionOptions(
         require_group(process_set), op, name, compression, prescale_factor, postscale_factor
     )
     if not differentiable(tensor):
@@ -94,7 +86,8 @@ def reducescatter_async(
     refuse_gradient("reducescatter", tensor)
     group, op = require_group(process_set), operation(op)
     return _start(
-        _Options(group, op, name, Compression.none, prescale_factor, postscale_factor), tensor
+        ReductionOptions(group, op, name, Compression.none, prescale_factor, postscale_factor),
+        tensor,
     )
 
 
@@ -135,7 +128,7 @@ def grouped_reducescatter_async(
 
 class _Reducescatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, options: _Options, tensor: Tensor) -> Any:
+    def forward(ctx: Any, options: ReductionOptions, tensor: Tensor) -> Any:
         ctx.options = options
         return _start(options, tensor).wait()
 
@@ -146,7 +139,7 @@ class _Reducescatter(torch.autograd.Function):
         return None, whole * (prescale * postscale * (group.size if op is Sum else 1))
 
 
-def _start(options: _Options, tensor: Tensor) -> Handle:
+def _start(options: ReductionOptions, tensor: Tensor) -> Handle:
     group, op, name, compression, prescale, postscale = options
     require_compressor(compression)
     validation.scale("prescale_factor", prescale)

@@ -105,10 +105,7 @@ def broadcast_optimizer_state(
 
 
 def _check_parameter_groups(
-    optimizer: torch.optim.Optimizer,
-    group: Group,
-    root: int,
-    process_set: ProcessSet | None,
+    optimizer: torch.optim.Optimizer, group: Group, root: int, process_set: ProcessSet | None
 ) -> None:
     mine = [len(each["params"]) for each in optimizer.param_groups]
     # With the rank beside it, because ranks that have joined answer nothing.

@@ -155,7 +155,23 @@ class BucketReducer:
         return SparseReduction(self, name, parameter, bucket)
 
 
-class BufferReduction:
+class _Observed:
+    """Shows a reduction's tensors to the observer, if there is one, before and after."""
+
+    def __init__(
+        self, observer: Observer | None, names: Sequence[str], tensors: Sequence[Tensor]
+    ) -> None:
+        self._observer = observer
+        self._tensors = tensors
+        self._token = observer.before_reduction(names, tensors) if observer else None
+
+    def notify_observer(self) -> None:
+        """Show the result to the observer, if there is one."""
+        if self._observer:
+            self._observer.after_reduction(self._token, self._tensors)
+
+
+class BufferReduction(_Observed):
     """A started reduction of a bucket's buffer, which holds the result after `wait`."""
 
     def __init__(
@@ -166,12 +182,9 @@ class BufferReduction:
         dtype: torch.dtype | None,
         bucket: str,
     ) -> None:
+        super().__init__(reducer.observer, names, fused.tensors)
         self._reducer = reducer
         self._fused = fused
-        self._observer = reducer.observer
-        self._token = (
-            self._observer.before_reduction(names, fused.tensors) if self._observer else None
-        )
         self._sent = fused if dtype is None else reducer.cast_buffer(fused, dtype)
         if self._sent is not fused:
             torch._foreach_copy_(self._sent.tensors, fused.tensors)
@@ -188,26 +201,17 @@ class BufferReduction:
         if self._sent is not self._fused:
             torch._foreach_copy_(self._fused.tensors, self._sent.tensors)
 
-    def notify_observer(self) -> None:
-        """Show the result to the observer, if there is one."""
-        if self._observer:
-            self._observer.after_reduction(self._token, self._fused.tensors)
-
     discard = wait
 
 
-class DenseReduction:
+class DenseReduction(_Observed):
     """A started reduction of dense tensors, which hold the result after `wait`."""
 
     def __init__(
         self, reducer: BucketReducer, names: Sequence[str], tensors: Sequence[Tensor], bucket: str
     ) -> None:
+        super().__init__(reducer.observer, names, [tensor.detach() for tensor in tensors])
         self._compression = reducer.compression
-        self._tensors = [tensor.detach() for tensor in tensors]
-        self._observer = reducer.observer
-        self._token = (
-            self._observer.before_reduction(names, self._tensors) if self._observer else None
-        )
         self._sent: list[tuple[Tensor, Any]] = []
         for tensor in self._tensors:
             compressed, context = reducer.compression.compress(tensor)
@@ -228,11 +232,6 @@ class DenseReduction:
         for tensor, (sent, context) in zip(self._tensors, self._sent, strict=True):
             if sent is not tensor:
                 tensor.copy_(self._compression.decompress(sent, context))
-
-    def notify_observer(self) -> None:
-        """Show the result to the observer, if there is one."""
-        if self._observer:
-            self._observer.after_reduction(self._token, self._tensors)
 
     discard = wait
 
