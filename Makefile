@@ -76,7 +76,7 @@ bench-gpu: $(READY)  ## the same; an error where torch sees no GPU
 	$(BENCH) --benchmark-json=$(OUT)/bench-gpu.json --bench-seconds=420 $(PYTEST_ARGS)
 
 bench-compiled: $(READY)  ## what the compiler makes of each kernel, no GPU needed: a table in bench/results
-	$(PY) -m bench.static_analysis.compiled
+	$(PY) -m bench.static_analysis
 
 clean:  ## remove .venv, out/ and caches
 	rm -rf $(VENV) $(OUT) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

@@ -1,13 +1,13 @@
 """How orthogonal the ranks' gradients are, layer by layer: is there anything for Adasum to gain?
 
-For one layer with gradients g_1 .. g_n on n ranks the ratio is
+For one layer with gradients g_1 .. g_n on n ranks the ratio is ::
 
     |Adasum(g_1 .. g_n)|^2 / (|g_1|^2 + .. + |g_n|^2)
 
 It is 1 where the gradients are orthogonal, and 1/n where they are equal: there Adasum is the
 average, and more ranks buy no longer steps. It is never above 1, and opposed gradients bring it to
 0. Source: Maleki et al., "Scaling Distributed Training with Adaptive Summation", arXiv 2006.02924,
-the section on the orthogonality of gradients.
+the section on the orthogonality of gradients. ::
 
     recorder = adasum.orthogonality.Recorder(every=10)
     optimizer.set_observer(recorder)

@@ -47,7 +47,7 @@ __all__ = [
 
 
 def dot_and_norms(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -> Tensor:
-    """Return float64 [S, 3] on the tensors' device, rows (a.b, |a|^2, |b|^2) a segment.
+    """Return float64 [S, 3] on the tensors' device, a row `(a.b, |a|^2, |b|^2)` per segment.
 
     No square under- or overflows for float16, bfloat16 or float32 values.
 

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.static_analysis import sass
-from bench.static_analysis.cases import DTYPES, ITEMSIZES, KERNELS, Case, cases, values_of
+from bench.static_analysis.cases import DTYPES, ITEMSIZES, KERNELS, Case, values_of
 from kernels.findings import Findings
 from kernels.gpu import launcher
 
@@ -223,23 +222,3 @@ def from_json(text: str) -> tuple[str, dict[str, Record]]:
         paths = {key: sass.Path(**fields[key]) for key in ("vector", "scalar")}
         records[name] = Record(**(fields | paths))
     return data["triton"], records
-
-
-def main() -> int:
-    """Compile everything, write both files, print every fault and return the exit status."""
-    from bench.static_analysis import table
-
-    records = measure_all(cases())
-    text = to_json(records)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "compiled.json").write_text(text)
-    (RESULTS / "compiled.md").write_text(table.render(*from_json(text)))
-    found = [(case, fault) for case in cases() for fault in faults_of(case, records[str(case)])]
-    for case, fault in found:
-        print(f"{case}: {fault}")
-    print(f"{len(records)} compilations in {RESULTS / 'compiled.md'}, {len(found)} faults")
-    return 1 if found else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
