@@ -172,6 +172,30 @@ def check_async(group: Group) -> None:
         assert tensors[i][0] == sum(i + r for r in range(group.size))
 
 
+def check_requests(group: Group) -> None:
+    """Two requests in turn and at once; starting different ones is an error on all ranks."""
+    tensors = [torch.empty(1000), torch.empty(1000)]
+    requests = [group.all_reduce_init(tensor, name=f"r{i}") for i, tensor in enumerate(tensors)]
+    for _ in range(3):
+        for tensor, request in zip(tensors, requests, strict=True):
+            tensor.fill_(group.rank + 1.0)
+            request.start()
+        for tensor, request in zip(tensors, requests, strict=True):
+            assert request.wait() is tensor
+            assert tensor[-1] == sum(rank + 1.0 for rank in range(group.size))
+        if group.size > 1:
+            tensors[1].fill_(2.0)
+            mine = requests[group.rank == 0]
+            mine.start(tensors[1])
+            with pytest.raises(CollectiveMismatchError, match=r"of request \d+, rank 1 calls"):
+                mine.wait()
+            assert torch.equal(tensors[1], torch.full((1000,), 2.0))
+            requests[0].start(tensors[0])
+            requests[0].wait()
+    for request in requests:
+        request.close()
+
+
 def check_mismatch(group: Group) -> None:
     """Every rank gets the same error, inputs are untouched, and the group goes on."""
     last = group.rank == group.size - 1
