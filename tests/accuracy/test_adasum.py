@@ -9,15 +9,16 @@ import torch
 
 from adasum import Adasum
 from collectives import Group, run_threads
+from collectives.schedules.algorithm import Order
+from collectives.schedules.registry import ALGORITHMS
+from collectives.schedules.spec import parse_all_reduce_spec
 from tests.accuracy.reference import Node, Rounding, averages, exact, line, norm, tree
 from tests.accuracy.vectors import KINDS, NUMEL, WELL_CONDITIONED, vectors
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SIZES = (2, 3, 4, 5, 6, 7, 8, 11, 16)
-FLAT = ("vhdd", "rd", "xring", "vhdd#2")
+FLAT = ("vhdd", "rd", "xring", "bruck", "vhdd#2")
 TWO_LEVEL = ("rechd/vhdd", "xring/rd", "psgpu/xring")
-LINES = ("xring", "psgpu", "psgpu/xring")
-
 
 # All kinds lie in one buffer, each a segment, so that one reduction does them all.
 BOUNDS = tuple(range(0, len(KINDS) * NUMEL + 1, NUMEL))
@@ -31,7 +32,7 @@ class Case(NamedTuple):
 
 
 def _cases(size: int) -> list[Case]:
-    flat = FLAT if size <= 8 else FLAT[:3]
+    flat = FLAT if size <= 8 else FLAT[:4]
     algorithms = flat + (TWO_LEVEL if size % 2 == 0 else ())
     return [Case(algorithm, dtype) for algorithm in algorithms for dtype in DTYPES]
 
@@ -42,7 +43,9 @@ def _expected(case: Case, kind: str, size: int) -> Node:
     leaves = [Node(value, 0.0) for value in values]
     if "/" in case.algorithm:
         leaves = averages(values, 2, rounding)
-    return (line if case.algorithm in LINES else tree)(leaves, rounding)
+    (spec,) = parse_all_reduce_spec(case.algorithm)
+    in_line = ALGORITHMS[spec.outer].order is Order.LINE
+    return (line if in_line else tree)(leaves, rounding)
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import collectives
 from collectives import Average, CollectiveError, CollectiveMismatchError, Group, Sum
+from collectives.schedules.registry import SCHEDULES
 from tests.fuzz.outcome import REJECTIONS, SETTINGS, Recipe, attempt
 from tests.fuzz.values import (
     ODD_VALUES,
@@ -32,7 +33,7 @@ from tests.fuzz.values import (
 )
 
 Strategy = st.SearchStrategy[Arg]
-SPECS = (None, "xring", "rd", "rechd", "vhdd", "pscpu", "psgpu#2", "rd:2:xring", "nccl", "auto")
+SPECS = (None, "auto", *SCHEDULES, "psgpu#2", "rd:2:xring", "nccl")
 
 
 @functools.lru_cache(maxsize=256)

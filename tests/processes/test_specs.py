@@ -11,23 +11,30 @@ import collectives
 import kernels
 from adasum import Adasum
 from collectives import Average, Group, Sum, run_threads
+from collectives.schedules.algorithm import Order
+from collectives.schedules.registry import ALGORITHMS, LIBRARIES, SCHEDULES
+from collectives.schedules.spec import INNER, OUTER
 from collectives.schedules.topology import Topology
 from tests.processes.harness import run_ranks
 
 Tensor = torch.Tensor
 
-ONE = ["auto", "xring", "rechd", "rd", "vhdd", "pscpu", "psgpu", "rechd#3", "rd#2", "rd:2:xring"]
-INNER = ["xring", "rechd", "pscpu", "psgpu"]
-OUTER = ["xring", "rechd", "pscpu", "psgpu", "vhdd", "rd"]
-TWO = [f"{inner}/{outer}" for inner in INNER for outer in OUTER]
+ONE = ["auto", *SCHEDULES, "rechd#3", "rd#2", "bruck#2", "rd:2:xring"]
+TWO = [f"{inner}/{outer}" for inner in INNER if inner not in LIBRARIES for outer in OUTER]
 SHARDED = ["xring#2", "psgpu#2", "pscpu#2", "xring#2/vhdd#2", "rechd#2/xring#2", "psgpu#2/rd"]
 NODES = [
     *((1, 1), (2, 2), (3, 1), (4, 2), (6, 3)),
     *(pytest.param(*nodes, marks=pytest.mark.slow) for nodes in ((6, 2), (8, 4))),
 ]
 # What keeps one expression tree: the leaves of a balanced tree, or a line in rank order.
-BALANCED = ["auto", "rd", "vhdd", "rechd", "vhdd#3", "xring/vhdd", "rechd/rd", "xring#2/vhdd#2"]
-LINES = ["xring", "psgpu", "xring/xring", "rechd/psgpu#2"]
+BALANCED = [
+    *(name for name in SCHEDULES if ALGORITHMS[name].order is Order.BALANCED),
+    *("auto", "vhdd#3", "xring/vhdd", "rechd/rd", "xring#2/vhdd#2"),
+]
+LINES = [
+    *(name for name in SCHEDULES if ALGORITHMS[name].order is Order.LINE),
+    *("xring/xring", "rechd/psgpu#2"),
+]
 SEGMENTS = (0, 100, 101, 101, 700, 1000)
 
 

@@ -16,7 +16,6 @@ from collectives.execution import pipelining
 from collectives.execution.executor import Workspace, execute
 from collectives.execution.lowering import sent_first
 from collectives.execution.pipelining import parts_of
-from collectives.schedules import parameter_server
 from collectives.schedules.registry import SCHEDULES, one_level
 from collectives.schedules.schedule import Action, Schedule, Step, Transfer
 from collectives.schedules.topology import Topology
@@ -148,11 +147,7 @@ def test_parts_cover_the_message_and_begin_aligned(numel: int) -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_sums(name: str, size: int) -> None:
     """The bits of whole messages: cutting changes no element's sum."""
-    schedule = (
-        parameter_server.all_reduce(size, 1, name)
-        if name == "psgpu"
-        else one_level(name, 1, Topology(size, size))
-    )
+    schedule = one_level(name, 1, Topology(size, size))
     inputs = vectors(size)
     whole = run(schedule, inputs, Sum, late=False)
     for answer in run(schedule, inputs, Sum):

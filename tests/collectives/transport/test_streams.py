@@ -19,6 +19,8 @@ from collectives import Average, Group, Reducer, Sum, Work
 from collectives.bootstrap import calibration
 from collectives.execution import pipelining
 from collectives.execution.executor import Workspace
+from collectives.schedules.registry import SCHEDULES
+from collectives.schedules.spec import OUTER
 from collectives.schedules.topology import Topology
 from collectives.transport import ThreadWorld
 from collectives.transport.nccl import transport as nccl
@@ -64,9 +66,7 @@ def mine(group: Group, numel: int = NUMEL) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize(
-    "algorithm", ["nccl", "xring", "xring#2", "rechd", "rd", "pscpu", "psgpu", "vhdd"]
-)
+@pytest.mark.parametrize("algorithm", ["nccl", *SCHEDULES, "xring#2"])
 def test_one_call_after_the_other(algorithm: str, size: int) -> None:
     op = Adasum if algorithm == "vhdd" else Sum
 
@@ -81,7 +81,7 @@ def test_one_call_after_the_other(algorithm: str, size: int) -> None:
     assert run(work, size) == []
 
 
-@pytest.mark.parametrize("outer", ["xring", "rechd", "pscpu", "pscpu#2", "psgpu", "rd", "vhdd"])
+@pytest.mark.parametrize("outer", [*OUTER, "pscpu#2"])
 @pytest.mark.parametrize("inner", ["nccl", "nccl#2", "xring", "pscpu", "psgpu"])
 def test_two_levels(inner: str, outer: str) -> None:
     op = Adasum if outer in ("rd", "vhdd") else Sum
