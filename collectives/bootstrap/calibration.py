@@ -1,8 +1,7 @@
-"""What messages and reductions cost on this machine, measured.
+"""Measure link rates: what messages and reductions cost on this machine.
 
-`calibrate` runs the schedules' own executor on the group's transport, all ranks at once as in an
-all-reduce, for a fraction of a second; every rank gets rank 0's numbers, so that all of them choose
-alike.
+`calibrate` runs schedules on the group's transport, all ranks at once as in an all-reduce, for a
+fraction of a second; every rank gets rank 0's numbers, so that all of them choose alike.
 """
 
 from __future__ import annotations
@@ -49,14 +48,20 @@ class Ranks(Protocol):
 def calibrate(
     group: Ranks, device: torch.device | str = "cpu", *, renew: bool = False
 ) -> LinkRates:
-    """Measure the group's links and `device`'s reductions; the same answer on every rank.
+    """Measure the group's link rates and `device`'s reductions; the same answer on every rank.
 
     A collective of all ranks with nothing else under way on the group. Where every node has one
-    rank, or where there is one node, both kinds of link get what the other was found to be. The
-    answer is kept for the process, by the transport's kind, the device's, the ranks a node and the
-    host of every rank. renew: measure all the same.
+    rank, or where there is one node, the rates within and between nodes are the same. The answer is
+    kept for the process, by the transport's kind, the device's, the ranks a node and the host of
+    every rank.
 
-    Raises ValueError where the group's transport does not carry `device`'s tensors.
+    Args:
+        group: The ranks.
+        device: Where the tensors lie that are reduced and sent.
+        renew: Whether to measure also where the answer is known.
+
+    Raises:
+        ValueError: The group's transport does not carry `device`'s tensors.
     """
     device = torch.device(device)
     if str(device) == "cuda" and torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Launchers other than torchrun, which tell their processes how many there are in other words."""
+"""Launchers other than torchrun, which set other environment variables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LAUNCHERS = {
 
 
 def refuse_to_stand_alone() -> None:
-    """ValueError in one of several processes of such a launcher.
+    """Raise ValueError in one of several processes of such a launcher.
 
     Each would take itself for the only rank: all would train alone, on the same data, and write the
     same checkpoints, without an error.

@@ -1,4 +1,4 @@
-"""How ranks meet: through one store, at the address that the environment variables name."""
+"""Rendezvous: how ranks find each other, through one store at an address that all are told."""
 
 from __future__ import annotations
 
@@ -23,11 +23,18 @@ _LEAVE = 5.0
 
 
 def open_store(rank: int, timeout: float) -> dist.Store:
-    """The store at MASTER_ADDR and MASTER_PORT: torchrun's, else rank 0's own.
+    """Open the store at MASTER_ADDR and MASTER_PORT: torchrun's, else rank 0's own.
 
     As torch's "env://", but it does not wait for the other ranks: `meet` does, and can tell who is
-    missing. timeout: seconds. CollectiveTimeoutError where there is none in time,
-    TransportError where the port is taken.
+    missing.
+
+    Args:
+        rank: This rank.
+        timeout: Seconds.
+
+    Raises:
+        CollectiveTimeoutError: There is no store in time.
+        TransportError: The port is taken.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     place = f"{host}:{port}"
@@ -62,10 +69,10 @@ def open_store(rank: int, timeout: float) -> dist.Store:
 
 
 def _await(attempt: Callable[[float], object], timeout: float) -> None:
-    """Return once `attempt(seconds left)` does; its last OSError where it does not in time.
+    """Return once `attempt(seconds left)` does; raise its last OSError where it does not in time.
 
-    Looks for what listens, or for a name's address. torch tries by itself, too, but pauses for
-    seconds between two tries, into its overtime, and says a page about each.
+    torch tries by itself, too, but pauses for seconds between two tries, beyond its timeout, and
+    logs a page about each.
     """
     deadline = time.monotonic() + timeout
     pause = 0.01
@@ -84,9 +91,9 @@ def _await(attempt: Callable[[float], object], timeout: float) -> None:
 def bounded(start: Callable[[], None], rank: int, timeout: float) -> None:
     """Run `start`; CollectiveTimeoutError where it neither ends nor raises in `timeout` seconds.
 
-    torch waits without an end for the first word of what listens at a store's port, and, after a
-    wait has timed out, for the store to take note of that: both where the store's process was
-    stopped, the first also where something else took its port.
+    torch waits without a limit for the first answer of what listens at a store's port, and, after a
+    wait has timed out, for the store to note that: both where the store's process was stopped, the
+    first also where something else has its port.
     """
     future: Future[None] = Future()
 
@@ -113,14 +120,15 @@ def bounded(start: Callable[[], None], rank: int, timeout: float) -> None:
 
 
 def meet(store: dist.Store, rank: int, size: int, timeout: float) -> dist.Store:
-    """A part of the store for this start alone, once all ranks are there.
+    """Return a part of the store for this start alone, once all ranks are there.
 
     A store may outlive ranks: torchrun keeps one over its restarts, with what those before wrote.
-    So every rank says that it is there by a new token, and ranks meet under a name made of all
-    tokens that they see. Whoever has confirmed a name that holds another's token was started when
-    that one was; a name that holds a dead rank's token is confirmed by all but that rank.
+    So every rank writes a new token, and the ranks confirm a name made of all tokens that they see.
+    Whoever has confirmed a name that holds another's token was started together with it; a name
+    that holds a dead rank's token is confirmed by all but that rank.
 
-    CollectiveTimeoutError naming the ranks that have not come in `timeout` seconds.
+    Raises:
+        CollectiveTimeoutError: Names the ranks that have not come in `timeout` seconds.
     """
     deadline = time.monotonic() + timeout
     tokens = [f"adasum: rank {peer}" for peer in range(size)]
@@ -162,5 +170,5 @@ def _confirmations(name: str, size: int) -> list[str]:
 
 
 def first_line(error: BaseException) -> str:
-    """What torch says, without its C++ stack."""
+    """Return what torch says, without its C++ stack."""
     return str(error).strip().split("\n", 1)[0]

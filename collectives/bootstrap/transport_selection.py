@@ -1,4 +1,4 @@
-"""How the ranks of a group are to be connected: what was asked for, and what can be had."""
+"""Which transports a group gets: what its ranks ask for, and what can be had."""
 
 from __future__ import annotations
 
@@ -47,9 +47,10 @@ _KINDS = {
 
 
 def transport_choice(transport: str | None) -> str:
-    """The argument, else the environment variable ADASUM_TRANSPORT, else "auto".
+    """Return the argument, else the environment variable ADASUM_TRANSPORT, else "auto".
 
-    ValueError, naming the one that is wrong.
+    Raises:
+        ValueError: Names the one that is wrong.
     """
     source, choice = "transport", transport
     if choice is None:
@@ -60,16 +61,17 @@ def transport_choice(transport: str | None) -> str:
 
 
 def check_start_options(gloo: GlooTransport, timeout: float, **options: bool) -> None:
-    """CollectiveMismatchError on all ranks where they do not start with the same options."""
+    """Raise CollectiveMismatchError on all ranks where their options of `init` differ."""
     if gloo.size > 1:
         call = Description("init", options=options)
         agree_by_messages(call, gloo, "start-up", timeout, Workspace())
 
 
 def connect(gloo: GlooTransport, timeout: float, choice: str) -> Transport:
-    """`gloo`, with connections beside it, and NCCL, as this rank's choice and the others' are.
+    """Return `gloo` with the connections and the NCCL beside it that the ranks ask for.
 
-    TransportError on all ranks where one demands what cannot be had.
+    Raises:
+        TransportError: On all ranks, where one demands what cannot be had.
     """
     if gloo.size == 1:
         return gloo
@@ -168,14 +170,14 @@ def _check_gpus(reports: list[tuple[str, str, bool]]) -> None:
 
 
 def _host_of(store: dist.Store) -> str:
-    """The host that keeps the store where the ranks met, as far as it tells."""
+    """Return the host that keeps the ranks' store, as far as it tells."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return getattr(store, "host", None) or os.environ.get("MASTER_ADDR") or socket.gethostname()
 
 
 def _lacks_for_nccl() -> str:
-    """What this rank needs before it can use NCCL; "" where it has all."""
+    """Return what this rank needs before it can use NCCL; "" where it has all."""
     try:
         load_nccl()
     except (ImportError, RuntimeError) as error:
@@ -184,7 +186,7 @@ def _lacks_for_nccl() -> str:
 
 
 def _gpu() -> str:
-    """The UUID of this rank's GPU; "" without one."""
+    """Return the UUID of this rank's GPU; "" without one."""
     if not torch.cuda.is_available():
         return ""
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
