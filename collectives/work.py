@@ -1,4 +1,7 @@
-"""Asynchronous collectives: one communication thread a group, one order."""
+"""Asynchronous collectives: one communication thread a group, one order.
+
+A `Work` is what a caller waits for; a `Worker` runs a group's calls in the order of submission.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ class Work:
         self._events: list[tuple[torch.device, torch.cuda.Event]] = []
         self._callbacks: list[Callable[[], None]] = []
         self._lock = threading.Lock()
-        # Where part of the collective is left for whoever waits: those that do it.
+        # The worker that knows what is left to do, where whoever waits has to do it.
         self._left_to: Worker | None = None
 
     def wait(self) -> Any:
@@ -49,7 +52,7 @@ class Work:
         for device, event in self._events:
             torch.cuda.current_stream(device).wait_event(event)
         if self._events:
-            # An answer's memory may be of the communication stream, where nothing is behind what
+            # A result's memory may be of the communication stream, where nothing is behind what
             # the caller does with it.
             for tensor in _on_cuda(self._result):
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
@@ -87,7 +90,9 @@ class Work:
     def run(self, call: Callable[[], Any], streams: Sequence[torch.cuda.Stream] = ()) -> None:
         """Carry out the call and keep its result or its error for `wait()`.
 
-        streams: those that are to be current, one a device; the device of the first is, too.
+        Args:
+            call: The collective.
+            streams: Those to be current, one a device; so is the device of the first.
         """
         with torch.no_grad():
             if not streams:
@@ -127,7 +132,7 @@ class Work:
 
 
 def _on_cuda(values: Any) -> list[torch.Tensor]:
-    """The CUDA tensors among a call's tensors, or in its answer."""
+    """Return the CUDA tensors among a call's tensors, or in its result."""
     several = values if isinstance(values, list | tuple) else (values,)
     return [each for each in several if isinstance(each, torch.Tensor) and each.is_cuda]
 
@@ -155,7 +160,7 @@ class Worker:
     def call(
         self, function: Callable[[], Any], tensors: Sequence[torch.Tensor] = (), note: Any = None
     ) -> Any:
-        """Run `function` in order and return its result. tensors, note: as in submit."""
+        """Run `function` in its turn and return its result. Arguments as for `submit`."""
         with self._lock:
             inline = self._pending == 0 and self._running.acquire(blocking=False)
         if not inline:
@@ -214,18 +219,23 @@ class Worker:
         if left is not None:
             left[1]()
 
-    def upcoming(self, most: int) -> list[Any]:
-        """The notes of what is queued behind the running function, in order."""
+    def upcoming(self, max_notes: int) -> list[Any]:
+        """Return the notes of what is queued behind the running function, in order."""
         with self._lock:
-            return list(islice(self._notes, most))
+            return list(islice(self._notes, max_notes))
 
     def submit(
         self, function: Callable[[], Any], tensors: Sequence[torch.Tensor] = (), note: Any = None
     ) -> Work:
         """Queue `function`; on CUDA it runs on streams of its own, behind the caller's work.
 
-        tensors: what it works on. note: what `upcoming` says of it while it waits. TransportError
-        after `close`.
+        Args:
+            function: The call.
+            tensors: What it works on.
+            note: What `upcoming` returns for it while it waits.
+
+        Raises:
+            TransportError: After `close`.
         """
         work = Work()
         inference = torch.is_inference_mode_enabled()
@@ -266,7 +276,7 @@ class Worker:
         return work
 
     def _lane(self, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Event]:
-        """The stream for a device, and what it is to wait for: the caller's work so far."""
+        """Return the stream for a device, and an event behind the caller's work so far."""
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         before = torch.cuda.Event()
@@ -281,7 +291,7 @@ class Worker:
             job()
 
     def close(self, timeout: float) -> None:
-        """Let what is queued finish, then end the thread; gives up after `timeout` seconds."""
+        """Let what is queued finish, then end the thread; wait `timeout` seconds at most."""
         with self._lock:
             thread, self._thread = self._thread, None
             self._closed = True

@@ -112,6 +112,11 @@ class Calls:
             first()
             return rest()
 
+        if any(tensor.is_cuda for tensor in tensors) and torch.cuda.is_current_stream_capturing():
+            # The graph takes what this thread's stream gets, not the communication thread's.
+            done = Work()
+            done.run(lambda: self.queue.run(call.kind, both, tensors, call))
+            return done
         work: Work = self.queue.run(call.kind, both, tensors, call, async_op=True)
         return work
 

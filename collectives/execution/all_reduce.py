@@ -1,4 +1,4 @@
-"""How a group's reductions run: an all-reduce's phases on a flat buffer, one after the other."""
+"""All-reduces by messages: the algorithm is chosen, and its phases run one after the other."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from collectives.trace import span
 from collectives.transport.base import Transport
 
 Tensor = torch.Tensor
+__all__ = ["Runner", "Specs"]
+
 Specs = tuple[AllReduceSpec, ...]
 
 
@@ -144,7 +146,7 @@ class Runner:
         kernels.unpack(buffer, tensors, layout=layout, scale=postscale)
 
     def _choose(self, flat: Tensor, op: Reducer) -> AllReduceSpec:
-        """What `auto` stands for: by the measured costs where there are any.
+        """Return what `auto` stands for: by the measured costs where there are any.
 
         The order of Adasum's partial sums must not depend on a measurement: a second run of the
         program has to give the same bits. Its choice is by size alone.
@@ -165,7 +167,7 @@ class Runner:
     ) -> None:
         buffer = flat
         if phases.host and flat.is_cuda:
-            # NCCL's own sum within the nodes is of what is on the GPUs.
+            # NCCL's own sum inside the nodes works on the GPUs.
             near = tuple(phase for phase in phases.sequence if phase.library == "nccl")
             self._run_phases(replace(phases, sequence=near), flat, op, segments, label)
             phases = replace(phases, sequence=phases.sequence[len(near) :])

@@ -22,6 +22,8 @@ from collectives.schedules.partition import split_bounds
 from collectives.schedules.spec import parse_all_reduce_spec
 from collectives.transport.base import Message
 
+__all__ = ["OPERATIONS", "WITH_JOINED"]
+
 Tensor = torch.Tensor
 Options = Mapping[str, Any]
 Operation = Callable[[Runner, Options, list[Tensor], Reducer, str], Any]
@@ -156,7 +158,7 @@ def _all_gather_bytes(
 def _all_to_all(
     runner: Runner, options: Options, tensors: list[Tensor], op: Reducer, label: str
 ) -> tuple[Tensor, Tensor]:
-    """tensors: the rows, and how many of them go to each rank."""
+    """tensors: The rows, and how many of them go to each rank."""
     tensor, splits = tensors
     transport = runner.transport
     received = torch.empty_like(splits)
@@ -168,7 +170,7 @@ def _all_to_all(
 
 
 def _exchange(runner: Runner, sends: Sequence[Tensor], recvs: Sequence[Tensor], label: str) -> None:
-    """One piece to and from every rank, all at once."""
+    """Send one piece to every rank and receive one from each, all at once."""
     transport = runner.transport
     recvs[transport.rank].copy_(sends[transport.rank])
     others = [rank for rank in range(transport.size) if rank != transport.rank]

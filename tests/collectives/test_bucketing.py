@@ -35,12 +35,12 @@ EXAMPLE = [(4,), (4,), (3, 3), (3, 3)]
         (range(64), 32, [[0, 31], [32, 63]], []),
     ],
 )
-def test_extract_ranges(indices, limit, ranges, singles):
+def test_extract_ranges_returns_runs_and_single_indices(indices, limit, ranges, singles):
     assert extract_ranges(indices, limit) == (ranges, singles)
 
 
 @given(st.lists(st.integers(0, 60), unique=True).map(sorted), st.integers(1, 9))
-def test_ranges_and_singles_are_the_indices(indices, limit):
+def test_extract_ranges_keeps_every_index(indices, limit):
     ranges, singles = extract_ranges(indices, limit)
     covered = [i for first, last in ranges for i in range(first, last + 1)]
     assert sorted(covered + singles) == indices
@@ -48,14 +48,14 @@ def test_ranges_and_singles_are_the_indices(indices, limit):
 
 
 @pytest.mark.parametrize("indices", [[2, 1], [1, 1], [1, 2, 2]])
-def test_indices_ascend(indices):
+def test_extract_ranges_of_indices_that_do_not_ascend_raises(indices):
     with pytest.raises(ValueError, match="indices must ascend"):
         extract_ranges(indices)
     with pytest.raises(ValueError, match="range_size_limit must be at least 1, got 0"):
         extract_ranges([1], 0)
 
 
-def test_split_by_size():
+def test_split_by_size_keeps_the_order():
     tensors = [torch.zeros(n) for n in (5, 4, 0, 6)]
     small, large = split_by_size(tensors, 4)
     assert [each.numel() for each in small] == [4, 0]
@@ -72,12 +72,12 @@ def test_split_by_size():
         (4, 3, [[0, 2, 0], [1, 3, 1]]),
     ],
 )
-def test_group_devices(count, size, groups):
+def test_group_devices_deals_devices_out(count, size, groups):
     assert group_devices(range(count), size) == groups
 
 
 @pytest.mark.parametrize("size", [0, -1, 4])
-def test_group_size_is_from_one_to_the_number_of_devices(size):
+def test_group_devices_of_a_bad_size_raises(size):
     with pytest.raises(ValueError, match=f"got {size} of 3"):
         group_devices([0, 1, 2], size)
 
@@ -95,7 +95,7 @@ def test_group_size_is_from_one_to_the_number_of_devices(size):
         (256, 1, EXAMPLE),
     ],
 )
-def test_pack_small_tensors(max_bytes, max_group, shapes):
+def test_pack_small_tensors_packs_neighbours_up_to_the_limits(max_bytes, max_group, shapes):
     tensors = [torch.randn(shape) for shape in EXAMPLE]
     packed, packing = pack_small_tensors(tensors, max_bytes, max_group)
     assert [tuple(each.shape) for each in packed] == shapes
@@ -104,13 +104,13 @@ def test_pack_small_tensors(max_bytes, max_group, shapes):
     assert all(torch.equal(a, b) for a, b in zip(restored, tensors, strict=True))
 
 
-def test_bytes_are_counted_by_each_tensors_own_element_size():
+def test_pack_small_tensors_counts_each_tensors_own_bytes():
     tensors = [torch.zeros(4, dtype=dtype) for dtype in (torch.float64, torch.float64)]
     assert pack_small_tensors(tensors, 16)[1] is None
     assert pack_small_tensors(tensors, 32)[1] is not None
 
 
-def test_what_packing_refuses():
+def test_pack_small_tensors_of_bad_arguments_raises():
     with pytest.raises(ValueError, match="must not be negative, got -1 and 0"):
         pack_small_tensors([], -1)
     tensors = [torch.zeros(2) for _ in range(3)]
@@ -137,7 +137,7 @@ def tensor_lists(draw):
 
 @settings(deadline=None, max_examples=200)
 @given(tensor_lists(), st.integers(0, 200), st.integers(0, 5))
-def test_unpacking_gives_back_what_was_packed(tensors, max_bytes, max_group):
+def test_unpack_small_tensors_gives_back_what_was_packed(tensors, max_bytes, max_group):
     packed, packing = pack_small_tensors(tensors, max_bytes, max_group)
     restored = unpack_small_tensors(packed, packing)
     assert len(restored) == len(tensors)
@@ -158,7 +158,7 @@ def test_unpacking_gives_back_what_was_packed(tensors, max_bytes, max_group):
     st.none() | st.floats(1e-5, 2e-4),
     st.none() | st.integers(1, 4),
 )
-def test_groups_hold_one_kind_within_their_limits(tensors, memory_size, groups_size):
+def test_plan_groups_keeps_kinds_apart_and_limits(tensors, memory_size, groups_size):
     groups = plan_groups(tensors, memory_size=memory_size, groups_size=groups_size)
     assert sorted(i for group in groups for i in group) == list(range(len(tensors)))
     assert [group[-1] for group in groups] == sorted(group[-1] for group in groups)
@@ -178,7 +178,7 @@ def test_groups_hold_one_kind_within_their_limits(tensors, memory_size, groups_s
             )
 
 
-def test_what_grouping_refuses():
+def test_plan_groups_of_bad_arguments_raises():
     with pytest.raises(ValueError, match="memory_size must be a positive number of MiB, got 0"):
         plan_groups([], memory_size=0)
     with pytest.raises(ValueError, match="groups_size must be at least 1, got 0"):
@@ -188,7 +188,7 @@ def test_what_grouping_refuses():
 @pytest.mark.parametrize("algorithm", ["rd", "rechd", "xring"])
 @pytest.mark.parametrize("op", [Sum, Average, Adasum], ids=str)
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_reduced_packed_is_reduced_one_by_one(size, op, algorithm):
+def test_all_reduce_of_packed_tensors_equals_one_by_one(size, op, algorithm):
     """Bit for bit under rd and rechd sums, to rounding else; Adasum with a segment a tensor."""
 
     def draw(rank):

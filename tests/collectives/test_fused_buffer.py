@@ -28,7 +28,7 @@ def draw(rank: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     dtype=st.sampled_from(kernels.DTYPES),
     permute=st.booleans(),
 )
-def test_slots_are_aligned_apart_and_shaped_as_the_tensors(shapes, dtype, permute):
+def test_slots_are_aligned_and_shaped_as_the_tensors(shapes, dtype, permute):
     like = [torch.empty(shape, dtype=dtype) for shape in shapes]
     if permute:
         like = [each.transpose(0, -1) if each.dim() > 1 else each for each in like]
@@ -52,7 +52,7 @@ def test_slots_are_aligned_apart_and_shaped_as_the_tensors(shapes, dtype, permut
         assert buffer_of(fused.tensors) is fused
 
 
-def test_only_all_slots_in_their_order_are_the_buffer():
+def test_buffer_of_needs_all_slots_in_their_order():
     fused = FusedBuffer(draw(0))
     assert buffer_of(fused.tensors) is fused
     assert buffer_of([each.detach() for each in fused.tensors]) is fused
@@ -64,14 +64,14 @@ def test_only_all_slots_in_their_order_are_the_buffer():
     assert buffer_of([each.view(torch.int32) for each in fused.tensors]) is None
 
 
-def test_a_buffer_that_is_gone_is_not_found():
+def test_buffer_of_a_freed_buffer_is_none():
     fused = FusedBuffer(draw(0))
     tensors = fused.tensors
     del fused
     assert buffer_of(tensors) is None
 
 
-def test_two_buffers_take_turns_in_one_memory():
+def test_two_buffers_in_one_memory_take_turns():
     memory = torch.full((20_000,), float("nan"))
     first, second = (FusedBuffer(draw(0)[:n], memory) for n in (3, 2))
     assert first.buffer.data_ptr() == second.buffer.data_ptr()
@@ -86,7 +86,7 @@ def test_two_buffers_take_turns_in_one_memory():
 @pytest.mark.parametrize("dtype", kernels.DTYPES)
 @pytest.mark.parametrize("op", [Sum, Average, Adasum], ids=str)
 @pytest.mark.parametrize("algorithm", ["rd", "rechd", "xring"])
-def test_reduced_in_place_without_packing(monkeypatch, op, dtype, algorithm):
+def test_grouped_all_reduce_in_a_buffer_packs_nothing(monkeypatch, op, dtype, algorithm):
     """The bits of the packed reduction, and no pack or unpack at all."""
     options = {"algorithm": algorithm, "prescale": 0.5, "postscale": 2.0}
     packed = run_threads(

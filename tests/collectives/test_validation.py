@@ -146,7 +146,7 @@ CASES: dict[str, Case] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bad_input(group: Group, case: str) -> None:
+def test_bad_argument_raises_and_names_the_fix(group: Group, case: str) -> None:
     call, error, message = CASES[case]
     tensor = torch.arange(6.0).view(2, 3)
     with pytest.raises(error, match=message):
@@ -154,7 +154,7 @@ def test_bad_input(group: Group, case: str) -> None:
     assert torch.equal(tensor, torch.arange(6.0).view(2, 3))
 
 
-def test_leaves_that_require_grad_are_reduced_in_place() -> None:
+def test_all_reduce_of_a_leaf_that_requires_grad_is_in_place() -> None:
     group = Group(ThreadWorld(1).transport(0), timeout=1.0, local_rank=0, local_size=1)
     leaf = torch.ones(3, requires_grad=True)
     group.all_reduce(leaf, Sum, prescale=2.0)
@@ -162,6 +162,6 @@ def test_leaves_that_require_grad_are_reduced_in_place() -> None:
     group.close()
 
 
-def test_group_timeout_is_checked() -> None:
+def test_group_of_a_bad_timeout_raises() -> None:
     with pytest.raises(ValueError, match="timeout"):
         Group(ThreadWorld(1).transport(0), timeout=-1.0, local_rank=0, local_size=1)

@@ -19,7 +19,7 @@ def worker():
     worker.close(10.0)
 
 
-def test_callbacks_run_once_in_the_communication_thread_in_order(worker):
+def test_callbacks_run_once_and_in_order_in_the_communication_thread(worker):
     gate, seen = threading.Event(), []
     work = worker.submit(lambda: gate.wait(10.0))
     for number in range(3):
@@ -32,7 +32,7 @@ def test_callbacks_run_once_in_the_communication_thread_in_order(worker):
     assert seen == [(n, True, "test") for n in range(3)]
 
 
-def test_a_callback_added_afterwards_runs_at_once():
+def test_callback_added_after_the_end_runs_at_once():
     work = Work()
     work.run(lambda: 7)
     seen = []
@@ -40,7 +40,7 @@ def test_a_callback_added_afterwards_runs_at_once():
     assert seen == [threading.current_thread()]
 
 
-def test_callbacks_run_after_an_error_too(worker):
+def test_callbacks_of_a_failed_call_run(worker):
     def fail() -> None:
         raise RuntimeError("broken")
 
@@ -52,7 +52,7 @@ def test_callbacks_run_after_an_error_too(worker):
         work.wait()
 
 
-def test_the_communication_thread_starts_no_more_threads_than_its_caller(worker):
+def test_communication_thread_starts_no_more_threads_than_its_caller(worker):
     def openmp_threads():
         # torch's: another package's OpenMP, where one is loaded, has settings of its own.
         return {
@@ -69,7 +69,7 @@ def test_the_communication_thread_starts_no_more_threads_than_its_caller(worker)
         torch.set_num_threads(before)
 
 
-def test_a_callback_that_raises_does_not_end_the_communication_thread(worker, monkeypatch):
+def test_callback_that_raises_leaves_the_communication_thread_running(worker, monkeypatch):
     said = []
     monkeypatch.setattr(threading, "excepthook", said.append)
     gate = threading.Event()
@@ -81,7 +81,7 @@ def test_a_callback_that_raises_does_not_end_the_communication_thread(worker, mo
     assert [args.exc_type for args in said] == [ZeroDivisionError]
 
 
-def test_whatever_a_call_raises_is_raised_by_wait(worker):
+def test_wait_raises_whatever_the_call_raised(worker):
     def leave() -> None:
         raise SystemExit("leaving")
 
@@ -92,7 +92,7 @@ def test_whatever_a_call_raises_is_raised_by_wait(worker):
         work.wait()
 
 
-def test_a_call_that_comes_as_the_group_is_shut_down_does_not_wait_for_ever():
+def test_call_during_shut_down_raises():
     worker = Worker("test")
     worker.close(10.0)
     with pytest.raises(TransportError, match="shut down"):

@@ -147,7 +147,7 @@ def _recipes(draw: Any, name: str) -> Recipe:
     return Recipe(function, args, {key: draw(keywords[key]) for key in given_names})
 
 
-def test_every_public_name_is_fuzzed() -> None:
+def test_fuzz_covers_every_public_name() -> None:
     assert {*NAMES, *DATA, *START, *WITH_RANKS} == set(collectives.__all__)
 
 
@@ -159,5 +159,5 @@ def check(name: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @SETTINGS
 @given(data=st.data())
-def test_only_documented_errors(name: str, data: st.DataObject) -> None:
+def test_any_arguments_raise_only_documented_errors(name: str, data: st.DataObject) -> None:
     check(name, data)

@@ -11,7 +11,7 @@ import collectives
 from collectives import CollectiveMismatchError, Group, run_threads
 
 
-def test_an_empty_name_is_not_no_name() -> None:
+def test_empty_name_is_another_than_none() -> None:
     def run(group: Group) -> str:
         with pytest.raises(CollectiveMismatchError, match=r"all_reduce\(''\)") as caught:
             group.all_reduce(torch.ones(3), name="" if group.rank else None)
@@ -22,7 +22,7 @@ def test_an_empty_name_is_not_no_name() -> None:
     assert first == second
 
 
-def test_what_json_cannot_carry_is_refused_before_it_is_sent() -> None:
+def test_name_that_json_cannot_carry_raises_before_anything_is_sent() -> None:
     def run(group: Group) -> float:
         with pytest.raises(TypeError, match="name must be a str or None, got object"):
             group.all_reduce(torch.ones(3), name=object())
@@ -41,12 +41,12 @@ def test_what_json_cannot_carry_is_refused_before_it_is_sent() -> None:
 
 
 @pytest.mark.parametrize("timeout", [math.inf, math.nan, 0, -1, 1e300])
-def test_timeouts_that_no_thread_can_wait_for(timeout: float) -> None:
+def test_timeout_that_no_thread_can_wait_for_raises(timeout: float) -> None:
     with pytest.raises(ValueError, match="timeout must be a positive number of seconds"):
         run_threads(1, lambda group: None, timeout=timeout)
 
 
-def test_plain_functions_name_what_is_wrong() -> None:
+def test_plain_functions_of_bad_arguments_name_them() -> None:
     packing = collectives.Packing(((2, 2), (2, 2)), (torch.Size([7]),) * 4)
     for call, error, words in [
         (lambda: collectives.split_by_size([3], 1), TypeError, r"tensors\[0\] must be a torch"),
@@ -67,7 +67,7 @@ def test_plain_functions_name_what_is_wrong() -> None:
 
 
 @pytest.mark.parametrize("op", [collectives.Sum, collectives.Average], ids=str)
-def test_dtypes_that_torch_cannot_add(op: collectives.Reducer) -> None:
+def test_dtype_that_torch_cannot_add_raises(op: collectives.Reducer) -> None:
     """One of them behind a tensor that was reduced already left the group unusable."""
 
     def run(group: Group) -> float:

@@ -150,5 +150,5 @@ def check(name: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @SETTINGS
 @given(data=st.data())
-def test_only_documented_errors(name: str, data: st.DataObject) -> None:
+def test_any_arguments_raise_only_documented_errors(name: str, data: st.DataObject) -> None:
     check(name, data)

@@ -1,7 +1,7 @@
 """Sleep until another rank changes a word of shared memory: Linux's futex(2), by the C library.
 
-Whoever looks at a word from time to time instead takes a core, each time, from the rank that it
-waits for, and comes late by half a nap.
+A rank that looked at the word from time to time instead would take a core from the rank that it
+waits for each time, and come late by half a nap.
 """
 
 from __future__ import annotations
@@ -25,9 +25,17 @@ class _Timespec(ctypes.Structure):
 
 
 def wait(address: int, value: int, seconds: float) -> None:
-    """Return when woken, at once where the 32-bit word at `address` is not `value`, or in time.
+    """Sleep until woken, or for so many seconds; not at all where the word is not `value`.
 
-    It may return for nothing. OSError for a bad address.
+    It may return early.
+
+    Args:
+        address: Of the 32-bit word.
+        value: What it holds while there is something to wait for.
+        seconds: At most.
+
+    Raises:
+        OSError: The address is bad.
     """
     whole = int(seconds)
     timeout = _Timespec(whole, int((seconds - whole) * 1e9))

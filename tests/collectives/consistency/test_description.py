@@ -29,7 +29,7 @@ def call(kind: str, name: str | None, op: str, *numels: int) -> Description:
         ),
     ],
 )
-def test_the_first_difference(other: Description, text: str) -> None:
+def test_difference_names_the_first_one(other: Description, text: str) -> None:
     mine = call("all_reduce", "w", "Sum", 3)
     said = difference({2: other, 1: mine, 0: mine})
     assert said.startswith("ranks disagree: rank 0 calls all_reduce(w)")

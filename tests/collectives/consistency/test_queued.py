@@ -67,7 +67,7 @@ def calls_of(group: Group, count: int, odd: int | None = None) -> list[Callable[
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 @pytest.mark.parametrize("count", [2, AHEAD + 1, 3 * AHEAD])
-def test_one_message_for_many_calls(size: int, count: int) -> None:
+def test_queued_calls_are_agreed_on_by_one_message(size: int, count: int) -> None:
     def job(group: Group, transport: Silent) -> list[str]:
         for i, answer in enumerate(queued(group, calls_of(group, count))):
             assert torch.equal(answer, torch.full((i,), float(size)))
@@ -85,7 +85,7 @@ def test_one_message_for_many_calls(size: int, count: int) -> None:
 
 
 @pytest.mark.parametrize("odd", [0, 1, 4])
-def test_a_difference_in_the_queue(odd: int) -> None:
+def test_queued_call_that_differs_is_an_error_alone(odd: int) -> None:
     """That call is an error on every rank, those before and after it are right."""
 
     def job(group: Group, transport: Silent) -> list[str]:
@@ -100,7 +100,7 @@ def test_a_difference_in_the_queue(odd: int) -> None:
     assert "ranks disagree: rank 0 calls" in texts[0][0] and "rank 1" in texts[0][0]
 
 
-def test_queues_of_other_lengths() -> None:
+def test_queues_of_other_lengths_give_each_sum() -> None:
     """What a rank has not called yet is agreed on when it does."""
 
     def job(group: Group, transport: Silent) -> None:
@@ -113,7 +113,7 @@ def test_queues_of_other_lengths() -> None:
     run(3, job)
 
 
-def test_a_rank_that_joins_behind_its_calls() -> None:
+def test_rank_that_joins_behind_its_queued_calls_adds_zeros() -> None:
     def job(group: Group, transport: Silent) -> None:
         calls = calls_of(group, 6)
         if group.rank == 1:

@@ -128,12 +128,12 @@ def vectors(size: int, numel: int = 1021) -> list[torch.Tensor]:
     return [torch.randn(numel, generator=generator) for _ in range(size)]
 
 
-def test_how_many_parts() -> None:
+def test_parts_of_a_message_follow_its_length() -> None:
     assert [parts_of(n) for n in (0, 1, 799, 800, 1200, 10**9)] == [1, 1, 1, 2, 3, 8]
 
 
 @pytest.mark.parametrize("numel", [200, 201, 399, 1021, 12345])
-def test_parts_cover_the_message_and_begin_aligned(numel: int) -> None:
+def test_parts_of_a_message_cover_it_and_begin_aligned(numel: int) -> None:
     message = Message(3, torch.arange(float(numel)))
     parts = [pipelining._part(message, i) for i in range(pipelining.MAX_PARTS)]
     found = [part for part in parts if part is not None]
@@ -145,7 +145,7 @@ def test_parts_cover_the_message_and_begin_aligned(numel: int) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_sums(name: str, size: int) -> None:
+def test_sum_in_parts_is_the_sum(name: str, size: int) -> None:
     """The bits of whole messages: cutting changes no element's sum."""
     schedule = one_level(name, 1, Topology(size, size))
     inputs = vectors(size)
@@ -157,7 +157,9 @@ def test_sums(name: str, size: int) -> None:
 @pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize("segments", [None, (0, 1, 130, 130, 700, 1021)])
 @pytest.mark.parametrize(("name", "size"), [("vhdd", 2), ("vhdd", 4), ("vhdd", 5), ("rd", 3)])
-def test_adasum(name: str, size: int, segments: Sequence[int] | None) -> None:
+def test_adasum_in_parts_is_its_definition(
+    name: str, size: int, segments: Sequence[int] | None
+) -> None:
     """Equal bits on all ranks. Beside whole messages only the order of the dots' sums differs.
 
     Those are sums of float64: what comes of another order is far below float32's last place, which
@@ -173,7 +175,7 @@ def test_adasum(name: str, size: int, segments: Sequence[int] | None) -> None:
         assert ((answer - whole[0]).abs() <= 3 * torch.finfo(torch.float32).eps * reach).all()
 
 
-def test_a_part_is_reduced_while_the_next_is_on_its_way() -> None:
+def test_part_is_reduced_while_the_next_travels() -> None:
     """The second part of a step is not let go before the first was reduced."""
     size, seen = 2, [threading.Event() for _ in range(2)]
 
@@ -209,7 +211,7 @@ def test_a_part_is_reduced_while_the_next_is_on_its_way() -> None:
     assert first == names
 
 
-def test_a_part_that_fails_is_the_steps_error() -> None:
+def test_part_that_fails_is_the_error_of_its_step() -> None:
     def main(group: Group) -> None:
         def before(step: str) -> None:
             if "part 2" in step:
@@ -229,7 +231,7 @@ def test_a_part_that_fails_is_the_steps_error() -> None:
         run_threads(2, main)
 
 
-def test_nothing_is_reduced_into_what_is_still_to_be_sent() -> None:
+def test_sent_first_tells_what_is_still_to_be_sent() -> None:
     def step(*sends: Transfer) -> Step:
         return Step(sends, (Transfer(1, 2, 4, Action.REDUCE_LEFT), Transfer(1, 0, 8)))
 
@@ -245,7 +247,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("name", ["xring", "rechd", "rd"])
-def test_on_streams(machine: Machine, name: str, size: int) -> None:
+def test_sum_in_parts_on_streams_is_the_sum(machine: Machine, name: str, size: int) -> None:
     """Everything is put on the streams at once; a missing event would show as a wrong sum."""
     inputs = vectors(size)
 

@@ -21,12 +21,12 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="futexes are Linux's"
 
 
 @linux
-def test_there_are_futexes_here() -> None:
+def test_futexes_are_available_on_linux() -> None:
     assert futex.available
 
 
 @linux
-def test_another_value_returns_at_once() -> None:
+def test_wait_for_another_value_returns_at_once() -> None:
     word = ctypes.c_uint32(7)
     start = time.monotonic()
     futex.wait(ctypes.addressof(word), 8, 60.0)
@@ -34,7 +34,7 @@ def test_another_value_returns_at_once() -> None:
 
 
 @linux
-def test_nobody_wakes() -> None:
+def test_wait_that_nobody_wakes_returns_in_time() -> None:
     word = ctypes.c_uint32(7)
     start = time.monotonic()
     futex.wait(ctypes.addressof(word), 7, 0.05)
@@ -58,13 +58,13 @@ def _woken_by(start: Callable[[Callable[[], None]], None], address: int) -> None
 
 
 @linux
-def test_a_thread_wakes_another() -> None:
+def test_wake_from_another_thread_ends_the_wait() -> None:
     word = ctypes.c_uint32(0)
     _woken_by(lambda change: threading.Thread(target=change).start(), ctypes.addressof(word))
 
 
 @linux
-def test_a_process_wakes_another() -> None:
+def test_wake_from_another_process_ends_the_wait() -> None:
     memory = mmap.mmap(-1, mmap.PAGESIZE)
     held = ctypes.c_uint32.from_buffer(memory)
     children = []
@@ -85,13 +85,15 @@ def test_a_process_wakes_another() -> None:
 
 
 @linux
-def test_a_bad_address_is_an_error() -> None:
+def test_wait_at_a_bad_address_raises() -> None:
     with pytest.raises(OSError, match="futex"):
         futex.wait(1, 0, 0.0)
 
 
 @linux
-def test_a_sandbox_that_forbids_them_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sandbox_that_forbids_futexes_later_makes_them_unavailable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Ranks go on without; other errors stay errors."""
 
     def refuse(*_: object) -> int:
@@ -105,7 +107,7 @@ def test_a_sandbox_that_forbids_them_later(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("available", [True, False])
-def test_symmetric_memory_with_and_without(
+def test_symmetric_memory_with_and_without_futexes_waits_for_late_ranks(
     available: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Late ranks are waited for either way, in calls and within them."""

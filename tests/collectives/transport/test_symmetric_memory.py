@@ -1,4 +1,4 @@
-"""The memory: agreement without a message, and the kind back from messages sent in good faith."""
+"""Symmetric memory: negotiation without a message, buffers, rows and barriers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ both = pytest.mark.parametrize("kind", ["threads", "shm"])
 
 
 @both
-def test_all_wait_for_the_last(kind: str) -> None:
+def test_wait_returns_when_the_last_rank_has_signalled(kind: str) -> None:
     ranks = transports(kind, 3)
     arrived: list[int] = []
 
@@ -70,7 +70,7 @@ def test_all_wait_for_the_last(kind: str) -> None:
 
 @both
 @pytest.mark.parametrize("codes", [(1, 1, 2), (2, 1, 1), (1, 2, 3), (JOINED, 1, 1)])
-def test_a_difference_is_seen_by_all(kind: str, codes: tuple[int, ...]) -> None:
+def test_wait_of_ranks_that_differ_raises_on_all(kind: str, codes: tuple[int, ...]) -> None:
     """Also by a rank that comes last; the next call starts from nothing."""
     ranks = transports(kind, 3)
 
@@ -91,7 +91,7 @@ def test_a_difference_is_seen_by_all(kind: str, codes: tuple[int, ...]) -> None:
 
 
 @both
-def test_rows_are_gathered_by_place(kind: str) -> None:
+def test_gather_rows_returns_every_ranks_rows_by_place(kind: str) -> None:
     """Each time as all give them, also where one is late or gives none."""
     ranks = transports(kind, 3)
     tables = [torch.rand(3, 15, dtype=torch.float64).numpy() for _ in range(60)]
@@ -116,7 +116,9 @@ def test_rows_are_gathered_by_place(kind: str) -> None:
 
 
 @both
-def test_a_rank_may_leave_out_meetings(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_barriers_that_a_rank_leaves_out_do_not_wait_for_it(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The others do not wait for it, and it comes back with the last; nobody sleeps too long."""
     monkeypatch.setattr(symmetric_memory, "_CHECK_SECONDS", 10.0)
     ranks = transports(kind, 3)
@@ -140,7 +142,7 @@ def test_a_rank_may_leave_out_meetings(kind: str, monkeypatch: pytest.MonkeyPatc
     assert time.monotonic() - began < 8.0
 
 
-def test_processors_in_common_and_of_their_own() -> None:
+def test_workers_count_processors_in_common_once() -> None:
     shared, own = [{0, 1}, {0, 1}, {0, 1}], [{0, 1}, {2}, {3}]
     for cores, want in ((shared, 2), (own, 4)):
         memory = memoryview(mmap.mmap(-1, symmetric_memory_bytes(3)))
@@ -152,7 +154,7 @@ def test_processors_in_common_and_of_their_own() -> None:
 
 
 @both
-def test_a_rank_that_is_late_within_a_call_is_named(kind: str) -> None:
+def test_barrier_names_the_rank_that_is_late(kind: str) -> None:
     first, second, third = transports(kind, 3)
 
     def meet_twice(transport: Any) -> str:
@@ -171,7 +173,7 @@ def test_a_rank_that_is_late_within_a_call_is_named(kind: str) -> None:
 
 
 @both
-def test_a_rank_that_has_ended_is_seen_at_once(kind: str) -> None:
+def test_wait_for_a_rank_that_has_ended_raises_at_once(kind: str) -> None:
     first, second, third = transports(kind, 3)
     start = time.monotonic()
     memory_of(first).signal(1)
@@ -191,7 +193,7 @@ def test_a_rank_that_has_ended_is_seen_at_once(kind: str) -> None:
 
 
 @both
-def test_a_rank_that_ended_after_the_call_is_no_error(kind: str) -> None:
+def test_wait_for_a_rank_that_ended_after_its_signal_returns(kind: str) -> None:
     first, second = transports(kind, 2)
     for transport in (second, first):
         memory_of(transport).signal(1)
@@ -200,7 +202,7 @@ def test_a_rank_that_ended_after_the_call_is_no_error(kind: str) -> None:
 
 
 @both
-def test_a_rank_that_does_not_come_is_named(kind: str) -> None:
+def test_wait_names_the_rank_that_does_not_come(kind: str) -> None:
     ranks = transports(kind, 3)
 
     def run(transport: Any) -> float:
@@ -221,7 +223,7 @@ def test_a_rank_that_does_not_come_is_named(kind: str) -> None:
         late.wait("a step", 0.1)
 
 
-def test_an_interrupt_is_told_to_the_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_wait_tells_the_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = transports("shm", 2)
     memory = memory_of(first)
     memory.signal(1)
@@ -239,7 +241,7 @@ def test_an_interrupt_is_told_to_the_peers(monkeypatch: pytest.MonkeyPatch) -> N
         second.exchange([], [Message(0, poisoned(5))], "a step", TIMEOUT)
 
 
-def test_numbers_come_round() -> None:
+def test_signals_of_255_calls_ago_are_not_taken_for_todays() -> None:
     """What is left in a row from 255 calls ago is not taken for this call's."""
 
     class Nobody:
@@ -261,7 +263,9 @@ def test_numbers_come_round() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux how much memory there is")
-def test_boards_of_threads_may_be_larger_than_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_symmetric_memory_of_threads_may_exceed_the_machines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As those of 512 ranks are where there are 32 GiB: memory goes to what is written alone."""
     said = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     whole = sum(int(said[name].split()[0]) << 10 for name in ("MemTotal", "SwapTotal"))
