@@ -4,8 +4,8 @@
     collectives.all_reduce(tensor)          # in place, op=Sum
     collectives.run_threads(4, fn)          # four ranks in one process
 
-Schedules (`schedule`, `algorithms`) are plain data and proved by `proof.verify`; `executor` runs
-them over a transport (`transport`) with a reducer (`reducers`).
+A schedule (`schedules`) is plain data: the steps of each rank, which `schedules.verify` proves for
+all ranks. `execution` runs it over a `transport` with a reducer (`reducers`).
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def test_messages_in_shards_are_proved() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 6, 8, 11])
-def test_the_order_is_the_one_promised(n: int) -> None:
+def test_order_is_the_one_promised(n: int) -> None:
     line = folded(list(range(n)))
     for schedule in (
         ring.linear_all_reduce(n, 3),
@@ -124,7 +124,7 @@ def test_rings_reduce_everything_on_every_rank(n: int) -> None:
 
 
 @pytest.mark.parametrize("n", [2, 3, 5])
-def test_a_reduce_leaves_the_line_that_ends_at_the_root(n: int) -> None:
+def test_reduce_leaves_the_line_that_ends_at_the_root(n: int) -> None:
     for root in range(n):
         line = folded([(root + 1 + i) % n for i in range(n)])
         assert answers(ring.reduce(n, root))[root] == [line] * n

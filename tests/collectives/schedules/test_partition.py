@@ -20,12 +20,12 @@ def test_pieces_cover_everything_and_differ_by_one(numel: int, pieces: int) -> N
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_examples() -> None:
+def test_larger_pieces_come_first() -> None:
     assert split_bounds(7, 3) == [0, 3, 5, 7]
     assert split_bounds(2, 4) == [0, 1, 2, 2, 2]
 
 
-def test_errors() -> None:
+def test_bad_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="pieces"):
         split_bounds(4, 0)
     with pytest.raises(ValueError, match="numel"):

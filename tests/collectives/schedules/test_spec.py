@@ -36,14 +36,14 @@ from collectives.schedules.spec import (
         ("rd:1K:rechd:1M:vhdd", [("rd", 1, 1024), ("rechd", 1, 2**20), ("vhdd", 1, -1)]),
     ],
 )
-def test_table(text: str, ranges: list[tuple[str, int, int]]) -> None:
+def test_examples_of_the_grammar_are_parsed(text: str, ranges: list[tuple[str, int, int]]) -> None:
     specs = parse_all_reduce_spec(text)
     assert specs == tuple(ranges)
     assert specs == tuple(AllReduceSpec(*r) for r in ranges)
     assert [(s.alg, s.shards, s.limit) for s in specs] == ranges
 
 
-def test_every_name_and_pair() -> None:
+def test_every_name_and_every_pair_is_parsed() -> None:
     for name in ONE_LEVEL:
         (spec,) = parse_all_reduce_spec(name)
         assert (spec.inner, spec.outer) == (None, name)
@@ -120,7 +120,7 @@ def test_errors_name_the_part(text: str, message: str) -> None:
         (str(2**63 - 1), 2**63 - 1),
     ],
 )
-def test_general_int(text: str, value: int) -> None:
+def test_general_int_with_a_suffix_is_parsed(text: str, value: int) -> None:
     assert parse_general_int(text) == value
 
 
@@ -131,13 +131,13 @@ def test_general_int(text: str, value: int) -> None:
         *("", "k", "-1", "-1k", "0", "0k", "7\n", "1 k", "9" * 5000, str(2**63), "9999999T"),
     ],
 )
-def test_general_int_refuses(text: str) -> None:
+def test_general_int_of_other_text_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(repr(text))):
         parse_general_int(text)
 
 
 @pytest.mark.parametrize("value", [None, 7, b"7", ["xring"]])
-def test_only_strings(value: object) -> None:
+def test_values_that_are_no_strings_are_refused(value: object) -> None:
     with pytest.raises(TypeError, match=type(value).__name__):
         parse_general_int(value)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=type(value).__name__):

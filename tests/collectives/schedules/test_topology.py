@@ -22,7 +22,7 @@ from collectives.schedules.topology import Topology, ring_permutations
         ((2, 2, [0, 1]), [[3, 0, 1, 2], [1, 2, 3, 0]], [[0, 1, 2, 3], [1, 0, 3, 2]]),
     ],
 )
-def test_ring_permutations(
+def test_ring_permutations_are_as_documented(
     arguments: tuple[int, int, list[int]], pred: list[list[int]], rank: list[list[int]]
 ) -> None:
     assert ring_permutations(*arguments) == (pred, rank)
@@ -63,14 +63,14 @@ def test_every_ring_visits_every_rank_once(nodes: int, local: int, data: st.Data
         ((1, True, [0]), TypeError, "shards must be an int, got bool"),
     ],
 )
-def test_ring_permutation_errors(
+def test_ring_permutations_of_bad_arguments_are_refused(
     arguments: tuple[int, int, list[int]], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         ring_permutations(*arguments)
 
 
-def test_nodes_and_local_ranks() -> None:
+def test_nodes_hold_consecutive_ranks() -> None:
     topology = Topology(6, 3)
     assert topology.num_nodes == 2
     assert topology.local_order == (0, 1, 2)
@@ -92,12 +92,14 @@ def test_nodes_and_local_ranks() -> None:
         ((4, 2, (0,)), ValueError, "permutation of 0 to 1"),
     ],
 )
-def test_topology_errors(arguments: tuple[int, int], error: type[Exception], message: str) -> None:
+def test_topology_of_bad_sizes_is_refused(
+    arguments: tuple[int, int], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         Topology(*arguments)
 
 
-def test_ranks_and_nodes_out_of_range() -> None:
+def test_ranks_and_nodes_out_of_range_are_refused() -> None:
     topology = Topology(4, 2)
     for call in (topology.node_of, topology.local_rank_of):
         for rank in (-1, 4):

@@ -182,7 +182,7 @@ def test_costs_are_as_documented(pair: Pair, steps: int, staged: Fraction) -> No
     assert (costs.steps, costs.staged) == (steps, staged)
 
 
-def test_a_library_inside_one_node_leaves_nothing_to_do() -> None:
+def test_library_inside_one_node_leaves_nothing_to_do() -> None:
     schedule = two_levels("collective", 2, "vhdd", 1, Topology(4, 4), one_tree=True)
     assert verify(schedule) == Proof(0, phases=0, one_tree=True, carries_adasum=True)
 
@@ -208,7 +208,7 @@ def _carries_adasum(schedule: Schedule) -> bool:
         return False
 
 
-def test_a_level_of_one_rank_takes_any_number_of_shards() -> None:
+def test_level_of_one_rank_takes_any_number_of_shards() -> None:
     for pair, topology in (
         (Pair("pscpu", 5, "rd", 1), Topology(4, 1)),
         (Pair("rechd", 1, "psgpu", 5), Topology(4, 4)),

@@ -1,4 +1,4 @@
-"""The prover finds faults in n-way reductions, phases, replicas, groups and reduces to a root."""
+"""The verifier finds faults in n-way reductions, phases, replicas, groups and reduces to a root."""
 
 from __future__ import annotations
 
@@ -72,14 +72,16 @@ def test_n_way_reductions_run_left_to_right(
         ([(0, LEFT), (2, LEFT), (2, RIGHT)], "waits for rank 2"),
     ],
 )
-def test_faults_of_n_way_reductions(recvs: list[tuple[int, Action]], message: str) -> None:
+def test_faults_of_n_way_reductions_are_found(
+    recvs: list[tuple[int, Action]], message: str
+) -> None:
     back = [recv((1, COPY)), send(0, 2), recv((1, COPY))]
     steps = [[send(1), back[0]], [recv(*recvs), back[1]], [send(1), back[2]]]
     with pytest.raises(ScheduleError, match=message):
         verify(made(steps))
 
 
-def test_one_value_twice_in_an_n_way_reduction_is_found() -> None:
+def test_value_counted_twice_in_an_n_way_reduction_is_found() -> None:
     twice = Step(sends=(Transfer(1, 0, 1), Transfer(1, 0, 1)))
     steps = [[twice, recv((1, COPY))], [recv((0, LEFT), (0, RIGHT)), send(0)]]
     with pytest.raises(ScheduleError, match="counted twice"):
@@ -208,7 +210,7 @@ def test_replicas_divide_the_ranks_of_an_all_reduce() -> None:
         dataclasses.replace(made(two_nodes(), 2), replicas=2, collective=Collective.REDUCE)
 
 
-def test_a_reduce_answers_on_its_root_alone() -> None:
+def test_reduce_leaves_the_result_on_its_root_only() -> None:
     chain = [[send(1), IDLE], [recv((0, LEFT)), send(2)], [IDLE, recv((1, LEFT))]]
     schedule = dataclasses.replace(made(chain), collective=Collective.REDUCE, root=2)
     assert verify(schedule) == Proof(2, phases=1, one_tree=True, carries_adasum=False)
