@@ -25,6 +25,8 @@ from collectives.schedules.topology import Topology
 from collectives.transport.base import Transport
 from collectives.transport.gathering import gather_bytes
 
+__all__ = ["Ranks", "calibrate", "fit"]
+
 _LABEL = "calibration"
 _SIZES = (64, 4 << 10, 64 << 10, 512 << 10, 2 << 20, 8 << 20)
 # A size is measured 3 to 50 times, for about _BUDGET seconds; a call that takes longer than _SLOW

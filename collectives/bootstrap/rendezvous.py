@@ -17,6 +17,8 @@ import torch.distributed as dist
 
 from collectives.errors import CollectiveTimeoutError, TransportError
 
+__all__ = ["bounded", "first_line", "meet", "open_store"]
+
 # Seconds for a thread to leave torch's code, where torch takes longer than it was given: it may
 # lose a connection that it waited on, pause, and try another one for the whole time.
 _LEAVE = 5.0

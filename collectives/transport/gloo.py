@@ -15,6 +15,8 @@ from collectives.transport.base import Message, Transport
 from collectives.transport.nccl.torch_nccl import TorchNccl
 from collectives.transport.process_groups import extend_timeout, first_line, leave, subgroup
 
+__all__ = ["GlooTransport"]
+
 
 def _backends(config: str) -> dict[str, str]:
     """Return the backends of a process group's configuration, by device type."""

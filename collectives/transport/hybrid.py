@@ -15,6 +15,8 @@ from collectives.transport.connections.transport import ConnectionTransport
 from collectives.transport.gathering import gather_bytes
 from collectives.transport.shared_memory.symmetric_memory import SymmetricMemory
 
+__all__ = ["HybridTransport"]
+
 
 class HybridTransport(Transport):
     """CPU messages to the peers of `local` go through it, all others through `other`.

@@ -22,6 +22,8 @@ from collectives.transport.shared_memory.symmetric_memory import (
     symmetric_memory_bytes,
 )
 
+__all__ = ["ThreadTransport", "ThreadWorld"]
+
 _POLL = 0.05
 # Linux's number, which Python names from 3.13 on.
 _NORESERVE = 0x4000

@@ -24,6 +24,22 @@ import numpy.typing as npt
 from collectives.transport.base import same_number
 from collectives.transport.shared_memory.symmetric_memory import RanksDiffer
 
+__all__ = [
+    "ACCEPT_SECONDS",
+    "CLOSED",
+    "DATA",
+    "FAREWELL",
+    "KIND_SHIFT",
+    "LENGTH_MASK",
+    "MARKER",
+    "PROBE",
+    "Bytes",
+    "Connection",
+    "Incoming",
+    "Outgoing",
+    "PeerGone",
+]
+
 Bytes = npt.NDArray[np.uint8]
 # What is sent, in the highest bits of its length.
 DATA, PROBE, MARKER, FAREWELL = range(4)

@@ -40,6 +40,8 @@ from collectives.transport.connections.connection import (
 )
 from collectives.transport.shared_memory.symmetric_memory import RanksDiffer
 
+__all__ = ["INLINE_BYTES", "RING_BYTES", "SLOTS", "SLOT_BYTES", "SOCKET_BYTES", "ShmConnection"]
+
 # Small enough to stay in the shared cache between the two copies, large enough that a record a slot
 # costs a few hundredths of its copies.
 SLOT_BYTES = 512 * 1024

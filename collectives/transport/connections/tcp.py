@@ -34,6 +34,8 @@ from collectives.transport.connections.connection import (
 )
 from collectives.transport.shared_memory.symmetric_memory import RanksDiffer
 
+__all__ = ["LINE_BYTES", "TcpConnection"]
+
 LINE_BYTES = 64
 # How many bytes follow, less the padding, with the kind above them; the code.
 _HEADER = struct.Struct(f"<QQ{LINE_BYTES - 16}x")

@@ -20,6 +20,8 @@ from collectives.transport.base import Message
 from collectives.transport.nccl.pending import Pending, Posted, arrives
 from collectives.transport.process_groups import abort_nccl, first_line
 
+__all__ = ["TorchNccl", "behind"]
+
 
 class TorchNccl:
     """Exchanges CUDA tensors over a process group and waits on the host, each step its timeout.

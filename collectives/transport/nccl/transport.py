@@ -33,6 +33,8 @@ from collectives.transport.nccl.communicators import (
 from collectives.transport.nccl.pending import Posted, arrives
 from collectives.transport.shared_memory.symmetric_memory import SymmetricMemory
 
+__all__ = ["NcclTransport"]
+
 
 def _nothing() -> None:
     """What there is to wait for where nothing is under way."""

@@ -1,4 +1,4 @@
-"""Links between threads of one process, by memory and by TCP: ends, interrupts, forks, causes."""
+"""Connections between threads, through memory and TCP: ends, interrupts, forks, causes."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_an_interrupt_is_told_to_the_peers(kind: str, monkeypatch: pytest.Monkey
 
 
 @both
-def test_a_forked_child_leaves_the_parents_links_alone(kind: str) -> None:
+def test_a_forked_child_leaves_the_parents_connections_alone(kind: str) -> None:
     """And does not keep them open: the peer sees the end of the parent while the child lives."""
     first, second = connect(2, kinds=(kind,))
     reading, writing = os.pipe()

@@ -1,4 +1,4 @@
-"""Links between threads of one process, by memory and by TCP: lengths, order, layouts."""
+"""Connections between threads, through memory and TCP: lengths, order, layouts."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def test_a_message_of_another_length_is_an_error(kind: str) -> None:
 
 
 @both
-def test_a_missing_link_is_named(kind: str) -> None:
+def test_a_missing_connection_is_named(kind: str) -> None:
     transports = connect(3, unwilling=(1,), kinds=(kind,))
     assert [t.peers for t in transports] == [{2}, set(), {0}]
     with pytest.raises(TransportError, match=r"rank 0 has no connection to rank 1.*a step"):

@@ -137,7 +137,7 @@ def test_the_secret_is_needed() -> None:
         assert 0.3 <= time.monotonic() - start < 2.0
 
 
-def test_a_rank_that_cannot_listen_has_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_cannot_listen_has_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: Any, **__: Any) -> socket.socket:
         raise OSError("refused")
 
@@ -147,7 +147,7 @@ def test_a_rank_that_cannot_listen_has_no_link(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(("limit", "timeout"), [(0.4, 30.0), (10.0, 0.8)])
-def test_a_network_that_swallows_everything_is_given_up(
+def test_connecting_stops_where_a_network_answers_nothing(
     limit: float, timeout: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One limit for all ranks together, not one for each; before the others give this rank up."""
@@ -167,7 +167,7 @@ def test_a_network_that_swallows_everything_is_given_up(
         assert 0.4 <= time.monotonic() - start < 2.0
 
 
-def test_the_address_is_the_one_toward_the_meeting_place() -> None:
+def test_the_address_is_the_one_toward_the_store() -> None:
     assert address.toward("localhost") in (LOOPBACK, "::1")
     assert address.toward(LOOPBACK) == LOOPBACK
     with pytest.raises(OSError):
@@ -215,7 +215,7 @@ def test_the_interface_that_is_chosen_counts(monkeypatch: pytest.MonkeyPatch) ->
     assert said == [json.dumps(LOOPBACK).encode(), b"null", b"null"]
 
 
-def test_a_rank_that_takes_the_meeting_place_for_itself_goes_by_the_others(
+def test_a_rank_whose_own_name_the_store_has_goes_by_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As on a host whose own name is 127.0.1.1 in /etc/hosts."""
