@@ -1,11 +1,14 @@
 """Collectives over many ranks: all-reduces as schedules over point-to-point messages.
 
-    group = collectives.init()              # under torchrun, or alone
+::
+
+    group = collectives.init()              # under torchrun, or one rank
     collectives.all_reduce(tensor)          # in place, op=Sum
+    request = group.all_reduce_init(flat)   # negotiated once, started any number of times
     collectives.run_threads(4, fn)          # four ranks in one process
 
-A schedule (`schedules`) is plain data: the steps of each rank, which `schedules.verify` proves for
-all ranks. `execution` runs it over a `transport` with a reducer (`reducers`).
+A `Schedule` is plain data, which `verify` checks for all ranks at once. It runs over any transport
+with any `Reducer`.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from collectives.bucketing import (
     split_by_size,
     unpack_small_tensors,
 )
+from collectives.consistency.requests import Request
 from collectives.errors import (
     CollectiveError,
     CollectiveMismatchError,
@@ -139,6 +143,7 @@ __all__ = [
     "Packing",
     "Piece",
     "Reducer",
+    "Request",
     "Schedule",
     "Step",
     "Sum",

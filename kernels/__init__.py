@@ -1,5 +1,7 @@
 """One-device kernels for gradient reduction: Triton on CUDA tensors, C or torch on CPU tensors.
 
+::
+
     pack, unpack            many tensors to one aligned buffer and back, scale and cast fused
     sum_n, scaled_add       n-way and weighted sums, accumulated wider than they are stored
     dot_and_norms, combine  the two halves of Adasum's pairwise projection, a segment at a time

@@ -24,6 +24,8 @@ Tensor = torch.Tensor
 class Request:
     """A collective on a rank's buffers that can be started again and again.
 
+    ::
+
         request = group.all_reduce_init(flat, Sum)
         for _ in range(steps):
             ...

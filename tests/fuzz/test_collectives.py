@@ -37,6 +37,7 @@ DATA = {
     "Sum",
     "Transfer",
     "TransportError",
+    "Request",
     "Work",
 }
 # Start-up and shut-down: tests/fuzz/test_start.py.
