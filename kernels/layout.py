@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -184,6 +185,12 @@ class PackedList:
     def dtype_set(self) -> set[torch.dtype]:
         """The tensors' dtypes, each once."""
         return set(self.dtypes)
+
+    @cached_property
+    def sizes(self) -> np.ndarray:
+        """Bytes of each tensor, as uint64."""
+        itemsizes = [dtype.itemsize for dtype in self.dtypes]
+        return np.array(list(map(operator.mul, self.layout.numels, itemsizes)), dtype=np.uint64)
 
 
 def check_packed(

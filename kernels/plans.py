@@ -22,10 +22,10 @@ from kernels.findings import Findings
 from kernels.gpu import copy_kernel, launcher, projection_kernels, sum_kernels
 from kernels.gpu.device_tables import AddressTable
 from kernels.layout import Layout, PackedList, check_buffer, check_packed
-from kernels.torch_ops import check_list, read_list
+from kernels.torch_ops import check_list, read_list, tracing
 from kernels.validation import (
+    all_sound,
     check_all_writable,
-    check_apart,
     check_disjoint,
     check_dots,
     check_like,
@@ -37,8 +37,8 @@ from kernels.validation import (
     check_segments,
     check_target,
     check_tensor,
-    check_tensors,
     check_writable,
+    near,
     new_like,
 )
 
@@ -177,24 +177,25 @@ class Plan:
         yield from self._findings.given()
 
     def _check_equal(self, inputs: list[Tensor]) -> list[Tensor]:
-        checked = check_tensors("tensors", inputs)
         if (
-            list(map(_dtype, checked)) == self._dtypes
-            and list(map(_shape, checked)) == self._shapes
-            and (not checked or checked[0].device == self._device)
+            all_sound(inputs)
+            and list(map(_dtype, inputs)) == self._dtypes
+            and list(map(_shape, inputs)) == self._shapes
+            and (not inputs or inputs[0].device == self._device)
         ):
-            return checked
-        if len(checked) != len(self._dtypes):
-            raise ValueError(f"the plan is of {len(self._dtypes)} tensors, not {len(checked)}")
-        for i, tensor in enumerate(checked):
-            wanted = self._dtypes[i], self._shapes[i], self._device
-            if (tensor.dtype, tensor.shape, tensor.device) != wanted:
-                kind = TypeError if tensor.dtype != wanted[0] else ValueError
+            return inputs
+        if len(inputs) != len(self._dtypes):
+            raise ValueError(f"the plan is of {len(self._dtypes)} tensors, not {len(inputs)}")
+        rows = zip(inputs, self._dtypes, self._shapes, strict=True)
+        for i, (tensor, dtype, shape) in enumerate(rows):
+            check_tensor(self._name(i), tensor)
+            if (tensor.dtype, tensor.shape, tensor.device) != (dtype, shape, self._device):
+                kind = TypeError if tensor.dtype != dtype else ValueError
                 raise kind(
                     f"{self._name(i)} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device} "
-                    f"but the plan was made for {tuple(wanted[1])} {wanted[0]} on {wanted[2]}"
+                    f"but the plan was made for {tuple(shape)} {dtype} on {self._device}"
                 )
-        raise AssertionError("unreachable: one differs")
+        return inputs
 
     def _take(self, inputs: list[Tensor], out: Tensor) -> None:
         addresses = array("Q", map(Tensor.data_ptr, inputs))
@@ -236,12 +237,14 @@ class _CopyPlan(_ListPlan):
         super().__init__(inputs, buffer, findings)
 
     def _check_memory(self, inputs: list[Tensor], addresses: array[int], out: Tensor) -> None:
-        name, largest = self._out_name, self._packed.layout.largest
-        check_apart("tensors", inputs, addresses, largest, name, out)
+        name, reach = self._out_name, 8 * self._packed.layout.largest
+        for i in near(addresses, reach, out):
+            check_no_overlap(name, out, self._name(i), inputs[i])
         if not self._packing:
-            check_disjoint("tensors", inputs, addresses, self._packed.layout.numels)
+            check_disjoint("tensors", addresses, self._packed.sizes)
         for other, tensor in self._findings.given():
-            check_apart("tensors", inputs, addresses, largest, other, tensor)
+            for i in near(addresses, reach, tensor):
+                check_no_overlap(other, tensor, self._name(i), inputs[i])
         self._findings.check_apart([(name, out)])
 
     def _bind(self) -> _Run:
@@ -532,8 +535,10 @@ def check_equals(tensors: object) -> list[Tensor]:
     if not checked:
         raise ValueError(EMPTY)
     first = checked[0]
-    dtype, shape = first.dtype, first.shape
-    for i in range(1, len(checked)):
-        if checked[i].dtype != dtype or checked[i].shape != shape:
-            check_like(f"tensors[{i}]", checked[i], "tensors[0]", first)
+    # dynamo cannot read `map` over a C function, which is faster.
+    alike = {first.dtype}, {first.shape}
+    if not tracing() and ({*map(_dtype, checked)}, {*map(_shape, checked)}) == alike:
+        return checked
+    for i, tensor in enumerate(checked[1:], 1):
+        check_like(f"tensors[{i}]", tensor, "tensors[0]", first)
     return checked

@@ -185,7 +185,7 @@ def _trace_scaled_add(
 
 
 @operator(
-    "sum_n_2(Tensor[] tensors, float scale, Tensor(a!) out, Tensor(b!)? found_inf) -> ()",
+    f"sum_n_2(Tensor[] tensors, float scale, Tensor(a!) out, {SCHEMA}) -> ()",
     fake=returns_nothing,
 )
 def _sum_n(tensors: list[Tensor], scale: float, out: Tensor, *findings: Tensor | None) -> None:

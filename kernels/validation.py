@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import operator
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -82,7 +84,7 @@ def check_sequence(name: str, tensors: object) -> Sequence[object]:
     return tensors
 
 
-def _all_sound(tensors: Sequence[Tensor]) -> bool:
+def all_sound(tensors: Sequence[Tensor]) -> bool:
     """Whether all tensors are readable and on one device; no word on what is wrong where not.
 
     A model has hundreds of tensors and this runs on every call: `map` over C functions takes a
@@ -109,7 +111,7 @@ def same_device(tensor: Tensor, other: Tensor) -> bool:
 
 def check_tensors(name: str, tensors: object) -> list[Tensor]:
     """Return the list form of a sequence of readable tensors that all lie on one device."""
-    if not isinstance(tensors, Tensor) and isinstance(tensors, Sequence) and _all_sound(tensors):
+    if not isinstance(tensors, Tensor) and isinstance(tensors, Sequence) and all_sound(tensors):
         return list(tensors)
     given = check_sequence(name, tensors)
     checked = [check_tensor(f"{name}[{i}]", tensor) for i, tensor in enumerate(given)]
@@ -194,46 +196,42 @@ def check_no_overlap(name: str, written: Tensor, other_name: str, other: Tensor)
         raise ValueError(f"{name} overlaps {other_name} in memory: pass a separate tensor")
 
 
-def check_disjoint(
-    name: str, tensors: Sequence[Tensor], addresses: Sequence[int], numels: Sequence[int]
-) -> None:
-    """Raise ValueError if two of the tensors, all about to be written, share memory."""
-    sizes = list(map(operator.mul, numels, map(Tensor.element_size, tensors)))
-    ends = dict(zip(addresses, map(operator.add, addresses, sizes), strict=True))
-    starts = sorted(ends)
-    if len(starts) == len(addresses) and all(
-        map(operator.le, map(ends.__getitem__, starts), starts[1:])
-    ):
+def check_disjoint(name: str, addresses: array[int], sizes: np.ndarray) -> None:
+    """Raise ValueError if two of the tensors of a list, all about to be written, share memory.
+
+    Args:
+        name: Of the list.
+        addresses: Where the tensors lie, as uint64.
+        sizes: Their bytes, as uint64.
+    """
+    starts = np.frombuffer(addresses, dtype=np.uint64)
+    order = starts.argsort()
+    starts, ends = starts[order], (starts + sizes)[order]
+    if (ends[:-1] <= starts[1:]).all():
         return
-    spans = sorted(zip(addresses, sizes, range(len(addresses)), strict=True))
     last, owner = 0, 0
-    for start, size, i in spans:
-        if size and start < last:
+    for start, end, i in zip(starts.tolist(), ends.tolist(), order.tolist(), strict=True):
+        if end > start and start < last:
             raise ValueError(
                 f"{name}[{min(i, owner)}] and {name}[{max(i, owner)}] overlap in memory: "
                 "pass separate ones"
             )
-        if size:
-            last, owner = start + size, i
+        if end > start:
+            last, owner = end, i
 
 
-def check_apart(
-    name: str,
-    tensors: Sequence[Tensor],
-    addresses: Sequence[int],
-    largest: int,
-    buffer_name: str,
-    buffer: Tensor,
-) -> None:
-    """Raise ValueError if any of the tensors shares memory with `buffer`.
+def near(addresses: array[int], reach: int, buffer: Tensor) -> list[int]:
+    """Return which of a list's tensors may overlap `buffer`, by their addresses.
 
-    largest: elements of the largest of them.
+    Args:
+        addresses: Where the tensors lie, as uint64.
+        reach: More bytes than none of them has.
+        buffer: Contiguous.
     """
     low, high = byte_range(buffer)
-    reach = low - 8 * largest
-    for i, start in enumerate(addresses):
-        if reach < start < high:
-            check_no_overlap(buffer_name, buffer, f"{name}[{i}]", tensors[i])
+    starts = np.frombuffer(addresses, dtype=np.uint64)
+    found: list[int] = np.flatnonzero((starts < high) & (starts + reach > low)).tolist()
+    return found
 
 
 def check_target(
@@ -271,24 +269,20 @@ def check_pair(a: object, b: object, out: object | None) -> Tensor:
 
 
 def check_output(
-    out: Tensor, inputs: Sequence[Tensor], addresses: Sequence[int], name: Callable[[int], str]
+    out: Tensor, inputs: Sequence[Tensor], addresses: array[int], name: Callable[[int], str]
 ) -> None:
     """Raise ValueError unless `out` is an input, or apart from it, for each.
 
     Args:
-        out: Of as many elements as an input, at most.
-        inputs: Elementwise inputs.
-        addresses: Where they lie.
+        out: Written element by element.
+        inputs: Of as many elements.
+        addresses: Where they lie, as uint64.
         name: Of the i-th.
     """
-    low, high = byte_range(out)
-    reach = low - 8 * max([tensor.numel() for tensor in inputs[:1]], default=0)
-    for i, address in enumerate(addresses):
-        # No element has more than 8 bytes.
-        if reach < address < high:
-            start, stop = byte_range(inputs[i])
-            if (start, stop) != (low, high):
-                check_no_overlap("out", out, name(i), inputs[i])
+    # No element has more than 8 bytes.
+    for i in near(addresses, 8 * inputs[0].numel(), out):
+        if byte_range(inputs[i]) != byte_range(out):
+            check_no_overlap("out", out, name(i), inputs[i])
 
 
 def _all_rise(bounds: tuple[Any, ...], numel: int) -> bool:

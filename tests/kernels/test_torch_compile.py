@@ -50,7 +50,9 @@ def compiled(fn: Callable[..., Any], **options: Any) -> tuple[Any, CompileCounte
 def operators(counter: CompileCounterWithBackend) -> list[str]:
     """Names of the library's operators in the graphs, in order."""
     targets = [str(node.target) for graph in counter.graphs for node in graph.graph.nodes]
-    return [target.split(".")[1] for target in targets if target.startswith("adasum.")]
+    names = [target.split(".")[1] for target in targets if target.startswith("adasum.")]
+    # What follows an underscore and is a number tells schemas apart.
+    return [name.removesuffix("_2") for name in names]
 
 
 def several(dtype: torch.dtype, device: str, seed: int) -> list[Tensor]:
@@ -271,9 +273,9 @@ def test_overlap_is_found_when_the_operator_runs():
         compiled(lambda b, x: kernels.unpack(b, [x[:8], x[4:12]]))[0](torch.ones(32), X.clone())
     base = X.clone()
     with pytest.raises(ValueError, match="out overlaps a"):
-        torch.ops.adasum.adasum(base[:8], base[8:], [0, 8], base[4:12], None)
+        torch.ops.adasum.adasum_2(base[:8], base[8:], [0, 8], base[4:12], None, None)
     with pytest.raises(ValueError, match=r"out overlaps tensors\[0\]"):
-        torch.ops.adasum.pack([base], [0], 64, 2.0, base, None)
+        torch.ops.adasum.pack_2([base], [0], 64, 2.0, base, None, None)
     assert torch.equal(base, X)
 
 
@@ -285,15 +287,21 @@ def vector(seed: int, dtype: torch.dtype = F32, numel: int = 16) -> Tensor:
 def test_opcheck(flag):
     ops, x, y, out, cuts = torch.ops.adasum, vector(1), vector(2), vector(3), [0, 5, 16]
     dots = kernels.dot_and_norms(x, y, cuts)
+    # found_inf and max_abs.
+    flags = (None, None) if flag is None else (flag, torch.zeros(()))
+    double = (flag, None if flag is None else torch.zeros((), dtype=torch.float64))
     for op, args in [
-        (ops.pack, ([x, y[:5]], [0, 16], 64, 0.5, vector(4, F16, 32), flag)),
-        (ops.unpack, (vector(4, BF16, 32), [0, 16], 64, 0.5, [x.clone(), out[:5].clone()], flag)),
-        (ops.sum_n, ([x, y], 0.5, out.double(), flag)),
-        (ops.sum_n, ([x, y, out], 0.5, out, flag)),
-        (ops.scaled_add, (x, y, 0.5, -1.0, out, flag)),
+        (ops.pack_2, ([x, y[:5]], [0, 16], 64, 0.5, vector(4, F16, 32), *flags)),
+        (
+            ops.unpack_2,
+            (vector(4, BF16, 32), [0, 16], 64, 0.5, [x.clone(), out[:5].clone()], *flags),
+        ),
+        (ops.sum_n_2, ([x, y], 0.5, out.double(), *double)),
+        (ops.sum_n_2, ([x, y, out], 0.5, out, *flags)),
+        (ops.scaled_add_2, (x, y, 0.5, -1.0, out, *flags)),
         (ops.dot_and_norms, (x, y, cuts)),
-        (ops.combine, (x, y, dots, cuts, out, flag)),
-        (ops.adasum, (x, y, cuts, out, flag)),
+        (ops.combine_2, (x, y, dots, cuts, out, *flags)),
+        (ops.adasum_2, (x, y, cuts, out, *flags)),
     ]:
         torch.library.opcheck(op.default, args)
 
@@ -303,7 +311,8 @@ def test_calls_stay_out_of_torchs_own_cuda_graphs():
         pytest.skip("this torch has no such tag")
     names = ["pack", "unpack", "sum_n", "scaled_add", "dot_and_norms", "combine", "adasum"]
     for name in names:
-        assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.adasum, name).default.tags
+        operator = getattr(torch.ops.adasum, name if name == "dot_and_norms" else f"{name}_2")
+        assert torch.Tag.cudagraph_unsafe in operator.default.tags
 
 
 @pytest.mark.parametrize("strict", [True, False])
@@ -325,7 +334,7 @@ def test_dispatch_modes():
     assert flat(graph(a, b)) == flat(kernels.adasum(a, kernels.sum_n([a, b])))
     targets = [str(node.target) for node in graph.graph.nodes]
     assert [t for t in targets if t.startswith("adasum")] == [
-        "adasum.sum_n.default", "adasum.adasum.default",
+        "adasum.sum_n_2.default", "adasum.adasum_2.default",
     ]  # fmt: skip
     with FakeTensorMode():
         packed = kernels.pack([torch.empty(5), torch.empty(1 << 40)])
