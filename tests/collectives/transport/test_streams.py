@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent import futures
 from typing import Any
@@ -19,6 +20,7 @@ from collectives import Average, Group, Reducer, Sum, Work
 from collectives.bootstrap import calibration
 from collectives.execution import pipelining
 from collectives.execution.executor import Workspace
+from collectives.reducers import SumReducer
 from collectives.schedules.registry import SCHEDULES
 from collectives.schedules.spec import OUTER
 from collectives.schedules.topology import Topology
@@ -246,6 +248,10 @@ CALLS: dict[str, Callable[[Group, torch.Tensor, bool], Any]] = {
     ),
     "all_gather": lambda group, tensor, later: group.all_gather(tensor, async_op=later),
     "all_to_all": lambda group, tensor, later: group.all_to_all(tensor, async_op=later),
+    "request": lambda group, tensor, later: group.all_reduce_init(tensor.clone()).start(),
+    "grouped request": lambda group, tensor, later: group.grouped_all_reduce_init(
+        [tensor.clone()], Adasum
+    ).start(),
 }
 
 
@@ -262,7 +268,7 @@ def test_every_kind_of_call(kind: str, size: int) -> None:
             for each in works:
                 with torch.cuda.stream(Stream() if isinstance(each, Work) else None):
                     answer = each.wait() if isinstance(each, Work) else each
-                    (answer[0] if isinstance(answer, tuple) else answer).mul(2.0)
+                    (answer[0] if isinstance(answer, tuple | list) else answer).mul(2.0)
             del answer, each, works, tensor
             machine.collect()
 
@@ -305,6 +311,27 @@ def test_calibration_on_the_groups_gpu(monkeypatch: pytest.MonkeyPatch, device: 
     def work(group: Group) -> None:
         assert calibration.calibrate(group, device).intra.alpha >= 0.0
 
+    assert run(work) == []
+
+
+def test_request_in_a_capture_runs_in_the_capturing_thread() -> None:
+    """The graph takes what that thread's stream gets."""
+
+    class Noted(SumReducer):
+        def finish(self, buffer: torch.Tensor, size: int) -> None:
+            threads.append(threading.current_thread())
+
+    def work(group: Group) -> None:
+        request = group.all_reduce_init(mine(group), Noted(), algorithm="rd")
+        group.barrier()
+        machine.capturing = True
+        request.start()
+        assert threading.current_thread() in threads
+        group.barrier()
+        machine.capturing = False
+        request.wait()
+
+    threads: list[threading.Thread] = []
     assert run(work) == []
 
 
