@@ -36,6 +36,7 @@ def test_check_with_self_test_passes_and_reports() -> None:
     assert "NCCL_DEBUG               INFO" in done.stdout
 
 
+@pytest.mark.slow
 def test_check_with_failing_self_test_exits_with_1() -> None:
     done = report(ADASUM_TRANSPORT="pigeon")
     assert done.returncode == 1
