@@ -18,12 +18,13 @@ import kernels
 from collectives import validation
 from collectives.bootstrap.calibration import calibrate as measure_link_rates
 from collectives.bootstrap.launchers import refuse_to_stand_alone
-from collectives.bootstrap.rendezvous import bounded, first_line, meet, open_store
+from collectives.bootstrap.rendezvous import bounded, open_store, wait_for_ranks
 from collectives.bootstrap.transport_selection import check_start_options, connect, transport_choice
 from collectives.errors import CollectiveError, CollectiveTimeoutError
 from collectives.group import Group
 from collectives.schedules.topology import Topology
 from collectives.transport import GlooTransport, ThreadWorld, subgroup
+from collectives.transport.process_groups import first_line
 
 T = TypeVar("T")
 
@@ -135,7 +136,7 @@ def _start_torch_distributed(timeout: float) -> None:
     if _store is None or _store[0] != place:
         _store = place, open_store(rank, timeout)
     try:
-        store = meet(_store[1], rank, size, deadline - time.monotonic())
+        store = wait_for_ranks(_store[1], rank, size, deadline - time.monotonic())
         dist.init_process_group(
             _backend(),
             store=store,

@@ -16,8 +16,9 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from collectives.errors import CollectiveTimeoutError, TransportError
+from collectives.transport.process_groups import first_line
 
-__all__ = ["bounded", "first_line", "meet", "open_store"]
+__all__ = ["bounded", "open_store", "wait_for_ranks"]
 
 # Seconds for a thread to leave torch's code, where torch takes longer than it was given: it may
 # lose a connection that it waited on, pause, and try another one for the whole time.
@@ -27,8 +28,8 @@ _LEAVE = 5.0
 def open_store(rank: int, timeout: float) -> dist.Store:
     """Open the store at MASTER_ADDR and MASTER_PORT: torchrun's, else rank 0's own.
 
-    As torch's "env://", but it does not wait for the other ranks: `meet` does, and can tell who is
-    missing.
+    As torch's "env://", but it does not wait for the other ranks: `wait_for_ranks` does, and can
+    tell who is missing.
 
     Args:
         rank: This rank.
@@ -61,8 +62,8 @@ def open_store(rank: int, timeout: float) -> dist.Store:
     except (dist.DistError, OSError) as error:
         if "EADDRINUSE" in str(error):
             raise TransportError(
-                f"rank {rank} cannot listen on {place}, where all ranks are to meet: something "
-                "else does already; set another MASTER_PORT on all ranks"
+                f"rank {rank} cannot listen on {place}, where all ranks look for the store: "
+                "something else does already; set another MASTER_PORT on all ranks"
             ) from error
         raise CollectiveTimeoutError(
             f"rank {rank} got no answer from the store at {place}, which rank 0 or torchrun keeps, "
@@ -121,7 +122,7 @@ def bounded(start: Callable[[], None], rank: int, timeout: float) -> None:
     future.result()
 
 
-def meet(store: dist.Store, rank: int, size: int, timeout: float) -> dist.Store:
+def wait_for_ranks(store: dist.Store, rank: int, size: int, timeout: float) -> dist.Store:
     """Return a part of the store for this start alone, once all ranks are there.
 
     A store may outlive ranks: torchrun keeps one over its restarts, with what those before wrote.
@@ -169,8 +170,3 @@ def meet(store: dist.Store, rank: int, size: int, timeout: float) -> dist.Store:
 
 def _confirmations(name: str, size: int) -> list[str]:
     return [f"{name}: rank {peer}" for peer in range(size)]
-
-
-def first_line(error: BaseException) -> str:
-    """Return what torch says, without its C++ stack."""
-    return str(error).strip().split("\n", 1)[0]

@@ -1,4 +1,4 @@
-"""How ranks meet in a store: all there, one missing, what was left by those before."""
+"""How ranks find each other in a store: all there, one missing, what was left by those before."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from collectives import CollectiveTimeoutError, TransportError
-from collectives.bootstrap.rendezvous import bounded, meet, open_store
+from collectives.bootstrap.rendezvous import bounded, open_store, wait_for_ranks
 from tests.collectives.transport.thread_ranks import together
 from tests.processes.harness import free_port
 
@@ -28,7 +28,7 @@ def meet_all(shared: Any, ranks: list[int], size: int) -> list[str]:
     """Each rank's part of the store, told by what rank 0 writes there."""
 
     def run(rank: int) -> str:
-        part = meet(shared, rank, size, 10.0)
+        part = wait_for_ranks(shared, rank, size, 10.0)
         if rank == 0:
             part.set("place", secrets.token_hex(8))
         part.wait(["place"], timedelta(seconds=10))
@@ -53,9 +53,11 @@ def test_what_dead_ranks_wrote_is_not_taken_for_them() -> None:
     """A rank of the start before had come and ended, the others had not come."""
     shared = store()
     with pytest.raises(CollectiveTimeoutError, match=r"rank 1 could not start: rank 0, rank 2 did"):
-        meet(shared, 1, 3, 0.1)
+        wait_for_ranks(shared, 1, 3, 0.1)
     with pytest.raises(CollectiveTimeoutError, match=r"rank 1 did not come within 0\.2 s"):
-        together(lambda: meet(shared, 0, 3, 0.2), lambda: meet(shared, 2, 3, 0.2))
+        together(
+            lambda: wait_for_ranks(shared, 0, 3, 0.2), lambda: wait_for_ranks(shared, 2, 3, 0.2)
+        )
     assert len({*meet_all(shared, [0, 1, 2], 3)}) == 1
 
 
@@ -67,7 +69,7 @@ def test_a_store_that_has_ended() -> None:
     with pytest.raises(
         CollectiveTimeoutError, match=r"rank 3 could not start: the store.*reset by peer$"
     ):
-        meet(Ended(), 3, 4, 1.0)  # type: ignore[arg-type]
+        wait_for_ranks(Ended(), 3, 4, 1.0)  # type: ignore[arg-type]
 
 
 def test_a_start_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
