@@ -130,11 +130,7 @@ def execute(
             ranks=ranks,
             code=code,
         )
-        operator = reducer if isinstance(reducer, Reducer) else reducer[-1]
-        parts = tuple(v[: buffer.numel()] for v in vectors.view(size, -1))
-        pieces = (Piece(parts, parts[0], 0),)
-        operator.reduce(Operands(pieces, buffer.numel(), segments, None))
-        buffer.copy_(parts[0])
+        _reduce_gathered(vectors.view(size, -1), buffer, reducer, segments)
         return
     members = None if ranks is None else tuple(ranks)
     steps = lower(schedule, rank, buffer.numel(), segments=segments, bounds=bounds, ranks=members)
@@ -155,6 +151,20 @@ def execute(
             arriving = posted.pieces(_pieces(step, recvs, buffer), apart=apart)
             operator.reduce(Operands(arriving, buffer.numel(), segments, sum_partials))
         posted.wait()
+
+
+def _reduce_gathered(
+    vectors: torch.Tensor,
+    buffer: torch.Tensor,
+    reducer: Reducer | Sequence[Reducer],
+    segments: Sequence[int] | None,
+) -> None:
+    """Write all ranks' vectors, reduced in rank order, to `buffer`."""
+    operator = reducer if isinstance(reducer, Reducer) else reducer[-1]
+    parts = tuple(vector[: buffer.numel()] for vector in vectors)
+    pieces = (Piece(parts, parts[0], 0),)
+    operator.reduce(Operands(pieces, buffer.numel(), segments, None))
+    buffer.copy_(parts[0])
 
 
 def _side_by_side(
