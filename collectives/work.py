@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,14 +37,14 @@ class Work:
         self._events: list[tuple[torch.device, torch.cuda.Event]] = []
         self._callbacks: list[Callable[[], None]] = []
         self._lock = threading.Lock()
-        # The worker that knows what is left to do, where whoever waits has to do it.
-        self._left_to: Worker | None = None
+        # Where its job may be run by whoever waits for it first.
+        self._worker: Worker | None = None
 
     def wait(self) -> Any:
         """Block until the collective has ended; every wait is bounded by the group's timeout."""
-        if self._left_to is not None:
-            self._left_to.finish(self)
         if not self._ended:
+            if self._worker is not None:
+                self._worker.claim(self)
             with self._ending:
                 pass
         if self._error is not None:
@@ -60,7 +60,6 @@ class Work:
 
     def is_completed(self) -> bool:
         """Whether `wait()` would return or raise without waiting."""
-        self._progress()
         return self._ended and all(event.query() for _, event in self._events)
 
     def has_ended(self) -> bool:
@@ -74,18 +73,11 @@ class Work:
         thread where it has ended already. It must not wait for a collective of the same group. What
         it raises in the communication thread goes to threading.excepthook.
         """
-        self._progress()
         with self._lock:
             if not self._ended:
                 self._callbacks.append(callback)
                 return
         callback()
-
-    def _progress(self) -> None:
-        """Let the communication thread do what is left: nobody may wait for it in this one."""
-        if self._left_to is not None and not self._ended:
-            self._left_to.submit(lambda: None)
-            self._left_to = None
 
     def run(self, call: Callable[[], Any], streams: Sequence[torch.cuda.Stream] = ()) -> None:
         """Carry out the call and keep its result or its error for `wait()`.
@@ -126,15 +118,28 @@ class Work:
         for callback in callbacks:
             try:
                 callback()
-            except Exception:  # noqa: BLE001 - the calls behind this one must go on
-                said = (*sys.exc_info(), threading.current_thread())
-                threading.excepthook(threading.ExceptHookArgs(said))
+            except BaseException:  # noqa: BLE001 - the calls behind this one must go on
+                _report_error()
+
+
+def _report_error() -> None:
+    """Hand the error being handled to threading.excepthook, as one that ends a thread."""
+    said = (*sys.exc_info(), threading.current_thread())
+    threading.excepthook(threading.ExceptHookArgs(said))
 
 
 def _on_cuda(values: Any) -> list[torch.Tensor]:
     """Return the CUDA tensors among a call's tensors, or in its result."""
     several = values if isinstance(values, list | tuple) else (values,)
     return [each for each in several if isinstance(each, torch.Tensor) and each.is_cuda]
+
+
+class _Job(NamedTuple):
+    """A call in the queue: what it fills, what runs it, and what `upcoming` returns for it."""
+
+    work: Work
+    run: Callable[[], None]
+    note: Any
 
 
 class Worker:
@@ -146,15 +151,14 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # One True for each job put in the queue; False ends the thread.
+        self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._jobs: deque[_Job] = deque()
         self._thread: threading.Thread | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._lock = threading.Lock()
-        self._pending = 0
-        self._notes: deque[Any] = deque()
-        # Held by whoever runs a call. Before that it runs what is left of the one before.
+        # Held by whoever runs a call, and takes it from the queue.
         self._running = threading.Lock()
-        self._left: tuple[Work, Callable[[], None]] | None = None
         self._closed = False
 
     def call(
@@ -162,11 +166,10 @@ class Worker:
     ) -> Any:
         """Run `function` in its turn and return its result. Arguments as for `submit`."""
         with self._lock:
-            inline = self._pending == 0 and self._running.acquire(blocking=False)
+            inline = not self._jobs and self._running.acquire(blocking=False)
         if not inline:
             return self.submit(function, tensors, note).wait()
         try:
-            self._finish_left()
             if not torch.is_grad_enabled():
                 return function()
             with torch.no_grad():
@@ -175,54 +178,57 @@ class Worker:
             self._running.release()
 
     def begin(self, first: Callable[[], None], rest: Callable[[], Any]) -> Work | None:
-        """Run `first` in this thread and leave `rest` to the Work's wait() or the next call.
+        """Run `first` in this thread, and queue `rest`, which the Work's wait() may run itself.
 
-        None, and nothing done, where something is queued, running or left.
+        None, and nothing done, where a call is queued or running.
         """
+        work = Work()
+        work._worker = self
+        inference = torch.is_inference_mode_enabled()
+
+        def run() -> None:
+            with torch.inference_mode(inference):
+                work.run(rest)
+
+        job = _Job(work, run, None)
         with self._lock:
-            if self._closed:
-                raise TransportError("this group was shut down while it was called")
-            if self._pending or not self._running.acquire(blocking=False):
+            self._check_open()
+            if self._jobs or not self._running.acquire(blocking=False):
                 return None
+            try:
+                self._start_thread()
+            except BaseException:
+                self._running.release()
+                raise
+            # Before `first`, so that no other call comes between.
+            self._jobs.append(job)
         try:
-            if self._left is not None:
-                return None
             first()
-            work = Work()
-            work._left_to = self
-            inference = torch.is_inference_mode_enabled()
-
-            def run() -> None:
-                if torch.is_inference_mode_enabled() == inference:
-                    work.run(rest)
-                    return
-                with torch.inference_mode(inference):
-                    work.run(rest)
-
-            self._left = work, run
-            return work
+        except BaseException:
+            with self._lock:
+                self._jobs.popleft()
+            raise
         finally:
             self._running.release()
+        self._wake.put(True)
+        return work
 
-    def finish(self, work: Work) -> None:
-        """Run in this thread what is left of `work`, unless another thread does."""
-        # Whoever runs a call now has run what was left, or does so before.
-        if self._left is not None and self._running.acquire(blocking=False):
+    def claim(self, work: Work) -> None:
+        """Run the job of `work` in this thread, if it is the next one and nobody runs any."""
+        if self._running.acquire(blocking=False):
             try:
-                if self._left is not None and self._left[0] is work:
-                    self._finish_left()
+                with self._lock:
+                    mine = bool(self._jobs) and self._jobs[0].work is work
+                    job = self._jobs.popleft() if mine else None
+                if job is not None:
+                    job.run()
             finally:
                 self._running.release()
-
-    def _finish_left(self) -> None:
-        left, self._left = self._left, None
-        if left is not None:
-            left[1]()
 
     def upcoming(self, max_notes: int) -> list[Any]:
         """Return the notes of what is queued behind the running function, in order."""
         with self._lock:
-            return list(islice(self._notes, max_notes))
+            return [job.note for job in islice(self._jobs, max_notes)]
 
     def submit(
         self, function: Callable[[], Any], tensors: Sequence[torch.Tensor] = (), note: Any = None
@@ -236,6 +242,7 @@ class Worker:
 
         Raises:
             TransportError: After `close`.
+            RuntimeError: The system has no thread left; nothing was queued.
         """
         work = Work()
         inference = torch.is_inference_mode_enabled()
@@ -252,28 +259,30 @@ class Worker:
                 stream.wait_event(before)
             return function()
 
-        def job() -> None:
+        def run() -> None:
             # Inference mode is a thread's own, and nobody outside it may write to its tensors.
-            with self._running, torch.inference_mode(inference):
-                self._finish_left()
-                with self._lock:
-                    self._notes.popleft()
+            with torch.inference_mode(inference):
                 work.run(behind_the_caller, streams)
-            with self._lock:
-                self._pending -= 1
 
         with self._lock:
-            if self._closed:
-                raise TransportError("this group was shut down while it was called")
-            self._pending += 1
-            self._notes.append(note)
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._loop, args=(torch.get_num_threads(),), name=self._name, daemon=True
-                )
-                self._thread.start()
-            self._queue.put(job)
+            self._check_open()
+            self._start_thread()
+            self._jobs.append(_Job(work, run, note))
+            self._wake.put(True)
         return work
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransportError("this group was shut down while it was called")
+
+    def _start_thread(self) -> None:
+        """Start the communication thread where there is none; the caller holds the lock."""
+        if self._thread is None:
+            thread = threading.Thread(
+                target=self._loop, args=(torch.get_num_threads(),), name=self._name, daemon=True
+            )
+            thread.start()
+            self._thread = thread
 
     def _lane(self, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Event]:
         """Return the stream for a device, and an event behind the caller's work so far."""
@@ -287,16 +296,22 @@ class Worker:
         # BLAS in a new thread would start as many of its own as there are processors, whatever the
         # caller set: ranks that share a host then wait for each other's.
         torch.set_num_threads(threads)
-        while (job := self._queue.get()) is not None:
-            job()
+        while self._wake.get():
+            try:
+                with self._running:
+                    with self._lock:
+                        # Whoever waited for it may have run it.
+                        job = self._jobs.popleft() if self._jobs else None
+                    if job is not None:
+                        job.run()
+            except BaseException:  # noqa: BLE001 - the calls behind this one must go on
+                _report_error()
 
     def close(self, timeout: float) -> None:
         """Let what is queued finish, then end the thread; wait `timeout` seconds at most."""
         with self._lock:
             thread, self._thread = self._thread, None
             self._closed = True
-            self._queue.put(None)
-        if self._left is not None:
-            self.finish(self._left[0])
+            self._wake.put(False)
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout)

@@ -88,6 +88,8 @@ class Calls:
         shared: SharedMemoryAllReduce | None,
     ) -> Work:
         """Start a request's call, whose plan is made, as far as that needs no waiting."""
+        if not call.name:
+            self.queue.check_thread(call.kind)
         label = ""
 
         def first() -> None:

@@ -42,9 +42,8 @@ class Request:
     end of a request's life they must not be resized or given other memory (`resize_`, `set_`,
     `.data =`): a request holds them, and finds out nothing of it.
 
-    A small reduction between ranks that share memory is carried out in the threads that call
-    `start` and `wait`, or that make the next call of the group: the other ranks may wait until one
-    of these comes. All others are carried out in the group's communication thread, at once.
+    The group's communication thread carries it out from `start` on. What is left to begin when
+    `wait` is called, that thread does itself, which saves two thread switches.
     """
 
     def __init__(

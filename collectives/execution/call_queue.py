@@ -62,10 +62,10 @@ class CallQueue:
         return self._worker.call(self._guarded(kind, function), tensors, note)
 
     def begin(self, kind: str, first: Callable[[], None], rest: Callable[[], Any]) -> Work:
-        """Run `first`, which never waits, in this thread if it is its turn; leave `rest`.
+        """Run `first`, which never waits, in this thread if it is its turn; queue `rest`.
 
-        That is done by the Work's wait(), or by whatever call comes next. Where it is not its turn
-        both are queued.
+        The communication thread runs that, or the Work's wait() if it comes first. Where it is not
+        its turn both are queued.
         """
         self._check_usable(kind)
         work = self._worker.begin(self._guarded(kind, first), self._guarded(kind, rest))

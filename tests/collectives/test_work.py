@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import pytest
@@ -79,6 +80,66 @@ def test_callback_that_raises_leaves_the_communication_thread_running(worker, mo
     gate.set()
     assert done(behind) == 7
     assert [args.exc_type for args in said] == [ZeroDivisionError]
+
+
+def test_callback_that_leaves_the_thread_leaves_the_next_calls_running(worker, monkeypatch):
+    said = []
+    monkeypatch.setattr(threading, "excepthook", said.append)
+    gate = threading.Event()
+    work = worker.submit(lambda: gate.wait(10.0))
+    work.add_done_callback(lambda: sys.exit("leaving"))
+    behind = worker.submit(lambda: 7)
+    gate.set()
+    assert done(behind) == 7
+    assert worker.call(lambda: 8) == 8
+    assert [args.exc_type for args in said] == [SystemExit]
+
+
+def test_submit_without_a_thread_to_be_had_raises_and_queues_nothing(worker, monkeypatch):
+    def refuse(self) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            worker.submit(lambda: 7)
+        with pytest.raises(RuntimeError, match="new thread"):
+            worker.begin(lambda: None, lambda: 7)
+        assert worker.call(lambda: 8) == 8
+    assert done(worker.submit(lambda: 9)) == 9
+
+
+def test_begun_call_ends_without_a_wait(worker):
+    begun = []
+    work = worker.begin(lambda: begun.append(threading.current_thread()), lambda: 7)
+    assert done(work) == 7
+    assert begun == [threading.current_thread()]
+
+
+def test_begun_call_that_fails_at_once_leaves_nothing_behind(worker):
+    def fail() -> None:
+        raise ValueError("at once")
+
+    with pytest.raises(ValueError, match="at once"):
+        worker.begin(fail, lambda: 7)
+    assert worker.upcoming(5) == []
+    assert worker.call(lambda: 8) == 8
+
+
+def test_calls_behind_a_begun_one_run_after_it(worker):
+    order, gate = [], threading.Event()
+
+    def rest() -> None:
+        assert gate.wait(10.0)
+        order.append("rest")
+
+    first = worker.begin(lambda: order.append("first"), rest)
+    second = worker.submit(lambda: order.append("second"))
+    assert worker.begin(lambda: order.append("never"), lambda: None) is None
+    gate.set()
+    second.wait()
+    first.wait()
+    assert order == ["first", "rest", "second"]
 
 
 def test_wait_raises_whatever_the_call_raised(worker):

@@ -102,15 +102,13 @@ def test_reduce_scatter_and_broadcast_requests_repeat(way: str) -> None:
 
 @everywhere
 def test_requests_started_in_a_row_end_without_wait(way: str) -> None:
-    """All but the last: what is left of a small one is done when the next one starts."""
-
     def job(group: Group) -> None:
         tensors = [torch.full((count,), float(group.rank)) for count in (3, 100_000, 7, 7)]
         requests = [group.all_reduce_init(tensor) for tensor in tensors]
         for request in requests:
             request.start()
         deadline = time.monotonic() + TIMEOUT
-        while not all(request.is_completed() for request in requests[:3]):
+        while not all(request.is_completed() for request in requests):
             assert time.monotonic() < deadline
             time.sleep(0.001)
         for request, tensor in zip(requests, tensors, strict=True):
@@ -120,7 +118,24 @@ def test_requests_started_in_a_row_end_without_wait(way: str) -> None:
     run(way, 3, job)
 
 
-def test_is_completed_makes_a_small_request_progress() -> None:
+@pytest.mark.parametrize("numel", [3, 200_000])
+def test_requests_of_two_groups_are_waited_for_in_any_order(numel: int) -> None:
+    def job(group: Group) -> None:
+        other = group.split(range(group.size))
+        assert other is not None
+        tensors = [torch.ones(numel) for _ in range(2)]
+        pair = [each.all_reduce_init(t) for each, t in zip((group, other), tensors, strict=True)]
+        for _ in range(3):
+            for request in pair:
+                request.start()
+            for request in reversed(pair) if group.rank else pair:
+                request.wait()
+        assert all(torch.equal(tensor, torch.full((numel,), 8.0)) for tensor in tensors)
+
+    run("threads", 2, job)
+
+
+def test_small_request_ends_before_it_is_waited_for() -> None:
     def job(group: Group) -> None:
         request = group.all_reduce_init(torch.ones(3))
         request.start()
