@@ -49,7 +49,7 @@ def init(
 
     It reads RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and, if set, LOCAL_RANK and
     LOCAL_WORLD_SIZE. If torch.distributed is initialised already, or with `process_group`, it uses
-    those ranks. A second call returns the first one's group.
+    those ranks. A second call returns the first one's group unless that was closed.
 
     Args:
         timeout: Seconds that any step of a collective may wait for a peer.
@@ -82,10 +82,8 @@ def init(
         TransportError: `transport` is not available. Raised on all ranks.
     """
     global _group
-    if getattr(_thread, "group", None) is not None:
-        return _thread.group
-    if _group is not None:
-        return _group
+    if (known := _open_group()) is not None:
+        return known
     validation.timeout(timeout)
     choice = transport_choice(transport)
     # What it raises, and the second it may take, come before anybody waits.
@@ -292,20 +290,28 @@ def shutdown() -> None:
     atexit.unregister(shutdown)
 
 
+def _open_group() -> Group | None:
+    """Return this thread's group under `run_threads`, else that of `init` unless it was closed."""
+    own: Group | None = getattr(_thread, "group", None)
+    if own is not None or _group is None or _group.closed:
+        return own
+    return _group
+
+
 def is_initialized() -> bool:
-    """Return whether this thread has a default group."""
-    return getattr(_thread, "group", None) is not None or _group is not None
+    """Return whether this thread has a default group that was not closed."""
+    return _open_group() is not None
 
 
 def default_group() -> Group:
     """Return the group of `init`, or of this thread under `run_threads`.
 
     Raises:
-        RuntimeError: There is none yet.
+        RuntimeError: There is none, or it was closed.
     """
-    group: Group | None = getattr(_thread, "group", None) or _group
+    group = _open_group()
     if group is None:
-        raise RuntimeError("no group yet: call init() first")
+        raise RuntimeError("no open group: call init() first")
     return group
 
 
