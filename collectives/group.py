@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -89,8 +88,8 @@ class Group:
 
     @property
     def num_nodes(self) -> int:
-        """Hosts that the group's ranks are on, taken as equally filled."""
-        return math.ceil(self.size / self.local_size)
+        """Number of hosts that the group's ranks are on, the same on every rank."""
+        return len(set(self.hosts))
 
     def set_link_rates(self, rates: LinkRates | None) -> None:
         """Let `auto` choose by these measured costs, which must be the same on every rank.
