@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
@@ -398,17 +399,20 @@ class Group:
     def close(self) -> None:
         """Let queued calls finish, then end the communication thread and close the transport.
 
-        Groups that were split from this one are closed first.
+        Groups that were split from this one are closed first. Where one of all this fails the rest
+        is closed all the same.
         """
-        if not self.closed:
-            for part in list(self._parts):
-                part.close()
-            self._call.queue.close()
-            self._runner.libraries.close()
-            self.transport.close()
-            whole, self._whole = self._whole, None
-            if whole is not None:
-                whole._parts.remove(self)
+        if self.closed:
+            return
+        with ExitStack() as stack:
+            if self._whole is not None:
+                stack.callback(self._whole._parts.remove, self)
+                self._whole = None
+            stack.callback(self.transport.close)
+            stack.callback(self._runner.libraries.close)
+            stack.callback(self._call.queue.close)
+            for part in reversed(self._parts):
+                stack.callback(part.close)
 
     def _request(
         self, call: Description, tensors: list[Tensor], op: Reducer = Sum, *, negotiate: bool = True

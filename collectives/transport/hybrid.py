@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 
 import torch
 
@@ -134,13 +134,15 @@ class HybridTransport(Transport):
 
     def abort(self, reason: str) -> None:
         """Close the connections and tell the peers why."""
-        self._local.abort(reason)
-        self._other.abort(reason)
+        with ExitStack() as stack:
+            stack.callback(self._other.abort, reason)
+            self._local.abort(reason)
 
     def _near(self, message: Message) -> bool:
         return message.peer in self._local.peers and message.tensor.is_cpu
 
     def close(self) -> None:
         """Close both transports."""
-        self._local.close()
-        self._other.close()
+        with ExitStack() as stack:
+            stack.callback(self._other.close)
+            self._local.close()

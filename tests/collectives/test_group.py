@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from collectives import CollectiveMismatchError, Group, run_threads
+from collectives import CollectiveMismatchError, Group, TransportError, run_threads
 from collectives.cost import LinkRates, Rate
 from collectives.reducers import SumReducer
 from collectives.transport import ThreadWorld
@@ -119,3 +119,20 @@ def test_auto_follows_link_rates_as_they_are_set() -> None:
         return answers
 
     assert run_threads(2, main) == [[True, False, True]] * 2
+
+
+def test_close_where_one_part_fails_closes_the_rest(
+    alone: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = alone.split([0])
+    assert part is not None
+    closed: list[str] = []
+
+    def fail() -> None:
+        raise TransportError("the part's end")
+
+    monkeypatch.setattr(part.transport, "close", fail)
+    monkeypatch.setattr(alone.transport, "close", lambda: closed.append("transport"))
+    with pytest.raises(TransportError, match="the part's end"):
+        alone.close()
+    assert (alone.closed, part.closed, closed) == (True, True, ["transport"])

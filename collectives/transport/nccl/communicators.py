@@ -18,7 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -208,18 +208,24 @@ class Communicators:
             if self._ended:
                 return
             self._ended = True
-            made = self._made[::-1]
+            made = [*self._made]
 
         def run() -> None:
-            for communicator in made:
-                communicator.destroy()
+            # The newest first; each is destroyed also where another one fails.
+            with ExitStack() as stack:
+                for communicator in made:
+                    stack.callback(communicator.destroy)
 
         try:
-            self.call(run, _CLOSE_SECONDS)
-        except futures.TimeoutError:
+            with translate_errors(self.nccl, "close"):
+                self.call(run, _CLOSE_SECONDS)
+        except BaseException as error:
             for communicator in made:
                 _keep_for_ever(communicator)
-        self._jobs.put(None)
+            if not isinstance(error, futures.TimeoutError):
+                raise
+        finally:
+            self._jobs.put(None)
 
     def _serve(self, device: torch.device) -> None:
         cuda.set_device(device)

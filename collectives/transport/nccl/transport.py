@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent import futures
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -215,14 +215,16 @@ class NcclTransport(Transport):
     def abort(self, reason: str) -> None:
         """End the communicators, with what is under way, and tell the peers why over `host`."""
         self._failure = self._failure or TransportError(reason)
-        self._host.abort(reason)
-        self._end()
+        with ExitStack() as stack:
+            stack.callback(self._end)
+            self._host.abort(reason)
 
     def close(self) -> None:
         """Destroy the communicators, in bounded time also when ranks are gone; close `host`."""
         self._failure = self._failure or TransportError("it was closed")
-        self._close()
-        self._host.close()
+        with ExitStack() as stack:
+            stack.callback(self._host.close)
+            self._close()
 
     def _start(
         self,

@@ -261,3 +261,22 @@ def test_hybrid_divides_an_exchange() -> None:
         hybrids[0].exchange([], [Message(2, poisoned(1))], "a step", TIMEOUT)
     with pytest.raises(CollectiveTimeoutError, match="rank 2"):
         hybrids[1].exchange([], [Message(0, poisoned(1))], "a step", TIMEOUT)
+
+
+@pytest.mark.parametrize("end", [lambda each: each.close(), lambda each: each.abort("a fault")])
+def test_connections_that_fail_to_end_do_not_keep_the_other_transport_open(
+    end: Callable[[HybridTransport], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = ConnectionTransport(0, 1, {})
+    other = ThreadWorld(1).transport(0)
+    ended: list[object] = []
+
+    def fail(*_: object) -> None:
+        raise OSError("no more descriptors")
+
+    for name in ("close", "abort"):
+        monkeypatch.setattr(local, name, fail)
+        monkeypatch.setattr(other, name, lambda *_: ended.append(other))
+    with pytest.raises(OSError, match="no more descriptors"):
+        end(HybridTransport(local, other))
+    assert ended == [other]

@@ -187,3 +187,26 @@ def test_what_fails_after_a_late_step_was_ended_names_the_step(machine: Machine)
         return str(caught.value)
 
     assert "no answer from rank 1 in step 7" in all_good(machine.run(2, work))[0]
+
+
+def test_a_destroy_that_fails_leaves_nothing_else_open(machine: Machine) -> None:
+    """Neither the other communicators nor the thread nor the host's connections."""
+
+    def work(transport: nccl.NcclTransport) -> list[str]:
+        ended: list[str] = []
+
+        def fail() -> None:
+            raise NcclError(2)
+
+        communicators = transport._communicators
+        transport._whole.destroy = lambda: ended.append("whole")
+        another = machine.nccl.get_unique_id()
+        part = communicators.make(lambda: machine.nccl.NcclCommunicator(1, another, 0), 10.0)
+        part.destroy = fail
+        transport._host.close = lambda: ended.append("host")  # type: ignore[method-assign]
+        with pytest.raises(TransportError, match=r"NCCL failed in close: NCCL_ERROR_SYSTEM_ERROR"):
+            transport.close()
+        communicators._thread.join(10.0)
+        return [*ended, "thread" if not communicators._thread.is_alive() else "thread runs"]
+
+    assert all_good(machine.run(1, work, close=False)) == [["whole", "host", "thread"]]
