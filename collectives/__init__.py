@@ -4,7 +4,7 @@
 
     group = collectives.init()              # under torchrun, or one rank
     collectives.all_reduce(tensor)          # in place, op=Sum
-    request = group.all_reduce_init(flat)   # negotiated once, started any number of times
+    request = group.all_reduce_init(flat)   # planned once, started any number of times
     collectives.run_threads(4, fn)          # four ranks in one process
 
 A `Schedule` is plain data, which `verify` checks for all ranks at once. It runs over any transport

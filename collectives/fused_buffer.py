@@ -11,7 +11,7 @@ from collectives import validation
 from collectives.reducers import kernels
 
 Tensor = torch.Tensor
-_Place = tuple[int, tuple[int, ...]]
+_SlotsKey = tuple[int, tuple[int, ...]]
 
 
 class FusedBuffer:
@@ -59,7 +59,7 @@ class FusedBuffer:
         ]
         self.addresses = [tensor.data_ptr() for tensor in self.tensors]
         if self.layout.numel:
-            _known[_place(self.tensors)] = self
+            _known[_slots_key(self.tensors)] = self
 
     def clear_padding(self) -> None:
         """Zero the padding, needed if the memory was used by another buffer."""
@@ -68,7 +68,7 @@ class FusedBuffer:
 
 
 # Buffers by address and sizes of their slots, so that finding one does not wait for the device.
-_known: weakref.WeakValueDictionary[_Place, FusedBuffer] = weakref.WeakValueDictionary()
+_known: weakref.WeakValueDictionary[_SlotsKey, FusedBuffer] = weakref.WeakValueDictionary()
 
 
 def buffer_of(tensors: Sequence[Tensor]) -> FusedBuffer | None:
@@ -85,14 +85,14 @@ def buffer_of(tensors: Sequence[Tensor]) -> FusedBuffer | None:
         raise TypeError(f"tensors[0] must be a torch.Tensor, got {type(tensors[0]).__name__}")
     if tensors[0].layout is not torch.strided:
         return None
-    found = _known.get(_place(tensors))
+    found = _known.get(_slots_key(tensors))
     if found is None or found.addresses != [tensor.data_ptr() for tensor in tensors]:
         return None
     same = tensors[0].dtype == found.buffer.dtype and tensors[0].device == found.buffer.device
     return found if same else None
 
 
-def _place(tensors: Sequence[Tensor]) -> _Place:
+def _slots_key(tensors: Sequence[Tensor]) -> _SlotsKey:
     return Tensor.data_ptr(tensors[0]), tuple(map(Tensor.numel, tensors))
 
 

@@ -142,11 +142,11 @@ class Group:
         segments: Sequence[int] | None = None,
         negotiate: bool = True,
     ) -> Request:
-        """Agree with all ranks on an `all_reduce` that is then started any number of times.
+        """Make, with all ranks, an `all_reduce` that is then started any number of times.
 
-        Arguments as all_reduce. With negotiate=False the request is made on this rank alone, and
-        each start is negotiated as an all_reduce with the same arguments: other ranks may make that
-        call instead, or take part by `join`.
+        Arguments as all_reduce. Making it is negotiated, and so is each start. With negotiate=False
+        the request is made on this rank alone, and each start is negotiated as an all_reduce with
+        the same arguments: other ranks may make that call instead, or take part by `join`.
         """
         call = self._arguments.all_reduce(
             tensor, op, algorithm, name, prescale, postscale, segments
@@ -185,7 +185,7 @@ class Group:
         postscale: float = 1.0,
         negotiate: bool = True,
     ) -> Request:
-        """Agree with all ranks on a `grouped_all_reduce` that is started any number of times.
+        """Make, with all ranks, a `grouped_all_reduce` that is started any number of times.
 
         Arguments as grouped_all_reduce; negotiate as for all_reduce_init.
         """
@@ -267,7 +267,7 @@ class Group:
         by_rows: bool = False,
         name: str | None = None,
     ) -> Request:
-        """Agree with all ranks on a `reduce_scatter` that is started any number of times.
+        """Make, with all ranks, a `reduce_scatter` that is started any number of times.
 
         Each wait() returns a new tensor.
         """
@@ -316,7 +316,7 @@ class Group:
         return self._call(call, [tensor], async_op=async_op)
 
     def broadcast_init(self, tensor: Tensor, root: int = 0, *, name: str | None = None) -> Request:
-        """Agree with all ranks on a `broadcast` that is started any number of times."""
+        """Make, with all ranks, a `broadcast` that is started any number of times."""
         return self._request(self._arguments.broadcast(tensor, root, name), [tensor])
 
     def all_gather_bytes(self, payload: bytes, *, name: str | None = None) -> list[bytes]:
@@ -417,7 +417,7 @@ class Group:
     def _request(
         self, call: Description, tensors: list[Tensor], op: Reducer = Sum, *, negotiate: bool = True
     ) -> Request:
-        """Agree with all ranks on a request's making; describe its starts."""
+        """Make a request whose making is negotiated unless told otherwise."""
         if not negotiate:
             return Request(self._call, call, tensors, op)
         made = replace(call, kind=f"{call.kind}_init")

@@ -130,9 +130,9 @@ def _start_torch_distributed(timeout: float) -> None:
     global _store
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     deadline = time.monotonic() + timeout
-    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    if _store is None or _store[0] != place:
-        _store = place, open_store(rank, timeout)
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    if _store is None or _store[0] != address:
+        _store = address, open_store(rank, timeout)
     try:
         store = wait_for_ranks(_store[1], rank, size, deadline - time.monotonic())
         dist.init_process_group(

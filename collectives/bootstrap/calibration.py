@@ -31,7 +31,7 @@ _LABEL = "calibration"
 _SIZES = (64, 4 << 10, 64 << 10, 512 << 10, 2 << 20, 8 << 20)
 # A size is measured 3 to 50 times, for about _BUDGET seconds; a call that takes longer than _SLOW
 # is measured once and is the last, larger sizes are left out.
-_BUDGET, _FEWEST, _MOST, _SLOW = 0.02, 3, 50, 0.25
+_BUDGET, _MIN_RUNS, _MAX_RUNS, _SLOW = 0.02, 3, 50, 0.25
 _RING = 4
 _TICK = time.get_clock_info("perf_counter").resolution
 
@@ -76,7 +76,7 @@ def calibrate(
     # answer.
     known = None if renew else _known.get(key)
     everyone_knows = bench.sum(int(known is not None)) == group.transport.size
-    rates = bench.agreed(known) if known is not None and everyone_knows else bench.rates()
+    rates = bench.from_rank_0(known) if known is not None and everyone_knows else bench.rates()
     _known[key] = rates
     return rates
 
@@ -118,15 +118,15 @@ class _Bench:
             self._reduction(_sum),
             self._reduction(_adasum),
         )
-        return self.agreed(LinkRates(*found))
+        return self.from_rank_0(LinkRates(*found))
 
-    def agreed(self, rates: LinkRates) -> LinkRates:
+    def from_rank_0(self, rates: LinkRates) -> LinkRates:
         """What rank 0 takes them to be."""
         found = (rates.intra, rates.inter, rates.sum, rates.adasum)
-        agreed = self.told([part for rate in found for part in rate])
+        told = self.told([part for rate in found for part in rate])
         width = len(Rate._fields)
         intra, inter, plain, adasum = (
-            Rate(*agreed[i : i + width]) for i in range(0, len(agreed), width)
+            Rate(*told[i : i + width]) for i in range(0, len(told), width)
         )
         return LinkRates(intra, inter, plain, adasum)
 
@@ -185,7 +185,7 @@ class _Bench:
             call = prepare(nbytes)
             call()
             (once,) = self.told([min(self._timed(call) for _ in range(2))])
-            times = 1 if once > _SLOW else round(min(max(_BUDGET / once, _FEWEST), _MOST))
+            times = 1 if once > _SLOW else round(min(max(_BUDGET / once, _MIN_RUNS), _MAX_RUNS))
             points.append((nbytes, statistics.fmean(self._timed(call) for _ in range(times))))
             if once > _SLOW:
                 break

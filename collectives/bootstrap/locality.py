@@ -1,4 +1,4 @@
-"""Locality: which host each rank is on, as all ranks agree on it at start-up."""
+"""Locality: which host each rank is on, the same on all ranks."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def open_store(rank: int, timeout: float) -> dist.Store:
         TransportError: The port is taken.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    place = f"{host}:{port}"
+    address = f"{host}:{port}"
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         if agents or rank != 0:
@@ -62,12 +62,12 @@ def open_store(rank: int, timeout: float) -> dist.Store:
     except (dist.DistError, OSError) as error:
         if "EADDRINUSE" in str(error):
             raise TransportError(
-                f"rank {rank} cannot listen on {place}, where all ranks look for the store: "
+                f"rank {rank} cannot listen on {address}, where all ranks look for the store: "
                 "something else does already; set another MASTER_PORT on all ranks"
             ) from error
         raise CollectiveTimeoutError(
-            f"rank {rank} got no answer from the store at {place}, which rank 0 or torchrun keeps, "
-            f"within {timeout:g} s: {first_line(error)}"
+            f"rank {rank} got no answer from the store at {address}, which rank 0 or torchrun "
+            f"keeps, within {timeout:g} s: {first_line(error)}"
         ) from error
 
 

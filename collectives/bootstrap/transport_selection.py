@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import kernels
 from collectives.consistency.description import Description
-from collectives.consistency.messages import agree_by_messages
+from collectives.consistency.messages import negotiate_by_messages
 from collectives.errors import TransportError
 from collectives.execution.executor import Workspace
 from collectives.transport import (
@@ -66,7 +66,7 @@ def check_start_options(gloo: GlooTransport, timeout: float, **options: bool) ->
     """Raise CollectiveMismatchError on all ranks where their options of `init` differ."""
     if gloo.size > 1:
         call = Description("init", options=options)
-        agree_by_messages(call, gloo, "start-up", timeout, Workspace())
+        negotiate_by_messages(call, gloo, "start-up", timeout, Workspace())
 
 
 def connect(gloo: GlooTransport, timeout: float, choice: str) -> Transport:

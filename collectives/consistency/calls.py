@@ -54,7 +54,7 @@ class Calls:
         run: Callable[[], Any] | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Agree on `call` with the other ranks, then return what its operation returns, or a Work.
+        """Negotiate `call` with the other ranks, then return what its operation returns, or a Work.
 
         run: Instead of an operation, for a call that no rank can have joined.
         """
@@ -64,7 +64,7 @@ class Calls:
         def work() -> Any:
             label = self._label(call)
             if run is not None:
-                self._negotiation.agree(call, label)
+                self._negotiation.negotiate(call, label)
                 return run()
             shared = self.plan(call, tensors, op)
             if shared is not None:
@@ -163,9 +163,9 @@ class Calls:
         shared: SharedMemoryAllReduce | None,
         label: str,
     ) -> Any:
-        """Wait for the other ranks' consent and carry out what was signalled."""
-        agreement = self._negotiation.wait(call, label)
-        if shared is None or agreement.joined:
+        """Wait until all ranks have signalled this call, and carry it out."""
+        outcome = self._negotiation.wait(call, label)
+        if shared is None or outcome.joined:
             return OPERATIONS[call.kind](self._runner, call.options, list(tensors), op, label)
         shared.reduce(label)
         return tensors[0] if call.kind == "all_reduce" else tensors
@@ -183,11 +183,11 @@ class Calls:
                 return self._transport.rank
             mine = Joined(self._count, known, WITH_JOINED)
             while True:
-                agreement = self._negotiation.agree(mine, self._label("join"))
-                if agreement.last is not None:
-                    return agreement.last
-                assert agreement.call is not None
-                call = agreement.call
+                outcome = self._negotiation.negotiate(mine, self._label("join"))
+                if outcome.last is not None:
+                    return outcome.last
+                assert outcome.call is not None
+                call = outcome.call
                 zeros = [each.zeros(device) for each in call.tensors]
                 op = known[call.options.get("op", str(Sum))]
                 label = f"{call} (call {self._count - 1}, joined)"

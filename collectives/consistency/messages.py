@@ -27,9 +27,9 @@ from collectives.schedules import recursive_doubling
 from collectives.transport.base import Transport
 from collectives.transport.gathering import gather_bytes
 
-__all__ = ["AHEAD", "Agreement", "Joined", "agree_by_messages"]
+__all__ = ["AHEAD", "Joined", "Outcome", "negotiate_by_messages"]
 
-# Queued calls that one message agrees on beside its own.
+# Queued calls that one message negotiates beside its own.
 AHEAD = 15
 _NO_CODE = torch.iinfo(torch.int64).min
 _CODES = struct.Struct(f"={3 + 2 * AHEAD}q")
@@ -51,8 +51,8 @@ class Joined(NamedTuple):
     kinds: Collection[str]
 
 
-class Agreement(NamedTuple):
-    """What the ranks agree on.
+class Outcome(NamedTuple):
+    """What a negotiation has found, the same on all ranks.
 
     Attributes:
         joined: The ranks that have joined.
@@ -67,7 +67,7 @@ class Agreement(NamedTuple):
     ahead: int = 0
 
 
-def agree_by_messages(
+def negotiate_by_messages(
     mine: Description | Joined,
     transport: Transport,
     label: str,
@@ -75,7 +75,7 @@ def agree_by_messages(
     workspace: Workspace,
     queued: Sequence[int] = (),
     code: int = 0,
-) -> Agreement:
+) -> Outcome:
     """Return when all ranks that have not joined make one call, or all have joined.
 
     Args:
@@ -115,11 +115,11 @@ def agree_by_messages(
     )
     most, least, since, *others = _CODES.unpack_from(fields)
     if most == _NO_CODE:
-        return Agreement(last=(since - 1) % transport.size)
+        return Outcome(last=(since - 1) % transport.size)
     if most == -least and not since:
         pairs = zip(others[:AHEAD], others[AHEAD:], strict=True)
         alike = takewhile(lambda pair: pair[0] == -pair[1] != 0, pairs)
-        return Agreement(ahead=sum(1 for _ in alike))
+        return Outcome(ahead=sum(1 for _ in alike))
     report: list[Any]
     if isinstance(mine, Joined):
         report = ["", sorted(mine.operators), sorted(mine.kinds)]
@@ -134,7 +134,7 @@ def _padded(codes: Sequence[int]) -> Sequence[int]:
     return (*codes, *_NO_CALLS[len(codes) :])
 
 
-def _conclude(reports: list[list[Any]]) -> Agreement:
+def _conclude(reports: list[list[Any]]) -> Outcome:
     """Draw the conclusion that all ranks draw from all ranks' reports."""
     calls = {r: Description.from_json(text) for r, (text, *_) in enumerate(reports) if text}
     joined = [rank for rank in range(len(reports)) if rank not in calls]
@@ -152,4 +152,4 @@ def _conclude(reports: list[list[Any]]) -> Agreement:
             problem = f"needs op {call.options['op']}, which join was not given there,"
         if problem:
             raise CollectiveMismatchError(f"{call} {problem} while rank {rank} has joined")
-    return Agreement(joined, call=call)
+    return Outcome(joined, call=call)

@@ -3,7 +3,7 @@
 - Ranks that share memory signal a code of what they call in its signal pads, and wait until all
   have signalled the same: no message.
 - By messages where ranks share no memory, where the signalled codes differ (to tell how), and as
-  long as any rank has joined. Where there is no shared memory one message agrees on the calls that
+  long as any rank has joined. Where there is no shared memory one message negotiates the calls that
   are queued, too: a step that queues its buckets while they travel needs few.
 - By the messages of the call itself, for a request that is started: they carry its code, and a
   receiver that expects another one raises RanksDiffer. Then all ranks drop what is under way, and
@@ -16,14 +16,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from collectives.consistency.description import Description
-from collectives.consistency.messages import AHEAD, Agreement, Joined, agree_by_messages
+from collectives.consistency.messages import AHEAD, Joined, Outcome, negotiate_by_messages
 from collectives.execution.executor import Workspace
 from collectives.transport.base import Transport, call_code
 from collectives.transport.shared_memory.symmetric_memory import JOINED, RanksDiffer
 
 __all__ = ["Negotiation"]
 
-_AGREED = Agreement()
+_SAME_CALL = Outcome()
 _MAX_NUMBER = (1 << 24) - 1
 
 
@@ -53,7 +53,7 @@ class Negotiation:
         self._any_joined = False
         self._calls = 0
 
-    def agree(self, mine: Description | Joined, label: str) -> Agreement:
+    def negotiate(self, mine: Description | Joined, label: str) -> Outcome:
         """Return when all ranks that have not joined make one call, or all have joined.
 
         Raises:
@@ -64,7 +64,7 @@ class Negotiation:
         return self.wait(mine, label)
 
     def signal(self, mine: Description | Joined) -> None:
-        """Do the part of `agree` that never waits."""
+        """Do the part of `negotiate` that never waits."""
         # From 1: 0 is what messages carry of calls that the ranks are known to make alike.
         self._calls = self._calls % _MAX_NUMBER + 1
         memory = self._transport.symmetric_memory
@@ -84,15 +84,15 @@ class Negotiation:
         """Drop all messages under way, on all ranks: one has met another call's code."""
         self._transport.flush(f"step 0 (the ranks differ) of {label}", self._timeout)
 
-    def wait(self, mine: Description | Joined, label: str) -> Agreement:
-        """Do the rest of `agree`."""
+    def wait(self, mine: Description | Joined, label: str) -> Outcome:
+        """Do the rest of `negotiate`."""
         if self._transport.size == 1:
-            return _AGREED
+            return _SAME_CALL
         memory = self._transport.symmetric_memory
         if memory is None:
             if self._ahead:
                 self._ahead -= 1
-                return _AGREED
+                return _SAME_CALL
             return self._by_messages(mine, label, self._upcoming(AHEAD))
         if self._any_joined or isinstance(mine, Joined):
             return self._by_messages(mine, label)
@@ -100,30 +100,30 @@ class Negotiation:
             memory.wait(f"step 0 (the ranks' arrival) of {label}", self._timeout)
         except RanksDiffer:
             return self._by_messages(mine, label)
-        return _AGREED
+        return _SAME_CALL
 
     def _by_messages(
         self,
         mine: Description | Joined,
         label: str,
         upcoming: Sequence[Description | None] = (),
-    ) -> Agreement:
+    ) -> Outcome:
         # A mismatch ends all joins.
         self._any_joined = False
         queued = [0 if call is None else call.code for call in upcoming]
         code = call_code(self._calls, 0)
 
-        def agree() -> Agreement:
-            return agree_by_messages(
+        def negotiate() -> Outcome:
+            return negotiate_by_messages(
                 mine, self._transport, label, self._timeout, self._workspace, queued, code
             )
 
         try:
-            agreement = agree()
+            outcome = negotiate()
         except RanksDiffer:
             # Another rank negotiates by its call's own messages.
             self.flush(label)
-            agreement = agree()
-        self._any_joined = bool(agreement.joined)
-        self._ahead = agreement.ahead
-        return agreement
+            outcome = negotiate()
+        self._any_joined = bool(outcome.joined)
+        self._ahead = outcome.ahead
+        return outcome

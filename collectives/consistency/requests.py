@@ -1,4 +1,4 @@
-"""Persistent requests: a collective that all ranks agree on once, and start any number of times.
+"""Persistent requests: a collective that is checked and planned once, and started repeatedly.
 
 The meaning is that of MPI-4's persistent collectives (MPI_Allreduce_init, MPI_Start, MPI_Wait).
 """

@@ -22,8 +22,8 @@ _MAX_VIEWS = 256
 _MAX_BLOCKS = 8
 _VECTOR_ALIGNMENT = 64
 
-# A device, and a stream's handle; 0 for the CPU.
-_Place = tuple[torch.device, int]
+# A device, and the handle of one of its streams; 0 for the CPU.
+_MemoryKey = tuple[torch.device, int]
 
 
 class Workspace:
@@ -34,14 +34,14 @@ class Workspace:
     """
 
     def __init__(self) -> None:
-        self._blocks: dict[_Place, torch.Tensor] = {}
-        self._views: dict[tuple[_Place, torch.dtype, int], torch.Tensor] = {}
+        self._blocks: dict[_MemoryKey, torch.Tensor] = {}
+        self._views: dict[tuple[_MemoryKey, torch.dtype, int], torch.Tensor] = {}
         self._within: Workspace | None = None
 
     def take(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         """Return `numel` uninitialised elements of `like`'s dtype, valid until the next take."""
         nbytes = numel * like.element_size()
-        where: _Place = (like.device, 0)
+        where: _MemoryKey = (like.device, 0)
         if like.is_cuda:
             where = (like.device, torch.cuda.current_stream(like.device).cuda_stream)
             if torch.cuda.is_current_stream_capturing():
@@ -52,7 +52,7 @@ class Workspace:
             view = self._views[key] = self._view(nbytes, like, where)
         return view
 
-    def _view(self, nbytes: int, like: torch.Tensor, where: _Place) -> torch.Tensor:
+    def _view(self, nbytes: int, like: torch.Tensor, where: _MemoryKey) -> torch.Tensor:
         block = self._blocks.get(where)
         grows = block is None or block.numel() < nbytes
         if grows or len(self._views) >= _MAX_VIEWS:

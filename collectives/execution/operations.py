@@ -1,7 +1,7 @@
-"""What each kind of call does on one rank, once the ranks have agreed on it.
+"""What each kind of call does on one rank, once it was negotiated.
 
 A rank that has joined runs the same functions on zeros: so each takes all that is not data from the
-options that the ranks have agreed on.
+options, which are equal on all ranks.
 """
 
 from __future__ import annotations

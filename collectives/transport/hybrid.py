@@ -46,13 +46,13 @@ class HybridTransport(Transport):
         self.carries_codes = local.carries_codes
         self._local = local
         self._other = other
-        self._ways = tuple(kinds)
+        self._kinds = tuple(kinds)
         self._toward = toward
 
     def __repr__(self) -> str:
         shared, linked = len(self.memory_peers), len(self.connected_peers)
         kinds = {"shared memory": shared, "TCP": linked - shared}
-        peers = [f"{way} to {count}" for way, count in kinds.items() if count]
+        peers = [f"{kind} to {count}" for kind, count in kinds.items() if count]
         if linked < self.size - 1:
             peers.append(f"{self._other!r} to {self.size - 1 - linked}")
         return f"HybridTransport({', '.join(peers)})"
@@ -125,12 +125,12 @@ class HybridTransport(Transport):
                 other.size,
                 gather,
                 timeout,
-                kinds=self._ways,
+                kinds=self._kinds,
                 toward=self._toward,
-                near=[place for place, rank in enumerate(ranks) if rank in self.memory_peers],
+                near=[new for new, old in enumerate(ranks) if old in self.memory_peers],
             )
         connections = ConnectionTransport(other.rank, other.size, *met)
-        return HybridTransport(connections, other, kinds=self._ways, toward=self._toward)
+        return HybridTransport(connections, other, kinds=self._kinds, toward=self._toward)
 
     def abort(self, reason: str) -> None:
         """Close the connections and tell the peers why."""

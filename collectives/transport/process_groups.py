@@ -72,7 +72,7 @@ def subgroup(
         raise CollectiveTimeoutError(
             f"rank {dist.get_rank()} could not make a group with ranks {names}: {first_line(error)}"
         ) from error
-    _c10d._world.pg_group_ranks[made] = {name: place for place, name in enumerate(names)}
+    _c10d._world.pg_group_ranks[made] = {name: rank for rank, name in enumerate(names)}
     return made
 
 

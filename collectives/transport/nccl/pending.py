@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from torch import cuda
 
-__all__ = ["GRACE_SECONDS", "MOST_PENDING", "Pending", "Posted", "arrives"]
+__all__ = ["GRACE_SECONDS", "MAX_PENDING", "Pending", "Posted", "arrives"]
 
 # Beyond these the host waits for the first: CUDA lets whoever launches more than about a thousand
 # things wait, without a limit, for a stream that waits for a rank.
-MOST_PENDING = 64
+MAX_PENDING = 64
 _SPIN_SECONDS = 2e-3
 _PAUSE_SECONDS = 2e-4
 # How long the host has to notice by itself that a step is late, before it counts as blocked.
@@ -86,7 +86,7 @@ class Pending:
     def put_off(self, posted: Posted, wait: Callable[[Posted, float], None]) -> None:
         """Add a step; wait for the first ones where there are too many."""
         self.items.append(posted)
-        self._settle(MOST_PENDING, wait)
+        self._settle(MAX_PENDING, wait)
 
     def _settle(self, most: int, wait: Callable[[Posted, float], None]) -> None:
         while len(self.items) > most:

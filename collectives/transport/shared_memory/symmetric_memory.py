@@ -1,10 +1,10 @@
 """Memory that all ranks of a host share: signal pads, buffers and tables of every rank.
 
 Every rank has a signal pad, which it alone writes. Signalling a call a rank posts one word there:
-the call's number and a code of its description. The ranks agree where all pads hold the same word,
-and no rank leaves a call before it has seen that. So none is ever more than one call ahead, and two
-words a pad, used in turn, are enough. Where the words differ every rank sees it, for no word is
-lost.
+the call's number and a code of its description. The calls are the same where all pads hold the same
+word, and no rank leaves a call before it has seen that. So none is ever more than one call ahead,
+and two words a pad, used in turn, are enough. Where the words differ every rank sees it, for no
+word is lost.
 
 Every rank has two buffers, too, used in turn by calls: what it writes there before it signals a
 call the others may use once all have signalled it, until it signals the next but one. Data thus
@@ -210,7 +210,7 @@ class SymmetricMemory:
         return False
 
     def _settled(self) -> bool:
-        """Whether the ranks agree or differ."""
+        """Whether all ranks have signalled this call, or one another."""
         try:
             return self.all_signalled()
         except RanksDiffer:

@@ -1,4 +1,4 @@
-"""The locality that all ranks agree on at start-up."""
+"""The locality that all ranks find at start-up."""
 
 from __future__ import annotations
 

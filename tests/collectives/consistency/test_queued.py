@@ -1,4 +1,4 @@
-"""Calls that wait behind each other are agreed on together, where agreeing takes messages."""
+"""Calls that wait behind each other are negotiated together, where that takes messages."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_queued_call_that_differs_is_an_error_alone(odd: int) -> None:
 
 
 def test_queues_of_other_lengths_give_each_sum() -> None:
-    """What a rank has not called yet is agreed on when it does."""
+    """What a rank has not called yet is negotiated when it does."""
 
     def job(group: Group, transport: Silent) -> None:
         calls = calls_of(group, 20)

@@ -1,4 +1,4 @@
-"""Persistent requests: agreed on once, started any number of times, over every transport."""
+"""Persistent requests: made once, started any number of times, over every transport."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_an_error_of_cudas_does_not_end_the_thread_of_nccl(machine: Machine) -> 
 
 def test_the_host_does_not_run_far_ahead(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A launch waits without a limit where too many are queued behind a rank that is gone."""
-    monkeypatch.setattr(pending, "MOST_PENDING", 4)
+    monkeypatch.setattr(pending, "MAX_PENDING", 4)
     posted = []
 
     def steps(transport: nccl.NcclTransport, message: Message) -> None:

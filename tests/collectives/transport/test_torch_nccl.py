@@ -128,7 +128,7 @@ def test_so_many_steps_are_under_way_at_once(
     fake: FakeTorch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beyond them the host waits for the first, and says which was late."""
-    monkeypatch.setattr(pending, "MOST_PENDING", 2)
+    monkeypatch.setattr(pending, "MAX_PENDING", 2)
     nccl, posted = of(fake, 0), []
 
     def steps() -> None:
