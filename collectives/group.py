@@ -16,11 +16,11 @@ from collectives.consistency.description import Description, describe_tensor
 from collectives.consistency.requests import Request
 from collectives.cost import LinkRates
 from collectives.execution.all_reduce import Runner
-from collectives.execution.gathering import as_tensor
 from collectives.owners import owners
 from collectives.reducers import Reducer, Sum
 from collectives.schedules.topology import Topology
 from collectives.transport.base import Transport
+from collectives.transport.byte_gathering import as_tensor
 from collectives.work import Work
 
 __all__ = ["Group"]

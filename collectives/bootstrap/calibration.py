@@ -23,7 +23,7 @@ from collectives.schedules.partition import split_bounds
 from collectives.schedules.schedule import Schedule
 from collectives.schedules.topology import Topology
 from collectives.transport.base import Transport
-from collectives.transport.gathering import gather_bytes
+from collectives.transport.byte_gathering import gather_bytes
 
 __all__ = ["Ranks", "calibrate", "fit"]
 

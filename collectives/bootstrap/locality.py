@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from collectives.schedules.topology import Topology
 from collectives.transport.base import Transport
-from collectives.transport.gathering import gather_bytes
+from collectives.transport.byte_gathering import gather_bytes
 
 __all__ = ["Locality", "find_locality", "locality_on"]
 

@@ -27,8 +27,8 @@ from collectives.transport import (
     open_connections,
     store_of,
 )
+from collectives.transport.byte_gathering import gather_bytes
 from collectives.transport.connections.shm import ShmConnection
-from collectives.transport.gathering import gather_bytes
 from kernels.cpu.dispatch import use_torch
 
 __all__ = ["check_start_options", "connect", "transport_choice"]

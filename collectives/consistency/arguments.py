@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from collectives.schedules.spec import format_all_reduce_spec, parse_all_reduce_
 __all__ = ["Arguments"]
 
 Tensor = torch.Tensor
-_formatted = lru_cache(format_all_reduce_spec)
 
 
 class Arguments:
@@ -165,7 +163,7 @@ def _describe_all(tensors: Sequence[Tensor]) -> list[Any]:
 def _options(op: Reducer, specs: Specs, prescale: float, postscale: float) -> dict[str, Any]:
     return {
         "op": str(op),
-        "algorithm": _formatted(specs),
+        "algorithm": format_all_reduce_spec(specs),
         "prescale": float(prescale),
         "postscale": float(postscale),
     }

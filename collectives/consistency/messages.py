@@ -25,7 +25,7 @@ from collectives.execution.executor import Workspace, execute
 from collectives.reducers import Max
 from collectives.schedules import recursive_doubling
 from collectives.transport.base import Transport
-from collectives.transport.gathering import gather_bytes
+from collectives.transport.byte_gathering import gather_bytes
 
 __all__ = ["AHEAD", "Joined", "Outcome", "negotiate_by_messages"]
 

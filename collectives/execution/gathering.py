@@ -9,7 +9,7 @@ from collectives.reducers import Sum
 from collectives.schedules import ring
 from collectives.transport.base import Transport
 
-__all__ = ["as_tensor", "gather_pieces"]
+__all__ = ["gather_pieces"]
 
 
 def gather_pieces(
@@ -37,10 +37,3 @@ def gather_pieces(
     whole[bounds[transport.rank] : bounds[transport.rank + 1]] = mine
     run(whole, bounds)
     return whole, bounds
-
-
-def as_tensor(payload: bytes) -> torch.Tensor:
-    """Copy the bytes to a 1-D uint8 tensor on the CPU."""
-    if not payload:
-        return torch.empty(0, dtype=torch.uint8, device="cpu")
-    return torch.frombuffer(bytearray(payload), dtype=torch.uint8)

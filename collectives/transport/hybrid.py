@@ -10,9 +10,9 @@ import torch
 
 from collectives.errors import describe
 from collectives.transport.base import Message, Transport
+from collectives.transport.byte_gathering import gather_bytes
 from collectives.transport.connections.connect import KINDS, Opened, open_connections
 from collectives.transport.connections.transport import ConnectionTransport
-from collectives.transport.gathering import gather_bytes
 from collectives.transport.shared_memory.symmetric_memory import SymmetricMemory
 
 __all__ = ["HybridTransport"]

@@ -95,7 +95,7 @@ class FakeNccl:
     NcclError = NcclError
     available = True
 
-    def __init__(self, *, can_split: bool = True) -> None:
+    def __init__(self) -> None:
         self.broken: list[str] = []
         self.over = False
         self.waiting: set[object] = set()  # one for each call that waits for other ranks
@@ -113,8 +113,6 @@ class FakeNccl:
         class NcclCommunicator(_Communicator):
             nccl = module
 
-        if can_split:
-            NcclCommunicator.commSplit = _comm_split  # type: ignore[attr-defined]
         self.NcclCommunicator = NcclCommunicator
 
     def get_unique_id(self) -> bytes:
@@ -313,13 +311,13 @@ class _Communicator:
             self._clique.meet("abort", self.rank, None, lambda: False)
             self.freed = True
 
-
-def _comm_split(self: _Communicator, color: int, key: int, config: Any = None) -> _Communicator:
-    self._enter()
-    self.splits += 1
-    words = self._clique.meet(f"split {self.splits}", self.rank, (color, key), lambda: self.ended)
-    members = sorted((k, rank) for rank, (c, k) in words.items() if c == color)
-    name = f"{id(self._clique)} {self.splits} {color}".encode().ljust(128)
-    made = type(self).__new__(type(self))
-    made._start(self.nccl.clique(name, len(members)), [r for _, r in members].index(self.rank))
-    return made
+    def commSplit(self, color: int, key: int, config: Any = None) -> _Communicator:
+        self._enter()
+        self.splits += 1
+        mine, what = (color, key), f"split {self.splits}"
+        words = self._clique.meet(what, self.rank, mine, lambda: self.ended)
+        members = sorted((k, rank) for rank, (c, k) in words.items() if c == color)
+        name = f"{id(self._clique)} {self.splits} {color}".encode().ljust(128)
+        made = type(self).__new__(type(self))
+        made._start(self.nccl.clique(name, len(members)), [r for _, r in members].index(self.rank))
+        return made

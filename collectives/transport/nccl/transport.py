@@ -36,10 +36,6 @@ from collectives.transport.shared_memory.symmetric_memory import SymmetricMemory
 __all__ = ["NcclTransport"]
 
 
-def _nothing() -> None:
-    """What there is to wait for where nothing is under way."""
-
-
 class NcclTransport(Transport):
     """Point-to-point messages of CUDA tensors on one device a rank; CPU tensors go to `host`.
 
@@ -97,8 +93,7 @@ class NcclTransport(Transport):
         self._pending = self._communicators.pending
         # Runs at the latest when the interpreter exits.
         self._close = weakref.finalize(self, self._communicators.close)
-        others = tuple(r for r in range(self.size) if r != self.rank)
-        self._whole = self._join("all", self.rank, self.size, others, "start-up", timeout)
+        self._whole = self._join(timeout)
 
     @property
     def symmetric_memory(self) -> SymmetricMemory | None:
@@ -149,11 +144,8 @@ class NcclTransport(Transport):
         """
         sends = [message for message in sends if message.tensor.numel()]
         recvs = [message for message in recvs if message.tensor.numel()]
-        if not sends and not recvs:
-            return _nothing
         if not _on_gpu(sends, recvs):
-            self._host.exchange(sends, recvs, step, timeout)
-            return _nothing
+            return super().post(sends, recvs, step, timeout)
         stream = self._stream.cuda_stream
         kind = self._nccl.NCCL_UINT8
 
@@ -338,46 +330,29 @@ class NcclTransport(Transport):
             def split() -> Any:
                 return self._whole.commSplit(ranks[0], position)
 
-            if hasattr(self._whole, "commSplit"):
-                made = self._bounded(
-                    lambda: self._communicators.make(split, timeout), others, step, timeout
-                )
-            else:
-                others = tuple(r for r in ranks if r != self.rank)
-                key = f"part {len(self._parts)} of rank {ranks[0]}"
-                made = self._join(key, position, len(ranks), others, step, timeout)
-            self._parts[ranks] = made
+            self._parts[ranks] = self._bounded(
+                lambda: self._communicators.make(split, timeout), others, step, timeout
+            )
         return self._parts[ranks]
 
-    def _join(
-        self,
-        key: str,
-        position: int,
-        size: int,
-        others: tuple[int, ...],
-        step: str,
-        timeout: float,
-    ) -> Any:
-        """Make a communicator of `size` ranks, this one at `position`; its id goes by the store."""
-        deadline = time.monotonic() + timeout
-        if position == 0:
-            self._store.set(
-                key,
-                self._bounded(
-                    lambda: self._communicators.call(self._nccl.get_unique_id, timeout),
-                    others,
-                    step,
-                    timeout,
-                ),
-            )
+    def _join(self, timeout: float) -> Any:
+        """Make the communicator of all ranks; its id goes by the store."""
+        deadline, step = time.monotonic() + timeout, "start-up"
+        others = tuple(r for r in range(self.size) if r != self.rank)
+
+        def make_id() -> Any:
+            return self._communicators.call(self._nccl.get_unique_id, timeout)
+
+        if self.rank == 0:
+            self._store.set("all", self._bounded(make_id, others, step, timeout))
         try:
-            self._store.wait([key], timedelta(seconds=timeout))
+            self._store.wait(["all"], timedelta(seconds=timeout))
         except RuntimeError:
             self._fail(self._too_slow(others[:1], step, timeout))
-        unique_id = self._store.get(key)
+        unique_id = self._store.get("all")
 
         def join() -> Any:
-            return self._nccl.NcclCommunicator(size, unique_id, position)
+            return self._nccl.NcclCommunicator(self.size, unique_id, self.rank)
 
         return self._bounded(
             lambda: self._communicators.make(join, max(deadline - time.monotonic(), 0.1)),

@@ -36,11 +36,6 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     yield from make_machine(monkeypatch, FakeNccl())
 
 
-@pytest.fixture
-def machine_without_split(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    yield from make_machine(monkeypatch, FakeNccl(can_split=False))
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_every_pair_at_once(machine: Machine, size: int) -> None:
     """Sizes differ by pair, order within a pair is kept, empty messages vanish."""
@@ -186,10 +181,6 @@ def test_own_all_reduce_over_parts(machine: Machine) -> None:
     assert _sums_of_parts(machine) == [[*part, 5.0] for part in PARTS]
     # Every rank's part and whole were destroyed: a rank of each communicator is counted once.
     assert sorted(machine.nccl.destroyed) == sorted([*range(5), 0, 1, 0, 0, 1])
-
-
-def test_parts_where_cupy_cannot_split(machine_without_split: Machine) -> None:
-    assert _sums_of_parts(machine_without_split) == [[*part, 5.0] for part in PARTS]
 
 
 def test_split(machine: Machine) -> None:

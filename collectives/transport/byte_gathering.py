@@ -6,7 +6,14 @@ import torch
 
 from collectives.transport.base import Message, Transport
 
-__all__ = ["gather_bytes"]
+__all__ = ["as_tensor", "gather_bytes"]
+
+
+def as_tensor(payload: bytes) -> torch.Tensor:
+    """Copy the bytes to a 1-D uint8 tensor on the CPU."""
+    if not payload:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(bytearray(payload), dtype=torch.uint8)
 
 
 def gather_bytes(
@@ -21,7 +28,7 @@ def gather_bytes(
         timeout: Seconds, for the lengths and for the bytes.
         code: As `Transport.exchange` takes it.
     """
-    mine = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)[: len(payload)]
+    mine = as_tensor(payload)
     lengths = torch.zeros(transport.size, dtype=torch.int64, device="cpu")
     lengths[transport.rank] = len(payload)
     peers = [rank for rank in range(transport.size) if rank != transport.rank]
