@@ -28,7 +28,6 @@ from collectives.transport import (
     store_of,
 )
 from collectives.transport.byte_gathering import gather_bytes
-from collectives.transport.connections.shm import ShmConnection
 from kernels.cpu.dispatch import use_torch
 
 __all__ = ["check_start_options", "connect", "transport_choice"]
@@ -88,7 +87,8 @@ def connect(gloo: GlooTransport, timeout: float, choice: str) -> Transport:
     host: Transport = gloo
     others = sorted(set(range(gloo.size)) - {gloo.rank})
     unlinked = [peer for peer in others if peer not in met.connections]
-    unshared = [peer for peer in others if not isinstance(met.connections.get(peer), ShmConnection)]
+    near = {peer for peer, each in met.connections.items() if each.shares_memory}
+    unshared = [peer for peer in others if peer not in near]
     said = json.dumps(
         [[choice, unlinked, unshared], [kernels.backend_info().cpu_path, _promised]]
     ).encode()

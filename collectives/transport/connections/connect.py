@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from collectives.transport.connections.connection import Connection
-from collectives.transport.connections.shm import ShmConnection
 from collectives.transport.connections.shm_listener import ShmListener
 from collectives.transport.connections.tcp_listener import TcpListener, find_address
 
@@ -34,10 +34,17 @@ class Opened(NamedTuple):
 
 
 class _Listener(Protocol):
-    """One kind of connections. offer: what other ranks need to connect, for JSON."""
+    """One kind of connections.
+
+    offer: what other ranks need to connect, for JSON. symmetric_memory: what the ranks connected by
+    this kind share, once all have accepted; None where it shares none.
+    """
 
     @property
     def offer(self) -> Sequence[Any]: ...
+
+    @property
+    def symmetric_memory(self) -> mmap.mmap | None: ...
 
     def connect(self, peer: int, offer: Sequence[Any], timeout: float) -> None: ...
 
@@ -87,9 +94,9 @@ def open_connections(
             expected = [peer for peer, others in enumerate(told) if others.get(rank) == kind]
             connections.update(listener.accept(expected, timeout))
 
-        shm = listeners.get("shm")
-        memory = shm.symmetric_memory if isinstance(shm, ShmListener) else None
-        shared = [each for each in connections.values() if isinstance(each, ShmConnection)]
+        memories = [listener.symmetric_memory for listener in listeners.values()]
+        memory = next((each for each in memories if each is not None), None)
+        shared = [each for each in connections.values() if each.shares_memory]
         report = [list(connections), memory is not None and len(shared) == size - 1]
         reports = [json.loads(data) for data in gather(json.dumps(report).encode())]
         for peer in [peer for peer in connections if rank not in reports[peer][0]]:

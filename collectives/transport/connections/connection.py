@@ -83,7 +83,12 @@ class Connection(ABC):
         peer: The other rank.
         sock: Connected to it.
         near: Whether it runs on this machine, and so may need this rank's processor.
+
+    Attributes:
+        shares_memory: Whether messages go through memory that both ranks share.
     """
+
+    shares_memory = False
 
     def __init__(self, peer: int, sock: socket.socket, *, near: bool) -> None:
         sock.setblocking(False)

@@ -66,6 +66,8 @@ class ShmConnection(Connection):
     sock: SOCK_SEQPACKET, connected to the peer. outgoing, incoming: the rings, RING_BYTES each.
     """
 
+    shares_memory = True
+
     def __init__(
         self, peer: int, sock: socket.socket, outgoing: mmap.mmap, incoming: mmap.mmap
     ) -> None:

@@ -42,6 +42,8 @@ class TcpListener:
         OSError: The system refuses it.
     """
 
+    symmetric_memory = None
+
     def __init__(self, rank: int, at: str, stack: contextlib.ExitStack) -> None:
         if not hasattr(socket.socket, "recvmsg_into"):
             raise OSError("this system's sockets cannot receive into several places")

@@ -21,7 +21,6 @@ import torch
 from collectives.errors import CollectiveTimeoutError, TransportError, describe
 from collectives.transport.base import Message, Transport
 from collectives.transport.connections.connection import Bytes, Connection, PeerGone
-from collectives.transport.connections.shm import ShmConnection
 from collectives.transport.shared_memory.symmetric_memory import RanksDiffer, SymmetricMemory
 
 __all__ = ["ConnectionTransport"]
@@ -71,7 +70,7 @@ class ConnectionTransport(Transport):
         self.size = size
         self.peers = frozenset(connections)
         self.memory_peers = frozenset(
-            peer for peer, each in connections.items() if isinstance(each, ShmConnection)
+            peer for peer, each in connections.items() if each.shares_memory
         )
         self.carries_codes = len(connections) == size - 1
         self._connections = dict(connections)
