@@ -9,8 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from collectives import Group, Reducer, Work
-from collectives.consistency.requests import Request
+from collectives import Group, Reducer, Request, Work
 
 __all__ = ["PooledReduction", "RequestPool"]
 

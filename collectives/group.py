@@ -18,6 +18,7 @@ from collectives.cost import LinkRates
 from collectives.execution.all_reduce import Runner
 from collectives.owners import owners
 from collectives.reducers import Reducer, Sum
+from collectives.schedules.spec import parse_all_reduce_spec
 from collectives.schedules.topology import Topology
 from collectives.transport.base import Transport
 from collectives.transport.byte_gathering import as_tensor
@@ -99,6 +100,16 @@ class Group:
             rates: None for a choice by size alone, the same in every run of the program.
         """
         self._runner.link_rates = rates
+
+    def check_algorithm(self, algorithm: str, op: Reducer = Sum) -> None:
+        """Raise ValueError where a specification cannot carry `op` on these ranks; sends nothing.
+
+        Args:
+            algorithm: As in all_reduce.
+            op: As in all_reduce.
+        """
+        validation.reducer("op", op)
+        self._runner.check(parse_all_reduce_spec(algorithm), op, [])
 
     def all_reduce(
         self,

@@ -13,9 +13,7 @@ from torch import Tensor
 from adasum.compression import Compression, Compressor, cast_dtype
 from adasum.observer import Observer
 from adasum.sparse import sparse_all_reduce_async
-from collectives import Average, FusedBuffer, Group, Reducer, Sum, Work, parse_all_reduce_spec
-from collectives.consistency.requests import Request
-from collectives.execution.phases import phases_of
+from collectives import Average, FusedBuffer, Group, Reducer, Request, Sum, Work
 
 __all__ = [
     "BucketReducer",
@@ -94,9 +92,7 @@ class BucketReducer:
     def check(self) -> None:
         """Raise ValueError naming `algorithm` unless it can carry `op` on these ranks."""
         try:
-            for part in parse_all_reduce_spec(self.algorithm or "auto"):
-                if part.outer != "auto":
-                    phases_of(part, self.op, self.group.topology)
+            self.group.check_algorithm(self.algorithm or "auto", self.op)
         except ValueError as error:
             raise ValueError(f"algorithm={self.algorithm!r}: {error}") from None
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from adasum import Adasum
 from collectives import CollectiveMismatchError, Group, TransportError, run_threads
 from collectives.cost import LinkRates, Rate
 from collectives.reducers import SumReducer
@@ -119,6 +120,17 @@ def test_auto_follows_link_rates_as_they_are_set() -> None:
         return answers
 
     assert run_threads(2, main) == [[True, False, True]] * 2
+
+
+def test_check_algorithm_that_cannot_carry_the_operator_raises(alone: Group) -> None:
+    alone.check_algorithm("rd:16k:xring#1")
+    alone.check_algorithm("auto", Adasum)
+    with pytest.raises(ValueError, match=r"'collective' is a library's own sum, which cannot do"):
+        alone.check_algorithm("collective", Adasum)
+    with pytest.raises(ValueError, match="unheard"):
+        alone.check_algorithm("unheard")
+    with pytest.raises(TypeError, match="op must be a Reducer"):
+        alone.check_algorithm("rd", "Sum")  # type: ignore[arg-type]
 
 
 def test_close_where_one_part_fails_closes_the_rest(
