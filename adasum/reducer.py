@@ -16,6 +16,7 @@ from torch import Tensor
 
 import kernels
 from collectives import Operands, Reducer
+from kernels.torch_ops import tracing
 
 __all__ = ["Adasum", "AdasumReducer"]
 
@@ -114,7 +115,9 @@ class AdasumReducer(Reducer):
     def bind(self, operands: Operands) -> Callable[[], None]:
         """Return what does `reduce(operands)` any number of times, by plans of `kernels`."""
         overridden = type(self).reduce is not AdasumReducer.reduce
-        if overridden or any(len(piece.parts) != 2 for piece in operands.pieces):
+        planned = not overridden and all(len(piece.parts) == 2 for piece in operands.pieces)
+        # Under a dispatch mode of any thread no plan can be made.
+        if not planned or tracing():
             return super().bind(operands)
         segments = (0, operands.numel) if operands.segments is None else tuple(operands.segments)
         if operands.sum_partials is not None or not all(

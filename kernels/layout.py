@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -187,10 +186,10 @@ class PackedList:
         return set(self.dtypes)
 
     @cached_property
-    def sizes(self) -> np.ndarray:
+    def sizes(self) -> array[int]:
         """Bytes of each tensor, as uint64."""
         itemsizes = [dtype.itemsize for dtype in self.dtypes]
-        return np.array(list(map(operator.mul, self.layout.numels, itemsizes)), dtype=np.uint64)
+        return array("Q", map(operator.mul, self.layout.numels, itemsizes))
 
 
 def check_packed(

@@ -7,16 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kernels.arguments import check_pack, check_unpack, device_of
 from kernels.findings import SCHEMA, Findings
 from kernels.layout import Layout, PackedList, check_buffer, check_layout, check_packed
-from kernels.plans import PackPlan, UnpackPlan, device_of, plan_pack, plan_unpack
-from kernels.torch_ops import call, mark_written, operator, read_list, returns_nothing, tracing
-from kernels.validation import (
-    check_all_writable,
-    check_scalar,
-    check_tensor,
-    check_writable,
-)
+from kernels.plans import PackPlan, UnpackPlan, run_once
+from kernels.torch_ops import call, operator, returns_nothing, tracing
+from kernels.validation import check_scalar, check_tensor
 
 __all__ = ["pack", "pack_bytes", "pack_reference", "unpack", "unpack_bytes", "unpack_reference"]
 
@@ -53,12 +49,14 @@ def pack(
         ValueError: One cannot be used, or overlaps what is written. Nothing has been written.
     """
     scale = check_scalar("scale", scale)
+    findings = Findings(found_inf, max_abs)
+    inputs, packed, target = check_pack(tensors, layout, out, findings)
     if tracing():
-        return _trace_pack(tensors, layout, out, scale, Findings(found_inf, max_abs))
-    plan = plan_pack(tensors, layout=layout, out=out, found_inf=found_inf, max_abs=max_abs)
-    plan(scale)
-    mark_written(plan.written())
-    return plan.out
+        chosen = packed.layout
+        call("pack_2", inputs, chosen.offsets, chosen.alignment, scale, target, *findings)
+    else:
+        run_once(PackPlan(inputs, packed, target, findings), scale)
+    return target
 
 
 def unpack(
@@ -91,12 +89,14 @@ def unpack(
         ValueError: One cannot be used, or overlaps what is written. Nothing has been written.
     """
     scale = check_scalar("scale", scale)
+    findings = Findings(found_inf, max_abs)
+    inputs, packed, _ = check_unpack(buffer, tensors, layout, findings)
     if tracing():
-        return _trace_unpack(buffer, tensors, layout, scale, Findings(found_inf, max_abs))
-    plan = plan_unpack(buffer, tensors, layout=layout, found_inf=found_inf, max_abs=max_abs)
-    done = plan(scale)
-    mark_written(plan.written())
-    return done
+        chosen = packed.layout
+        call("unpack_2", buffer, chosen.offsets, chosen.alignment, scale, inputs, *findings)
+    else:
+        run_once(UnpackPlan(inputs, packed, buffer, findings), scale)
+    return inputs
 
 
 def pack_bytes(tensors: Sequence[Tensor], *, layout: Layout | None = None) -> int:
@@ -132,46 +132,6 @@ def unpack_reference(buffer: Tensor, layout: Layout, *, scale: float = 1.0) -> l
     return layout.views(buffer.detach().double() * check_scalar("scale", scale))
 
 
-def _trace_pack(
-    tensors: Sequence[Tensor],
-    layout: Layout | None,
-    out: Tensor | None,
-    scale: float,
-    findings: Findings,
-) -> Tensor:
-    """`pack` where the call is read rather than run."""
-    tensors = read_list("tensors", tensors)
-    chosen = check_packed(tensors, layout, None).layout
-    device = device_of(tensors)
-    if out is not None:
-        device = device if tensors else check_tensor("out", out).device
-        check_buffer("out", out, chosen, device)
-        check_writable("out", out)
-    findings.check(device, chosen.dtype)
-    target = torch.empty(chosen.numel, dtype=chosen.dtype, device=device) if out is None else out
-    call("pack_2", tensors, chosen.offsets, chosen.alignment, scale, target, *findings)
-    return target
-
-
-def _trace_unpack(
-    buffer: Tensor,
-    tensors: Sequence[Tensor],
-    layout: Layout | None,
-    scale: float,
-    findings: Findings,
-) -> list[Tensor]:
-    """`unpack` where the call is read rather than run."""
-    tensors = read_list("tensors", tensors)
-    check_tensor("buffer", buffer)
-    chosen = check_packed(tensors, layout, buffer.dtype).layout
-    device = tensors[0].device if tensors else buffer.device
-    check_buffer("buffer", buffer, chosen, device)
-    check_all_writable("tensors", tensors)
-    findings.check(device, *[tensor.dtype for tensor in tensors])
-    call("unpack_2", buffer, chosen.offsets, chosen.alignment, scale, tensors, *findings)
-    return tensors
-
-
 @operator(
     "pack_2(Tensor[] tensors, SymInt[] offsets, int alignment, float scale, Tensor(a!) out, "
     f"{SCHEMA}) -> ()",
@@ -186,9 +146,7 @@ def _pack(
     *findings: Tensor | None,
 ) -> None:
     packed = _within(out, tensors, offsets, alignment)
-    plan = PackPlan(tensors, packed, out, Findings(*findings))
-    plan(scale)
-    mark_written(plan.written())
+    run_once(PackPlan(tensors, packed, out, Findings(*findings)), scale)
 
 
 @operator(
@@ -205,9 +163,7 @@ def _unpack(
     *findings: Tensor | None,
 ) -> None:
     packed = _within(buffer, tensors, offsets, alignment)
-    plan = UnpackPlan(tensors, packed, buffer, Findings(*findings))
-    plan(scale)
-    mark_written(plan.written())
+    run_once(UnpackPlan(tensors, packed, buffer, Findings(*findings)), scale)
 
 
 def _within(

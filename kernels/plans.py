@@ -13,33 +13,37 @@ import itertools
 import operator
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kernels.arguments import (
+    check_adasum,
+    check_combine,
+    check_dot_and_norms,
+    check_pack,
+    check_scaled_add,
+    check_sum_n,
+    check_unpack,
+)
 from kernels.cpu import dispatch
 from kernels.findings import Findings
 from kernels.gpu import copy_kernel, launcher, projection_kernels, sum_kernels
 from kernels.gpu.device_tables import AddressTable
-from kernels.layout import Layout, PackedList, check_buffer, check_packed
-from kernels.torch_ops import check_list, read_list, tracing
+from kernels.layout import Layout, PackedList
+from kernels.torch_ops import mark_written, read_list, tracing
 from kernels.validation import (
     all_sound,
     check_all_writable,
     check_disjoint,
-    check_dots,
     check_like,
     check_no_overlap,
     check_output,
-    check_pair,
-    check_place,
     check_scalar,
-    check_segments,
-    check_target,
     check_tensor,
     check_writable,
     near,
-    new_like,
 )
 
 __all__ = [
@@ -63,8 +67,7 @@ __all__ = [
 _dtype, _shape = operator.attrgetter("dtype"), operator.attrgetter("shape")
 _Run = Callable[..., None]
 # How messages call the inputs.
-_TENSOR, A_OR_B = "tensors[{}]".format, "ab".__getitem__
-EMPTY = "tensors is empty: pass at least one tensor to sum"
+_TENSOR, _A_OR_B = "tensors[{}]".format, "ab".__getitem__
 
 
 def _released(*_: float) -> None:
@@ -77,7 +80,9 @@ class Plan:
     A run does the launch (CUDA) or one call of compiled code (CPU) and nothing else. It writes to
     the same output each time, and does not tell autograd so, whose version counters stay as they
     are: plan what no backward pass has saved. One thread runs a plan at a time; on CUDA its runs
-    follow each other on their streams.
+    follow each other on their streams. torch.compile and dispatch modes do not see its runs, so
+    under them none is made. Nor is one made or bound while a CUDA graph is captured; its runs may
+    be.
 
     A plan holds its tensors. While it does, nobody may give one of them other memory or another
     shape: no `resize_`, no `set_`, no assignment to `.data`, no `resize_` of its storage. A run
@@ -89,6 +94,7 @@ class Plan:
     """
 
     out: Tensor
+    _function: str
     _out_name = "out"
     _inputs: list[Tensor]
     _addresses: array[int]
@@ -125,6 +131,7 @@ class Plan:
             ValueError: One has another shape or device, is not contiguous, or shares memory that
                 is written.
         """
+        _refuse_outside_eager(self._function)
         inputs = self._check_equal(read_list("tensors", tensors))
         target = self.out if self._in_place is None else inputs[self._in_place]
         if out is not None:
@@ -260,6 +267,8 @@ class _CopyPlan(_ListPlan):
 class PackPlan(_CopyPlan):
     """What `plan_pack` returns."""
 
+    _function = "pack"
+
     def __call__(self, scale: float = 1.0) -> Tensor:
         """Copy the tensors, each times `scale`, into `out`, and return it."""
         if type(scale) is not float:
@@ -271,7 +280,7 @@ class PackPlan(_CopyPlan):
 class UnpackPlan(_CopyPlan):
     """What `plan_unpack` returns."""
 
-    _out_name, _packing = "buffer", False
+    _function, _out_name, _packing = "unpack", "buffer", False
 
     def written(self) -> list[Tensor]:
         """Return the tensors that a run writes."""
@@ -293,6 +302,8 @@ class UnpackPlan(_CopyPlan):
 class SumPlan(_ListPlan):
     """What `plan_sum_n` returns."""
 
+    _function = "sum_n"
+
     def __call__(self, scale: float = 1.0) -> Tensor:
         """Write `scale` times the sum of the tensors, and return it."""
         if type(scale) is not float:
@@ -310,6 +321,11 @@ class SumPlan(_ListPlan):
 
 class ScaledAddPlan(Plan):
     """What `plan_scaled_add` returns."""
+
+    _function = "scaled_add"
+
+    def __init__(self, inputs: list[Tensor], out: Tensor, findings: Findings) -> None:
+        super().__init__(inputs, _A_OR_B, out, findings)
 
     def __call__(self, alpha: float = 1.0, beta: float = 1.0) -> Tensor:
         """Write alpha*a + beta*b, and return it."""
@@ -337,7 +353,7 @@ class _SegmentPlan(Plan):
         dots: Tensor | None = None,
     ) -> None:
         self._bounds = bounds
-        super().__init__([a, b], A_OR_B, out, findings, dots)
+        super().__init__([a, b], _A_OR_B, out, findings, dots)
 
     def __call__(self) -> Tensor:
         """Write the result to `out`, and return it."""
@@ -348,6 +364,12 @@ class _SegmentPlan(Plan):
 class DotAndNormsPlan(_SegmentPlan):
     """What `plan_dot_and_norms` returns."""
 
+    _function = "dot_and_norms"
+
+    def __init__(self, a: Tensor, b: Tensor, bounds: tuple[int, ...]) -> None:
+        dots = torch.empty(len(bounds) - 1, 3, dtype=torch.float64, device=a.device)
+        super().__init__(a, b, bounds, dots, Findings())
+
     def _bind(self) -> _Run:
         a, b = self._inputs
         triton = launcher.on_triton(a)
@@ -357,6 +379,8 @@ class DotAndNormsPlan(_SegmentPlan):
 
 class CombinePlan(_SegmentPlan):
     """What `plan_combine` returns."""
+
+    _function = "combine"
 
     def _check_memory(self, inputs: list[Tensor], addresses: array[int], out: Tensor) -> None:
         super()._check_memory(inputs, addresses, out)
@@ -373,6 +397,8 @@ class CombinePlan(_SegmentPlan):
 
 class AdasumPlan(_SegmentPlan):
     """What `plan_adasum` returns."""
+
+    _function = "adasum"
 
     def _bind(self) -> _Run:
         a, b = self._inputs
@@ -393,17 +419,9 @@ def plan_pack(
     Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has a
     buffer of its own, the same at each run.
     """
-    inputs, findings = read_list("tensors", tensors), Findings(found_inf, max_abs)
-    packed = check_packed(inputs, layout, None)
-    if out is None:
-        device = device_of(inputs)
-        target = torch.empty(packed.layout.numel, dtype=packed.layout.dtype, device=device)
-    else:
-        device = device_of(inputs) if inputs else check_tensor("out", out).device
-        check_buffer("out", out, packed.layout, device)
-        target = check_writable("out", out)
-    findings.check(device, target.dtype)
-    return PackPlan(inputs, packed, target, findings)
+    _refuse_outside_eager("pack")
+    findings = Findings(found_inf, max_abs)
+    return PackPlan(*check_pack(tensors, layout, out, findings), findings)
 
 
 def plan_unpack(
@@ -418,14 +436,9 @@ def plan_unpack(
 
     Arguments and errors as there, and of every plan: see `Plan`.
     """
-    inputs, findings = read_list("tensors", tensors), Findings(found_inf, max_abs)
-    check_tensor("buffer", buffer)
-    packed = check_packed(inputs, layout, buffer.dtype)
-    device = inputs[0].device if inputs else buffer.device
-    check_buffer("buffer", buffer, packed.layout, device)
-    check_all_writable("tensors", inputs)
-    findings.check(device, *packed.dtype_set)
-    return UnpackPlan(inputs, packed, buffer, findings)
+    _refuse_outside_eager("unpack")
+    findings = Findings(found_inf, max_abs)
+    return UnpackPlan(*check_unpack(buffer, tensors, layout, findings), findings)
 
 
 def plan_sum_n(
@@ -441,9 +454,9 @@ def plan_sum_n(
     Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has one of
     its own, the same at each run.
     """
-    inputs, findings = check_equals(read_list("tensors", tensors)), Findings(found_inf, max_abs)
-    findings.check(inputs[0].device, check_target(out, "tensors[0]", inputs[0], dtype))
-    return SumPlan(inputs, new_like(inputs[0], dtype) if out is None else out, findings)
+    _refuse_outside_eager("sum_n")
+    findings = Findings(found_inf, max_abs)
+    return SumPlan(*check_sum_n(tensors, out, dtype, findings), findings)
 
 
 def plan_scaled_add(
@@ -460,11 +473,9 @@ def plan_scaled_add(
     Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has one of
     its own, the same at each run.
     """
-    left, findings = check_tensor("a", a), Findings(found_inf, max_abs)
-    right = check_place("b", b, "a", left)
-    findings.check(left.device, check_target(out, "a", left, dtype))
-    target = new_like(left, dtype) if out is None else out
-    return ScaledAddPlan([left, right], A_OR_B, target, findings)
+    _refuse_outside_eager("scaled_add")
+    findings = Findings(found_inf, max_abs)
+    return ScaledAddPlan(*check_scaled_add(a, b, out, dtype, findings), findings)
 
 
 def plan_dot_and_norms(
@@ -475,10 +486,8 @@ def plan_dot_and_norms(
     Arguments and errors as there, and of every plan: see `Plan`. A run returns the same tensor
     each time.
     """
-    left = check_pair(a, b, None)
-    bounds = check_segments(segments, left.numel())
-    dots = torch.empty(len(bounds) - 1, 3, dtype=torch.float64, device=left.device)
-    return DotAndNormsPlan(left, b, bounds, dots, Findings())
+    _refuse_outside_eager("dot_and_norms")
+    return DotAndNormsPlan(a, b, check_dot_and_norms(a, b, segments))
 
 
 def plan_combine(
@@ -496,12 +505,10 @@ def plan_combine(
     Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has one of
     its own, the same at each run.
     """
-    left, findings = check_tensor("a", a), Findings(found_inf, max_abs)
-    bounds = check_segments(segments, left.numel())
-    check_dots(dots, len(bounds) - 1, left)
-    check_pair(a, b, out)
-    findings.check(left.device, left.dtype)
-    return CombinePlan(left, b, bounds, new_like(left) if out is None else out, findings, dots)
+    _refuse_outside_eager("combine")
+    findings = Findings(found_inf, max_abs)
+    bounds, target = check_combine(a, b, dots, segments, out, findings)
+    return CombinePlan(a, b, bounds, target, findings, dots)
 
 
 def plan_adasum(
@@ -518,27 +525,28 @@ def plan_adasum(
     Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has one of
     its own, the same at each run.
     """
-    left, findings = check_pair(a, b, out), Findings(found_inf, max_abs)
-    findings.check(left.device, left.dtype)
-    bounds = check_segments(segments, left.numel())
-    return AdasumPlan(left, b, bounds, new_like(left) if out is None else out, findings)
+    _refuse_outside_eager("adasum")
+    findings = Findings(found_inf, max_abs)
+    return AdasumPlan(a, b, *check_adasum(a, b, segments, out, findings), findings)
 
 
-def device_of(tensors: Sequence[Tensor]) -> torch.device:
-    """The device of a list of tensors; the CPU's where it is empty."""
-    return tensors[0].device if tensors else torch.device("cpu")
+def run_once(plan: Any, *scalars: float) -> Any:
+    """Run a plan and tell autograd what it has written, as torch's own functions do."""
+    done = plan(*scalars)
+    mark_written(plan.written())
+    return done
 
 
-def check_equals(tensors: object) -> list[Tensor]:
-    """Check that a list's tensors, at least one, are equal in shape, dtype and device."""
-    checked = check_list("tensors", tensors)
-    if not checked:
-        raise ValueError(EMPTY)
-    first = checked[0]
-    # dynamo cannot read `map` over a C function, which is faster.
-    alike = {first.dtype}, {first.shape}
-    if not tracing() and ({*map(_dtype, checked)}, {*map(_shape, checked)}) == alike:
-        return checked
-    for i, tensor in enumerate(checked[1:], 1):
-        check_like(f"tensors[{i}]", tensor, "tensors[0]", first)
-    return checked
+def _refuse_outside_eager(name: str) -> None:
+    """Raise RuntimeError where calls are read, or recorded, rather than run."""
+    if tracing():
+        raise RuntimeError(
+            "no plan is made while torch.compile, export or a dispatch mode reads the calls: "
+            f"call kernels.{name}, of which they see an operator"
+        )
+    # Asked on a CPU, torch would start CUDA.
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "no plan is made or bound while a CUDA graph is captured, whose memory and tables are "
+            f"filled at its replays alone: make it before, or call kernels.{name}"
+        )

@@ -13,25 +13,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kernels.arguments import check_adasum, check_combine, check_dot_and_norms
 from kernels.arithmetic import TINY
 from kernels.findings import SCHEMA, Findings
-from kernels.plans import (
-    AdasumPlan,
-    CombinePlan,
-    plan_adasum,
-    plan_combine,
-    plan_dot_and_norms,
-)
-from kernels.torch_ops import call, mark_written, operator, returns_nothing, tracing
-from kernels.validation import (
-    check_dots,
-    check_like,
-    check_pair,
-    check_segments,
-    check_sized,
-    check_tensor,
-    new_like,
-)
+from kernels.plans import AdasumPlan, CombinePlan, DotAndNormsPlan, run_once
+from kernels.torch_ops import call, operator, returns_nothing, tracing
+from kernels.validation import check_dots, check_like, check_segments, check_sized, check_tensor
 
 __all__ = [
     "adasum",
@@ -61,11 +48,11 @@ def dot_and_norms(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -
         TypeError: An argument has another type or dtype.
         ValueError: One cannot be used.
     """
+    bounds = check_dot_and_norms(a, b, segments)
     if tracing():
-        bounds = check_segments(segments, check_pair(a, b, None).numel())
         dots: Tensor = call("dot_and_norms", a, b, bounds)
         return dots
-    return plan_dot_and_norms(a, b, segments)()
+    return DotAndNormsPlan(a, b, bounds)()
 
 
 def combine(
@@ -97,19 +84,13 @@ def combine(
         TypeError: An argument has another type or dtype. Nothing has been written.
         ValueError: One cannot be used, or overlaps what is written. Nothing has been written.
     """
+    findings = Findings(found_inf, max_abs)
+    bounds, target = check_combine(a, b, dots, segments, out, findings)
     if tracing():
-        left, findings = check_tensor("a", a), Findings(found_inf, max_abs)
-        bounds = check_segments(segments, left.numel())
-        check_dots(dots, len(bounds) - 1, left)
-        check_pair(a, b, out)
-        findings.check(left.device, left.dtype)
-        target = new_like(a) if out is None else out
         call("combine_2", a, b, dots, bounds, target, *findings)
-        return target
-    plan = plan_combine(a, b, dots, segments, out=out, found_inf=found_inf, max_abs=max_abs)
-    plan()
-    mark_written(plan.written())
-    return plan.out
+    else:
+        run_once(CombinePlan(a, b, bounds, target, findings, dots))
+    return target
 
 
 def adasum(
@@ -125,17 +106,13 @@ def adasum(
 
     Arguments and errors are those of `combine`. NaN or Inf in a segment reaches that segment alone.
     """
+    findings = Findings(found_inf, max_abs)
+    bounds, target = check_adasum(a, b, segments, out, findings)
     if tracing():
-        left, findings = check_pair(a, b, out), Findings(found_inf, max_abs)
-        findings.check(left.device, left.dtype)
-        bounds = check_segments(segments, left.numel())
-        target = new_like(a) if out is None else out
         call("adasum_2", a, b, bounds, target, *findings)
-        return target
-    plan = plan_adasum(a, b, segments, out=out, found_inf=found_inf, max_abs=max_abs)
-    plan()
-    mark_written(plan.written())
-    return plan.out
+    else:
+        run_once(AdasumPlan(a, b, bounds, target, findings))
+    return target
 
 
 def dot_and_norms_bytes(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -> int:
@@ -209,7 +186,7 @@ def _no_dots(a: Tensor, b: Tensor, bounds: Sequence[int]) -> Tensor:
 
 @operator("dot_and_norms(Tensor a, Tensor b, SymInt[] bounds) -> Tensor", fake=_no_dots)
 def _dot_and_norms(a: Tensor, b: Tensor, bounds: Sequence[int]) -> Tensor:
-    return plan_dot_and_norms(a, b, bounds)()
+    return DotAndNormsPlan(a, b, check_dot_and_norms(a, b, bounds))()
 
 
 @operator(
@@ -224,9 +201,7 @@ def _combine(
     out: Tensor,
     *findings: Tensor | None,
 ) -> None:
-    plan = CombinePlan(a, b, tuple(bounds), out, Findings(*findings), dots)
-    plan()
-    mark_written(plan.written())
+    run_once(CombinePlan(a, b, tuple(bounds), out, Findings(*findings), dots))
 
 
 @operator(
@@ -236,6 +211,4 @@ def _combine(
 def _adasum(
     a: Tensor, b: Tensor, bounds: Sequence[int], out: Tensor, *findings: Tensor | None
 ) -> None:
-    plan = AdasumPlan(a, b, tuple(bounds), out, Findings(*findings))
-    plan()
-    mark_written(plan.written())
+    run_once(AdasumPlan(a, b, tuple(bounds), out, Findings(*findings)))

@@ -7,26 +7,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kernels.arguments import EMPTY, check_equals, check_scaled_add, check_sum_n
 from kernels.findings import SCHEMA, Findings
-from kernels.plans import (
-    A_OR_B,
-    EMPTY,
-    ScaledAddPlan,
-    SumPlan,
-    check_equals,
-    plan_scaled_add,
-    plan_sum_n,
-)
-from kernels.torch_ops import call, mark_written, operator, read_list, returns_nothing, tracing
+from kernels.plans import ScaledAddPlan, SumPlan, run_once
+from kernels.torch_ops import call, operator, returns_nothing, tracing
 from kernels.validation import (
     check_dtype,
     check_place,
     check_scalar,
     check_sequence,
     check_sized,
-    check_target,
     check_tensor,
-    new_like,
 )
 
 __all__ = [
@@ -66,12 +57,13 @@ def sum_n(
         ValueError: One cannot be used, or overlaps what is written. Nothing has been written.
     """
     scale = check_scalar("scale", scale)
+    findings = Findings(found_inf, max_abs)
+    inputs, target = check_sum_n(tensors, out, dtype, findings)
     if tracing():
-        return _trace_sum_n(tensors, out, scale, dtype, Findings(found_inf, max_abs))
-    plan = plan_sum_n(tensors, out=out, dtype=dtype, found_inf=found_inf, max_abs=max_abs)
-    plan(scale)
-    mark_written(plan.written())
-    return plan.out
+        call("sum_n_2", inputs, scale, target, *findings)
+    else:
+        run_once(SumPlan(inputs, target, findings), scale)
+    return target
 
 
 def scaled_add(
@@ -102,12 +94,13 @@ def scaled_add(
         ValueError: One cannot be used, or overlaps what is written. Nothing has been written.
     """
     alpha, beta = check_scalar("alpha", alpha), check_scalar("beta", beta)
+    findings = Findings(found_inf, max_abs)
+    inputs, target = check_scaled_add(a, b, out, dtype, findings)
     if tracing():
-        return _trace_scaled_add(a, b, alpha, beta, out, dtype, Findings(found_inf, max_abs))
-    plan = plan_scaled_add(a, b, out=out, dtype=dtype, found_inf=found_inf, max_abs=max_abs)
-    plan(alpha, beta)
-    mark_written(plan.written())
-    return plan.out
+        call("scaled_add_2", *inputs, alpha, beta, target, *findings)
+    else:
+        run_once(ScaledAddPlan(inputs, target, findings), alpha, beta)
+    return target
 
 
 def sum_n_bytes(tensors: Sequence[Tensor], *, dtype: torch.dtype | None = None) -> int:
@@ -151,47 +144,12 @@ def scaled_add_reference(a: Tensor, b: Tensor, *, alpha: float = 1.0, beta: floa
     return alpha * left.detach().double() + beta * right.detach().double()
 
 
-def _trace_sum_n(
-    tensors: Sequence[Tensor],
-    out: Tensor | None,
-    scale: float,
-    dtype: torch.dtype | None,
-    findings: Findings,
-) -> Tensor:
-    """`sum_n` where the call is read rather than run."""
-    tensors = check_equals(read_list("tensors", tensors))
-    findings.check(tensors[0].device, check_target(out, "tensors[0]", tensors[0], dtype))
-    target = new_like(tensors[0], dtype) if out is None else out
-    call("sum_n_2", tensors, scale, target, *findings)
-    return target
-
-
-def _trace_scaled_add(
-    a: Tensor,
-    b: Tensor,
-    alpha: float,
-    beta: float,
-    out: Tensor | None,
-    dtype: torch.dtype | None,
-    findings: Findings,
-) -> Tensor:
-    """`scaled_add` where the call is read rather than run."""
-    left = check_tensor("a", a)
-    check_place("b", b, "a", left)
-    findings.check(left.device, check_target(out, "a", left, dtype))
-    target = new_like(a, dtype) if out is None else out
-    call("scaled_add_2", a, b, alpha, beta, target, *findings)
-    return target
-
-
 @operator(
     f"sum_n_2(Tensor[] tensors, float scale, Tensor(a!) out, {SCHEMA}) -> ()",
     fake=returns_nothing,
 )
 def _sum_n(tensors: list[Tensor], scale: float, out: Tensor, *findings: Tensor | None) -> None:
-    plan = SumPlan(tensors, out, Findings(*findings))
-    plan(scale)
-    mark_written(plan.written())
+    run_once(SumPlan(tensors, out, Findings(*findings)), scale)
 
 
 @operator(
@@ -201,6 +159,4 @@ def _sum_n(tensors: list[Tensor], scale: float, out: Tensor, *findings: Tensor |
 def _scaled_add(
     a: Tensor, b: Tensor, alpha: float, beta: float, out: Tensor, *findings: Tensor | None
 ) -> None:
-    plan = ScaledAddPlan([a, b], A_OR_B, out, Findings(*findings))
-    plan(alpha, beta)
-    mark_written(plan.written())
+    run_once(ScaledAddPlan([a, b], out, Findings(*findings)), alpha, beta)

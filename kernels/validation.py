@@ -15,6 +15,8 @@ from torch import Tensor
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NAMES = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
 _SUPPORTED = frozenset(DTYPES)
+# So many numbers Python compares one by one in less time than numpy takes to start.
+_FEW = 16
 PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _dtype, _layout = operator.attrgetter("dtype"), operator.attrgetter("layout")
 _is_cpu, _is_cuda = operator.attrgetter("is_cpu"), operator.attrgetter("is_cuda")
@@ -196,7 +198,7 @@ def check_no_overlap(name: str, written: Tensor, other_name: str, other: Tensor)
         raise ValueError(f"{name} overlaps {other_name} in memory: pass a separate tensor")
 
 
-def check_disjoint(name: str, addresses: array[int], sizes: np.ndarray) -> None:
+def check_disjoint(name: str, addresses: array[int], sizes: array[int]) -> None:
     """Raise ValueError if two of the tensors of a list, all about to be written, share memory.
 
     Args:
@@ -204,20 +206,24 @@ def check_disjoint(name: str, addresses: array[int], sizes: np.ndarray) -> None:
         addresses: Where the tensors lie, as uint64.
         sizes: Their bytes, as uint64.
     """
-    starts = np.frombuffer(addresses, dtype=np.uint64)
-    order = starts.argsort()
-    starts, ends = starts[order], (starts + sizes)[order]
-    if (ends[:-1] <= starts[1:]).all():
-        return
+    if len(addresses) > _FEW:
+        starts, ends = _numbers(addresses), _numbers(addresses) + _numbers(sizes)
+        order = starts.argsort()
+        if (ends[order][:-1] <= starts[order][1:]).all():
+            return
     last, owner = 0, 0
-    for start, end, i in zip(starts.tolist(), ends.tolist(), order.tolist(), strict=True):
-        if end > start and start < last:
+    for start, size, i in sorted(zip(addresses, sizes, range(len(sizes)), strict=True)):
+        if size and start < last:
             raise ValueError(
                 f"{name}[{min(i, owner)}] and {name}[{max(i, owner)}] overlap in memory: "
                 "pass separate ones"
             )
-        if end > start:
-            last, owner = end, i
+        if size:
+            last, owner = start + size, i
+
+
+def _numbers(values: array[int]) -> np.ndarray:
+    return np.frombuffer(values, dtype=np.uint64)
 
 
 def near(addresses: array[int], reach: int, buffer: Tensor) -> list[int]:
@@ -229,8 +235,11 @@ def near(addresses: array[int], reach: int, buffer: Tensor) -> list[int]:
         buffer: Contiguous.
     """
     low, high = byte_range(buffer)
-    starts = np.frombuffer(addresses, dtype=np.uint64)
-    found: list[int] = np.flatnonzero((starts < high) & (starts + reach > low)).tolist()
+    low -= reach
+    if len(addresses) <= _FEW:
+        return [i for i, start in enumerate(addresses) if low < start < high]
+    starts = _numbers(addresses)
+    found: list[int] = np.flatnonzero((starts < high) & (starts > max(low, 0))).tolist()
     return found
 
 

@@ -13,9 +13,6 @@
  * A function takes one argument, a struct of tasks.h, which is generated from kernels/cpu/tasks.py.
  * `findings` is what to report of the values written, `threads` the most that may be used.
  */
-#include <stdint.h>
-#include <string.h>
-
 #include "tasks.h"
 #include "vectors.h"
 
@@ -52,29 +49,25 @@ static uint16_t to_bfloat16(float value)
     return (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded;
 }
 
+/* The largest of `n` integers from `from + at` on, without their signs. */
+#define LARGEST(TYPE, MAX)                                                                        \
+    ({                                                                                            \
+        const TYPE *bits = (const TYPE *)from + at;                                               \
+        TYPE most = 0;                                                                            \
+        for (int64_t i = 0; i < n; i++)                                                           \
+            most = most < (bits[i] & MAX) ? bits[i] & MAX : most;                                 \
+        most;                                                                                     \
+    })
+
 /* The largest of `n` elements from `from + at` on without their signs, as bits: magnitudes have the
  * order of their bits, in which NaN is above Inf. */
 static uint64_t largest_bits(const void *from, int dtype, int64_t at, int64_t n)
 {
-    if (dtype == FLOAT64) {
-        const int64_t *bits = (const int64_t *)from + at;
-        int64_t most = 0;
-        for (int64_t i = 0; i < n; i++)
-            most = most < (bits[i] & INT64_MAX) ? bits[i] & INT64_MAX : most;
-        return most;
-    }
-    if (dtype == FLOAT32) {
-        const int32_t *bits = (const int32_t *)from + at;
-        int32_t most = 0;
-        for (int64_t i = 0; i < n; i++)
-            most = most < (bits[i] & INT32_MAX) ? bits[i] & INT32_MAX : most;
-        return most;
-    }
-    const int16_t *bits = (const int16_t *)from + at;
-    int16_t most = 0;
-    for (int64_t i = 0; i < n; i++)
-        most = most < (bits[i] & INT16_MAX) ? bits[i] & INT16_MAX : most;
-    return most;
+    if (dtype == FLOAT64)
+        return LARGEST(int64_t, INT64_MAX);
+    if (dtype == FLOAT32)
+        return LARGEST(int32_t, INT32_MAX);
+    return LARGEST(int16_t, INT16_MAX);
 }
 
 /* Raise the float, or for FLOAT64 the double, at `max_abs` to these bits of `dtype`. Threads meet
@@ -116,9 +109,9 @@ static void report(const struct findings *findings, const void *from, int dtype,
         raise_to(findings->max_abs, bits, dtype);
 }
 
-/* Blocks of segments: each segment is cut for itself, from its own start. */
+/* A block of a segment, each of which is cut for itself; `number` counts those of all. */
 struct block {
-    int64_t segment, low, high;
+    int64_t segment, low, high, number;
 };
 
 static int64_t blocks_of(const int64_t *bounds, int64_t segment)
@@ -136,8 +129,8 @@ void use_team(const struct team *found)
     team = *found;
 }
 
-/* What is done with each block; `number` counts those of all segments. */
-typedef void visitor(const void *task, struct block block, int64_t number);
+/* What is done with each block. */
+typedef void visitor(const void *task, struct block block);
 
 struct walk {
     visitor *visit;
@@ -159,8 +152,8 @@ static void walk_part(const struct walk *walk, int64_t thread, int64_t threads)
         int64_t blocks = blocks_of(bounds, segment);
         for (; skip < blocks && number < last; skip++, number++) {
             int64_t low = bounds[segment] + skip * BLOCK;
-            struct block block = {segment, low, least(low + BLOCK, bounds[segment + 1])};
-            walk->visit(walk->task, block, number);
+            struct block block = {segment, low, least(low + BLOCK, bounds[segment + 1]), number};
+            walk->visit(walk->task, block);
         }
         skip -= blocks;
         segment++;
@@ -224,9 +217,8 @@ static int is_safe(double coefficient)
     return size == 0 || (SAFE_LOW < size && size < SAFE_HIGH) || size != size;
 }
 
-static void blend_block(const void *task, struct block block, int64_t number)
+static void blend_block(const void *task, struct block block)
 {
-    (void)number;
     const struct pair *t = task;
     const double *factors = t->coefficients + 2 * block.segment;
     int wide = has_double(t->a_dtype, t->b_dtype) || t->out_dtype == FLOAT64;

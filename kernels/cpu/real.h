@@ -85,9 +85,8 @@ static void IN(write)(void *to, int dtype, int64_t at, int64_t n, const REAL *ti
     }
 }
 
-static void IN(sum_block)(const void *task, struct block block, int64_t number)
+static void IN(sum_block)(const void *task, struct block block)
 {
-    (void)number;
     const struct sum *t = task;
     REAL scale = (REAL)t->scale;
     for (int64_t low = block.low; low < block.high; low += TILE) {
@@ -145,9 +144,8 @@ static void IN(copy_run)(const struct copy *t, const void *from, int dtype, void
     }
 }
 
-static void IN(copy_block)(const void *task, struct block block, int64_t number)
+static void IN(copy_block)(const void *task, struct block block)
 {
-    (void)number;
     const struct copy *t = task;
     int64_t at = block.low - t->bounds[block.segment], room = block.high - block.low;
     int64_t n = least(room, t->numels[block.segment] - at);
@@ -213,10 +211,10 @@ static void IN(add_dots)(const REAL *x, const REAL *y, int64_t n, double sums[3]
     }
 }
 
-static void IN(dots_block)(const void *task, struct block block, int64_t number)
+static void IN(dots_block)(const void *task, struct block block)
 {
     const struct pair *t = task;
-    double sums[3][LANES] = {{0}}, *row = t->partials + 3 * number;
+    double sums[3][LANES] = {{0}}, *row = t->partials + 3 * block.number;
     for (int64_t low = block.low; low < block.high; low += TILE) {
         REAL left[TILE], right[TILE];
         int64_t n = least(TILE, block.high - low);

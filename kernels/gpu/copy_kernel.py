@@ -135,6 +135,11 @@ class Copies:
         if order:
             ordered = array("Q", [addresses[i] for i in order])
             self._addresses = table.write(ordered, buffer.device)
+        # Now: the first run may be captured, and a table uploaded there is filled by replays alone.
+        self._tables = [
+            _table(packed, chosen, self._block(dtype)[0], buffer.device)
+            for dtype, chosen in packed.kinds.items()
+        ]
 
     def __call__(self, scale: float) -> None:
         """Launch the copies with this scale."""
@@ -146,14 +151,18 @@ class Copies:
         for launch in launches:
             launch(bits)
 
+    def _block(self, dtype: torch.dtype) -> tuple[int, int]:
+        """Elements of a tile and its warps, for tensors of a dtype."""
+        layout = self._packed.layout
+        return launcher.block_of(layout.numel, max(dtype.itemsize, layout.dtype.itemsize))
+
     def _bind(self, scaled: bool, fits_float: bool, finite: bool) -> list[Launch]:
         layout, launches, done = self._packed.layout, [], 0
-        for dtype, chosen in self._packed.kinds.items():
-            block, warps = launcher.block_of(
-                layout.numel, max(dtype.itemsize, layout.dtype.itemsize)
-            )
+        for (dtype, chosen), (table, tiles) in zip(
+            self._packed.kinds.items(), self._tables, strict=True
+        ):
+            block, warps = self._block(dtype)
             wide = compute_dtype(dtype, layout.dtype)
-            table, tiles = _table(self._packed, chosen, block, self._buffer.device)
             with launcher.device_guard(self._buffer):
                 launch = _copy_kernel.bind(
                     tiles,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -103,6 +105,50 @@ def test_lists():
     with pytest.raises(ValueError, match=r"tensors\[0\] and tensors\[1\] overlap"):
         kernels.unpack(torch.ones(32), [out[:8], out[4:12]])
     assert torch.equal(out, torch.ones(16))
+
+
+class Anew(Sequence[torch.Tensor]):
+    """Makes its tensors when it is asked for them, and counts how often it is."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.asked = count, 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, i: Any) -> Any:
+        if i >= self.count:
+            raise IndexError(i)
+        self.asked += 1
+        return torch.full((5,), float(i))
+
+
+@pytest.mark.parametrize(
+    "kind", [list, tuple, type("Mine", (list,), {}), type("Own", (tuple,), {})]
+)
+def test_lists_and_tuples_of_any_class_are_taken(kind):
+    tensors = [torch.full((5,), float(i)) for i in range(3)]
+    given, buffer = kind(tensors), kernels.pack(tensors)
+    assert kernels.sum_n(given).tolist() == [3.0] * 5
+    assert torch.equal(kernels.pack(given), buffer)
+    back = kernels.unpack(buffer, given)
+    assert type(back) is list and back is not given
+    assert all(one is other for one, other in zip(back, tensors, strict=True))
+    with pytest.raises(ValueError, match="tensors is empty"):
+        kernels.sum_n(kind())
+
+
+def test_sequence_is_read_once():
+    for call in (
+        kernels.sum_n,
+        kernels.pack,
+        lambda given: kernels.unpack(torch.ones(48), given),
+        kernels.plan_sum_n,
+        lambda given: kernels.plan_pack([torch.ones(5)] * 3).rebind(given),
+    ):
+        given = Anew(3)
+        call(given)
+        assert given.asked == 3
 
 
 def test_found_inf_and_dtype():

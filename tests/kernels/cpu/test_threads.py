@@ -1,14 +1,19 @@
-"""Whose threads the compiled CPU path computes on."""
+"""Threads: those that the compiled CPU path computes on, and the user's own."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+import time
+from pathlib import Path
 
 import pytest
 import torch
 
-from kernels.cpu import dispatch
+import kernels
+from kernels.cpu import build, dispatch, native
+from tests.kernels.cases import random
 
 
 @pytest.mark.parametrize("shown", [True, False])
@@ -60,3 +65,71 @@ print(*{file for file in files if re.match("lib[gi]?omp", file.split("/")[-1])})
     if "OpenMP" in torch.__config__.parallel_info():
         seen, runtime = done.stdout.splitlines()
         assert seen == "0 2" and len(runtime.split()) == 1
+
+
+def test_threads_compute_at_once() -> None:
+    wrong: list[int] = []
+
+    def work(seed: int) -> None:
+        tensors = [random(40_000, torch.float32, "cpu", 10 * seed + i) for i in range(2)]
+        expected, layout = tensors[0] + tensors[1], kernels.layout_of(tensors)
+        out, buffer = torch.empty(40_000), torch.empty(layout.numel)
+        plan = kernels.plan_sum_n(tensors)
+        for _ in range(100):
+            out.fill_(torch.nan)
+            kernels.sum_n(tensors, out=out)
+            kernels.pack(tensors, layout=layout, out=buffer)
+            found = [out, plan(), *layout.views(buffer)]
+            if not all(map(torch.equal, found, [expected, expected, *tensors])):
+                wrong.append(seed)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong and not any(thread.is_alive() for thread in threads)
+
+
+def test_others_go_on_while_c_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes long gives up the lock that Python's threads share."""
+    if why_not := dispatch.reason():
+        pytest.skip(f"no compiled CPU path: {why_not}")
+    names = [*native._FUNCTIONS, "use_team"]
+    text = "".join(f"void {name}(const void *task) {{ usleep(200000); }}\n" for name in names)
+    source = tmp_path / "slow.c"
+    source.write_text("#include <unistd.h>\n" + text)
+    library = build.built("slow", [source], {}, [], native.Library)
+    monkeypatch.setattr(dispatch, "library", lambda: library)
+    a, b = (random(1 << 17, torch.float32, "cpu", seed) for seed in (1, 2))
+    thread = threading.Thread(target=lambda: kernels.scaled_add(a, b, out=a))
+    turns = 0
+    thread.start()
+    while thread.is_alive():
+        time.sleep(0.001)
+        turns += 1
+    # Had it been kept from them, there would be one or two.
+    assert turns > 20
+
+
+CHILD = """if True:
+    import os, signal, kernels
+    from kernels.cpu import dispatch
+    # As if another thread were about to compile.
+    dispatch._state.lock.acquire()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        print(kernels.backend_info().cpu_path, flush=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    dispatch._state.lock.release()
+    print(kernels.backend_info().cpu_path)
+"""
+
+
+def test_forked_child_does_not_wait_for_a_thread_of_its_parent() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.splitlines() == [kernels.backend_info().cpu_path] * 2
