@@ -24,6 +24,7 @@ def report(*options: str, **environment: str) -> subprocess.CompletedProcess[str
     )
 
 
+@pytest.mark.slow
 def test_check_with_self_test_passes_and_reports() -> None:
     # As from within a job: what torchrun set there must not reach the self-test's own ranks.
     done = report(RANK="3", WORLD_SIZE="4", NCCL_DEBUG="INFO")

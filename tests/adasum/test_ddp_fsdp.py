@@ -23,7 +23,7 @@ def job(rank: int, replicas: int, shards: int) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("replicas", "shards"), [(2, 1), pytest.param(3, 1, marks=pytest.mark.slow), (2, 2)]
+    ("replicas", "shards"), [*(pytest.param(n, 1, marks=pytest.mark.slow) for n in (2, 3)), (2, 2)]
 )
 def test_ddp_and_fsdp_in_processes_equal_the_definition(replicas: int, shards: int) -> None:
     size = replicas * shards

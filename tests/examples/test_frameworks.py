@@ -28,7 +28,11 @@ def check_lines(printed: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [("ddp_digits.py",), ("fsdp2_digits.py", "--shards", "1")], ids=lambda each: each[0]
+    "options",
+    [
+        pytest.param(("ddp_digits.py",), id="ddp"),
+        pytest.param(("fsdp2_digits.py", "--shards", "1"), marks=pytest.mark.slow, id="fsdp2"),
+    ],
 )
 def test_ddp_and_fsdp_examples_train_by_the_chosen_op(options: tuple[str, ...]) -> None:
     name, *rest = options

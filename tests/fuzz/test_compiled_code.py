@@ -17,6 +17,8 @@ import kernels
 from tests.kernels.cases import DTYPES, assert_close, relative_l2, rounding, tolerance
 from tests.ptx_emulator.driver import emulated
 
+pytestmark = pytest.mark.slow
+
 SIZES = (0, 1, 7, 8, 17, 127, 129, 1000, 1023, 1025, 2049, 4999)
 SCALES = (1.0, 0.5, 0.3, -2.0, 1 / 7)
 GUARD = 9

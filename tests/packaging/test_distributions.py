@@ -117,6 +117,7 @@ def test_sdist_builds_the_same_wheel(built: dict[str, Path]) -> None:
     assert contents(built["wheel of the sdist"]) == contents(built["wheel"])
 
 
+@pytest.mark.slow
 def test_installed_wheel_passes_the_tests_of_every_package(
     built: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -22,8 +22,8 @@ def _results(transport: str, size: int) -> list[dict[str, str]]:
 @pytest.mark.parametrize(
     ("transport", "size"),
     [
-        *(("threads", size) for size in (1, 2, 3, 5, 8)),
-        *(pytest.param("threads", size, marks=pytest.mark.slow) for size in (4, 6, 7)),
+        *(("threads", size) for size in (1, 2, 3, 5)),
+        *(pytest.param("threads", size, marks=pytest.mark.slow) for size in (4, 6, 7, 8)),
         *(("gloo", 3), ("shm", 4), ("tcp", 2), ("hybrid", 4), ("mixed", 5)),
     ],
 )

@@ -38,6 +38,7 @@ def _all_checks(rank: int) -> None:
     collectives.shutdown()
 
 
+@pytest.mark.slow
 def test_processes() -> None:
     run_ranks(5, _all_checks)
 

@@ -251,7 +251,10 @@ def processes(rank: int, transport: str) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize(("transport", "size"), [("gloo", 3), ("shm", 3), ("mixed", 4)])
+@pytest.mark.parametrize(
+    ("transport", "size"),
+    [("gloo", 3), ("shm", 3), pytest.param("mixed", 4, marks=pytest.mark.slow)],
+)
 def test_processes(transport: str, size: int) -> None:
     for failures in run_ranks(size, processes, transport):
         assert not failures, "\n".join(failures)

@@ -30,6 +30,7 @@ def bench(*arguments: object, **variables: object) -> subprocess.CompletedProces
     )
 
 
+@pytest.mark.slow
 def test_selection_of_rows_is_written_beside_a_full_run_and_not_over_it(tmp_path):
     results, own = tmp_path / "results", tmp_path / "own.json"
     run = bench(SMALL, "--benchmark-quiet", f"--benchmark-json={own}", f"--bench-results={results}")
