@@ -143,9 +143,11 @@ def check_equals(tensors: object) -> list[Tensor]:
     if not checked:
         raise ValueError(EMPTY)
     first = checked[0]
-    # dynamo cannot read `map` over a C function, which is faster.
-    alike = {first.dtype}, {first.shape}
-    if not tracing() and ({*map(_dtype, checked)}, {*map(_shape, checked)}) == alike:
+    # dynamo reads no `map` over a C function, which is faster, and fixes shapes that are in a set.
+    if not tracing() and ({*map(_dtype, checked)}, {*map(_shape, checked)}) == (
+        {first.dtype},
+        {first.shape},
+    ):
         return checked
     for i, tensor in enumerate(checked[1:], 1):
         check_like(f"tensors[{i}]", tensor, "tensors[0]", first)
