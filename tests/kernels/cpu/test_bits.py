@@ -46,7 +46,7 @@ def flag_of(*tensors: Tensor) -> float:
 
 @pytest.mark.parametrize("source", DTYPES)
 @pytest.mark.parametrize("target", DTYPES)
-@pytest.mark.parametrize("alignment", [8, 64])
+@pytest.mark.parametrize("alignment", [8, pytest.param(64, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("shapes", LISTS)
 def test_pack_and_unpack_round_one_product_once(source, target, alignment, shapes):
     for special in (False, True):
@@ -73,7 +73,7 @@ def test_pack_and_unpack_round_one_product_once(source, target, alignment, shape
 
 @pytest.mark.parametrize("source", DTYPES)
 @pytest.mark.parametrize("target", DTYPES)
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_sums_round_once(source, target, count):
     for special in (False, True):
         tensors = [values((30, 5), source, seed, special) for seed in range(count)]
