@@ -27,13 +27,6 @@ THIRD = NUMEL // 3
 CONTROL = 8
 
 
-# float16 is as wide as bfloat16, and moves alike.
-WIDTHS = [
-    pytest.param(dtype, marks=pytest.mark.slow) if dtype == torch.float16 else dtype
-    for dtype in DTYPES
-]
-
-
 @pytest.fixture
 def emulator() -> Iterator[Emulator]:
     with emulated(traffic=True, races=False, chip=Chip(16, 50 << 20)) as emulator:
@@ -86,7 +79,7 @@ def distinct(emulator: Emulator) -> int:
     return sum(traffic.distinct_loaded + traffic.distinct_stored for traffic in found if traffic)
 
 
-@pytest.mark.parametrize("dtype", WIDTHS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CALLS)
 def test_aligned_tensors_move_once(emulator, name, dtype):
     tensors = [random(NUMEL, dtype, "cpu", seed) for seed in range(4)]
@@ -97,7 +90,7 @@ def test_aligned_tensors_move_once(emulator, name, dtype):
     assert distinct(emulator) <= CALLS[name].needs(tensors) * (1 + 128 / 2048)
 
 
-@pytest.mark.parametrize("dtype", WIDTHS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["pack", "unpack", "sum_n", "scaled_add", "combine"])
 @pytest.mark.parametrize("every", [True, False], ids=["all", "one"])
 def test_misaligned_tensors_fill_the_sectors_they_touch(emulator, name, dtype, every):
@@ -109,7 +102,7 @@ def test_misaligned_tensors_fill_the_sectors_they_touch(emulator, name, dtype, e
     assert CALLS[name].needs(tensors) <= sectors(emulator) <= bound * CALLS[name].needs(tensors)
 
 
-@pytest.mark.parametrize("dtype", WIDTHS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_odd_segments_fill_the_sectors_they_touch(emulator, dtype):
     a, b = (random(NUMEL, dtype, "cpu", seed) for seed in (1, 2))
     kernels.adasum(a, b, (0, THIRD, NUMEL // 2 + 1, NUMEL))
