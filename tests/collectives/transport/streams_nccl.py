@@ -53,6 +53,17 @@ class Nccl:
 class _Communicator:
     def __init__(self, nccl: Nccl, name: bytes, size: int, rank: int) -> None:
         self._nccl, self._name, self._size, self._rank = nccl, name, size, rank
+        self._splits = 0
+
+    def commSplit(self, color: int, key: int) -> _Communicator:
+        """Join the ranks of one colour, in the order of their keys; every rank calls it."""
+        self._splits += 1
+        lines, name = self._nccl._lines, self._name + f"split {self._splits}".encode()
+        for peer in range(self._size):
+            lines[name, self._rank, peer].put(bytes((color, key)))
+        told = [lines[name, peer, self._rank].get(timeout=20) for peer in range(self._size)]
+        keys = sorted(its_key for its_color, its_key in told if its_color == color)
+        return _Communicator(self._nccl, name + bytes((color,)), len(keys), keys.index(key))
 
     def send(self, address: int, count: int, kind: int, peer: int, stream: int) -> None:
         line = (self._name, self._rank, peer)
