@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from adasum.reducer import Adasum
-from collectives import Group, Sum, default_group, group_or_default, validation
+from collectives import Group, Sum, default_group, validation
+from collectives.initialize import group_or_default
 
 __all__ = ["Recorder", "Row", "orthogonality"]
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+import torch
 
 
 def owners(numels: Sequence[int], size: int) -> list[int]:
@@ -19,11 +21,13 @@ def owners(numels: Sequence[int], size: int) -> list[int]:
         The owner of each variable.
 
     Raises:
-        TypeError: A number of elements is not an int.
+        TypeError: `numels` is no list, or a number of elements is not an int.
         ValueError: One is negative, or `size` is not a positive int.
     """
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise ValueError(f"size must be a positive int, got {size!r}")
+    if isinstance(numels, torch.Tensor) or not isinstance(numels, Iterable):
+        raise TypeError(f"numels must be a list or tuple of ints, got {type(numels).__name__}")
     load = [(0, rank) for rank in range(size)]
     answer = []
     for i, numel in enumerate(numels):

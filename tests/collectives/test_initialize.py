@@ -27,4 +27,4 @@ def test_init_after_close_opens_a_new_group() -> None:
     opened = collectives.init()
     assert opened is not closed and collectives.init() is opened
     assert collectives.default_group() is opened
-    assert torch.equal(collectives.all_reduce(torch.ones(3)), torch.ones(3))
+    assert torch.equal(collectives.default_group().all_reduce(torch.ones(3)), torch.ones(3))

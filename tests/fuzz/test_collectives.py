@@ -16,7 +16,6 @@ from collectives.schedules.schedule import Collective
 from collectives.schedules.verify import ScheduleError
 from collectives.transport import ThreadWorld
 from tests.fuzz.outcome import REJECTIONS, SETTINGS, Recipe, attempt
-from tests.fuzz.test_group import NAMES as WITH_RANKS
 from tests.fuzz.values import ODD_VALUES, Arg, Look, constant, looks, sometimes, tensors, value
 
 Strategy = st.SearchStrategy[Arg]
@@ -41,7 +40,15 @@ DATA = {
     "Work",
 }
 # Start-up and shut-down: tests/fuzz/test_start.py.
-START = {"default_group", "from_process_group", "init", "is_initialized", "run_threads", "shutdown"}
+START = {
+    "default_group",
+    "from_process_group",
+    "init",
+    "is_initialized",
+    "new_group",
+    "run_threads",
+    "shutdown",
+}
 
 numbers = st.integers(-2, 9) | st.sampled_from((2**31, 2**40, 2**63, 2**70))
 counts = sometimes(
@@ -149,7 +156,7 @@ def _recipes(draw: Any, name: str) -> Recipe:
 
 
 def test_fuzz_covers_every_public_name() -> None:
-    assert {*NAMES, *DATA, *START, *WITH_RANKS} == set(collectives.__all__)
+    assert {*NAMES, *DATA, *START} == set(collectives.__all__)
 
 
 def check(name: str, data: st.DataObject) -> None:

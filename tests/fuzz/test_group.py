@@ -43,7 +43,7 @@ def _signatures(look: Look) -> dict[str, tuple[list[Strategy], dict[str, Strateg
     op, name = value(Sum, Average), value(None, "gradient", "")
     scales = {"prescale": value(1.0, 2, 0.5), "postscale": value(1.0, -1.0)}
     algorithm = value(*SPECS)
-    named = {"name": name, "group": value(None)}
+    named = {"name": name}
     waits = {"async_op": st.sampled_from((constant(False), constant(True), constant(1)))}
     ranks = value(0, 1)
     counts = sometimes(
@@ -66,19 +66,29 @@ def _signatures(look: Look) -> dict[str, tuple[list[Strategy], dict[str, Strateg
             },
         ),
         "all_to_all": ([a], {"splits": counts, **named, **waits}),
-        "barrier": ([], {"group": value(None)}),
+        "barrier": ([], named),
         "broadcast": ([a], {"root": ranks, **named, **waits}),
         "broadcast_from_owners": ([many], named),
         "grouped_all_reduce": (
             [many],
             {"op": op, "algorithm": algorithm, **scales, **named, **waits},
         ),
-        "new_group": ([value([0], [1, 0], (0, 1), [2], [0, 0], [])], {}),
-        "owners": ([value([3, 4], [2**40], [-1], [True])], {"group": value(None)}),
+        "owners": ([value([3, 4], [2**40], [-1], [True])], {}),
         "reduce": ([a], {"dst": ranks, "op": op, **named, **waits}),
         "reduce_scatter": ([a], {"op": op, "by_rows": value(False, True), **named, **waits}),
         "reduce_to_owners": ([many], {"op": op, **named}),
+        "split": ([value([0], [1, 0], (0, 1), [2], [0, 0], [])], {}),
     }
+
+
+class DefaultGroup:
+    """The methods of the default group, which is another one in each thread and each example."""
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return getattr(collectives.default_group(), name)(*args, **kwargs)
+
+        return call
 
 
 NAMES = sorted(_signatures(Look((6,), torch.float32)))
@@ -97,7 +107,6 @@ def recipes(draw: Any, module: Any, signatures: Any, name: str) -> Recipe:
 
 
 def _waited(function: Any) -> Any:
-    @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         answer = function(*args, **kwargs)
         return answer.wait() if hasattr(answer, "wait") else answer
@@ -110,7 +119,7 @@ def alike(recipe: Recipe, rejections: Sequence[type[BaseException]], read_only: 
 
     def run(group: Group) -> Any:
         _, error = attempt(recipe, rejections, reads_only=read_only, seed=group.rank)
-        whole = collectives.all_reduce(torch.ones(3))
+        whole = group.all_reduce(torch.ones(3))
         assert isinstance(whole, torch.Tensor) and whole.tolist() == [2.0] * 3
         return type(error)
 
@@ -139,7 +148,7 @@ def unlike(
 
 def check(name: str, data: st.DataObject) -> None:
     """One call on both ranks, the same one or two."""
-    strategy = recipes(collectives, _signatures, name)
+    strategy = recipes(DefaultGroup(), _signatures, name)
     recipe = data.draw(strategy)
     if data.draw(st.integers(0, 3)):
         alike(recipe, REJECTIONS, name in READ_ONLY)

@@ -78,7 +78,7 @@ def check_every_dtype_travels(group: Group) -> None:
     dtypes = [*FLOATS, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool]
     for dtype in [*dtypes, torch.complex64]:
         mine = torch.full((5,), group.rank % 2).to(dtype)
-        collectives.broadcast(mine, group.size - 1, group=group)
+        group.broadcast(mine, group.size - 1)
         assert torch.equal(mine, torch.full((5,), (group.size - 1) % 2).to(dtype))
 
 

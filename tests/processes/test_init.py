@@ -31,7 +31,7 @@ def _adopt(rank: int) -> list[float]:
     group = collectives.init(timeout=30.0)
     assert collectives.init() is group
     value = torch.tensor(float(rank))
-    collectives.all_reduce(value)
+    group.all_reduce(value)
     collectives.shutdown()
     assert dist.is_initialized()
     part = dist.new_group([0, 2])
@@ -41,7 +41,7 @@ def _adopt(rank: int) -> list[float]:
         assert (pair.rank, pair.size) == (rank // 2, 2)
         assert (pair.local_rank, pair.local_size) == (rank // 2, 2)
         value = torch.tensor(float(rank))
-        results.append(collectives.all_reduce(value).item())
+        results.append(pair.all_reduce(value).item())
         collectives.shutdown()
     dist.barrier()
     dist.destroy_process_group()
@@ -58,7 +58,7 @@ def _again(rank: int) -> list[float]:
     for turn in range(4):
         group = collectives.init(timeout=20.0, calibrate=False)
         value = torch.tensor(float(rank + turn))
-        collectives.all_reduce(value)
+        group.all_reduce(value)
         answers.append(value.item())
         part = group.split([0, 2])
         collectives.shutdown()
@@ -211,7 +211,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
         "collectives.shutdown()\n"
         "g = collectives.init(timeout=30)\n"
         "t = torch.tensor([float(g.rank + 1)])\n"
-        "collectives.all_reduce(t)\n"
+        "g.all_reduce(t)\n"
         "said = f'sum {t.item()} local {g.local_rank} of {g.local_size} on {g.num_nodes}'\n"
         f"pathlib.Path({str(tmp_path)!r}, f'rank{{g.rank}}').write_text(said)\n"
     )
@@ -240,12 +240,12 @@ def test_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         assert (group.rank, group.size, group.local_rank, group.local_size) == (0, 1, 0, 1)
         value = torch.arange(3.0)
-        assert collectives.all_reduce(value, collectives.Average) is value
+        assert group.all_reduce(value, collectives.Average) is value
         assert torch.equal(value, torch.arange(3.0))
-        assert torch.equal(collectives.all_gather(value), value)
-        assert torch.equal(collectives.reduce_scatter(value), value)
-        collectives.broadcast(value)
-        collectives.barrier()
+        assert torch.equal(group.all_gather(value), value)
+        assert torch.equal(group.reduce_scatter(value), value)
+        group.broadcast(value)
+        group.barrier()
     finally:
         collectives.shutdown()
     with pytest.raises(collectives.TransportError, match="shut down"):
@@ -293,8 +293,9 @@ def _choose(rank: int) -> list[str]:
         if variable is not None:
             os.environ["ADASUM_TRANSPORT"] = variable
         try:
-            transport = collectives.init(timeout=30.0, transport=argument).transport
-            collectives.barrier()
+            group = collectives.init(timeout=30.0, transport=argument)
+            group.barrier()
+            transport = group.transport
             peers = transport.connected_peers if isinstance(transport, HybridTransport) else ()
             said.append(f"{type(transport).__name__} {sorted(peers)}")
             collectives.shutdown()
