@@ -26,7 +26,8 @@ def owners(numels: Sequence[int], size: int) -> list[int]:
     """
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise ValueError(f"size must be a positive int, got {size!r}")
-    if isinstance(numels, torch.Tensor) or not isinstance(numels, Iterable):
+    given: object = numels
+    if isinstance(given, torch.Tensor) or not isinstance(given, Iterable):
         raise TypeError(f"numels must be a list or tuple of ints, got {type(numels).__name__}")
     load = [(0, rank) for rank in range(size)]
     answer = []
