@@ -134,6 +134,10 @@ def _on_cuda(values: Any) -> list[torch.Tensor]:
     return [each for each in several if isinstance(each, torch.Tensor) and each.is_cuda]
 
 
+# The communication thread looks for jobs so often after one, before it sleeps until it is woken.
+_LOOK_SECONDS, _LOOKS = 1e-3, 50
+
+
 class _Job(NamedTuple):
     """A call in the queue: what it fills, what runs it, and what `upcoming` returns for it."""
 
@@ -155,6 +159,8 @@ class Worker:
         self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._jobs: deque[_Job] = deque()
         self._thread: threading.Thread | None = None
+        # Whether the thread looks for jobs by itself. To wake it costs as much as a small sum.
+        self._standing_by = False
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._lock = threading.Lock()
         # Held by whoever runs a call, and takes it from the queue.
@@ -210,7 +216,8 @@ class Worker:
             raise
         finally:
             self._running.release()
-        self._wake.put(True)
+        if not self._standing_by:
+            self._wake.put(True)
         return work
 
     def claim(self, work: Work) -> None:
@@ -296,7 +303,7 @@ class Worker:
         # BLAS in a new thread would start as many of its own as there are processors, whatever the
         # caller set: ranks that share a host then wait for each other's.
         torch.set_num_threads(threads)
-        while self._wake.get():
+        while self._is_wanted():
             try:
                 with self._running:
                     with self._lock:
@@ -306,6 +313,25 @@ class Worker:
                         job.run()
             except BaseException:  # noqa: BLE001 - the calls behind this one must go on
                 _report_error()
+
+    def _is_wanted(self) -> bool:
+        """Wait for a job; return False where the thread is to end.
+
+        For a while after each one it looks for the next by itself, now and then, so that calls
+        which follow each other closely, and are waited for at once, need not wake it.
+        """
+        self._standing_by = True
+        for _ in range(_LOOKS):
+            try:
+                return self._wake.get(timeout=_LOOK_SECONDS)
+            except queue.Empty:
+                if self._jobs:
+                    return True
+        with self._lock:
+            self._standing_by = False
+            if self._jobs:
+                return True
+        return self._wake.get()
 
     def close(self, timeout: float) -> None:
         """Let what is queued finish, then end the thread; wait `timeout` seconds at most."""
