@@ -9,16 +9,32 @@ import pytest
 import kernels
 from tests.ptx_emulator.driver import emulated
 
-# Folders whose files take longest. Two workers take files in turn, so a long one must not be last.
-LONGEST = ("faults", "packaging", "examples", "network_namespaces", "processes", "bench", "docs")
+# Files and folders that take longest. Two workers take files in turn: one that is long and last
+# leaves the other worker without work.
+LONGEST = (
+    "kernels/test_torch_compile.py",
+    "kernels/test_reduction.py",
+    "kernels/cpu/test_native.py",
+    "kernels/test_projection.py",
+    "faults",
+    "network_namespaces",
+    "processes",
+    "kernels",
+    "packaging",
+    "examples",
+    "bench",
+    "adasum/test_ddp_fsdp.py",
+    "collectives/execution/test_pipelining.py",
+    "docs",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort the tests of the longest files to the front."""
 
     def rank(item: pytest.Item) -> int:
-        folder = item.nodeid.split("/")[1:2]
-        return LONGEST.index(folder[0]) if folder and folder[0] in LONGEST else len(LONGEST)
+        path = item.nodeid.removeprefix("tests/")
+        return next((i for i, long in enumerate(LONGEST) if path.startswith(long)), len(LONGEST))
 
     items.sort(key=rank)
 

@@ -31,12 +31,8 @@ CASES = [
 ]
 
 
-MARKED = [
-    pytest.param(
-        case, id=str(case), marks=() if case.use in ("all_reduce", "delta") else pytest.mark.slow
-    )
-    for case in CASES
-]
+# tests/network_namespaces cuts a network among the fast tests.
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +105,7 @@ def reports(
     assert not list(Path("/run/netns").glob(f"adasum-test-{os.getpid()}-*"))
 
 
-@pytest.mark.parametrize("case", MARKED)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_cut_network_is_a_timeout_on_both_hosts(
     case: Case, reports: dict[Case, tuple[Report, float]]
 ) -> None:

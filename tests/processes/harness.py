@@ -102,8 +102,8 @@ def run_ranks(
                     failures.append(f"rank {rank} of {size}:\n{results[rank]}\n{said}")
         finally:
             for rank, process in enumerate(ranks):
-                patience = EXIT_AFTER_FAILURE if failures or rank in may_die else EXIT
-                if process.wait(time.monotonic() + patience) is None:
+                patience = EXIT_AFTER_FAILURE if failures else EXIT
+                if rank in may_die or process.wait(time.monotonic() + patience) is None:
                     process.send(SIGKILL)
                     process.wait(time.monotonic() + EXIT)
     if failures:

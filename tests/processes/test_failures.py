@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -125,11 +126,14 @@ def test_threads(how: str) -> None:
     def main(group: Group) -> tuple[str, float] | None:
         if group.rank == 2:
             if how == "stall":
-                time.sleep(2.0)
+                over.wait(20.0)
             return None
-        return _survive(group)
+        said = _survive(group)
+        over.set()
+        return said
 
-    results = collectives.run_threads(3, main, timeout=1.0)
+    over = threading.Event()
+    results = collectives.run_threads(3, main, timeout=0.5)
     for result in results[:2]:
         assert result is not None
         assert "rank" in result[0] and "step" in result[0] and result[1] < 6.0

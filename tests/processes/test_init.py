@@ -63,7 +63,7 @@ def _again(rank: int) -> list[float]:
         part = group.split([0, 2])
         collectives.shutdown()
         assert part is None or part.closed
-        time.sleep(0.2 * ((rank + turn) % 3))
+        time.sleep(0.05 * ((rank + turn) % 3))
     dist.init_process_group("gloo")
     dist.barrier()
     dist.destroy_process_group()
@@ -82,7 +82,7 @@ def _elsewhere(rank: int, ports: tuple[int, int]) -> list[int]:
     os.environ.update(on_one_node(place, 2, ports[number]))
     if number != place:
         # The first two to come are rank 0 of one world and rank 1 of the other.
-        time.sleep(1.0)
+        time.sleep(0.3)
     group = collectives.init(timeout=30.0, calibrate=False)
     met = group.all_gather(torch.tensor([rank])).tolist()
     # Rank 0 keeps the store where the others meet.
