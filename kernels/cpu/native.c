@@ -10,11 +10,14 @@
  *
  * Every `out` may be one of the inputs: a tile is read before it is written.
  *
- * A function takes one argument, a struct of tasks.h, which is generated from kernels/cpu/tasks.py.
- * `findings` is what to report of the values written, `threads` the most that may be used.
+ * A function takes one argument, the struct of task.h, which is generated from kernels/cpu/native.py.
  */
-#include "tasks.h"
 #include "vectors.h"
+
+/* GOMP_parallel; omp_get_thread_num and omp_get_num_threads. */
+typedef void run_in_team(void (*start)(void *), void *argument, unsigned threads, unsigned flags);
+typedef int count_threads(void);
+#include "task.h"
 
 /* In the order of kernels/cpu/native.py. BLOCK, elements whose dot products are one partial result,
  * comes from there, too, as do TINY and the range of coefficients that are safe in float. */
@@ -70,43 +73,38 @@ static uint64_t largest_bits(const void *from, int dtype, int64_t at, int64_t n)
     return LARGEST(int16_t, INT16_MAX);
 }
 
-/* Raise the float, or for FLOAT64 the double, at `max_abs` to these bits of `dtype`. Threads meet
- * here. */
-static void raise_to(void *max_abs, uint64_t bits, int dtype)
+/* Raise the double at `largest` to these bits of `dtype`. Threads meet here. */
+static void raise_to(uint64_t *largest, uint64_t bits, int dtype)
 {
-    if (dtype == FLOAT64) {
-        uint64_t *place = max_abs, seen = __atomic_load_n(place, __ATOMIC_RELAXED);
-        while (seen < bits && !__atomic_compare_exchange_n(place, &seen, bits, 1, __ATOMIC_RELAXED,
-                                                           __ATOMIC_RELAXED))
-            ;
-        return;
-    }
-    uint32_t narrow = dtype == BFLOAT16 ? bits << 16 : bits;
-    if (dtype == FLOAT16) {
+    if (dtype != FLOAT64) {
         uint16_t halves[8] = {bits};
+        uint32_t narrow = dtype == BFLOAT16 ? bits << 16 : bits;
         float floats[8];
         floats_of_halves(floats, halves);
-        memcpy(&narrow, floats, sizeof narrow);
+        if (dtype != FLOAT16)
+            memcpy(floats, &narrow, sizeof narrow);
+        double wide = floats[0];
+        memcpy(&bits, &wide, sizeof bits);
     }
-    uint32_t *place = max_abs, seen = __atomic_load_n(place, __ATOMIC_RELAXED);
-    while (seen < narrow && !__atomic_compare_exchange_n(place, &seen, narrow, 1, __ATOMIC_RELAXED,
-                                                         __ATOMIC_RELAXED))
+    uint64_t seen = __atomic_load_n(largest, __ATOMIC_RELAXED);
+    while (seen < bits && !__atomic_compare_exchange_n(largest, &seen, bits, 1, __ATOMIC_RELAXED,
+                                                       __ATOMIC_RELAXED))
         ;
 }
 
-/* The epilogue of every function that writes: what `findings` asks of `n` elements just written.
+/* The epilogue of every function that writes: what the task asks of `n` elements just written.
  * Threads set one and the same flag. */
-static void report(const struct findings *findings, const void *from, int dtype, int64_t at, int64_t n)
+static void report(const struct task *t, const void *from, int dtype, int64_t at, int64_t n)
 {
     static const uint64_t infinities[] = {0x7c00, 0x7f80, 0x7f800000, 0x7ff0000000000000};
-    if (!findings->found_inf && !findings->max_abs)
+    if (!t->found_inf && !t->largest)
         return;
     uint64_t bits = largest_bits(from, dtype, at, n);
     float one = 1;
-    if (findings->found_inf && bits >= infinities[dtype])
-        __atomic_store(findings->found_inf, &one, __ATOMIC_RELAXED);
-    if (findings->max_abs)
-        raise_to(findings->max_abs, bits, dtype);
+    if (t->found_inf && bits >= infinities[dtype])
+        __atomic_store(t->found_inf, &one, __ATOMIC_RELAXED);
+    if (t->largest)
+        raise_to(t->largest, bits, dtype);
 }
 
 /* A block of a segment, each of which is cut for itself; `number` counts those of all. */
@@ -119,59 +117,43 @@ static int64_t blocks_of(const int64_t *bounds, int64_t segment)
     return (bounds[segment + 1] - bounds[segment] + BLOCK - 1) / BLOCK;
 }
 
-/* Threads: those of torch's own OpenMP, which is in the process where torch uses one. Linking a
- * second one would put two pools of threads on the same cores. */
-static struct team team;
-
-/* GOMP_parallel, omp_get_thread_num and omp_get_num_threads; before any other call. */
-void use_team(const struct team *found)
-{
-    team = *found;
-}
-
 /* What is done with each block. */
-typedef void visitor(const void *task, struct block block);
+typedef void visitor(const struct task *t, struct block block);
 
 struct walk {
     visitor *visit;
-    const void *task;
-    const int64_t *bounds;
-    int64_t segments;
+    const struct task *task;
 };
 
 /* One thread's part of the blocks: as many as any other's, one after the other. */
 static void walk_part(const struct walk *walk, int64_t thread, int64_t threads)
 {
-    const int64_t *bounds = walk->bounds;
+    const int64_t *bounds = walk->task->bounds;
     int64_t count = 0;
-    for (int64_t segment = 0; segment < walk->segments; segment++)
+    for (int64_t segment = 0; segment < walk->task->segments; segment++)
         count += blocks_of(bounds, segment);
-    int64_t number = count * thread / threads, last = count * (thread + 1) / threads;
-    int64_t segment = 0, skip = number;
-    while (number < last) {
-        int64_t blocks = blocks_of(bounds, segment);
-        for (; skip < blocks && number < last; skip++, number++) {
-            int64_t low = bounds[segment] + skip * BLOCK;
+    int64_t first = count * thread / threads, last = count * (thread + 1) / threads, number = 0;
+    for (int64_t segment = 0; segment < walk->task->segments; segment++)
+        for (int64_t low = bounds[segment]; low < bounds[segment + 1]; low += BLOCK, number++) {
             struct block block = {segment, low, least(low + BLOCK, bounds[segment + 1]), number};
-            walk->visit(walk->task, block);
+            if (first <= number && number < last)
+                walk->visit(walk->task, block);
         }
-        skip -= blocks;
-        segment++;
-    }
 }
 
 static void walk_in_team(void *walk)
 {
-    walk_part(walk, team.thread_num(), team.num_threads());
+    const struct task *t = ((const struct walk *)walk)->task;
+    walk_part(walk, t->thread_num(), t->num_threads());
 }
 
-/* Visit the blocks of all segments, in any order, on up to so many threads. */
-static void walk_blocks(visitor *visit, const void *task, const int64_t *bounds, int64_t segments,
-                        int threads)
+/* Visit the blocks of all segments, in any order, on up to so many threads: those of torch's own
+ * OpenMP. Linking a second one would put two pools of threads on the same cores. */
+static void walk_blocks(visitor *visit, const struct task *t)
 {
-    struct walk walk = {visit, task, bounds, segments};
-    if (bounds[segments] - bounds[0] > ALONE && threads > 1 && team.parallel)
-        team.parallel(walk_in_team, &walk, threads, 0);
+    struct walk walk = {visit, t};
+    if (t->bounds[t->segments] - t->bounds[0] > ALONE && t->threads > 1 && t->parallel)
+        t->parallel(walk_in_team, &walk, t->threads, 0);
     else
         walk_part(&walk, 0, 1);
 }
@@ -193,21 +175,26 @@ static int has_double(int64_t a, int64_t b)
     return a == FLOAT64 || b == FLOAT64;
 }
 
-/* out = scale * (inputs[0] + inputs[1] + ...), added in order. */
-void sum_n(const struct sum *t)
+/* out = coefficients[0] * (tensors[0] + tensors[1] + ...), added in order; of one dtype. */
+void sum_n(const struct task *t)
 {
-    const int64_t bounds[] = {0, t->numel};
-    visitor *visit = has_double(t->dtype, t->out_dtype) ? sum_block_double : sum_block_float;
-    walk_blocks(visit, t, bounds, 1, t->threads);
+    walk_blocks(has_double(t->dtypes[0], t->out_dtype) ? sum_block_double : sum_block_float, t);
 }
 
-/* Between a buffer and `count` tensors, of numels elements, whose slots in it start, and end, at
- * bounds. packing: into the buffer, with zeros into what a slot has beyond its tensor; else out of
- * it. */
-void copy(const struct copy *t)
+static void copy_block(const struct task *t, struct block block)
 {
-    visitor *visit = has_double(t->dtype, t->buffer_dtype) ? copy_block_double : copy_block_float;
-    walk_blocks(visit, t, t->bounds, t->count, t->threads);
+    if (has_double(t->dtypes[block.segment], t->out_dtype))
+        copy_block_double(t, block);
+    else
+        copy_block_float(t, block);
+}
+
+/* Between the buffer `out` and tensors, of numels elements, whose slots in it are the segments,
+ * times coefficients[0]. packing: into the buffer, with zeros into what a slot has beyond its
+ * tensor; else out of it. */
+void copy(const struct task *t)
+{
+    walk_blocks(copy_block, t);
 }
 
 /* Whether the product with any float loses nothing to float's exponent. */
@@ -217,29 +204,26 @@ static int is_safe(double coefficient)
     return size == 0 || (SAFE_LOW < size && size < SAFE_HIGH) || size != size;
 }
 
-static void blend_block(const void *task, struct block block)
+static void blend_block(const struct task *t, struct block block)
 {
-    const struct pair *t = task;
     const double *factors = t->coefficients + 2 * block.segment;
-    int wide = has_double(t->a_dtype, t->b_dtype) || t->out_dtype == FLOAT64;
+    int wide = has_double(t->dtypes[0], t->dtypes[1]) || t->out_dtype == FLOAT64;
     if (wide || !is_safe(factors[0]) || !is_safe(factors[1]))
         blend_double(t, block, factors[0], factors[1]);
     else
         blend_float(t, block, (float)factors[0], (float)factors[1]);
 }
 
-/* out = alpha * a + beta * b, by segment: coefficients are its rows (alpha, beta), bounds the
- * elements where segments start, and end. */
-void scaled_add(const struct pair *t)
+/* out = alpha * a + beta * b of the two tensors, by segment: coefficients are rows (alpha, beta). */
+void scaled_add(const struct task *t)
 {
-    walk_blocks(blend_block, t, t->bounds, t->segments, t->threads);
+    walk_blocks(blend_block, t);
 }
 
 /* dots: (a.b, |a|^2, |b|^2) of each segment. partials: room for three doubles a block. */
-void dot_and_norms(const struct pair *t)
+void dot_and_norms(const struct task *t)
 {
-    visitor *visit = has_double(t->a_dtype, t->b_dtype) ? dots_block_double : dots_block_float;
-    walk_blocks(visit, t, t->bounds, t->segments, t->threads);
+    walk_blocks(has_double(t->dtypes[0], t->dtypes[1]) ? dots_block_double : dots_block_float, t);
     double *partials = t->partials, *row = t->dots;
     for (int64_t segment = 0; segment < t->segments; segment++, row += 3) {
         row[0] = row[1] = row[2] = 0;
@@ -249,22 +233,19 @@ void dot_and_norms(const struct pair *t)
     }
 }
 
-/* 1 - d/(2A); 1 for a norm below TINY, which no NaN is. */
-static double coefficient(double dot, double norm)
+/* scaled_add with the coefficients that follow from dots; written to coefficients first: 1 - d/(2A),
+ * but 1 for a norm below TINY, which no NaN is. */
+void combine(const struct task *t)
 {
-    return norm < TINY ? 1 : 1 - dot / (2 * norm);
-}
-
-/* scaled_add with the coefficients that follow from dots; written to coefficients first. */
-void combine(const struct pair *t)
-{
-    for (int64_t k = 0; k < t->segments; k++)
+    const double *row = t->dots;
+    for (int64_t segment = 0; segment < t->segments; segment++, row += 3)
         for (int i = 0; i < 2; i++)
-            t->coefficients[2 * k + i] = coefficient(t->dots[3 * k], t->dots[3 * k + 1 + i]);
+            t->coefficients[2 * segment + i] =
+                row[1 + i] < TINY ? 1 : 1 - row[0] / (2 * row[1 + i]);
     scaled_add(t);
 }
 
-void adasum(const struct pair *t)
+void adasum(const struct task *t)
 {
     dot_and_norms(t);
     combine(t);

@@ -1,7 +1,6 @@
 """The CPU path compiled: kernels/cpu/native.c, loaded with ctypes.
 
-Each method returns what runs one function of it any number of times. It has the addresses of
-tensors, not the tensors: whoever calls keeps those alive.
+All functions take one argument, a struct: to pass as many with ctypes takes four times as long.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import ctypes
 import platform
 from array import array
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +16,13 @@ import torch
 from torch import Tensor
 
 from kernels.arithmetic import TINY
-from kernels.cpu import tasks
 from kernels.cpu.build import Unavailable, built
 from kernels.findings import Findings
-from kernels.layout import PackedList
 
 # In the order of the C file's enum.
 _CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 # Elements of a block, whose dot products are one partial result.
 BLOCK = 8192
-# More elements than these are worth a second thread: ALONE in native.c.
-_ALONE = 32768
 _SOURCES = [Path(__file__).with_name(name) for name in ("native.c", "real.h", "vectors.h")]
 _FLAGS = (
     # What is written as floats is looked at as integers.
@@ -41,170 +35,127 @@ _PROCESSORS = {
     "x86_64": ("-march=x86-64", "-mavx2", "-mfma", "-mf16c"),
     "aarch64": ("-march=armv8-a",),
 }
-_FUNCTIONS = ("sum_n", "copy", "scaled_add", "dot_and_norms", "combine", "adasum")
-_OPENMP = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+FUNCTIONS = ("sum_n", "copy", "scaled_add", "dot_and_norms", "combine", "adasum")
+_OPENMP = {
+    "parallel": "GOMP_parallel",
+    "thread_num": "omp_get_thread_num",
+    "num_threads": "omp_get_num_threads",
+}
+# The struct's fields with their C types, 8 bytes each.
+_FIELDS = {
+    # What is read or, by `copy` out of a buffer, written, and how many.
+    "tensors": "void *const *",
+    "dtypes": "const int64_t *",
+    "count": "int64_t",
+    # What is written: of `copy` the buffer, which it may read.
+    "out": "void *",
+    "out_dtype": "int64_t",
+    # The elements of `out`, or of a and b, where segments start, and end.
+    "bounds": "const int64_t *",
+    "segments": "int64_t",
+    # Of `copy` alone: the tensors' elements; whether into the buffer.
+    "numels": "const int64_t *",
+    "packing": "int64_t",
+    "coefficients": "double *",
+    # (a.b, |a|^2, |b|^2) of each block and each segment.
+    "partials": "double *",
+    "dots": "double *",
+    # What to report of the values written: set to 1, and raised.
+    "found_inf": "float *",
+    "largest": "uint64_t *",
+    # The most that may be used, and what runs them.
+    "threads": "int64_t",
+    "parallel": "run_in_team *",
+    "thread_num": "count_threads *",
+    "num_threads": "count_threads *",
+}
+_ROWS = "\n".join(f"    {kind} {name};" for name, kind in _FIELDS.items())
+# What native.c includes.
+HEADERS = {"task.h": f"struct task {{\n{_ROWS}\n}};\n"}
+
+
+class _Task(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_int64 if kind == "int64_t" else ctypes.c_void_p)
+        for name, kind in _FIELDS.items()
+    ]
 
 
 class Library:
-    """The compiled functions, each of a reference to one task."""
+    """The compiled functions."""
 
     def __init__(self, path: Path) -> None:
         """Load them. Raises OSError or AttributeError where that fails."""
-        # Where it is short, Python's other threads wait, which takes less time.
-        apart, at_once = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
-        self._apart = {name: _function(apart, name) for name in _FUNCTIONS}
-        self._at_once = {name: _function(at_once, name) for name in _FUNCTIONS}
-        if found := _team():
-            team = tasks.Team(*found)
-            _function(apart, "use_team")(ctypes.byref(team))
+        library = ctypes.CDLL(str(path))
+        self._functions = {name: library[name] for name in FUNCTIONS}
+        for function in self._functions.values():
+            function.argtypes, function.restype = (ctypes.c_void_p,), None
+        self._team = _team()
 
-    def _ready(self, name: str, task: Any, elements: int, *kept: object) -> tuple[Any, Any]:
-        """A function, on all threads where that is worth it, and the reference to pass it.
-
-        elements: how many it reads from one input. kept: what the task points to that is no tensor.
-        """
-        task.threads, task.kept = 1, kept
-        if elements <= _ALONE:
-            return self._at_once[name], ctypes.byref(task)
-        function = self._apart[name]
-
-        def on_all_threads(reference: Any) -> None:
-            task.threads = torch.get_num_threads()
-            function(reference)
-
-        return on_all_threads, ctypes.byref(task)
-
-    def copy(
-        self,
-        packed: PackedList,
-        addresses: array[int],
-        buffer: Tensor,
-        findings: Findings,
-        packing: bool,
-    ) -> Callable[[float], None]:
-        """Between `buffer` and tensors of one dtype; into it, with zeros for the padding.
-
-        addresses: the tensors', uint64.
-        """
-        numels, bounds = packed.layout.in_c
-        task = tasks.Copy(
-            tensors=_address(addresses),
-            dtype=_CODES[packed.dtypes[0]],
-            numels=_address(numels),
-            bounds=_address(bounds),
-            count=len(numels),
-            buffer=buffer.data_ptr(),
-            buffer_dtype=_CODES[buffer.dtype],
-            packing=packing,
-            findings=_pointers(findings),
-        )
-        function, reference = self._ready(
-            "copy", task, packed.layout.numel, addresses, numels, bounds
-        )
-
-        def run(scale: float) -> None:
-            task.scale = scale
-            function(reference)
-
-        return run
-
-    def sum_n(
-        self, addresses: array[int], dtype: torch.dtype, out: Tensor, findings: Findings
-    ) -> Callable[[float], None]:
-        """Bind out = scale * (t0 + t1 + ...), in order; `out` may be any of the tensors."""
-        task = tasks.Sum(
-            inputs=_address(addresses),
-            count=len(addresses),
-            dtype=_CODES[dtype],
-            out=out.data_ptr(),
-            out_dtype=_CODES[out.dtype],
-            numel=out.numel(),
-            findings=_pointers(findings),
-        )
-        function, reference = self._ready("sum_n", task, out.numel(), addresses)
-
-        def run(scale: float) -> None:
-            task.scale = scale
-            function(reference)
-
-        return run
-
-    def scaled_add(
-        self, a: Tensor, b: Tensor, out: Tensor, findings: Findings
-    ) -> Callable[[float, float], None]:
-        """Bind out = alpha*a + beta*b."""
-        bounds, factors = array("q", (0, out.numel())), array("d", (1.0, 1.0))
-        task = _pair(a, b, bounds, out, findings)
-        task.coefficients = _address(factors)
-        function, reference = self._ready("scaled_add", task, out.numel(), bounds, factors)
-
-        def run(alpha: float, beta: float) -> None:
-            factors[0] = alpha
-            factors[1] = beta
-            function(reference)
-
-        return run
-
-    def projection(
+    def bind(
         self,
         name: str,
-        a: Tensor,
-        b: Tensor,
-        dots: Tensor | None,
-        bounds: Sequence[int],
+        addresses: array[int],
+        dtypes: Sequence[torch.dtype],
+        bounds: array[int],
         out: Tensor | None,
         findings: Findings,
-    ) -> Callable[[], None]:
-        """dot_and_norms (no out), combine, or adasum (no dots), a segment at a time."""
-        cuts = array("q", bounds)
-        count = len(cuts) - 1
-        task = _pair(a, b, cuts, out, findings)
-        factors = array("d", bytes(16 * count))
-        blocks = 0 if name == "combine" else a.numel() // BLOCK + count
-        partials, rows = array("d", bytes(24 * blocks)), array("d", bytes(24 * count))
-        task.coefficients, task.partials = _address(factors), _address(partials)
-        task.dots = _address(rows) if dots is None else dots.data_ptr()
-        kept = cuts, factors, partials, rows
-        function, reference = self._ready(name, task, a.numel(), *kept)
-        return partial(function, reference)
+        *,
+        numels: array[int] | None = None,
+        packing: bool = False,
+        dots: Tensor | None = None,
+    ) -> Callable[..., None]:
+        """Return what runs a function any number of times, with its scalars.
+
+        It has the addresses of tensors, not the tensors: whoever calls keeps those alive. Arguments
+        are fields of the struct; addresses are uint64, other arrays int64. Scalars are the scale,
+        or alpha and beta.
+        """
+        segments = len(bounds) - 1
+        has_partials = name in ("dot_and_norms", "adasum")
+        blocks = bounds[-1] // BLOCK + segments if has_partials else 0
+        coefficients, largest = array("d", bytes(16 * max(1, segments))), array("d", (0.0,))
+        arrays: dict[str, array[Any]] = {
+            "tensors": addresses,
+            "dtypes": array("q", map(_CODES.__getitem__, dtypes)),
+            "bounds": bounds,
+            "numels": numels or array("q"),
+            "coefficients": coefficients,
+            "partials": array("d", bytes(24 * blocks)),
+            "dots": array("d", bytes(24 * segments if dots is None and has_partials else 0)),
+            "largest": largest,
+        }
+        task = _Task(count=len(addresses), segments=segments, packing=packing, **self._team)
+        for field, values in arrays.items():
+            setattr(task, field, values.buffer_info()[0])
+        task.arrays = arrays
+        if out is not None:
+            task.out, task.out_dtype = out.data_ptr(), _CODES[out.dtype]
+        if dots is not None:
+            task.dots = dots.data_ptr()
+        found_inf, max_abs = findings
+        if found_inf is not None:
+            task.found_inf = found_inf.data_ptr()
+        if max_abs is None:
+            task.largest = None
+        function, reference = self._functions[name], ctypes.byref(task)
+
+        def run(first: float = 1.0, second: float = 1.0) -> None:
+            coefficients[0], coefficients[1] = first, second
+            task.threads, largest[0] = torch.get_num_threads(), 0.0
+            function(reference)
+            if max_abs is not None:
+                max_abs.detach().fill_(largest[0])
+
+        return run
 
 
 def build() -> Library:
     """Return the functions, compiled now or before. Raises Unavailable."""
-    return built("native", _SOURCES, tasks.HEADERS, [*_FLAGS, *_flags_here()], Library)
+    return built("native", _SOURCES, HEADERS, [*_FLAGS, *_flags_here()], Library)
 
 
-def _address(values: array[Any]) -> int:
-    """Of values that the caller keeps alive."""
-    return values.buffer_info()[0]
-
-
-def _pointers(findings: Findings) -> Any:
-    return tasks.Findings(*[0 if one is None else one.data_ptr() for one in findings])
-
-
-def _pair(a: Tensor, b: Tensor, bounds: array[int], out: Tensor | None, findings: Findings) -> Any:
-    task = tasks.Pair(
-        a=a.data_ptr(),
-        a_dtype=_CODES[a.dtype],
-        b=b.data_ptr(),
-        b_dtype=_CODES[b.dtype],
-        bounds=_address(bounds),
-        segments=len(bounds) - 1,
-        findings=_pointers(findings),
-    )
-    if out is not None:
-        task.out, task.out_dtype = out.data_ptr(), _CODES[out.dtype]
-    return task
-
-
-def _function(library: ctypes.CDLL, name: str) -> Any:
-    function = library[name]
-    function.argtypes, function.restype = (ctypes.c_void_p,), None
-    return function
-
-
-def _team() -> list[int]:
+def _team() -> dict[str, int | None]:
     """What starts torch's own threads, by address; nothing where that is not OpenMP.
 
     Not all of torch's wheels have it among what every library in the process can see: then only
@@ -212,10 +163,10 @@ def _team() -> list[int]:
     """
     try:
         itself = ctypes.CDLL(torch._C.__file__)
-        found = [getattr(itself, name) for name in _OPENMP]
+        found = {field: getattr(itself, name) for field, name in _OPENMP.items()}
     except (OSError, AttributeError):
-        return []
-    return [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in found]
+        return {}
+    return {field: ctypes.cast(one, ctypes.c_void_p).value for field, one in found.items()}
 
 
 def _flags_here() -> tuple[str, ...]:

@@ -85,27 +85,21 @@ static void IN(write)(void *to, int dtype, int64_t at, int64_t n, const REAL *ti
     }
 }
 
-static void IN(sum_block)(const void *task, struct block block)
+static void IN(sum_block)(const struct task *t, struct block block)
 {
-    const struct sum *t = task;
-    REAL scale = (REAL)t->scale;
+    REAL scale = (REAL)t->coefficients[0];
     for (int64_t low = block.low; low < block.high; low += TILE) {
         REAL left[TILE], right[TILE], tile[TILE];
         int64_t n = least(TILE, block.high - low);
         /* A third input may be the output. */
         REAL *total = t->count > 2 ? tile : IN(place_for)(t->out, t->out_dtype, low, tile);
-        const REAL *x = IN(read)(t->inputs[0], t->dtype, low, n, left);
-        if (t->count > 1) {
-            const REAL *y = IN(read)(t->inputs[1], t->dtype, low, n, right);
+        const REAL *x = IN(read)(t->tensors[0], t->dtypes[0], low, n, left);
+        for (int64_t k = 1; k < t->count; k++) {
+            const REAL *y = IN(read)(t->tensors[k], t->dtypes[k], low, n, right);
             ELEMENTWISE
             for (int64_t i = 0; i < n; i++)
                 total[i] = x[i] + y[i];
             x = total;
-        }
-        for (int64_t k = 2; k < t->count; k++) {
-            const REAL *y = IN(read)(t->inputs[k], t->dtype, low, n, right);
-            for (int64_t i = 0; i < n; i++)
-                total[i] += y[i];
         }
         if (scale != 1) {
             ELEMENTWISE
@@ -114,18 +108,18 @@ static void IN(sum_block)(const void *task, struct block block)
             x = total;
         }
         IN(write)(t->out, t->out_dtype, low, n, x);
-        report(&t->findings, t->out, t->out_dtype, low, n);
+        report(t, t->out, t->out_dtype, low, n);
     }
 }
 
 /* `n` elements to `to`, times the scale. */
-static void IN(copy_run)(const struct copy *t, const void *from, int dtype, void *to, int to_dtype,
+static void IN(copy_run)(const struct task *t, const void *from, int dtype, void *to, int to_dtype,
                          int64_t n)
 {
-    REAL scale = (REAL)t->scale;
+    REAL scale = (REAL)t->coefficients[0];
     if (dtype == to_dtype && scale == 1) {
         memcpy(to, from, (char *)element(to, dtype, n) - (char *)to);
-        report(&t->findings, to, dtype, 0, n);
+        report(t, to, dtype, 0, n);
         return;
     }
     for (int64_t low = 0; low < n; low += TILE) {
@@ -140,51 +134,40 @@ static void IN(copy_run)(const struct copy *t, const void *from, int dtype, void
             x = product;
         }
         IN(write)(to, to_dtype, low, few, x);
-        report(&t->findings, to, to_dtype, low, few);
+        report(t, to, to_dtype, low, few);
     }
 }
 
-static void IN(copy_block)(const void *task, struct block block)
+static void IN(copy_block)(const struct task *t, struct block block)
 {
-    const struct copy *t = task;
     int64_t at = block.low - t->bounds[block.segment], room = block.high - block.low;
-    int64_t n = least(room, t->numels[block.segment] - at);
-    void *slot = element(t->buffer, t->buffer_dtype, block.low);
-    if (n > 0) {
-        void *part = element(t->tensors[block.segment], t->dtype, at);
-        if (t->packing)
-            IN(copy_run)(t, part, t->dtype, slot, t->buffer_dtype, n);
-        else
-            IN(copy_run)(t, slot, t->buffer_dtype, part, t->dtype, n);
-    }
-    if (t->packing && n < room) {
-        char *padding = element(slot, t->buffer_dtype, n > 0 ? n : 0);
-        memset(padding, 0, (char *)element(slot, t->buffer_dtype, room) - padding);
-    }
+    int64_t dtype = t->dtypes[block.segment];
+    int64_t used = least(room, t->numels[block.segment] - at), n = used > 0 ? used : 0;
+    void *part = element(t->tensors[block.segment], dtype, at);
+    char *slot = element(t->out, t->out_dtype, block.low);
+    if (t->packing) {
+        char *padding = element(slot, t->out_dtype, n), *end = element(slot, t->out_dtype, room);
+        IN(copy_run)(t, part, dtype, slot, t->out_dtype, n);
+        memset(padding, 0, end - padding);
+    } else
+        IN(copy_run)(t, slot, t->out_dtype, part, dtype, n);
 }
 
-static void IN(blend)(const struct pair *t, struct block block, REAL alpha, REAL beta)
+static void IN(blend)(const struct task *t, struct block block, REAL alpha, REAL beta)
 {
     for (int64_t low = block.low; low < block.high; low += TILE) {
         REAL left[TILE], right[TILE], tile[TILE];
         int64_t n = least(TILE, block.high - low);
-        const REAL *x = IN(read)(t->a, t->a_dtype, low, n, left);
-        const REAL *y = IN(read)(t->b, t->b_dtype, low, n, right);
+        const REAL *x = IN(read)(t->tensors[0], t->dtypes[0], low, n, left);
+        const REAL *y = IN(read)(t->tensors[1], t->dtypes[1], low, n, right);
         REAL *total = IN(place_for)(t->out, t->out_dtype, low, tile);
         ELEMENTWISE
         for (int64_t i = 0; i < n; i++)
             total[i] = (sizeof(REAL) == 4 ? __builtin_fmaf(beta, y[i], alpha * x[i])
                                           : __builtin_fma(beta, y[i], alpha * x[i]));
         IN(write)(t->out, t->out_dtype, low, n, total);
-        report(&t->findings, t->out, t->out_dtype, low, n);
+        report(t, t->out, t->out_dtype, low, n);
     }
-}
-
-/* Four elements. */
-static quad IN(widen)(const REAL *from)
-{
-    return sizeof(REAL) == 4 ? quad_of_floats((const float *)from)
-                             : quad_of_doubles((const double *)from);
 }
 
 /* Adds to `sums` the products of x and y, x and x, y and y, in double, where those of two floats are
@@ -196,7 +179,7 @@ static void IN(add_dots)(const REAL *x, const REAL *y, int64_t n, double sums[3]
     int64_t whole = n - n % LANES;
     for (int64_t i = 0; i < whole; i += LANES)
         for (int j = 0; j < LANES / 4; j++) {
-            quad u = IN(widen)(x + i + 4 * j), v = IN(widen)(y + i + 4 * j);
+            quad u = IN(quad_of)(x + i + 4 * j), v = IN(quad_of)(y + i + 4 * j);
             lanes[0][j] = add_product(lanes[0][j], u, v);
             lanes[1][j] = add_product(lanes[1][j], u, u);
             lanes[2][j] = add_product(lanes[2][j], v, v);
@@ -211,15 +194,14 @@ static void IN(add_dots)(const REAL *x, const REAL *y, int64_t n, double sums[3]
     }
 }
 
-static void IN(dots_block)(const void *task, struct block block)
+static void IN(dots_block)(const struct task *t, struct block block)
 {
-    const struct pair *t = task;
     double sums[3][LANES] = {{0}}, *row = t->partials + 3 * block.number;
     for (int64_t low = block.low; low < block.high; low += TILE) {
         REAL left[TILE], right[TILE];
         int64_t n = least(TILE, block.high - low);
-        const REAL *x = IN(read)(t->a, t->a_dtype, low, n, left);
-        const REAL *y = IN(read)(t->b, t->b_dtype, low, n, right);
+        const REAL *x = IN(read)(t->tensors[0], t->dtypes[0], low, n, left);
+        const REAL *y = IN(read)(t->tensors[1], t->dtypes[1], low, n, right);
         IN(add_dots)(x, y, n, sums);
     }
     for (int k = 0; k < 3; k++) {

@@ -7,18 +7,18 @@
 #ifdef __aarch64__
 #include <arm_neon.h>
 
-/* Four doubles. */
+/* Four doubles, of four of either kind. */
 typedef struct {
     float64x2_t low, high;
 } quad;
 
-static inline quad quad_of_floats(const float *from)
+static inline quad quad_of_float(const float *from)
 {
     float32x4_t four = vld1q_f32(from);
     return (quad){vcvt_f64_f32(vget_low_f32(four)), vcvt_high_f64_f32(four)};
 }
 
-static inline quad quad_of_doubles(const double *from)
+static inline quad quad_of_double(const double *from)
 {
     return (quad){vld1q_f64(from), vld1q_f64(from + 2)};
 }
@@ -56,12 +56,12 @@ static inline uint16_t half_of_double(double from)
 
 typedef __m256d quad;
 
-static inline quad quad_of_floats(const float *from)
+static inline quad quad_of_float(const float *from)
 {
     return _mm256_cvtps_pd(_mm_loadu_ps(from));
 }
 
-static inline quad quad_of_doubles(const double *from)
+static inline quad quad_of_double(const double *from)
 {
     return _mm256_loadu_pd(from);
 }

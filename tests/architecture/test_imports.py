@@ -67,7 +67,6 @@ LEVELS = {
 # Nothing stands here for speed alone. "*" stands for the rest of a name.
 PRIVATE_WITH_REASON = {
     "torch._foreach_*": "public, as torch.foreach, only in torch after 2.13",
-    "torch._amp_foreach_non_finite_check_and_unscale_": "one pass where the public way takes four",
     "torch._C": "the file of torch's extension, which alone knows its OpenMP in some wheels",
     "torch._C._current_graph_task_id": "the only way to ask whether a backward pass is running",
     "torch.autograd.Variable._execution_engine": "queue_callback, the only call at backward's end",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels.cpu import build, dispatch, native, tasks
+from kernels.cpu import build, dispatch, native
 from tests.kernels.cases import DTYPES, bits, random
 
 # By the processor that they compile for.
@@ -38,7 +38,7 @@ def compile_strictly(
         pytest.skip(f"no {compiler} on the PATH")
     if machine not in native._PROCESSORS:
         pytest.skip(f"compiled for {', '.join(native._PROCESSORS)}, not for {machine}")
-    for name, text in tasks.HEADERS.items():
+    for name, text in native.HEADERS.items():
         (folder / name).write_text(text)
     flags = [*build._FLAGS, *native._FLAGS, *native._PROCESSORS[machine], f"-I{folder}"]
     # Of another processor there may be the compiler alone, without libraries to link.

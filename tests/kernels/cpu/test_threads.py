@@ -95,8 +95,9 @@ def test_others_go_on_while_c_computes(tmp_path: Path, monkeypatch: pytest.Monke
     """What takes long gives up the lock that Python's threads share."""
     if why_not := dispatch.reason():
         pytest.skip(f"no compiled CPU path: {why_not}")
-    names = [*native._FUNCTIONS, "use_team"]
-    text = "".join(f"void {name}(const void *task) {{ usleep(200000); }}\n" for name in names)
+    text = "".join(
+        f"void {name}(const void *task) {{ usleep(200000); }}\n" for name in native.FUNCTIONS
+    )
     source = tmp_path / "slow.c"
     source.write_text("#include <unistd.h>\n" + text)
     library = build.built("slow", [source], {}, [], native.Library)
