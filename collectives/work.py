@@ -338,6 +338,8 @@ class Worker:
         with self._lock:
             thread, self._thread = self._thread, None
             self._closed = True
+            for _ in self._jobs:
+                self._wake.put(True)
             self._wake.put(False)
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout)
