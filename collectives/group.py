@@ -7,10 +7,11 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
+from typing_extensions import Unpack
 
 from collectives import validation
 from collectives.bootstrap.locality import find_locality, locality_on
-from collectives.consistency.arguments import Arguments
+from collectives.consistency.arguments import Arguments, ReductionOptions
 from collectives.consistency.calls import Calls
 from collectives.consistency.description import Description, describe_tensor
 from collectives.consistency.requests import Request
@@ -23,8 +24,6 @@ from collectives.schedules.topology import Topology
 from collectives.transport.base import Transport
 from collectives.transport.byte_gathering import as_tensor
 from collectives.work import Work
-
-__all__ = ["Group"]
 
 Tensor = torch.Tensor
 
@@ -137,7 +136,13 @@ class Group:
             async_op: See the class.
         """
         call = self._arguments.all_reduce(
-            tensor, op, algorithm, name, prescale, postscale, segments
+            tensor,
+            op,
+            segments,
+            algorithm=algorithm,
+            name=name,
+            prescale=prescale,
+            postscale=postscale,
         )
         return self._call(call, [tensor], op, async_op=async_op)
 
@@ -146,22 +151,18 @@ class Group:
         tensor: Tensor,
         op: Reducer = Sum,
         *,
-        algorithm: str | None = None,
-        name: str | None = None,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
         segments: Sequence[int] | None = None,
         negotiate: bool = True,
+        **options: Unpack[ReductionOptions],
     ) -> Request:
         """Make, with all ranks, an `all_reduce` that is then started any number of times.
 
-        Arguments as all_reduce. Making it is negotiated, and so is each start. With negotiate=False
-        the request is made on this rank alone, and each start is negotiated as an all_reduce with
-        the same arguments: other ranks may make that call instead, or take part by `join`.
+        Arguments as all_reduce. Making it is negotiated, and so is each start; making it while a
+        rank has joined is a mismatch. With negotiate=False the request is made on this rank alone,
+        and each start is negotiated as an all_reduce with the same arguments: other ranks may make
+        that call instead, or take part by `join`.
         """
-        call = self._arguments.all_reduce(
-            tensor, op, algorithm, name, prescale, postscale, segments
-        )
+        call = self._arguments.all_reduce(tensor, op, segments, **options)
         return self._request(call, [tensor], op, negotiate=negotiate)
 
     def grouped_all_reduce(
@@ -182,7 +183,14 @@ class Group:
         ValueError.
         """
         tensors = validation.tensor_list("tensors", tensors)
-        call = self._arguments.grouped_all_reduce(tensors, op, algorithm, name, prescale, postscale)
+        call = self._arguments.grouped_all_reduce(
+            tensors,
+            op,
+            algorithm=algorithm,
+            name=name,
+            prescale=prescale,
+            postscale=postscale,
+        )
         return self._call(call, tensors, op, async_op=async_op)
 
     def grouped_all_reduce_init(
@@ -190,18 +198,15 @@ class Group:
         tensors: Sequence[Tensor],
         op: Reducer = Sum,
         *,
-        algorithm: str | None = None,
-        name: str | None = None,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
         negotiate: bool = True,
+        **options: Unpack[ReductionOptions],
     ) -> Request:
         """Make, with all ranks, a `grouped_all_reduce` that is started any number of times.
 
         Arguments as grouped_all_reduce; negotiate as for all_reduce_init.
         """
         tensors = validation.tensor_list("tensors", tensors)
-        call = self._arguments.grouped_all_reduce(tensors, op, algorithm, name, prescale, postscale)
+        call = self._arguments.grouped_all_reduce(tensors, op, **options)
         return self._request(call, tensors, op, negotiate=negotiate)
 
     def reduce(

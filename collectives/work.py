@@ -11,7 +11,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -139,11 +138,10 @@ _LOOK_SECONDS, _LOOKS = 1e-3, 50
 
 
 class _Job(NamedTuple):
-    """A call in the queue: what it fills, what runs it, and what `upcoming` returns for it."""
+    """A call in the queue: what it fills, and what runs it."""
 
     work: Work
     run: Callable[[], None]
-    note: Any
 
 
 class Worker:
@@ -167,14 +165,12 @@ class Worker:
         self._running = threading.Lock()
         self._closed = False
 
-    def call(
-        self, function: Callable[[], Any], tensors: Sequence[torch.Tensor] = (), note: Any = None
-    ) -> Any:
+    def call(self, function: Callable[[], Any], tensors: Sequence[torch.Tensor] = ()) -> Any:
         """Run `function` in its turn and return its result. Arguments as for `submit`."""
         with self._lock:
             inline = not self._jobs and self._running.acquire(blocking=False)
         if not inline:
-            return self.submit(function, tensors, note).wait()
+            return self.submit(function, tensors).wait()
         try:
             if not torch.is_grad_enabled():
                 return function()
@@ -196,7 +192,7 @@ class Worker:
             with torch.inference_mode(inference):
                 work.run(rest)
 
-        job = _Job(work, run, None)
+        job = _Job(work, run)
         with self._lock:
             self._check_open()
             if self._jobs or not self._running.acquire(blocking=False):
@@ -232,20 +228,12 @@ class Worker:
             finally:
                 self._running.release()
 
-    def upcoming(self, max_notes: int) -> list[Any]:
-        """Return the notes of what is queued behind the running function, in order."""
-        with self._lock:
-            return [job.note for job in islice(self._jobs, max_notes)]
-
-    def submit(
-        self, function: Callable[[], Any], tensors: Sequence[torch.Tensor] = (), note: Any = None
-    ) -> Work:
+    def submit(self, function: Callable[[], Any], tensors: Sequence[torch.Tensor] = ()) -> Work:
         """Queue `function`; on CUDA it runs on streams of its own, behind the caller's work.
 
         Args:
             function: The call.
             tensors: What it works on.
-            note: What `upcoming` returns for it while it waits.
 
         Raises:
             TransportError: After `close`.
@@ -274,7 +262,7 @@ class Worker:
         with self._lock:
             self._check_open()
             self._start_thread()
-            self._jobs.append(_Job(work, run, note))
+            self._jobs.append(_Job(work, run))
             self._wake.put(True)
         return work
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
+from typing_extensions import Unpack
 
 from collectives import validation
 from collectives.consistency.description import Description, describe_tensor
@@ -13,9 +14,16 @@ from collectives.execution.all_reduce import Runner, Specs
 from collectives.reducers import Reducer
 from collectives.schedules.spec import format_all_reduce_spec, parse_all_reduce_spec
 
-__all__ = ["Arguments"]
-
 Tensor = torch.Tensor
+
+
+class ReductionOptions(TypedDict, total=False):
+    """What an all-reduce may be given by name, as `Group.all_reduce` documents it."""
+
+    algorithm: str | None
+    name: str | None
+    prescale: float
+    postscale: float
 
 
 class Arguments:
@@ -33,33 +41,23 @@ class Arguments:
         self,
         tensor: Tensor,
         op: Reducer,
-        algorithm: str | None,
-        name: str | None,
-        prescale: float,
-        postscale: float,
-        segments: Sequence[int] | None,
+        segments: Sequence[int] | None = None,
+        **options: Unpack[ReductionOptions],
     ) -> Description:
         """Check and describe an all_reduce."""
         validation.tensor("tensor", tensor)
         if segments is not None:
             segments = validation.segments(segments, tensor.numel())
-        specs = self._reduction([tensor], op, algorithm, prescale, postscale)
-        options = {**_options(op, specs, prescale, postscale), "segments": segments}
-        return Description("all_reduce", name, options, [describe_tensor(tensor)])
+        described = {**self._reduction([tensor], op, **options), "segments": segments}
+        return Description("all_reduce", options.get("name"), described, [describe_tensor(tensor)])
 
     def grouped_all_reduce(
-        self,
-        tensors: Sequence[Tensor],
-        op: Reducer,
-        algorithm: str | None,
-        name: str | None,
-        prescale: float,
-        postscale: float,
+        self, tensors: Sequence[Tensor], op: Reducer, **options: Unpack[ReductionOptions]
     ) -> Description:
         """Describe a grouped_all_reduce of tensors that are checked already."""
-        specs = self._reduction(tensors, op, algorithm, prescale, postscale)
-        options = _options(op, specs, prescale, postscale)
-        return Description("grouped_all_reduce", name, options, _describe_all(tensors))
+        described = self._reduction(tensors, op, **options)
+        name = options.get("name")
+        return Description("grouped_all_reduce", name, described, _describe_all(tensors))
 
     def reduce(self, tensor: Tensor, dst: int, op: Reducer, name: str | None) -> Description:
         """Check and describe a reduce."""
@@ -90,7 +88,7 @@ class Arguments:
             raise TypeError(f"by_rows must be a bool, got {type(by_rows).__name__}")
         if by_rows:
             _check_rows(tensor)
-        self._reduction([tensor], op, None, 1.0, 1.0)
+        self._reduction([tensor], op)
         options = {"op": str(op), "by_rows": by_rows}
         return Description("reduce_scatter", name, options, [describe_tensor(tensor)])
 
@@ -121,7 +119,7 @@ class Arguments:
         self._transport.check_device(tensor.device)
 
     def _onto_single_ranks(self, tensors: Sequence[Tensor], op: Reducer) -> None:
-        self._reduction(tensors, op, None, 1.0, 1.0)
+        self._reduction(tensors, op)
         if op.needs_one_tree:
             raise ValueError(f"op {op} needs all ranks: use all_reduce")
 
@@ -129,11 +127,12 @@ class Arguments:
         self,
         tensors: Sequence[Tensor],
         op: Reducer,
-        algorithm: str | None,
-        prescale: float,
-        postscale: float,
-    ) -> Specs:
-        """Check what all reductions share; return the algorithm's ranges."""
+        algorithm: str | None = None,
+        name: str | None = None,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+    ) -> dict[str, Any]:
+        """Check what all reductions share; return the options that ranks must agree on."""
         validation.reducer("op", op)
         specs = _parse("auto" if algorithm is None else algorithm)
         validation.scale("prescale", prescale)
@@ -146,7 +145,12 @@ class Arguments:
             ):
                 raise TypeError(f"prescale and postscale need a floating dtype, got {tensor.dtype}")
         self._runner.check(specs, op, tensors)
-        return specs
+        return {
+            "op": str(op),
+            "algorithm": format_all_reduce_spec(specs),
+            "prescale": float(prescale),
+            "postscale": float(postscale),
+        }
 
 
 def _parse(algorithm: str) -> Specs:
@@ -158,15 +162,6 @@ def _parse(algorithm: str) -> Specs:
 
 def _describe_all(tensors: Sequence[Tensor]) -> list[Any]:
     return [describe_tensor(tensor) for tensor in tensors]
-
-
-def _options(op: Reducer, specs: Specs, prescale: float, postscale: float) -> dict[str, Any]:
-    return {
-        "op": str(op),
-        "algorithm": format_all_reduce_spec(specs),
-        "prescale": float(prescale),
-        "postscale": float(postscale),
-    }
 
 
 def _check_rows(tensor: Tensor) -> None:

@@ -23,8 +23,6 @@ from collectives.schedules.spec import parse_all_reduce_spec
 from collectives.transport.shared_memory.symmetric_memory import RanksDiffer
 from collectives.work import Work
 
-__all__ = ["Calls"]
-
 Tensors = Sequence[torch.Tensor]
 # Up to here the copy to shared memory is short beside what follows it.
 _BEGIN_BYTES = 2 * 1024 * 1024
@@ -40,9 +38,7 @@ class Calls:
         self._runner = runner
         self._transport = runner.transport
         self.queue = CallQueue(runner.transport, runner.timeout)
-        self._negotiation = Negotiation(
-            runner.transport, runner.timeout, runner.workspace, self.queue.upcoming
-        )
+        self._negotiation = Negotiation(runner.transport, runner.timeout, runner.workspace)
         self._count = 0
 
     def __call__(
@@ -72,7 +68,7 @@ class Calls:
             self._negotiation.signal(call)
             return self._finish(call, tensors, op, shared, label)
 
-        return self.queue.run(call.kind, work, tensors, call, async_op=async_op)
+        return self.queue.run(call.kind, work, tensors, async_op=async_op)
 
     def plan(
         self, call: Description, tensors: Tensors, op: Reducer
@@ -117,9 +113,9 @@ class Calls:
         if any(tensor.is_cuda for tensor in tensors) and torch.cuda.is_current_stream_capturing():
             # The graph takes what this thread's stream gets, not the communication thread's.
             done = Work()
-            done.run(lambda: self.queue.run(call.kind, both, tensors, call))
+            done.run(lambda: self.queue.run(call.kind, both, tensors))
             return done
-        work: Work = self.queue.run(call.kind, both, tensors, call, async_op=True)
+        work: Work = self.queue.run(call.kind, both, tensors, async_op=True)
         return work
 
     def _may_carry_code(self, call: Description, tensors: Tensors) -> bool:

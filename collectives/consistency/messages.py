@@ -4,17 +4,12 @@ One all-reduce of some hundred bytes: the largest and the smallest code of the r
 work, and whether any rank has joined. Equal codes and none joined: go on. Otherwise the
 descriptions themselves are gathered, and every rank raises the same error, or learns what the
 joined ranks have to take part in.
-
-The same message carries the codes of the calls that each rank has queued behind this one: as far
-as they are equal, none of them needs a message of its own.
 """
 
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Collection, Sequence
-from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -27,13 +22,7 @@ from collectives.schedules import recursive_doubling
 from collectives.transport.base import Transport
 from collectives.transport.byte_gathering import gather_bytes
 
-__all__ = ["AHEAD", "Joined", "Outcome", "negotiate_by_messages"]
-
-# Queued calls that one message negotiates beside its own.
-AHEAD = 15
 _NO_CODE = torch.iinfo(torch.int64).min
-_CODES = struct.Struct(f"={3 + 2 * AHEAD}q")
-_NO_CALLS = (0,) * AHEAD
 _INTEGERS = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
@@ -58,13 +47,11 @@ class Outcome(NamedTuple):
         joined: The ranks that have joined.
         last: Where all have joined, the rank that was the last to.
         call: What the others do, where any rank has joined.
-        ahead: How many calls after this one all ranks make alike, too.
     """
 
     joined: Sequence[int] = ()
     last: int | None = None
     call: Description | None = None
-    ahead: int = 0
 
 
 def negotiate_by_messages(
@@ -73,7 +60,6 @@ def negotiate_by_messages(
     label: str,
     timeout: float,
     workspace: Workspace,
-    queued: Sequence[int] = (),
     code: int = 0,
 ) -> Outcome:
     """Return when all ranks that have not joined make one call, or all have joined.
@@ -84,8 +70,6 @@ def negotiate_by_messages(
         label: What an error calls this call.
         timeout: Seconds that each step may wait for a peer.
         workspace: Memory for what is received.
-        queued: Codes of the calls after this one, up to AHEAD; 0 for what is no call that all
-            ranks describe.
         code: What the messages carry, as `Transport.exchange` takes it.
 
     Raises:
@@ -100,9 +84,8 @@ def negotiate_by_messages(
         codes = (mine.code, -mine.code, 0)
     # The least is the most of the opposites. In memory that is kept: a new tensor costs ten
     # microseconds, and the ranks wait for each other.
-    extremes = workspace.within.take(_CODES.size // 8, _INTEGERS)
-    fields = extremes.numpy().data
-    _CODES.pack_into(fields, 0, *codes, *_padded(queued), *_padded([-code for code in queued]))
+    extremes = workspace.within.take(len(codes), _INTEGERS)
+    extremes.numpy()[:] = codes
     execute(
         recursive_doubling.all_reduce(transport.size),
         extremes,
@@ -113,13 +96,11 @@ def negotiate_by_messages(
         workspace=workspace,
         code=code,
     )
-    most, least, since, *others = _CODES.unpack_from(fields)
+    most, least, since = extremes.tolist()
     if most == _NO_CODE:
         return Outcome(last=(since - 1) % transport.size)
     if most == -least and not since:
-        pairs = zip(others[:AHEAD], others[AHEAD:], strict=True)
-        alike = takewhile(lambda pair: pair[0] == -pair[1] != 0, pairs)
-        return Outcome(ahead=sum(1 for _ in alike))
+        return Outcome()
     report: list[Any]
     if isinstance(mine, Joined):
         report = ["", sorted(mine.operators), sorted(mine.kinds)]
@@ -127,11 +108,6 @@ def negotiate_by_messages(
         report = [mine.to_json()]
     reports = gather_bytes(json.dumps(report).encode(), transport, label, timeout, code)
     return _conclude([json.loads(each) for each in reports])
-
-
-def _padded(codes: Sequence[int]) -> Sequence[int]:
-    """Fill up to AHEAD codes."""
-    return (*codes, *_NO_CALLS[len(codes) :])
 
 
 def _conclude(reports: list[list[Any]]) -> Outcome:

@@ -3,8 +3,7 @@
 - Ranks that share memory signal a code of what they call in its signal pads, and wait until all
   have signalled the same: no message.
 - By messages where ranks share no memory, where the signalled codes differ (to tell how), and as
-  long as any rank has joined. Where there is no shared memory one message negotiates the calls that
-  are queued, too: a step that queues its buckets while they travel needs few.
+  long as any rank has joined.
 - By the messages of the call itself, for a request that is started: they carry its code, and a
   receiver that expects another one raises RanksDiffer. Then all ranks drop what is under way, and
   negotiate by messages. Only where every rank's result depends on every rank's data, so that none
@@ -13,15 +12,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 from collectives.consistency.description import Description
-from collectives.consistency.messages import AHEAD, Joined, Outcome, negotiate_by_messages
+from collectives.consistency.messages import Joined, Outcome, negotiate_by_messages
 from collectives.execution.executor import Workspace
 from collectives.transport.base import Transport, call_code
 from collectives.transport.shared_memory.symmetric_memory import JOINED, RanksDiffer
-
-__all__ = ["Negotiation"]
 
 _SAME_CALL = Outcome()
 _MAX_NUMBER = (1 << 24) - 1
@@ -34,22 +29,12 @@ class Negotiation:
         transport: Between the ranks.
         timeout: Seconds that each step may wait for a peer.
         workspace: Memory for what is received.
-        upcoming: Returns the calls queued behind this one, up to a number; None for what is no
-            call that all ranks describe.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        timeout: float,
-        workspace: Workspace,
-        upcoming: Callable[[int], Sequence[Description | None]],
-    ) -> None:
+    def __init__(self, transport: Transport, timeout: float, workspace: Workspace) -> None:
         self._transport = transport
         self._timeout = timeout
         self._workspace = workspace
-        self._upcoming = upcoming
-        self._ahead = 0
         self._any_joined = False
         self._calls = 0
 
@@ -76,7 +61,7 @@ class Negotiation:
         transport = self._transport
         if transport.symmetric_memory is not None or not transport.carries_codes:
             return None
-        if transport.size == 1 or self._ahead or self._any_joined:
+        if transport.size == 1 or self._any_joined:
             return None
         return call_code(self._calls, mine.code)
 
@@ -89,12 +74,7 @@ class Negotiation:
         if self._transport.size == 1:
             return _SAME_CALL
         memory = self._transport.symmetric_memory
-        if memory is None:
-            if self._ahead:
-                self._ahead -= 1
-                return _SAME_CALL
-            return self._by_messages(mine, label, self._upcoming(AHEAD))
-        if self._any_joined or isinstance(mine, Joined):
+        if memory is None or self._any_joined or isinstance(mine, Joined):
             return self._by_messages(mine, label)
         try:
             memory.wait(f"step 0 (the ranks' arrival) of {label}", self._timeout)
@@ -102,20 +82,14 @@ class Negotiation:
             return self._by_messages(mine, label)
         return _SAME_CALL
 
-    def _by_messages(
-        self,
-        mine: Description | Joined,
-        label: str,
-        upcoming: Sequence[Description | None] = (),
-    ) -> Outcome:
+    def _by_messages(self, mine: Description | Joined, label: str) -> Outcome:
         # A mismatch ends all joins.
         self._any_joined = False
-        queued = [0 if call is None else call.code for call in upcoming]
         code = call_code(self._calls, 0)
 
         def negotiate() -> Outcome:
             return negotiate_by_messages(
-                mine, self._transport, label, self._timeout, self._workspace, queued, code
+                mine, self._transport, label, self._timeout, self._workspace, code
             )
 
         try:
@@ -125,5 +99,4 @@ class Negotiation:
             self.flush(label)
             outcome = negotiate()
         self._any_joined = bool(outcome.joined)
-        self._ahead = outcome.ahead
         return outcome

@@ -14,8 +14,6 @@ from collectives.errors import CollectiveMismatchError, TransportError, describe
 from collectives.transport.base import Transport
 from collectives.work import Work, Worker
 
-__all__ = ["CallQueue"]
-
 
 class CallQueue:
     """The order of one rank's calls, and what becomes of the group where one fails.
@@ -35,7 +33,6 @@ class CallQueue:
         self._failure: BaseException | None = None
         self._unnamed_from: Callable[[], threading.Thread | None] = lambda: None
         self._process = os.getpid()
-        self.upcoming = self._worker.upcoming
         self.closed = False
 
     def run(
@@ -43,7 +40,6 @@ class CallQueue:
         kind: str,
         function: Callable[[], Any],
         tensors: Sequence[torch.Tensor] = (),
-        note: Any = None,
         *,
         async_op: bool = False,
     ) -> Any:
@@ -53,13 +49,12 @@ class CallQueue:
             kind: What an error calls it.
             function: The call.
             tensors: What it works on.
-            note: What `upcoming` says of it while it waits.
             async_op: Whether to return a Work.
         """
         self._check_usable(kind)
         if async_op:
-            return self._worker.submit(self._guarded(kind, function), tensors, note)
-        return self._worker.call(self._guarded(kind, function), tensors, note)
+            return self._worker.submit(self._guarded(kind, function), tensors)
+        return self._worker.call(self._guarded(kind, function), tensors)
 
     def begin(self, kind: str, first: Callable[[], None], rest: Callable[[], Any]) -> Work:
         """Run `first`, which never waits, in this thread if it is its turn; queue `rest`.

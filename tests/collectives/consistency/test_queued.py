@@ -1,4 +1,4 @@
-"""Calls that wait behind each other are negotiated together, where that takes messages."""
+"""Calls that wait behind each other, where negotiating each takes messages."""
 
 from __future__ import annotations
 
@@ -9,35 +9,26 @@ from typing import Any
 import pytest
 import torch
 
-from adasum import Adasum
 from collectives import CollectiveMismatchError, Group
-from collectives.consistency.messages import AHEAD
 from collectives.transport import ThreadTransport, ThreadWorld
 from tests.collectives.transport.thread_ranks import TIMEOUT, together
 
 
 class Silent(ThreadTransport):
-    """A transport without symmetric memory, which notes the steps of agreements."""
+    """A transport without symmetric memory."""
 
     def __init__(self, world: ThreadWorld, rank: int) -> None:
         super().__init__(world, rank)
         self.symmetric_memory = None
-        self.agreements: list[str] = []
-
-    def exchange(self, sends: Any, recvs: Any, step: str, timeout: float, code: int = 0) -> None:
-        if "negotiation" in step:
-            self.agreements.append(step.partition("negotiation of ")[2])
-        super().exchange(sends, recvs, step, timeout, code)
 
 
-def run(size: int, job: Callable[[Group, Silent], Any]) -> list[Any]:
+def run(size: int, job: Callable[[Group], Any]) -> list[Any]:
     world = ThreadWorld(size)
 
     def start(rank: int) -> Any:
-        transport = Silent(world, rank)
-        group = Group(transport, timeout=TIMEOUT)
+        group = Group(Silent(world, rank), timeout=TIMEOUT)
         try:
-            return job(group, transport)
+            return job(group)
         finally:
             group.close()
 
@@ -65,30 +56,11 @@ def calls_of(group: Group, count: int, odd: int | None = None) -> list[Callable[
     return [lambda n=n: group.all_reduce(torch.ones(n), async_op=True) for n in lengths]
 
 
-@pytest.mark.parametrize("size", [2, 3, 5])
-@pytest.mark.parametrize("count", [2, AHEAD + 1, 3 * AHEAD])
-def test_queued_calls_are_agreed_on_by_one_message(size: int, count: int) -> None:
-    def job(group: Group, transport: Silent) -> list[str]:
-        for i, answer in enumerate(queued(group, calls_of(group, count))):
-            assert torch.equal(answer, torch.full((i,), float(size)))
-        seen = list(dict.fromkeys(transport.agreements))
-        # And one by one afterwards: each has a message of its own.
-        transport.agreements.clear()
-        for _ in range(2):
-            group.all_reduce(torch.ones(3), Adasum)
-        assert len({*transport.agreements}) == 2
-        return [step.partition(" (call ")[2] for step in seen]
-
-    for calls in run(size, job):
-        numbers = sorted({int(call.partition(")")[0]) for call in calls})
-        assert numbers == [*range(0, count, AHEAD + 1)]
-
-
 @pytest.mark.parametrize("odd", [0, 1, 4])
 def test_queued_call_that_differs_is_an_error_alone(odd: int) -> None:
     """That call is an error on every rank, those before and after it are right."""
 
-    def job(group: Group, transport: Silent) -> list[str]:
+    def job(group: Group) -> list[str]:
         answers = queued(group, calls_of(group, 7, odd if group.rank == 1 else None))
         for i, answer in enumerate(answers):
             if i != odd:
@@ -103,7 +75,7 @@ def test_queued_call_that_differs_is_an_error_alone(odd: int) -> None:
 def test_queues_of_other_lengths_give_each_sum() -> None:
     """What a rank has not called yet is negotiated when it does."""
 
-    def job(group: Group, transport: Silent) -> None:
+    def job(group: Group) -> None:
         calls = calls_of(group, 20)
         first = (3, 11, 20)[group.rank]
         answers = queued(group, calls[:first])
@@ -114,7 +86,7 @@ def test_queues_of_other_lengths_give_each_sum() -> None:
 
 
 def test_rank_that_joins_behind_its_queued_calls_adds_zeros() -> None:
-    def job(group: Group, transport: Silent) -> None:
+    def job(group: Group) -> None:
         calls = calls_of(group, 6)
         if group.rank == 1:
             answers = queued(group, calls[:2])
