@@ -93,7 +93,7 @@ def measured_rates(group: collectives.Group, device: torch.device) -> LinkRates:
 
     The latter is how much longer an all-reduce of one element by rd takes than the model says.
     """
-    found = calibrate(group, device, renew=True)
+    found = calibrate(group, device)
     tensor = torch.zeros(1, device=device)
     samples = []
     for _ in range(_CALLS):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["refuse_to_stand_alone"]
-
 # By the variable that holds the number of processes.
 _LAUNCHERS = {
     "HOROVOD_SIZE": "horovodrun",

@@ -11,8 +11,6 @@ from collectives.schedules.topology import Topology
 from collectives.transport.base import Transport
 from collectives.transport.byte_gathering import gather_bytes
 
-__all__ = ["Locality", "find_locality", "locality_on"]
-
 
 @dataclass(frozen=True)
 class Locality:

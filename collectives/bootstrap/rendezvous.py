@@ -18,8 +18,6 @@ import torch.distributed as dist
 from collectives.errors import CollectiveTimeoutError, TransportError
 from collectives.transport.process_groups import first_line
 
-__all__ = ["bounded", "open_store", "wait_for_ranks"]
-
 # Seconds for a thread to leave torch's code, where torch takes longer than it was given: it may
 # lose a connection that it waited on, pause, and try another one for the whole time.
 _LEAVE = 5.0

@@ -30,8 +30,6 @@ from collectives.transport import (
 from collectives.transport.byte_gathering import gather_bytes
 from kernels.cpu.dispatch import use_torch
 
-__all__ = ["check_start_options", "connect", "transport_choice"]
-
 # What `BackendInfo.cpu_path` says where it is not torch.
 _COMPILED = "compiled"
 # Whether a group of several ranks was made that all computed so: this process has to go on.

@@ -12,7 +12,7 @@ from collectives.consistency.messages import Joined
 from collectives.consistency.negotiation import Negotiation
 from collectives.execution.all_reduce import Runner
 from collectives.execution.call_queue import CallQueue
-from collectives.execution.operations import OPERATIONS, WITH_JOINED
+from collectives.execution.operations import OPERATIONS, WITH_JOINED, Operation
 from collectives.execution.shared_memory_all_reduce import (
     SharedMemoryAllReduce,
     plan_shared_memory_all_reduce,
@@ -140,16 +140,20 @@ class Calls:
         kept = [tensor.clone() for tensor in tensors]
         self._runner.code = code
         try:
-            return OPERATIONS[call.kind](self._runner, call.options, list(tensors), op, label)
+            return self._run(call, tensors, op, label)
         except RanksDiffer:
             self._runner.code = 0
             self._negotiation.flush(label)
             for tensor, values in zip(tensors, kept, strict=True):
                 tensor.copy_(values)
             self._negotiation.wait(call, label)
-            return OPERATIONS[call.kind](self._runner, call.options, list(tensors), op, label)
+            return self._run(call, tensors, op, label)
         finally:
             self._runner.code = 0
+
+    def _run(self, call: Description, tensors: Tensors, op: Reducer, label: str) -> Any:
+        operation = Operation(self._runner, call.options, tensors, op, label)
+        return OPERATIONS[call.kind](operation)
 
     def _finish(
         self,
@@ -162,7 +166,7 @@ class Calls:
         """Wait until all ranks have signalled this call, and carry it out."""
         outcome = self._negotiation.wait(call, label)
         if shared is None or outcome.joined:
-            return OPERATIONS[call.kind](self._runner, call.options, list(tensors), op, label)
+            return self._run(call, tensors, op, label)
         shared.reduce(label)
         return tensors[0] if call.kind == "all_reduce" else tensors
 
@@ -186,8 +190,7 @@ class Calls:
                 call = outcome.call
                 zeros = [each.zeros(device) for each in call.tensors]
                 op = known[call.options.get("op", str(Sum))]
-                label = f"{call} (call {self._count - 1}, joined)"
-                WITH_JOINED[call.kind](self._runner, call.options, zeros, op, label)
+                self._run(call, zeros, op, f"{call} (call {self._count - 1}, joined)")
 
         answer: int = self.queue.run("join", work)
         return answer

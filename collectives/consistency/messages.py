@@ -16,14 +16,14 @@ import torch
 
 from collectives.consistency.description import Description, difference
 from collectives.errors import CollectiveMismatchError
-from collectives.execution.executor import Workspace, execute
+from collectives.execution.context import CallContext, Workspace
+from collectives.execution.executor import execute
 from collectives.reducers import Max
 from collectives.schedules import recursive_doubling
 from collectives.transport.base import Transport
 from collectives.transport.byte_gathering import gather_bytes
 
 _NO_CODE = torch.iinfo(torch.int64).min
-_INTEGERS = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 class Joined(NamedTuple):
@@ -82,20 +82,10 @@ def negotiate_by_messages(
         codes = (_NO_CODE, _NO_CODE, mine.since * transport.size + transport.rank + 1)
     else:
         codes = (mine.code, -mine.code, 0)
-    # The least is the most of the opposites. In memory that is kept: a new tensor costs ten
-    # microseconds, and the ranks wait for each other.
-    extremes = workspace.within.take(len(codes), _INTEGERS)
-    extremes.numpy()[:] = codes
-    execute(
-        recursive_doubling.all_reduce(transport.size),
-        extremes,
-        transport,
-        Max,
-        label=label,
-        timeout=timeout,
-        workspace=workspace,
-        code=code,
-    )
+    # The least is the most of the opposites.
+    extremes = torch.tensor(codes, dtype=torch.int64, device="cpu")
+    call = CallContext(transport, label, timeout, workspace, code)
+    execute(recursive_doubling.all_reduce(transport.size), extremes, Max, call)
     most, least, since = extremes.tolist()
     if most == _NO_CODE:
         return Outcome(last=(since - 1) % transport.size)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collectives.consistency.description import Description
 from collectives.consistency.messages import Joined, Outcome, negotiate_by_messages
-from collectives.execution.executor import Workspace
+from collectives.execution.context import Workspace
 from collectives.transport.base import Transport, call_code
 from collectives.transport.shared_memory.symmetric_memory import JOINED, RanksDiffer
 

@@ -1,8 +1,8 @@
 """Lowering: one rank's steps of a schedule as ranges of elements.
 
 A schedule counts in chunks and in ranks of its own; a lowered step says which elements go to which
-rank of the transport. It depends on nothing but the schedule, the rank and the length, so what was
-lowered last is kept.
+rank of the transport. It depends on nothing but the schedule, the rank and where chunks begin, so
+what was lowered last is kept.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 from collectives.schedules.partition import segment_bounds, split_bounds
 from collectives.schedules.schedule import Action, Schedule, Step, Transfer, steps_of
-
-__all__ = ["LoweredStep", "Range", "Reduction", "lower", "sent_first"]
 
 # Of the latest schedules and lengths. One of 1,024 ranks' rings takes a megabyte.
 _MAX_ENTRIES = 128
@@ -71,46 +69,28 @@ class LoweredStep(NamedTuple):
     phase: int
 
 
+def chunk_bounds(schedule: Schedule, numel: int, segments: Sequence[int] | None) -> list[int]:
+    """Return the element boundaries of the schedule's chunks in a buffer of `numel` elements.
+
+    The chunks are nearly equal, and whole segments where the schedule asks for that.
+    """
+    if not schedule.whole_segments:
+        return split_bounds(numel, schedule.chunks)
+    return segment_bounds((0, numel) if segments is None else segments, schedule.chunks)
+
+
+@lru_cache(maxsize=_MAX_ENTRIES)
 def lower(
-    schedule: Schedule,
-    rank: int,
-    numel: int,
-    *,
-    segments: Sequence[int] | None = None,
-    bounds: Sequence[int] | None = None,
-    ranks: tuple[int, ...] | None = None,
-) -> Sequence[LoweredStep]:
-    """Return the steps of the schedule's `rank` on a buffer of `numel` elements.
+    schedule: Schedule, rank: int, bounds: tuple[int, ...], members: tuple[int, ...]
+) -> tuple[LoweredStep, ...]:
+    """Return the steps of the schedule's `rank`.
 
     Args:
         schedule: What is run.
         rank: A rank of the schedule.
-        numel: The buffer's length.
-        segments: Element boundaries that operators work by.
-        bounds: Element boundaries of the chunks; unless given, nearly equal pieces, of whole
-            segments where the schedule asks for them.
-        ranks: The transport's ranks that stand for the schedule's ranks 0, 1, ...; the same
-            numbers unless given.
+        bounds: Element boundaries of the schedule's chunks.
+        members: The transport's ranks that stand for the schedule's ranks 0, 1, ...
     """
-    if bounds is not None:
-        return _lower_all(schedule, rank, bounds, ranks)
-    if schedule.whole_segments:
-        whole = (0, numel) if segments is None else segments
-        return _lower_all(schedule, rank, segment_bounds(whole, schedule.chunks), ranks)
-    return _lower_evenly(schedule, rank, numel, ranks)
-
-
-@lru_cache(maxsize=_MAX_ENTRIES)
-def _lower_evenly(
-    schedule: Schedule, rank: int, numel: int, ranks: tuple[int, ...] | None
-) -> tuple[LoweredStep, ...]:
-    return _lower_all(schedule, rank, split_bounds(numel, schedule.chunks), ranks)
-
-
-def _lower_all(
-    schedule: Schedule, rank: int, bounds: Sequence[int], ranks: tuple[int, ...] | None
-) -> tuple[LoweredStep, ...]:
-    members = range(schedule.size) if ranks is None else ranks
     return tuple(
         _lower_step(f"step {number} ({schedule.name})", step, bounds, members)
         for number, step in enumerate(steps_of(schedule, rank))

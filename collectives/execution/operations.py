@@ -7,119 +7,128 @@ options, which are equal on all ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-from collectives.execution.all_reduce import Runner
-from collectives.execution.gathering import gather_pieces
+from collectives.execution.all_reduce import AllReduceOptions, Runner
+from collectives.execution.executor import execute
 from collectives.execution.vectors import flatten
 from collectives.owners import owners
 from collectives.reducers import Reducer, Sum
 from collectives.schedules import binomial_tree, ring
 from collectives.schedules.partition import split_bounds
+from collectives.schedules.schedule import Schedule
 from collectives.schedules.spec import parse_all_reduce_spec
 from collectives.transport.base import Message
 
-__all__ = ["OPERATIONS", "WITH_JOINED"]
-
 Tensor = torch.Tensor
-Options = Mapping[str, Any]
-Operation = Callable[[Runner, Options, list[Tensor], Reducer, str], Any]
 
 
-def _all_reduce(
-    runner: Runner, options: Options, tensors: list[Tensor], op: Reducer, label: str
-) -> Tensor:
-    runner.all_reduce(
-        flatten(tensors[0]),
-        op,
-        parse_all_reduce_spec(options["algorithm"]),
-        options["segments"],
-        options["prescale"],
-        options["postscale"],
-        label,
-    )
-    return tensors[0]
+@dataclass(frozen=True)
+class Operation:
+    """One call on one rank.
+
+    Attributes:
+        runner: What carries it out.
+        options: As in the call's description.
+        tensors: This rank's.
+        op: The reducer; any for a call that reduces nothing.
+        label: What an error calls the call.
+    """
+
+    runner: Runner
+    options: Mapping[str, Any]
+    tensors: Sequence[Tensor]
+    op: Reducer
+    label: str
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.runner.transport.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.runner.transport.size
+
+    def execute(
+        self, schedule: Schedule, flat: Tensor, op: Reducer, bounds: Sequence[int] | None = None
+    ) -> None:
+        """Run a schedule in place, of one rank none."""
+        if self.size > 1:
+            execute(schedule, flat, op, self.runner.context(self.label), bounds=bounds)
 
 
-def _grouped_all_reduce(
-    runner: Runner, options: Options, tensors: list[Tensor], op: Reducer, label: str
-) -> list[Tensor]:
-    specs = parse_all_reduce_spec(options["algorithm"])
+def _all_reduce(call: Operation) -> Tensor:
+    (tensor,) = call.tensors
+    options = AllReduceOptions.of(call.options)
+    call.runner.all_reduce(flatten(tensor), call.op, options, call.label)
+    return tensor
+
+
+def _grouped_all_reduce(call: Operation) -> Sequence[Tensor]:
     parts: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
+    for tensor in call.tensors:
         parts.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
     for part in parts.values():
-        runner.all_reduce_packed(part, op, specs, options["prescale"], options["postscale"], label)
-    return tensors
+        options = AllReduceOptions.of(call.options)
+        call.runner.all_reduce_packed(part, call.op, options, call.label)
+    return call.tensors
 
 
-def _reduce(
-    runner: Runner, options: Options, tensors: list[Tensor], op: Reducer, label: str
-) -> Tensor:
-    _reduce_onto(runner, tensors[0], options["dst"], op, label)
-    return tensors[0]
+def _reduce(call: Operation) -> Tensor:
+    (tensor,) = call.tensors
+    _reduce_onto(call, tensor, call.options["dst"])
+    return tensor
 
 
-def _reduce_onto(runner: Runner, tensor: Tensor, dst: int, op: Reducer, label: str) -> None:
-    flat = tensor.detach().view(-1)
-    size = runner.transport.size
-    if size > 1:
-        runner.execute(ring.reduce(size, dst), flat, op, label)
-    if runner.transport.rank == dst:
-        op.finish(flat, size)
+def _reduce_onto(call: Operation, tensor: Tensor, dst: int) -> None:
+    flat = flatten(tensor)
+    call.execute(ring.reduce(call.size, dst), flat, call.op)
+    if call.rank == dst:
+        call.op.finish(flat, call.size)
 
 
-def _owners(runner: Runner, tensors: Sequence[Tensor]) -> list[int]:
-    return owners([tensor.nbytes for tensor in tensors], runner.transport.size)
+def _owners(call: Operation) -> list[int]:
+    return owners([tensor.nbytes for tensor in call.tensors], call.size)
 
 
-def _reduce_to_owners(
-    runner: Runner, options: Options, tensors: list[Tensor], op: Reducer, label: str
-) -> list[int]:
-    chosen = _owners(runner, tensors)
-    for tensor, owner in zip(tensors, chosen, strict=True):
-        _reduce_onto(runner, tensor, owner, op, label)
+def _reduce_to_owners(call: Operation) -> list[int]:
+    chosen = _owners(call)
+    for tensor, owner in zip(call.tensors, chosen, strict=True):
+        _reduce_onto(call, tensor, owner)
     return chosen
 
 
-def _broadcast_from(runner: Runner, tensor: Tensor, root: int, label: str) -> None:
-    size = runner.transport.size
-    if size > 1:
-        runner.execute(binomial_tree.broadcast(size, root), tensor.detach().view(-1), Sum, label)
+def _broadcast_from_owners(call: Operation) -> Sequence[Tensor]:
+    for tensor, owner in zip(call.tensors, _owners(call), strict=True):
+        call.execute(binomial_tree.broadcast(call.size, owner), flatten(tensor), Sum)
+    return call.tensors
 
 
-def _broadcast_from_owners(
-    runner: Runner, options: Options, tensors: list[Tensor], op: Reducer, label: str
-) -> list[Tensor]:
-    for tensor, owner in zip(tensors, _owners(runner, tensors), strict=True):
-        _broadcast_from(runner, tensor, owner, label)
-    return tensors
+def _broadcast(call: Operation) -> Tensor:
+    (tensor,) = call.tensors
+    schedule = binomial_tree.broadcast(call.size, call.options["root"])
+    call.execute(schedule, flatten(tensor), Sum)
+    return tensor
 
 
-def _broadcast(
-    runner: Runner, options: Options, tensors: list[Tensor], op: Reducer, label: str
-) -> Tensor:
-    _broadcast_from(runner, tensors[0], options["root"], label)
-    return tensors[0]
-
-
-def _reduce_scatter(
-    runner: Runner, options: Options, tensors: list[Tensor], op: Reducer, label: str
-) -> Tensor:
-    tensor = tensors[0]
-    flat = tensor.detach().clone().view(-1)
-    size, rank = runner.transport.size, runner.transport.rank
-    by_rows = options["by_rows"]
+def _reduce_scatter(call: Operation) -> Tensor:
+    (tensor,) = call.tensors
+    op, rank, size, by_rows = call.op, call.rank, call.size, call.options["by_rows"]
+    flat = flatten(tensor).clone()
     rows = split_bounds(tensor.shape[0] if by_rows else flat.numel(), size)
     width = flat.numel() // rows[-1] if rows[-1] else 0
     bounds = [row * width for row in rows]
-    if size > 1 and op.needs_one_tree:
-        runner.all_reduce(flat, op, parse_all_reduce_spec("auto"), None, 1.0, 1.0, label)
-    elif size > 1:
-        runner.execute(ring.reduce_scatter(size), flat, op, label, bounds=bounds)
+    if op.needs_one_tree:
+        options = AllReduceOptions(parse_all_reduce_spec("auto"))
+        call.runner.all_reduce(flat, op, options, call.label)
+    else:
+        call.execute(ring.reduce_scatter(size), flat, op, bounds)
     piece = flat[bounds[rank] : bounds[rank + 1]].clone()
     if not op.needs_one_tree:
         op.finish(piece, size)
@@ -128,69 +137,62 @@ def _reduce_scatter(
     return piece
 
 
-def _all_gather(
-    runner: Runner, options: Options, tensors: list[Tensor], op: Reducer, label: str
-) -> Tensor:
-    tensor = tensors[0]
-    if runner.transport.size == 1:
-        return tensor.detach().clone()
-    rows = torch.tensor([tensor.shape[0]], device="cpu")
-    counts, _ = _pieces(runner, rows, label)
-    whole, _ = _pieces(runner, tensor.detach().view(-1), label)
+def _all_gather(call: Operation) -> Tensor:
+    (tensor,) = call.tensors
+    counts, _ = _gather(call, torch.tensor([tensor.shape[0]], device="cpu"))
+    whole, _ = _gather(call, flatten(tensor))
     return whole.view(int(counts.sum()), *tensor.shape[1:])
 
 
-def _pieces(runner: Runner, mine: Tensor, label: str) -> tuple[Tensor, list[int]]:
-    return gather_pieces(mine, runner.transport, label, runner.timeout, runner.workspace)
-
-
-def _all_gather_bytes(
-    runner: Runner, options: Options, tensors: list[Tensor], op: Reducer, label: str
-) -> list[bytes]:
-    payload = tensors[0]
-    if runner.transport.size == 1:
-        return [payload.numpy().tobytes()]
-    whole, bounds = _pieces(runner, payload, label)
+def _all_gather_bytes(call: Operation) -> list[bytes]:
+    whole, bounds = _gather(call, call.tensors[0])
     raw = whole.numpy().tobytes()
     return [raw[low:high] for low, high in pairwise(bounds)]
 
 
-def _all_to_all(
-    runner: Runner, options: Options, tensors: list[Tensor], op: Reducer, label: str
-) -> tuple[Tensor, Tensor]:
-    """tensors: The rows, and how many of them go to each rank."""
-    tensor, splits = tensors
-    transport = runner.transport
+def _gather(call: Operation, mine: Tensor) -> tuple[Tensor, list[int]]:
+    """Return every rank's 1-D tensor, one after the other, and the boundaries in elements."""
+    schedule = ring.all_gather(call.size)
+    counts = torch.zeros(call.size, dtype=torch.int64, device="cpu")
+    counts[call.rank] = mine.numel()
+    call.execute(schedule, counts, Sum, range(call.size + 1))
+    bounds = [0, *torch.cumsum(counts, 0).tolist()]
+    whole = torch.empty(bounds[-1], dtype=mine.dtype, device=mine.device)
+    whole[bounds[call.rank] : bounds[call.rank + 1]] = mine
+    call.execute(schedule, whole, Sum, bounds)
+    return whole, bounds
+
+
+def _all_to_all(call: Operation) -> tuple[Tensor, Tensor]:
+    """Exchange the first tensor's rows; the second tells how many of them go to each rank."""
+    tensor, splits = call.tensors
     received = torch.empty_like(splits)
-    _exchange(runner, list(splits.split(1)), list(received.split(1)), f"the counts of {label}")
+    _exchange(call, splits.split(1), received.split(1), f"the counts of {call.label}")
     whole = tensor.new_empty(int(received.sum()), *tensor.shape[1:])
     sends = tensor.detach().split([*splits.tolist(), tensor.shape[0] - int(splits.sum())])
-    _exchange(runner, sends[: transport.size], whole.split(received.tolist()), label)
+    _exchange(call, sends[: call.size], whole.split(received.tolist()), call.label)
     return whole, received
 
 
-def _exchange(runner: Runner, sends: Sequence[Tensor], recvs: Sequence[Tensor], label: str) -> None:
+def _exchange(call: Operation, sends: Sequence[Tensor], recvs: Sequence[Tensor], step: str) -> None:
     """Send one piece to every rank and receive one from each, all at once."""
-    transport = runner.transport
-    recvs[transport.rank].copy_(sends[transport.rank])
-    others = [rank for rank in range(transport.size) if rank != transport.rank]
-    if others:
-        transport.exchange(
-            [Message(rank, sends[rank]) for rank in others],
-            [Message(rank, recvs[rank]) for rank in others],
-            label,
-            runner.timeout,
+    recvs[call.rank].copy_(sends[call.rank])
+    peers = [rank for rank in range(call.size) if rank != call.rank]
+    if peers:
+        call.runner.transport.exchange(
+            [Message(peer, sends[peer]) for peer in peers],
+            [Message(peer, recvs[peer]) for peer in peers],
+            step,
+            call.runner.timeout,
         )
 
 
-def _barrier(
-    runner: Runner, options: Options, tensors: list[Tensor], op: Reducer, label: str
-) -> None:
-    """Nothing: the negotiation alone does that."""
+def _barrier(call: Operation) -> None:
+    """Do nothing: the negotiation alone is the barrier."""
 
 
 # Those that a rank with nothing to give can take part in.
-WITH_JOINED: dict[str, Operation] = {
+WITH_JOINED: dict[str, Callable[[Operation], Any]] = {
     "all_reduce": _all_reduce,
     "grouped_all_reduce": _grouped_all_reduce,
     "reduce": _reduce,
@@ -202,7 +204,7 @@ WITH_JOINED: dict[str, Operation] = {
     "barrier": _barrier,
 }
 
-OPERATIONS: dict[str, Operation] = {
+OPERATIONS: dict[str, Callable[[Operation], Any]] = {
     **WITH_JOINED,
     # Every rank owns some of the results, which a rank that has joined would lose.
     "reduce_to_owners": _reduce_to_owners,

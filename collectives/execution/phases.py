@@ -11,8 +11,6 @@ from collectives.schedules.schedule import Schedule
 from collectives.schedules.spec import AllReduceSpec
 from collectives.schedules.topology import Topology
 
-__all__ = ["AllReducePhases", "Phase", "phases_of"]
-
 
 @dataclass(frozen=True)
 class Phase:

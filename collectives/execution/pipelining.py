@@ -6,16 +6,13 @@ rank cannot reduce and receive at once: there a step's messages are exchanged wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import overload
 
-import torch
-
+from collectives.execution.context import CallContext
 from collectives.reducers import Piece
-from collectives.transport.base import Message, Transport
-
-__all__ = ["MAX_PARTS", "PART_BYTES", "PostedStep", "parts_of", "post"]
+from collectives.transport.base import Message
 
 # A part is long beside the microseconds that a message costs, and the last one's reduction, which
 # nothing hides, is short beside the step. Not measured on a GPU.
@@ -32,23 +29,13 @@ def parts_of(nbytes: int) -> int:
     return max(1, min(MAX_PARTS, nbytes // PART_BYTES))
 
 
-def post(
-    sends: Sequence[Message],
-    recvs: Sequence[Message],
-    transport: Transport,
-    where: str,
-    timeout: float,
-    code: int = 0,
-) -> PostedStep:
-    """Start the messages of a step; without parts they have arrived when this returns.
-
-    Arguments as those of `Transport.exchange`.
-    """
-    count = 1
+def post(sends: Sequence[Message], recvs: Sequence[Message], step: CallContext) -> PostedStep:
+    """Start the messages of a step; without parts they have arrived when this returns."""
+    transport, count = step.transport, 1
     if transport.posts_ahead:
-        count = max((parts_of(_nbytes(m.tensor)) for m in (*sends, *recvs)), default=1)
+        count = max((parts_of(m.tensor.nbytes) for m in (*sends, *recvs)), default=1)
     if count == 1:
-        transport.exchange(sends, recvs, where, timeout, code)
+        transport.exchange(sends, recvs, step.label, step.timeout, step.code)
         return PostedStep([])
     waits = []
     for part in range(count):
@@ -56,19 +43,15 @@ def post(
             [some for m in messages if (some := _part(m, part)) is not None]
             for messages in (sends, recvs)
         )
-        step = f"{where}, part {part} of {count}"
-        waits.append(transport.post(some_sends, some_recvs, step, timeout))
+        label = f"{step.label}, part {part} of {count}"
+        waits.append(transport.post(some_sends, some_recvs, label, step.timeout))
     return PostedStep(waits)
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _part(message: Message, part: int) -> Message | None:
     """Return one part of a message; None where it has fewer."""
     peer, tensor = message
-    count = parts_of(_nbytes(tensor))
+    count = parts_of(tensor.nbytes)
     if part >= count:
         return None
     bounds = _part_bounds(tensor.numel(), count)
@@ -105,7 +88,7 @@ class PostedStep:
             return pieces
         parted: list[tuple[int, Piece]] = []
         for parts, out, start in pieces:
-            bounds = _part_bounds(out.numel(), parts_of(_nbytes(out)))
+            bounds = _part_bounds(out.numel(), parts_of(out.nbytes))
             for number, (low, high) in enumerate(pairwise(bounds)):
                 here = tuple(part[low:high] for part in parts)
                 parted.append((number, Piece(here, out[low:high], start + low)))
@@ -132,6 +115,3 @@ class _ArrivingPieces(Sequence[Piece]):
         part, piece = self._pieces[index]
         self._posted.wait(part)
         return piece
-
-    def __iter__(self) -> Iterator[Piece]:
-        return (self[i] for i in range(len(self)))

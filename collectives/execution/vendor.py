@@ -7,6 +7,7 @@ and to be the inner level of a two-level reduction.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any
@@ -15,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from collectives.errors import CollectiveTimeoutError
+from collectives.execution.context import CallContext
+from collectives.execution.phases import Phase
 from collectives.schedules.partition import split_bounds
-from collectives.schedules.topology import Topology
 from collectives.transport.base import Transport
 from collectives.transport.nccl.pending import Posted, arrives
 from collectives.transport.nccl.torch_nccl import behind
@@ -56,49 +58,51 @@ class Libraries:
             )
 
     def all_reduce(
-        self,
-        name: str,
-        flat: torch.Tensor,
-        shards: int,
-        topology: Topology | None,
-        step: str,
-        timeout: float,
+        self, phase: Phase, flat: torch.Tensor, ranks: tuple[int, ...] | None, call: CallContext
     ) -> None:
-        """Sum `flat` in place in `shards` pieces that are under way at once.
+        """Sum `flat` in place in the phase's pieces, which are under way at once.
 
-        topology: where given, over the ranks of this rank's node alone.
+        ranks: those of this rank's node, to sum over these alone; all ranks for None.
         """
-        ranks = None
-        if topology is not None:
-            ranks = tuple(topology.ranks_of(topology.node_of(self._transport.rank)))
-        bounds = split_bounds(flat.numel(), shards)
+        bounds = split_bounds(flat.numel(), phase.shards)
         pieces = [flat[low:high] for low, high in pairwise(bounds) if low < high]
-        if name == "nccl":
-            for piece in pieces:
-                self._transport.all_reduce(piece, ranks, step, timeout)
+        if phase.library != "nccl":
+            self._all_reduce_by_torch(pieces, flat.device, ranks, call)
             return
-        group = self._process_group if ranks is None else self._node_group(ranks, timeout)
+        for piece in pieces:
+            self._transport.all_reduce(piece, ranks, call.label, call.timeout)
+
+    def _all_reduce_by_torch(
+        self,
+        pieces: Sequence[torch.Tensor],
+        device: torch.device,
+        ranks: tuple[int, ...] | None,
+        call: CallContext,
+    ) -> None:
+        group = self._process_group if ranks is None else self._node_group(ranks, call.timeout)
+        where = f"rank {self._transport.rank}: torch.distributed's all_reduce in {call.label}"
         start, late = time.monotonic(), False
         try:
             works: list[Any] = [
                 dist.all_reduce(piece, group=group, async_op=True) for piece in pieces
             ]
-            if flat.is_cuda:
-                event = behind(works, flat.device)
-                late = event is not None and not arrives(Posted(event, (), step, timeout), start)
+            if device.type == "cuda":
+                event = behind(works, device)
+                late = event is not None and not arrives(
+                    Posted(event, (), call.label, call.timeout), start
+                )
             else:
                 for work in works:
-                    work.wait(timedelta(seconds=max(start + timeout - time.monotonic(), 1e-3)))
+                    left = max(start + call.timeout - time.monotonic(), 1e-3)
+                    work.wait(timedelta(seconds=left))
         except RuntimeError as error:
             raise CollectiveTimeoutError(
-                f"rank {self._transport.rank}: torch.distributed's all_reduce in {step} failed or "
-                f"took over {timeout:g} s: {first_line(error)}"
+                f"{where} failed or took over {call.timeout:g} s: {first_line(error)}"
             ) from error
         if late:
             assert group is not None
             raise CollectiveTimeoutError(
-                f"rank {self._transport.rank}: torch.distributed's all_reduce in {step} took over "
-                f"{timeout:g} s: {abort_nccl(group)}"
+                f"{where} took over {call.timeout:g} s: {abort_nccl(group)}"
             )
 
     def close(self) -> None:

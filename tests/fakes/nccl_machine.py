@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from collectives.execution.executor import Workspace
+from collectives.execution.context import Workspace
 from collectives.transport import Message, ThreadWorld
 from collectives.transport.nccl import communicators, pending
 from collectives.transport.nccl import transport as nccl

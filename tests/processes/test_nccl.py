@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 from adasum import Adasum
 from collectives import CollectiveTimeoutError, Group, Reducer, Sum, TransportError, Work
-from collectives.execution.executor import Workspace, execute
+from collectives.execution.context import CallContext, Workspace
+from collectives.execution.executor import execute
 from collectives.schedules import recursive_doubling, recursive_halving, ring
 from collectives.schedules.schedule import Schedule
 from collectives.schedules.topology import Topology
@@ -73,15 +74,8 @@ def all_reduce(
     op: Reducer,
     workspace: Workspace | None = None,
 ) -> None:
-    execute(
-        make(transport.size),
-        buffer,
-        transport,
-        op,
-        label="a test",
-        timeout=TIMEOUT,
-        workspace=workspace or Workspace(),
-    )
+    call = CallContext(transport, "a test", TIMEOUT, workspace or Workspace())
+    execute(make(transport.size), buffer, op, call)
 
 
 def close_to_sum(answer: torch.Tensor, terms: list[torch.Tensor]) -> None:

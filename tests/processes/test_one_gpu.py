@@ -9,7 +9,8 @@ import torch
 
 from adasum import Adasum
 from collectives import Reducer, Sum
-from collectives.execution.executor import Workspace, execute
+from collectives.execution.context import CallContext, Workspace
+from collectives.execution.executor import execute
 from collectives.schedules import recursive_doubling, recursive_halving, ring
 from collectives.transport import ThreadWorld
 from tests.adasum import definition
@@ -33,11 +34,8 @@ def reduced(make, op: Reducer, terms: list[torch.Tensor]) -> list[torch.Tensor]:
             execute(
                 make(len(terms)),
                 buffer,
-                transport,
                 op,
-                label="a test",
-                timeout=100.0,
-                workspace=Workspace(),
+                CallContext(transport, "a test", 100.0, Workspace()),
                 segments=(0, 5, 40_000, NUMEL),
             )
         finally:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
-from collectives.execution.lowering import LoweredStep, Range, Reduction, lower
+from collectives.execution.lowering import LoweredStep, Range, Reduction, chunk_bounds, lower
 from collectives.schedules import ring
 from collectives.schedules.registry import SCHEDULES, one_level
-from collectives.schedules.schedule import Action, Step, Transfer
+from collectives.schedules.schedule import Action, Schedule, Step, Transfer
 from collectives.schedules.topology import Topology
 
 SIZES = [2, 3, 4, 5, 8]
 SEGMENTS = (0, 3, 3, 50, 90, 91)
+
+
+def steps_of(
+    schedule: Schedule, rank: int, numel: int, segments: Sequence[int] | None = None
+) -> tuple[LoweredStep, ...]:
+    bounds = chunk_bounds(schedule, numel, segments)
+    return lower(schedule, rank, tuple(bounds), tuple(range(schedule.size)))
 
 
 @pytest.mark.parametrize("numel", [91, 5, 1, 0])
@@ -22,7 +30,7 @@ SEGMENTS = (0, 3, 3, 50, 90, 91)
 def test_lower_on_all_ranks_pairs_sends_and_receives(name: str, size: int, numel: int) -> None:
     schedule = one_level(name, 1, Topology(size, size))
     segments = SEGMENTS if numel == 91 else None
-    all_steps = [lower(schedule, rank, numel, segments=segments) for rank in range(size)]
+    all_steps = [steps_of(schedule, rank, numel, segments) for rank in range(size)]
     for number, steps in enumerate(zip(*all_steps, strict=True)):
         for rank, step in enumerate(steps):
             assert step.name == f"step {number} ({schedule.name})"
@@ -37,7 +45,7 @@ def test_lower_on_all_ranks_pairs_sends_and_receives(name: str, size: int, numel
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_lower_stages_what_is_reduced_side_by_side(name: str, size: int) -> None:
     for rank in range(size):
-        for step in lower(one_level(name, 1, Topology(size, size)), rank, 91):
+        for step in steps_of(one_level(name, 1, Topology(size, size)), rank, 91):
             staged = [each for each in step.recvs if each.staged]
             ends = [0, *(each.high for each in staged)]
             assert [each.low for each in staged] == ends[:-1]
@@ -52,7 +60,7 @@ def test_lower_stages_what_is_reduced_side_by_side(name: str, size: int) -> None
 
 
 def test_lower_recursive_halving_gives_these_numbers() -> None:
-    steps = lower(one_level("rechd", 1, Topology(2, 2)), 1, 7)
+    steps = steps_of(one_level("rechd", 1, Topology(2, 2)), 1, 7)
     assert steps[0] == LoweredStep(
         name="step 0 (rechd)",
         sends=(Range(0, 0, 4),),
@@ -70,7 +78,8 @@ def test_lower_recursive_halving_gives_these_numbers() -> None:
 
 def test_lower_for_some_ranks_names_the_transports_ranks() -> None:
     here, there = (
-        lower(one_level("vhdd", 1, Topology(2, 2)), 1, 8, ranks=ranks) for ranks in ((4, 6), None)
+        lower(one_level("vhdd", 1, Topology(2, 2)), 1, (0, 4, 8), members)
+        for members in ((4, 6), (0, 1))
     )
     for mine, other in zip(here, there, strict=True):
         members = {0: 4, 1: 6}
@@ -80,8 +89,7 @@ def test_lower_for_some_ranks_names_the_transports_ranks() -> None:
 
 
 def test_lower_with_bounds_or_whole_segments_cuts_there() -> None:
-    bounds = [0, 1, 6, 6]
-    step = lower(ring.all_gather(3), 0, 6, bounds=bounds)[0]
+    step = lower(ring.all_gather(3), 0, (0, 1, 6, 6), (0, 1, 2))[0]
     assert step.sends == (Range(1, 0, 1),)
     assert step.recvs == (Range(2, 6, 6),)
 
@@ -90,7 +98,7 @@ def test_lower_with_bounds_or_whole_segments_cuts_there() -> None:
     ends = {
         end
         for rank in range(2)
-        for step in lower(line, rank, 91, segments=SEGMENTS)
+        for step in steps_of(line, rank, 91, SEGMENTS)
         for each in step.sends
         for end in (each.low, each.high)
     }
@@ -99,9 +107,9 @@ def test_lower_with_bounds_or_whole_segments_cuts_there() -> None:
 
 def test_lower_again_returns_the_same_steps() -> None:
     schedule = one_level("rechd", 1, Topology(4, 4))
-    assert lower(schedule, 2, 1000) is lower(schedule, 2, 1000)
-    others = [lower(schedule, 1, 1000), lower(schedule, 2, 1001)]
-    assert all(other != lower(schedule, 2, 1000) for other in others)
+    assert steps_of(schedule, 2, 1000) is steps_of(schedule, 2, 1000)
+    others = [steps_of(schedule, 1, 1000), steps_of(schedule, 2, 1001)]
+    assert all(other != steps_of(schedule, 2, 1000) for other in others)
 
 
 def test_lower_ranges_received_twice_makes_one_reduction() -> None:
@@ -114,7 +122,7 @@ def test_lower_ranges_received_twice_makes_one_reduction() -> None:
     )
     base = one_level("rd", 1, Topology(4, 4))
     schedule = replace(base, chunks=2, steps=lambda rank: (Step(recvs=recvs),))
-    (step,) = lower(schedule, 0, 9)
+    (step,) = steps_of(schedule, 0, 9)
     assert step.reductions == (Reduction((1, 3), (0,), 0, 5),)
     assert step.recvs[2] == Range(3, 5, 9)
     assert [each.low for each in step.recvs if each.staged] == [0, 5, 10]

@@ -13,7 +13,8 @@ import torch
 from adasum import Adasum
 from collectives import CollectiveTimeoutError, Group, Operands, Reducer, Sum, run_threads
 from collectives.execution import pipelining
-from collectives.execution.executor import Workspace, execute
+from collectives.execution.context import CallContext, Workspace
+from collectives.execution.executor import execute
 from collectives.execution.lowering import sent_first
 from collectives.execution.pipelining import parts_of
 from collectives.schedules.registry import SCHEDULES, one_level
@@ -97,6 +98,10 @@ class Late(Transport):
         return lambda: future.result(20.0)
 
 
+def context(transport: Any) -> CallContext:
+    return CallContext(transport, "a test", 20.0, Workspace())
+
+
 def run(
     schedule: Schedule,
     inputs: Sequence[torch.Tensor],
@@ -111,11 +116,8 @@ def run(
         execute(
             schedule,
             buffer,
-            Late(group.transport) if late else group.transport,  # type: ignore[arg-type]
             op,
-            label="a test",
-            timeout=20.0,
-            workspace=Workspace(),
+            context(Late(group.transport) if late else group.transport),
             segments=segments,
         )
         return buffer
@@ -197,11 +199,8 @@ def test_part_is_reduced_while_the_next_travels() -> None:
         execute(
             one_level("rechd", 1, Topology(size, size)),
             buffer,
-            late,  # type: ignore[arg-type]
             Watched(),
-            label="a test",
-            timeout=20.0,
-            workspace=Workspace(),
+            context(late),
         )
         assert torch.equal(buffer, torch.add(*vectors(size)))
         return late.posted
@@ -220,11 +219,8 @@ def test_part_that_fails_is_the_error_of_its_step() -> None:
         execute(
             one_level("rechd", 1, Topology(2, 2)),
             vectors(2)[group.rank],
-            Late(group.transport, before),  # type: ignore[arg-type]
             Sum,
-            label="a test",
-            timeout=5.0,
-            workspace=Workspace(),
+            context(Late(group.transport, before)),
         )
 
     with pytest.raises(CollectiveTimeoutError, match=r"no answer in step 0 .* part 2 of 5"):
@@ -263,11 +259,8 @@ def test_sum_in_parts_on_streams_is_the_sum(machine: Machine, name: str, size: i
             execute(
                 one_level(name, 1, Topology(size, size)),
                 buffer,
-                transport,
                 OnStream(),
-                label="a test",
-                timeout=20.0,
-                workspace=DeviceWorkspace(),
+                CallContext(transport, "a test", 20.0, DeviceWorkspace()),
             )
         return machine.read(buffer)
 

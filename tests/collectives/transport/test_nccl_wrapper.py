@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from collectives import Operands, Reducer, TransportError
+from collectives.execution.context import CallContext
 from collectives.execution.executor import execute
 from collectives.schedules import recursive_doubling, recursive_halving, ring
 from collectives.schedules.schedule import Schedule
@@ -122,15 +123,8 @@ def test_schedules_run(machine: Machine, make: Callable[[int], Schedule], size: 
 
     def work(transport: nccl.NcclTransport) -> torch.Tensor:
         buffer = device_tensor(inputs[transport.rank].clone())
-        execute(
-            make(size),
-            buffer,
-            transport,
-            PlainSum(),
-            label="all_reduce 0",
-            timeout=10.0,
-            workspace=DeviceWorkspace(),
-        )
+        call = CallContext(transport, "all_reduce 0", 10.0, DeviceWorkspace())
+        execute(make(size), buffer, PlainSum(), call)
         return machine.read(buffer)
 
     # size - 1 additions, each rounding to float32 once.

@@ -19,7 +19,6 @@ from adasum.optimizer.delta_method import _DeltaReduction
 from collectives import Average, Group, Reducer, Sum, Work
 from collectives.bootstrap import calibration
 from collectives.execution import pipelining
-from collectives.execution.executor import Workspace
 from collectives.reducers import SumReducer
 from collectives.schedules.registry import SCHEDULES
 from collectives.schedules.spec import OUTER
@@ -275,18 +274,6 @@ def test_every_kind_of_call(kind: str, size: int) -> None:
     assert run(work, size) == []
 
 
-def test_a_graph_has_memory_of_its_own() -> None:
-    """It goes on using the addresses, whatever the workspace grows to later."""
-    workspace, like = Workspace(), on_gpu(torch.zeros(1))
-    before = workspace.take(5, like).data_ptr()
-    machine.capturing = True
-    captured = {workspace.take(5, like).data_ptr() for _ in range(2)}
-    assert workspace.take(0, like).numel() == 0
-    machine.capturing = False
-    after = workspace.take(5, like).data_ptr()
-    assert before == after not in captured
-
-
 def test_the_tensors_device_counts_and_not_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
@@ -306,7 +293,6 @@ def test_the_tensors_device_counts_and_not_the_current_one(monkeypatch: pytest.M
 def test_calibration_on_the_groups_gpu(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """The current one is meant where none is named, as everywhere in torch."""
     monkeypatch.setattr(calibration, "_SIZES", (64, 4096))
-    monkeypatch.setattr(calibration, "_known", {})
 
     def work(group: Group) -> None:
         assert calibration.calibrate(group, device).intra.alpha >= 0.0

@@ -18,6 +18,8 @@ import pytest
 import torch
 
 from collectives import CollectiveTimeoutError, TransportError
+from collectives.execution.context import CallContext, Workspace
+from collectives.execution.phases import Phase
 from collectives.execution.vendor import Libraries
 from collectives.transport import GlooTransport, HybridTransport, Message, process_groups
 from collectives.transport.nccl import pending, torch_nccl
@@ -309,10 +311,11 @@ def test_librarys_sum_that_is_late(fake: FakeTorch, monkeypatch: pytest.MonkeyPa
     )
     flat = full(1.0)
     monkeypatch.setattr(type(flat), "is_cuda", True, raising=False)
-    libraries = Libraries(SimpleNamespace(process_group=group, rank=0))  # type: ignore[arg-type]
+    transport: Any = SimpleNamespace(process_group=group, rank=0)
+    libraries, call = Libraries(transport), CallContext(transport, "step 2", TIMEOUT, Workspace())
     with pytest.raises(
         CollectiveTimeoutError, match=r"in step 2 took over 0.3 s: NCCL was aborted"
     ):
-        libraries.all_reduce("collective", flat, 1, None, "step 2", TIMEOUT)
+        libraries.all_reduce(Phase(library="collective"), flat, None, call)
     assert fake.aborted == {0}
     never._done.set()

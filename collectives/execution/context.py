@@ -1,0 +1,50 @@
+"""What the steps of a call have in common: their transport, labels, timeout and memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from collectives.transport.base import Transport
+
+
+class Workspace:
+    """Reusable memory for what is received but not yet reduced.
+
+    On the CPU it is one block, whose pages are mapped once. On CUDA torch's allocator does as much,
+    for each stream, and for each graph that is captured.
+    """
+
+    def __init__(self) -> None:
+        self._block = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def take(self, numel: int, like: torch.Tensor) -> torch.Tensor:
+        """Return `numel` uninitialised elements of `like`'s dtype, valid until the next take."""
+        if not like.is_cpu:
+            return torch.empty(numel, dtype=like.dtype, device=like.device)
+        nbytes = numel * like.element_size()
+        # Nobody may write outside inference mode to a tensor made inside it.
+        with torch.inference_mode(False):
+            if self._block.numel() < nbytes:
+                self._block = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            return self._block[:nbytes].view(like.dtype)
+
+
+@dataclass(frozen=True)
+class CallContext:
+    """What all steps of a call have in common.
+
+    Attributes:
+        transport: Between the ranks.
+        label: What an error calls the call.
+        timeout: Seconds for each step.
+        workspace: Memory for what is received.
+        code: What the messages carry, as `Transport.exchange` takes it.
+    """
+
+    transport: Transport
+    label: str
+    timeout: float
+    workspace: Workspace
+    code: int = 0
