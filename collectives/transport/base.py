@@ -5,15 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from collectives.errors import TransportError
 from collectives.transport.shared_memory.symmetric_memory import SymmetricMemory
-
-__all__ = ["Message", "Transport", "call_code", "same_number"]
 
 # Of a code: the call's number above the hash.
 _HASH_BITS = 40
@@ -25,6 +23,9 @@ class Message(NamedTuple):
 
     peer: int
     tensor: torch.Tensor
+
+
+Messages = Sequence[Message]
 
 
 class Transport(ABC):
@@ -64,12 +65,7 @@ class Transport(ABC):
 
     @abstractmethod
     def exchange(
-        self,
-        sends: Sequence[Message],
-        recvs: Sequence[Message],
-        step: str,
-        timeout: float,
-        code: int = 0,
+        self, sends: Messages, recvs: Messages, step: str, timeout: float, code: int = 0
     ) -> None:
         """Post all messages at once; return when all have arrived and the sent ones may be reused.
 
@@ -89,11 +85,11 @@ class Transport(ABC):
         """
 
     def post(
-        self, sends: Sequence[Message], recvs: Sequence[Message], step: str, timeout: float
+        self, sends: Messages, recvs: Messages, step: str, timeout: float
     ) -> Callable[[], None]:
         """`exchange` in two parts: what is returned has to be called before messages are used."""
         self.exchange(sends, recvs, step, timeout)
-        return _nothing
+        return lambda: None
 
     def deferred(self) -> AbstractContextManager[None]:
         """Within, the host need not wait for messages between GPUs; it does so on leaving."""
@@ -105,7 +101,7 @@ class Transport(ABC):
         A collective of all ranks, each of which is in a call that cannot end because the calls have
         different codes. Until it returns the tensors of the last `exchange` are still read.
         """
-        self._refuse("messages carry no code")
+        raise TransportError(f"{self!r}: messages carry no code")
 
     def all_reduce(
         self, flat: torch.Tensor, ranks: tuple[int, ...] | None, step: str, timeout: float
@@ -121,7 +117,7 @@ class Transport(ABC):
         Raises:
             TypeError: The library does not add this dtype.
         """
-        self._refuse("there is no library that sums")
+        raise TransportError(f"{self!r}: there is no library that sums")
 
     @abstractmethod
     def split(self, ranks: Sequence[int], timeout: float) -> Transport:
@@ -143,13 +139,6 @@ class Transport(ABC):
     def close(self) -> None:
         """Let go of what the transport holds; it cannot be used afterwards."""
 
-    def _refuse(self, why: str) -> NoReturn:
-        raise TransportError(f"{self!r}: {why}")
-
-
-def _nothing() -> None:
-    """Wait for nothing, where nothing is under way."""
-
 
 def call_code(number: int, digest: int) -> int:
     """Return the code, of 64 bits, for the messages of a call.
@@ -159,6 +148,15 @@ def call_code(number: int, digest: int) -> int:
         digest: A hash of what is called, of which 40 bits are taken.
     """
     return (number % (1 << _NUMBER_BITS)) << _HASH_BITS | digest & ((1 << _HASH_BITS) - 1)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor's memory as bytes, so that every dtype travels."""
+    flat = tensor.detach().reshape(-1)
+    if flat.numel() == 1:
+        # Contiguous with any stride, but bytes are asked for by one of 1.
+        flat = flat.as_strided((1,), (1,))
+    return flat.view(torch.uint8)
 
 
 def same_number(code: int, other: int) -> bool:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from collectives.transport.base import Message, Transport
 
-__all__ = ["as_tensor", "gather_bytes"]
-
 
 def as_tensor(payload: bytes) -> torch.Tensor:
     """Copy the bytes to a 1-D uint8 tensor on the CPU."""
-    if not payload:
-        return torch.empty(0, dtype=torch.uint8, device="cpu")
-    return torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    return torch.from_numpy(np.frombuffer(bytearray(payload), np.uint8))
 
 
 def gather_bytes(

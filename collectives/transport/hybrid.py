@@ -9,13 +9,11 @@ from contextlib import AbstractContextManager, ExitStack
 import torch
 
 from collectives.errors import describe
-from collectives.transport.base import Message, Transport
+from collectives.transport.base import Message, Messages, Transport
 from collectives.transport.byte_gathering import gather_bytes
 from collectives.transport.connections.connect import KINDS, Opened, open_connections
 from collectives.transport.connections.transport import ConnectionTransport
 from collectives.transport.shared_memory.symmetric_memory import SymmetricMemory
-
-__all__ = ["HybridTransport"]
 
 
 class HybridTransport(Transport):
@@ -29,6 +27,10 @@ class HybridTransport(Transport):
         other: A transport between all of them.
         kinds: As `open_connections` takes them, where this transport is split.
         toward: Likewise.
+
+    Attributes:
+        connected_peers: The ranks to which there is a connection.
+        memory_peers: Those of them that share memory with this one.
     """
 
     def __init__(
@@ -44,6 +46,8 @@ class HybridTransport(Transport):
         self.process_group = other.process_group
         self.device = other.device
         self.carries_codes = local.carries_codes
+        self.connected_peers = local.peers
+        self.memory_peers = local.memory_peers
         self._local = local
         self._other = other
         self._kinds = tuple(kinds)
@@ -58,16 +62,6 @@ class HybridTransport(Transport):
         return f"HybridTransport({', '.join(peers)})"
 
     @property
-    def memory_peers(self) -> frozenset[int]:
-        """The ranks that share memory with this one."""
-        return self._local.memory_peers
-
-    @property
-    def connected_peers(self) -> frozenset[int]:
-        """The ranks to which there is a connection."""
-        return self._local.peers
-
-    @property
     def symmetric_memory(self) -> SymmetricMemory | None:
         """What all ranks share, where they share memory."""
         return self._local.symmetric_memory
@@ -77,31 +71,21 @@ class HybridTransport(Transport):
         self._other.check_device(device)
 
     def exchange(
-        self,
-        sends: Sequence[Message],
-        recvs: Sequence[Message],
-        step: str,
-        timeout: float,
-        code: int = 0,
+        self, sends: Messages, recvs: Messages, step: str, timeout: float, code: int = 0
     ) -> None:
         """Exchange a step's messages: `Transport.exchange`."""
-        if all(map(self._near, sends)) and all(map(self._near, recvs)):
-            if sends or recvs:
-                self._local.exchange(sends, recvs, step, timeout, code)
-            return
-        start = time.monotonic()
-        far_sends = [message for message in sends if not self._near(message)]
-        far_recvs = [message for message in recvs if not self._near(message)]
-        try:
-            self._other.exchange(far_sends, far_recvs, step, timeout)
-        except BaseException as error:
-            self._local.abort(describe(error))
-            raise
-        sends = [message for message in sends if self._near(message)]
-        recvs = [message for message in recvs if self._near(message)]
-        if sends or recvs:
-            left = timeout - (time.monotonic() - start)
-            self._local.exchange(sends, recvs, step, max(left, 0.0), code)
+        deadline = time.monotonic() + timeout
+        near_sends, far_sends = self._divide(sends)
+        near_recvs, far_recvs = self._divide(recvs)
+        if far_sends or far_recvs:
+            try:
+                self._other.exchange(far_sends, far_recvs, step, timeout)
+            except BaseException as error:
+                self._local.abort(describe(error))
+                raise
+            timeout = max(deadline - time.monotonic(), 0.0)
+        if near_sends or near_recvs:
+            self._local.exchange(near_sends, near_recvs, step, timeout, code)
 
     def deferred(self) -> AbstractContextManager[None]:
         """Put off what `other` may; messages over connections are waited for at once."""
@@ -138,8 +122,14 @@ class HybridTransport(Transport):
             stack.callback(self._other.abort, reason)
             self._local.abort(reason)
 
-    def _near(self, message: Message) -> bool:
-        return message.peer in self._local.peers and message.tensor.is_cpu
+    def _divide(self, messages: Messages) -> tuple[list[Message], list[Message]]:
+        """Return the messages that go over connections, and the others."""
+        near: list[Message] = []
+        far: list[Message] = []
+        for message in messages:
+            connected = message.peer in self.connected_peers and message.tensor.is_cpu
+            (near if connected else far).append(message)
+        return near, far
 
     def close(self) -> None:
         """Close both transports."""

@@ -23,8 +23,6 @@ _c10d: Any = getattr(dist, "distributed_c10d", None)
 
 _ABORT_SECONDS = 3.0
 
-__all__ = ["abort_nccl", "extend_timeout", "first_line", "leave", "store_of", "subgroup"]
-
 
 def store_of(process_group: dist.ProcessGroup) -> dist.Store:
     """Return the store through which the ranks of a process group found each other."""

@@ -16,13 +16,11 @@ from collections.abc import Sequence
 import torch
 
 from collectives.errors import CollectiveTimeoutError, TransportError
-from collectives.transport.base import Message, Transport
+from collectives.transport.base import Messages, Transport
 from collectives.transport.shared_memory.symmetric_memory import (
     SymmetricMemory,
     symmetric_memory_bytes,
 )
-
-__all__ = ["ThreadTransport", "ThreadWorld"]
 
 _POLL = 0.05
 # Linux's number, which Python names from 3.13 on.
@@ -109,12 +107,7 @@ class ThreadTransport(Transport):
             raise ValueError(f"tensor is on {device}; the threads transport carries cpu and cuda")
 
     def exchange(
-        self,
-        sends: Sequence[Message],
-        recvs: Sequence[Message],
-        step: str,
-        timeout: float,
-        code: int = 0,
+        self, sends: Messages, recvs: Messages, step: str, timeout: float, code: int = 0
     ) -> None:
         """Exchange a step's messages: `Transport.exchange`."""
         deadline = time.monotonic() + timeout

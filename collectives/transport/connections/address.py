@@ -8,8 +8,6 @@ import socket
 import struct
 from pathlib import Path
 
-__all__ = ["interface", "of_interface", "reaches_others", "toward"]
-
 # Linux's request for the IPv4 address of an interface, and where it is in the answer.
 _SIOCGIFADDR = 0x8915
 _IFREQ = struct.Struct("16s4x4s16x")

@@ -12,8 +12,6 @@ from collectives.transport.connections.connection import Connection
 from collectives.transport.connections.shm_listener import ShmListener
 from collectives.transport.connections.tcp_listener import TcpListener, find_address
 
-__all__ = ["KINDS", "Opened", "open_connections"]
-
 Gather = Callable[[bytes], list[bytes]]
 
 # The better one first.

@@ -12,6 +12,7 @@ later call when it reads the probe; only one of the same number tells it that th
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 from abc import ABC, abstractmethod
@@ -24,30 +25,15 @@ import numpy.typing as npt
 from collectives.transport.base import same_number
 from collectives.transport.shared_memory.symmetric_memory import RanksDiffer
 
-__all__ = [
-    "ACCEPT_SECONDS",
-    "CLOSED",
-    "DATA",
-    "FAREWELL",
-    "KIND_SHIFT",
-    "LENGTH_MASK",
-    "MARKER",
-    "PROBE",
-    "Bytes",
-    "Connection",
-    "Incoming",
-    "Outgoing",
-    "PeerGone",
-]
-
 Bytes = npt.NDArray[np.uint8]
 # What is sent, in the highest bits of its length.
 DATA, PROBE, MARKER, FAREWELL = range(4)
 KIND_SHIFT = 62
 LENGTH_MASK = (1 << KIND_SHIFT) - 1
+FAREWELL_BYTES = 4096
 # What the kernel says where the peer's end is closed.
 CLOSED = (BrokenPipeError, ConnectionResetError)
-_EMPTY = np.empty(0, np.uint8)
+EMPTY = np.empty(0, np.uint8)
 # What an answer may take while connections are opened: all ranks wait for each other afterwards,
 # and an error comes within 5 s of the timeout.
 ACCEPT_SECONDS = 4.0
@@ -61,19 +47,12 @@ class PeerGone(Exception):
         self.peer = peer
 
 
-class Outgoing(NamedTuple):
-    """What is to be sent: a message, or one of the other kinds."""
+class Queued(NamedTuple):
+    """A message's bytes, to be sent or written, with its code; or what is sent of another kind."""
 
     data: Bytes
     code: int = 0
     kind: int = DATA
-
-
-class Incoming(NamedTuple):
-    """Where a message is to be written, and the code that it must carry."""
-
-    target: Bytes
-    code: int = 0
 
 
 class Connection(ABC):
@@ -82,7 +61,6 @@ class Connection(ABC):
     Args:
         peer: The other rank.
         sock: Connected to it.
-        near: Whether it runs on this machine, and so may need this rank's processor.
 
     Attributes:
         shares_memory: Whether messages go through memory that both ranks share.
@@ -90,17 +68,17 @@ class Connection(ABC):
 
     shares_memory = False
 
-    def __init__(self, peer: int, sock: socket.socket, *, near: bool) -> None:
+    def __init__(self, peer: int, sock: socket.socket) -> None:
         sock.setblocking(False)
         self.peer = peer
-        self.near = near
         self._socket = sock
-        self._sends: deque[Outgoing] = deque()
-        self._recvs: deque[Incoming] = deque()
+        self._sends: deque[Queued] = deque()
+        self._recvs: deque[Queued] = deque()
         # Whether what comes before the peer's marker is dropped, and whether the marker has come.
         self._flushing = self._marked = False
         # Whether the socket's queue was full when something was to be sent.
         self._blocked = False
+        self._ending = False
 
     def fileno(self) -> int:
         """Return the socket's descriptor, for select.poll."""
@@ -108,37 +86,42 @@ class Connection(ABC):
 
     def send(self, data: Bytes, code: int = 0) -> None:
         """Post a message, which must not change while the connection is busy."""
-        self._sends.append(Outgoing(data, code))
+        self._sends.append(Queued(data, code))
 
     def receive(self, target: Bytes, code: int = 0) -> None:
         """Post a receive of exactly the message's length."""
-        self._recvs.append(Incoming(target, code))
+        self._recvs.append(Queued(target, code))
 
     def probe(self, code: int) -> None:
         """Tell the peer which call this rank waits in, unless a message that says so is queued."""
         if self._sends:
             return
-        self._sends.append(Outgoing(_EMPTY, code, PROBE))
-        try:
-            if not self._transmit():
-                # This rank must not wait until the peer takes what it does not need.
-                self._sends.clear()
-                self._blocked = False
-        except OSError:
-            # The peer has ended, perhaps because it has sent all that this rank waits for.
+        self._sends.append(Queued(EMPTY, code, PROBE))
+        sent = False
+        # A peer that has ended has perhaps sent all that this rank waits for.
+        with contextlib.suppress(OSError):
+            sent = self._transmit()
+        if not sent:
+            # This rank must not wait until the peer takes what it does not need.
             self._sends.clear()
+            self._blocked = False
 
-    def _take_probe(self, code: int) -> None:
-        """RanksDiffer where the peer waits in another call of the same number as this rank's."""
+    def _heed(self, kind: int, code: int) -> None:
+        """Take note of a marker, or of a probe: the peer may wait in another call than this rank.
+
+        RanksDiffer where it does, or flushes before this rank.
+        """
+        self._marked = self._marked or kind == MARKER
         posted = self._recvs or self._sends
-        if posted and code != posted[0].code and same_number(code, posted[0].code):
+        elsewhere = posted and code != posted[0].code and same_number(code, posted[0].code)
+        if not self._flushing and (kind == MARKER or elsewhere):
             raise RanksDiffer
 
     def begin_flush(self) -> None:
         """Drop what was posted, and post the marker: `busy` until the peer's has come, too."""
         self._drop()
         self._flushing = True
-        self._sends.append(Outgoing(_EMPTY, 0, MARKER))
+        self._sends.append(Queued(EMPTY, 0, MARKER))
 
     def end_flush(self) -> None:
         """Go on, once both markers have passed."""
@@ -162,12 +145,8 @@ class Connection(ABC):
         """Whether something that comes could help."""
         return self._expects()
 
-    def why_gone(self) -> str:
-        """Say why the peer's end, which is closed, was: the farewell it sent, if any."""
-        return str(self._gone())
-
-    def _gone(self) -> PeerGone:
-        """Return why the peer takes no more: behind its messages may be a farewell."""
+    def gone(self) -> PeerGone:
+        """Return why the peer's end, which is closed, was: the farewell it sent, if any."""
         self._drop()
         self._flushing = True
         try:
@@ -175,14 +154,25 @@ class Connection(ABC):
                 pass
         except PeerGone as gone:
             return gone
+        except OSError:
+            pass
         return PeerGone(self.peer)
 
-    def _push(self) -> bool:
-        """As `_transmit`; PeerGone where the peer's end is closed."""
+    def advance(self) -> bool:
+        """Do what can be done without waiting; return whether anything was.
+
+        Raises PeerGone where the peer's end is closed and something is still under way,
+        RanksDiffer where a message has another code than its receive, or the peer flushes,
+        TransportError where a message has another length than its receive.
+        """
         try:
-            return self._transmit()
+            sent = bool(self._sends) and self._transmit()
+            return (self._listens() and self._pull()) or sent
         except CLOSED:
-            raise self._gone() from None
+            raise self.gone() from None
+        except OSError as error:
+            broken = f"the connection to rank {self.peer} broke: {error.strerror}"
+            raise PeerGone(self.peer, broken) from None
 
     @abstractmethod
     def _transmit(self) -> bool:
@@ -196,26 +186,29 @@ class Connection(ABC):
     def _drop(self) -> None:
         """Forget what is posted, but for the rest of a message of which the peer has a part."""
 
-    @abstractmethod
-    def advance(self) -> bool:
-        """Do what can be done without waiting; return whether anything was.
-
-        Raises PeerGone where the peer's end is closed and something is still under way,
-        RanksDiffer where a message has another code than its receive, or the peer flushes,
-        TransportError where a message has another length than its receive.
-        """
-
-    @abstractmethod
     def send_farewell(self, text: str) -> bool:
         """Send no more but `text`, which the peer's PeerGone says, where it still listens.
 
         True when that is done; else to be called again after a wait for `events`.
         """
+        if not self._ending:
+            self._ending = True
+            self._drop()
+            data = np.frombuffer(text.encode()[:FAREWELL_BYTES], np.uint8)
+            self._sends.append(Queued(data, 0, FAREWELL))
+        # The peer may be gone already.
+        with contextlib.suppress(OSError):
+            while self._sends:
+                if not self._transmit():
+                    return False
+        return True
 
-    @abstractmethod
     def close(self) -> None:
         """End the connection; what was sent before still arrives."""
+        self.detach()
 
-    @abstractmethod
     def detach(self) -> None:
         """In a forked child: close this process's socket and leave the parent's alone."""
+        self._socket.close()
+        self._sends.clear()
+        self._recvs.clear()

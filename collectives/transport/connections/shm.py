@@ -16,7 +16,6 @@ larger than INLINE_BYTES passes.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import socket
 import struct
@@ -29,18 +28,15 @@ from collectives.errors import TransportError
 from collectives.transport.connections.connection import (
     CLOSED,
     DATA,
+    EMPTY,
     FAREWELL,
     KIND_SHIFT,
     LENGTH_MASK,
-    MARKER,
-    PROBE,
     Bytes,
     Connection,
     PeerGone,
 )
 from collectives.transport.shared_memory.symmetric_memory import RanksDiffer
-
-__all__ = ["INLINE_BYTES", "RING_BYTES", "SLOTS", "SLOT_BYTES", "SOCKET_BYTES", "ShmConnection"]
 
 # Small enough to stay in the shared cache between the two copies, large enough that a record a slot
 # costs a few hundredths of its copies.
@@ -57,9 +53,6 @@ _HEADER = struct.Struct("<QQQ")
 _CACHE_LINE = 64
 
 
-_Piece = tuple[int, int, Bytes | None]
-
-
 class ShmConnection(Connection):
     """This rank's end. Messages of one direction arrive in the order in which they were posted.
 
@@ -71,13 +64,13 @@ class ShmConnection(Connection):
     def __init__(
         self, peer: int, sock: socket.socket, outgoing: mmap.mmap, incoming: mmap.mmap
     ) -> None:
-        super().__init__(peer, sock, near=True)
+        super().__init__(peer, sock)
         self._outgoing = np.frombuffer(outgoing, np.uint8)
         self._incoming = np.frombuffer(incoming, np.uint8)
         self._record = bytearray(_HEADER.size + INLINE_BYTES)
         self._inline = np.frombuffer(self._record, np.uint8)[_HEADER.size :]
-        # Pieces that came before a receive was posted: code, length, inline data.
-        self._early: deque[_Piece] = deque()
+        # Pieces that came before a receive was posted: code, length, inline data if any.
+        self._early: deque[tuple[int, int, Bytes]] = deque()
         self._send_at = self._recv_at = 0
         self._sent = self._returned = 0
         self._taken = self._told = 0
@@ -89,43 +82,22 @@ class ShmConnection(Connection):
 
     def advance(self) -> bool:
         """Do what can be done without waiting: `Connection.advance`."""
-        moved = bool(self._sends) and self._push()
-        while self._listens() and self._pull():
-            moved = True
+        moved = super().advance()
         return (self._owing() and self._hand_back()) or moved
 
     def _drop(self) -> None:
         # A message in pieces may end behind any of them: the marker says that no more come.
         self._sends.clear()
         self._recvs.clear()
+        self._taken += len(self._early)
         self._early.clear()
         self._send_at = self._recv_at = 0
-
-    def _restart(self) -> None:
-        """Count pieces from 0, as the peer does."""
-        self._send_at = self._recv_at = 0
-        self._sent = self._returned = self._taken = self._told = 0
-
-    def send_farewell(self, text: str) -> bool:
-        """Send no more but `text`: `Connection.send_farewell`."""
-        data = text.encode()[:INLINE_BYTES]
-        # The peer may be gone already, or its queue full: then it sees the end alone.
-        with contextlib.suppress(OSError):
-            self._socket.sendmsg([_HEADER.pack(self._taken, FAREWELL << KIND_SHIFT, 0), data])
-        return True
-
-    def close(self) -> None:
-        """End the connection; what was sent before still arrives."""
-        self.detach()
 
     def detach(self) -> None:
         """Close this process's socket and leave the parent's alone."""
-        self._socket.close()
-        self._sends.clear()
-        self._recvs.clear()
-        self._early.clear()
+        super().detach()
         # Nothing is left that keeps the rings mapped.
-        self._outgoing = self._incoming = np.empty(0, np.uint8)
+        self._outgoing = self._incoming = EMPTY
 
     def _transmit(self) -> bool:
         """Send the next piece if there is a slot for it."""
@@ -137,7 +109,7 @@ class ShmConnection(Connection):
         if not inline:
             _copy(_slot(self._outgoing, self._sent, stop - start), data[start:stop])
         field = stop - start | kind << KIND_SHIFT
-        if not self._post(field, code, data if inline else None):
+        if not self._post(field, code, data if inline else EMPTY):
             return False
         if kind == DATA:
             self._sent += 1
@@ -147,14 +119,10 @@ class ShmConnection(Connection):
             self._send_at = 0
         return True
 
-    def _post(self, field: int, code: int, inline: Bytes | None = None) -> bool:
+    def _post(self, field: int, code: int, inline: Bytes) -> bool:
         """Send a record; False where the socket's queue is full. Raises CLOSED."""
-        header = _HEADER.pack(self._taken, field, code)
         try:
-            if inline is None:
-                self._socket.send(header)
-            else:
-                self._socket.sendmsg([header, inline.data])
+            self._socket.sendmsg([_HEADER.pack(self._taken, field, code), inline.data])
         except BlockingIOError:
             self._blocked = True
             return False
@@ -175,7 +143,7 @@ class ShmConnection(Connection):
 
     def _hand_back(self) -> bool:
         try:
-            return self._post(0, 0)
+            return self._post(0, 0, EMPTY)
         except CLOSED:
             # The peer has ended after its last message, which may still be read: no error here.
             self._told = self._taken
@@ -197,42 +165,37 @@ class ShmConnection(Connection):
             raise PeerGone(self.peer)
         self._returned, field, code = _HEADER.unpack_from(self._record)
         kind, length = field >> KIND_SHIFT, field & LENGTH_MASK
-        inline = self._inline[: count - _HEADER.size] if count > _HEADER.size else None
+        inline = self._inline[: count - _HEADER.size]
         if kind == FAREWELL:
-            text = b"" if inline is None else inline.tobytes()
-            raise PeerGone(self.peer, text.decode(errors="replace"))
-        if kind == MARKER:
-            self._restart()
-            self._marked = True
-            if not self._flushing:
-                raise RanksDiffer
-        elif self._flushing:
-            pass
-        elif kind == PROBE:
-            self._take_probe(code)
+            raise PeerGone(self.peer, inline.tobytes().decode(errors="replace"))
+        if kind != DATA:
+            self._heed(kind, code)
+        elif length and self._flushing:
+            self._taken += 1
         elif length and self._recvs:
             self._take(code, length, inline)
         elif length:
-            self._early.append((code, length, None if inline is None else inline.copy()))
+            self._early.append((code, length, inline.copy()))
         return True
 
-    def _take(self, code: int, length: int, inline: Bytes | None) -> None:
+    def _take(self, code: int, length: int, inline: Bytes) -> None:
         """Copy one piece to the first posted receive."""
-        (target, expected_code), start = self._recvs[0], self._recv_at
-        if code != expected_code:
+        number, start = self._taken, self._recv_at
+        self._taken += 1
+        target = self._recvs[0].data
+        if code != self._recvs[0].code:
             raise RanksDiffer
         stop = start + length
         expected = min(SLOT_BYTES, target.size - start)
-        if length != expected or (inline is None) != (target.size > INLINE_BYTES):
+        if length != expected or (inline.size == 0) != (target.size > INLINE_BYTES):
             raise TransportError(
                 f"rank {self.peer} sent {length} bytes where {expected} of a message of "
                 f"{target.size} were expected"
             )
-        if inline is None:
-            _copy(target[start:stop], _slot(self._incoming, self._taken, length))
-        else:
+        if inline.size:
             np.copyto(target, inline)
-        self._taken += 1
+        else:
+            _copy(target[start:stop], _slot(self._incoming, number, length))
         self._recv_at = stop
         if stop == target.size:
             self._recvs.popleft()

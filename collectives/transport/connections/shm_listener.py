@@ -38,8 +38,6 @@ from collectives.transport.shared_memory.symmetric_memory import (
     symmetric_memory_bytes,
 )
 
-__all__ = ["ShmListener"]
-
 # Ranks that would not understand each other open no connection.
 _FORMAT = [5, SLOT_BYTES, RING_BYTES, INLINE_BYTES, BUFFER_BYTES, futex.available]
 _HELLO_BYTES = 256

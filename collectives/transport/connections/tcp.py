@@ -14,72 +14,53 @@ a multiple of a cache line long, so that data lie as far into a line there as in
 from __future__ import annotations
 
 import contextlib
-import select
 import socket
 import struct
-
-import numpy as np
 
 from collectives.errors import TransportError
 from collectives.transport.connections.connection import (
     CLOSED,
+    DATA,
     FAREWELL,
+    FAREWELL_BYTES,
     KIND_SHIFT,
     LENGTH_MASK,
-    MARKER,
-    PROBE,
     Connection,
-    Outgoing,
     PeerGone,
+    Queued,
 )
 from collectives.transport.shared_memory.symmetric_memory import RanksDiffer
-
-__all__ = ["LINE_BYTES", "TcpConnection"]
 
 LINE_BYTES = 64
 # How many bytes follow, less the padding, with the kind above them; the code.
 _HEADER = struct.Struct(f"<QQ{LINE_BYTES - 16}x")
 _PADDING = memoryview(bytes(LINE_BYTES))
-_FAREWELL_BYTES = 4096
-# The rest of one whose header has come was sent with it.
-_REST_MILLISECONDS = 500
-_SKIP_BYTES = 1 << 16
+# Where padding is written, and what is dropped; never read.
+_SCRATCH = memoryview(bytearray(1 << 16))
+# The rest of a farewell whose header has come was sent with it.
+_REST_SECONDS = 0.5
 
 
 class TcpConnection(Connection):
     """This rank's end. sock: connected to the peer, and nothing but lines sent on it."""
 
     def __init__(self, peer: int, sock: socket.socket) -> None:
-        super().__init__(peer, sock, near=sock.getpeername()[0] == sock.getsockname()[0])
+        super().__init__(peer, sock)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # What is left of the frame that has begun to go out.
         self._outgoing: list[memoryview] = []
         # Whether an interrupt came before it was noted how much the kernel took.
         self._uncertain = False
-        # Of the next one to be received: how many bytes of the header have come, and what is left
-        # behind that, as places in memory or, where it is dropped, as a number of bytes.
-        self._come = 0
-        self._incoming: list[memoryview] = []
+        # What comes next is dropped, so many bytes; then what is left to come of a header, or of a
+        # message and its padding.
         self._unwanted = 0
         self._header = memoryview(bytearray(LINE_BYTES))
-        # What comes as padding.
-        self._sink = memoryview(bytearray(LINE_BYTES))
-        self._ending = False
-
-    def advance(self) -> bool:
-        """Do what can be done without waiting: `Connection.advance`."""
-        sent = bool(self._sends) and self._push()
-        return (self._expects() and self._pull()) or sent
-
-    def _push(self) -> bool:
-        try:
-            return super()._push()
-        except OSError as error:
-            raise self._broken(error) from None
+        self._incoming = [self._header]
+        self._within_message = False
 
     def _transmit(self) -> bool:
         outgoing = self._outgoing or _frame(self._sends[0])
-        self._uncertain = True
+        self._blocked, self._uncertain = False, True
         try:
             count = self._socket.sendmsg(outgoing)
         except OSError as error:
@@ -88,7 +69,6 @@ class TcpConnection(Connection):
             if self._blocked:
                 return False
             raise
-        self._blocked = False
         self._outgoing = _behind(outgoing, count)
         if not self._outgoing:
             self._sends.popleft()
@@ -96,83 +76,60 @@ class TcpConnection(Connection):
         return True
 
     def _pull(self) -> bool:
-        if self._come < LINE_BYTES:
-            count = self._receive([self._header[self._come :]])
-            self._come += count
-            if self._come < LINE_BYTES or not self._begin():
-                return count > 0
-        if self._unwanted:
-            scratch = memoryview(bytearray(min(self._unwanted, _SKIP_BYTES)))
-            count = self._receive([scratch])
-            self._unwanted -= count
-        else:
-            count = self._receive(self._incoming)
-            self._incoming = _behind(self._incoming, count)
-            if not self._incoming:
-                self._recvs.popleft()
-        if not self._unwanted and not self._incoming:
-            self._come = 0
-        return count > 0
-
-    def _receive(self, places: list[memoryview]) -> int:
-        """How many bytes were received; 0 where none have come."""
         try:
-            count = self._socket.recvmsg_into(places)[0]
+            count = self._socket.recvmsg_into(
+                [_SCRATCH[: self._unwanted]] if self._unwanted else self._incoming
+            )[0]
         except BlockingIOError:
-            return 0
+            return False
         except CLOSED:
-            raise PeerGone(self.peer) from None
-        except OSError as error:
-            raise self._broken(error) from None
+            count = 0
         if not count:
             raise PeerGone(self.peer)
-        return count
+        if self._unwanted:
+            self._unwanted -= count
+            return True
+        self._incoming = _behind(self._incoming, count)
+        if not self._incoming:
+            self._incoming = [self._header]
+            if self._within_message:
+                self._within_message = False
+                self._recvs.popleft()
+            else:
+                self._begin()
+        return True
 
-    def _broken(self, error: OSError) -> PeerGone:
-        return PeerGone(self.peer, f"the connection to rank {self.peer} broke: {error.strerror}")
-
-    def _begin(self) -> bool:
-        """Take note of the header that has come; whether anything follows."""
+    def _begin(self) -> None:
+        """Take note of the header that has come."""
         field, code = _HEADER.unpack(self._header)
         kind, length = field >> KIND_SHIFT, field & LENGTH_MASK
-        self._come = 0
+        padding = -length % LINE_BYTES
         if kind == FAREWELL:
             raise PeerGone(self.peer, self._farewell(length))
-        if kind == MARKER:
-            self._marked = True
-            if self._flushing:
-                return False
-            raise RanksDiffer
-        if kind == PROBE:
-            if not self._flushing:
-                self._take_probe(code)
-            return False
-        self._come = LINE_BYTES
+        if kind != DATA:
+            self._heed(kind, code)
+            return
         if self._flushing or code != self._recvs[0].code:
-            self._unwanted = length + -length % LINE_BYTES
+            self._unwanted = length + padding
             if self._flushing:
-                return True
+                return
             raise RanksDiffer
-        target = self._recvs[0].target
+        target = self._recvs[0].data
         if length != target.size:
             raise TransportError(
                 f"rank {self.peer} sent a message of {length} bytes where one of {target.size} "
                 "was expected"
             )
-        self._incoming = [target.data, self._sink[: -length % LINE_BYTES]]
-        return True
+        self._incoming = [target.data, _SCRATCH[:padding]]
+        self._within_message = True
 
     def _farewell(self, length: int) -> str:
-        """The text, as far as it comes: the network may cut it."""
+        """The text, unless the network cuts it."""
         text = b""
-        poller = select.poll()
-        poller.register(self._socket, select.POLLIN)
-        with contextlib.suppress(OSError):
-            while len(text) < length <= _FAREWELL_BYTES and poller.poll(_REST_MILLISECONDS):
-                more = self._socket.recv(length - len(text))
-                if not more:
-                    break
-                text += more
+        self._socket.settimeout(_REST_SECONDS)
+        with contextlib.suppress(OSError), self._socket.makefile("rb") as file:
+            text = file.read(min(length, FAREWELL_BYTES))
+        self._socket.setblocking(False)
         return text.decode(errors="replace")
 
     def _drop(self) -> None:
@@ -180,27 +137,16 @@ class TcpConnection(Connection):
         while len(self._sends) > begun:
             self._sends.pop()
         self._recvs.clear()
-        self._unwanted += sum(part.nbytes for part in self._incoming)
-        self._incoming = []
+        if self._within_message:
+            self._within_message = False
+            self._unwanted = sum(part.nbytes for part in self._incoming)
+            self._incoming = [self._header]
 
     def send_farewell(self, text: str) -> bool:
         """Send no more but `text`: `Connection.send_farewell`."""
         # A message that is half sent is sent whole before it. Where it is not known how much has
         # gone there is no farewell: the peer would take it for data.
-        if not self._ending:
-            self._ending = True
-            self._drop()
-            if self._uncertain:
-                self._sends.clear()
-            else:
-                data = np.frombuffer(text.encode()[:_FAREWELL_BYTES], np.uint8)
-                self._sends.append(Outgoing(data, 0, FAREWELL))
-        # The peer may be gone already.
-        with contextlib.suppress(OSError):
-            while self._sends:
-                if not self._transmit():
-                    return False
-        return True
+        return self._uncertain or super().send_farewell(text)
 
     def close(self) -> None:
         """End the connection; what was sent before still arrives."""
@@ -209,19 +155,12 @@ class TcpConnection(Connection):
             # what can be there now: a peer may be sending still.
             self._socket.shutdown(socket.SHUT_WR)
             left = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
-            while left > 0 and (count := len(self._socket.recv(_SKIP_BYTES))):
+            while left > 0 and (count := len(self._socket.recv(_SCRATCH.nbytes))):
                 left -= count
         self.detach()
 
-    def detach(self) -> None:
-        """Close this process's socket and leave the parent's alone."""
-        self._socket.close()
-        self._outgoing = self._incoming = []
-        self._sends.clear()
-        self._recvs.clear()
 
-
-def _frame(item: Outgoing) -> list[memoryview]:
+def _frame(item: Queued) -> list[memoryview]:
     """What goes out for a message, or for one of the other kinds."""
     size = item.data.size
     header = _HEADER.pack(size | item.kind << KIND_SHIFT, item.code)

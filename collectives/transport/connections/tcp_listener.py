@@ -20,8 +20,6 @@ from collectives.transport.connections import address
 from collectives.transport.connections.connection import ACCEPT_SECONDS, Connection
 from collectives.transport.connections.tcp import LINE_BYTES, TcpConnection
 
-__all__ = ["TcpListener", "find_address"]
-
 # Ranks that would not understand each other open no connection.
 _FORMAT = 1
 _SECRET_BYTES = 16

@@ -15,29 +15,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
-import numpy as np
 import torch
 
 from collectives.errors import CollectiveTimeoutError, TransportError, describe
-from collectives.transport.base import Message, Transport
-from collectives.transport.connections.connection import Bytes, Connection, PeerGone
+from collectives.transport.base import Messages, Transport, as_bytes
+from collectives.transport.connections.connection import Connection, PeerGone
 from collectives.transport.shared_memory.symmetric_memory import RanksDiffer, SymmetricMemory
 
-__all__ = ["ConnectionTransport"]
-
-# Looks at the sockets before sleeping, some 20 us in all: a peer that works in step answers within
-# that, and its answer then costs neither side a wake-up.
-_SPINS = 10
-# After such a wait in a call with a code all peers are told which call it is. The wait doubles each
-# time, up to a part of the timeout: probes that a peer has no reason to read remain in its socket.
+# After such a wait in an exchange with a code all peers are told which call it is.
 _PROBE_SECONDS = 0.05
-_PROBE_PART = 0.25
 # A day; poll counts milliseconds in 32 bits.
 _LONGEST_SECONDS = 86400.0
 # What telling the peers the cause may take, all of them together.
 _FAREWELL_SECONDS = 0.5
-# Of those that numpy has, too: its view costs a third of torch's.
-_NUMPYS = frozenset((torch.float32, torch.float64, torch.float16, torch.int64, torch.uint8))
 
 
 class ConnectionTransport(Transport):
@@ -75,16 +65,8 @@ class ConnectionTransport(Transport):
         self.carries_codes = len(connections) == size - 1
         self._connections = dict(connections)
         self._unusable = ""
-        # With more ranks than cores a rank that looks again keeps its peer from working.
-        cores = _cores()
-        near = sum(connection.near for connection in connections.values())
-        self._spins = _SPINS if near < len(cores) else 0
-        self._patience = _PROBE_SECONDS
         if memory is not None:
-            self.symmetric_memory = SymmetricMemory(memory, rank, size, self, cores=cores)
-        self._hang_ups = select.poll()
-        for connection in self._connections.values():
-            self._hang_ups.register(connection, 0)
+            self.symmetric_memory = SymmetricMemory(memory, rank, size, self, cores=_cores())
         _transports.add(self)
 
     def check_device(self, device: torch.device) -> None:
@@ -93,32 +75,20 @@ class ConnectionTransport(Transport):
             raise ValueError(f"tensor is on {device}; connections carry cpu, move it there")
 
     def exchange(
-        self,
-        sends: Sequence[Message],
-        recvs: Sequence[Message],
-        step: str,
-        timeout: float,
-        code: int = 0,
+        self, sends: Messages, recvs: Messages, step: str, timeout: float, code: int = 0
     ) -> None:
         """Exchange a step's messages: `Transport.exchange`."""
-        if self._unusable:
-            raise TransportError(f"the connections cannot be used in {step}: {self._unusable}")
         active: dict[int, Connection] = {}
         with self._aborting(step):
-            for peer, tensor in sends:
-                if tensor.numel():
-                    active[peer] = connection = self._connection(peer, step)
-                    connection.send(_bytes(tensor), code)
-            for peer, tensor in recvs:
-                if tensor.numel():
-                    active[peer] = connection = self._connection(peer, step)
-                    connection.receive(_bytes(tensor), code)
+            for messages, post in ((sends, Connection.send), (recvs, Connection.receive)):
+                for peer, tensor in messages:
+                    if tensor.numel():
+                        active[peer] = connection = self._connection(peer, step)
+                        post(connection, as_bytes(tensor).numpy(), code)
             self._run(list(active.values()), step, timeout, code)
 
     def flush(self, step: str, timeout: float) -> None:
         """Drop all messages under way: `Transport.flush`."""
-        if self._unusable:
-            raise TransportError(f"the connections cannot be used in {step}: {self._unusable}")
         connections = list(self._connections.values())
         with self._aborting(step):
             for connection in connections:
@@ -126,11 +96,12 @@ class ConnectionTransport(Transport):
             self._run(connections, step, timeout)
             for connection in connections:
                 connection.end_flush()
-            self._patience = _PROBE_SECONDS
 
     @contextmanager
     def _aborting(self, step: str) -> Iterator[None]:
         """Whatever is raised within is the end, except that the ranks differ."""
+        if self._unusable:
+            raise TransportError(f"the connections cannot be used in {step}: {self._unusable}")
         try:
             yield
         except RanksDiffer:
@@ -152,45 +123,35 @@ class ConnectionTransport(Transport):
     def _run(self, connections: list[Connection], step: str, timeout: float, code: int = 0) -> None:
         """Advance the connections until none is busy."""
         deadline = time.monotonic() + timeout
-        spins, probing = self._spins, code != 0
+        nap = _PROBE_SECONDS if code else math.inf
         while connections:
-            moved = False
-            for connection in connections:
-                moved = connection.advance() or moved
+            moved = [connection.advance() for connection in connections]
             connections = [connection for connection in connections if connection.busy]
-            if moved or not connections:
-                spins = self._spins
-                continue
-            if spins:
-                spins -= 1
-                continue
-            nap = min(self._patience, _PROBE_PART * timeout) if probing else math.inf
-            if _wait(connections, deadline, nap):
+            if any(moved) or not connections or _wait(connections, deadline, nap):
                 continue
             if time.monotonic() >= deadline:
                 late = ", ".join(f"rank {connection.peer}" for connection in connections)
                 raise CollectiveTimeoutError(
                     f"rank {self.rank} got no answer from {late} in {step} within {timeout:.3g} s"
                 )
-            if probing:
-                probing = False
-                self._patience = min(2 * self._patience, _PROBE_PART * timeout)
-                for connection in self._connections.values():
-                    connection.probe(code)
+            # Once: probes that a peer has no reason to read remain in its socket.
+            nap = math.inf
+            for connection in self._connections.values():
+                connection.probe(code)
 
     def gone(self) -> int | None:
         """Return a peer whose end is closed, if any."""
         if self._unusable:
             raise TransportError(f"the connections cannot be used: {self._unusable}")
-        closed = {fd for fd, _ in self._hang_ups.poll(0)}
-        return next(
-            (p for p, connection in self._connections.items() if connection.fileno() in closed),
-            None,
-        )
+        hang_ups = select.poll()
+        for connection in self._connections.values():
+            hang_ups.register(connection, 0)
+        closed = {fd for fd, _ in hang_ups.poll(0)}
+        return next((p for p, each in self._connections.items() if each.fileno() in closed), None)
 
     def why_gone(self, peer: int) -> str:
         """Say why the end of a peer that is gone was closed."""
-        return self._connections[peer].why_gone()
+        return str(self._connections[peer].gone())
 
     def split(self, ranks: Sequence[int], timeout: float) -> NoReturn:
         """Raise TransportError: what opens connections stands beside them."""
@@ -245,19 +206,6 @@ def _wait(connections: Sequence[Connection], deadline: float, nap: float = math.
     for connection in connections:
         poller.register(connection, connection.events)
     return bool(poller.poll(math.ceil(left * 1e3)))
-
-
-def _bytes(tensor: torch.Tensor) -> Bytes:
-    """Return the tensor's memory as bytes, so that every dtype travels."""
-    flat = tensor if tensor.dim() == 1 else tensor.reshape(-1)
-    if flat.requires_grad:
-        flat = flat.detach()
-    if flat.dtype not in _NUMPYS:
-        if flat.numel() == 1:
-            # Contiguous with any stride, but bytes are asked for by one of 1.
-            flat = flat.as_strided((1,), (1,))
-        flat = flat.view(torch.uint8)
-    return flat.numpy().view(np.uint8)
 
 
 _transports: weakref.WeakSet[ConnectionTransport] = weakref.WeakSet()

@@ -52,8 +52,6 @@ _STATUS = {
 # The modules that were found to be new enough.
 _checked: list[Any] = []
 
-__all__ = ["DTYPES", "Communicators", "load_nccl", "translate_errors"]
-
 
 def load_nccl() -> Any:
     """Return the module `cupy.cuda.nccl`.

@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 from torch import cuda
 
-__all__ = ["GRACE_SECONDS", "MAX_PENDING", "Pending", "Posted", "arrives"]
-
 # Beyond these the host waits for the first: CUDA lets whoever launches more than about a thousand
 # things wait, without a limit, for a stream that waits for a rank.
 MAX_PENDING = 64

@@ -16,11 +16,9 @@ import torch.distributed as dist
 from torch import cuda
 
 from collectives.errors import CollectiveTimeoutError, TransportError
-from collectives.transport.base import Message
+from collectives.transport.base import Messages
 from collectives.transport.nccl.pending import Pending, Posted, arrives
 from collectives.transport.process_groups import abort_nccl, first_line
-
-__all__ = ["TorchNccl", "behind"]
 
 
 class TorchNccl:
@@ -43,9 +41,7 @@ class TorchNccl:
         self._connected: set[torch.device] = set()
         self._pending = Pending()
 
-    def exchange(
-        self, sends: Sequence[Message], recvs: Sequence[Message], step: str, timeout: float
-    ) -> None:
+    def exchange(self, sends: Messages, recvs: Messages, step: str, timeout: float) -> None:
         """Exchange a step's messages: `Transport.exchange`."""
         both = [*recvs, *sends]
         if not both:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import cuda
 
 from collectives.errors import CollectiveError, CollectiveTimeoutError, TransportError
-from collectives.transport.base import Message, Transport
+from collectives.transport.base import Messages, Transport
 from collectives.transport.nccl.communicators import (
     DTYPES,
     Communicators,
@@ -32,8 +32,6 @@ from collectives.transport.nccl.communicators import (
 )
 from collectives.transport.nccl.pending import Posted, arrives
 from collectives.transport.shared_memory.symmetric_memory import SymmetricMemory
-
-__all__ = ["NcclTransport"]
 
 
 class NcclTransport(Transport):
@@ -116,12 +114,7 @@ class NcclTransport(Transport):
             )
 
     def exchange(
-        self,
-        sends: Sequence[Message],
-        recvs: Sequence[Message],
-        step: str,
-        timeout: float,
-        code: int = 0,
+        self, sends: Messages, recvs: Messages, step: str, timeout: float, code: int = 0
     ) -> None:
         """Exchange a step's messages: `Transport.exchange`."""
         if not _on_gpu(sends, recvs):
@@ -134,7 +127,7 @@ class NcclTransport(Transport):
         self._host.flush(step, timeout)
 
     def post(
-        self, sends: Sequence[Message], recvs: Sequence[Message], step: str, timeout: float
+        self, sends: Messages, recvs: Messages, step: str, timeout: float
     ) -> Callable[[], None]:
         """Put the messages on the communication stream, in order with those posted before.
 
@@ -362,5 +355,5 @@ class NcclTransport(Transport):
         )
 
 
-def _on_gpu(sends: Sequence[Message], recvs: Sequence[Message]) -> bool:
+def _on_gpu(sends: Messages, recvs: Messages) -> bool:
     return any(message.tensor.device.type != "cpu" for message in (*sends, *recvs))

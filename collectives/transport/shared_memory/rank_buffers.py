@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["MAX_VIEWS", "RankBuffers"]
-
 # Of the buffers, kept as tensors; making one costs some microseconds.
 MAX_VIEWS = 256
 

@@ -40,17 +40,6 @@ from collectives.errors import CollectiveTimeoutError
 from collectives.transport.shared_memory import futex
 from collectives.transport.shared_memory.rank_buffers import MAX_VIEWS, RankBuffers
 
-__all__ = [
-    "BUFFER_BYTES",
-    "CODE_BITS",
-    "JOINED",
-    "TABLE_BYTES",
-    "Peers",
-    "RanksDiffer",
-    "SymmetricMemory",
-    "symmetric_memory_bytes",
-]
-
 Table = npt.NDArray[np.float64]
 # A cache line: a rank that posts does not take the line that others write.
 _PAD_BYTES = 64

@@ -13,8 +13,8 @@ import torch
 
 from collectives import CollectiveTimeoutError, TransportError
 from collectives.transport import ConnectionTransport, HybridTransport, Message, ThreadWorld
+from collectives.transport.base import as_bytes
 from collectives.transport.connections.shm import INLINE_BYTES, RING_BYTES, SLOT_BYTES, SLOTS
-from collectives.transport.connections.transport import _bytes
 from tests.collectives.transport.thread_ranks import (
     TIMEOUT,
     both,
@@ -59,15 +59,15 @@ def test_bytes_are_those_in_memory(dtype: torch.dtype) -> None:
     """Of one element, too, which is contiguous with any stride, and of what needs a gradient."""
     many = torch.arange(1, 11).to(dtype)
     for tensor in (many, many[3:7], many.view(2, 5), many[::5][:1], many[:0], many[4]):
-        data = _bytes(tensor)
+        data = as_bytes(tensor)
         dense = torch.empty(tensor.numel(), dtype=dtype).copy_(tensor.reshape(-1))
-        assert data.tobytes() == dense.view(torch.uint8).numpy().tobytes()
+        assert torch.equal(data, dense.view(torch.uint8))
         before = tensor.clone()
-        data[:] = 0
+        data.zero_()
         assert not tensor.to(torch.complex128).any()
         tensor.copy_(before)
     if dtype.is_floating_point and dtype.itemsize > 1:
-        assert _bytes(many.clone().requires_grad_()).tobytes() == _bytes(many).tobytes()
+        assert torch.equal(as_bytes(many.clone().requires_grad_()), as_bytes(many))
 
 
 class FullQueue:

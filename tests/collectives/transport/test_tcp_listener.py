@@ -238,7 +238,6 @@ def test_ipv6() -> None:
         listeners = [TcpListener(rank, "::1", stack) for rank in range(2)]
         listeners[1].connect(0, listeners[0].offer, 5.0)
         ends = [listeners[0].accept([1], 5.0)[1], listeners[1].accept([], 5.0)[0]]
-        assert all(end.near for end in ends)
         for end in ends:
             end.close()
 

@@ -211,7 +211,9 @@ def test_cuda_messages_of_a_mixed_transport_are_deferred(
 ) -> None:
     """Through the transport that ranks of one host have, with connections for CPU tensors."""
     gloo, _ = _transport(fake, monkeypatch, owned=False)
-    connections = SimpleNamespace(peers={1}, carries_codes=False, abort=lambda reason: None)
+    connections = SimpleNamespace(
+        peers={1}, memory_peers=set(), carries_codes=False, abort=lambda reason: None
+    )
     mixed = HybridTransport(connections, gloo)  # type: ignore[arg-type]
     message = Message(1, device_tensor(torch.zeros(3)))
     # DeviceTensor says its device alone: what it is, too, the transport asks a connection for.
@@ -283,7 +285,7 @@ def test_what_another_error_leaves_under_way_is_ended(
     gloo, _ = _transport(fake, monkeypatch, owned=False)
     told: list[str] = []
     mixed = HybridTransport(
-        SimpleNamespace(peers={1}, carries_codes=False, abort=told.append), gloo
+        SimpleNamespace(peers={1}, memory_peers=set(), carries_codes=False, abort=told.append), gloo
     )  # type: ignore[arg-type]
     got = full(0.0)
     monkeypatch.setattr(type(got), "is_cpu", False, raising=False)
