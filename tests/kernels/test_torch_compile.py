@@ -30,6 +30,12 @@ pytestmark = [
     ),
     pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled", "ignore:.*torch.jit"),
 ]
+# An operator looks for its backend when it runs: a graph is the same for both ways of the CPU path.
+SOME_BACKENDS = pytest.mark.parametrize(
+    "backend",
+    ["cpu", pytest.param("cpu_torch", marks=pytest.mark.slow), "emulator", "triton"],
+    indirect=True,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +142,8 @@ def flat(value: Any) -> list[bytes]:
     return [bits(t) for t in value] if isinstance(value, (list, tuple)) else [bits(value)]
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16])
+@SOME_BACKENDS
+@pytest.mark.parametrize("dtype", [F32, pytest.param(BF16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
 def test_bits_writes_and_one_call(backend, name, dtype):
     inputs, fn, names = CASES[name]
@@ -148,6 +155,7 @@ def test_bits_writes_and_one_call(backend, name, dtype):
     assert operators(counter) == names and counter.frame_count == 1
 
 
+@SOME_BACKENDS
 @pytest.mark.parametrize("dtype", [F16, F64])
 def test_other_dtypes(backend, dtype):
     def fn(*t: Tensor) -> Any:
@@ -179,6 +187,7 @@ def test_out_is_returned_itself_and_marked_as_written(backend):
     assert all(x is y for x, y in zip(result, tensors, strict=True))
 
 
+@SOME_BACKENDS
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_grad_modes(backend, mode):
     def fn(a: Tensor, b: Tensor, c: Tensor) -> Any:
@@ -197,6 +206,7 @@ def test_grad_modes(backend, mode):
         assert flat([t.grad for t in ours[:2]]) == flat([t.grad for t in theirs[:2]])
 
 
+@SOME_BACKENDS
 def test_layouts(backend):
     tensors = several(F32, backend.device, 1)
     expected = kernels.layout_of(tensors, dtype=F16, alignment=16)
@@ -210,6 +220,7 @@ def test_layouts(backend):
     assert counter.frame_count == 1
 
 
+@SOME_BACKENDS
 def test_dynamic_shapes(backend):
     def fn(a: Tensor, b: Tensor) -> Any:
         packed = kernels.pack([a, b])
@@ -226,6 +237,7 @@ def test_dynamic_shapes(backend):
     assert len(set(frames)) == 1
 
 
+@SOME_BACKENDS
 def test_scalars_that_change(backend):
     call, _ = compiled(lambda a, b, scale: kernels.scaled_add(a, b, beta=scale))
     a, b, _ = pair(F32, backend.device, 1)
@@ -372,6 +384,9 @@ def everything_on(device: str, seed: int) -> list[Tensor]:
     return [*pair(F32, device, seed), torch.zeros((), device=device)]
 
 
+@pytest.mark.parametrize(
+    "backend", ["cpu", pytest.param("emulator", marks=pytest.mark.slow), "triton"], indirect=True
+)
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_inductor(backend, mode):
     if backend.device == "cpu" and mode != "default":
