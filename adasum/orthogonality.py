@@ -26,7 +26,6 @@ from torch import Tensor
 
 from adasum.reducer import Adasum
 from collectives import Group, Sum, default_group, validation
-from collectives.initialize import group_or_default
 
 __all__ = ["Recorder", "Row", "orthogonality"]
 
@@ -60,7 +59,7 @@ def orthogonality(tensors: Sequence[Tensor], group: Group | None = None) -> Tens
     Raises:
         TypeError: A tensor has a dtype that Adasum does not take.
     """
-    group = group_or_default(group)
+    group = default_group() if group is None else group
     for tensor in validation.tensors("tensors", tensors, dense=True):
         Adasum.check(tensor.dtype)
     copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]

@@ -315,20 +315,6 @@ def default_group() -> Group:
     return group
 
 
-def group_or_default(group: Group | None) -> Group:
-    """Return `group`, or the default group for None.
-
-    Raises:
-        TypeError: `group` is not a Group.
-        RuntimeError: It is None and there is no default group.
-    """
-    if group is None:
-        return default_group()
-    if not isinstance(group, Group):
-        raise TypeError(f"group must be a collectives.Group or None, got {type(group).__name__}")
-    return group
-
-
 def run_threads(
     size: int,
     fn: Callable[[Group], T],

@@ -13,8 +13,6 @@ import torch
 
 from collectives.transport.shared_memory.symmetric_memory import CODE_BITS
 
-__all__ = ["ANY", "Description", "TensorDescription", "describe_tensor", "difference"]
-
 ANY = -1
 
 

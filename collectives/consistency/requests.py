@@ -16,8 +16,6 @@ from collectives.consistency.description import Description
 from collectives.reducers import Reducer
 from collectives.work import Work
 
-__all__ = ["Request"]
-
 Tensor = torch.Tensor
 
 

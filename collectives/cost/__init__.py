@@ -16,7 +16,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from collectives.cost.closed_forms import closed
-from collectives.cost.link_rates import ASSUMED, LinkRates, Rate, read_topology, with_rates
+from collectives.cost.link_rates import ASSUMED, LinkRates, Rate
 from collectives.cost.profiles import Cost, Profile
 from collectives.cost.walker import walk
 from collectives.schedules.registry import algorithm, one_level, two_levels
@@ -106,9 +106,7 @@ __all__ = [
     "closed",
     "estimate",
     "profile",
-    "read_topology",
     "reductions",
     "schedule",
     "walk",
-    "with_rates",
 ]

@@ -1,7 +1,7 @@
-"""What every algorithm would cost on a machine, as a table and a plot.
+"""What every algorithm would cost on a machine, as a table.
 
     python -m collectives.cost --nodes 128 --local 8 --bytes 256M
-    python -m collectives.cost --topology machine.toml --bytes 64M --op adasum --plot cost.png
+    python -m collectives.cost --nodes 2 --alpha 3e-6,20e-6 --beta 2e-12,1e-10 --op adasum
 
 Rates are seconds and seconds a byte; unless given they are assumptions about H100 nodes, which the
 heading repeats. A two-level algorithm with Adasum averages inside nodes: that computes something
@@ -11,23 +11,12 @@ else than Adasum over all ranks, so its time is no reason to prefer it.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
-from collectives.cost import (
-    ASSUMED,
-    OPS,
-    Cost,
-    LinkRates,
-    Rate,
-    estimate,
-    read_topology,
-    with_rates,
-)
+from collectives.cost import ASSUMED, OPS, Cost, LinkRates, Rate, estimate
 from collectives.schedules.spec import parse_general_int
 from collectives.schedules.topology import Topology
-
-__all__ = ["algorithms", "main", "plot", "table"]
 
 _Row = tuple[str, str, Cost]
 
@@ -82,96 +71,41 @@ def table(
     return lines
 
 
-def plot(
-    path: str,
-    topology: Topology,
-    rates: LinkRates,
-    nbytes: int,
-    ops: Sequence[str],
-    names: Sequence[str] | None,
-    segments: int,
-) -> None:
-    """Write time over bytes, from 1 KiB to four times nbytes, one panel an operator."""
-    from matplotlib.figure import Figure
-
-    top = max(4 * nbytes, 1 << 12)
-    sizes = [1 << k for k in range(10, top.bit_length())]
-    figure = Figure(figsize=(7 * len(ops), 5), layout="constrained")
-    for axis, op in zip(figure.subplots(1, len(ops), squeeze=False)[0], ops, strict=True):
-        for name in names or algorithms(op, topology):
-            costs = [estimate(name, size, rates, topology, op, segments) for size in sizes]
-            axis.plot(sizes, [cost.seconds for cost in costs], label=name)
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
-        axis.set_xlabel("bytes")
-        axis.set_ylabel("seconds")
-        axis.set_title(f"{op} on {topology.num_nodes} x {topology.local_size} ranks (model)")
-        axis.legend(fontsize=7)
-    figure.savefig(path, dpi=100)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parse the options, print the table, write the plot."""
-    parser = _parser()
+    """Parse the options and print the table."""
+    parser = argparse.ArgumentParser(prog="python -m collectives.cost", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--nodes", type=int, default=1, help="nodes (1)")
+    parser.add_argument("--local", type=int, default=1, help="ranks a node (1)")
+    parser.add_argument("--bytes", default="64M", help="of a rank's buffer, such as 256M (64M)")
+    parser.add_argument("--op", default="all", choices=[*OPS, "all"])
+    parser.add_argument("--algorithms", metavar="SPEC,...", help='such as "xring#2,rechd/vhdd"')
+    parser.add_argument("--segments", type=int, default=1, help="tensors, for Adasum (1)")
+    for name, about in (("alpha", "seconds a message"), ("beta", "seconds a byte")):
+        text = f"{about}: inside a node and between nodes, or one for both"
+        parser.add_argument(f"--{name}", metavar="INTRA[,INTER]", help=text)
     args = parser.parse_args(argv)
     try:
         topology, rates = _machine(args)
         ops = OPS if args.op == "all" else (args.op,)
         names = args.algorithms.split(",") if args.algorithms else None
-        common = (topology, rates, parse_general_int(args.bytes), ops, names, args.segments)
-        print("\n".join(table(*common)))
-    except (OSError, ValueError) as error:
+        nbytes = parse_general_int(args.bytes)
+        print("\n".join(table(topology, rates, nbytes, ops, names, args.segments)))
+    except ValueError as error:
         parser.error(str(error))
-    if args.plot:
-        try:
-            plot(args.plot, *common)
-        except ModuleNotFoundError:
-            sys.exit("--plot needs matplotlib: pip install matplotlib")
-        except (OSError, ValueError) as error:
-            parser.error(f"--plot: {error}")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m collectives.cost", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--nodes", type=int, help="nodes (1)")
-    parser.add_argument("--local", type=int, help="ranks a node (1)")
-    parser.add_argument("--bytes", default="64M", help="of a rank's buffer, such as 256M (64M)")
-    parser.add_argument("--op", default="all", choices=[*OPS, "all"])
-    parser.add_argument("--algorithms", metavar="SPEC,...", help='such as "xring#2,rechd/vhdd"')
-    parser.add_argument("--segments", type=int, default=1, help="tensors, for Adasum (1)")
-    parser.add_argument("--topology", metavar="FILE", help=".json or .toml, see cost/link_rates.py")
-    for name, about in (("alpha", "seconds a message"), ("beta", "seconds a byte")):
-        text = f"{about}: inside a node and between nodes, or one for both"
-        parser.add_argument(f"--{name}", metavar="INTRA[,INTER]", help=text)
-    about = "seconds a byte of summing; Adasum takes 2.5 times that"
-    parser.add_argument("--gamma", type=float, help=about)
-    about = "seconds a byte of the network adapter that the ranks of a node share"
-    parser.add_argument("--nic", type=float, help=about)
-    parser.add_argument("--plot", metavar="FILE", help="time over bytes, as an image")
-    return parser
 
 
 def _machine(args: argparse.Namespace) -> tuple[Topology, LinkRates]:
-    topology, rates = read_topology(args.topology) if args.topology else (Topology(1, 1), ASSUMED)
-    nodes = topology.num_nodes if args.nodes is None else args.nodes
-    local = topology.local_size if args.local is None else args.local
-    if nodes < 1 or local < 1:
-        raise ValueError(f"--nodes and --local must be at least 1, got {nodes} and {local}")
+    if args.nodes < 1 or args.local < 1:
+        raise ValueError(f"--nodes and --local must be at least 1, got {args.nodes}, {args.local}")
     if args.segments < 1:
         raise ValueError(f"--segments must be at least 1, got {args.segments}")
-    kinds = {"intra": rates.intra, "inter": rates.inter}
+    intra, inter = ASSUMED.intra, ASSUMED.inter
     for part in ("alpha", "beta"):
-        text = getattr(args, part)
-        if text:
-            for name, value in zip(kinds, _one_or_two(f"--{part}", text), strict=True):
-                kinds[name] = kinds[name]._replace(**{part: value})
-    given: dict[str, Rate | float] = dict(kinds)
-    if args.gamma is not None:
-        given["sum"] = rates.sum._replace(beta=args.gamma)
-    if args.nic is not None:
-        given["nic"] = args.nic
-    return Topology(nodes * local, local), with_rates(rates, given)
+        if text := getattr(args, part):
+            inside, between = _one_or_two(f"--{part}", text)
+            intra, inter = intra._replace(**{part: inside}), inter._replace(**{part: between})
+    return Topology(args.nodes * args.local, args.local), replace(ASSUMED, intra=intra, inter=inter)
 
 
 def _one_or_two(option: str, text: str) -> tuple[float, float]:

@@ -8,8 +8,6 @@ from collectives.cost import LinkRates, estimate
 from collectives.reducers import Reducer
 from collectives.schedules.topology import Topology
 
-__all__ = ["candidates", "choose"]
-
 
 def candidates(op: Reducer, topology: Topology) -> tuple[str, ...]:
     """Return the specifications that compute the same as `op` over all ranks.

@@ -23,8 +23,6 @@ from collectives.schedules.registry import (
 from collectives.schedules.spec import AllReduceSpec
 from collectives.schedules.topology import Topology
 
-__all__ = ["closed"]
-
 # Steps of a pipeline times ranks, beyond which only some steps, evenly spread, stand for all: bytes
 # are then right to 1 %.
 _PIPELINE_CELLS, _FEWEST_SAMPLES = 1 << 22, 128

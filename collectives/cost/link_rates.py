@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-
-from collectives.schedules.topology import Topology
-
-__all__ = ["ASSUMED", "Floats", "LinkRates", "Rate", "read_topology", "with_rates"]
 
 Floats = NDArray[np.float64]
 
@@ -93,74 +86,3 @@ alpha: the latencies that NCCL's tuning tables give a hop of a ring over NVLink 
 kernel launch of 3 µs, and two reads and a write at the 3.35 TB/s of the data sheet. adasum: two and
 a half times that, for five units of traffic in two launches and their dot products.
 """
-
-
-def read_topology(path: str | Path) -> tuple[Topology, LinkRates]:
-    """Read a machine from a .json or .toml file.
-
-    Keys: nodes, local; intra, inter, sum and adasum, each a Rate's fields; nic, call. All but
-    nodes and local have ASSUMED's values unless given, adasum two and a half times sum's.
-
-    Raises:
-        ValueError: A key is wrong; the text names the file and the key.
-    """
-    path = Path(path)
-    try:
-        return _described(_read(path))
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from error
-
-
-def with_rates(rates: LinkRates, given: Mapping[str, Any]) -> LinkRates:
-    """Return `rates` with some fields replaced; without adasum, it follows a sum that is given."""
-    values = {field.name: getattr(rates, field.name) for field in fields(LinkRates)}
-    values.update(given)
-    if "sum" in given and "adasum" not in given:
-        values["adasum"] = given["sum"].scaled(2.5)
-    return LinkRates(**values)
-
-
-def _read(path: Path) -> Any:
-    if path.suffix == ".json":
-        return json.loads(path.read_text())
-    if path.suffix != ".toml":
-        raise ValueError("the name must end in .json or .toml")
-    try:
-        import tomllib
-    except ModuleNotFoundError:
-        raise ValueError("reading .toml needs Python 3.11: write it as .json") from None
-    return tomllib.loads(path.read_text())
-
-
-def _described(data: Any) -> tuple[Topology, LinkRates]:
-    if not isinstance(data, dict):
-        raise ValueError(f"expected keys and values, got {type(data).__name__}")
-    names = [field.name for field in fields(LinkRates)]
-    unknown = sorted(set(data) - {"nodes", "local", *names})
-    if unknown:
-        raise ValueError(f"unknown key {unknown[0]!r}: use nodes, local, {', '.join(names)}")
-    nodes, local = (_count(key, data.get(key, 1)) for key in ("nodes", "local"))
-    given: dict[str, Any] = {}
-    for name in names:
-        if name in data:
-            plain = name in ("nic", "call")
-            given[name] = _number(name, data[name]) if plain else _rate(name, data[name])
-    return Topology(nodes * local, local), with_rates(ASSUMED, given)
-
-
-def _count(key: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{key} must be a positive integer, got {value!r}")
-    return value
-
-
-def _number(key: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{key} must be a number, got {value!r}")
-    return float(value)
-
-
-def _rate(key: str, value: Any) -> Rate:
-    if not isinstance(value, dict) or not {"alpha", "beta"} <= set(value) <= set(Rate._fields):
-        raise ValueError(f"{key} must have alpha and beta, may have knee and far, got {value!r}")
-    return Rate(**{name: _number(f"{key}.{name}", number) for name, number in value.items()})

@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 from collectives.cost.link_rates import Floats, LinkRates, Rate
 from collectives.schedules.topology import Topology
 
-__all__ = ["DOTS_BYTES", "Cost", "Ints", "Profile", "Profiler", "Round", "Transfers"]
-
 Ints = NDArray[np.int64]
 
 DOTS_BYTES = 24

@@ -11,8 +11,6 @@ from collectives.schedules import recursive_doubling
 from collectives.schedules.schedule import Action, Schedule, Step
 from collectives.schedules.topology import Topology
 
-__all__ = ["walk"]
-
 
 def walk(schedule: Schedule, topology: Topology, reductions: Sequence[str] = ("sum",)) -> Profile:
     """Return the profile of `schedule` on `topology`, walking every rank.

@@ -176,6 +176,3 @@ class Algorithm:
             raise ValueError(
                 f"{self.name} takes 1 to {most} shards, {self.shards.value}, got {shards}"
             )
-
-
-__all__ = ["Algorithm", "BulkStep", "ClosedForm", "Ints", "Level", "Order", "Shards"]

@@ -11,8 +11,6 @@ from functools import lru_cache
 
 from collectives.schedules.schedule import IDLE, Collective, Schedule, Step, Transfer
 
-__all__ = ["broadcast"]
-
 
 def _steps(size: int, root: int, rank: int) -> Iterator[Step]:
     position = (rank - root) % size

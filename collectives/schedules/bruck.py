@@ -19,8 +19,6 @@ import numpy as np
 from collectives.schedules.algorithm import Algorithm, BulkStep, ClosedForm, Order
 from collectives.schedules.schedule import Collective, Schedule, Step, Transfer, sharded
 
-__all__ = ["BRUCK", "all_reduce", "closed_form"]
-
 
 def _steps(size: int, rank: int) -> Iterator[Step]:
     """Yield a rank's steps; before distance d it has the vectors of d ranks, from its own on."""

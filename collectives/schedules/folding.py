@@ -17,8 +17,6 @@ import numpy as np
 from collectives.schedules.algorithm import BulkStep, Ints
 from collectives.schedules.schedule import IDLE, Action, Step, Transfer
 
-__all__ = ["Fold", "bulk_fold_in", "bulk_fold_out", "fold_in", "fold_out", "on_leaves"]
-
 
 @dataclass(frozen=True)
 class Fold:

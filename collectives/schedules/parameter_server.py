@@ -20,8 +20,6 @@ import numpy as np
 from collectives.schedules.algorithm import Algorithm, BulkStep, ClosedForm, Order, Shards
 from collectives.schedules.schedule import Action, ScatterGather, Schedule, Step, Transfer
 
-__all__ = ["PSCPU", "PSGPU", "all_reduce", "closed_form", "scatter_gather"]
-
 
 def _scatter(size: int, owners: tuple[int, ...], rank: int, whole_segments: bool) -> Iterator[Step]:
     if size == 1:

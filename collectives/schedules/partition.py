@@ -5,8 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
-__all__ = ["segment_bounds", "split_bounds"]
-
 
 def split_bounds(numel: int, pieces: int) -> list[int]:
     """Return the `pieces + 1` boundaries of consecutive pieces of `numel` elements.

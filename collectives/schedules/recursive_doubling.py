@@ -31,8 +31,6 @@ from collectives.schedules.schedule import (
     sharded,
 )
 
-__all__ = ["RD", "all_reduce", "closed_form"]
-
 
 def _doubling(fold: Fold, leaf: int) -> Iterator[Step]:
     distance = 1

@@ -36,8 +36,6 @@ from collectives.schedules.schedule import (
     sharded,
 )
 
-__all__ = ["RECHD", "VHDD", "Level", "all_reduce", "closed_form", "levels", "scatter_gather"]
-
 
 class Level(NamedTuple):
     """One halving of a leaf's chunks: how far its partner is, what it keeps and gives away."""

@@ -152,16 +152,3 @@ def _schedule(name: str, level: Level) -> Schedule:
     if make is None:
         raise ValueError(f"{name!r} is no schedule: use {', '.join(SCHEDULES)}")
     return make(level)
-
-
-__all__ = [
-    "ALGORITHMS",
-    "LIBRARIES",
-    "SCHEDULES",
-    "algorithm",
-    "inner_level",
-    "one_level",
-    "outer_level",
-    "two_levels",
-    "whole_level",
-]

@@ -35,17 +35,6 @@ from collectives.schedules.schedule import (
     sharded,
 )
 
-__all__ = [
-    "XRING",
-    "Orders",
-    "all_gather",
-    "all_reduce",
-    "linear_all_reduce",
-    "reduce",
-    "reduce_scatter",
-    "scatter_gather",
-]
-
 Orders = tuple[tuple[int, ...], ...]
 
 

@@ -13,18 +13,6 @@ from enum import Enum
 from functools import lru_cache
 from typing import NamedTuple
 
-__all__ = [
-    "IDLE",
-    "Action",
-    "Collective",
-    "ScatterGather",
-    "Schedule",
-    "Step",
-    "Transfer",
-    "sharded",
-    "steps_of",
-]
-
 
 class Action(Enum):
     """What a receiver does with a message; LEFT and RIGHT say which operand the message is.

@@ -19,17 +19,6 @@ from functools import lru_cache
 
 from collectives.schedules.registry import ALGORITHMS
 
-__all__ = [
-    "INNER",
-    "ONE_LEVEL",
-    "OUTER",
-    "AllReduceSpec",
-    "format_all_reduce_spec",
-    "parse_all_reduce_spec",
-    "parse_general_int",
-    "spec_for",
-]
-
 ONE_LEVEL = ("auto", *sorted(ALGORITHMS))
 INNER = tuple(sorted(name for name, record in ALGORITHMS.items() if record.inner))
 OUTER = tuple(sorted(name for name, record in ALGORITHMS.items() if record.outer))

@@ -28,8 +28,6 @@ from collectives.schedules.schedule import (
 )
 from collectives.schedules.topology import Topology
 
-__all__ = ["all_reduce"]
-
 
 def all_reduce(topology: Topology, inner: ScatterGather | None, outer: Schedule) -> Schedule:
     """Return `inner` on every node's local ranks around `outer` on the nodes.

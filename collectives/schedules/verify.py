@@ -8,8 +8,6 @@ from itertools import pairwise
 
 from collectives.schedules.schedule import Action, Collective, Schedule, Step
 
-__all__ = ["Proof", "ScheduleError", "verify"]
-
 
 class ScheduleError(AssertionError):
     """A schedule does not compute its collective."""

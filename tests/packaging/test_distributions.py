@@ -101,7 +101,12 @@ def test_wheel_metadata_has_license_readme_and_dependencies(built: dict[str, Pat
     assert metadata["Requires-Python"] == ">=3.10"
     assert metadata.get_payload(decode=True) == (ROOT / "README.md").read_bytes()
     needed = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
-    assert sorted(line.split(">=")[0] for line in needed) == ["numpy", "torch", "triton"]
+    assert sorted(line.split(">=")[0] for line in needed) == [
+        "numpy",
+        "torch",
+        "triton",
+        "typing_extensions",
+    ]
     assert b"Root-Is-Purelib: true" in next(v for k, v in files.items() if k.endswith("/WHEEL"))
 
 

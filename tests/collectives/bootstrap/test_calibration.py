@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -10,7 +11,7 @@ import collectives
 from adasum.reducer import Adasum
 from collectives.bootstrap import calibration
 from collectives.bootstrap.calibration import _ring, calibrate, fit
-from collectives.cost import LinkRates, Rate, estimate, with_rates
+from collectives.cost import LinkRates, Rate, estimate
 from collectives.cost.choice import candidates, choose
 from collectives.schedules.topology import Topology
 
@@ -93,7 +94,7 @@ def test_choice() -> None:
     # On seven ranks folding moves two buffers more, which a ring does not.
     assert choose(collectives.Sum, 1 << 28, rates, Topology(7, 7)) == "xring"
     # A node's ranks behind one slow wire: on it, two levels move what one rank alone would.
-    slow = with_rates(rates, {"inter": Rate(1e-4, 1e-8), "nic": 1e-8})
+    slow = replace(rates, inter=Rate(1e-4, 1e-8), nic=1e-8)
     chosen = choose(collectives.Average, 1 << 26, slow, Topology(12, 3))
     assert "/" in chosen
     costs = [
