@@ -19,7 +19,8 @@ from collectives import validation
 from collectives.bootstrap.calibration import calibrate as measure_link_rates
 from collectives.bootstrap.launchers import refuse_to_stand_alone
 from collectives.bootstrap.rendezvous import bounded, open_store, wait_for_ranks
-from collectives.bootstrap.transport_selection import check_start_options, connect, transport_choice
+from collectives.bootstrap.transport_selection import connect, transport_choice
+from collectives.consistency.description import Description
 from collectives.errors import CollectiveError, CollectiveTimeoutError
 from collectives.group import Group
 from collectives.schedules.topology import Topology
@@ -55,16 +56,15 @@ def init(
         timeout: Seconds that any step of a collective may wait for a peer.
         process_group: The torch.distributed process group whose ranks to use.
         transport: How CPU tensors travel. None reads the environment variable ADASUM_TRANSPORT,
-            else "auto".
+            else "auto". It must be the same on all ranks.
 
             - "auto": shared memory between ranks of one host, TCP between hosts, gloo where neither
               works.
-            - "gloo": gloo only. On some ranks only, it holds for messages to and from those.
-            - "tcp": TCP only, likewise; an error if such a rank can reach another by gloo only.
-            - "shm": on any rank, shared memory between all; an error if any two ranks share none.
-            - "nccl": on any rank, CUDA tensors travel through cupy's NCCL on each rank's current
-              device, CPU tensors as with "auto". Otherwise CUDA tensors travel over
-              torch.distributed.
+            - "gloo": gloo only.
+            - "tcp": TCP only; an error if a rank can reach another by gloo only.
+            - "shm": shared memory only; an error if any two ranks share none.
+            - "nccl": CUDA tensors travel through cupy's NCCL on each rank's current device, CPU
+              tensors as with "auto". Otherwise CUDA tensors travel over torch.distributed.
         calibrate: Whether to measure link rates, for a fraction of a second, by which "auto"
             chooses the algorithm of Sum and Average. False chooses by size alone, the same in every
             run. It must be the same on all ranks.
@@ -78,7 +78,7 @@ def init(
         RuntimeError: There is more than one rank but torch is built without torch.distributed, or
             ADASUM_CPU_KERNELS demands compiled kernels that are not available.
         CollectiveTimeoutError: Ranks did not arrive; the text names them.
-        CollectiveMismatchError: Ranks differ in `calibrate`. Raised on all ranks.
+        CollectiveMismatchError: Ranks differ in `transport` or `calibrate`. Raised on all ranks.
         TransportError: `transport` is not available. Raised on all ranks.
     """
     global _group
@@ -109,8 +109,8 @@ def init(
     gloo = GlooTransport(process_group, owned=owned)
     group: Group | None = None
     try:
-        check_start_options(gloo, timeout, calibrate=calibrate)
-        group = _over_gloo(gloo, timeout, choice)
+        options = {"transport": choice, "calibrate": calibrate}
+        group = _over_gloo(gloo, timeout, Description("init", options=options))
         if calibrate and group.size > 1:
             group.set_link_rates(measure_link_rates(group))
     except BaseException:
@@ -257,7 +257,8 @@ def from_process_group(process_group: dist.ProcessGroup, *, timeout: float = 300
         kernels.backend_info()
         ranks = range(dist.get_world_size(process_group))
         own = GlooTransport(subgroup(process_group, ranks, _backend(), timeout), owned=True)
-        known = _over_gloo(own, timeout, choice)
+        start = Description("from_process_group", options={"transport": choice})
+        known = _over_gloo(own, timeout, start)
         if not _adopted:
             atexit.register(_close_adopted)
         _adopted[process_group] = known
@@ -269,11 +270,11 @@ def _close_adopted() -> None:
         group.close()
 
 
-def _over_gloo(gloo: GlooTransport, timeout: float, choice: str) -> Group:
+def _over_gloo(gloo: GlooTransport, timeout: float, start: Description) -> Group:
     whole = gloo.size == dist.get_world_size()
     local_rank, local_size = _local() if whole else (None, None)
     return Group(
-        connect(gloo, timeout, choice),
+        connect(gloo, timeout, start),
         timeout=timeout,
         local_rank=local_rank,
         local_size=local_size,

@@ -7,6 +7,8 @@ import json
 import logging
 import os
 import socket
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +17,7 @@ import kernels
 from collectives.consistency.description import Description
 from collectives.consistency.messages import negotiate_by_messages
 from collectives.errors import TransportError
-from collectives.execution.executor import Workspace
+from collectives.execution.context import Workspace
 from collectives.transport import (
     KINDS,
     ConnectionTransport,
@@ -35,7 +37,7 @@ _COMPILED = "compiled"
 # Whether a group of several ranks was made that all computed so: this process has to go on.
 _promised = False
 _logger = logging.getLogger(__name__)
-# The connections that a rank offers for each choice.
+# The connections that ranks make for each choice.
 _KINDS = {
     "auto": KINDS,
     "gloo": (),
@@ -59,56 +61,54 @@ def transport_choice(transport: str | None) -> str:
     return choice
 
 
-def check_start_options(gloo: GlooTransport, timeout: float, **options: bool) -> None:
-    """Raise CollectiveMismatchError on all ranks where their options of `init` differ."""
-    if gloo.size > 1:
-        call = Description("init", options=options)
-        negotiate_by_messages(call, gloo, "start-up", timeout, Workspace())
-
-
-def connect(gloo: GlooTransport, timeout: float, choice: str) -> Transport:
+def connect(gloo: GlooTransport, timeout: float, start: Description) -> Transport:
     """Return `gloo` with the connections and the NCCL beside it that the ranks ask for.
 
+    Args:
+        gloo: Between the ranks.
+        timeout: Seconds that a peer may take.
+        start: What this rank was called with, its `transport` as `transport_choice` returns it.
+
     Raises:
-        TransportError: On all ranks, where one demands what cannot be had.
+        CollectiveMismatchError: On all ranks, where they were called with different options.
+        TransportError: On all ranks, where what they ask for cannot be had.
     """
     if gloo.size == 1:
         return gloo
+    negotiate_by_messages(start, gloo, "start-up", timeout, Workspace())
 
-    def gather(data: bytes) -> list[bytes]:
+    def gather(report: list[Any]) -> list[list[Any]]:
+        told = gather_bytes(json.dumps(report).encode(), gloo, "start-up", timeout)
+        return [json.loads(each) for each in told]
+
+    def gather_raw(data: bytes) -> list[bytes]:
         return gather_bytes(data, gloo, "start-up", timeout)
 
-    store = store_of(gloo.process_group)
-    toward = _host_of(store)
-    kinds = _KINDS[choice]
-    met = open_connections(gloo.rank, gloo.size, gather, timeout, kinds=kinds, toward=toward)
+    choice, store = start.options["transport"], store_of(gloo.process_group)
+    kinds, toward = _KINDS[choice], _host_of(store)
+    met = open_connections(gloo.rank, gloo.size, gather_raw, timeout, kinds=kinds, toward=toward)
+    peers = sorted(set(range(gloo.size)) - {gloo.rank})
+    unlinked = [peer for peer in peers if peer not in met.connections]
+    unshared = [p for p in peers if p in unlinked or not met.connections[p].shares_memory]
+    missing = gather([unlinked, unshared])
+    computing = gather([kernels.backend_info().cpu_path, _promised])
     host: Transport = gloo
-    others = sorted(set(range(gloo.size)) - {gloo.rank})
-    unlinked = [peer for peer in others if peer not in met.connections]
-    near = {peer for peer, each in met.connections.items() if each.shares_memory}
-    unshared = [peer for peer in others if peer not in near]
-    said = json.dumps(
-        [[choice, unlinked, unshared], [kernels.backend_info().cpu_path, _promised]]
-    ).encode()
-    told = [json.loads(data) for data in gather(said)]
-    reports = [report for report, _ in told]
     with contextlib.ExitStack() as failed:
-        if any(len(missing) < len(others) for _, missing, _ in reports):
+        if any(len(ranks) < len(peers) for ranks, _ in missing):
             # Also on a rank without connections: splitting must be the same work on all.
             connections = ConnectionTransport(gloo.rank, gloo.size, *met)
             failed.callback(connections.close)
             host = HybridTransport(connections, gloo, kinds=kinds, toward=toward)
-        _check_demands(reports)
-        _compute_alike([computing for _, computing in told], gloo.rank)
-        if any(demand == "nccl" for demand, _, _ in reports):
-            said = json.dumps([_lacks_for_nccl(), _gpu(), _shares_gpus()]).encode()
-            _check_gpus([json.loads(data) for data in gather(said)])
+        _check_demand(choice, missing)
+        _compute_alike(computing, gloo.rank)
+        if choice == "nccl":
+            _check_gpus(gather(_gpu_report()))
             host = NcclTransport(host, store, timeout=timeout)
         failed.pop_all()
     return host
 
 
-def _compute_alike(ranks: list[tuple[str, bool]], rank: int) -> None:
+def _compute_alike(ranks: Sequence[Sequence[Any]], rank: int) -> None:
     """ranks: what `BackendInfo.cpu_path` says there, and whether it has promised others "compiled".
 
     Compiled code and torch's functions differ in last bits, and all ranks are to have the same.
@@ -135,27 +135,24 @@ def _compute_alike(ranks: list[tuple[str, bool]], rank: int) -> None:
         )
 
 
-def _check_demands(reports: list[tuple[str, list[int], list[int]]]) -> None:
-    """reports: every rank's choice, and the ranks it has no connection and no memory with."""
-    for rank, (choice, unlinked, _) in enumerate(reports):
+def _check_demand(choice: str, missing: Sequence[Sequence[list[int]]]) -> None:
+    """missing: with which ranks every rank has no connection, and with which no memory."""
+    for rank, (unlinked, unshared) in enumerate(missing):
         if choice == "tcp" and unlinked:
             raise TransportError(
-                f'transport="tcp": rank {rank} has no connection to ranks {unlinked}: one asked '
-                "for gloo or shm, or the network refused it (GLOO_SOCKET_IFNAME names the "
-                'interface to use); transport="auto" uses gloo there'
+                f'transport="tcp": rank {rank} has no connection to ranks {unlinked}: the network '
+                "refused it (GLOO_SOCKET_IFNAME names the interface to use); "
+                'transport="auto" uses gloo there'
             )
-    if any(choice == "shm" for choice, _, _ in reports):
-        for rank, (_, _, unshared) in enumerate(reports):
-            if unshared:
-                raise TransportError(
-                    f'transport="shm": rank {rank} shares no memory with ranks {unshared}: they '
-                    "are on different hosts, or one asked for something else, or the system "
-                    'refused it; transport="auto" uses TCP there'
-                )
+        if choice == "shm" and unshared:
+            raise TransportError(
+                f'transport="shm": rank {rank} shares no memory with ranks {unshared}: they are on '
+                'different hosts, or the system refused it; transport="auto" uses TCP there'
+            )
 
 
-def _check_gpus(reports: list[tuple[str, str, bool]]) -> None:
-    """reports: of every rank what it lacks for NCCL, its GPU, and whether NCCL may share that."""
+def _check_gpus(reports: Sequence[Sequence[Any]]) -> None:
+    """reports: every rank's `_gpu_report`."""
     first: dict[str, int] = {}
     for rank, (lack, gpu, shares) in enumerate(reports):
         if lack:
@@ -176,21 +173,16 @@ def _host_of(store: dist.Store) -> str:
     return getattr(store, "host", None) or os.environ.get("MASTER_ADDR") or socket.gethostname()
 
 
-def _lacks_for_nccl() -> str:
-    """Return what this rank needs before it can use NCCL; "" where it has all."""
+def _gpu_report() -> list[Any]:
+    """Return what this rank lacks for NCCL ("" for nothing), its GPU's UUID, and whether it shares.
+
+    Ranks may share a GPU where NCCL_MULTI_RANK_GPU_ENABLE says so.
+    """
+    lack, gpu = "", ""
     try:
         load_nccl()
     except (ImportError, RuntimeError) as error:
-        return str(error)
-    return ""
-
-
-def _gpu() -> str:
-    """Return the UUID of this rank's GPU; "" without one."""
-    if not torch.cuda.is_available():
-        return ""
-    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-
-
-def _shares_gpus() -> bool:
-    return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") != "0"
+        lack = str(error)
+    if torch.cuda.is_available():
+        gpu = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    return [lack, gpu, os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") != "0"]
