@@ -31,6 +31,26 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "cache" / "adasum"
 
 
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file that is compiled here."""
+    need_compiled()
+    home = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(home))
+        native.build()
+    (made,) = (home / "adasum").iterdir()
+    return made
+
+
+@pytest.fixture
+def built(library: Path, fresh: Path) -> Path:
+    """The folder of a cache that holds what was compiled before, of which nothing is loaded."""
+    fresh.mkdir(mode=0o700, parents=True)
+    shutil.copy2(library, fresh)
+    return fresh
+
+
 def need_compiled() -> None:
     if why_not := dispatch.reason():
         pytest.skip(f"no compiled CPU path: {why_not}")
@@ -69,30 +89,32 @@ def zero_a_page(whole: bytes) -> bytes:
     return whole[:4096] + bytes(4096) + whole[8192:]
 
 
-@pytest.mark.parametrize("damage", [cut, zero_a_page, lambda whole: b"", lambda whole: whole[:100]])
-def test_what_is_damaged_is_made_anew(
-    fresh: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[bytes], bytes]
-) -> None:
+@pytest.mark.parametrize(
+    "damage",
+    [
+        cut,
+        zero_a_page,
+        *(
+            pytest.param(lambda whole, length=length: whole[:length], marks=pytest.mark.slow)
+            for length in (0, 100)
+        ),
+    ],
+)
+def test_what_is_damaged_is_made_anew(built: Path, damage: Callable[[bytes], bytes]) -> None:
     """Loading it could end the process."""
-    need_compiled()
-    wholes = {path: path.read_bytes() for path in fresh.iterdir()}
+    wholes = {path: path.read_bytes() for path in built.iterdir()}
     for path, whole in wholes.items():
-        # A new file: the old one is in use.
-        path.unlink()
         path.write_bytes(damage(whole))
-    monkeypatch.setattr(dispatch, "_state", dispatch._State())
     assert kernels.backend_info().cpu_path == "compiled" and works()
-    assert {path: path.stat().st_size for path in fresh.iterdir()} == {
+    assert {path: path.stat().st_size for path in built.iterdir()} == {
         path: len(whole) for path, whole in wholes.items()
     }
 
 
-def test_a_file_of_others_is_not_loaded(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    need_compiled()
-    old = {path: path.stat().st_ino for path in fresh.iterdir()}
+def test_a_file_of_others_is_not_loaded(built: Path) -> None:
+    old = {path: path.stat().st_ino for path in built.iterdir()}
     for path in old:
         path.chmod(0o777)
-    monkeypatch.setattr(dispatch, "_state", dispatch._State())
     assert kernels.backend_info().cpu_path == "compiled"
     assert len(old) == 1 and all(path.stat().st_ino != inode for path, inode in old.items())
 
@@ -112,35 +134,30 @@ def test_what_a_group_may_write_to_is_compiled_once(
     assert {path: path.stat().st_ino for path in fresh.iterdir()} == old and len(old) == 1
 
 
-def test_what_is_there_needs_no_compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    need_compiled()
-    monkeypatch.setattr(dispatch, "_state", dispatch._State())
-    monkeypatch.setenv("PATH", str(fresh))
+def test_what_is_there_needs_no_compiler(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(built))
     real = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and real(path, mode))
     assert kernels.backend_info().cpu_path == "compiled" and works()
 
 
-def test_a_full_disk_is_a_reason(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("library", "fresh")
+def test_a_full_disk_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path) -> None:
         raise OSError("No space left on device")
 
-    need_compiled()
-    for path in fresh.iterdir():
-        path.unlink()
-    monkeypatch.setattr(dispatch, "_state", dispatch._State())
     monkeypatch.setattr(build, "_seal", full)
     assert kernels.backend_info().cpu_path.endswith("No space left on device") and works()
 
 
-@pytest.mark.parametrize("option", ["-ffast-math", "-funsafe-math-optimizations"])
-def test_a_compilers_own_options_change_no_numbers(fresh: Path, option: str) -> None:
+@pytest.mark.usefixtures("library", "fresh")
+@pytest.mark.parametrize(
+    "option", ["-ffast-math", pytest.param("-funsafe-math-optimizations", marks=pytest.mark.slow)]
+)
+def test_a_compilers_own_options_change_no_numbers(option: str) -> None:
     """With these gcc would have the whole process flush subnormal numbers to zero."""
-    need_compiled()
     if not shutil.which("gcc"):
         pytest.skip("no gcc on the PATH")
-    for path in fresh.iterdir():
-        path.unlink()
     code = """
 import kernels, torch
 assert kernels.backend_info().cpu_path == "compiled", kernels.backend_info().cpu_path
@@ -157,7 +174,8 @@ print((torch.tensor([1e-40]) * 1).item(), kernels.sum_n([torch.tensor([1e-40])])
     assert [float(word) for word in done.stdout.split()] == [torch.tensor(1e-40).item()] * 2
 
 
-def test_tensors_without_memory(fresh: Path) -> None:
+@pytest.mark.usefixtures("built")
+def test_tensors_without_memory() -> None:
     """torch's own functions know what to do with them, or say that they do not."""
     zeros, ones = torch._efficientzerotensor(100), torch.ones(100)
     assert zeros.data_ptr() == 0
@@ -193,7 +211,8 @@ class Wrapper(Tensor):
         return func(*tree_map(inner, args), **tree_map(inner, kwargs or {}))
 
 
-def test_wrappers_are_asked_for_what_they_stand_for(fresh: Path) -> None:
+@pytest.mark.usefixtures("built")
+def test_wrappers_are_asked_for_what_they_stand_for() -> None:
     a, b = torch.randn(100), torch.randn(100)
     wrapper = Wrapper.of(a)
     for _ in range(3):
