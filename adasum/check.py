@@ -25,8 +25,6 @@ import kernels
 from adasum.reducer import Adasum
 from collectives.transport import load_nccl
 
-__all__ = ["main"]
-
 _PACKAGES = ("triton", "numpy", "cupy-cuda12x", "cupy-cuda13x")
 _NCCL = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
 _VARIABLES = (

@@ -7,8 +7,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Compression", "Compressor", "cast_dtype", "require_compressor"]
-
 # float16 and bfloat16 are sent as they are: a cast between them loses bits or range and saves none.
 _CAST_DTYPES = (torch.float32, torch.float64)
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING or dist.is_available():
 else:
     GradBucket = Any
 
-__all__ = ["HookState", "ddp_hook"]
-
 _logger = logging.getLogger(__name__)
 
 

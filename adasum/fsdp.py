@@ -23,8 +23,6 @@ from adasum.ddp import HookState, require_state
 from adasum.request_pool import RequestPool
 from collectives import Group, Operands, Reducer, Sum
 
-__all__ = ["register_fsdp_hook"]
-
 
 def register_fsdp_hook(model: nn.Module, state: HookState) -> None:
     """Reduce the gradients of every `fully_shard` unit over the replicas, in backward; collective.

@@ -7,8 +7,6 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-__all__ = ["Observer"]
-
 
 class Observer(Protocol):
     """Is called before and after every reduction.

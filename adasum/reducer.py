@@ -18,8 +18,6 @@ import kernels
 from collectives import Operands, Reducer
 from kernels.torch_ops import tracing
 
-__all__ = ["Adasum", "AdasumReducer"]
-
 # Up to this size latency decides: log2 n exchanges of the whole vector (rd), or none in shared
 # memory, are faster than the 2 log2 n exchanges and log2 n small sums of vhdd.
 _SMALL_BYTES = 256 * 1024

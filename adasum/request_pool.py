@@ -11,8 +11,6 @@ from torch import Tensor
 
 from collectives import Group, Reducer, Request, Work
 
-__all__ = ["PooledReduction", "RequestPool"]
-
 _Key: TypeAlias = tuple[str, tuple[int, ...], torch.dtype, torch.device, int, str | None]
 
 # More than any model has buckets: only of models that were dropped can there be so many.

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from collectives import Average, Group, Reducer, Sum, Work
 
-__all__ = ["SparseHandle", "sparse_all_reduce_async"]
-
 
 class SparseHandle:
     """A started reduction of a sparse tensor; calling it is `wait`, as Horovod has it."""

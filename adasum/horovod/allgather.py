@@ -21,8 +21,6 @@ from adasum.horovod.handle import Handle, wait_for_all
 from adasum.horovod.process_sets import ProcessSet, require_group
 from collectives import Average, Group
 
-__all__ = ["allgather", "allgather_async", "grouped_allgather", "grouped_allgather_async"]
-
 
 def allgather(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet | None = None

@@ -24,18 +24,6 @@ from adasum.horovod.process_sets import ProcessSet, require_group
 from adasum.sparse import SparseHandle, sparse_all_reduce_async
 from collectives import Reducer
 
-__all__ = [
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "sparse_allreduce_async",
-]
-
 
 def allreduce(
     tensor: Tensor,

@@ -13,8 +13,6 @@ from adasum.horovod.handle import Handle
 from adasum.horovod.process_sets import ProcessSet, require_group
 from collectives import Group
 
-__all__ = ["alltoall", "alltoall_async"]
-
 _Splits: TypeAlias = Sequence[int] | Tensor | None
 
 

@@ -13,20 +13,6 @@ from torch.nn.parameter import is_lazy
 from adasum.compression import Compressor
 from collectives import Average, Group, Reducer, Sum
 
-__all__ = [
-    "ReductionOptions",
-    "backward_name",
-    "contiguous",
-    "copied",
-    "dense",
-    "differentiable",
-    "numbered",
-    "operation",
-    "refuse_gradient",
-    "require",
-    "tensor_list",
-]
-
 
 class ReductionOptions(NamedTuple):
     """What a reduction is beside its tensors."""

@@ -13,19 +13,6 @@ from adasum.horovod.process_sets import ProcessSet, add_process_set, require_gro
 from adasum.reducer import Adasum
 from collectives import default_group, is_initialized
 
-__all__ = [
-    "barrier",
-    "cross_rank",
-    "cross_size",
-    "init",
-    "is_homogeneous",
-    "join",
-    "local_rank",
-    "local_size",
-    "rank",
-    "size",
-]
-
 
 def init(
     comm: None = None,

@@ -12,8 +12,6 @@ from adasum.horovod.handle import Handle
 from adasum.horovod.process_sets import ProcessSet, require_group, root_in
 from collectives import Average, Group
 
-__all__ = ["broadcast", "broadcast_", "broadcast_async", "broadcast_async_"]
-
 
 def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None

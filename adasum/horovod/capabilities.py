@@ -7,19 +7,6 @@ import torch.distributed as dist
 
 from collectives import default_group, is_initialized
 
-__all__ = [
-    "ccl_built",
-    "cuda_built",
-    "ddl_built",
-    "gloo_built",
-    "gloo_enabled",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "rocm_built",
-]
-
 
 def mpi_built() -> bool:
     """Return False: MPI is not used."""

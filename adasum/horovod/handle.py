@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-__all__ = ["Handle", "Waitable", "poll", "synchronize", "wait_for_all"]
-
 
 class Waitable(Protocol):
     """An operation that has been started."""

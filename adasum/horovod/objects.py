@@ -15,8 +15,6 @@ import torch
 from adasum.horovod.process_sets import ProcessSet, require_group, root_in
 from collectives import Group
 
-__all__ = ["allgather_object", "broadcast_object", "group_and_root"]
-
 
 def broadcast_object(
     obj: Any = None,

@@ -16,18 +16,6 @@ from torch import Tensor
 
 from collectives import Group, default_group
 
-__all__ = [
-    "ProcessSet",
-    "add_process_set",
-    "get_process_set_ids_and_ranks",
-    "global_process_set",
-    "group_of",
-    "process_set_by_id",
-    "remove_process_set",
-    "require_group",
-    "root_in",
-]
-
 
 class ProcessSet:
     """Some of the ranks, in ascending order; usable once every rank has added it.

@@ -23,13 +23,6 @@ from adasum.horovod.handle import Handle, wait_for_all
 from adasum.horovod.process_sets import ProcessSet, require_group
 from collectives import Average, Reducer, Sum, validation
 
-__all__ = [
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
-    "reducescatter",
-    "reducescatter_async",
-]
-
 
 def reducescatter(
     tensor: Tensor,

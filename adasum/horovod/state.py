@@ -13,8 +13,6 @@ from adasum.horovod.objects import allgather_object, broadcast_object, group_and
 from adasum.horovod.process_sets import ProcessSet
 from collectives import Group
 
-__all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
-
 # The only key of a dict that stands where a tensor was taken out of a state_dict.
 _TENSOR_KEY = "__adasum_tensor__"
 

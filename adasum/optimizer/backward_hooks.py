@@ -15,8 +15,6 @@ from adasum.optimizer.bucket_reduction import Reduction
 from adasum.optimizer.parameters import Named, PlanBuckets, by_kind, plan_buckets
 from collectives.trace import span
 
-__all__ = ["BackwardHooks", "OptimizerOrderError", "StartBucket"]
-
 # Not public, but the only way to be called when backward ends; torch's DDP uses it too.
 _engine = torch.autograd.Variable._execution_engine
 

@@ -11,8 +11,6 @@ from torch import Tensor
 import kernels
 from collectives import FusedBuffer
 
-__all__ = ["DeltaBuffers", "GradientBuffers", "fits_in_buffer"]
-
 _Kind: TypeAlias = tuple[str, torch.dtype, torch.device]
 
 

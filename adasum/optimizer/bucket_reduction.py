@@ -15,15 +15,6 @@ from adasum.observer import Observer
 from adasum.sparse import sparse_all_reduce_async
 from collectives import Average, FusedBuffer, Group, Reducer, Request, Sum, Work
 
-__all__ = [
-    "BucketReducer",
-    "BufferReduction",
-    "DenseReduction",
-    "Reduction",
-    "ReductionList",
-    "SparseReduction",
-]
-
 
 class Reduction(Protocol):
     """A started reduction of one bucket."""

@@ -26,8 +26,6 @@ from adasum.optimizer.distributed_mixin import (
 from adasum.optimizer.parameters import Named
 from collectives import FusedBuffer, Sum
 
-__all__ = ["DeltaMethod", "DeltaMethodInBackward", "steps_by_parameter"]
-
 # One bucket's reduction hides the next one's step; more would only hold more memory.
 _MAX_IN_FLIGHT = 2
 # Those of torch's optimizers whose step treats every parameter by itself.

@@ -18,8 +18,6 @@ from adasum.optimizer.parameters import Named, PlanBuckets
 from adasum.optimizer.state_average import average_state
 from collectives import Group
 
-__all__ = ["DistributedMixin", "clears_scaler_state_on_error", "densify", "require_passes", "wrap"]
-
 # What GradScaler sets on an optimizer for the time of a step.
 _SCALER_STATE = ("grad_scale", "found_inf")
 

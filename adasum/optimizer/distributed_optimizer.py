@@ -18,8 +18,6 @@ from adasum.optimizer.parameters import Groups, Named, name_parameters, plan_buc
 from adasum.reducer import Adasum
 from collectives import Average, Reducer, Sum, default_group
 
-__all__ = ["DistributedOptimizer"]
-
 _METHODS = ("delta", "gradient")
 
 

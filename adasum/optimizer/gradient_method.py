@@ -20,8 +20,6 @@ from adasum.optimizer.distributed_mixin import (
 from adasum.optimizer.parameters import Named
 from collectives import Average, Sum
 
-__all__ = ["GradientMethod"]
-
 
 class GradientMethod(DistributedMixin):
     """Steps by the reduced gradients."""

@@ -11,16 +11,6 @@ from torch import Tensor
 
 from collectives import plan_groups
 
-__all__ = [
-    "BUCKET_MIB",
-    "Groups",
-    "Named",
-    "PlanBuckets",
-    "by_kind",
-    "name_parameters",
-    "plan_buckets",
-]
-
 Named: TypeAlias = tuple[str, Tensor]
 PlanBuckets: TypeAlias = Callable[[Sequence[Named]], list[list[Named]]]
 Groups: TypeAlias = int | Sequence[Sequence[Tensor]] | None

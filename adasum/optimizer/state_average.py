@@ -9,8 +9,6 @@ import torch
 
 from collectives import Group, Sum
 
-__all__ = ["average_state"]
-
 _Entry = tuple[int, str]
 
 
