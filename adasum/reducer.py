@@ -16,7 +16,7 @@ from torch import Tensor
 
 import kernels
 from collectives import Operands, Reducer
-from kernels.torch_ops import tracing
+from kernels.validation import tracing
 
 # Up to this size latency decides: log2 n exchanges of the whole vector (rd), or none in shared
 # memory, are faster than the 2 log2 n exchanges and log2 n small sums of vhdd.

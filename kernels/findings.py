@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -17,7 +17,14 @@ from torch import Tensor
 from kernels.arithmetic import compute_dtype
 from kernels.validation import check_no_overlap, check_tensor, check_writable
 
-__all__ = ["SCHEMA", "Findings", "max_abs_reference"]
+__all__ = ["SCHEMA", "FindingArguments", "Findings", "max_abs_reference"]
+
+
+class FindingArguments(TypedDict, total=False):
+    """The keywords by which functions that write take `Findings`."""
+
+    found_inf: Tensor | None
+    max_abs: Tensor | None
 
 
 class Findings(NamedTuple):

@@ -13,8 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kernels.torch_ops import check_list, tracing
-from kernels.validation import DTYPES, check_dtype, check_tensor, round_up
+from kernels.validation import DTYPES, check_dtype, check_tensor, check_tensors, round_up, tracing
 
 CUDA_ALIGNMENT = 256
 CPU_ALIGNMENT = 64
@@ -133,7 +132,7 @@ def layout_of(
     tensors and 64 for CPU ones. Raises TypeError (dtypes) or ValueError (alignment, devices,
     contiguity).
     """
-    checked = check_list("tensors", tensors)
+    checked = check_tensors("tensors", tensors)
     if dtype is None:
         dtypes = [tensor.dtype for tensor in checked] or [torch.float32]
         dtype = dtypes[0]
@@ -206,13 +205,29 @@ def check_packed(
         checked: Sequence[Tensor] = tensors
     else:
         check_layout(layout)
-        checked = check_list("tensors", tensors)
+        checked = check_tensors("tensors", tensors)
         if not layout.fits(checked):
             raise ValueError(
                 f"layout holds {len(layout.shapes)} tensors of other shapes than the "
                 f"{len(checked)} given: call kernels.layout_of on these tensors"
             )
     return PackedList(layout, tuple([tensor.dtype for tensor in checked]))
+
+
+def packed_within(
+    buffer: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int], alignment: int
+) -> PackedList:
+    """Return how tensors lie in a buffer, by their offsets; ValueError where they do not fit."""
+    layout = Layout(
+        dtype=buffer.dtype,
+        shapes=tuple([tuple(tensor.shape) for tensor in tensors]),
+        numels=tuple(map(Tensor.numel, tensors)),
+        offsets=tuple(offsets),
+        numel=buffer.numel(),
+        alignment=alignment,
+    )
+    check_layout(layout)
+    return PackedList(layout, tuple([tensor.dtype for tensor in tensors]))
 
 
 def check_layout(layout: object) -> None:

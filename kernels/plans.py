@@ -18,21 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.arguments import (
-    check_adasum,
-    check_combine,
-    check_dot_and_norms,
-    check_pack,
-    check_scaled_add,
-    check_sum_n,
-    check_unpack,
-)
+from kernels.arguments import Call
 from kernels.cpu import dispatch
-from kernels.findings import Findings
 from kernels.gpu import copy_kernel, launcher, projection_kernels, sum_kernels
 from kernels.gpu.device_tables import AddressTable
-from kernels.layout import Layout, PackedList
-from kernels.torch_ops import mark_written, read_list, tracing
 from kernels.validation import (
     all_sound,
     check_all_writable,
@@ -44,9 +33,12 @@ from kernels.validation import (
     check_tensor,
     check_writable,
     near,
+    read_list,
+    tracing,
 )
 
 __all__ = [
+    "PLANS",
     "AdasumPlan",
     "CombinePlan",
     "DotAndNormsPlan",
@@ -55,19 +47,22 @@ __all__ = [
     "ScaledAddPlan",
     "SumPlan",
     "UnpackPlan",
-    "plan_adasum",
-    "plan_combine",
-    "plan_dot_and_norms",
-    "plan_pack",
-    "plan_scaled_add",
-    "plan_sum_n",
-    "plan_unpack",
+    "refuse_outside_eager",
 ]
 
 _dtype, _shape = operator.attrgetter("dtype"), operator.attrgetter("shape")
 _Run = Callable[..., None]
-# How messages call the inputs.
-_TENSOR, _A_OR_B = "tensors[{}]".format, "ab".__getitem__
+_LISTS_ON_TRITON: dict[str, Callable[[Call, AddressTable], _Run]] = {
+    "pack": copy_kernel.Copies,
+    "unpack": copy_kernel.Copies,
+    "sum_n": sum_kernels.sum_n,
+}
+_PAIRS_ON_TRITON: dict[str, Callable[[Call], _Run]] = {
+    "scaled_add": sum_kernels.scaled_add,
+    "dot_and_norms": projection_kernels.dot_and_norms,
+    "combine": projection_kernels.combine,
+    "adasum": projection_kernels.adasum,
+}
 
 
 def _released(*_: float) -> None:
@@ -94,26 +89,17 @@ class Plan:
     """
 
     out: Tensor
-    _function: str
+    _call: Call
+    _run: _Run
     _out_name = "out"
-    _inputs: list[Tensor]
-    _addresses: array[int]
 
-    def __init__(
-        self,
-        inputs: list[Tensor],
-        name: Callable[[int], str],
-        out: Tensor,
-        findings: Findings,
-        dots: Tensor | None = None,
-    ) -> None:
-        self._name, self._findings, self._dots = name, findings, dots
+    def __init__(self, call: Call) -> None:
+        inputs = call.inputs
         self._dtypes, self._shapes = list(map(_dtype, inputs)), list(map(_shape, inputs))
-        self._device = out.device
+        self._device, self._table = call.out.device, AddressTable()
         # Which of the inputs `out` is.
-        self._in_place = next((i for i, one in enumerate(inputs) if one is out), None)
-        self._run: _Run = _released
-        self._take(inputs, out)
+        self._in_place = next((i for i, one in enumerate(inputs) if one is call.out), None)
+        self._take(call)
 
     def rebind(self, tensors: Sequence[Tensor], *, out: Tensor | None = None) -> None:
         """Take other input tensors, equal in shape, dtype, strides and device; let the old ones go.
@@ -131,7 +117,7 @@ class Plan:
             ValueError: One has another shape or device, is not contiguous, or shares memory that
                 is written.
         """
-        _refuse_outside_eager(self._function)
+        refuse_outside_eager(self._call.function)
         inputs = self._check_equal(read_list("tensors", tensors))
         target = self.out if self._in_place is None else inputs[self._in_place]
         if out is not None:
@@ -139,16 +125,17 @@ class Plan:
             if self._out_name == "out":
                 check_writable("out", out)
             target = check_like(self._out_name, out, "the plan's", self.out)
-        self._take(inputs, target)
+        self._take(self._call._replace(inputs=inputs, out=target))
 
     def release(self) -> None:
         """Let go of the input tensors, and of `out` where it is one of them.
 
         What else the plan was made with it keeps. It runs again once it is bound to others.
         """
-        self._inputs, self._addresses, self._run = [], array("Q"), _released
         if self._in_place is not None:
             self.out = self.out.new_empty(0)
+        self._run = _released
+        self._call = self._call._replace(inputs=[], out=self.out, addresses=array("Q"))
 
     def check(self) -> None:
         """Check that every tensor still lies where it lay when the plan was bound to it.
@@ -158,30 +145,21 @@ class Plan:
         """
         if self._run is _released:
             _released()
-        for name, tensor, seen in self._seen():
-            if (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.is_contiguous()) != seen:
+        rows = zip(self._call.addresses, self._dtypes, self._shapes, strict=True)
+        seen = [*((*row, True) for row in rows), *self._others_seen]
+        named = itertools.chain(self._named(self._call), self._others())
+        for (name, tensor), was in zip(named, seen, strict=True):
+            if _place(tensor) != was:
                 raise RuntimeError(
                     f"{name} was resized or given other memory since the plan was bound to it "
                     "(resize_, set_ or .data =): rebind the plan"
                 )
 
-    def written(self) -> list[Tensor]:
-        """The tensors that a run writes, for `mark_written`."""
-        return [self.out, *(one for _, one in self._findings.given())]
-
-    def _seen(self) -> Iterator[tuple[str, Tensor, object]]:
-        """Name and tensor of all that a run uses, and what they were when it was bound."""
-        rows = zip(self._inputs, self._addresses, self._dtypes, self._shapes, strict=True)
-        for i, (tensor, address, dtype, shape) in enumerate(rows):
-            yield self._name(i), tensor, (address, dtype, shape, True)
-        for (name, tensor), seen in zip(self._others(), self._others_seen, strict=True):
-            yield name, tensor, seen
-
     def _others(self) -> Iterator[tuple[str, Tensor]]:
         yield self._out_name, self.out
-        if self._dots is not None:
-            yield "dots", self._dots
-        yield from self._findings.given()
+        if self._call.dots is not None:
+            yield "dots", self._call.dots
+        yield from self._call.findings.given()
 
     def _check_equal(self, inputs: list[Tensor]) -> list[Tensor]:
         if (
@@ -204,94 +182,77 @@ class Plan:
                 )
         return inputs
 
-    def _take(self, inputs: list[Tensor], out: Tensor) -> None:
-        addresses = array("Q", map(Tensor.data_ptr, inputs))
-        self._check_memory(inputs, addresses, out)
-        self._inputs, self._addresses, self.out = inputs, addresses, out
-        self._run = self._findings.reset_before(self._bind())
-        self._others_seen = [
-            (one.data_ptr(), one.dtype, one.shape, True) for _, one in self._others()
-        ]
+    def _take(self, call: Call) -> None:
+        call = call._replace(addresses=array("Q", map(Tensor.data_ptr, call.inputs)))
+        self._check_memory(call)
+        self._call, self.out = call, call.out
+        self._run = call.findings.reset_before(self._bind(call))
+        self._others_seen = [_place(one) for _, one in self._others()]
 
-    def _check_memory(self, inputs: list[Tensor], addresses: array[int], out: Tensor) -> None:
+    def _bind(self, call: Call) -> _Run:
+        """What a run does."""
+        if not launcher.on_triton(call.out):
+            return dispatch.bind(call)
+        with launcher.device_guard(call.out):
+            if call.function in _LISTS_ON_TRITON:
+                return _LISTS_ON_TRITON[call.function](call, self._table)
+            return _PAIRS_ON_TRITON[call.function](call)
+
+    def _check_memory(self, call: Call) -> None:
         """Raise ValueError where what is written shares memory with anything else."""
-        check_output(out, inputs, addresses, self._name)
-        self._findings.check_apart(itertools.chain([("out", out)], self._named(inputs)))
+        out, dots = call.out, call.dots
+        check_output(out, call.inputs, call.addresses, self._name)
+        others = itertools.chain([("out", out)], self._named(call))
+        if dots is not None:
+            check_no_overlap("out", out, "dots", dots)
+            others = itertools.chain(others, [("dots", dots)])
+        call.findings.check_apart(others)
 
-    def _named(self, inputs: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
-        return ((self._name(i), tensor) for i, tensor in enumerate(inputs))
+    def _name(self, i: int) -> str:
+        """How messages call an input."""
+        return f"tensors[{i}]"
 
-    def _bind(self) -> _Run:
-        """What a run does, with the tensors that the plan has now."""
-        raise NotImplementedError
-
-
-class _ListPlan(Plan):
-    """A plan of a list of tensors, run with a scale."""
-
-    def __init__(self, inputs: list[Tensor], out: Tensor, findings: Findings) -> None:
-        self._table = AddressTable()
-        super().__init__(inputs, _TENSOR, out, findings)
+    def _named(self, call: Call) -> Iterator[tuple[str, Tensor]]:
+        return ((self._name(i), tensor) for i, tensor in enumerate(call.inputs))
 
 
-class _CopyPlan(_ListPlan):
-    _packing = True
-
-    def __init__(
-        self, inputs: list[Tensor], packed: PackedList, buffer: Tensor, findings: Findings
-    ) -> None:
-        self._packed = packed
-        super().__init__(inputs, buffer, findings)
-
-    def _check_memory(self, inputs: list[Tensor], addresses: array[int], out: Tensor) -> None:
-        name, reach = self._out_name, 8 * self._packed.layout.largest
-        for i in near(addresses, reach, out):
-            check_no_overlap(name, out, self._name(i), inputs[i])
-        if not self._packing:
-            check_disjoint("tensors", addresses, self._packed.sizes)
-        for other, tensor in self._findings.given():
-            for i in near(addresses, reach, tensor):
-                check_no_overlap(other, tensor, self._name(i), inputs[i])
-        self._findings.check_apart([(name, out)])
-
-    def _bind(self) -> _Run:
-        if launcher.on_triton(self.out):
-            return copy_kernel.Copies(
-                self._addresses, self._packed, self.out, self._findings, self._packing, self._table
-            )
-        return dispatch.copy(
-            self._inputs, self._addresses, self._packed, self.out, self._findings, self._packing
-        )
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    """What a plan relies on."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.is_contiguous()
 
 
-class PackPlan(_CopyPlan):
-    """What `plan_pack` returns."""
-
-    _function = "pack"
-
+class _ScaledPlan(Plan):
     def __call__(self, scale: float = 1.0) -> Tensor:
-        """Copy the tensors, each times `scale`, into `out`, and return it."""
-        if type(scale) is not float:
-            scale = check_scalar("scale", scale)
-        self._run(scale)
+        """Run with this factor of all that is written, and return `out`."""
+        self._run(check_scalar("scale", scale))
         return self.out
+
+
+class _CopyPlan(Plan):
+    def _check_memory(self, call: Call) -> None:
+        assert call.packed is not None
+        name, reach = self._out_name, 8 * call.packed.layout.largest
+        if not call.packing:
+            check_disjoint("tensors", call.addresses, call.packed.sizes)
+        for other, tensor in [(name, call.out), *call.findings.given()]:
+            for i in near(call.addresses, reach, tensor):
+                check_no_overlap(other, tensor, self._name(i), call.inputs[i])
+        call.findings.check_apart([(name, call.out)])
+
+
+class PackPlan(_CopyPlan, _ScaledPlan):
+    """What `plan_pack` returns."""
 
 
 class UnpackPlan(_CopyPlan):
     """What `plan_unpack` returns."""
 
-    _function, _out_name, _packing = "unpack", "buffer", False
-
-    def written(self) -> list[Tensor]:
-        """Return the tensors that a run writes."""
-        return [*self._inputs, *(one for _, one in self._findings.given())]
+    _out_name = "buffer"
 
     def __call__(self, scale: float = 1.0) -> list[Tensor]:
         """Copy the slots of the buffer, times `scale`, into the tensors, and return these."""
-        if type(scale) is not float:
-            scale = check_scalar("scale", scale)
-        self._run(scale)
-        return self._inputs[:]
+        self._run(check_scalar("scale", scale))
+        return self._call.inputs[:]
 
     def _check_equal(self, inputs: list[Tensor]) -> list[Tensor]:
         checked = super()._check_equal(inputs)
@@ -299,245 +260,53 @@ class UnpackPlan(_CopyPlan):
         return checked
 
 
-class SumPlan(_ListPlan):
+class SumPlan(_ScaledPlan):
     """What `plan_sum_n` returns."""
 
-    _function = "sum_n"
 
-    def __call__(self, scale: float = 1.0) -> Tensor:
-        """Write `scale` times the sum of the tensors, and return it."""
-        if type(scale) is not float:
-            scale = check_scalar("scale", scale)
-        self._run(scale)
-        return self.out
-
-    def _bind(self) -> _Run:
-        if launcher.on_triton(self.out):
-            return sum_kernels.sum_n(
-                self._addresses, self._dtypes[0], self.out, self._findings, self._table
-            )
-        return dispatch.sum_n(self._inputs, self._addresses, self.out, self._findings)
-
-
-class ScaledAddPlan(Plan):
-    """What `plan_scaled_add` returns."""
-
-    _function = "scaled_add"
-
-    def __init__(self, inputs: list[Tensor], out: Tensor, findings: Findings) -> None:
-        super().__init__(inputs, _A_OR_B, out, findings)
-
-    def __call__(self, alpha: float = 1.0, beta: float = 1.0) -> Tensor:
-        """Write alpha*a + beta*b, and return it."""
-        if type(alpha) is not float or type(beta) is not float:
-            alpha, beta = check_scalar("alpha", alpha), check_scalar("beta", beta)
-        self._run(alpha, beta)
-        return self.out
-
-    def _bind(self) -> _Run:
-        a, b = self._inputs
-        function = sum_kernels.scaled_add if launcher.on_triton(self.out) else dispatch.scaled_add
-        return function(a, b, self.out, self._findings)
-
-
-class _SegmentPlan(Plan):
-    """A plan of the pair (a, b), a segment at a time."""
-
-    def __init__(
-        self,
-        a: Tensor,
-        b: Tensor,
-        bounds: tuple[int, ...],
-        out: Tensor,
-        findings: Findings,
-        dots: Tensor | None = None,
-    ) -> None:
-        self._bounds = bounds
-        super().__init__([a, b], _A_OR_B, out, findings, dots)
-
+class _PairPlan(Plan):
     def __call__(self) -> Tensor:
         """Write the result to `out`, and return it."""
         self._run()
         return self.out
 
+    def _name(self, i: int) -> str:
+        return "ab"[i]
 
-class DotAndNormsPlan(_SegmentPlan):
+
+class ScaledAddPlan(_PairPlan):
+    """What `plan_scaled_add` returns."""
+
+    def __call__(self, alpha: float = 1.0, beta: float = 1.0) -> Tensor:
+        """Write alpha*a + beta*b, and return it."""
+        self._run(check_scalar("alpha", alpha), check_scalar("beta", beta))
+        return self.out
+
+
+class DotAndNormsPlan(_PairPlan):
     """What `plan_dot_and_norms` returns."""
 
-    _function = "dot_and_norms"
 
-    def __init__(self, a: Tensor, b: Tensor, bounds: tuple[int, ...]) -> None:
-        dots = torch.empty(len(bounds) - 1, 3, dtype=torch.float64, device=a.device)
-        super().__init__(a, b, bounds, dots, Findings())
-
-    def _bind(self) -> _Run:
-        a, b = self._inputs
-        triton = launcher.on_triton(a)
-        function = projection_kernels.dot_and_norms if triton else dispatch.dot_and_norms
-        return function(a, b, self._bounds, self.out)
-
-
-class CombinePlan(_SegmentPlan):
+class CombinePlan(_PairPlan):
     """What `plan_combine` returns."""
 
-    _function = "combine"
 
-    def _check_memory(self, inputs: list[Tensor], addresses: array[int], out: Tensor) -> None:
-        super()._check_memory(inputs, addresses, out)
-        assert self._dots is not None
-        check_no_overlap("out", out, "dots", self._dots)
-        self._findings.check_apart([("dots", self._dots)])
-
-    def _bind(self) -> _Run:
-        a, b = self._inputs
-        assert self._dots is not None
-        function = projection_kernels.combine if launcher.on_triton(a) else dispatch.combine
-        return function(a, b, self._dots, self._bounds, self.out, self._findings)
-
-
-class AdasumPlan(_SegmentPlan):
+class AdasumPlan(_PairPlan):
     """What `plan_adasum` returns."""
 
-    _function = "adasum"
 
-    def _bind(self) -> _Run:
-        a, b = self._inputs
-        function = projection_kernels.adasum if launcher.on_triton(a) else dispatch.adasum
-        return function(a, b, self._bounds, self.out, self._findings)
-
-
-def plan_pack(
-    tensors: Sequence[Tensor],
-    *,
-    layout: Layout | None = None,
-    out: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    max_abs: Tensor | None = None,
-) -> PackPlan:
-    """Plan `kernels.pack` of these tensors: run it as plan(scale).
-
-    Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has a
-    buffer of its own, the same at each run.
-    """
-    _refuse_outside_eager("pack")
-    findings = Findings(found_inf, max_abs)
-    return PackPlan(*check_pack(tensors, layout, out, findings), findings)
+PLANS: dict[str, Any] = {
+    "pack": PackPlan,
+    "unpack": UnpackPlan,
+    "sum_n": SumPlan,
+    "scaled_add": ScaledAddPlan,
+    "dot_and_norms": DotAndNormsPlan,
+    "combine": CombinePlan,
+    "adasum": AdasumPlan,
+}
 
 
-def plan_unpack(
-    buffer: Tensor,
-    tensors: Sequence[Tensor],
-    *,
-    layout: Layout | None = None,
-    found_inf: Tensor | None = None,
-    max_abs: Tensor | None = None,
-) -> UnpackPlan:
-    """Plan `kernels.unpack` into these tensors: run it as plan(scale).
-
-    Arguments and errors as there, and of every plan: see `Plan`.
-    """
-    _refuse_outside_eager("unpack")
-    findings = Findings(found_inf, max_abs)
-    return UnpackPlan(*check_unpack(buffer, tensors, layout, findings), findings)
-
-
-def plan_sum_n(
-    tensors: Sequence[Tensor],
-    *,
-    out: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-    found_inf: Tensor | None = None,
-    max_abs: Tensor | None = None,
-) -> SumPlan:
-    """Plan `kernels.sum_n` of these tensors: run it as plan(scale).
-
-    Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has one of
-    its own, the same at each run.
-    """
-    _refuse_outside_eager("sum_n")
-    findings = Findings(found_inf, max_abs)
-    return SumPlan(*check_sum_n(tensors, out, dtype, findings), findings)
-
-
-def plan_scaled_add(
-    a: Tensor,
-    b: Tensor,
-    *,
-    out: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-    found_inf: Tensor | None = None,
-    max_abs: Tensor | None = None,
-) -> ScaledAddPlan:
-    """Plan `kernels.scaled_add` of a and b: run it as plan(alpha, beta).
-
-    Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has one of
-    its own, the same at each run.
-    """
-    _refuse_outside_eager("scaled_add")
-    findings = Findings(found_inf, max_abs)
-    return ScaledAddPlan(*check_scaled_add(a, b, out, dtype, findings), findings)
-
-
-def plan_dot_and_norms(
-    a: Tensor, b: Tensor, segments: Sequence[int] | None = None
-) -> DotAndNormsPlan:
-    """Plan `kernels.dot_and_norms` of a and b: run it as plan().
-
-    Arguments and errors as there, and of every plan: see `Plan`. A run returns the same tensor
-    each time.
-    """
-    _refuse_outside_eager("dot_and_norms")
-    return DotAndNormsPlan(a, b, check_dot_and_norms(a, b, segments))
-
-
-def plan_combine(
-    a: Tensor,
-    b: Tensor,
-    dots: Tensor,
-    segments: Sequence[int] | None = None,
-    *,
-    out: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    max_abs: Tensor | None = None,
-) -> CombinePlan:
-    """Plan `kernels.combine` of a and b: run it as plan(), with what `dots` then holds.
-
-    Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has one of
-    its own, the same at each run.
-    """
-    _refuse_outside_eager("combine")
-    findings = Findings(found_inf, max_abs)
-    bounds, target = check_combine(a, b, dots, segments, out, findings)
-    return CombinePlan(a, b, bounds, target, findings, dots)
-
-
-def plan_adasum(
-    a: Tensor,
-    b: Tensor,
-    segments: Sequence[int] | None = None,
-    *,
-    out: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    max_abs: Tensor | None = None,
-) -> AdasumPlan:
-    """Plan `kernels.adasum` of a and b: run it as plan().
-
-    Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has one of
-    its own, the same at each run.
-    """
-    _refuse_outside_eager("adasum")
-    findings = Findings(found_inf, max_abs)
-    return AdasumPlan(a, b, *check_adasum(a, b, segments, out, findings), findings)
-
-
-def run_once(plan: Any, *scalars: float) -> Any:
-    """Run a plan and tell autograd what it has written, as torch's own functions do."""
-    done = plan(*scalars)
-    mark_written(plan.written())
-    return done
-
-
-def _refuse_outside_eager(name: str) -> None:
+def refuse_outside_eager(name: str) -> None:
     """Raise RuntimeError where calls are read, or recorded, rather than run."""
     if tracing():
         raise RuntimeError(

@@ -12,13 +12,20 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from kernels.arguments import check_adasum, check_combine, check_dot_and_norms
+from kernels.arguments import (
+    check_adasum,
+    check_combine,
+    check_dot_and_norms,
+    check_dots,
+    check_segments,
+)
 from kernels.arithmetic import TINY
-from kernels.findings import SCHEMA, Findings
-from kernels.plans import AdasumPlan, CombinePlan, DotAndNormsPlan, run_once
-from kernels.torch_ops import call, operator, returns_nothing, tracing
-from kernels.validation import check_dots, check_like, check_segments, check_sized, check_tensor
+from kernels.findings import FindingArguments, Findings
+from kernels.plans import AdasumPlan, CombinePlan, DotAndNormsPlan, refuse_outside_eager
+from kernels.torch_ops import run
+from kernels.validation import check_like, check_sized, check_tensor
 
 __all__ = [
     "adasum",
@@ -30,6 +37,9 @@ __all__ = [
     "dot_and_norms",
     "dot_and_norms_bytes",
     "dot_and_norms_reference",
+    "plan_adasum",
+    "plan_combine",
+    "plan_dot_and_norms",
 ]
 
 
@@ -48,11 +58,20 @@ def dot_and_norms(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -
         TypeError: An argument has another type or dtype.
         ValueError: One cannot be used.
     """
-    bounds = check_dot_and_norms(a, b, segments)
-    if tracing():
-        dots: Tensor = call("dot_and_norms", a, b, bounds)
-        return dots
-    return DotAndNormsPlan(a, b, bounds)()
+    dots: Tensor = run(check_dot_and_norms(a, b, segments))
+    return dots
+
+
+def plan_dot_and_norms(
+    a: Tensor, b: Tensor, segments: Sequence[int] | None = None
+) -> DotAndNormsPlan:
+    """Plan `dot_and_norms` of a and b: run it as plan().
+
+    Arguments and errors as there, and of every plan: see `Plan`. A run returns the same tensor
+    each time.
+    """
+    refuse_outside_eager("dot_and_norms")
+    return DotAndNormsPlan(check_dot_and_norms(a, b, segments))
 
 
 def combine(
@@ -62,8 +81,7 @@ def combine(
     segments: Sequence[int] | None = None,
     *,
     out: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    max_abs: Tensor | None = None,
+    **findings: Unpack[FindingArguments],
 ) -> Tensor:
     """Return (1 - d/(2A)) a + (1 - d/(2B)) b a segment, with (d, A, B) the rows of `dots`.
 
@@ -84,13 +102,26 @@ def combine(
         TypeError: An argument has another type or dtype. Nothing has been written.
         ValueError: One cannot be used, or overlaps what is written. Nothing has been written.
     """
-    findings = Findings(found_inf, max_abs)
-    bounds, target = check_combine(a, b, dots, segments, out, findings)
-    if tracing():
-        call("combine_2", a, b, dots, bounds, target, *findings)
-    else:
-        run_once(CombinePlan(a, b, bounds, target, findings, dots))
-    return target
+    combined: Tensor = run(check_combine(a, b, dots, segments, out, Findings(**findings)))
+    return combined
+
+
+def plan_combine(
+    a: Tensor,
+    b: Tensor,
+    dots: Tensor,
+    segments: Sequence[int] | None = None,
+    *,
+    out: Tensor | None = None,
+    **findings: Unpack[FindingArguments],
+) -> CombinePlan:
+    """Plan `combine` of a and b: run it as plan(), with what `dots` then holds.
+
+    Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has one of
+    its own, the same at each run.
+    """
+    refuse_outside_eager("combine")
+    return CombinePlan(check_combine(a, b, dots, segments, out, Findings(**findings)))
 
 
 def adasum(
@@ -99,20 +130,31 @@ def adasum(
     segments: Sequence[int] | None = None,
     *,
     out: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    max_abs: Tensor | None = None,
+    **findings: Unpack[FindingArguments],
 ) -> Tensor:
     """Return the Adasum of two tensors, a segment at a time: `combine` of their `dot_and_norms`.
 
     Arguments and errors are those of `combine`. NaN or Inf in a segment reaches that segment alone.
     """
-    findings = Findings(found_inf, max_abs)
-    bounds, target = check_adasum(a, b, segments, out, findings)
-    if tracing():
-        call("adasum_2", a, b, bounds, target, *findings)
-    else:
-        run_once(AdasumPlan(a, b, bounds, target, findings))
-    return target
+    combined: Tensor = run(check_adasum(a, b, segments, out, Findings(**findings)))
+    return combined
+
+
+def plan_adasum(
+    a: Tensor,
+    b: Tensor,
+    segments: Sequence[int] | None = None,
+    *,
+    out: Tensor | None = None,
+    **findings: Unpack[FindingArguments],
+) -> AdasumPlan:
+    """Plan `adasum` of a and b: run it as plan().
+
+    Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has one of
+    its own, the same at each run.
+    """
+    refuse_outside_eager("adasum")
+    return AdasumPlan(check_adasum(a, b, segments, out, Findings(**findings)))
 
 
 def dot_and_norms_bytes(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -> int:
@@ -178,37 +220,3 @@ def _coefficients(dots: Tensor) -> Tensor:
     """
     norms = dots[:, 1:]
     return torch.where(norms < TINY, 1.0, 1.0 - dots[:, :1] / (2.0 * norms))
-
-
-def _no_dots(a: Tensor, b: Tensor, bounds: Sequence[int]) -> Tensor:
-    return a.new_empty((len(bounds) - 1, 3), dtype=torch.float64)
-
-
-@operator("dot_and_norms(Tensor a, Tensor b, SymInt[] bounds) -> Tensor", fake=_no_dots)
-def _dot_and_norms(a: Tensor, b: Tensor, bounds: Sequence[int]) -> Tensor:
-    return DotAndNormsPlan(a, b, check_dot_and_norms(a, b, bounds))()
-
-
-@operator(
-    f"combine_2(Tensor a, Tensor b, Tensor dots, SymInt[] bounds, Tensor(a!) out, {SCHEMA}) -> ()",
-    fake=returns_nothing,
-)
-def _combine(
-    a: Tensor,
-    b: Tensor,
-    dots: Tensor,
-    bounds: Sequence[int],
-    out: Tensor,
-    *findings: Tensor | None,
-) -> None:
-    run_once(CombinePlan(a, b, tuple(bounds), out, Findings(*findings), dots))
-
-
-@operator(
-    f"adasum_2(Tensor a, Tensor b, SymInt[] bounds, Tensor(a!) out, {SCHEMA}) -> ()",
-    fake=returns_nothing,
-)
-def _adasum(
-    a: Tensor, b: Tensor, bounds: Sequence[int], out: Tensor, *findings: Tensor | None
-) -> None:
-    run_once(AdasumPlan(a, b, tuple(bounds), out, Findings(*findings)))

@@ -6,19 +6,20 @@ All functions take one argument, a struct: to pass as many with ctypes takes fou
 from __future__ import annotations
 
 import ctypes
+import operator
 import platform
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from kernels.arguments import Call
 from kernels.arithmetic import TINY
 from kernels.cpu.build import Unavailable, built
-from kernels.findings import Findings
 
+_dtype = operator.attrgetter("dtype")
 # In the order of the C file's enum.
 _CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 # Elements of a block, whose dot products are one partial result.
@@ -88,52 +89,51 @@ class Library:
         """Load them. Raises OSError or AttributeError where that fails."""
         library = ctypes.CDLL(str(path))
         self._functions = {name: library[name] for name in FUNCTIONS}
+        self._functions["pack"] = self._functions["unpack"] = library["copy"]
         for function in self._functions.values():
             function.argtypes, function.restype = (ctypes.c_void_p,), None
         self._team = _team()
 
-    def bind(
-        self,
-        name: str,
-        addresses: array[int],
-        dtypes: Sequence[torch.dtype],
-        bounds: array[int],
-        out: Tensor | None,
-        findings: Findings,
-        *,
-        numels: array[int] | None = None,
-        packing: bool = False,
-        dots: Tensor | None = None,
-    ) -> Callable[..., None]:
-        """Return what runs a function any number of times, with its scalars.
+    def bind(self, call: Call) -> Callable[..., None]:
+        """Return what runs a call any number of times, with its scalars.
 
-        It has the addresses of tensors, not the tensors: whoever calls keeps those alive. Arguments
-        are fields of the struct; addresses are uint64, other arrays int64. Scalars are the scale,
-        or alpha and beta.
+        It has the addresses of tensors, not the tensors: whoever calls keeps those alive. Scalars
+        are the scale, or alpha and beta.
         """
+        name, dots, (found_inf, max_abs) = call.function, call.dots, call.findings
+        if call.packed is None:
+            numels, bounds = array("q"), array("q", call.bounds)
+        else:
+            numels, bounds = call.packed.layout.in_c
         segments = len(bounds) - 1
         has_partials = name in ("dot_and_norms", "adasum")
         blocks = bounds[-1] // BLOCK + segments if has_partials else 0
         coefficients, largest = array("d", bytes(16 * max(1, segments))), array("d", (0.0,))
         arrays: dict[str, array[Any]] = {
-            "tensors": addresses,
-            "dtypes": array("q", map(_CODES.__getitem__, dtypes)),
+            "tensors": call.addresses,
+            "dtypes": array("q", map(_CODES.__getitem__, map(_dtype, call.inputs))),
             "bounds": bounds,
-            "numels": numels or array("q"),
+            "numels": numels,
             "coefficients": coefficients,
             "partials": array("d", bytes(24 * blocks)),
             "dots": array("d", bytes(24 * segments if dots is None and has_partials else 0)),
             "largest": largest,
         }
-        task = _Task(count=len(addresses), segments=segments, packing=packing, **self._team)
+        task = _Task(
+            count=len(call.inputs),
+            segments=segments,
+            packing=call.packing,
+            out=call.out.data_ptr(),
+            out_dtype=_CODES[call.out.dtype],
+            **self._team,
+        )
         for field, values in arrays.items():
             setattr(task, field, values.buffer_info()[0])
         task.arrays = arrays
-        if out is not None:
-            task.out, task.out_dtype = out.data_ptr(), _CODES[out.dtype]
+        if name == "dot_and_norms":
+            dots = call.out
         if dots is not None:
             task.dots = dots.data_ptr()
-        found_inf, max_abs = findings
         if found_inf is not None:
             task.found_inf = found_inf.data_ptr()
         if max_abs is None:

@@ -31,6 +31,7 @@ WINGS = {
     "kernels": (
         ("kernels.__init__",),
         ("kernels.packing", "kernels.reduction", "kernels.projection"),
+        ("kernels.torch_ops",),
         ("kernels.plans",),
         ("kernels.backends",),
         ("kernels.gpu", "kernels.cpu"),
