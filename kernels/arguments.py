@@ -145,7 +145,7 @@ def _elementwise(
     first = inputs[0]
     findings.check(first.device, check_target(out, first_name, first, dtype))
     target = new_like(first, dtype) if out is None else out
-    return Call(function, inputs, target, (0, first.numel()), findings)
+    return Call(function, inputs, target, (0, target.numel()), findings)
 
 
 def check_dot_and_norms(a: Tensor, b: Tensor, segments: Sequence[int] | None) -> Call:
