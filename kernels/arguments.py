@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import operator
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ from kernels.validation import (
 
 __all__ = [
     "EMPTY",
+    "FUNCTIONS",
     "Call",
     "check_adasum",
     "check_combine",
@@ -45,6 +46,7 @@ __all__ = [
     "device_of",
 ]
 
+FUNCTIONS = ("pack", "unpack", "sum_n", "scaled_add", "dot_and_norms", "combine", "adasum")
 EMPTY = "tensors is empty: pass at least one tensor to sum"
 _dtype, _shape = operator.attrgetter("dtype"), operator.attrgetter("shape")
 
@@ -72,6 +74,38 @@ class Call(NamedTuple):
     dots: Tensor | None = None
     packed: PackedList | None = None
     addresses: array[int] = array("Q")
+
+    @property
+    def out_name(self) -> str:
+        """How messages call `out`."""
+        return "buffer" if self.function == "unpack" else "out"
+
+    def name(self, i: int) -> str:
+        """How messages call an input."""
+        return f"tensors[{i}]" if self.function in ("pack", "unpack", "sum_n") else "ab"[i]
+
+    def others(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and tensor of all but the inputs."""
+        yield from self.findings.given()
+        yield self.out_name, self.out
+        if self.dots is not None:
+            yield "dots", self.dots
+
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        """Of the inputs; of `sum_n` they are equal."""
+        if self.packed is not None:
+            return self.packed.dtypes
+        if self.function == "sum_n":
+            return [self.inputs[0].dtype] * len(self.inputs)
+        return [one.dtype for one in self.inputs]
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Of the inputs, which are equal where they are not packed."""
+        if self.packed is not None:
+            return list(self.packed.layout.shapes)
+        return [self.inputs[0].shape] * len(self.inputs)
 
     @property
     def packing(self) -> bool:

@@ -17,14 +17,6 @@ from kernels.validation import DTYPES, check_dtype, check_tensor, check_tensors,
 
 CUDA_ALIGNMENT = 256
 CPU_ALIGNMENT = 64
-_shape = operator.attrgetter("shape")
-
-
-def _shapes(tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
-    # `map` over a C function is faster, and dynamo cannot read it.
-    if tracing():
-        return tuple([tensor.shape for tensor in tensors])
-    return tuple(map(_shape, tensors))
 
 
 @dataclass(frozen=True)
@@ -46,22 +38,12 @@ class Layout:
     @property
     def segments(self) -> tuple[int, ...]:
         """Boundaries (0, ..., numel), one segment a tensor with its padding; (0,) for none."""
-        # dynamo cannot read what is cached.
-        return (*self.offsets, self.numel) if tracing() else self._segments
-
-    @cached_property
-    def _segments(self) -> tuple[int, ...]:
         return (*self.offsets, self.numel)
 
     @cached_property
     def slots(self) -> tuple[int, ...]:
         """Elements of every slot: a tensor and the padding behind it."""
         return tuple(map(operator.sub, self.segments[1:], self.offsets))
-
-    @cached_property
-    def dense(self) -> bool:
-        """Whether there is no padding at all."""
-        return sum(self.numels) == self.numel
 
     @cached_property
     def pieces(self) -> tuple[int, ...]:
@@ -76,11 +58,6 @@ class Layout:
     def in_c(self) -> tuple[array[int], array[int]]:
         """int64: elements of each tensor; where the slots start, and end."""
         return array("q", self.numels), array("q", self.segments)
-
-    @cached_property
-    def flat(self) -> bool:
-        """Whether every tensor has one dimension."""
-        return all(len(shape) == 1 for shape in self.shapes)
 
     @cached_property
     def largest(self) -> int:
@@ -119,7 +96,7 @@ class Layout:
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
         """Whether `tensors` have, one by one, the shapes of this layout."""
-        return _shapes(tensors) == self.shapes
+        return tuple([tensor.shape for tensor in tensors]) == self.shapes
 
 
 def layout_of(
@@ -155,7 +132,7 @@ def layout_of(
     ends = [0, *itertools.accumulate([round_up(numel, step) for numel in numels])]
     return Layout(
         dtype=dtype,
-        shapes=tuple(map(tuple, _shapes(checked))),
+        shapes=tuple([tuple(tensor.shape) for tensor in checked]),
         numels=numels,
         offsets=tuple(ends[:-1]),
         numel=ends[-1],
@@ -168,7 +145,7 @@ class PackedList:
     """A list of tensors that has passed `check_packed`: its layout and each tensor's dtype."""
 
     layout: Layout
-    dtypes: tuple[torch.dtype, ...]
+    dtypes: list[torch.dtype]
 
     @cached_property
     def kinds(self) -> dict[torch.dtype, tuple[int, ...]]:
@@ -178,11 +155,6 @@ class PackedList:
             if numel > 0:
                 kinds.setdefault(dtype, []).append(i)
         return {dtype: tuple(chosen) for dtype, chosen in kinds.items()}
-
-    @cached_property
-    def dtype_set(self) -> set[torch.dtype]:
-        """The tensors' dtypes, each once."""
-        return set(self.dtypes)
 
     @cached_property
     def sizes(self) -> array[int]:
@@ -211,7 +183,7 @@ def check_packed(
                 f"layout holds {len(layout.shapes)} tensors of other shapes than the "
                 f"{len(checked)} given: call kernels.layout_of on these tensors"
             )
-    return PackedList(layout, tuple([tensor.dtype for tensor in checked]))
+    return PackedList(layout, [tensor.dtype for tensor in checked])
 
 
 def packed_within(
@@ -227,7 +199,7 @@ def packed_within(
         alignment=alignment,
     )
     check_layout(layout)
-    return PackedList(layout, tuple([tensor.dtype for tensor in tensors]))
+    return PackedList(layout, [tensor.dtype for tensor in tensors])
 
 
 def check_layout(layout: object) -> None:

@@ -4,41 +4,36 @@
     plan(scale=0.5)                                                # the launch and nothing else
     plan.rebind(new_gradients)                                     # others, equal but in place
 
-A direct call, `kernels.pack` say, makes such a plan and runs it once.
+A direct call, `kernels.pack` say, is bound in the same way and run once.
 """
 
 from __future__ import annotations
 
 import itertools
-import operator
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from kernels.arguments import Call
-from kernels.cpu import dispatch
-from kernels.gpu import copy_kernel, launcher, projection_kernels, sum_kernels
+from kernels.binding import Run, bind, check_memory
+from kernels.cpu.tensor_list import TensorsLike
+from kernels.gpu import launcher
 from kernels.gpu.device_tables import AddressTable
 from kernels.validation import (
     all_sound,
     check_all_writable,
-    check_disjoint,
     check_like,
-    check_no_overlap,
-    check_output,
     check_scalar,
     check_tensor,
     check_writable,
-    near,
     read_list,
     tracing,
 )
 
 __all__ = [
-    "PLANS",
     "AdasumPlan",
     "CombinePlan",
     "DotAndNormsPlan",
@@ -49,20 +44,6 @@ __all__ = [
     "UnpackPlan",
     "refuse_outside_eager",
 ]
-
-_dtype, _shape = operator.attrgetter("dtype"), operator.attrgetter("shape")
-_Run = Callable[..., None]
-_LISTS_ON_TRITON: dict[str, Callable[[Call, AddressTable], _Run]] = {
-    "pack": copy_kernel.Copies,
-    "unpack": copy_kernel.Copies,
-    "sum_n": sum_kernels.sum_n,
-}
-_PAIRS_ON_TRITON: dict[str, Callable[[Call], _Run]] = {
-    "scaled_add": sum_kernels.scaled_add,
-    "dot_and_norms": projection_kernels.dot_and_norms,
-    "combine": projection_kernels.combine,
-    "adasum": projection_kernels.adasum,
-}
 
 
 def _released(*_: float) -> None:
@@ -90,15 +71,15 @@ class Plan:
 
     out: Tensor
     _call: Call
-    _run: _Run
-    _out_name = "out"
+    _run: Run
 
     def __init__(self, call: Call) -> None:
-        inputs = call.inputs
-        self._dtypes, self._shapes = list(map(_dtype, inputs)), list(map(_shape, inputs))
+        self._dtypes, self._shapes = call.dtypes, call.shapes
         self._device, self._table = call.out.device, AddressTable()
         # Which of the inputs `out` is.
-        self._in_place = next((i for i, one in enumerate(inputs) if one is call.out), None)
+        self._in_place = next((i for i, one in enumerate(call.inputs) if one is call.out), None)
+        # Whether what runs finds the inputs in the call's own list and array, where others may be.
+        self._moves = self._in_place is None and not launcher.on_triton(call.out)
         self._take(call)
 
     def rebind(self, tensors: Sequence[Tensor], *, out: Tensor | None = None) -> None:
@@ -117,15 +98,26 @@ class Plan:
             ValueError: One has another shape or device, is not contiguous, or shares memory that
                 is written.
         """
-        refuse_outside_eager(self._call.function)
-        inputs = self._check_equal(read_list("tensors", tensors))
+        call = self._call
+        refuse_outside_eager(call.function)
+        inputs = read_list("tensors", tensors)
+        addresses = self._like.addresses_of(inputs)
+        if addresses is None:
+            self._check_equal(inputs)
         target = self.out if self._in_place is None else inputs[self._in_place]
+        if call.function == "unpack":
+            check_all_writable("tensors", inputs)
         if out is not None:
+            target = check_like(call.out_name, out, "the plan's", self.out)
             # The buffer that is unpacked is only read.
-            if self._out_name == "out":
+            if call.function != "unpack":
                 check_writable("out", out)
-            target = check_like(self._out_name, out, "the plan's", self.out)
-        self._take(self._call._replace(inputs=inputs, out=target))
+        if self._moves and addresses is not None and target is self.out:
+            check_memory(call._replace(inputs=inputs, addresses=addresses))
+            call.inputs[:], call.addresses[:] = inputs, addresses
+            self._run = self._bound
+        else:
+            self._take(call._replace(inputs=inputs, out=target, addresses=addresses or array("Q")))
 
     def release(self) -> None:
         """Let go of the input tensors, and of `out` where it is one of them.
@@ -134,8 +126,11 @@ class Plan:
         """
         if self._in_place is not None:
             self.out = self.out.new_empty(0)
+            self._call = self._call._replace(out=self.out)
+        if not self._moves:
+            self._bound = _released
+        self._call.inputs.clear()
         self._run = _released
-        self._call = self._call._replace(inputs=[], out=self.out, addresses=array("Q"))
 
     def check(self) -> None:
         """Check that every tensor still lies where it lay when the plan was bound to it.
@@ -145,9 +140,11 @@ class Plan:
         """
         if self._run is _released:
             _released()
-        rows = zip(self._call.addresses, self._dtypes, self._shapes, strict=True)
+        call = self._call
+        rows = zip(call.addresses, self._dtypes, self._shapes, strict=True)
         seen = [*((*row, True) for row in rows), *self._others_seen]
-        named = itertools.chain(self._named(self._call), self._others())
+        inputs = ((call.name(i), tensor) for i, tensor in enumerate(call.inputs))
+        named = itertools.chain(inputs, call.others())
         for (name, tensor), was in zip(named, seen, strict=True):
             if _place(tensor) != was:
                 raise RuntimeError(
@@ -155,65 +152,36 @@ class Plan:
                     "(resize_, set_ or .data =): rebind the plan"
                 )
 
-    def _others(self) -> Iterator[tuple[str, Tensor]]:
-        yield self._out_name, self.out
-        if self._call.dots is not None:
-            yield "dots", self._call.dots
-        yield from self._call.findings.given()
+    @cached_property
+    def _like(self) -> TensorsLike:
+        return TensorsLike(self._dtypes, self._shapes, self._device)
 
-    def _check_equal(self, inputs: list[Tensor]) -> list[Tensor]:
+    def _check_equal(self, inputs: list[Tensor]) -> None:
         if (
             all_sound(inputs)
-            and list(map(_dtype, inputs)) == self._dtypes
-            and list(map(_shape, inputs)) == self._shapes
+            and [one.dtype for one in inputs] == self._dtypes
+            and [one.shape for one in inputs] == self._shapes
             and (not inputs or inputs[0].device == self._device)
         ):
-            return inputs
+            return
         if len(inputs) != len(self._dtypes):
             raise ValueError(f"the plan is of {len(self._dtypes)} tensors, not {len(inputs)}")
         rows = zip(inputs, self._dtypes, self._shapes, strict=True)
         for i, (tensor, dtype, shape) in enumerate(rows):
-            check_tensor(self._name(i), tensor)
+            name = self._call.name(i)
+            check_tensor(name, tensor)
             if (tensor.dtype, tensor.shape, tensor.device) != (dtype, shape, self._device):
                 kind = TypeError if tensor.dtype != dtype else ValueError
                 raise kind(
-                    f"{self._name(i)} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device} "
+                    f"{name} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device} "
                     f"but the plan was made for {tuple(shape)} {dtype} on {self._device}"
                 )
-        return inputs
 
     def _take(self, call: Call) -> None:
-        call = call._replace(addresses=array("Q", map(Tensor.data_ptr, call.inputs)))
-        self._check_memory(call)
-        self._call, self.out = call, call.out
-        self._run = call.findings.reset_before(self._bind(call))
-        self._others_seen = [_place(one) for _, one in self._others()]
-
-    def _bind(self, call: Call) -> _Run:
-        """What a run does."""
-        if not launcher.on_triton(call.out):
-            return dispatch.bind(call)
-        with launcher.device_guard(call.out):
-            if call.function in _LISTS_ON_TRITON:
-                return _LISTS_ON_TRITON[call.function](call, self._table)
-            return _PAIRS_ON_TRITON[call.function](call)
-
-    def _check_memory(self, call: Call) -> None:
-        """Raise ValueError where what is written shares memory with anything else."""
-        out, dots = call.out, call.dots
-        check_output(out, call.inputs, call.addresses, self._name)
-        others = itertools.chain([("out", out)], self._named(call))
-        if dots is not None:
-            check_no_overlap("out", out, "dots", dots)
-            others = itertools.chain(others, [("dots", dots)])
-        call.findings.check_apart(others)
-
-    def _name(self, i: int) -> str:
-        """How messages call an input."""
-        return f"tensors[{i}]"
-
-    def _named(self, call: Call) -> Iterator[tuple[str, Tensor]]:
-        return ((self._name(i), tensor) for i, tensor in enumerate(call.inputs))
+        self._call, self._bound = bind(call, self._table)
+        self._run = self._bound
+        self.out = call.out
+        self._others_seen = [_place(one) for _, one in call.others()]
 
 
 def _place(tensor: Tensor) -> tuple[object, ...]:
@@ -228,53 +196,24 @@ class _ScaledPlan(Plan):
         return self.out
 
 
-class _CopyPlan(Plan):
-    def _check_memory(self, call: Call) -> None:
-        assert call.packed is not None
-        name, reach = self._out_name, 8 * call.packed.layout.largest
-        if not call.packing:
-            check_disjoint("tensors", call.addresses, call.packed.sizes)
-        for other, tensor in [(name, call.out), *call.findings.given()]:
-            for i in near(call.addresses, reach, tensor):
-                check_no_overlap(other, tensor, self._name(i), call.inputs[i])
-        call.findings.check_apart([(name, call.out)])
-
-
-class PackPlan(_CopyPlan, _ScaledPlan):
+class PackPlan(_ScaledPlan):
     """What `plan_pack` returns."""
 
 
-class UnpackPlan(_CopyPlan):
+class UnpackPlan(Plan):
     """What `plan_unpack` returns."""
-
-    _out_name = "buffer"
 
     def __call__(self, scale: float = 1.0) -> list[Tensor]:
         """Copy the slots of the buffer, times `scale`, into the tensors, and return these."""
         self._run(check_scalar("scale", scale))
         return self._call.inputs[:]
 
-    def _check_equal(self, inputs: list[Tensor]) -> list[Tensor]:
-        checked = super()._check_equal(inputs)
-        check_all_writable("tensors", checked)
-        return checked
-
 
 class SumPlan(_ScaledPlan):
     """What `plan_sum_n` returns."""
 
 
-class _PairPlan(Plan):
-    def __call__(self) -> Tensor:
-        """Write the result to `out`, and return it."""
-        self._run()
-        return self.out
-
-    def _name(self, i: int) -> str:
-        return "ab"[i]
-
-
-class ScaledAddPlan(_PairPlan):
+class ScaledAddPlan(Plan):
     """What `plan_scaled_add` returns."""
 
     def __call__(self, alpha: float = 1.0, beta: float = 1.0) -> Tensor:
@@ -283,27 +222,23 @@ class ScaledAddPlan(_PairPlan):
         return self.out
 
 
-class DotAndNormsPlan(_PairPlan):
+class _ProjectionPlan(Plan):
+    def __call__(self) -> Tensor:
+        """Write the result to `out`, and return it."""
+        self._run()
+        return self.out
+
+
+class DotAndNormsPlan(_ProjectionPlan):
     """What `plan_dot_and_norms` returns."""
 
 
-class CombinePlan(_PairPlan):
+class CombinePlan(_ProjectionPlan):
     """What `plan_combine` returns."""
 
 
-class AdasumPlan(_PairPlan):
+class AdasumPlan(_ProjectionPlan):
     """What `plan_adasum` returns."""
-
-
-PLANS: dict[str, Any] = {
-    "pack": PackPlan,
-    "unpack": UnpackPlan,
-    "sum_n": SumPlan,
-    "scaled_add": ScaledAddPlan,
-    "dot_and_norms": DotAndNormsPlan,
-    "combine": CombinePlan,
-    "adasum": AdasumPlan,
-}
 
 
 def refuse_outside_eager(name: str) -> None:

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.arguments import Call
+from kernels.arguments import FUNCTIONS, Call
+from kernels.binding import bind
 from kernels.findings import SCHEMA, Findings
+from kernels.gpu.device_tables import AddressTable
 from kernels.layout import PackedList, packed_within
-from kernels.plans import PLANS
 from kernels.validation import tracing
 
 __all__ = ["run"]
@@ -47,16 +48,17 @@ def run(call: Call, *scalars: float) -> Any:
             operator(
                 call.inputs, call.bounds, call.dots, alignment, scalars, call.out, *call.findings
             )
-        return call.inputs if call.function == "unpack" else call.out
-    return _run_at_once(call, *scalars)
+    else:
+        _run_at_once(call, *scalars)
+    return call.inputs if call.function == "unpack" else call.out
 
 
-def _run_at_once(call: Call, *scalars: float) -> Any:
-    done = PLANS[call.function](call)(*scalars)
+def _run_at_once(call: Call, *scalars: float) -> None:
+    _, launch = bind(call, AddressTable())
+    launch(*scalars)
     # Without it a backward pass that had saved one of them would use the new values in silence.
     # Those made in inference mode have no version, which torch knows.
     torch.autograd.graph.increment_version(call.written)
-    return done
 
 
 def _run_operator(
@@ -81,7 +83,7 @@ def _returns_nothing(*_: Any) -> None:
     """Stand for an operator on tensors without data: it only writes into its arguments."""
 
 
-for _name in PLANS:
+for _name in FUNCTIONS:
     _inputs, _out = ("Tensor(a!)[]", "Tensor") if _name == "unpack" else ("Tensor[]", "Tensor(a!)")
     _LIBRARY.define(
         f"{_name}_3({_inputs} inputs, SymInt[] bounds, Tensor? dots, int alignment, "

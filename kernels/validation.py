@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -261,25 +261,8 @@ def near(addresses: array[int], reach: int, buffer: Tensor) -> list[int]:
     if len(addresses) <= _FEW:
         return [i for i, start in enumerate(addresses) if low < start < high]
     starts = _numbers(addresses)
-    found: list[int] = np.flatnonzero((starts < high) & (starts > max(low, 0))).tolist()
+    found: list[int] = ((starts < high) & (starts > max(low, 0))).nonzero()[0].tolist()
     return found
-
-
-def check_output(
-    out: Tensor, inputs: Sequence[Tensor], addresses: array[int], name: Callable[[int], str]
-) -> None:
-    """Raise ValueError unless `out` is an input, or apart from it, for each.
-
-    Args:
-        out: Written element by element.
-        inputs: Of as many elements.
-        addresses: Where they lie, as uint64.
-        name: Of the i-th.
-    """
-    # No element has more than 8 bytes.
-    for i in near(addresses, 8 * inputs[0].numel(), out):
-        if byte_range(inputs[i]) != byte_range(out):
-            check_no_overlap("out", out, name(i), inputs[i])
 
 
 def round_up(value: int, multiple: int) -> int:

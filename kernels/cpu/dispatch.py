@@ -46,10 +46,11 @@ if hasattr(os, "register_at_fork"):
 
 
 def _found() -> native.Library | str:
-    with _state.lock:
-        if _state.found is None:
-            _state.found = _load()
-        return _state.found
+    if _state.found is None:
+        with _state.lock:
+            if _state.found is None:
+                _state.found = _load()
+    return _state.found
 
 
 def _load() -> native.Library | str:

@@ -6,7 +6,6 @@ All functions take one argument, a struct: to pass as many with ctypes takes fou
 from __future__ import annotations
 
 import ctypes
-import operator
 import platform
 from array import array
 from collections.abc import Callable
@@ -19,7 +18,6 @@ from kernels.arguments import Call
 from kernels.arithmetic import TINY
 from kernels.cpu.build import Unavailable, built
 
-_dtype = operator.attrgetter("dtype")
 # In the order of the C file's enum.
 _CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 # Elements of a block, whose dot products are one partial result.
@@ -75,11 +73,7 @@ _ROWS = "\n".join(f"    {kind} {name};" for name, kind in _FIELDS.items())
 HEADERS = {"task.h": f"struct task {{\n{_ROWS}\n}};\n"}
 
 
-class _Task(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_int64 if kind == "int64_t" else ctypes.c_void_p)
-        for name, kind in _FIELDS.items()
-    ]
+_THREADS = list(_FIELDS).index("threads")
 
 
 class Library:
@@ -100,7 +94,7 @@ class Library:
         It has the addresses of tensors, not the tensors: whoever calls keeps those alive. Scalars
         are the scale, or alpha and beta.
         """
-        name, dots, (found_inf, max_abs) = call.function, call.dots, call.findings
+        name, (found_inf, max_abs) = call.function, call.findings
         if call.packed is None:
             numels, bounds = array("q"), array("q", call.bounds)
         else:
@@ -109,40 +103,40 @@ class Library:
         has_partials = name in ("dot_and_norms", "adasum")
         blocks = bounds[-1] // BLOCK + segments if has_partials else 0
         coefficients, largest = array("d", bytes(16 * max(1, segments))), array("d", (0.0,))
-        arrays: dict[str, array[Any]] = {
-            "tensors": call.addresses,
-            "dtypes": array("q", map(_CODES.__getitem__, map(_dtype, call.inputs))),
-            "bounds": bounds,
-            "numels": numels,
-            "coefficients": coefficients,
-            "partials": array("d", bytes(24 * blocks)),
-            "dots": array("d", bytes(24 * segments if dots is None and has_partials else 0)),
-            "largest": largest,
-        }
-        task = _Task(
-            count=len(call.inputs),
-            segments=segments,
-            packing=call.packing,
-            out=call.out.data_ptr(),
-            out_dtype=_CODES[call.out.dtype],
+        codes = array("q", map(_CODES.__getitem__, call.dtypes))
+        partials, own_dots = array("d", bytes(24 * blocks)), array("d")
+        out = dots = call.out.data_ptr()
+        if call.dots is not None:
+            dots = call.dots.data_ptr()
+        elif name == "adasum":
+            own_dots = array("d", bytes(24 * segments))
+            dots = _address(own_dots)
+        fields = {
+            "tensors": _address(call.addresses),
+            "dtypes": _address(codes),
+            "count": len(codes),
+            "out": out,
+            "out_dtype": _CODES[call.out.dtype],
+            "bounds": _address(bounds),
+            "segments": segments,
+            "numels": _address(numels),
+            "packing": call.packing,
+            "coefficients": _address(coefficients),
+            "partials": _address(partials),
+            "dots": dots,
+            "found_inf": 0 if found_inf is None else found_inf.data_ptr(),
+            "largest": 0 if max_abs is None else _address(largest),
+            "threads": 1,
             **self._team,
-        )
-        for field, values in arrays.items():
-            setattr(task, field, values.buffer_info()[0])
-        task.arrays = arrays
-        if name == "dot_and_norms":
-            dots = call.out
-        if dots is not None:
-            task.dots = dots.data_ptr()
-        if found_inf is not None:
-            task.found_inf = found_inf.data_ptr()
-        if max_abs is None:
-            task.largest = None
-        function, reference = self._functions[name], ctypes.byref(task)
+        }
+        task = array("Q", map(fields.__getitem__, _FIELDS))
+        arrays = call.addresses, codes, bounds, numels, partials, own_dots
+        function, reference = self._functions[name], _address(task)
 
-        def run(first: float = 1.0, second: float = 1.0) -> None:
+        # `kept`: the arrays live as long as what runs.
+        def run(first: float = 1.0, second: float = 1.0, kept: object = arrays) -> None:
             coefficients[0], coefficients[1] = first, second
-            task.threads, largest[0] = torch.get_num_threads(), 0.0
+            task[_THREADS], largest[0] = torch.get_num_threads(), 0.0
             function(reference)
             if max_abs is not None:
                 max_abs.detach().fill_(largest[0])
@@ -150,12 +144,16 @@ class Library:
         return run
 
 
+def _address(values: array[Any]) -> int:
+    return values.buffer_info()[0]
+
+
 def build() -> Library:
     """Return the functions, compiled now or before. Raises Unavailable."""
     return built("native", _SOURCES, HEADERS, [*_FLAGS, *_flags_here()], Library)
 
 
-def _team() -> dict[str, int | None]:
+def _team() -> dict[str, int]:
     """What starts torch's own threads, by address; nothing where that is not OpenMP.
 
     Not all of torch's wheels have it among what every library in the process can see: then only
@@ -165,8 +163,9 @@ def _team() -> dict[str, int | None]:
         itself = ctypes.CDLL(torch._C.__file__)
         found = {field: getattr(itself, name) for field, name in _OPENMP.items()}
     except (OSError, AttributeError):
-        return {}
-    return {field: ctypes.cast(one, ctypes.c_void_p).value for field, one in found.items()}
+        return dict.fromkeys(_OPENMP, 0)
+    addresses = {name: ctypes.cast(one, ctypes.c_void_p).value for name, one in found.items()}
+    return {name: address or 0 for name, address in addresses.items()}
 
 
 def _flags_here() -> tuple[str, ...]:

@@ -33,6 +33,7 @@ WINGS = {
         ("kernels.packing", "kernels.reduction", "kernels.projection"),
         ("kernels.torch_ops",),
         ("kernels.plans",),
+        ("kernels.binding",),
         ("kernels.backends",),
         ("kernels.gpu", "kernels.cpu"),
         ("kernels",),
