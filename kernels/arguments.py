@@ -29,23 +29,6 @@ from kernels.validation import (
     tracing,
 )
 
-__all__ = [
-    "EMPTY",
-    "FUNCTIONS",
-    "Call",
-    "check_adasum",
-    "check_combine",
-    "check_dot_and_norms",
-    "check_dots",
-    "check_equals",
-    "check_pack",
-    "check_scaled_add",
-    "check_segments",
-    "check_sum_n",
-    "check_unpack",
-    "device_of",
-]
-
 FUNCTIONS = ("pack", "unpack", "sum_n", "scaled_add", "dot_and_norms", "combine", "adasum")
 EMPTY = "tensors is empty: pass at least one tensor to sum"
 _dtype, _shape = operator.attrgetter("dtype"), operator.attrgetter("shape")

@@ -14,8 +14,6 @@ from kernels.gpu import copy_kernel, launcher, projection_kernels, sum_kernels
 from kernels.gpu.device_tables import AddressTable
 from kernels.validation import byte_range, check_disjoint, check_no_overlap, near
 
-__all__ = ["Run", "bind", "check_memory"]
-
 Run = Callable[..., None]
 _LISTS_ON_TRITON: dict[str, Callable[[Call, AddressTable], Run]] = {
     "pack": copy_kernel.Copies,

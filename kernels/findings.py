@@ -16,8 +16,6 @@ from torch import Tensor
 from kernels.arithmetic import compute_dtype
 from kernels.validation import check_tensor, check_writable
 
-__all__ = ["SCHEMA", "FindingArguments", "Findings", "max_abs_reference"]
-
 
 class FindingArguments(TypedDict, total=False):
     """The keywords by which functions that write take `Findings`."""

@@ -15,17 +15,6 @@ from kernels.plans import PackPlan, UnpackPlan, refuse_outside_eager
 from kernels.torch_ops import run
 from kernels.validation import check_scalar, check_tensor
 
-__all__ = [
-    "pack",
-    "pack_bytes",
-    "pack_reference",
-    "plan_pack",
-    "plan_unpack",
-    "unpack",
-    "unpack_bytes",
-    "unpack_reference",
-]
-
 
 def pack(
     tensors: Sequence[Tensor],

@@ -33,18 +33,6 @@ from kernels.validation import (
     tracing,
 )
 
-__all__ = [
-    "AdasumPlan",
-    "CombinePlan",
-    "DotAndNormsPlan",
-    "PackPlan",
-    "Plan",
-    "ScaledAddPlan",
-    "SumPlan",
-    "UnpackPlan",
-    "refuse_outside_eager",
-]
-
 
 def _released(*_: float) -> None:
     raise RuntimeError("this plan was released: rebind it to tensors before it runs again")

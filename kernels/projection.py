@@ -27,21 +27,6 @@ from kernels.plans import AdasumPlan, CombinePlan, DotAndNormsPlan, refuse_outsi
 from kernels.torch_ops import run
 from kernels.validation import check_like, check_sized, check_tensor
 
-__all__ = [
-    "adasum",
-    "adasum_bytes",
-    "adasum_reference",
-    "combine",
-    "combine_bytes",
-    "combine_reference",
-    "dot_and_norms",
-    "dot_and_norms_bytes",
-    "dot_and_norms_reference",
-    "plan_adasum",
-    "plan_combine",
-    "plan_dot_and_norms",
-]
-
 
 def dot_and_norms(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -> Tensor:
     """Return float64 [S, 3] on the tensors' device, a row `(a.b, |a|^2, |b|^2)` per segment.

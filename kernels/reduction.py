@@ -21,17 +21,6 @@ from kernels.validation import (
     check_tensor,
 )
 
-__all__ = [
-    "plan_scaled_add",
-    "plan_sum_n",
-    "scaled_add",
-    "scaled_add_bytes",
-    "scaled_add_reference",
-    "sum_n",
-    "sum_n_bytes",
-    "sum_n_reference",
-]
-
 
 def sum_n(
     tensors: Sequence[Tensor],

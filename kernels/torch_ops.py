@@ -25,8 +25,6 @@ from kernels.gpu.device_tables import AddressTable
 from kernels.layout import PackedList, packed_within
 from kernels.validation import tracing
 
-__all__ = ["run"]
-
 _LIBRARY = torch.library.Library("adasum", "DEF")
 # Tags that some supported version of torch lacks are left out there. Contiguous inputs must stay
 # so. Address tables and scratch outlive a call, which the memory pool of torch's own CUDA graphs

@@ -18,8 +18,6 @@ from torch import Tensor
 from kernels.cpu.build import Unavailable, built
 from kernels.validation import PLAIN
 
-__all__ = ["TensorsLike"]
-
 _CAPSULE = "__dlpack_c_exchange_api__", b"dlpack_exchange_api"
 # Of the struct's words: before it its version and a pointer, then functions that make tensors.
 _DLTENSOR_FROM_PYOBJECT = 5
