@@ -21,7 +21,6 @@ from kernels.validation import (
     check_all_writable,
     check_dtype,
     check_like,
-    check_place,
     check_tensor,
     check_tensors,
     check_writable,
@@ -139,7 +138,9 @@ def check_sum_n(
 ) -> Call:
     """Check the arguments of `sum_n`; makes the output where `out` is None."""
     inputs = check_equals(read_list("tensors", tensors))
-    return _elementwise("sum_n", inputs, "tensors[0]", out, dtype, findings)
+    target = _check_target(out, "tensors[0]", inputs[0], dtype)
+    findings.check(inputs[0].device, target.dtype)
+    return Call("sum_n", inputs, target, (0, target.numel()), findings)
 
 
 def check_scaled_add(
@@ -147,30 +148,19 @@ def check_scaled_add(
 ) -> Call:
     """Check the arguments of `scaled_add`; makes the output where `out` is None."""
     left = check_tensor("a", a)
-    inputs = [left, check_place("b", b, "a", left)]
-    return _elementwise("scaled_add", inputs, "a", out, dtype, findings)
-
-
-def _elementwise(
-    function: str,
-    inputs: list[Tensor],
-    first_name: str,
-    out: Tensor | None,
-    dtype: torch.dtype | None,
-    findings: Findings,
-) -> Call:
-    first = inputs[0]
-    findings.check(first.device, check_target(out, first_name, first, dtype))
-    target = new_like(first, dtype) if out is None else out
-    return Call(function, inputs, target, (0, target.numel()), findings)
+    inputs = [left, check_like("b", b, "a", left, any_dtype=True)]
+    target = _check_target(out, "a", left, dtype)
+    findings.check(left.device, target.dtype)
+    return Call("scaled_add", inputs, target, (0, target.numel()), findings)
 
 
 def check_dot_and_norms(a: Tensor, b: Tensor, segments: Sequence[int] | None) -> Call:
     """Check the arguments of `dot_and_norms`; makes the rows of dots, as `out`."""
-    left = check_pair(a, b, None)
+    left = check_tensor("a", a)
+    inputs = [left, check_like("b", b, "a", left)]
     bounds = check_segments(segments, left.numel())
     dots = torch.empty(len(bounds) - 1, 3, dtype=torch.float64, device=left.device)
-    return Call("dot_and_norms", [a, b], dots, bounds)
+    return Call("dot_and_norms", inputs, dots, bounds)
 
 
 def check_combine(
@@ -185,20 +175,18 @@ def check_combine(
     left = check_tensor("a", a)
     bounds = check_segments(segments, left.numel())
     check_dots(dots, len(bounds) - 1, left)
-    check_pair(a, b, out)
+    inputs, target = _check_pair(a, b, out)
     findings.check(left.device, left.dtype)
-    target = new_like(left) if out is None else out
-    return Call("combine", [a, b], target, bounds, findings, dots)
+    return Call("combine", inputs, target, bounds, findings, dots)
 
 
 def check_adasum(
     a: Tensor, b: Tensor, segments: Sequence[int] | None, out: Tensor | None, findings: Findings
 ) -> Call:
     """Check the arguments of `adasum`; makes the output where `out` is None."""
-    left = check_pair(a, b, out)
-    findings.check(left.device, left.dtype)
-    bounds = check_segments(segments, left.numel())
-    return Call("adasum", [a, b], new_like(left) if out is None else out, bounds, findings)
+    inputs, target = _check_pair(a, b, out)
+    findings.check(inputs[0].device, inputs[0].dtype)
+    return Call("adasum", inputs, target, check_segments(segments, inputs[0].numel()), findings)
 
 
 def device_of(tensors: Sequence[Tensor]) -> torch.device:
@@ -223,38 +211,30 @@ def check_equals(tensors: object) -> list[Tensor]:
     return checked
 
 
-def check_target(
+def _check_target(
     out: object | None, like_name: str, like: Tensor, dtype: torch.dtype | None
-) -> torch.dtype:
-    """Check the output of an elementwise function, None where it is to be `new_like`.
+) -> Tensor:
+    """Return the output of an elementwise function, made where it is None.
 
-    dtype: of the output, None for that of `out` or, without one, of `like`; returned.
+    dtype: of the output, None for that of `out` or, without one, of `like`.
     """
     if dtype is not None:
         check_dtype("dtype", dtype)
     if out is None:
-        return like.dtype if dtype is None else dtype
-    target = check_writable("out", check_place("out", out, like_name, like))
+        return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
+    target = check_writable("out", check_like("out", out, like_name, like, any_dtype=True))
     if dtype is not None and target.dtype != dtype:
         raise TypeError(f"out has dtype {target.dtype} but dtype is {dtype}: drop one of them")
-    return target.dtype
+    return target
 
 
-def new_like(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """An output for `like`, of `dtype` or, without one, of its own."""
-    return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
-
-
-def check_pair(a: object, b: object, out: object | None) -> Tensor:
-    """Check two equal inputs and their output, None where it is to be `new_like`; returns a.
-
-    Where they overlap is for `check_written`.
-    """
+def _check_pair(a: object, b: object, out: object | None) -> tuple[list[Tensor], Tensor]:
+    """Return two equal inputs and their output, made where it is None."""
     left = check_tensor("a", a)
-    check_like("b", b, "a", left)
+    inputs = [left, check_like("b", b, "a", left)]
     if out is not None:
-        check_writable("out", check_like("out", out, "a", left))
-    return left
+        check_like("out", out, "a", left)
+    return inputs, _check_target(out, "a", left, None)
 
 
 def _all_rise(bounds: tuple[Any, ...], numel: int) -> bool:

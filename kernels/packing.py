@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 from kernels.arguments import check_pack, check_unpack, device_of
 from kernels.findings import FindingArguments, Findings
 from kernels.layout import Layout, check_buffer, check_layout, check_packed
-from kernels.plans import PackPlan, UnpackPlan, refuse_outside_eager
+from kernels.plans import PackPlan, UnpackPlan
 from kernels.torch_ops import run
 from kernels.validation import check_scalar, check_tensor
 
@@ -63,7 +63,6 @@ def plan_pack(
     Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has a
     buffer of its own, the same at each run.
     """
-    refuse_outside_eager("pack")
     return PackPlan(check_pack(tensors, layout, out, Findings(**findings)))
 
 
@@ -112,15 +111,13 @@ def plan_unpack(
 
     Arguments and errors as there, and of every plan: see `Plan`.
     """
-    refuse_outside_eager("unpack")
     return UnpackPlan(check_unpack(buffer, tensors, layout, Findings(**findings)))
 
 
 def pack_bytes(tensors: Sequence[Tensor], *, layout: Layout | None = None) -> int:
     """Least traffic of `pack`, in bytes: every tensor read, the whole buffer written."""
     layout = check_packed(tensors, layout, None).layout
-    read = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    return read + layout.numel * layout.dtype.itemsize
+    return sum(tensor.nbytes for tensor in tensors) + layout.numel * layout.dtype.itemsize
 
 
 def unpack_bytes(buffer: Tensor, tensors: Sequence[Tensor], *, layout: Layout | None = None) -> int:

@@ -62,6 +62,7 @@ class Plan:
     _run: Run
 
     def __init__(self, call: Call) -> None:
+        _refuse_outside_eager(call.function)
         self._dtypes, self._shapes = call.dtypes, call.shapes
         self._device, self._table = call.out.device, AddressTable()
         # Which of the inputs `out` is.
@@ -87,7 +88,7 @@ class Plan:
                 is written.
         """
         call = self._call
-        refuse_outside_eager(call.function)
+        _refuse_outside_eager(call.function)
         inputs = read_list("tensors", tensors)
         addresses = self._like.addresses_of(inputs)
         if addresses is None:
@@ -229,7 +230,7 @@ class AdasumPlan(_ProjectionPlan):
     """What `plan_adasum` returns."""
 
 
-def refuse_outside_eager(name: str) -> None:
+def _refuse_outside_eager(name: str) -> None:
     """Raise RuntimeError where calls are read, or recorded, rather than run."""
     if tracing():
         raise RuntimeError(

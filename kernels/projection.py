@@ -23,7 +23,7 @@ from kernels.arguments import (
 )
 from kernels.arithmetic import TINY
 from kernels.findings import FindingArguments, Findings
-from kernels.plans import AdasumPlan, CombinePlan, DotAndNormsPlan, refuse_outside_eager
+from kernels.plans import AdasumPlan, CombinePlan, DotAndNormsPlan
 from kernels.torch_ops import run
 from kernels.validation import check_like, check_sized, check_tensor
 
@@ -55,7 +55,6 @@ def plan_dot_and_norms(
     Arguments and errors as there, and of every plan: see `Plan`. A run returns the same tensor
     each time.
     """
-    refuse_outside_eager("dot_and_norms")
     return DotAndNormsPlan(check_dot_and_norms(a, b, segments))
 
 
@@ -105,7 +104,6 @@ def plan_combine(
     Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has one of
     its own, the same at each run.
     """
-    refuse_outside_eager("combine")
     return CombinePlan(check_combine(a, b, dots, segments, out, Findings(**findings)))
 
 
@@ -138,7 +136,6 @@ def plan_adasum(
     Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has one of
     its own, the same at each run.
     """
-    refuse_outside_eager("adasum")
     return AdasumPlan(check_adasum(a, b, segments, out, Findings(**findings)))
 
 
@@ -149,26 +146,23 @@ def dot_and_norms_bytes(a: Tensor, b: Tensor, segments: Sequence[int] | None = N
     """
     left, right = check_sized("a", a), check_sized("b", b)
     count = len(check_segments(segments, left.numel())) - 1
-    return left.numel() * left.element_size() + right.numel() * right.element_size() + 24 * count
+    return left.nbytes + right.nbytes + 24 * count
 
 
 def combine_bytes(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -> int:
     """Least traffic of `combine`, in bytes: a, b and the dots read, one tensor written."""
-    return dot_and_norms_bytes(a, b, segments) + a.numel() * a.element_size()
+    return dot_and_norms_bytes(a, b, segments) + a.nbytes
 
 
 def adasum_bytes(a: Tensor, b: Tensor) -> int:
     """Least traffic of `adasum`, in bytes: a and b read once, one tensor written."""
     left, right = check_sized("a", a), check_sized("b", b)
-    return 2 * left.numel() * left.element_size() + right.numel() * right.element_size()
+    return 2 * left.nbytes + right.nbytes
 
 
 def dot_and_norms_reference(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -> Tensor:
     """`dot_and_norms` in plain float64 torch; arguments and errors as there."""
-    left = check_tensor("a", a)
-    right = check_like("b", b, "a", left)
-    bounds = check_segments(segments, left.numel())
-    x, y = left.detach().double().view(-1), right.detach().double().view(-1)
+    x, y, bounds = _flat(a, b, segments)
     rows = [
         torch.stack([(u * v).sum(), (u * u).sum(), (v * v).sum()])
         for u, v in ((x[low:high], y[low:high]) for low, high in itertools.pairwise(bounds))
@@ -180,22 +174,29 @@ def combine_reference(
     a: Tensor, b: Tensor, dots: Tensor, segments: Sequence[int] | None = None
 ) -> Tensor:
     """`combine` evaluated in float64 and left there."""
-    left = check_tensor("a", a)
-    right = check_like("b", b, "a", left)
-    bounds = check_segments(segments, left.numel())
-    dots = check_dots(dots, len(bounds) - 1, left)
-    x, y = left.detach().double().view(-1), right.detach().double().view(-1)
+    x, y, bounds = _flat(a, b, segments)
+    dots = check_dots(dots, len(bounds) - 1, x)
     result = torch.empty_like(x)
     for (ca, cb), low, high in zip(
         _coefficients(dots).tolist(), bounds[:-1], bounds[1:], strict=True
     ):
         result[low:high] = ca * x[low:high] + cb * y[low:high]
-    return result.view(left.shape)
+    return result.view(a.shape)
 
 
 def adasum_reference(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -> Tensor:
     """`adasum` evaluated in float64 and left there."""
     return combine_reference(a, b, dot_and_norms_reference(a, b, segments), segments)
+
+
+def _flat(
+    a: Tensor, b: Tensor, segments: Sequence[int] | None
+) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """Both in float64 and flat, and the segments' boundaries."""
+    left = check_tensor("a", a)
+    right = check_like("b", b, "a", left)
+    bounds = check_segments(segments, left.numel())
+    return left.detach().double().view(-1), right.detach().double().view(-1), bounds
 
 
 def _coefficients(dots: Tensor) -> Tensor:

@@ -10,15 +10,15 @@ from typing_extensions import Unpack
 
 from kernels.arguments import EMPTY, check_equals, check_scaled_add, check_sum_n
 from kernels.findings import FindingArguments, Findings
-from kernels.plans import ScaledAddPlan, SumPlan, refuse_outside_eager
+from kernels.plans import ScaledAddPlan, SumPlan
 from kernels.torch_ops import run
 from kernels.validation import (
     check_dtype,
-    check_place,
+    check_like,
     check_scalar,
-    check_sequence,
     check_sized,
     check_tensor,
+    read_list,
 )
 
 
@@ -64,7 +64,6 @@ def plan_sum_n(
     Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has one of
     its own, the same at each run.
     """
-    refuse_outside_eager("sum_n")
     return SumPlan(check_sum_n(tensors, out, dtype, Findings(**findings)))
 
 
@@ -113,25 +112,25 @@ def plan_scaled_add(
     Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has one of
     its own, the same at each run.
     """
-    refuse_outside_eager("scaled_add")
     return ScaledAddPlan(check_scaled_add(a, b, out, dtype, Findings(**findings)))
 
 
 def sum_n_bytes(tensors: Sequence[Tensor], *, dtype: torch.dtype | None = None) -> int:
     """Least traffic of `sum_n`, in bytes: every tensor read once, one of `dtype` written."""
-    given = check_sequence("tensors", tensors)
+    given = read_list("tensors", tensors)
     sized = [check_sized(f"tensors[{i}]", tensor) for i, tensor in enumerate(given)]
     if not sized:
         raise ValueError(EMPTY)
-    read = sum(tensor.numel() * tensor.element_size() for tensor in sized)
-    return read + sized[0].numel() * _written(sized[0], dtype).itemsize
+    return (
+        sum(tensor.nbytes for tensor in sized)
+        + sized[0].numel() * _written(sized[0], dtype).itemsize
+    )
 
 
 def scaled_add_bytes(a: Tensor, b: Tensor, *, dtype: torch.dtype | None = None) -> int:
     """Least traffic of `scaled_add`, in bytes: two tensors read, one of `dtype` written."""
     left, right = check_sized("a", a), check_sized("b", b)
-    read = left.numel() * left.element_size() + right.numel() * right.element_size()
-    return read + left.numel() * _written(left, dtype).itemsize
+    return left.nbytes + right.nbytes + left.numel() * _written(left, dtype).itemsize
 
 
 def _written(like: Tensor, dtype: torch.dtype | None) -> torch.dtype:
@@ -153,6 +152,6 @@ def sum_n_reference(tensors: Sequence[Tensor], *, scale: float = 1.0) -> Tensor:
 def scaled_add_reference(a: Tensor, b: Tensor, *, alpha: float = 1.0, beta: float = 1.0) -> Tensor:
     """`scaled_add` evaluated in float64 and left there; arguments and errors as there."""
     left = check_tensor("a", a)
-    right = check_place("b", b, "a", left)
+    right = check_like("b", b, "a", left, any_dtype=True)
     alpha, beta = check_scalar("alpha", alpha), check_scalar("beta", beta)
     return alpha * left.detach().double() + beta * right.detach().double()

@@ -22,7 +22,7 @@ from kernels.arguments import FUNCTIONS, Call
 from kernels.binding import bind
 from kernels.findings import SCHEMA, Findings
 from kernels.gpu.device_tables import AddressTable
-from kernels.layout import PackedList, packed_within
+from kernels.layout import packed_within
 from kernels.validation import tracing
 
 _LIBRARY = torch.library.Library("adasum", "DEF")
@@ -70,15 +70,9 @@ def _run_operator(
     *findings: Tensor | None,
 ) -> None:
     """What the operator of a function does; `alignment` is 0 where nothing is packed."""
-    packed: PackedList | None = None
-    if alignment:
-        packed = packed_within(out, inputs, bounds[:-1], alignment)
+    packed = packed_within(out, inputs, bounds[:-1], alignment) if alignment else None
     call = Call(function, inputs, out, tuple(bounds), Findings(*findings), dots, packed)
     _run_at_once(call, *scalars)
-
-
-def _returns_nothing(*_: Any) -> None:
-    """Stand for an operator on tensors without data: it only writes into its arguments."""
 
 
 for _name in FUNCTIONS:
@@ -89,4 +83,5 @@ for _name in FUNCTIONS:
         tags=_TAGS,
     )
     _LIBRARY.impl(f"{_name}_3", partial(_run_operator, _name), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"adasum::{_name}_3", _returns_nothing, lib=_LIBRARY)
+    # On tensors without data there is nothing to do: it only writes into its arguments.
+    torch.library.register_fake(f"adasum::{_name}_3", lambda *_: None, lib=_LIBRARY)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from array import array
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -89,12 +89,16 @@ def check_sized(name: str, tensor: object) -> Tensor:
     return tensor
 
 
-def check_sequence(name: str, tensors: object) -> Sequence[object]:
-    """Return `tensors` if it is a list or tuple, of whatever."""
+def read_list(name: str, tensors: object) -> list[Any]:
+    """The elements of a list or tuple, of whatever, read once.
+
+    What is used is what was checked, whatever the list says later: another thread may change it,
+    and a Sequence of one's own may make its tensors anew.
+    """
     if isinstance(tensors, Tensor) or not isinstance(tensors, Sequence):
         kind = type(tensors).__name__
         raise TypeError(f"{name} must be a list or tuple of tensors, not {kind}")
-    return tensors
+    return list(tensors)
 
 
 def all_sound(tensors: Sequence[Any]) -> bool:
@@ -122,22 +126,12 @@ def same_device(tensor: Tensor, other: Tensor) -> bool:
     return tensor.is_cpu == other.is_cpu and tensor.get_device() == other.get_device()
 
 
-def read_list(name: str, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors, read once: what is used is what was checked, whatever the list says later.
-
-    Another thread may change it, and a Sequence of one's own may make its tensors anew.
-    """
-    if type(tensors) not in (list, tuple):
-        check_sequence(name, tensors)
-    return list(tensors)
-
-
 def check_tensors(name: str, tensors: object) -> list[Tensor]:
     """Return the list form of a sequence of readable tensors that all lie on one device."""
-    given = list(check_sequence(name, tensors))
+    given = read_list(name, tensors)
     # dynamo cannot read the fast path.
     if not tracing() and all_sound(given):
-        return cast(list[Tensor], given)
+        return given
     checked = [check_tensor(f"{name}[{i}]", tensor) for i, tensor in enumerate(given)]
     for i, tensor in enumerate(checked):
         if not same_device(tensor, checked[0]):
@@ -148,22 +142,15 @@ def check_tensors(name: str, tensors: object) -> list[Tensor]:
     return checked
 
 
-def check_like(name: str, tensor: object, like_name: str, like: Tensor) -> Tensor:
-    """Return `tensor` if it is readable and has the shape, dtype and device of `like`."""
+def check_like(
+    name: str, tensor: object, like_name: str, like: Tensor, *, any_dtype: bool = False
+) -> Tensor:
+    """Return `tensor` if it is readable and has the shape, device and dtype of `like`."""
     checked = check_tensor(name, tensor)
-    if checked.dtype != like.dtype:
+    if checked.dtype != like.dtype and not any_dtype:
         raise TypeError(
             f"{name} has dtype {checked.dtype} but {like_name} has {like.dtype}: convert one"
         )
-    return _check_place(name, checked, like_name, like)
-
-
-def check_place(name: str, tensor: object, like_name: str, like: Tensor) -> Tensor:
-    """Return `tensor` if it is readable and has the shape and device of `like`, of any dtype."""
-    return _check_place(name, check_tensor(name, tensor), like_name, like)
-
-
-def _check_place(name: str, checked: Tensor, like_name: str, like: Tensor) -> Tensor:
     if not same_device(checked, like):
         raise ValueError(
             f"{name} is on {checked.device} but {like_name} is on {like.device}: move one"

@@ -116,4 +116,4 @@ def bind(call: Call) -> Callable[..., None]:
         and (found := library()) is not None
     ):
         return found.bind(call)
-    return partial(torch_fallback.FUNCTIONS[call.function], call)
+    return partial(getattr(torch_fallback, call.function), call)

@@ -164,8 +164,7 @@ def _team() -> dict[str, int]:
         found = {field: getattr(itself, name) for field, name in _OPENMP.items()}
     except (OSError, AttributeError):
         return dict.fromkeys(_OPENMP, 0)
-    addresses = {name: ctypes.cast(one, ctypes.c_void_p).value for name, one in found.items()}
-    return {name: address or 0 for name, address in addresses.items()}
+    return {field: ctypes.cast(one, ctypes.c_void_p).value or 0 for field, one in found.items()}
 
 
 def _flags_here() -> tuple[str, ...]:

@@ -18,7 +18,6 @@ from torch import Tensor
 from kernels.cpu.build import Unavailable, built
 from kernels.validation import PLAIN
 
-_CAPSULE = "__dlpack_c_exchange_api__", b"dlpack_exchange_api"
 # Of the struct's words: before it its version and a pointer, then functions that make tensors.
 _DLTENSOR_FROM_PYOBJECT = 5
 _DEVICES = {"cpu": 1, "cuda": 2}
@@ -35,11 +34,11 @@ _Compare = Callable[[list[Tensor], int, int, int], int]
 @functools.cache
 def _compare() -> _Compare | None:
     """The C function with torch's to read a tensor; None where one of both is not to be had."""
-    attribute, name = _CAPSULE
-    get = ctypes.pythonapi.PyCapsule_GetPointer
-    get.argtypes, get.restype = (ctypes.py_object, ctypes.c_char_p), ctypes.c_void_p
+    prototype = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)
+    get = prototype(("PyCapsule_GetPointer", ctypes.pythonapi))
     try:
-        words = (ctypes.c_void_p * 6).from_address(get(getattr(Tensor, attribute), name))
+        capsule = Tensor.__dlpack_c_exchange_api__
+        words = (ctypes.c_void_p * 6).from_address(get(capsule, b"dlpack_exchange_api"))
         source = Path(__file__).with_name("tensor_list.c")
         library = built("tensor_list", [source], {}, [], lambda path: ctypes.PyDLL(str(path)))
     except (AttributeError, TypeError, ValueError, Unavailable):

@@ -7,7 +7,7 @@ float64, rounded once. Dot products are taken in float64.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -66,6 +66,9 @@ def copy(call: Call, scale: float) -> None:
         if call.packing and padding.numel():
             padding.zero_()
     report(call.findings, (call.out,) if call.packing else call.inputs)
+
+
+pack = unpack = copy
 
 
 @torch.no_grad()
@@ -135,17 +138,6 @@ def adasum(call: Call) -> None:
     dots = torch.empty(len(call.bounds) - 1, 3, dtype=torch.float64, device="cpu")
     dot_and_norms(call._replace(out=dots))
     combine(call._replace(dots=dots))
-
-
-FUNCTIONS: dict[str, Callable[..., None]] = {
-    "pack": copy,
-    "unpack": copy,
-    "sum_n": sum_n,
-    "scaled_add": scaled_add,
-    "dot_and_norms": dot_and_norms,
-    "combine": combine,
-    "adasum": adasum,
-}
 
 
 def _coefficient(dot: float, norm: float) -> float:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+import kernels
 from kernels.cpu import dispatch
 from tests.ptx_emulator.driver import emulated
 
@@ -31,7 +32,7 @@ def choose_cpu(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Take one of the CPU path's two ways; skip where it is not to be had."""
     if path == "cpu_torch":
         monkeypatch.setattr(dispatch, "library", lambda: None)
-    elif why_not := dispatch.reason():
+    elif why_not := kernels.backend_info().why_torch:
         pytest.skip(f"no compiled CPU path: {why_not}")
 
 
