@@ -67,8 +67,6 @@ class Plan:
         self._device, self._table = call.out.device, AddressTable()
         # Which of the inputs `out` is.
         self._in_place = next((i for i, one in enumerate(call.inputs) if one is call.out), None)
-        # Whether what runs finds the inputs in the call's own list and array, where others may be.
-        self._moves = self._in_place is None and not launcher.on_triton(call.out)
         self._take(call)
 
     def rebind(self, tensors: Sequence[Tensor], *, out: Tensor | None = None) -> None:
@@ -167,6 +165,10 @@ class Plan:
                 )
 
     def _take(self, call: Call) -> None:
+        # Whether what runs finds its inputs, plain tensors whose addresses C has read, in the
+        # call's own list and array: others like them may take their place there.
+        in_own = self._in_place is None and not launcher.on_triton(call.out)
+        self._moves = in_own and len(call.addresses) > 0
         self._call, self._bound = bind(call, self._table)
         self._run = self._bound
         self.out = call.out

@@ -56,8 +56,9 @@ def test_subclasses_and_parameters_are_taken(way: str, one: Tensor) -> None:
         one.fill_(3.0)
     plan, tensors = kernels.plan_pack(several(1)), several(2)
     tensors[0] = one
-    plan.rebind(tensors)
-    assert bits(plan()) == bits(kernels.pack(tensors))
+    for others in (tensors, several(3), several(4), tensors):
+        plan.rebind(others)
+        assert bits(plan()) == bits(kernels.pack(others))
 
 
 def test_tensors_of_no_elements_and_torchs_zeros_are_taken(way: str) -> None:
