@@ -85,7 +85,7 @@ def DistributedOptimizer(
         raise TypeError(
             f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}"
         )
-    if isinstance(optimizer, DistributedMixin) or "_adasum_hooks" in optimizer.__dict__:
+    if "_adasum_hooks" in optimizer.__dict__:
         raise ValueError("optimizer is already wrapped by DistributedOptimizer")
     if op not in (Sum, Average, Adasum):
         raise ValueError(f"op must be Sum, Average or Adasum, not {op!r}")
@@ -102,27 +102,27 @@ def DistributedOptimizer(
             f"gradient_predivide_factor must be positive, not {gradient_predivide_factor!r}"
         )
     kind = _method(optimizer, op, method, step_in_backward)
-    group = default_group() if process_set is None else group_of(process_set)
-    reducer = BucketReducer(group or default_group(), op, compression, algorithm)
+    members = default_group() if process_set is None else group_of(process_set)
+    group = members or default_group()
+    if algorithm is not None:
+        try:
+            group.check_algorithm(algorithm, op)
+        except ValueError as error:
+            raise ValueError(f"algorithm={algorithm!r}: {error}") from None
+    reducer = BucketReducer(group, op, compression, algorithm)
     if gradient_predivide_factor != 1.0:
         reducer.op = Sum
         reducer.prescale = 1.0 / gradient_predivide_factor
-        reducer.postscale = gradient_predivide_factor / reducer.group.size
-    if algorithm is not None:
-        reducer.check()
+        reducer.postscale = gradient_predivide_factor / group.size
     return wrap(
         optimizer,
         kind,
         reducer,
-        group,
         name_parameters(optimizer, named_parameters),
+        partial(plan_buckets, groups=groups, memory_size=memory_size, groups_size=groups_size),
         passes=backward_passes_per_step,
-        buckets=partial(
-            plan_buckets, groups=groups, memory_size=memory_size, groups_size=groups_size
-        ),
         sparse_as_dense=sparse_as_dense,
-        early=kind is not DeltaMethod,
-        final=kind is GradientMethod,
+        one_rank=members is None or members.size == 1,
     )
 
 
