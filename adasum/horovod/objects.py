@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from adasum.horovod.process_sets import ProcessSet, require_group, root_in
-from collectives import Group
+from adasum.horovod.process_sets import ProcessSet, group_and_root, require_group
 
 
 def broadcast_object(
@@ -71,14 +70,6 @@ def allgather_object(
         if not result[0]:
             raise TypeError(f"rank {rank}: {result[1:].decode()}")
     return [_decode(result[1:]) for _, result in sent]
-
-
-def group_and_root(process_set: ProcessSet | None, root_rank: int) -> tuple[Group, int]:
-    """Return the set's group and the root's number in it."""
-    group, root = require_group(process_set), root_in(process_set, root_rank)
-    if not 0 <= root < group.size:
-        raise ValueError(f"root_rank must be in 0..{group.size - 1}, not {root_rank}")
-    return group, root
 
 
 def _name(name: str | None) -> str:
