@@ -96,13 +96,9 @@ class HookState:
         self, buffer: Tensor, name: str, sizes: Iterable[int], op: Reducer | None = None
     ) -> PooledReduction:
         """Start reducing a buffer of segments of these sizes in place, by `op` if it is given."""
+        segments = [0, *accumulate(sizes)]
         return self._requests.start(
-            self.group,
-            buffer,
-            op or self.op,
-            algorithm=self.algorithm,
-            name=name,
-            segments=[0, *accumulate(sizes)],
+            self.group, buffer, op or self.op, self.algorithm, name, segments
         )
 
     def name_of(self, parameter: Tensor) -> str:
@@ -152,7 +148,7 @@ def ddp_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[Tenso
     buffer = bucket.buffer()
     name = f"DDP bucket {bucket.index()}"
     if buffer.is_sparse:
-        return _completed(sparse_all_reduce_async(state.group, buffer, state.op, name).wait())
+        return _future_of(sparse_all_reduce_async(state.group, buffer, state.op, name).wait())
     gradients = bucket.gradients()
     sizes = [gradient.numel() for gradient in gradients]
     # Not public, but the only way to ask whether backward is running.
@@ -163,7 +159,7 @@ def ddp_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[Tenso
                 "observer: cannot be used under Join, where ranks stop having gradients"
             )
         state.start(buffer, name, sizes).wait()
-        return _completed(buffer)
+        return _future_of(buffer)
 
     token: Any = None
     if state.observer is not None:
@@ -177,7 +173,7 @@ def ddp_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[Tenso
             state.observer.after_reduction(token, gradients)
 
     _call_after_ddp(finish)
-    return _future_of(reduction.work, buffer)
+    return _future_of(buffer, reduction.work)
 
 
 def _call_after_ddp(function: Callable[[], None]) -> None:
@@ -190,13 +186,19 @@ def _call_after_ddp(function: Callable[[], None]) -> None:
     engine.queue_callback(lambda: engine.queue_callback(function))
 
 
-def _future_of(work: Work, result: Tensor) -> torch.futures.Future[Tensor]:
+def _future_of(result: Tensor, work: Work | None = None) -> torch.futures.Future[Tensor]:
     """Return a torch Future of `result` that completes when the work ends, well or not.
 
     DDP's C++ takes an error for a result that is not a tensor and hides it, so the error is raised
     by `_call_after_ddp` instead.
     """
-    future = _new_future(result)
+    future: torch.futures.Future[Tensor] = torch.futures.Future(
+        devices=[result.device] if result.is_cuda else None
+    )
+
+    if work is None:
+        future.set_result(result)
+        return future
 
     def complete() -> None:
         try:
@@ -207,13 +209,3 @@ def _future_of(work: Work, result: Tensor) -> torch.futures.Future[Tensor]:
 
     work.add_done_callback(complete)
     return future
-
-
-def _completed(result: Tensor) -> torch.futures.Future[Tensor]:
-    future = _new_future(result)
-    future.set_result(result)
-    return future
-
-
-def _new_future(result: Tensor) -> torch.futures.Future[Tensor]:
-    return torch.futures.Future(devices=[result.device] if result.is_cuda else None)

@@ -37,7 +37,6 @@ class RequestPool:
         group: Group,
         buffer: Tensor,
         op: Reducer,
-        *,
         algorithm: str | None,
         name: str,
         segments: Sequence[int],

@@ -41,8 +41,7 @@ def allgather(
         group.all_reduce(whole, Average, name=backward_name(name))
         return [whole.narrow(0, sum(rows[: group.rank]), mine)]
 
-    result: Tensor = recorded(forward, tensor)
-    return result
+    return recorded(forward, tensor)
 
 
 def allgather_async(

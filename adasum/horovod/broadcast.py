@@ -38,8 +38,7 @@ def broadcast(
         group.all_reduce(whole, Average, name=backward_name(name))
         return [whole if group.rank == root else torch.zeros_like(whole)]
 
-    result: Tensor = recorded(forward, tensor)
-    return result
+    return recorded(forward, tensor)
 
 
 def broadcast_async(
@@ -54,8 +53,7 @@ def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None
 ) -> Tensor:
     """Overwrite the contiguous tensor with that of the root, and return it."""
-    result: Tensor = broadcast_async_(tensor, root_rank, name, process_set).wait()
-    return result
+    return broadcast_async_(tensor, root_rank, name, process_set).wait()
 
 
 def broadcast_async_(

@@ -61,8 +61,7 @@ def reducescatter(
         factor = group.size if options.op is Sum else 1
         return [whole * (prescale_factor * postscale_factor * factor)]
 
-    result: Tensor = recorded(forward, tensor)
-    return result
+    return recorded(forward, tensor)
 
 
 def reducescatter_async(

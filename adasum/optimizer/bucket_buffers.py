@@ -38,7 +38,13 @@ class GradientBuffers:
         members, fused = self._buckets.get(name, ([], None))
         if fused is None or not _same(members, parameters):
             fused = FusedBuffer(parameters)
-            self._drop_buffers_of(parameters)
+            # A gradient lies in one buffer: those that hold one of these are dropped.
+            moved = {id(parameter) for parameter in parameters}
+            self._buckets = {
+                other: bucket
+                for other, bucket in self._buckets.items()
+                if moved.isdisjoint(map(id, bucket[0]))
+            }
             self._buckets[name] = list(parameters), fused
         targets: list[Tensor] = []
         gradients: list[Tensor] = []
@@ -55,15 +61,6 @@ class GradientBuffers:
         if targets:
             torch._foreach_copy_(targets, gradients)
         return fused
-
-    def _drop_buffers_of(self, parameters: Sequence[Tensor]) -> None:
-        """Drop the buffers that hold one of these: a gradient lies in one buffer."""
-        moved = {id(parameter) for parameter in parameters}
-        self._buckets = {
-            name: (members, fused)
-            for name, (members, fused) in self._buckets.items()
-            if moved.isdisjoint(map(id, members))
-        }
 
     def zero(self) -> None:
         """Zero the buffers, and make them the gradients of their trainable parameters."""
@@ -126,4 +123,4 @@ class DeltaBuffers:
 
 
 def _same(members: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    return len(members) == len(others) and all(a is b for a, b in zip(members, others, strict=True))
+    return list(map(id, members)) == list(map(id, others))

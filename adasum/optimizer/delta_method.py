@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from adasum.optimizer.backward_hooks import OptimizerOrderError
-from adasum.optimizer.bucket_buffers import DeltaBuffers, fits_in_buffer
+from adasum.optimizer.bucket_buffers import DeltaBuffers
 from adasum.optimizer.bucket_reduction import Reduction
-from adasum.optimizer.distributed_mixin import DistributedMixin, densify
+from adasum.optimizer.distributed_mixin import DistributedMixin
 from adasum.optimizer.parameters import Named
-from collectives import FusedBuffer, Sum
+from collectives import Sum
 
 # One bucket's reduction hides the next one's step; more would only hold more memory.
 _MAX_IN_FLIGHT = 2
@@ -133,13 +133,10 @@ class DeltaMethod(DistributedMixin):
             return []
         names, parameters = zip(*stepping, strict=True)
         values = [parameter.detach() for parameter in parameters]
-        sent: FusedBuffer | list[Tensor]
-        if fits_in_buffer(values[0]):
-            saved, fused = self._adasum_buffers.of(bucket, parameters)
-            before, deltas, sent = saved.views, fused.views, fused
-        else:
-            before, deltas = ([torch.empty_like(value) for value in values] for _ in range(2))
-            sent = deltas
+        # Before the buffers, which know nothing of other dtypes.
+        self._adasum_reducer.op.check(values[0].dtype)
+        saved, fused = self._adasum_buffers.of(bucket, parameters)
+        before, deltas = saved.views, fused.views
         if whole is None:
             torch._foreach_copy_(before, values)
             with self._only(parameters):
@@ -149,7 +146,7 @@ class DeltaMethod(DistributedMixin):
         torch._foreach_copy_(deltas, values)
         torch._foreach_sub_(deltas, before)
         torch._foreach_copy_(values, before)
-        reduction = self._adasum_reducer.reduce_async(names, sent, bucket)
+        reduction = self._adasum_reducer.reduce_async(names, fused, bucket)
         arrived = reduction.finish
 
         def finish(result: Any) -> None:
@@ -209,9 +206,6 @@ class DeltaMethodInBackward(DeltaMethod):
                 "step hooks cannot be used with step_in_backward=True: each bucket has a step of "
                 "its own, and they would run for every one; pass step_in_backward=False"
             )
-        if self._adasum_sparse_as_dense:
-            for _, parameter in members:
-                densify(parameter)
         return super()._start_bucket(members, bucket)
 
 

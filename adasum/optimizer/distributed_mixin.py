@@ -9,7 +9,6 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from adasum.observer import Observer
 from adasum.optimizer.backward_hooks import BackwardHooks, OptimizerOrderError
@@ -60,7 +59,7 @@ class DistributedMixin(_Base):
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         """Evaluate the closure of a step, and make its gradients dense."""
         loss = closure()
-        self._densify()
+        self._densify(self._adasum_hooks.named)
         return loss
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -73,7 +72,7 @@ class DistributedMixin(_Base):
         """
         try:
             if closure is None:
-                self._densify()
+                self._densify(self._adasum_hooks.named)
             else:
                 closure = partial(self._evaluate, closure)
             result = self._take_step(closure)
@@ -154,11 +153,12 @@ class DistributedMixin(_Base):
                 "optimizer.synchronize(): the gradients are being reduced"
             )
 
-    def _densify(self) -> None:
-        """Make all gradients dense where `sparse_as_dense` asks for it, on one rank too."""
+    def _densify(self, named: Sequence[Named]) -> None:
+        """Make gradients dense where `sparse_as_dense` asks for it, on one rank too."""
         if self._adasum_sparse_as_dense:
-            for _, parameter in self._adasum_hooks.named:
-                densify(parameter)
+            for _, parameter in named:
+                if parameter.grad is not None and parameter.grad.is_sparse:
+                    parameter.grad = parameter.grad.to_dense()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -228,7 +228,10 @@ def wrap(
                 "the optimizer that DistributedOptimizer returned was dropped, and the one given "
                 "to it reduces nothing: optimizer = DistributedOptimizer(optimizer) keeps it"
             )
-        started: list[Reduction] = [] if one_rank else target._start_bucket(members, name)
+        if one_rank:
+            return []
+        target._densify(members)
+        started: list[Reduction] = target._start_bucket(members, name)
         return started
 
     early = method._adasum_early and not one_rank
@@ -237,12 +240,6 @@ def wrap(
     )
     _keep_scheduler_patch(wrapper)
     return wrapper
-
-
-def densify(parameter: Tensor) -> None:
-    """Make a sparse gradient dense."""
-    if parameter.grad is not None and parameter.grad.is_sparse:
-        parameter.grad = parameter.grad.to_dense()
 
 
 def require_passes(passes: int) -> None:

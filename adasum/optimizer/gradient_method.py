@@ -12,7 +12,7 @@ from torch import Tensor
 from adasum.optimizer.backward_hooks import OptimizerOrderError
 from adasum.optimizer.bucket_buffers import GradientBuffers, fits_in_buffer
 from adasum.optimizer.bucket_reduction import Reduction
-from adasum.optimizer.distributed_mixin import DistributedMixin, densify
+from adasum.optimizer.distributed_mixin import DistributedMixin
 from adasum.optimizer.parameters import Named
 from collectives import Average, Sum
 
@@ -102,14 +102,15 @@ class GradientMethod(DistributedMixin):
             # One frozen since backward has a gradient of this rank alone, and would step by it.
             if not (parameter.requires_grad or self._adasum_hooks.reached(parameter)):
                 continue
-            if self._adasum_sparse_as_dense:
-                densify(parameter)
             if parameter.grad is None:
                 parameter.grad = self._adasum_sparse_zeros.get(parameter)
             if parameter.grad is not None and parameter.grad.is_sparse:
                 self._adasum_sparse_zeros[parameter] = torch.zeros_like(parameter.grad)
                 started.append(reducer.reduce_sparse_async(name, parameter, bucket))
-            elif fits_in_buffer(parameter) and not _is_recorded(parameter):
+            elif fits_in_buffer(parameter) and (
+                # One that autograd records (create_graph) has to stay where it is.
+                parameter.grad is None or not parameter.grad.requires_grad
+            ):
                 in_buffer.append((name, parameter))
             else:
                 others.append((name, parameter))
@@ -125,8 +126,3 @@ class GradientMethod(DistributedMixin):
             gradients = [parameter.grad for parameter in parameters]
             started.append(reducer.reduce_async(names, gradients, f"{bucket}, others"))
         return started
-
-
-def _is_recorded(parameter: Tensor) -> bool:
-    """Return whether autograd records the gradient (create_graph), which then has to stay."""
-    return parameter.grad is not None and parameter.grad.requires_grad
