@@ -98,7 +98,9 @@ def _transports() -> dict[str, str]:
     return {
         "shared memory": _or_why_not(_shared_memory),
         "gloo": "yes" if dist.is_available() and dist.is_gloo_available() else "not in torch",
-        "NCCL through cupy": _or_why_not(_nccl_of_cupy),
+        "NCCL through cupy": _or_why_not(
+            lambda: f"yes, {load_nccl().get_version()}, on request: init(transport='nccl')"
+        ),
         "NCCL of torch": _or_why_not(_nccl_of_torch),
     }
 
@@ -115,11 +117,6 @@ def _shared_memory() -> str:
         return f"no: {platform.system()} has no memfd_create"
     os.close(os.memfd_create("adasum-check"))
     return "yes"
-
-
-def _nccl_of_cupy() -> str:
-    nccl = load_nccl()
-    return f"yes, {nccl.get_version()}, on request: init(transport='nccl')"
 
 
 def _nccl_of_torch() -> str:
@@ -140,17 +137,15 @@ def _self_test() -> tuple[bool, str]:
         return False, "torch.distributed is not in this build of torch"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", "-m", "adasum.check", "--rank"]
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
-    }
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+        environment.pop(name, None)
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**environment, "OMP_NUM_THREADS": "1"},
+        env=environment,
     )
     try:
         output, errors = process.communicate(timeout=_SELF_TEST_SECONDS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
 import torch
@@ -54,7 +53,7 @@ def sparse_all_reduce_async(
     tensor = tensor.detach().coalesce()
     indices = tensor.indices().t()
     # The first column is the rank, to tell afterwards whose entry it is.
-    rank = torch.full_like(indices[:, :1], group.rank) if len(indices) else indices.new_empty(0, 1)
+    rank = indices.new_full((len(indices), 1), group.rank)
     # Ranks compare names, and so compare the shape in it.
     name = f"{name or 'sparse'} {tuple(tensor.shape)}"
     works = [
@@ -85,10 +84,7 @@ def _add_entries(size: int, op: Reducer, like: Tensor, indices: Tensor, values: 
     for part, rows in zip(values.split(counts), target.split(counts), strict=True):
         total[rows] += part
     op.finish(total, size)
-    columns = [
-        found // math.prod(shape[dimension + 1 :]) % max(length, 1)
-        for dimension, length in enumerate(shape)
-    ]
+    columns = torch.unravel_index(found, shape)
     return torch.sparse_coo_tensor(
         torch.stack(columns) if columns else found.new_empty(0, len(found)),
         total.to(like.dtype),

@@ -150,12 +150,10 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 def process_set_by_id(process_set_id: int) -> ProcessSet:
     """Return the set with this number; ValueError where there is none."""
     validation.integer("process_set_id", process_set_id)
-    if process_set_id == 0:
-        return global_process_set
-    for ranks, entry in _process_sets().items():
-        if entry.number == process_set_id:
-            return ProcessSet(ranks)
-    raise ValueError(f"no process set has the number {process_set_id}")
+    known = get_process_set_ids_and_ranks()
+    if process_set_id not in known:
+        raise ValueError(f"no process set has the number {process_set_id}")
+    return ProcessSet(known[process_set_id]) if process_set_id else global_process_set
 
 
 def get_process_set_ids_and_ranks() -> dict[int, list[int]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from itertools import takewhile
 from typing import NamedTuple, TypeAlias
 
@@ -134,11 +135,8 @@ class BackwardHooks:
         """
         if self.synchronized:
             return
-        try:
+        with self._discarding():
             self._start_remaining(max_in_flight)
-        except BaseException as error:
-            self._discard_all(error)
-            raise
         self.wait()
         # Only now: how many buckets backward starts and waits for may differ between the ranks.
         done, self._done = self._done, []
@@ -148,19 +146,13 @@ class BackwardHooks:
 
     def wait(self) -> None:
         """Wait for what was started; raise the first error once nothing is in flight."""
-        with self._lock:
-            reductions, self._in_flight = self._in_flight, []
-        if not reductions:
+        if not self._in_flight:
             return
-        with span(lambda: f"waiting for {len(reductions)} buckets"):
-            for i, reduction in enumerate(reductions):
-                try:
-                    reduction.wait()
-                except BaseException as error:
-                    self._in_flight = reductions[i + 1 :]
-                    self._discard_all(error)
-                    raise
-        self._done += reductions
+        with span(lambda: f"waiting for {len(self._in_flight)} buckets"), self._discarding():
+            while self._in_flight:
+                first = self._in_flight.pop(0)
+                first.wait()
+                self._done.append(first)
 
     def _start_remaining(self, max_in_flight: int | None) -> None:
         with self._lock:
@@ -170,28 +162,39 @@ class BackwardHooks:
                     first = self._in_flight.pop(0)
                     first.wait()
                     first.notify_observer()
-            if self._early:
-                self._start_late()
+            # Those without a hook wait for their buckets where nothing is early.
+            for members in by_kind(self._late()) if self._early else ():
+                self._start(members, f"made trainable since the last step: {members[0][0]}...")
 
-    def _discard_all(self, error: BaseException) -> None:
+    @contextmanager
+    def _discarding(self) -> Iterator[None]:
         """Discard what is in flight after an error, to which further errors are added as notes."""
-        with self._lock:
-            reductions, self._in_flight = self._in_flight, []
-        for reduction in reductions:
-            try:
-                reduction.discard()
-            except Exception as other:  # noqa: BLE001 - told along with the first
-                _add_note(error, f"after it: {type(other).__name__}: {other}")
+        try:
+            yield
+        except BaseException as error:
+            with self._lock:
+                reductions, self._in_flight = self._in_flight, []
+            for reduction in reductions:
+                try:
+                    reduction.discard()
+                except Exception as other:  # noqa: BLE001 - told along with the first
+                    _add_note(error, f"after it: {type(other).__name__}: {other}")
+            raise
+
+    def _late(self) -> list[Named]:
+        """Return the parameters made trainable since `restart`, which have no hook yet."""
+        return [
+            each for each in self.named if each[1].requires_grad and each[1] not in self._hooked
+        ]
 
     def _hook_trainable(self) -> None:
-        for parameter in self._names:
-            if parameter.requires_grad and parameter not in self._hooked:
-                self._hooked.add(parameter)
-                handle = parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self)))
-                # A hook must not keep a dropped optimizer alive, nor go on counting for it.
-                weakref.finalize(self, handle.remove)
-                if self._early:
-                    _owners.setdefault(parameter, weakref.WeakSet()).add(self)
+        for _, parameter in self._late():
+            self._hooked.add(parameter)
+            handle = parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self)))
+            # A hook must not keep a dropped optimizer alive, nor go on counting for it.
+            weakref.finalize(self, handle.remove)
+            if self._early:
+                _owners.setdefault(parameter, weakref.WeakSet()).add(self)
 
     def _complete(self, bucket: _Bucket) -> bool:
         # From the last, which backward most often reaches last: then one look tells.
@@ -246,9 +249,7 @@ class BackwardHooks:
 
     def _on_backward_end(self) -> None:
         self._callback_queued = False
-        if self._num_started == len(self._buckets) and self._hooked.issuperset(
-            parameter for parameter in self._names if parameter.requires_grad
-        ):
+        if self._num_started == len(self._buckets) and not self._late():
             self.synchronize()
         else:
             self.wait()
@@ -260,17 +261,6 @@ class BackwardHooks:
         if self._early:
             members = [entry for entry in members if entry[1] in self._hooked]
         self._start(members, bucket.name)
-
-    def _start_late(self) -> None:
-        """Start the parameters made trainable since `restart`, which have no hook yet."""
-        late = [
-            (name, parameter)
-            for bucket in self._buckets
-            for name, parameter in bucket.members
-            if parameter.requires_grad and parameter not in self._hooked
-        ]
-        for members in by_kind(late):
-            self._start(members, f"made trainable since the last step: {members[0][0]}...")
 
     def _start(self, members: Sequence[Named], name: str) -> None:
         if members:

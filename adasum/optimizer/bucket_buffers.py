@@ -84,7 +84,7 @@ class DeltaBuffers:
         self._slots = slots
         self._turn = 0
         self._memory: dict[_Kind, Tensor] = {}
-        self._buffers: dict[tuple[str, _Kind], tuple[list[Tensor], FusedBuffer]] = {}
+        self._buffers: dict[_Kind, dict[str, tuple[list[Tensor], FusedBuffer]]] = {}
 
     def restart(self) -> None:
         """Begin a new step with nothing in flight: buckets get the same slots as in the last."""
@@ -105,7 +105,8 @@ class DeltaBuffers:
 
     def _in(self, slot: str, name: str, parameters: Sequence[Tensor]) -> FusedBuffer:
         kind = slot, parameters[0].dtype, parameters[0].device
-        members, buffer = self._buffers.get((name, kind), ([], None))
+        buffers = self._buffers.setdefault(kind, {})
+        members, buffer = buffers.get(name, ([], None))
         if buffer is None or not _same(members, parameters):
             # Evenly strided elements become 1-D without a copy, and are not contiguous then.
             flat = [p.detach().reshape(-1).contiguous() for p in parameters]
@@ -115,10 +116,9 @@ class DeltaBuffers:
                 memory = torch.empty(numel, dtype=kind[1], device=kind[2])
                 self._memory[kind] = memory
                 # Buckets in the smaller memory move, so that it is freed.
-                for key in [key for key in self._buffers if key[1] == kind]:
-                    del self._buffers[key]
+                buffers.clear()
             buffer = FusedBuffer(parameters, memory)
-            self._buffers[name, kind] = list(parameters), buffer
+            buffers[name] = list(parameters), buffer
         return buffer
 
 

@@ -85,7 +85,7 @@ class DeltaMethod(DistributedMixin):
         """
 
     def _take_step(self, closure: Callable[[], Any] | None) -> Any:
-        if self._adasum_one_rank:
+        if self._adasum_settings.one_rank:
             return self._local_step(closure)
         if self._any_rank_skips():
             return None
@@ -118,7 +118,7 @@ class DeltaMethod(DistributedMixin):
         if found is None:
             return False
         total = torch.as_tensor(found, dtype=torch.float32).reshape(1).clone()
-        self._adasum_reducer.group.all_reduce(total, Sum, name="found_inf")
+        self._adasum_settings.reducer.group.all_reduce(total, Sum, name="found_inf")
         return bool(total.item())
 
     @torch.no_grad()
@@ -134,7 +134,7 @@ class DeltaMethod(DistributedMixin):
         names, parameters = zip(*stepping, strict=True)
         values = [parameter.detach() for parameter in parameters]
         # Before the buffers, which know nothing of other dtypes.
-        self._adasum_reducer.op.check(values[0].dtype)
+        self._adasum_settings.reducer.op.check(values[0].dtype)
         saved, fused = self._adasum_buffers.of(bucket, parameters)
         before, deltas = saved.views, fused.views
         if whole is None:
@@ -146,7 +146,7 @@ class DeltaMethod(DistributedMixin):
         torch._foreach_copy_(deltas, values)
         torch._foreach_sub_(deltas, before)
         torch._foreach_copy_(values, before)
-        reduction = self._adasum_reducer.reduce_async(names, fused, bucket)
+        reduction = self._adasum_settings.reducer.reduce_async(names, fused, bucket)
         arrived = reduction.finish
 
         def finish(result: Any) -> None:
@@ -193,7 +193,7 @@ class DeltaMethodInBackward(DeltaMethod):
                 "GradScaler cannot be used with step_in_backward=True: the local steps were taken "
                 "with scaled gradients"
             )
-        if self._adasum_one_rank:
+        if self._adasum_settings.one_rank:
             return self._local_step(closure)
         with torch.enable_grad():
             result = None if closure is None else closure()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,25 @@ else:
     _Base = object
 
 
+@dataclass
+class Settings:
+    """What DistributedOptimizer was asked for.
+
+    Attributes:
+        reducer: Reduces each bucket.
+        buckets: Divides parameters into buckets.
+        passes: Backward passes of a step.
+        sparse_as_dense: Whether sparse gradients are made dense first.
+        one_rank: Whether this rank reduces with no other.
+    """
+
+    reducer: BucketReducer
+    buckets: PlanBuckets
+    passes: int
+    sparse_as_dense: bool
+    one_rank: bool
+
+
 class DistributedMixin(_Base):
     """The wrapped optimizer with a reduction in its step; `super()` is its own class."""
 
@@ -38,11 +58,9 @@ class DistributedMixin(_Base):
     _adasum_final = False
     _adasum_skip = False
     _adasum_base: type[torch.optim.Optimizer]
-    _adasum_one_rank: bool
-    _adasum_reducer: BucketReducer
     _adasum_hooks: BackwardHooks
+    _adasum_settings: Settings
     _adasum_unscales_itself: bool
-    _adasum_sparse_as_dense: bool
 
     def _prepare(self) -> None:
         """Set the attributes of the method's own."""
@@ -129,7 +147,7 @@ class DistributedMixin(_Base):
 
     def set_observer(self, observer: Observer | None) -> None:
         """Show an observer every reduction from now on; None ends it. The same on all ranks."""
-        self._adasum_reducer.observer = observer
+        self._adasum_settings.reducer.observer = observer
 
     def average_state(self) -> None:
         """Average the optimizer's state over the ranks; collective.
@@ -143,8 +161,8 @@ class DistributedMixin(_Base):
             ValueError: On every rank, where shapes or dtypes differ.
         """
         self._refuse_in_flight("average_state()")
-        if not self._adasum_one_rank:
-            average_state(self, self._adasum_reducer.group)
+        if not self._adasum_settings.one_rank:
+            average_state(self, self._adasum_settings.reducer.group)
 
     def _refuse_in_flight(self, call: str) -> None:
         if self._adasum_hooks.busy:
@@ -155,7 +173,7 @@ class DistributedMixin(_Base):
 
     def _densify(self, named: Sequence[Named]) -> None:
         """Make gradients dense where `sparse_as_dense` asks for it, on one rank too."""
-        if self._adasum_sparse_as_dense:
+        if self._adasum_settings.sparse_as_dense:
             for _, parameter in named:
                 if parameter.grad is not None and parameter.grad.is_sparse:
                     parameter.grad = parameter.grad.to_dense()
@@ -196,13 +214,8 @@ vars(DistributedMixin)["step"].hooked = True
 def wrap(
     optimizer: torch.optim.Optimizer,
     method: type[DistributedMixin],
-    reducer: BucketReducer,
     named: Sequence[Named],
-    buckets: PlanBuckets,
-    *,
-    passes: int,
-    sparse_as_dense: bool,
-    one_rank: bool,
+    settings: Settings,
 ) -> torch.optim.Optimizer:
     """Return an instance of a subclass of `method` and the optimizer's class.
 
@@ -214,10 +227,8 @@ def wrap(
     unscales_itself = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
     wrapper.__dict__ = optimizer.__dict__
     wrapper._adasum_base = base
-    wrapper._adasum_one_rank = one_rank
-    wrapper._adasum_reducer = reducer
+    wrapper._adasum_settings = settings
     wrapper._adasum_unscales_itself = unscales_itself
-    wrapper._adasum_sparse_as_dense = sparse_as_dense
     wrapper._prepare()
     reference = weakref.ref(wrapper)
 
@@ -228,15 +239,19 @@ def wrap(
                 "the optimizer that DistributedOptimizer returned was dropped, and the one given "
                 "to it reduces nothing: optimizer = DistributedOptimizer(optimizer) keeps it"
             )
-        if one_rank:
+        if settings.one_rank:
             return []
         target._densify(members)
         started: list[Reduction] = target._start_bucket(members, name)
         return started
 
-    early = method._adasum_early and not one_rank
     wrapper._adasum_hooks = BackwardHooks(
-        named, start_bucket, buckets, passes=passes, early=early, final=method._adasum_final
+        named,
+        start_bucket,
+        settings.buckets,
+        passes=settings.passes,
+        early=method._adasum_early and not settings.one_rank,
+        final=method._adasum_final,
     )
     _keep_scheduler_patch(wrapper)
     return wrapper

@@ -12,13 +12,11 @@ from adasum.horovod.arguments import require
 from adasum.horovod.process_sets import ProcessSet, group_of
 from adasum.optimizer.bucket_reduction import BucketReducer
 from adasum.optimizer.delta_method import DeltaMethod, DeltaMethodInBackward, steps_by_parameter
-from adasum.optimizer.distributed_mixin import DistributedMixin, require_passes, wrap
+from adasum.optimizer.distributed_mixin import DistributedMixin, Settings, require_passes, wrap
 from adasum.optimizer.gradient_method import GradientMethod
 from adasum.optimizer.parameters import Groups, Named, name_parameters, plan_buckets
 from adasum.reducer import Adasum
 from collectives import Average, Reducer, Sum, default_group
-
-_METHODS = ("delta", "gradient")
 
 
 def DistributedOptimizer(
@@ -114,22 +112,20 @@ def DistributedOptimizer(
         reducer.op = Sum
         reducer.prescale = 1.0 / gradient_predivide_factor
         reducer.postscale = gradient_predivide_factor / group.size
-    return wrap(
-        optimizer,
-        kind,
+    settings = Settings(
         reducer,
-        name_parameters(optimizer, named_parameters),
         partial(plan_buckets, groups=groups, memory_size=memory_size, groups_size=groups_size),
-        passes=backward_passes_per_step,
-        sparse_as_dense=sparse_as_dense,
+        backward_passes_per_step,
+        sparse_as_dense,
         one_rank=members is None or members.size == 1,
     )
+    return wrap(optimizer, kind, name_parameters(optimizer, named_parameters), settings)
 
 
 def _method(
     optimizer: torch.optim.Optimizer, op: Reducer, method: str, step_in_backward: bool
 ) -> type[DistributedMixin]:
-    if method not in _METHODS:
+    if method not in ("delta", "gradient"):
         raise ValueError(f"method must be 'delta' or 'gradient', not {method!r}")
     if op is not Adasum or method == "gradient":
         if step_in_backward:

@@ -44,7 +44,7 @@ class GradientMethod(DistributedMixin):
     def _take_step(self, closure: Callable[[], Any] | None) -> Any:
         hooks = self._adasum_hooks
         scaled = "found_inf" in self.__dict__
-        if not self._adasum_one_rank and scaled and not hooks.synchronized:
+        if not self._adasum_settings.one_rank and scaled and not hooks.synchronized:
             raise OptimizerOrderError(
                 "GradScaler looked at gradients that were not all reduced yet, since backward did "
                 "not reach every parameter: call optimizer.synchronize() before scaler.unscale_() "
@@ -85,8 +85,12 @@ class GradientMethod(DistributedMixin):
         """Evaluate the closure of a step, and reduce its gradients and its loss."""
         loss = super()._evaluate(closure)
         self._adasum_hooks.synchronize()
-        if isinstance(loss, Tensor) and loss.is_floating_point() and not self._adasum_one_rank:
-            reducer = self._adasum_reducer
+        if (
+            isinstance(loss, Tensor)
+            and loss.is_floating_point()
+            and not self._adasum_settings.one_rank
+        ):
+            reducer = self._adasum_settings.reducer
             # The Adasum of losses would not measure progress.
             op = reducer.op if reducer.op in (Sum, Average) else Average
             loss = loss.detach().clone()
@@ -97,7 +101,7 @@ class GradientMethod(DistributedMixin):
         in_buffer: list[Named] = []
         others: list[Named] = []
         started: list[Reduction] = []
-        reducer = self._adasum_reducer
+        reducer = self._adasum_settings.reducer
         for name, parameter in members:
             # One frozen since backward has a gradient of this rank alone, and would step by it.
             if not (parameter.requires_grad or self._adasum_hooks.reached(parameter)):
