@@ -78,19 +78,19 @@ class HookState:
     @property
     def group(self) -> Group:
         """The ranks that reduce; the first use may be collective."""
-        if isinstance(self.process_group, Group):
-            return self.process_group
-        if self.process_group is not None:
-            return collectives.from_process_group(self.process_group, timeout=self.timeout)
-        if collectives.is_initialized():
+        given = self.process_group
+        if isinstance(given, Group):
+            return given
+        if given is None and collectives.is_initialized():
             return collectives.default_group()
-        if dist.is_available() and dist.is_initialized():
-            assert dist.group.WORLD is not None
-            return collectives.from_process_group(dist.group.WORLD, timeout=self.timeout)
-        raise RuntimeError(
-            "no ranks to reduce over: call adasum.init() or torch.distributed.init_process_group() "
-            "first, or pass process_group="
-        )
+        if given is None and dist.is_available() and dist.is_initialized():
+            given = dist.group.WORLD
+        if given is None:
+            raise RuntimeError(
+                "no ranks to reduce over: call adasum.init() or "
+                "torch.distributed.init_process_group() first, or pass process_group="
+            )
+        return collectives.from_process_group(given, timeout=self.timeout)
 
     def start(
         self, buffer: Tensor, name: str, sizes: Iterable[int], op: Reducer | None = None

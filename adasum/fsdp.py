@@ -66,11 +66,10 @@ def register_fsdp_hook(model: nn.Module, state: HookState) -> None:
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not units:
         raise ValueError("model has no fully_shard module: call fully_shard first")
-    found = [(unit, group) for unit in units for group in _parameter_groups(unit)]
-    meshes = [_mesh_of(group) for _, group in found]
+    found = [(unit, group, _mesh_of(group)) for unit in units for group in _parameter_groups(unit)]
     # The group of the replicas is made here, where all ranks are.
     _ = state.group
-    for (unit, group), mesh in zip(found, meshes, strict=True):
+    for unit, group, mesh in found:
         shards = collectives.from_process_group(mesh.get_group(), timeout=state.timeout)
         if hasattr(unit, "set_reduce_scatter_unused_params"):
             unit.set_reduce_scatter_unused_params(True, recurse=False)

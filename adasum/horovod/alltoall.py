@@ -68,6 +68,5 @@ def alltoall_async(
 def _start(group: Group, splits: _Splits, name: str | None, tensor: Tensor) -> Handle:
     work = group.all_to_all(contiguous(tensor), splits, name=name, async_op=True)
     # Horovod counts in int32 unless a tensor of splits has another dtype.
-    dtype = splits.dtype if isinstance(splits, Tensor) else torch.int32
-    device = splits.device if isinstance(splits, Tensor) else torch.device("cpu")
-    return Handle([work], lambda result: (result[0], result[1].to(device, dtype)))
+    like = splits if isinstance(splits, Tensor) else torch.empty(0, dtype=torch.int32, device="cpu")
+    return Handle([work], lambda result: (result[0], result[1].to(like.device, like.dtype)))

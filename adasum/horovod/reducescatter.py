@@ -51,14 +51,13 @@ def reducescatter(
         raise NotImplementedError(
             f"gradients through reducescatter with op={op} are not supported: pass tensor.detach()"
         )
-    group = options.group
 
     def forward(tensor: Tensor) -> Any:
         return _start(options, tensor).wait(), backward
 
     def backward(gradient: Tensor) -> list[Tensor]:
-        whole: Any = group.all_gather(gradient.contiguous(), name=backward_name(name))
-        factor = group.size if options.op is Sum else 1
+        whole: Any = options.group.all_gather(gradient.contiguous(), name=backward_name(name))
+        factor = options.group.size if options.op is Sum else 1
         return [whole * (prescale_factor * postscale_factor * factor)]
 
     return recorded(forward, tensor)

@@ -162,7 +162,7 @@ class BackwardHooks:
                     first = self._in_flight.pop(0)
                     first.wait()
                     first.notify_observer()
-            # Those without a hook wait for their buckets where nothing is early.
+            # Where nothing starts early, the buckets have held these too.
             for members in by_kind(self._late()) if self._early else ():
                 self._start(members, f"made trainable since the last step: {members[0][0]}...")
 
@@ -183,9 +183,7 @@ class BackwardHooks:
 
     def _late(self) -> list[Named]:
         """Return the parameters made trainable since `restart`, which have no hook yet."""
-        return [
-            each for each in self.named if each[1].requires_grad and each[1] not in self._hooked
-        ]
+        return [(n, p) for n, p in self.named if p.requires_grad and p not in self._hooked]
 
     def _hook_trainable(self) -> None:
         for _, parameter in self._late():

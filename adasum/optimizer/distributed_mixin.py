@@ -138,12 +138,8 @@ class DistributedMixin(_Base):
         self._refuse_in_flight("add_param_group()")
         super().add_param_group(param_group)
         number = len(self.param_groups) - 1
-        self._adasum_hooks.add(
-            [
-                (f"allreduce.noname.{number}.{i}", parameter)
-                for i, parameter in enumerate(self.param_groups[number]["params"])
-            ]
-        )
+        added = enumerate(self.param_groups[number]["params"])
+        self._adasum_hooks.add([(f"allreduce.noname.{number}.{i}", each) for i, each in added])
 
     def set_observer(self, observer: Observer | None) -> None:
         """Show an observer every reduction from now on; None ends it. The same on all ranks."""
@@ -224,11 +220,10 @@ def wrap(
     """
     base = type(optimizer)
     wrapper: Any = object.__new__(type(base.__name__, (method, base), {}))
-    unscales_itself = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
     wrapper.__dict__ = optimizer.__dict__
     wrapper._adasum_base = base
     wrapper._adasum_settings = settings
-    wrapper._adasum_unscales_itself = unscales_itself
+    wrapper._adasum_unscales_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
     wrapper._prepare()
     reference = weakref.ref(wrapper)
 
@@ -268,17 +263,15 @@ def _keep_scheduler_patch(wrapper: Any) -> None:
 
     By the two marks that torch's schedulers look for, which are private to torch.
     """
-    patched = wrapper.__dict__.pop("step", None)
-    if patched is None:
+    if wrapper.__dict__.pop("step", None) is None:
         return
     reference = weakref.ref(wrapper)
-    function = type(wrapper).step
 
-    @wraps(function)
+    @wraps(type(wrapper).step)
     def step(*args: Any, **kwargs: Any) -> Any:
         target: Any = reference()
         target._opt_called = True
-        return function(target, *args, **kwargs)
+        return type(target).step(target, *args, **kwargs)
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     wrapper.step = step

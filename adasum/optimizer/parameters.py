@@ -130,7 +130,6 @@ def _listed(
     taken: set[int] = set()
     buckets: list[list[Named]] = []
     for number, group in enumerate(groups):
-        members: list[Named] = []
         if not isinstance(group, list | tuple):
             raise ValueError(f"groups[{number}] must be a list of parameters, not {group!r}")
         for parameter in group:
@@ -145,8 +144,7 @@ def _listed(
             if key not in names:
                 raise ValueError(f"groups[{number}] lists {name} that the optimizer does not have")
             taken.add(key)
-            members.append((name, parameter))
-        buckets.extend(by_kind(members))
+        buckets.extend(by_kind([(names[id(parameter)], parameter) for parameter in group]))
     return buckets, [entry for entry in backwards if id(entry[1]) not in taken]
 
 
