@@ -129,9 +129,6 @@ class AdasumReducer(Reducer):
 
         return run
 
-    def finish(self, buffer: Tensor, size: int) -> None:
-        """Do nothing: Adasum is not divided by the number of ranks."""
-
 
 def _segments_of(operands: Operands) -> tuple[int, ...]:
     return (0, operands.numel) if operands.segments is None else tuple(operands.segments)
@@ -139,12 +136,14 @@ def _segments_of(operands: Operands) -> tuple[int, ...]:
 
 def _are_whole(operands: Operands, segments: tuple[int, ...]) -> bool:
     """Return whether this rank holds all of every segment that the pieces touch."""
+    if operands.sum_partials is not None:
+        return False
     for _, out, start in operands.pieces:
         if out.numel():
             first, last, _ = _clip(segments, start, out.numel())
             if (segments[first], segments[last]) != (start, start + out.numel()):
                 return False
-    return operands.sum_partials is None
+    return True
 
 
 def _clipped(operands: Operands, segments: tuple[int, ...]) -> Iterator[_ClippedPiece]:

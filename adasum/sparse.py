@@ -56,12 +56,10 @@ def sparse_all_reduce_async(
     rank = indices.new_full((len(indices), 1), group.rank)
     # Ranks compare names, and so compare the shape in it.
     name = f"{name or 'sparse'} {tuple(tensor.shape)}"
+    parts = {"indices": torch.cat([rank, indices], 1), "values": tensor.values()}
     works = [
         group.all_gather(part.contiguous(), name=f"{name}: {what}", async_op=True)
-        for what, part in (
-            ("indices", torch.cat([rank, indices], 1)),
-            ("values", tensor.values()),
-        )
+        for what, part in parts.items()
     ]
     return SparseHandle(works, partial(_add_entries, group.size, op, tensor))
 

@@ -117,16 +117,14 @@ class GradientMethod(DistributedMixin):
             ):
                 in_buffer.append((name, parameter))
             else:
-                others.append((name, parameter))
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                others.append((name, parameter.grad))
         if in_buffer:
             names, parameters = zip(*in_buffer, strict=True)
             fused = self._adasum_buffers.place(bucket, parameters)
             started.append(reducer.reduce_async(names, fused, bucket))
         if others:
-            for _, parameter in others:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-            names, parameters = zip(*others, strict=True)
-            gradients = [parameter.grad for parameter in parameters]
+            names, gradients = zip(*others, strict=True)
             started.append(reducer.reduce_async(names, gradients, f"{bucket}, others"))
         return started
