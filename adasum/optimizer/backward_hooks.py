@@ -69,7 +69,6 @@ class BackwardHooks:
         final: bool,
     ) -> None:
         self.passes = passes
-        self.synchronized = False
         self._start_bucket = start_bucket
         self._early = early
         self._final = final
@@ -79,10 +78,8 @@ class BackwardHooks:
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[Tensor, _Bucket] = {}
         self._hooked: set[Tensor] = set()
-        self._num_started = 0
         self._in_flight: list[Reduction] = []
-        self._done: list[Reduction] = []
-        self._callback_queued = False
+        self.restart()
         self.add(named, buckets)
 
     @property
@@ -122,7 +119,7 @@ class BackwardHooks:
         with self._lock:
             self._counts = dict.fromkeys(self._counts, 0)
             self._num_started = 0
-            self._done = []
+            self._done: list[Reduction] = []
             self.synchronized = False
             self._callback_queued = False
             self._hook_trainable()
@@ -139,9 +136,8 @@ class BackwardHooks:
             self._start_remaining(max_in_flight)
         self.wait()
         # Only now: how many buckets backward starts and waits for may differ between the ranks.
-        done, self._done = self._done, []
-        for reduction in done:
-            reduction.notify_observer()
+        while self._done:
+            self._done.pop(0).notify_observer()
         self.synchronized = True
 
     def wait(self) -> None:

@@ -237,8 +237,7 @@ def wrap(
         if settings.one_rank:
             return []
         target._densify(members)
-        started: list[Reduction] = target._start_bucket(members, name)
-        return started
+        return target._start_bucket(members, name)
 
     wrapper._adasum_hooks = BackwardHooks(
         named,
