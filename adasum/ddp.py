@@ -7,7 +7,7 @@ model.register_comm_hook(adasum.HookState(op=adasum.Adasum), adasum.ddp_hook)
 # No `from __future__ import annotations` here: torch compares a hook's annotations with classes.
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -93,10 +93,9 @@ class HookState:
         return collectives.from_process_group(given, timeout=self.timeout)
 
     def start(
-        self, buffer: Tensor, name: str, sizes: Iterable[int], op: Reducer | None = None
+        self, buffer: Tensor, name: str, segments: Sequence[int], op: Reducer | None = None
     ) -> PooledReduction:
-        """Start reducing a buffer of segments of these sizes in place, by `op` if it is given."""
-        segments = [0, *accumulate(sizes)]
+        """Start reducing a buffer of whole segments in place, by `op` where it is given."""
         return self._requests.start(
             self.group, buffer, op or self.op, self.algorithm, name, segments
         )
@@ -150,7 +149,7 @@ def ddp_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[Tenso
     if buffer.is_sparse:
         return _future_of(sparse_all_reduce_async(state.group, buffer, state.op, name).wait())
     gradients = bucket.gradients()
-    sizes = [gradient.numel() for gradient in gradients]
+    segments = [0, *accumulate(gradient.numel() for gradient in gradients)]
     # Not public, but the only way to ask whether backward is running.
     if torch._C._current_graph_task_id() == -1:
         # It is not: this rank has joined, and has nothing to do meanwhile.
@@ -158,14 +157,14 @@ def ddp_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[Tenso
             raise ValueError(
                 "observer: cannot be used under Join, where ranks stop having gradients"
             )
-        state.start(buffer, name, sizes).wait()
+        state.start(buffer, name, segments).wait()
         return _future_of(buffer)
 
     token: Any = None
     if state.observer is not None:
         names = [state.name_of(parameter) for parameter in bucket.parameters()]
         token = state.observer.before_reduction(names, gradients)
-    reduction = state.start(buffer, name, sizes)
+    reduction = state.start(buffer, name, segments)
 
     def finish() -> None:
         reduction.wait()

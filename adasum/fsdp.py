@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -110,15 +111,15 @@ class _Hook:
     def __call__(self, gradients: Tensor) -> None:
         # Padded with zeros to equal sizes on all shards: every shard has the same segments.
         parameters = [p for p in self.group.fsdp_params if p.sharded_param.requires_grad]
-        sizes = [p.padded_sharded_param_size.numel() for p in parameters]
-        if sum(sizes) != gradients.numel():
+        segments = [0, *accumulate(p.padded_sharded_param_size.numel() for p in parameters)]
+        if segments[-1] != gradients.numel():
             raise RuntimeError(
                 f"FSDP hands over {gradients.numel()} elements of gradients where the unit's "
-                f"parameters have {sum(sizes)}: some had no gradient, which this torch's FSDP "
+                f"parameters have {segments[-1]}: some had no gradient, which this torch's FSDP "
                 "cannot fill with zeros; leave them out of the unit or use a newer torch"
             )
         name = f"FSDP unit {parameters[0]._param_fqn}..."
-        self.state.start(gradients, name, sizes, self._operator()).wait()
+        self.state.start(gradients, name, segments, self._operator()).wait()
 
     def _operator(self) -> Reducer:
         op = self.state.op

@@ -129,6 +129,9 @@ class AdasumReducer(Reducer):
 
         return run
 
+    def finish(self, buffer: Tensor, size: int) -> None:
+        """Do nothing: Adasum is not divided by the number of ranks."""
+
 
 def _segments_of(operands: Operands) -> tuple[int, ...]:
     return (0, operands.numel) if operands.segments is None else tuple(operands.segments)
