@@ -31,7 +31,7 @@ class OptimizerOrderError(RuntimeError, AssertionError):
 StartBucket: TypeAlias = Callable[[Sequence[Named], str], Sequence[Reduction]]
 
 # The optimizers that reduce a parameter's gradient while backward runs.
-_owners: MutableMapping[Tensor, weakref.WeakSet[BackwardHooks]] = WeakIdKeyDictionary()
+_owners: MutableMapping[Tensor, list[weakref.ref[BackwardHooks]]] = WeakIdKeyDictionary()
 
 
 class _Bucket(NamedTuple):
@@ -182,13 +182,15 @@ class BackwardHooks:
         return [(n, p) for n, p in self.named if p.requires_grad and p not in self._hooked]
 
     def _hook_trainable(self) -> None:
+        me = weakref.ref(self)
         for _, parameter in self._late():
             self._hooked.add(parameter)
-            handle = parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self)))
+            handle = parameter.register_post_accumulate_grad_hook(_hook(me))
             # A hook must not keep a dropped optimizer alive, nor go on counting for it.
             weakref.finalize(self, handle.remove)
             if self._early:
-                _owners.setdefault(parameter, weakref.WeakSet()).add(self)
+                others = [other for other in _owners.get(parameter, ()) if other() is not None]
+                _owners[parameter] = [*others, me]
 
     def _complete(self, bucket: _Bucket) -> bool:
         # From the last, which backward most often reaches last: then one look tells.
@@ -211,7 +213,7 @@ class BackwardHooks:
                 self._queue_callback()
 
     def _refuse_sharing(self, parameter: Tensor) -> None:
-        if any(other is not self for other in _owners.get(parameter, ())):
+        if any(other() not in (None, self) for other in _owners.get(parameter, ())):
             raise OptimizerOrderError(
                 f"the gradient of {self._names[parameter]} would be reduced twice, by two "
                 "optimizers that DistributedOptimizer returned: give each its own parameters, or "
