@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import socket
@@ -22,14 +21,12 @@ from collectives.transport import (
     KINDS,
     ConnectionTransport,
     GlooTransport,
-    HybridTransport,
     NcclTransport,
     Transport,
     load_nccl,
-    open_connections,
     store_of,
 )
-from collectives.transport.byte_gathering import gather_bytes
+from collectives.transport.byte_gathering import gather_objects
 from kernels.cpu.dispatch import use_torch
 
 # What `BackendInfo.cpu_path` says where it is not torch.
@@ -77,32 +74,21 @@ def connect(gloo: GlooTransport, timeout: float, start: Description) -> Transpor
         return gloo
     negotiate_by_messages(start, gloo, "start-up", timeout, Workspace())
 
-    def gather(report: list[Any]) -> list[list[Any]]:
-        told = gather_bytes(json.dumps(report).encode(), gloo, "start-up", timeout)
-        return [json.loads(each) for each in told]
-
-    def gather_raw(data: bytes) -> list[bytes]:
-        return gather_bytes(data, gloo, "start-up", timeout)
-
     choice, store = start.options["transport"], store_of(gloo.process_group)
-    kinds, toward = _KINDS[choice], _host_of(store)
-    met = open_connections(gloo.rank, gloo.size, gather_raw, timeout, kinds=kinds, toward=toward)
-    peers = sorted(set(range(gloo.size)) - {gloo.rank})
-    unlinked = [peer for peer in peers if peer not in met.connections]
-    unshared = [p for p in peers if p in unlinked or not met.connections[p].shares_memory]
-    missing = gather([unlinked, unshared])
-    computing = gather([kernels.backend_info().cpu_path, _promised])
-    host: Transport = gloo
+    opened = ConnectionTransport.open(gloo, timeout, kinds=_KINDS[choice], toward=_host_of(store))
     with contextlib.ExitStack() as failed:
-        if any(len(ranks) < len(peers) for ranks, _ in missing):
-            # Also on a rank without connections: splitting must be the same work on all.
-            connections = ConnectionTransport(gloo.rank, gloo.size, *met)
-            failed.callback(connections.close)
-            host = HybridTransport(connections, gloo, kinds=kinds, toward=toward)
+        failed.callback(opened.close)
+        peers = {*range(gloo.size)} - {gloo.rank}
+        lacking = [sorted(peers - opened.connected_peers), sorted(peers - opened.memory_peers)]
+        missing = gather_objects(lacking, gloo, timeout)
         _check_demand(choice, missing)
-        _compute_alike(computing, gloo.rank)
+        computing = [kernels.backend_info().cpu_path, _promised]
+        _compute_alike(gather_objects(computing, gloo, timeout), gloo.rank)
+        # Also on a rank without connections: splitting must be the same work on all.
+        connected = any(len(ranks) < len(peers) for ranks, _ in missing)
+        host: Transport = opened if connected else gloo
         if choice == "nccl":
-            _check_gpus(gather(_gpu_report()))
+            _check_gpus(gather_objects(_gpu_report(), gloo, timeout))
             host = NcclTransport(host, store, timeout=timeout)
         failed.pop_all()
     return host

@@ -4,7 +4,6 @@ from collectives.transport.base import Message, Transport
 from collectives.transport.connections.connect import KINDS, open_connections
 from collectives.transport.connections.transport import ConnectionTransport
 from collectives.transport.gloo import GlooTransport
-from collectives.transport.hybrid import HybridTransport
 from collectives.transport.nccl.communicators import load_nccl
 from collectives.transport.nccl.transport import NcclTransport
 from collectives.transport.process_groups import store_of, subgroup
@@ -14,7 +13,6 @@ __all__ = [
     "KINDS",
     "ConnectionTransport",
     "GlooTransport",
-    "HybridTransport",
     "Message",
     "NcclTransport",
     "ThreadTransport",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -46,3 +49,9 @@ def gather_bytes(
         code,
     )
     return [piece.numpy().tobytes() for piece in pieces]
+
+
+def gather_objects(value: Any, transport: Transport, timeout: float) -> list[Any]:
+    """Return what every rank gives at start-up, by rank; it travels as JSON."""
+    told = gather_bytes(json.dumps(value).encode(), transport, "start-up", timeout)
+    return [json.loads(each) for each in told]

@@ -162,7 +162,7 @@ def check_join(group: Group) -> None:
 
 def check_messages(group: Group) -> None:
     """A call posts the messages of its schedule and no more."""
-    transport = getattr(group.transport, "_local", group.transport)
+    transport = group.transport
     exchange = transport.exchange
     steps: list[str] = []
 

@@ -56,17 +56,25 @@ _CACHE_LINE = 64
 class ShmConnection(Connection):
     """This rank's end. Messages of one direction arrive in the order in which they were posted.
 
-    sock: SOCK_SEQPACKET, connected to the peer. outgoing, incoming: the rings, RING_BYTES each.
+    Args:
+        peer: The other rank.
+        sock: SOCK_SEQPACKET, connected to it.
+        rings: Memory that both share, of 2 * RING_BYTES.
+        outgoing: Which half of it this rank writes; 1 on the one rank, 0 on the other.
+
+    Raises:
+        OSError: The system's sockets are too small.
     """
 
     shares_memory = True
 
-    def __init__(
-        self, peer: int, sock: socket.socket, outgoing: mmap.mmap, incoming: mmap.mmap
-    ) -> None:
+    def __init__(self, peer: int, sock: socket.socket, rings: mmap.mmap, *, outgoing: int) -> None:
         super().__init__(peer, sock)
-        self._outgoing = np.frombuffer(outgoing, np.uint8)
-        self._incoming = np.frombuffer(incoming, np.uint8)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
+        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) < SOCKET_BYTES:
+            raise OSError("net.core.wmem_max is too small for a connection")
+        halves = np.frombuffer(rings, np.uint8).reshape(2, RING_BYTES)
+        self._outgoing, self._incoming = halves[outgoing], halves[1 - outgoing]
         self._record = bytearray(_HEADER.size + INLINE_BYTES)
         self._inline = np.frombuffer(self._record, np.uint8)[_HEADER.size :]
         # Pieces that came before a receive was posted: code, length, inline data if any.

@@ -21,7 +21,9 @@ from collectives import CollectiveTimeoutError, TransportError
 from collectives.execution.context import CallContext, Workspace
 from collectives.execution.phases import Phase
 from collectives.execution.vendor import Libraries
-from collectives.transport import GlooTransport, HybridTransport, Message, process_groups
+from collectives.transport import ConnectionTransport, GlooTransport, Message, process_groups
+from collectives.transport.connections.connect import Opened
+from collectives.transport.connections.connection import Connection
 from collectives.transport.nccl import pending, torch_nccl
 from collectives.transport.nccl.torch_nccl import TorchNccl
 from tests.fakes.fake_cuda import FakeCuda, FakeEvent, FakeGraph, FakeStream, device_tensor
@@ -206,15 +208,28 @@ def test_a_group_of_gloo_alone_has_no_nccl(monkeypatch: pytest.MonkeyPatch) -> N
     assert not hasattr(group, "_get_backend")
 
 
+class Told(Connection):
+    """One that keeps what its peer would be told."""
+
+    def __init__(self, told: list[str]) -> None:
+        self._told = told
+
+    def send_farewell(self, text: str) -> bool:
+        self._told.append(text)
+        return True
+
+    def close(self) -> None:
+        return
+
+    _transmit = _pull = _drop = close  # type: ignore[assignment]
+
+
 def test_cuda_messages_of_a_mixed_transport_are_deferred(
     fake: FakeTorch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Through the transport that ranks of one host have, with connections for CPU tensors."""
     gloo, _ = _transport(fake, monkeypatch, owned=False)
-    connections = SimpleNamespace(
-        peers={1}, memory_peers=set(), carries_codes=False, abort=lambda reason: None
-    )
-    mixed = HybridTransport(connections, gloo)  # type: ignore[arg-type]
+    mixed = ConnectionTransport(gloo, Opened({1: Told([])}, None))
     message = Message(1, device_tensor(torch.zeros(3)))
     # DeviceTensor says its device alone: what it is, too, the transport asks a connection for.
     monkeypatch.setattr(type(message.tensor), "is_cpu", False, raising=False)
@@ -284,9 +299,7 @@ def test_what_another_error_leaves_under_way_is_ended(
     """Through the transport that ranks of one host have; not where it has come meanwhile."""
     gloo, _ = _transport(fake, monkeypatch, owned=False)
     told: list[str] = []
-    mixed = HybridTransport(
-        SimpleNamespace(peers={1}, memory_peers=set(), carries_codes=False, abort=told.append), gloo
-    )  # type: ignore[arg-type]
+    mixed = ConnectionTransport(gloo, Opened({1: Told(told)}, None))
     got = full(0.0)
     monkeypatch.setattr(type(got), "is_cpu", False, raising=False)
 

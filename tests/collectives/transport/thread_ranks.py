@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from collectives.transport import ConnectionTransport, Message, open_connections
+from collectives.transport import ConnectionTransport, Message, ThreadWorld, open_connections
 
 TIMEOUT = 20.0
 NO_MEMFD = pytest.mark.skipif(
@@ -30,21 +31,22 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
 def connect(
     size: int, unwilling: tuple[int, ...] = (), kinds: tuple[str, ...] = ("shm",)
 ) -> list[ConnectionTransport]:
-    """The ranks' transports, found as processes find each other."""
-    said = [b""] * size
+    """The ranks' transports, found as processes find each other; threads' where there is none."""
+    world = ThreadWorld(size)
+    said = [""] * size
     barrier = threading.Barrier(size, timeout=TIMEOUT)
 
     def find(rank: int) -> ConnectionTransport:
-        def gather(data: bytes) -> list[bytes]:
-            said[rank] = data
+        def gather(value: Any) -> list[Any]:
+            said[rank] = json.dumps(value)
             barrier.wait()
-            everything = list(said)
+            everything = [json.loads(each) for each in said]
             barrier.wait()
             return everything
 
         offered = () if rank in unwilling else kinds
-        met = open_connections(rank, size, gather, TIMEOUT, kinds=offered)
-        return ConnectionTransport(rank, size, *met)
+        opened = open_connections(rank, size, gather, TIMEOUT, kinds=offered)
+        return ConnectionTransport(world.transport(rank), opened)
 
     return together(*(lambda rank=rank: find(rank) for rank in range(size)))
 
