@@ -15,12 +15,57 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from collectives.errors import CollectiveTimeoutError, TransportError
+from collectives.bootstrap.launchers import backend
+from collectives.errors import CollectiveError, CollectiveTimeoutError, TransportError
 from collectives.transport.process_groups import first_line
 
 # Seconds for a thread to leave torch's code, where torch takes longer than it was given: it may
 # lose a connection that it waited on, pause, and try another one for the whole time.
 _LEAVE = 5.0
+# The address of the store that this process has opened, and the store.
+_opened: tuple[str, dist.Store] | None = None
+
+
+def start_torch_distributed(timeout: float) -> None:
+    """Start torch.distributed from the environment, any number of times in one process.
+
+    Raises:
+        CollectiveTimeoutError: Ranks, or the store, do not answer in time.
+        TransportError: Rank 0's port is taken.
+    """
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    # Enough for torch to give up by itself, and to say more about it.
+    bounded(lambda: _start(rank, size, timeout), rank, timeout + 3.0)
+
+
+def _start(rank: int, size: int, timeout: float) -> None:
+    """Start it, by a store that outlives a shutdown.
+
+    On a new store at the old port, a quick rank could find the old one. Each start has its own part
+    of the store. Another address or port opens another store.
+    """
+    global _opened
+    deadline = time.monotonic() + timeout
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    if _opened is None or _opened[0] != address:
+        _opened = address, open_store(rank, timeout)
+    try:
+        dist.init_process_group(
+            backend(size),
+            store=wait_for_ranks(_opened[1], rank, size, deadline - time.monotonic()),
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=timeout),
+        )
+    except RuntimeError as error:
+        # Rank 0 lets go of the port, too.
+        _opened = None
+        if isinstance(error, CollectiveError):
+            raise
+        others = ", ".join(f"rank {peer}" for peer in range(size) if peer != rank)
+        raise CollectiveTimeoutError(
+            f"rank {rank} could not connect to all of {others}: {first_line(error)}"
+        ) from error
 
 
 def open_store(rank: int, timeout: float) -> dist.Store:
