@@ -22,7 +22,8 @@ from collectives.consistency.description import Description
 from collectives.errors import CollectiveTimeoutError
 from collectives.group import Group
 from collectives.schedules.topology import Topology
-from collectives.transport import GlooTransport, ThreadWorld, subgroup
+from collectives.transport import GlooTransport, ThreadWorld
+from collectives.transport.process_groups import subgroup
 
 T = TypeVar("T")
 

@@ -10,7 +10,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -84,19 +83,16 @@ def open_store(rank: int, timeout: float) -> dist.Store:
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     address = f"{host}:{port}"
-    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    keeps = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        if agents or rank != 0:
-            _await(lambda left: socket.create_connection((host, port), left).close(), timeout)
-        else:
+        if keeps:
             _await(lambda left: socket.getaddrinfo(host, port), timeout)
-        if agents:
-            store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
-            return store
+        else:
+            _await(lambda left: socket.create_connection((host, port), left).close(), timeout)
         return dist.TCPStore(
             host,
             port,
-            is_master=rank == 0,
+            is_master=keeps,
             timeout=timedelta(seconds=timeout),
             wait_for_workers=False,
             # As torch's own, so that torch can open one there, too.
@@ -141,19 +137,19 @@ def bounded(start: Callable[[], None], rank: int, timeout: float) -> None:
     wait has timed out, for the store to note that: both where the store's process was stopped, the
     first also where something else has its port.
     """
-    future: Future[None] = Future()
+    errors: list[BaseException] = []
 
     def run() -> None:
         try:
             start()
-            future.set_result(None)
-        except BaseException as error:  # noqa: BLE001 - raised by result()
-            future.set_exception(error)
+        except BaseException as error:  # noqa: BLE001 - raised below
+            errors.append(error)
 
     # Not a pool's, which the interpreter would wait for at exit.
     thread = threading.Thread(target=run, name="collectives-start", daemon=True)
     thread.start()
-    if not wait([future], timeout).done:
+    thread.join(timeout)
+    if thread.is_alive():
         # An interpreter aborts where a thread leaves torch's code while it ends.
         atexit.register(thread.join, _LEAVE)
         raise CollectiveTimeoutError(
@@ -161,8 +157,8 @@ def bounded(start: Callable[[], None], rank: int, timeout: float) -> None:
             f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} is not the store that rank 0 "
             "or torchrun keeps, or that has stopped"
         )
-    thread.join(_LEAVE)
-    future.result()
+    if errors:
+        raise errors[0]
 
 
 def wait_for_ranks(store: dist.Store, rank: int, size: int, timeout: float) -> dist.Store:

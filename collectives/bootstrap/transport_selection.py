@@ -18,15 +18,15 @@ from collectives.consistency.messages import negotiate_by_messages
 from collectives.errors import TransportError
 from collectives.execution.context import Workspace
 from collectives.transport import (
-    KINDS,
     ConnectionTransport,
     GlooTransport,
     NcclTransport,
     Transport,
     load_nccl,
-    store_of,
 )
 from collectives.transport.byte_gathering import gather_objects
+from collectives.transport.connections.connect import KINDS
+from collectives.transport.process_groups import store_of
 from kernels.cpu.dispatch import use_torch
 
 # What `BackendInfo.cpu_path` says where it is not torch.
@@ -35,13 +35,7 @@ _COMPILED = "compiled"
 _promised = False
 _logger = logging.getLogger(__name__)
 # The connections that ranks make for each choice.
-_KINDS = {
-    "auto": KINDS,
-    "gloo": (),
-    "shm": ("shm",),
-    "tcp": ("tcp",),
-    "nccl": KINDS,
-}
+_KINDS = {"auto": KINDS, "gloo": (), "shm": ("shm",), "tcp": ("tcp",), "nccl": KINDS}
 
 
 def transport_choice(transport: str | None) -> str:

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from collectives import CollectiveTimeoutError
-from collectives.transport import open_connections
 from collectives.transport.connections import address, listener
+from collectives.transport.connections.connect import open_connections
 from collectives.transport.connections.tcp import LINE_BYTES
 from collectives.transport.connections.tcp_listener import TcpListener, find_address
 from tests.collectives.transport.thread_ranks import (

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from collectives.transport import ConnectionTransport, Message, ThreadWorld, open_connections
+from collectives.transport import ConnectionTransport, Message, ThreadWorld
+from collectives.transport.connections.connect import open_connections
 
 TIMEOUT = 20.0
 NO_MEMFD = pytest.mark.skipif(
