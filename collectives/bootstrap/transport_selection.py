@@ -69,7 +69,7 @@ def connect(gloo: GlooTransport, timeout: float, start: Description) -> Transpor
     negotiate_by_messages(start, gloo, "start-up", timeout, Workspace())
 
     choice, store = start.options["transport"], store_of(gloo.process_group)
-    opened = ConnectionTransport.open(gloo, timeout, kinds=_KINDS[choice], toward=_host_of(store))
+    opened = ConnectionTransport(gloo, timeout, kinds=_KINDS[choice], toward=_host_of(store))
     with contextlib.ExitStack() as failed:
         failed.callback(opened.close)
         peers = {*range(gloo.size)} - {gloo.rank}

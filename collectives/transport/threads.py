@@ -173,9 +173,10 @@ class ThreadTransport(Transport):
 
 def _memory(nbytes: int) -> mmap.mmap:
     """Return zeros that threads share; pages that nothing is written to take no memory."""
+    if sys.platform != "linux":
+        return mmap.mmap(-1, nbytes)
     # Linux else refuses more than the machine has, which a few hundred ranks' buffers would be.
-    flags = _NORESERVE if sys.platform == "linux" else 0
-    return mmap.mmap(-1, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | flags)
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _NORESERVE)
 
 
 def _record(tensor: torch.Tensor) -> torch.cuda.Event | None:

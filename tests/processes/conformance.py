@@ -287,9 +287,7 @@ def pretend_two_hosts(timeout: float = 60.0, between: str = "gloo") -> Group:
 
     near = range(rank % 2, size, 2)
     kinds = ("shm",) if between == "gloo" else ("shm", between)
-    opened = ConnectionTransport.open(
-        transport, timeout, kinds=kinds, toward="localhost", near=near
-    )
+    opened = ConnectionTransport(transport, timeout, kinds=kinds, near=near)
     connected = opened.connected_peers
     assert len(connected) == (len(near) if between == "gloo" else size) - 1
     assert opened.memory_peers == {*near} - {rank} and opened.symmetric_memory is None

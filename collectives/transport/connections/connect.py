@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from collections.abc import Collection
+from typing import Any
 
+from collectives.transport.base import Transport
+from collectives.transport.byte_gathering import gather_objects
 from collectives.transport.connections.connection import Connection
 from collectives.transport.connections.listener import Listener
 from collectives.transport.connections.shm_listener import ShmListener
@@ -15,44 +17,35 @@ from collectives.transport.connections.tcp_listener import TcpListener, find_add
 KINDS = ("shm", "tcp")
 
 
-class Opened(NamedTuple):
-    """What a rank has opened.
-
-    Attributes:
-        connections: By peer.
-        memory: Zeros that all ranks of the group share, on every rank or on none: where all have
-            connections through memory to all, and the system gave it.
-    """
-
-    connections: dict[int, Connection]
-    memory: memoryview | None
-
-
 def open_connections(
-    rank: int,
-    size: int,
-    gather: Callable[[Any], list[Any]],
+    other: Transport,
     timeout: float,
     *,
     kinds: Collection[str] = KINDS,
     toward: str = "localhost",
     near: Collection[int] | None = None,
-) -> Opened:
+) -> tuple[dict[int, Connection], memoryview | None]:
     """Open a connection to every rank, of the best kind that both offer and that works.
 
     A collective. Both ranks of a pair get a connection, or neither does: where the system refuses
     sockets, memory or descriptors, there is none.
 
     Args:
-        rank: This rank.
-        size: How many ranks there are.
-        gather: Returns what every rank gives, for JSON, by rank. Every rank calls it four times,
-            whatever fails.
+        other: A transport between the ranks, over which they tell each other how to connect.
         timeout: Seconds that a peer's answer may take.
         kinds: What this rank offers.
         toward: A host that all ranks know (`find_address`).
         near: The ranks to share memory with, symmetrically; all unless given.
+
+    Returns:
+        The connections by peer; and zeros that all ranks share, on every rank or on none: where all
+        have connections through memory to all, and the system gave it.
     """
+
+    def gather(value: Any) -> list[Any]:
+        return gather_objects(value, other, timeout)
+
+    rank, size = other.rank, other.size
     host = find_address(toward if "tcp" in kinds else None, gather)
     connections: dict[int, Connection] = {}
     with contextlib.ExitStack() as stack, contextlib.ExitStack() as failed:
@@ -86,7 +79,7 @@ def open_connections(
         failed.pop_all()
     everywhere = all(has and len(peers) == size - 1 for peers, has in reports)
     shared = memoryview(memory) if memory is not None and everywhere else None
-    return Opened(dict(sorted(connections.items())), shared)
+    return dict(sorted(connections.items())), shared
 
 
 def _close_all(connections: dict[int, Connection]) -> None:

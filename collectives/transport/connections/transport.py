@@ -18,8 +18,7 @@ import torch
 
 from collectives.errors import CollectiveTimeoutError, TransportError, describe
 from collectives.transport.base import Message, Messages, Transport, as_bytes
-from collectives.transport.byte_gathering import gather_objects
-from collectives.transport.connections.connect import KINDS, Opened, open_connections
+from collectives.transport.connections.connect import KINDS, open_connections
 from collectives.transport.connections.connection import Connection, PeerGone
 from collectives.transport.shared_memory.symmetric_memory import RanksDiffer, SymmetricMemory
 
@@ -34,6 +33,8 @@ _FAREWELL_SECONDS = 0.5
 class ConnectionTransport(Transport):
     """Point-to-point messages over connections, where there are any; all others through `other`.
 
+    Making one is a collective of all ranks of `other`.
+
     One exchange may use both: first `other`, then connections. That cannot deadlock, because every
     rank does it in this order and neither waits for the other.
 
@@ -42,9 +43,10 @@ class ConnectionTransport(Transport):
 
     Args:
         other: A transport between all ranks.
-        opened: The connections, and what the symmetric memory of all ranks lies in.
-        kinds: As `open_connections` takes them, where this transport is split.
+        timeout: Seconds that a peer's answer may take.
+        kinds: As `open_connections` takes them.
         toward: Likewise.
+        near: Likewise.
 
     Attributes:
         connected_peers: The ranks to which there is a connection.
@@ -56,53 +58,33 @@ class ConnectionTransport(Transport):
     def __init__(
         self,
         other: Transport,
-        opened: Opened,
+        timeout: float,
         *,
         kinds: Collection[str] = KINDS,
         toward: str = "localhost",
+        near: Collection[int] | None = None,
     ) -> None:
-        connections, memory = opened
         self.rank = other.rank
         self.size = other.size
         self.process_group = other.process_group
         self.device = other.device
-        self.connected_peers = frozenset(connections)
-        self.memory_peers = frozenset(
-            peer for peer, each in connections.items() if each.shares_memory
-        )
-        self.carries_codes = len(connections) == self.size - 1
         self._other = other
-        self._connections = connections
         self._kinds = tuple(kinds)
         self._toward = toward
         self._unusable = ""
+        self._connections, memory = open_connections(
+            other, timeout, kinds=kinds if self.size > 1 else (), toward=toward, near=near
+        )
+        self.connected_peers = frozenset(self._connections)
+        self.memory_peers = frozenset(
+            peer for peer, each in self._connections.items() if each.shares_memory
+        )
+        self.carries_codes = len(self._connections) == self.size - 1
         if memory is not None:
             self.symmetric_memory = SymmetricMemory(
                 memory, self.rank, self.size, self, cores=_cores()
             )
         _transports.add(self)
-
-    @classmethod
-    def open(
-        cls,
-        other: Transport,
-        timeout: float,
-        *,
-        kinds: Collection[str],
-        toward: str,
-        near: Collection[int] | None = None,
-    ) -> ConnectionTransport:
-        """Open what connections the ranks of `other` can have: `open_connections`."""
-        opened = open_connections(
-            other.rank,
-            other.size,
-            lambda value: gather_objects(value, other, timeout),
-            timeout,
-            kinds=kinds if other.size > 1 else (),
-            toward=toward,
-            near=near,
-        )
-        return cls(other, opened, kinds=kinds, toward=toward)
 
     def __repr__(self) -> str:
         shared, connected = len(self.memory_peers), len(self.connected_peers)
@@ -212,7 +194,9 @@ class ConnectionTransport(Transport):
         """Open new connections, of the same kinds as here, and split `other`."""
         near = [new for new, old in enumerate(ranks) if old in self.memory_peers]
         other = self._other.split(ranks, timeout)
-        return self.open(other, timeout, kinds=self._kinds, toward=self._toward, near=near)
+        return ConnectionTransport(
+            other, timeout, kinds=self._kinds, toward=self._toward, near=near
+        )
 
     def abort(self, reason: str) -> None:
         """Close every connection and tell the peers why."""

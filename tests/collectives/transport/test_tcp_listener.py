@@ -6,7 +6,6 @@ import contextlib
 import gc
 import os
 import socket
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 import torch
 
 from collectives import CollectiveTimeoutError
+from collectives.transport import ThreadTransport, ThreadWorld
 from collectives.transport.connections import address, listener
 from collectives.transport.connections.connect import open_connections
 from collectives.transport.connections.tcp import LINE_BYTES
@@ -60,21 +60,21 @@ def test_nothing_is_left_open_where_a_rank_ends_in_between(kind: str, last: int)
     """A rank that dies in between ends the others' start: the error may be kept, no socket is."""
     gc.collect()
     before = sockets()
-    said: list[list[Any]] = [[None] * 2 for _ in range(4)]
-    barriers = [threading.Barrier(2, timeout=TIMEOUT) for _ in range(4)]
+    world = ThreadWorld(2)
+
+    class Ending(ThreadTransport):
+        """Ends with what the ranks tell each other in two exchanges each time."""
+
+        exchanges = 0
+
+        def exchange(self, *arguments: Any, **options: Any) -> None:
+            super().exchange(*arguments, **options)
+            self.exchanges += 1
+            if self.exchanges == 2 * (last + 1):
+                raise CollectiveTimeoutError("gone")
 
     def connect_until(rank: int) -> None:
-        times = iter(range(4))
-
-        def gather(value: Any) -> list[Any]:
-            number = next(times)
-            said[number][rank] = value
-            barriers[number].wait()
-            if number == last:
-                raise CollectiveTimeoutError("gone")
-            return said[number]
-
-        open_connections(rank, 2, gather, TIMEOUT, kinds=(kind,))
+        open_connections(Ending(world, rank), TIMEOUT, kinds=(kind,))
 
     errors = []
     with ThreadPoolExecutor(2) as pool:

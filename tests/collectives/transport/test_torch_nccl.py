@@ -22,7 +22,7 @@ from collectives.execution.context import CallContext, Workspace
 from collectives.execution.phases import Phase
 from collectives.execution.vendor import Libraries
 from collectives.transport import ConnectionTransport, GlooTransport, Message, process_groups
-from collectives.transport.connections.connect import Opened
+from collectives.transport.connections import transport as connections
 from collectives.transport.connections.connection import Connection
 from collectives.transport.nccl import pending, torch_nccl
 from collectives.transport.nccl.torch_nccl import TorchNccl
@@ -224,12 +224,21 @@ class Told(Connection):
     _transmit = _pull = _drop = close  # type: ignore[assignment]
 
 
+def _connected(
+    gloo: GlooTransport, monkeypatch: pytest.MonkeyPatch, told: list[str]
+) -> ConnectionTransport:
+    """The transport that ranks of one host have, with one connection."""
+    opened = {1: Told(told)}, None
+    monkeypatch.setattr(connections, "open_connections", lambda *_, **__: opened)
+    return ConnectionTransport(gloo, TIMEOUT)
+
+
 def test_cuda_messages_of_a_mixed_transport_are_deferred(
     fake: FakeTorch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Through the transport that ranks of one host have, with connections for CPU tensors."""
     gloo, _ = _transport(fake, monkeypatch, owned=False)
-    mixed = ConnectionTransport(gloo, Opened({1: Told([])}, None))
+    mixed = _connected(gloo, monkeypatch, [])
     message = Message(1, device_tensor(torch.zeros(3)))
     # DeviceTensor says its device alone: what it is, too, the transport asks a connection for.
     monkeypatch.setattr(type(message.tensor), "is_cpu", False, raising=False)
@@ -299,7 +308,7 @@ def test_what_another_error_leaves_under_way_is_ended(
     """Through the transport that ranks of one host have; not where it has come meanwhile."""
     gloo, _ = _transport(fake, monkeypatch, owned=False)
     told: list[str] = []
-    mixed = ConnectionTransport(gloo, Opened({1: Told(told)}, None))
+    mixed = _connected(gloo, monkeypatch, told)
     got = full(0.0)
     monkeypatch.setattr(type(got), "is_cpu", False, raising=False)
 

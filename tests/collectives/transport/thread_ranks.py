@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,7 +11,6 @@ import pytest
 import torch
 
 from collectives.transport import ConnectionTransport, Message, ThreadWorld
-from collectives.transport.connections.connect import open_connections
 
 TIMEOUT = 20.0
 NO_MEMFD = pytest.mark.skipif(
@@ -34,20 +31,10 @@ def connect(
 ) -> list[ConnectionTransport]:
     """The ranks' transports, found as processes find each other; threads' where there is none."""
     world = ThreadWorld(size)
-    said = [""] * size
-    barrier = threading.Barrier(size, timeout=TIMEOUT)
 
     def find(rank: int) -> ConnectionTransport:
-        def gather(value: Any) -> list[Any]:
-            said[rank] = json.dumps(value)
-            barrier.wait()
-            everything = [json.loads(each) for each in said]
-            barrier.wait()
-            return everything
-
         offered = () if rank in unwilling else kinds
-        opened = open_connections(rank, size, gather, TIMEOUT, kinds=offered)
-        return ConnectionTransport(world.transport(rank), opened)
+        return ConnectionTransport(world.transport(rank), TIMEOUT, kinds=offered)
 
     return together(*(lambda rank=rank: find(rank) for rank in range(size)))
 
