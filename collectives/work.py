@@ -98,9 +98,7 @@ class Work:
                     current.enter_context(torch.cuda.stream(stream))
                 self._result = call()
                 for stream in streams:
-                    event = torch.cuda.Event()
-                    event.record(stream)
-                    self._events.append((stream.device, event))
+                    self._events.append((stream.device, stream.record_event()))
             except BaseException as error:  # noqa: BLE001 - wait() raises it
                 self._error = error
             finally:
@@ -202,21 +200,26 @@ class Worker:
             TransportError: After `close`.
             RuntimeError: The system has no thread left; nothing was queued.
         """
-        lanes: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
+        # The streams, one a device, with an event behind the caller's work so far.
+        before: dict[torch.cuda.Stream, torch.cuda.Event] = {}
         for tensor in _on_cuda(tensors):
-            if tensor.device not in lanes:
-                lanes[tensor.device] = self._lane(tensor.device)
+            device = tensor.device
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream(device)
+            stream = self._streams[device]
+            if stream not in before:
+                before[stream] = torch.cuda.current_stream(device).record_event()
             # The caller may let go of it before the stream is done with it.
-            tensor.record_stream(lanes[tensor.device][0])
+            tensor.record_stream(stream)
 
         def behind_the_caller() -> Any:
-            for stream, before in lanes.values():
-                stream.wait_event(before)
+            for stream, event in before.items():
+                stream.wait_event(event)
             return function()
 
         with self._lock:
             self._start_thread()
-            work = self._queue(behind_the_caller, [stream for stream, _ in lanes.values()])
+            work = self._queue(behind_the_caller, [*before])
         self._wake.set()
         return work
 
@@ -255,14 +258,6 @@ class Worker:
             )
             thread.start()
             self._thread = thread
-
-    def _lane(self, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Event]:
-        """Return the stream for a device, and an event behind the caller's work so far."""
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        before = torch.cuda.Event()
-        before.record(torch.cuda.current_stream(device))
-        return self._streams[device], before
 
     def _loop(self, threads: int) -> None:
         """Run the jobs, until the worker is closed and none is left.

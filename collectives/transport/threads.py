@@ -183,6 +183,4 @@ def _record(tensor: torch.Tensor) -> torch.cuda.Event | None:
     """Record an event behind the work queued so far on a CUDA tensor; None on the CPU."""
     if tensor.device.type != "cuda":
         return None
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(tensor.device))
-    return event
+    return torch.cuda.current_stream(tensor.device).record_event()

@@ -227,9 +227,7 @@ class NcclTransport(Transport):
             posted = Posted(cuda.Event(), peers, step, timeout)
             caller = cuda.current_stream(self.device)
             capturing = cuda.is_current_stream_capturing()
-            before = cuda.Event()
-            before.record(caller)
-            self._stream.wait_event(before)
+            self._stream.wait_event(caller.record_event())
             if not capturing:
                 # In a graph the order of the streams alone keeps memory from being used again.
                 for tensor in tensors:
