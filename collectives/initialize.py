@@ -75,8 +75,8 @@ def init(
         TransportError: `transport` is not available. Raised on all ranks.
     """
     global _group
-    if (known := _open_group()) is not None:
-        return known
+    if (group := _open_group()) is not None:
+        return group
     validation.timeout(timeout)
     options = {"transport": transport_choice(transport), "calibrate": calibrate}
     # What it raises, and the second it may take, come before anybody waits.
@@ -87,7 +87,6 @@ def init(
     if gloo is None:
         _group = Group(ThreadWorld(1).transport(0), timeout=timeout, local_rank=0, local_size=1)
         return _group
-    group: Group | None = None
     try:
         group = _over_gloo(gloo, timeout, Description("init", options=options))
         if calibrate and group.size > 1:
@@ -165,19 +164,19 @@ def from_process_group(process_group: dist.ProcessGroup, *, timeout: float = 300
         raise RuntimeError("torch.distributed is not initialised: call init_process_group first")
     _check_process_group(process_group)
     validation.timeout(timeout)
-    known = _adopted.get(process_group)
-    if known is None or known.closed:
+    group = _adopted.get(process_group)
+    if group is None or group.closed:
         # What these raise comes before anybody waits.
         choice = transport_choice(None)
         kernels.backend_info()
         ranks = range(dist.get_world_size(process_group))
         own = subgroup(process_group, ranks, backend(dist.get_world_size()), timeout)
         start = Description("from_process_group", options={"transport": choice})
-        known = _over_gloo(GlooTransport(own, owned=True), timeout, start)
+        group = _over_gloo(GlooTransport(own, owned=True), timeout, start)
         if not _adopted:
             atexit.register(_close_adopted)
-        _adopted[process_group] = known
-    return known
+        _adopted[process_group] = group
+    return group
 
 
 def _close_adopted() -> None:

@@ -7,7 +7,6 @@ import hashlib
 import os
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,7 +15,7 @@ import torch.distributed as dist
 
 from collectives.bootstrap.launchers import backend
 from collectives.errors import CollectiveError, CollectiveTimeoutError, TransportError
-from collectives.transport.process_groups import first_line
+from collectives.transport.process_groups import first_line, run_beside
 
 # Seconds for a thread to leave torch's code, where torch takes longer than it was given: it may
 # lose a connection that it waited on, pause, and try another one for the whole time.
@@ -33,7 +32,7 @@ def start_torch_distributed(timeout: float) -> None:
         TransportError: Rank 0's port is taken.
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    # Enough for torch to give up by itself, and to say more about it.
+    # Enough for torch to end by itself, and to say more about it.
     bounded(lambda: _start(rank, size, timeout), rank, timeout + 3.0)
 
 
@@ -137,18 +136,7 @@ def bounded(start: Callable[[], None], rank: int, timeout: float) -> None:
     wait has timed out, for the store to note that: both where the store's process was stopped, the
     first also where something else has its port.
     """
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            start()
-        except BaseException as error:  # noqa: BLE001 - raised below
-            errors.append(error)
-
-    # Not a pool's, which the interpreter would wait for at exit.
-    thread = threading.Thread(target=run, name="collectives-start", daemon=True)
-    thread.start()
-    thread.join(timeout)
+    thread, errors = run_beside(start, "collectives-start", timeout)
     if thread.is_alive():
         # An interpreter aborts where a thread leaves torch's code while it ends.
         atexit.register(thread.join, _LEAVE)

@@ -117,10 +117,10 @@ def _compute_alike(ranks: Sequence[Sequence[Any]], rank: int) -> None:
 
 def _check_demand(choice: str, missing: Sequence[Sequence[list[int]]]) -> None:
     """missing: with which ranks every rank has no connection, and with which no memory."""
-    for rank, (unlinked, unshared) in enumerate(missing):
-        if choice == "tcp" and unlinked:
+    for rank, (unreached, unshared) in enumerate(missing):
+        if choice == "tcp" and unreached:
             raise TransportError(
-                f'transport="tcp": rank {rank} has no connection to ranks {unlinked}: the network '
+                f'transport="tcp": rank {rank} has no connection to ranks {unreached}: the network '
                 "refused it (GLOO_SOCKET_IFNAME names the interface to use); "
                 'transport="auto" uses gloo there'
             )

@@ -13,7 +13,6 @@ from collectives.transport.connections.listener import Listener
 from collectives.transport.connections.shm_listener import ShmListener
 from collectives.transport.connections.tcp_listener import TcpListener, find_address
 
-# The better one first.
 KINDS = ("shm", "tcp")
 
 
@@ -50,13 +49,7 @@ def open_connections(
     connections: dict[int, Connection] = {}
     with contextlib.ExitStack() as stack, contextlib.ExitStack() as failed:
         failed.callback(_close_all, connections)
-        listeners: dict[str, Listener] = {}
-        if "shm" in kinds:
-            with contextlib.suppress(OSError):
-                listeners["shm"] = ShmListener(rank, size, stack)
-        if "tcp" in kinds and host is not None:
-            with contextlib.suppress(OSError):
-                listeners["tcp"] = TcpListener(rank, host, stack)
+        listeners = _listen(rank, size, kinds, host, stack)
         offers = gather({kind: listener.offer for kind, listener in listeners.items()})
         connected = []
         for peer in range(rank):
@@ -80,6 +73,20 @@ def open_connections(
     everywhere = all(has and len(peers) == size - 1 for peers, has in reports)
     shared = memoryview(memory) if memory is not None and everywhere else None
     return dict(sorted(connections.items())), shared
+
+
+def _listen(
+    rank: int, size: int, kinds: Collection[str], host: str | None, stack: contextlib.ExitStack
+) -> dict[str, Listener]:
+    """Return what this rank offers of `kinds`, the better one first; it ends with the stack."""
+    listeners: dict[str, Listener] = {}
+    if "shm" in kinds:
+        with contextlib.suppress(OSError):
+            listeners["shm"] = ShmListener(rank, size, stack)
+    if "tcp" in kinds and host is not None:
+        with contextlib.suppress(OSError):
+            listeners["tcp"] = TcpListener(rank, host, stack)
+    return listeners
 
 
 def _close_all(connections: dict[int, Connection]) -> None:

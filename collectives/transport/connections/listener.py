@@ -64,7 +64,7 @@ class Listener(ABC):
         if offer[0] != self.FORMAT:
             raise OSError(f"rank {peer} speaks {offer[0]}, this one {self.FORMAT}")
         _, address, secret = offer
-        # The others, who wait for this rank, do not give up before it does.
+        # The others, who wait for this rank, wait longer than it does.
         left = min(_CONNECT_SECONDS, timeout / 2) - self._spent
         if left <= 0:
             raise TimeoutError("too many ranks did not answer")

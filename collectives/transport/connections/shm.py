@@ -219,7 +219,7 @@ def _slot(ring: Bytes, number: int, length: int) -> Bytes:
 def _copy(target: Bytes, source: Bytes) -> None:
     """Copy bytes by memmove, except where the processor would take ten times as long for it.
 
-    Zen 4's string instruction does where the target's place in its page is a few bytes behind the
+    Zen 4's string instruction does where the target's offset in its page is a few bytes behind the
     source's, as it can be with pieces of odd lengths (glibc bug 30994); torch's loop does not.
     """
     behind = (target.ctypes.data - source.ctypes.data) % mmap.PAGESIZE

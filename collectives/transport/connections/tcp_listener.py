@@ -28,7 +28,7 @@ class TcpListener(Listener):
 
     def __init__(self, rank: int, host: str, stack: contextlib.ExitStack) -> None:
         if not hasattr(socket.socket, "recvmsg_into"):
-            raise OSError("this system's sockets cannot receive into several places")
+            raise OSError("this system's sockets cannot receive into several buffers")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listening = stack.enter_context(
             socket.create_server((host, 0), family=family, backlog=socket.SOMAXCONN)

@@ -167,7 +167,7 @@ class Communicators:
         """End all communicators and what they have under way; returns within 3 s.
 
         An abort waits for other ranks of the host to abort too, and some never will; it may also
-        meet the thread inside a call that the abort is to end. So it runs beside both.
+        find the thread inside a call that the abort is to end. So it runs beside both.
         """
         deadline = time.monotonic() + _ABORT_SECONDS
         threads = []
