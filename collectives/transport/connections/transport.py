@@ -108,17 +108,15 @@ class ConnectionTransport(Transport):
         far_sends: list[Message] = []
         far_recvs: list[Message] = []
         with self._aborting(step):
-            for messages, post, far in (
-                (sends, Connection.send, far_sends),
-                (recvs, Connection.receive, far_recvs),
-            ):
+            for sending, messages, far in ((True, sends, far_sends), (False, recvs, far_recvs)):
                 for message in messages:
                     peer, tensor = message
                     if peer not in self._connections or not tensor.is_cpu:
                         far.append(message)
                     elif tensor.numel():
                         active[peer] = connection = self._connections[peer]
-                        post(connection, as_bytes(tensor).numpy(), code)
+                        post = connection.send if sending else connection.receive
+                        post(as_bytes(tensor).numpy(), code)
             if far_sends or far_recvs:
                 start = time.monotonic()
                 self._other.exchange(far_sends, far_recvs, step, timeout)
