@@ -46,6 +46,7 @@ class Call(NamedTuple):
         dots: Of `combine`.
         packed: Of `pack` and `unpack`.
         addresses: Where the inputs lie, as uint64, once the call is bound to memory.
+        rebound: Whether `Plan.rebind` was given the tensors, as its `tensors` and `out`.
     """
 
     function: str
@@ -56,15 +57,17 @@ class Call(NamedTuple):
     dots: Tensor | None = None
     packed: PackedList | None = None
     addresses: array[int] = array("Q")
+    rebound: bool = False
 
     @property
     def out_name(self) -> str:
         """How messages call `out`."""
-        return "buffer" if self.function == "unpack" else "out"
+        return "buffer" if self.function == "unpack" and not self.rebound else "out"
 
     def name(self, i: int) -> str:
         """How messages call an input."""
-        return f"tensors[{i}]" if self.function in ("pack", "unpack", "sum_n") else "ab"[i]
+        in_list = self.rebound or self.function in ("pack", "unpack", "sum_n")
+        return f"tensors[{i}]" if in_list else "ab"[i]
 
     def others(self) -> Iterator[tuple[str, Tensor]]:
         """Name and tensor of all but the inputs."""

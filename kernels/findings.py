@@ -8,20 +8,13 @@ kernels/cpu/native.c and in kernels/cpu/torch_fallback.py finds its value.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypedDict
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels.arithmetic import compute_dtype
 from kernels.validation import check_tensor, check_writable
-
-
-class FindingArguments(TypedDict, total=False):
-    """The keywords by which functions that write take `Findings`."""
-
-    found_inf: Tensor | None
-    max_abs: Tensor | None
 
 
 class Findings(NamedTuple):

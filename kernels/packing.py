@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from kernels.arguments import check_pack, check_unpack, device_of
-from kernels.findings import FindingArguments, Findings
+from kernels.findings import Findings
 from kernels.layout import Layout, check_buffer, check_layout, check_packed
 from kernels.plans import PackPlan, UnpackPlan
 from kernels.torch_ops import run
@@ -22,7 +21,8 @@ def pack(
     layout: Layout | None = None,
     out: Tensor | None = None,
     scale: float = 1.0,
-    **findings: Unpack[FindingArguments],
+    found_inf: Tensor | None = None,
+    max_abs: Tensor | None = None,
 ) -> Tensor:
     """Copy `tensors`, each times `scale`, into one 1-D buffer; the padding is zero.
 
@@ -47,7 +47,7 @@ def pack(
         ValueError: One cannot be used, or overlaps what is written. Nothing has been written.
     """
     scale = check_scalar("scale", scale)
-    packed: Tensor = run(check_pack(tensors, layout, out, Findings(**findings)), scale)
+    packed: Tensor = run(check_pack(tensors, layout, out, Findings(found_inf, max_abs)), scale)
     return packed
 
 
@@ -56,14 +56,15 @@ def plan_pack(
     *,
     layout: Layout | None = None,
     out: Tensor | None = None,
-    **findings: Unpack[FindingArguments],
+    found_inf: Tensor | None = None,
+    max_abs: Tensor | None = None,
 ) -> PackPlan:
     """Plan `pack` of these tensors: run it as plan(scale).
 
     Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has a
     buffer of its own, the same at each run.
     """
-    return PackPlan(check_pack(tensors, layout, out, Findings(**findings)))
+    return PackPlan(check_pack(tensors, layout, out, Findings(found_inf, max_abs)))
 
 
 def unpack(
@@ -72,7 +73,8 @@ def unpack(
     *,
     layout: Layout | None = None,
     scale: float = 1.0,
-    **findings: Unpack[FindingArguments],
+    found_inf: Tensor | None = None,
+    max_abs: Tensor | None = None,
 ) -> list[Tensor]:
     """Copy the slots of `buffer`, times `scale`, into `tensors`, in place.
 
@@ -95,7 +97,7 @@ def unpack(
         ValueError: One cannot be used, or overlaps what is written. Nothing has been written.
     """
     scale = check_scalar("scale", scale)
-    call = check_unpack(buffer, tensors, layout, Findings(**findings))
+    call = check_unpack(buffer, tensors, layout, Findings(found_inf, max_abs))
     unpacked: list[Tensor] = run(call, scale)
     return unpacked
 
@@ -105,13 +107,14 @@ def plan_unpack(
     tensors: Sequence[Tensor],
     *,
     layout: Layout | None = None,
-    **findings: Unpack[FindingArguments],
+    found_inf: Tensor | None = None,
+    max_abs: Tensor | None = None,
 ) -> UnpackPlan:
     """Plan `unpack` into these tensors: run it as plan(scale).
 
     Arguments and errors as there, and of every plan: see `Plan`.
     """
-    return UnpackPlan(check_unpack(buffer, tensors, layout, Findings(**findings)))
+    return UnpackPlan(check_unpack(buffer, tensors, layout, Findings(found_inf, max_abs)))
 
 
 def pack_bytes(tensors: Sequence[Tensor], *, layout: Layout | None = None) -> int:

@@ -85,7 +85,7 @@ class Plan:
             ValueError: One has another shape or device, is not contiguous, or shares memory that
                 is written.
         """
-        call = self._call
+        call = self._call._replace(rebound=True)
         _refuse_outside_eager(call.function)
         inputs = read_list("tensors", tensors)
         addresses = self._like.addresses_of(inputs)
@@ -95,14 +95,14 @@ class Plan:
         if call.function == "unpack":
             check_all_writable("tensors", inputs)
         if out is not None:
-            target = check_like(call.out_name, out, "the plan's", self.out)
+            target = check_like("out", out, "the plan's", self.out)
             # The buffer that is unpacked is only read.
             if call.function != "unpack":
                 check_writable("out", out)
         if self._moves and addresses is not None and target is self.out:
             check_memory(call._replace(inputs=inputs, addresses=addresses))
             call.inputs[:], call.addresses[:] = inputs, addresses
-            self._run = self._bound
+            self._call, self._run = call, self._bound
         else:
             self._take(call._replace(inputs=inputs, out=target, addresses=addresses or array("Q")))
 
@@ -152,10 +152,12 @@ class Plan:
         ):
             return
         if len(inputs) != len(self._dtypes):
-            raise ValueError(f"the plan is of {len(self._dtypes)} tensors, not {len(inputs)}")
+            raise ValueError(
+                f"tensors holds {len(inputs)} but the plan was made for {len(self._dtypes)}"
+            )
         rows = zip(inputs, self._dtypes, self._shapes, strict=True)
         for i, (tensor, dtype, shape) in enumerate(rows):
-            name = self._call.name(i)
+            name = f"tensors[{i}]"
             check_tensor(name, tensor)
             if (tensor.dtype, tensor.shape, tensor.device) != (dtype, shape, self._device):
                 kind = TypeError if tensor.dtype != dtype else ValueError

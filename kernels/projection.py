@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from kernels.arguments import (
     check_adasum,
@@ -22,7 +21,7 @@ from kernels.arguments import (
     check_segments,
 )
 from kernels.arithmetic import TINY
-from kernels.findings import FindingArguments, Findings
+from kernels.findings import Findings
 from kernels.plans import AdasumPlan, CombinePlan, DotAndNormsPlan
 from kernels.torch_ops import run
 from kernels.validation import check_like, check_sized, check_tensor
@@ -65,7 +64,8 @@ def combine(
     segments: Sequence[int] | None = None,
     *,
     out: Tensor | None = None,
-    **findings: Unpack[FindingArguments],
+    found_inf: Tensor | None = None,
+    max_abs: Tensor | None = None,
 ) -> Tensor:
     """Return (1 - d/(2A)) a + (1 - d/(2B)) b a segment, with (d, A, B) the rows of `dots`.
 
@@ -86,7 +86,7 @@ def combine(
         TypeError: An argument has another type or dtype. Nothing has been written.
         ValueError: One cannot be used, or overlaps what is written. Nothing has been written.
     """
-    combined: Tensor = run(check_combine(a, b, dots, segments, out, Findings(**findings)))
+    combined: Tensor = run(check_combine(a, b, dots, segments, out, Findings(found_inf, max_abs)))
     return combined
 
 
@@ -97,14 +97,15 @@ def plan_combine(
     segments: Sequence[int] | None = None,
     *,
     out: Tensor | None = None,
-    **findings: Unpack[FindingArguments],
+    found_inf: Tensor | None = None,
+    max_abs: Tensor | None = None,
 ) -> CombinePlan:
     """Plan `combine` of a and b: run it as plan(), with what `dots` then holds.
 
     Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has one of
     its own, the same at each run.
     """
-    return CombinePlan(check_combine(a, b, dots, segments, out, Findings(**findings)))
+    return CombinePlan(check_combine(a, b, dots, segments, out, Findings(found_inf, max_abs)))
 
 
 def adasum(
@@ -113,13 +114,14 @@ def adasum(
     segments: Sequence[int] | None = None,
     *,
     out: Tensor | None = None,
-    **findings: Unpack[FindingArguments],
+    found_inf: Tensor | None = None,
+    max_abs: Tensor | None = None,
 ) -> Tensor:
     """Return the Adasum of two tensors, a segment at a time: `combine` of their `dot_and_norms`.
 
     Arguments and errors are those of `combine`. NaN or Inf in a segment reaches that segment alone.
     """
-    combined: Tensor = run(check_adasum(a, b, segments, out, Findings(**findings)))
+    combined: Tensor = run(check_adasum(a, b, segments, out, Findings(found_inf, max_abs)))
     return combined
 
 
@@ -129,14 +131,15 @@ def plan_adasum(
     segments: Sequence[int] | None = None,
     *,
     out: Tensor | None = None,
-    **findings: Unpack[FindingArguments],
+    found_inf: Tensor | None = None,
+    max_abs: Tensor | None = None,
 ) -> AdasumPlan:
     """Plan `adasum` of a and b: run it as plan().
 
     Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has one of
     its own, the same at each run.
     """
-    return AdasumPlan(check_adasum(a, b, segments, out, Findings(**findings)))
+    return AdasumPlan(check_adasum(a, b, segments, out, Findings(found_inf, max_abs)))
 
 
 def dot_and_norms_bytes(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -> int:

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from kernels.arguments import EMPTY, check_equals, check_scaled_add, check_sum_n
-from kernels.findings import FindingArguments, Findings
+from kernels.findings import Findings
 from kernels.plans import ScaledAddPlan, SumPlan
 from kernels.torch_ops import run
 from kernels.validation import (
@@ -28,7 +27,8 @@ def sum_n(
     out: Tensor | None = None,
     scale: float = 1.0,
     dtype: torch.dtype | None = None,
-    **findings: Unpack[FindingArguments],
+    found_inf: Tensor | None = None,
+    max_abs: Tensor | None = None,
 ) -> Tensor:
     """Return scale * (tensors[0] + tensors[1] + ...), added in list order.
 
@@ -48,7 +48,7 @@ def sum_n(
         ValueError: One cannot be used, or overlaps what is written. Nothing has been written.
     """
     scale = check_scalar("scale", scale)
-    total: Tensor = run(check_sum_n(tensors, out, dtype, Findings(**findings)), scale)
+    total: Tensor = run(check_sum_n(tensors, out, dtype, Findings(found_inf, max_abs)), scale)
     return total
 
 
@@ -57,14 +57,15 @@ def plan_sum_n(
     *,
     out: Tensor | None = None,
     dtype: torch.dtype | None = None,
-    **findings: Unpack[FindingArguments],
+    found_inf: Tensor | None = None,
+    max_abs: Tensor | None = None,
 ) -> SumPlan:
     """Plan `sum_n` of these tensors: run it as plan(scale).
 
     Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has one of
     its own, the same at each run.
     """
-    return SumPlan(check_sum_n(tensors, out, dtype, Findings(**findings)))
+    return SumPlan(check_sum_n(tensors, out, dtype, Findings(found_inf, max_abs)))
 
 
 def scaled_add(
@@ -75,7 +76,8 @@ def scaled_add(
     beta: float = 1.0,
     out: Tensor | None = None,
     dtype: torch.dtype | None = None,
-    **findings: Unpack[FindingArguments],
+    found_inf: Tensor | None = None,
+    max_abs: Tensor | None = None,
 ) -> Tensor:
     """Return alpha*a + beta*b, in float32 (float64 where a dtype is float64), rounded once.
 
@@ -94,7 +96,7 @@ def scaled_add(
         ValueError: One cannot be used, or overlaps what is written. Nothing has been written.
     """
     alpha, beta = check_scalar("alpha", alpha), check_scalar("beta", beta)
-    call = check_scaled_add(a, b, out, dtype, Findings(**findings))
+    call = check_scaled_add(a, b, out, dtype, Findings(found_inf, max_abs))
     total: Tensor = run(call, alpha, beta)
     return total
 
@@ -105,14 +107,15 @@ def plan_scaled_add(
     *,
     out: Tensor | None = None,
     dtype: torch.dtype | None = None,
-    **findings: Unpack[FindingArguments],
+    found_inf: Tensor | None = None,
+    max_abs: Tensor | None = None,
 ) -> ScaledAddPlan:
     """Plan `scaled_add` of a and b: run it as plan(alpha, beta).
 
     Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has one of
     its own, the same at each run.
     """
-    return ScaledAddPlan(check_scaled_add(a, b, out, dtype, Findings(**findings)))
+    return ScaledAddPlan(check_scaled_add(a, b, out, dtype, Findings(found_inf, max_abs)))
 
 
 def sum_n_bytes(tensors: Sequence[Tensor], *, dtype: torch.dtype | None = None) -> int:

@@ -37,7 +37,8 @@ def tracing() -> bool:
 def check_dtype(name: str, dtype: torch.dtype) -> None:
     """Raise TypeError unless `dtype` is one of the four floating dtypes the kernels take."""
     if dtype not in DTYPES:
-        raise TypeError(f"{name} has dtype {dtype}, which is not supported: convert to {_NAMES}")
+        has = "is" if name == "dtype" else "has dtype"
+        raise TypeError(f"{name} {has} {dtype}, which is not supported: convert to {_NAMES}")
 
 
 def _is_negative(tensor: Tensor) -> bool:

@@ -168,9 +168,18 @@ def test_found_inf_and_dtype():
         for call in calls:
             with pytest.raises(error, match=words):
                 call()
-    with pytest.raises(TypeError, match=r"dtype has dtype torch\.int32"):
+    with pytest.raises(TypeError, match=r"^dtype is torch\.int32"):
         kernels.sum_n([X], dtype=torch.int32)
     assert torch.equal(X, torch.ones(8))
+
+
+@pytest.mark.parametrize(
+    "name", ["pack", "unpack", "sum_n", "scaled_add", "dot_and_norms", "combine", "adasum"]
+)
+def test_a_misspelt_keyword_names_the_function(name):
+    for function in (name, f"plan_{name}"):
+        with pytest.raises(TypeError, match=rf"^{function}\(\) got an unexpected keyword argument"):
+            getattr(kernels, function)(X, X, X, found_in=torch.zeros(()))
 
 
 def test_without_triton_cpu_works_and_cuda_says_what_to_install():

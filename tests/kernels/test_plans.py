@@ -218,7 +218,7 @@ def test_plan_refuses_unequal_tensors_and_keeps_what_it_has(function: str, wrong
     make, error, words = WRONG[wrong]
     with pytest.raises(error, match=words):
         plan.rebind([torch.ones(6), make()])
-    with pytest.raises(ValueError, match="of 2 tensors, not 1"):
+    with pytest.raises(ValueError, match="tensors holds 1 but the plan was made for 2"):
         plan.rebind(tensors[:1])
     plan.check()
     plan()
@@ -235,6 +235,20 @@ def test_plan_refuses_tensors_that_overlap_what_is_written() -> None:
     total = kernels.plan_sum_n(others, out=memory[:6])
     with pytest.raises(ValueError, match=r"out overlaps tensors\[0\]"):
         total.rebind([memory[1:7], others[0]])
+
+
+def test_errors_of_rebind_name_its_own_arguments() -> None:
+    a, b, buffer = torch.ones(6), torch.ones(6), torch.ones(32)
+    add = kernels.plan_scaled_add(a, b, out=torch.empty(6))
+    unpack = kernels.plan_unpack(buffer, [a, b])
+    with pytest.raises(TypeError, match=r"^tensors\[1\] is .*float64"):
+        add.rebind([a, b.double()])
+    with pytest.raises(ValueError, match=r"^out overlaps tensors\[1\] in"):
+        add.rebind([a, buffer[1:7]], out=buffer[:6])
+    with pytest.raises(ValueError, match=r"^out overlaps tensors\[0\] in"):
+        unpack.rebind([buffer[:6], b])
+    with pytest.raises(ValueError, match=r"^out has shape \(31,\)"):
+        unpack.rebind([a, b], out=buffer[1:])
 
 
 def test_plan_refuses_what_inference_mode_made() -> None:
