@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from kernels.cpu import tensor_list
 from kernels.findings import Findings
 from kernels.layout import Layout, PackedList, check_buffer, check_packed
 from kernels.validation import (
@@ -22,7 +23,6 @@ from kernels.validation import (
     check_dtype,
     check_like,
     check_tensor,
-    check_tensors,
     check_writable,
     read_list,
     tracing,
@@ -30,7 +30,6 @@ from kernels.validation import (
 
 FUNCTIONS = ("pack", "unpack", "sum_n", "scaled_add", "dot_and_norms", "combine", "adasum")
 EMPTY = "tensors is empty: pass at least one tensor to sum"
-_dtype, _shape = operator.attrgetter("dtype"), operator.attrgetter("shape")
 
 
 class Call(NamedTuple):
@@ -56,7 +55,7 @@ class Call(NamedTuple):
     findings: Findings = Findings()
     dots: Tensor | None = None
     packed: PackedList | None = None
-    addresses: array[int] = array("Q")
+    addresses: array[int] = tensor_list.UNREAD
     rebound: bool = False
 
     @property
@@ -108,42 +107,42 @@ def check_pack(
     tensors: Sequence[Tensor], layout: Layout | None, out: Tensor | None, findings: Findings
 ) -> Call:
     """Check the arguments of `pack`; makes the buffer where `out` is None."""
-    inputs = read_list("tensors", tensors)
-    packed = check_packed(inputs, layout, None)
+    inputs, packed, addresses = check_packed(tensors, layout, None)
     chosen, device = packed.layout, device_of(inputs)
     if out is not None:
-        if not inputs:
-            device = check_tensor("out", out).device
+        check_tensor("out", out)
+        device = device if inputs else out.device
         check_buffer("out", out, chosen, device)
         check_writable("out", out)
     findings.check(device, chosen.dtype)
     if out is None:
         out = torch.empty(chosen.numel, dtype=chosen.dtype, device=device)
-    return Call("pack", inputs, out, chosen.segments, findings, packed=packed)
+    return Call("pack", inputs, out, chosen.segments, findings, None, packed, addresses)
 
 
 def check_unpack(
     buffer: Tensor, tensors: Sequence[Tensor], layout: Layout | None, findings: Findings
 ) -> Call:
     """Check the arguments of `unpack`."""
-    inputs = read_list("tensors", tensors)
     check_tensor("buffer", buffer)
-    packed = check_packed(inputs, layout, buffer.dtype)
+    inputs, packed, addresses = check_packed(tensors, layout, buffer.dtype)
     device = inputs[0].device if inputs else buffer.device
     check_buffer("buffer", buffer, packed.layout, device)
     check_all_writable("tensors", inputs)
     findings.check(device, *packed.dtypes)
-    return Call("unpack", inputs, buffer, packed.layout.segments, findings, packed=packed)
+    segments = packed.layout.segments
+    return Call("unpack", inputs, buffer, segments, findings, None, packed, addresses)
 
 
 def check_sum_n(
     tensors: Sequence[Tensor], out: Tensor | None, dtype: torch.dtype | None, findings: Findings
 ) -> Call:
     """Check the arguments of `sum_n`; makes the output where `out` is None."""
-    inputs = check_equals(read_list("tensors", tensors))
+    inputs, addresses = check_equals(tensors)
     target = _check_target(out, "tensors[0]", inputs[0], dtype)
     findings.check(inputs[0].device, target.dtype)
-    return Call("sum_n", inputs, target, (0, target.numel()), findings)
+    bounds = 0, target.numel()
+    return Call("sum_n", inputs, target, bounds, findings, addresses=addresses)
 
 
 def check_scaled_add(
@@ -175,11 +174,10 @@ def check_combine(
     findings: Findings,
 ) -> Call:
     """Check the arguments of `combine`; makes the output where `out` is None."""
-    left = check_tensor("a", a)
-    bounds = check_segments(segments, left.numel())
-    check_dots(dots, len(bounds) - 1, left)
     inputs, target = _check_pair(a, b, out)
-    findings.check(left.device, left.dtype)
+    bounds = check_segments(segments, target.numel())
+    check_dots(dots, len(bounds) - 1, target)
+    findings.check(target.device, target.dtype)
     return Call("combine", inputs, target, bounds, findings, dots)
 
 
@@ -197,21 +195,22 @@ def device_of(tensors: Sequence[Tensor]) -> torch.device:
     return tensors[0].device if tensors else torch.device("cpu")
 
 
-def check_equals(tensors: object) -> list[Tensor]:
-    """Check that a list's tensors, at least one, are equal in shape, dtype and device."""
-    checked = check_tensors("tensors", tensors)
-    if not checked:
+def check_equals(tensors: object) -> tuple[list[Tensor], array[int]]:
+    """Check that a list's tensors, at least one, are equal in shape, dtype and device.
+
+    Returns them and where they lie, as uint64, or nothing where that is yet to be read.
+    """
+    given = read_list("tensors", tensors)
+    if not given:
         raise ValueError(EMPTY)
-    first = checked[0]
-    # dynamo reads no `map` over a C function, which is faster, and fixes shapes that are in a set.
-    if not tracing() and ({*map(_dtype, checked)}, {*map(_shape, checked)}) == (
-        {first.dtype},
-        {first.shape},
-    ):
-        return checked
-    for i, tensor in enumerate(checked[1:], 1):
+    first = check_tensor("tensors[0]", given[0])
+    if len(given) >= tensor_list.MANY and not tracing():
+        found = tensor_list.read(given, tensor_list.rows([first.shape], len(given)))
+        if found and found[1] == tensor_list.codes([first.dtype]) * len(given):
+            return given, found[0]
+    for i, tensor in enumerate(given[1:], 1):
         check_like(f"tensors[{i}]", tensor, "tensors[0]", first)
-    return checked
+    return given, tensor_list.UNREAD
 
 
 def _check_target(

@@ -69,5 +69,5 @@ def check_memory(call: Call) -> None:
                 one, in_place = call.inputs[i], tensor is call.out and call.packed is None
                 if not (in_place and byte_range(one) == byte_range(tensor)):
                     check_no_overlap(name, tensor, call.name(i), one)
-    if call.packed is not None and not call.packing:
+    if call.packed is not None and not call.packing and len(call.inputs) > 1:
         check_disjoint("tensors", call.addresses, call.packed.sizes)

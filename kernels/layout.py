@@ -13,7 +13,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kernels.validation import DTYPES, check_dtype, check_tensor, check_tensors, round_up, tracing
+from kernels.cpu import tensor_list
+from kernels.validation import DTYPES, check_dtype, check_tensors, read_list, tracing
 
 CUDA_ALIGNMENT = 256
 CPU_ALIGNMENT = 64
@@ -60,6 +61,11 @@ class Layout:
         return array("q", self.numels), array("q", self.segments)
 
     @cached_property
+    def rows(self) -> array[int]:
+        """The shapes, as `tensor_list.read` takes them."""
+        return tensor_list.rows(self.shapes)
+
+    @cached_property
     def largest(self) -> int:
         """Elements of the largest tensor, 0 where there is none."""
         return max(self.numels, default=0)
@@ -73,7 +79,7 @@ class Layout:
         rows = (self.shapes, self.numels, self.offsets)
         if not all(type(row) is tuple and len(row) == len(self.numels) for row in rows):
             return False
-        numbers = (*self.numels, *self.offsets, self.numel)
+        numbers = (*itertools.chain(*self.shapes), *self.numels, *self.offsets, self.numel)
         if not all(type(number) is int and number >= 0 for number in numbers):
             return False
         return (
@@ -93,10 +99,6 @@ class Layout:
             buffer[offset : offset + count].view(shape)
             for offset, count, shape in zip(self.offsets, self.numels, self.shapes, strict=True)
         ]
-
-    def fits(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether `tensors` have, one by one, the shapes of this layout."""
-        return tuple([tensor.shape for tensor in tensors]) == self.shapes
 
 
 def layout_of(
@@ -129,7 +131,7 @@ def layout_of(
         )
     step = alignment // dtype.itemsize
     numels = tuple(map(Tensor.numel, checked))
-    ends = [0, *itertools.accumulate([round_up(numel, step) for numel in numels])]
+    ends = [0, *itertools.accumulate([-(-numel // step) * step for numel in numels])]
     return Layout(
         dtype=dtype,
         shapes=tuple([tuple(tensor.shape) for tensor in checked]),
@@ -164,26 +166,34 @@ class PackedList:
 
 
 def check_packed(
-    tensors: Sequence[Tensor], layout: Layout | None, dtype: torch.dtype | None
-) -> PackedList:
+    tensors: object, layout: Layout | None, dtype: torch.dtype | None
+) -> tuple[list[Tensor], PackedList, array[int]]:
     """Check that the tensors can be read and fit `layout`, or lay them out in `dtype`.
+
+    Returns:
+        The tensors; how they are packed; where they lie, as uint64, or nothing where that is yet to
+        be read.
 
     Raises:
         TypeError: A tensor or the layout has another type or dtype.
         ValueError: A tensor cannot be read, or the layout has other shapes.
     """
+    given = read_list("tensors", tensors)
     if layout is None:
-        layout = layout_of(tensors, dtype=dtype)
-        checked: Sequence[Tensor] = tensors
+        layout = layout_of(given, dtype=dtype)
     else:
         check_layout(layout)
-        checked = check_tensors("tensors", tensors)
-        if not layout.fits(checked):
+        many = len(given) >= tensor_list.MANY and not tracing()
+        found = tensor_list.read(given, layout.rows) if many else None
+        if found and (dtypes := tensor_list.dtypes(found[1])):
+            return given, PackedList(layout, dtypes), found[0]
+        shapes = tuple([tensor.shape for tensor in check_tensors("tensors", given)])
+        if shapes != layout.shapes:
             raise ValueError(
                 f"layout holds {len(layout.shapes)} tensors of other shapes than the "
-                f"{len(checked)} given: call kernels.layout_of on these tensors"
+                f"{len(given)} given: call kernels.layout_of on these tensors"
             )
-    return PackedList(layout, [tensor.dtype for tensor in checked])
+    return given, PackedList(layout, [tensor.dtype for tensor in given]), tensor_list.UNREAD
 
 
 def packed_within(
@@ -211,8 +221,7 @@ def check_layout(layout: object) -> None:
 
 
 def check_buffer(name: str, buffer: Tensor, layout: Layout, device: torch.device) -> None:
-    """Raise TypeError or ValueError unless `buffer` is one for this layout, on `device`."""
-    check_tensor(name, buffer)
+    """Raise TypeError or ValueError unless a readable tensor is one for this layout and device."""
     if buffer.dtype != layout.dtype:
         raise TypeError(f"{name} has dtype {buffer.dtype} but the layout has {layout.dtype}")
     if buffer.shape != (layout.numel,):

@@ -119,14 +119,14 @@ def plan_unpack(
 
 def pack_bytes(tensors: Sequence[Tensor], *, layout: Layout | None = None) -> int:
     """Least traffic of `pack`, in bytes: every tensor read, the whole buffer written."""
-    layout = check_packed(tensors, layout, None).layout
+    layout = check_packed(tensors, layout, None)[1].layout
     return sum(tensor.nbytes for tensor in tensors) + layout.numel * layout.dtype.itemsize
 
 
 def unpack_bytes(buffer: Tensor, tensors: Sequence[Tensor], *, layout: Layout | None = None) -> int:
     """Least traffic of `unpack`, in bytes: every slot read, every tensor written."""
-    found = check_packed(tensors, layout, check_tensor("buffer", buffer).dtype)
-    itemsize = found.layout.dtype.itemsize
+    _, packed, _ = check_packed(tensors, layout, check_tensor("buffer", buffer).dtype)
+    itemsize = packed.layout.dtype.itemsize
     return sum(tensor.numel() * (tensor.element_size() + itemsize) for tensor in tensors)
 
 
@@ -134,7 +134,7 @@ def pack_reference(
     tensors: Sequence[Tensor], *, layout: Layout | None = None, scale: float = 1.0
 ) -> Tensor:
     """What `pack` writes, before the rounding to the buffer's dtype: float64, 1-D."""
-    layout = check_packed(tensors, layout, None).layout
+    layout = check_packed(tensors, layout, None)[1].layout
     scale = check_scalar("scale", scale)
     buffer = torch.zeros(layout.numel, dtype=torch.float64, device=device_of(tensors))
     for tensor, view in zip(tensors, layout.views(buffer), strict=True):

@@ -19,11 +19,10 @@ from torch import Tensor
 
 from kernels.arguments import Call
 from kernels.binding import Run, bind, check_memory
-from kernels.cpu.tensor_list import TensorsLike
+from kernels.cpu import tensor_list
 from kernels.gpu import launcher
 from kernels.gpu.device_tables import AddressTable
 from kernels.validation import (
-    all_sound,
     check_all_writable,
     check_like,
     check_scalar,
@@ -85,12 +84,14 @@ class Plan:
             ValueError: One has another shape or device, is not contiguous, or shares memory that
                 is written.
         """
-        call = self._call._replace(rebound=True)
+        call = self._call
         _refuse_outside_eager(call.function)
         inputs = read_list("tensors", tensors)
-        addresses = self._like.addresses_of(inputs)
-        if addresses is None:
+        rows, codes = self._wanted
+        found = tensor_list.read(inputs, rows, self._device)
+        if found is None or found[1] != codes:
             self._check_equal(inputs)
+        addresses = found[0] if found else array("Q")
         target = self.out if self._in_place is None else inputs[self._in_place]
         if call.function == "unpack":
             check_all_writable("tensors", inputs)
@@ -99,12 +100,13 @@ class Plan:
             # The buffer that is unpacked is only read.
             if call.function != "unpack":
                 check_writable("out", out)
-        if self._moves and addresses is not None and target is self.out:
-            check_memory(call._replace(inputs=inputs, addresses=addresses))
+        fresh = call._replace(inputs=inputs, out=target, addresses=addresses, rebound=True)
+        if self._moves and found and target is self.out:
+            check_memory(fresh)
             call.inputs[:], call.addresses[:] = inputs, addresses
-            self._call, self._run = call, self._bound
+            self._run = self._bound
         else:
-            self._take(call._replace(inputs=inputs, out=target, addresses=addresses or array("Q")))
+            self._take(fresh)
 
     def release(self) -> None:
         """Let go of the input tensors, and of `out` where it is one of them.
@@ -140,17 +142,11 @@ class Plan:
                 )
 
     @cached_property
-    def _like(self) -> TensorsLike:
-        return TensorsLike(self._dtypes, self._shapes, self._device)
+    def _wanted(self) -> tuple[array[int], array[int]]:
+        """Shapes and dtypes of the inputs, as `tensor_list` has them."""
+        return tensor_list.rows(self._shapes), tensor_list.codes(self._dtypes)
 
     def _check_equal(self, inputs: list[Tensor]) -> None:
-        if (
-            all_sound(inputs)
-            and [one.dtype for one in inputs] == self._dtypes
-            and [one.shape for one in inputs] == self._shapes
-            and (not inputs or inputs[0].device == self._device)
-        ):
-            return
         if len(inputs) != len(self._dtypes):
             raise ValueError(
                 f"tensors holds {len(inputs)} but the plan was made for {len(self._dtypes)}"
@@ -171,8 +167,8 @@ class Plan:
         # call's own list and array: others like them may take their place there.
         in_own = self._in_place is None and not launcher.on_triton(call.out)
         self._moves = in_own and len(call.addresses) > 0
-        self._call, self._bound = bind(call, self._table)
-        self._run = self._bound
+        bound, self._bound = bind(call, self._table)
+        self._call, self._run = bound._replace(rebound=False), self._bound
         self.out = call.out
         self._others_seen = [_place(one) for _, one in call.others()]
 

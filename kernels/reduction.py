@@ -124,10 +124,8 @@ def sum_n_bytes(tensors: Sequence[Tensor], *, dtype: torch.dtype | None = None) 
     sized = [check_sized(f"tensors[{i}]", tensor) for i, tensor in enumerate(given)]
     if not sized:
         raise ValueError(EMPTY)
-    return (
-        sum(tensor.nbytes for tensor in sized)
-        + sized[0].numel() * _written(sized[0], dtype).itemsize
-    )
+    written = sized[0].numel() * _written(sized[0], dtype).itemsize
+    return sum(tensor.nbytes for tensor in sized) + written
 
 
 def scaled_add_bytes(a: Tensor, b: Tensor, *, dtype: torch.dtype | None = None) -> int:
@@ -145,7 +143,8 @@ def _written(like: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 def sum_n_reference(tensors: Sequence[Tensor], *, scale: float = 1.0) -> Tensor:
     """`sum_n` evaluated in float64 and left there; arguments and errors as there."""
-    checked, scale = check_equals(tensors), check_scalar("scale", scale)
+    checked, _ = check_equals(tensors)
+    scale = check_scalar("scale", scale)
     total = torch.zeros_like(checked[0], dtype=torch.float64, requires_grad=False)
     for tensor in checked:
         total += tensor.detach().double()

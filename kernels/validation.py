@@ -13,12 +13,13 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from kernels.cpu.tensor_list import PLAIN
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NAMES = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
 _SUPPORTED = frozenset(DTYPES)
 # So many numbers Python compares one by one in less time than numpy takes to start.
 _FEW = 16
-PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _dtype, _layout = operator.attrgetter("dtype"), operator.attrgetter("layout")
 _is_cpu, _is_cuda = operator.attrgetter("is_cpu"), operator.attrgetter("is_cuda")
 _is_nested = operator.attrgetter("is_nested")
@@ -251,8 +252,3 @@ def near(addresses: array[int], reach: int, buffer: Tensor) -> list[int]:
     starts = _numbers(addresses)
     found: list[int] = ((starts < high) & (starts > max(low, 0))).nonzero()[0].tolist()
     return found
-
-
-def round_up(value: int, multiple: int) -> int:
-    """Smallest multiple of `multiple` that is not below `value`."""
-    return -(-value // multiple) * multiple

@@ -16,7 +16,7 @@ from torch import Tensor
 from kernels.arguments import Call
 from kernels.cpu import native, torch_fallback
 from kernels.cpu.build import Unavailable
-from kernels.validation import PLAIN
+from kernels.cpu.tensor_list import PLAIN
 
 _VARIABLE = "ADASUM_CPU_KERNELS"
 _CHOICES = ("auto", "native", "torch")
@@ -109,11 +109,8 @@ def _in_memory(tensors: Sequence[Tensor], addresses: Sequence[int]) -> bool:
 
 def bind(call: Call) -> Callable[..., None]:
     """Return what runs a call any number of times, with its scalars."""
-    written = [call.out] if call.dots is None else [call.out, call.dots]
-    if (
-        _in_memory(call.inputs, call.addresses)
-        and _in_memory(written, [*map(Tensor.data_ptr, written)])
-        and (found := library()) is not None
-    ):
+    others = [call.out] if call.dots is None else [call.out, call.dots]
+    addresses = [*call.addresses, *map(Tensor.data_ptr, others)]
+    if _in_memory([*call.inputs, *others], addresses) and (found := library()) is not None:
         return found.bind(call)
     return partial(getattr(torch_fallback, call.function), call)

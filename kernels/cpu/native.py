@@ -100,12 +100,12 @@ class Library:
         else:
             numels, bounds = call.packed.layout.in_c
         segments = len(bounds) - 1
-        has_partials = name in ("dot_and_norms", "adasum")
-        blocks = bounds[-1] // BLOCK + segments if has_partials else 0
         coefficients, largest = array("d", bytes(16 * max(1, segments))), array("d", (0.0,))
         codes = array("q", map(_CODES.__getitem__, call.dtypes))
-        partials, own_dots = array("d", bytes(24 * blocks)), array("d")
+        partials = own_dots = array("d")
         out = dots = call.out.data_ptr()
+        if name in ("dot_and_norms", "adasum"):
+            partials = array("d", bytes(24 * (bounds[-1] // BLOCK + segments)))
         if call.dots is not None:
             dots = call.dots.data_ptr()
         elif name == "adasum":

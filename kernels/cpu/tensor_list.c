@@ -19,26 +19,29 @@ typedef int read_tensor(void *object, struct tensor *tensor);
 /* Of CPython's stable ABI, whose headers are not everywhere. */
 void *PyList_GetItem(void *list, intptr_t index);
 
-/* Whether `count` tensors are contiguous, in memory and such as the rows of `like` have them: device
- * type, device, dtype code, bits, dimensions and sizes. Where they lie goes to `addresses`. */
-int64_t are_like(read_tensor *read, void *list, int64_t count, const int64_t *like,
-                 uint64_t *addresses)
+/* Whether `count` tensors are contiguous, in memory, on this device and of these shapes: their
+ * number, and of each one its dimensions and its sizes. Where they lie goes to `addresses`, what they hold to `dtypes`:
+ * DLPack's code times 256 and bits. */
+int64_t read_list(read_tensor *read, void *list, int64_t count, int64_t device_type, int64_t device,
+                  const int64_t *shapes, uint64_t *addresses, int64_t *dtypes)
 {
+    if (*shapes++ != count)
+        return 0;
     for (int64_t i = 0; i < count; i++) {
         struct tensor t;
-        if (read(PyList_GetItem(list, i), &t) || t.device_type != like[0] ||
-            t.device != like[1] || t.code != like[2] || t.bits != like[3] || t.dims != like[4])
+        if (read(PyList_GetItem(list, i), &t) || t.device_type != device_type ||
+            t.device != device || t.dims != *shapes++)
             return 0;
-        like += 5;
         int64_t step = 1;
         for (int k = t.dims - 1; k >= 0; k--) {
-            if (t.sizes[k] != like[k] || (t.strides[k] != step && t.sizes[k] != 1))
+            if (t.sizes[k] != shapes[k] || (t.strides[k] != step && t.sizes[k] != 1))
                 return 0;
             step *= t.sizes[k];
         }
-        like += t.dims;
+        shapes += t.dims;
         addresses[i] = (uint64_t)t.data + t.byte_offset;
-        if (addresses[i] < MEMORY_BEGINS)
+        dtypes[i] = t.code * 256 + t.bits;
+        if (addresses[i] < MEMORY_BEGINS || t.lanes != 1)
             return 0;
     }
     return 1;

@@ -37,6 +37,7 @@ WINGS = {
         ("kernels.backends",),
         ("kernels.gpu", "kernels.cpu"),
         ("kernels",),
+        ("kernels.cpu.tensor_list", "kernels.cpu.build"),
     ),
     "collectives": (
         ("collectives.__init__",),

@@ -1,4 +1,4 @@
-"""A plan bound to other tensors takes them by one call of C, and refuses what Python refuses."""
+"""Lists of tensors are read by one call of C, which refuses what Python refuses."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Subclass(Tensor):
 @pytest.fixture(params=["compiled", "python"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "python":
-        monkeypatch.setattr(tensor_list, "_compare", lambda: None)
-    elif tensor_list._compare() is None:
+        monkeypatch.setattr(tensor_list, "_reader", lambda: None)
+    elif tensor_list._reader() is None:
         pytest.skip("no compiled comparison")
     return str(request.param)
 
@@ -93,6 +93,41 @@ def test_what_cannot_be_read_is_refused_by_name(way: str, kind: str) -> None:
     with pytest.raises((TypeError, ValueError), match=rf"tensors\[4\] .*{words}|{words}"):
         plan.rebind(tensors)
     assert bits(plan()) == expected
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:.*mkldnn")
+def test_direct_calls_on_lists_refuse_what_plans_refuse(way: str, kind: str) -> None:
+    tensors = [random((5, 3), torch.float32, "cpu", i) for i in range(COUNT)]
+    layout, out = kernels.layout_of(tensors), torch.full((5, 3), 7.0)
+    buffer = torch.full((layout.numel,), 7.0)
+    tensors[4] = REFUSED[kind][0]()  # type: ignore[call-overload]
+    if kind != "bfloat16":
+        for call in (
+            lambda: kernels.pack(tensors, layout=layout, out=buffer),
+            lambda: kernels.unpack(buffer, tensors, layout=layout),
+        ):
+            with pytest.raises((TypeError, ValueError), match=r"tensors\[4\] |layout holds"):
+                call()
+    with pytest.raises((TypeError, ValueError), match=r"tensors\[4\] "):
+        kernels.sum_n(tensors, out=out)
+    assert (buffer == 7).all() and (out == 7).all()
+
+
+def test_direct_calls_on_lists_of_several_dtypes_have_the_bits_of_few(way: str) -> None:
+    tensors = [random((5, 3), DTYPES[i % len(DTYPES)], "cpu", i) for i in range(COUNT)]
+    layout = kernels.layout_of(tensors, dtype=torch.float32)
+    buffer = kernels.pack(tensors, layout=layout, scale=0.5)
+    for tensor, slot in zip(tensors, layout.views(buffer), strict=True):
+        one = kernels.layout_of([tensor], dtype=torch.float32)
+        (alone,) = one.views(kernels.pack([tensor], layout=one, scale=0.5))
+        assert bits(slot) == bits(alone)
+    back = kernels.unpack(buffer, [torch.empty_like(one) for one in tensors], layout=layout)
+    for written, slot in zip(back, layout.views(buffer), strict=True):
+        assert bits(written) == bits(slot.to(written.dtype))
+    same = [random((5, 3), torch.float32, "cpu", i) for i in range(COUNT)]
+    expected = sum(same[1:], same[0])
+    assert bits(kernels.sum_n(same)) == bits(expected)
 
 
 def test_inference_tensors_are_read_and_not_written(way: str) -> None:
