@@ -53,8 +53,10 @@ _ELEMENTWISE_VARIANTS: dict[str, dict[str, Any]] = {
     **_FINDINGS,
     "cast": {"OUT": _CAST},
 }
-# The most elements that 128 multiprocessors hold, with one tile each.
+# The most elements that 128 multiprocessors hold, with four tiles each.
 _LARGEST_TILES = {dtype: 1 << (20 if dtype == "fp64" else 21) for dtype in ITEMSIZES}
+# No constant of the kernels: what they move by element is less than two vectors a chunk.
+_EDGES_APART = {"VECTORS": True}
 KERNELS = {
     "pack": _COPY,
     "unpack": _COPY._replace(values={**_COPY.values, "PACK": False}),
@@ -70,8 +72,8 @@ KERNELS = {
     "dots": Kernel(
         projection_kernels._dots_kernel.function,
         chunking.tile_of,
-        {"VECTORS": True},
-        {"odd_bounds": {"VECTORS": False}},
+        _EDGES_APART,
+        {},
         stores=False,
     ),
     "combine": Kernel(
@@ -83,7 +85,7 @@ KERNELS = {
     "one_launch": Kernel(
         projection_kernels._one_launch_kernel.function,
         chunking.tile_of,
-        {"NUMEL": _LARGEST_TILES},
+        {"NUMEL": _LARGEST_TILES, **_EDGES_APART},
         {**_FINDINGS, "beyond_registers": {"NUMEL": 3 << 20}},
         {"launch_cooperative_grid": True, "maxnreg": projection_kernels.REGISTERS},
     ),

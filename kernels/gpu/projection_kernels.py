@@ -20,20 +20,54 @@ from kernels.gpu.chunking import Chunks, chunks_of
 from kernels.gpu.device_tables import Scratch
 from kernels.gpu.launcher import Kernel, jit, tl
 from kernels.gpu.tiles import (
+    THREADS,
     add_partials,
     coefficient,
+    edge_pointer,
+    load_edges,
     load_tile,
+    over_threads,
     part_of,
     report,
     store_row,
     store_tile,
-    tile_dots,
+    thread_dots,
     weigh,
+    whole_vectors,
 )
 
 # Registers a thread of the one-launch kernel: it tells how many programs are resident at once.
 REGISTERS = 128
+# The low bits of a segment's counter in the one-launch kernel; a segment has fewer chunks.
+CHUNKS_COUNTED = (1 << 20) - 1 if tl is None else tl.constexpr((1 << 20) - 1)
 _SCRATCH = Scratch()
+
+
+@jit
+def _arrive(partials, arrivals, dots, share, segment, count, mask):
+    """Count `count` chunks of a segment in; returns (what was counted, whether none is missing).
+
+    Protocol: a program stores its partials, then counts them in `arrivals[segment]` (release). The
+    one that finds all others counted (acquire) sees all partials, and stores the segment's row.
+    mask: The bits of the counter that count chunks.
+    """
+    chunk_count = tl.load(share + 1)
+    tl.debug_barrier()
+    before = tl.atomic_add(arrivals + segment, count, sem="acq_rel")
+    last = (before & mask) + count == chunk_count
+    if last:
+        dot, norm_a, norm_b = add_partials(partials, tl.load(share), chunk_count)
+        store_row(dots + 3 * segment, dot, norm_a, norm_b)
+    return before, last
+
+
+@jit
+def _edge_dots(a, b, start, length, before, inner, DTYPE: tl.constexpr, WIDE: tl.constexpr):
+    """`thread_dots` of the elements of a chunk that belong to no whole vector of it."""
+    offset = start * (DTYPE.primitive_bitwidth // 8)
+    x = load_edges(a.to(tl.int64) + offset, before, inner, length, DTYPE)
+    y = load_edges(b.to(tl.int64) + offset, before, inner, length, DTYPE)
+    return thread_dots(x, y, 1, WIDE)
 
 
 @Kernel
@@ -46,40 +80,42 @@ def _dots_kernel(
     dots,
     DTYPE: tl.constexpr,
     WIDE: tl.constexpr,
-    VECTORS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Partials of one chunk; the last program of a segment to arrive writes the segment's row.
 
-    Protocol: a program stores its partial, then counts itself in `arrivals[segment]` (release).
-    The one that finds all others counted (acquire) sees all partials. It sets the counter back
-    to zero, ready for the next launch on this scratch memory.
+    It sets the counter back to zero, ready for the next launch on this scratch memory.
     """
     BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    VECTOR: tl.constexpr = 16 // BYTES
     chunk = tl.program_id(0)
     start = tl.load(table + 3 * chunk)
     length = tl.load(table + 3 * chunk + 1)
     segment = tl.load(table + 3 * chunk + 2)
-    from_a = a.to(tl.int64) + start * BYTES
-    from_b = b.to(tl.int64) + start * BYTES
-    dot = tl.full([], 0.0, tl.float64)
-    norm_a = tl.full([], 0.0, tl.float64)
-    norm_b = tl.full([], 0.0, tl.float64)
-    for done in range(0, length, BLOCK):
-        count = tl.minimum(length - done, BLOCK)
-        x = load_tile(from_a + done * BYTES, count, DTYPE, VECTORS, BLOCK)
-        y = load_tile(from_b + done * BYTES, count, DTYPE, VECTORS, BLOCK)
-        d, p, q = tile_dots(x, y, WIDE)
+    before, inner = whole_vectors(start, length, VECTOR)
+    from_a = a.to(tl.int64) + (start + before) * BYTES
+    from_b = b.to(tl.int64) + (start + before) * BYTES
+    dot = tl.zeros([THREADS], tl.float64)
+    norm_a = tl.zeros([THREADS], tl.float64)
+    norm_b = tl.zeros([THREADS], tl.float64)
+    for done in range(0, inner, BLOCK):
+        count = tl.minimum(inner - done, BLOCK)
+        x = load_tile(from_a + done * BYTES, count, DTYPE, True, BLOCK)
+        y = load_tile(from_b + done * BYTES, count, DTYPE, True, BLOCK)
+        d, p, q = thread_dots(x, y, VECTOR, WIDE)
         dot += d
         norm_a += p
         norm_b += q
-    store_row(partials + 3 * chunk, dot, norm_a, norm_b)
+    if inner != length:
+        d, p, q = _edge_dots(a, b, start, length, before, inner, DTYPE, WIDE)
+        dot += d
+        norm_a += p
+        norm_b += q
+    d, p, q = over_threads(dot, norm_a, norm_b)
+    store_row(partials + 3 * chunk, d, p, q)
     share = table + 3 * tl.num_programs(0) + 2 * segment
-    chunk_count = tl.load(share + 1)
-    tl.debug_barrier()
-    if tl.atomic_add(arrivals + segment, 1, sem="acq_rel") == chunk_count - 1:
-        dot, norm_a, norm_b = add_partials(partials, tl.load(share), chunk_count)
-        store_row(dots + 3 * segment, dot, norm_a, norm_b)
+    _, last = _arrive(partials, arrivals, dots, share, segment, 1, -1)
+    if last:
         tl.store(arrivals + segment, tl.full([], 0, tl.int64))
 
 
@@ -95,7 +131,11 @@ def _combine_kernel(
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One chunk of the result. Chunks and tiles go backwards: the dots left their tail in L2."""
+    """One chunk of the result. Chunks and tiles go backwards: the dots left their tail in L2.
+
+    What has been read or written leaves the caches first, before what is yet to be read.
+    """
+    ONCE: tl.constexpr = "evict_first"
     BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
     VECTOR: tl.constexpr = 16 // BYTES
     chunk = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -114,43 +154,60 @@ def _combine_kernel(
         at_b = b.to(tl.int64) + offset
         to = out.to(tl.int64) + offset
         if (at_a | at_b | to) % 16 == 0 and count % VECTOR == 0:
-            x = load_tile(at_a, count, DTYPE, True, BLOCK)
-            y = load_tile(at_b, count, DTYPE, True, BLOCK)
+            x = load_tile(at_a, count, DTYPE, True, BLOCK, ONCE)
+            y = load_tile(at_b, count, DTYPE, True, BLOCK, ONCE)
             z = weigh(x, y, alpha, beta, WIDE).to(DTYPE)
             report(z, findings)
-            store_tile(to, count, z, True)
+            store_tile(to, count, z, True, ONCE)
         else:
             # In parts, rolled up: see scalar_pointer.
             PART: tl.constexpr = part_of(BLOCK, 4)
             for part in tl.range(0, BLOCK // PART, loop_unroll_factor=1):
                 before = part * PART
-                u = load_tile(at_a + before * BYTES, count - before, DTYPE, False, PART)
-                v = load_tile(at_b + before * BYTES, count - before, DTYPE, False, PART)
+                u = load_tile(at_a + before * BYTES, count - before, DTYPE, False, PART, ONCE)
+                v = load_tile(at_b + before * BYTES, count - before, DTYPE, False, PART, ONCE)
                 w = weigh(u, v, alpha, beta, WIDE).to(DTYPE)
                 report(w, findings)
-                store_tile(to + before * BYTES, count - before, w, False)
+                store_tile(to + before * BYTES, count - before, w, False, ONCE)
 
 
 @jit
 def _finish_chunk(
     x,
     y,
+    a,
+    b,
     chunk,
-    chunk_count,
     table,
-    partials,
+    dots,
     out,
     findings,
     DTYPE: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Write one chunk of the result from its tiles of a and b and all partials of its segment."""
-    share = table + 3 * chunk_count + 2 * tl.load(table + 3 * chunk + 2)
-    dot, norm_a, norm_b = add_partials(partials, tl.load(share), tl.load(share + 1))
-    z = weigh(x, y, coefficient(dot, norm_a), coefficient(dot, norm_b), WIDE).to(DTYPE)
+    """Write one chunk of the result from its tiles of a and b and the row of its segment.
+
+    The row is read past the L1 cache.
+    """
+    BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    start = tl.load(table + 3 * chunk)
+    length = tl.load(table + 3 * chunk + 1)
+    row = dots + 3 * tl.load(table + 3 * chunk + 2)
+    dot = tl.load(row, cache_modifier=".cg")
+    alpha = coefficient(dot, tl.load(row + 1, cache_modifier=".cg"))
+    beta = coefficient(dot, tl.load(row + 2, cache_modifier=".cg"))
+    before, inner = whole_vectors(start, length, 16 // BYTES)
+    z = weigh(x, y, alpha, beta, WIDE).to(DTYPE)
     report(z, findings)
-    to = out.to(tl.int64) + tl.load(table + 3 * chunk) * (DTYPE.primitive_bitwidth // 8)
-    store_tile(to, tl.load(table + 3 * chunk + 1), z, True)
+    to = out.to(tl.int64) + start * BYTES
+    store_tile(to + before * BYTES, inner, z, True)
+    if inner != length:
+        u = load_edges(a.to(tl.int64) + start * BYTES, before, inner, length, DTYPE)
+        v = load_edges(b.to(tl.int64) + start * BYTES, before, inner, length, DTYPE)
+        w = weigh(u, v, alpha, beta, WIDE).to(DTYPE)
+        report(w, findings)
+        inside = tl.arange(0, THREADS) < length - inner
+        tl.store(edge_pointer(to, before, inner, DTYPE), w, mask=inside)
 
 
 @Kernel
@@ -163,55 +220,76 @@ def _one_launch_kernel(
     out,
     findings,
     chunk_count: tl.int32,
+    segment_count: tl.int32,
     DTYPE: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """The whole of adasum in one cooperative launch, for chunks of one tile.
 
-    Program p takes the chunks p, p + programs, ... The last one stays in its registers over the
-    barrier; those before it, if any, are read again afterwards, backwards, from L2.
+    Program p takes the chunks p, p + programs, ... The last one stays in its registers; those
+    before it, if any, are read again afterwards, backwards, from L2.
 
-    Protocol: the counter only ever rises, by one a program and launch, so launch n releases when
-    it reaches n times the grid. All programs must be resident at once, which a cooperative launch
-    grants; the count of arrivals releases this program's partials and acquires all others.
-    Every chunk starts and ends on a 16-byte boundary in a, b and out: elementwise accesses would
-    need more registers than a thread may have.
+    Protocol: as in `_arrive`, a program counts its chunks in, those of one segment that follow each
+    other at once. Whoever completes a segment has stored its row behind the partials, and counts
+    the segment (release) in the counter behind the segments'. All wait for all segments (acquire).
+    That counter only ever rises, by their number at each launch; how many launches there have been
+    is in the upper bits of the segments' counters, whose lower bits are zero between launches.
+    All programs must be resident at once, which a cooperative launch grants. No element of `out` is
+    written before all of a and b have been read, of which it may be one.
     """
     BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    VECTOR: tl.constexpr = 16 // BYTES
     programs = tl.num_programs(0)
     chunk = tl.program_id(0)
+    dots = partials + 3 * chunk_count
     x = tl.zeros([BLOCK], DTYPE)
     y = tl.zeros([BLOCK], DTYPE)
+    launches = tl.full([], 0, tl.int64)
+    uncounted = tl.full([], 0, tl.int64)
     for current in range(chunk, chunk_count, programs):
-        offset = tl.load(table + 3 * current) * BYTES
-        count = tl.load(table + 3 * current + 1)
-        x = load_tile(a.to(tl.int64) + offset, count, DTYPE, True, BLOCK)
-        y = load_tile(b.to(tl.int64) + offset, count, DTYPE, True, BLOCK)
-        dot, norm_a, norm_b = tile_dots(x, y, WIDE)
-        store_row(partials + 3 * current, dot, norm_a, norm_b)
-    tl.debug_barrier()
-    grid = programs.to(tl.int64)
-    seen = tl.atomic_add(arrivals, 1, sem="acq_rel") + 1
-    goal = (seen + grid - 1) // grid * grid
-    while seen < goal:
-        seen = tl.atomic_add(arrivals, 0, sem="acquire")
+        start = tl.load(table + 3 * current)
+        length = tl.load(table + 3 * current + 1)
+        segment = tl.load(table + 3 * current + 2)
+        before, inner = whole_vectors(start, length, VECTOR)
+        offset = (start + before) * BYTES
+        x = load_tile(a.to(tl.int64) + offset, inner, DTYPE, True, BLOCK)
+        y = load_tile(b.to(tl.int64) + offset, inner, DTYPE, True, BLOCK)
+        dot, norm_a, norm_b = thread_dots(x, y, VECTOR, WIDE)
+        if inner != length:
+            d, p, q = _edge_dots(a, b, start, length, before, inner, DTYPE, WIDE)
+            dot += d
+            norm_a += p
+            norm_b += q
+        d, p, q = over_threads(dot, norm_a, norm_b)
+        store_row(partials + 3 * current, d, p, q)
+        uncounted += 1
+        following = tl.minimum(current + programs, chunk_count - 1)
+        if (current + programs >= chunk_count) | (tl.load(table + 3 * following + 2) != segment):
+            share = table + 3 * chunk_count + 2 * segment
+            seen, last = _arrive(
+                partials, arrivals, dots, share, segment, uncounted, CHUNKS_COUNTED
+            )
+            launches = seen // (CHUNKS_COUNTED + 1)
+            uncounted = tl.full([], 0, tl.int64)
+            if last:
+                tl.store(arrivals + segment, (launches + 1) * (CHUNKS_COUNTED + 1))
+                tl.debug_barrier()
+                tl.atomic_add(arrivals + segment_count, 1, sem="release")
+    complete = (launches + 1) * segment_count
+    while tl.atomic_add(arrivals + segment_count, 0, sem="acquire") < complete:
+        pass
     earlier = (chunk_count - 1 - chunk) // programs
-    last = chunk + earlier * programs
-    _finish_chunk(
-        x, y, last, chunk_count, table, partials, out, findings,
-        DTYPE, WIDE,
-    )  # fmt: skip
+    last_chunk = chunk + earlier * programs
+    _finish_chunk(x, y, a, b, last_chunk, table, dots, out, findings, DTYPE, WIDE)
     for k in range(earlier):
-        current = last - (k + 1) * programs
-        offset = tl.load(table + 3 * current) * BYTES
-        count = tl.load(table + 3 * current + 1)
-        x = load_tile(a.to(tl.int64) + offset, count, DTYPE, True, BLOCK)
-        y = load_tile(b.to(tl.int64) + offset, count, DTYPE, True, BLOCK)
-        _finish_chunk(
-            x, y, current, chunk_count, table, partials, out, findings,
-            DTYPE, WIDE,
-        )  # fmt: skip
+        current = last_chunk - (k + 1) * programs
+        start = tl.load(table + 3 * current)
+        before, inner = whole_vectors(start, tl.load(table + 3 * current + 1), VECTOR)
+        offset = (start + before) * BYTES
+        x = load_tile(a.to(tl.int64) + offset, inner, DTYPE, True, BLOCK, "evict_first")
+        y = load_tile(b.to(tl.int64) + offset, inner, DTYPE, True, BLOCK, "evict_first")
+        _finish_chunk(x, y, a, b, current, table, dots, out, findings, DTYPE, WIDE)
 
 
 def _meta(a: Tensor, chunks: Chunks) -> dict[str, Hashable]:
@@ -253,7 +331,7 @@ def _with_scratch(
 
     use: what decides how the counters are left behind.
     """
-    device, floats = a.device, 3 * chunks.chunks
+    device, floats = a.device, 3 * (chunks.chunks + chunks.segments)
 
     def run() -> None:
         with launcher.device_guard(a):
@@ -278,7 +356,6 @@ def dot_and_norms(
             *aligned.tensors,
             chunks.table,
             dots,
-            VECTORS=chunks.vector_bounds,
             **_meta(a, chunks),
         )
     run = _with_scratch(launch, a, "dots", chunks, chunks.segments)
@@ -315,7 +392,7 @@ def _programs(a: Tensor, chunks: Chunks) -> int:
     program takes several chunks, half of L2 must hold a and b, so that the second reading is from
     there.
     """
-    if not (chunks.one_tile and chunks.vector_bounds):
+    if not chunks.one_tile:
         return 0
     chip = launcher.chip_of(a.device)
     resident = chip.multiprocessors * (65536 // (32 * chunks.warps * REGISTERS))
@@ -343,12 +420,13 @@ def adasum(
             out,
             findings,
             chunks.chunks,
+            chunks.segments,
             launch_cooperative_grid=True,
             maxnreg=REGISTERS,
             **_meta(a, chunks),
         )
-    # The barrier counts in multiples of the grid.
-    run = _with_scratch(launch, a, programs, chunks, 1)
+    # Launches are counted by segments.
+    run = _with_scratch(launch, a, ("one launch", chunks.segments), chunks, chunks.segments + 1)
 
     def refreshed() -> None:
         aligned.refresh()

@@ -90,13 +90,15 @@ INPUTS = 2 * 4 * 5000
         (Chip(1, 2 * INPUTS), None, ONE),
         (Chip(1, 2 * INPUTS - 2), None, TWO),
         (Chip(2, 0), (0, 12, 3000, 5000), ONE),
-        (Chip(2, 0), (0, 10, 3000, 5000), TWO),
+        # Two chunks more.
+        (Chip(2, 0), (0, 10, 3000, 5000), ONE),
+        (Chip(1, 2 * INPUTS), (0, 10, 3000, 5000), ONE),
     ],
     ids=str,
 )
 def test_one_launch_or_two(on_triton, monkeypatch, chip, segments, expected):
-    """One where all tiles are resident at once, or where half of L2 holds both inputs; it takes
-    whole vectors alone. The bits are the same either way."""
+    """One where all tiles are resident at once, or where half of L2 holds both inputs, whatever
+    the segments. The bits are the same either way."""
     a, b = (random(5000, torch.float32, on_triton.device, seed) for seed in (1, 2))
     out = torch.full_like(a, float("nan"))
     monkeypatch.setattr(launcher, "chip_of", lambda device: chip)
