@@ -86,7 +86,7 @@ KERNELS = {
         projection_kernels._one_launch_kernel.function,
         chunking.tile_of,
         {"NUMEL": _LARGEST_TILES, **_EDGES_APART},
-        {**_FINDINGS, "beyond_registers": {"NUMEL": 3 << 20}},
+        _FINDINGS,
         {"launch_cooperative_grid": True, "maxnreg": projection_kernels.REGISTERS},
     ),
 }

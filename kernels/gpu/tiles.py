@@ -241,20 +241,21 @@ def weigh(x, y, alpha, beta, WIDE: tl.constexpr):
 
 @jit
 def _normalised(x):
-    """(x / 2**e in float32, e) for each vector of x [K, T, V], e the exponent of its largest.
+    """(x / 2**e in float32, e [T]) of x [K, T, V], e the exponent of the largest of each thread's.
 
-    Scaled so, neither squares nor products of a vector leave float32. NaN and Inf keep e = 0.
+    Scaled so, neither squares nor their sums leave float32. NaN and Inf keep e = 0.
     """
     x = x.to(tl.float32)
-    field = tl.max(tl.abs(x), axis=2).to(tl.int32, bitcast=True) >> 23
+    largest = tl.max(tl.max(tl.abs(x), axis=2), axis=0)
+    field = largest.to(tl.int32, bitcast=True) >> 23
     # 2**-127 is no normal number: the two largest exponents share a scale.
     exponent = tl.where(field == 255, 0, tl.minimum(field - 127, 126))
-    return x * power_of_two(-exponent)[:, :, None], exponent
+    return x * power_of_two(-exponent)[None, :, None], exponent
 
 
 @jit
-def _vector_sums(x, y):
-    """x.y of each vector of x and y [K, T, V].
+def _thread_sums(x, y):
+    """float64 x.y [T] of x and y [K, T, V], added in their own dtype.
 
     Which products the additions are fused with is written out, as in `weigh`.
     """
@@ -266,32 +267,30 @@ def _vector_sums(x, y):
         even_x, odd_x = tl.split(tl.reshape(x, SHAPE))
         even_y, odd_y = tl.split(tl.reshape(y, SHAPE))
         products = tl.fma(even_x, even_y, odd_x * odd_y)
-    return tl.sum(products, axis=2)
+    return tl.sum(tl.sum(products, axis=2), axis=0).to(tl.float64)
 
 
 @jit
 def thread_dots(x, y, VECTOR: tl.constexpr, WIDE: tl.constexpr):
     """float64 (x.y, |x|^2, |y|^2) [THREADS] of what each thread holds of one tile.
 
-    A thread scales each of its vectors by that vector's own exponent, which it knows without the
-    others, adds in float32 within the vector and in float64 beyond it. So sums go on from tile to
-    tile in each thread, and no thread waits for another before the last tile.
+    A thread scales its elements by their own exponent, which it knows without the others, adds in
+    float32 within the tile and in float64 beyond it. So sums go on from tile to tile in each
+    thread, and no thread waits for another before the last tile.
     """
     SHAPE: tl.constexpr = [x.shape[0] // (VECTOR * THREADS), THREADS, VECTOR]
     u, v = tl.reshape(x, SHAPE), tl.reshape(y, SHAPE)
     if tl.float64 == WIDE or x.dtype == tl.float16:
-        # Products of float16, 2**-48 to 2**32, and sums of eight of them stay within float32.
+        # Products of float16, 2**-48 to 2**32, and sums of a tile of them stay within float32.
         u, v = u.to(WIDE), v.to(WIDE)
-        dot = _vector_sums(u, v).to(tl.float64)
-        norm_a = _vector_sums(u, u).to(tl.float64)
-        norm_b = _vector_sums(v, v).to(tl.float64)
+        dot, norm_a, norm_b = _thread_sums(u, v), _thread_sums(u, u), _thread_sums(v, v)
     else:
         u, p = _normalised(u)
         v, q = _normalised(v)
-        dot = _vector_sums(u, v).to(tl.float64) * double_power_of_two(p + q)
-        norm_a = _vector_sums(u, u).to(tl.float64) * double_power_of_two(2 * p)
-        norm_b = _vector_sums(v, v).to(tl.float64) * double_power_of_two(2 * q)
-    return tl.sum(dot, axis=0), tl.sum(norm_a, axis=0), tl.sum(norm_b, axis=0)
+        dot = _thread_sums(u, v) * double_power_of_two(p + q)
+        norm_a = _thread_sums(u, u) * double_power_of_two(2 * p)
+        norm_b = _thread_sums(v, v) * double_power_of_two(2 * q)
+    return dot, norm_a, norm_b
 
 
 @jit
