@@ -82,9 +82,9 @@ def chunks_of(a: Tensor, bounds: tuple[int, ...]) -> Chunks:
     itemsize = a.element_size()
     block, warps = tile_of(a.numel(), itemsize)
 
-    def make() -> Chunks:
+    def make(pinned: Tensor | None) -> Chunks:
         rows, shares, tiles = cut(bounds, block, 16 // itemsize)
-        table, host = upload(np.concatenate([rows.ravel(), shares.ravel()]), a.device)
+        table, host = upload(np.concatenate([rows.ravel(), shares.ravel()]), a.device, pinned)
         return Chunks(table, host, len(rows), len(shares), block, warps, tiles == 1)
 
     key = ("chunks", itemsize, block, _tiles(bounds, block), bounds)
