@@ -77,6 +77,10 @@ class AdasumReducer(Reducer):
 
     For float16, bfloat16, float32 and float64; dot products and norms are float64. Symmetric, but
     not associative: the order of the ranks is part of the answer (adjacent ranks pair first).
+
+    On a GPU it takes two launches, dots and combination, also where one cooperative launch would
+    do: that one waits until all of its programs are resident, maybe for NCCL's kernel, which waits
+    for another rank's, which waits likewise.
     """
 
     name = "Adasum"
@@ -123,7 +127,9 @@ class AdasumReducer(Reducer):
         ):
             return _bind_cut(operands, segments)
         plans = [
-            kernels.plan_adasum(left, right, _clip(segments, start, out.numel())[2], out=out)
+            kernels.plan_adasum(
+                left, right, _clip(segments, start, out.numel())[2], out=out, cooperative=False
+            )
             for (left, right), out, start in operands.pieces
             if out.numel()
         ]
@@ -147,7 +153,8 @@ def _reduce_whole(
     inside = _clip(segments, start, out.numel())[2]
     left = parts[0]
     for k, right in enumerate(parts[1:], 2):
-        left = kernels.adasum(left, right, inside, out=out if k == len(parts) else None)
+        target = out if k == len(parts) else None
+        left = kernels.adasum(left, right, inside, out=target, cooperative=False)
 
 
 def _reduce_cut(operands: Operands, segments: tuple[int, ...]) -> None:

@@ -400,10 +400,25 @@ class AdasumPlan(_SegmentPlan):
 
     _function = "adasum"
 
+    def __init__(
+        self,
+        a: Tensor,
+        b: Tensor,
+        bounds: tuple[int, ...],
+        out: Tensor,
+        findings: Findings,
+        cooperative: bool,
+    ) -> None:
+        self._cooperative = cooperative
+        super().__init__(a, b, bounds, out, findings)
+
     def _bind(self) -> _Run:
         a, b = self._inputs
-        function = projection_kernels.adasum if launcher.on_triton(a) else dispatch.adasum
-        return function(a, b, self._bounds, self.out, self._findings)
+        if launcher.on_triton(a):
+            return projection_kernels.adasum(
+                a, b, self._bounds, self.out, self._findings, self._cooperative
+            )
+        return dispatch.adasum(a, b, self._bounds, self.out, self._findings)
 
 
 def plan_pack(
@@ -519,6 +534,7 @@ def plan_adasum(
     out: Tensor | None = None,
     found_inf: Tensor | None = None,
     max_abs: Tensor | None = None,
+    cooperative: bool = True,
 ) -> AdasumPlan:
     """Plan `kernels.adasum` of a and b: run it as plan().
 
@@ -527,7 +543,7 @@ def plan_adasum(
     """
     _refuse_outside_eager("adasum")
     findings = Findings(found_inf, max_abs)
-    return AdasumPlan(a, b, *check_adasum(a, b, segments, out, findings), findings)
+    return AdasumPlan(a, b, *check_adasum(a, b, segments, out, findings), findings, cooperative)
 
 
 def run_once(plan: Any, *scalars: float) -> Any:

@@ -101,17 +101,24 @@ def adasum(
     out: Tensor | None = None,
     found_inf: Tensor | None = None,
     max_abs: Tensor | None = None,
+    cooperative: bool = True,
 ) -> Tensor:
     """Return the Adasum of two tensors, a segment at a time: `combine` of their `dot_and_norms`.
 
     Arguments and errors are those of `combine`. NaN or Inf in a segment reaches that segment alone.
+
+    `cooperative` says whether a GPU may do it in one cooperative launch where the tensors fit on
+    chip. They are then read once, but all programs of the launch must be resident at once, on up to
+    every register of the GPU, and wait for each other. Beside kernels that wait in turn, as NCCL's
+    do for other ranks, take two launches, which wait for nothing. The bits are the same; on a CPU
+    it makes no difference.
     """
     findings = Findings(found_inf, max_abs)
     bounds, target = check_adasum(a, b, segments, out, findings)
     if tracing():
-        call("adasum_2", a, b, bounds, target, *findings)
+        call("adasum_3", a, b, bounds, target, cooperative, *findings)
     else:
-        run_once(AdasumPlan(a, b, bounds, target, findings))
+        run_once(AdasumPlan(a, b, bounds, target, findings, cooperative))
     return target
 
 
@@ -205,10 +212,16 @@ def _combine(
 
 
 @operator(
-    f"adasum_2(Tensor a, Tensor b, SymInt[] bounds, Tensor(a!) out, {SCHEMA}) -> ()",
+    f"adasum_3(Tensor a, Tensor b, SymInt[] bounds, Tensor(a!) out, bool cooperative, {SCHEMA}) "
+    "-> ()",
     fake=returns_nothing,
 )
 def _adasum(
-    a: Tensor, b: Tensor, bounds: Sequence[int], out: Tensor, *findings: Tensor | None
+    a: Tensor,
+    b: Tensor,
+    bounds: Sequence[int],
+    out: Tensor,
+    cooperative: bool,
+    *findings: Tensor | None,
 ) -> None:
-    run_once(AdasumPlan(a, b, tuple(bounds), out, Findings(*findings)))
+    run_once(AdasumPlan(a, b, tuple(bounds), out, Findings(*findings), cooperative))

@@ -401,14 +401,19 @@ def _programs(a: Tensor, chunks: Chunks) -> int:
 
 
 def adasum(
-    a: Tensor, b: Tensor, bounds: tuple[int, ...], out: Tensor, findings: Findings
+    a: Tensor,
+    b: Tensor,
+    bounds: tuple[int, ...],
+    out: Tensor,
+    findings: Findings,
+    cooperative: bool,
 ) -> Callable[[], None]:
-    """Bind the launch of Adasum: one cooperative launch if it fits on chip, else two launches."""
+    """Bind the launch of Adasum: one, if it may be `cooperative` and fits on chip, else two."""
     if a.numel() == 0:
         return _nothing
     with launcher.device_guard(a):
         chunks = chunks_of(a, bounds)
-        programs = _programs(a, chunks)
+        programs = _programs(a, chunks) if cooperative else 0
         if programs == 0 or out.data_ptr() % 16 != 0:
             return _in_two(a, b, bounds, out, findings)
         aligned = _Aligned(a, b)

@@ -58,7 +58,7 @@ def operators(counter: CompileCounterWithBackend) -> list[str]:
     targets = [str(node.target) for graph in counter.graphs for node in graph.graph.nodes]
     names = [target.split(".")[1] for target in targets if target.startswith("adasum.")]
     # What follows an underscore and is a number tells schemas apart.
-    return [name.removesuffix("_2") for name in names]
+    return [name.rstrip("_23") for name in names]
 
 
 def several(dtype: torch.dtype, device: str, seed: int) -> list[Tensor]:
@@ -120,6 +120,9 @@ CASES: dict[str, tuple[Callable[..., list[Tensor]], Callable[..., Any], list[str
     "combine": (pair, lambda a, b, c: combined(a, b), ["dot_and_norms", "combine"]),
     "combine out": (pair, lambda a, b, c: combined(a, b, out=c), ["dot_and_norms", "combine"]),
     "adasum": (pair, lambda a, b, c: kernels.adasum(a, b), ["adasum"]),
+    "adasum in two launches": (
+        pair, lambda a, b, c: kernels.adasum(a, b, cooperative=False), ["adasum"],
+    ),
     "adasum in place": (pair, lambda a, b, c: kernels.adasum(a, b, CUTS, out=a), ["adasum"]),
     "adasum of one": (pair, lambda a, b, c: kernels.adasum(a, a, out=a), ["adasum"]),
     "adasum into a view": (
@@ -285,7 +288,7 @@ def test_overlap_is_found_when_the_operator_runs():
         compiled(lambda b, x: kernels.unpack(b, [x[:8], x[4:12]]))[0](torch.ones(32), X.clone())
     base = X.clone()
     with pytest.raises(ValueError, match="out overlaps a"):
-        torch.ops.adasum.adasum_2(base[:8], base[8:], [0, 8], base[4:12], None, None)
+        torch.ops.adasum.adasum_3(base[:8], base[8:], [0, 8], base[4:12], True, None, None)
     with pytest.raises(ValueError, match=r"out overlaps tensors\[0\]"):
         torch.ops.adasum.pack_2([base], [0], 64, 2.0, base, None, None)
     assert torch.equal(base, X)
@@ -313,7 +316,7 @@ def test_opcheck(flag):
         (ops.scaled_add_2, (x, y, 0.5, -1.0, out, *flags)),
         (ops.dot_and_norms, (x, y, cuts)),
         (ops.combine_2, (x, y, dots, cuts, out, *flags)),
-        (ops.adasum_2, (x, y, cuts, out, *flags)),
+        (ops.adasum_3, (x, y, cuts, out, False, *flags)),
     ]:
         torch.library.opcheck(op.default, args)
 
@@ -321,9 +324,9 @@ def test_opcheck(flag):
 def test_calls_stay_out_of_torchs_own_cuda_graphs():
     if not hasattr(torch.Tag, "cudagraph_unsafe"):
         pytest.skip("this torch has no such tag")
-    names = ["pack", "unpack", "sum_n", "scaled_add", "dot_and_norms", "combine", "adasum"]
-    for name in names:
-        operator = getattr(torch.ops.adasum, name if name == "dot_and_norms" else f"{name}_2")
+    others = [f"{name}_2" for name in ("pack", "unpack", "sum_n", "scaled_add", "combine")]
+    for name in ["dot_and_norms", "adasum_3", *others]:
+        operator = getattr(torch.ops.adasum, name)
         assert torch.Tag.cudagraph_unsafe in operator.default.tags
 
 
@@ -346,7 +349,7 @@ def test_dispatch_modes():
     assert flat(graph(a, b)) == flat(kernels.adasum(a, kernels.sum_n([a, b])))
     targets = [str(node.target) for node in graph.graph.nodes]
     assert [t for t in targets if t.startswith("adasum")] == [
-        "adasum.sum_n_2.default", "adasum.adasum_2.default",
+        "adasum.sum_n_2.default", "adasum.adasum_3.default",
     ]  # fmt: skip
     with FakeTensorMode():
         packed = kernels.pack([torch.empty(5), torch.empty(1 << 40)])
