@@ -38,7 +38,8 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "scaled_add": lambda a, b: kernels.scaled_add(a, b, alpha=0.3),
     "dot_and_norms, combine": combined,
     "adasum in one launch": kernels.adasum,
-    "adasum in two": lambda a, b: kernels.adasum(a, b, CUTS),
+    "adasum of segments": lambda a, b: kernels.adasum(a, b, CUTS),
+    "adasum in two": lambda a, b: kernels.adasum(a, b, CUTS, cooperative=False),
 }
 
 
