@@ -11,6 +11,8 @@ from kernels.gpu.launcher import constexpr_function, jit, tl, triton
 
 _TINY = TINY if triton is None else tl.constexpr(TINY)
 _SUM_BLOCK = 256 if triton is None else tl.constexpr(256)
+# A policy for the caches. Triton 3.6 takes no plain string for a device function's default.
+_NORMAL = "" if triton is None else tl.constexpr("")
 # Of a program of the projection.
 THREADS = 128 if triton is None else tl.constexpr(128)
 
@@ -63,7 +65,7 @@ def load_tile(
     DTYPE: tl.constexpr,
     VECTORS: tl.constexpr,
     BLOCK: tl.constexpr,
-    EVICT: tl.constexpr = "",
+    EVICT: tl.constexpr = _NORMAL,
 ):
     """Load the first `count` of at most BLOCK elements at `address`, with zeros behind them.
 
@@ -81,7 +83,7 @@ def load_tile(
 
 
 @jit
-def store_tile(address, count, x, VECTORS: tl.constexpr, EVICT: tl.constexpr = ""):
+def store_tile(address, count, x, VECTORS: tl.constexpr, EVICT: tl.constexpr = _NORMAL):
     """The twin of `load_tile`, of elements x in their own dtype."""
     i = tl.arange(0, x.shape[0])
     if VECTORS:
