@@ -7,7 +7,14 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from bench.static_analysis.occupancy import ARCHITECTURES
-from kernels.gpu import chunking, copy_kernel, launcher, projection_kernels, sum_kernels
+from kernels.gpu import (
+    chunking,
+    copy_kernel,
+    launcher,
+    one_launch_kernel,
+    projection_kernels,
+    sum_kernels,
+)
 
 NUMEL = 1 << 26
 ITEMSIZES = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
@@ -83,11 +90,11 @@ KERNELS = {
         _FINDINGS,
     ),
     "one_launch": Kernel(
-        projection_kernels._one_launch_kernel.function,
+        one_launch_kernel._one_launch_kernel.function,
         chunking.tile_of,
         {"NUMEL": _LARGEST_TILES, **_EDGES_APART},
         _FINDINGS,
-        {"launch_cooperative_grid": True, "maxnreg": projection_kernels.REGISTERS},
+        {"launch_cooperative_grid": True, "maxnreg": one_launch_kernel.REGISTERS},
     ),
 }
 DTYPES = ("DTYPE", "A", "B", "OUT", "TENSOR", "BUFFER")

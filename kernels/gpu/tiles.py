@@ -335,3 +335,30 @@ def store_row(row, dot, norm_a, norm_b):
     tl.store(row, dot)
     tl.store(row + 1, norm_a)
     tl.store(row + 2, norm_b)
+
+
+@jit
+def arrive(partials, arrivals, dots, share, segment, count, mask):
+    """Count `count` chunks of a segment in; returns (what was counted, whether none is missing).
+
+    Protocol: a program stores its partials, then counts them in `arrivals[segment]` (release). The
+    one that finds all others counted (acquire) sees all partials, and stores the segment's row.
+    mask: The bits of the counter that count chunks.
+    """
+    chunk_count = tl.load(share + 1)
+    tl.debug_barrier()
+    before = tl.atomic_add(arrivals + segment, count, sem="acq_rel")
+    last = (before & mask) + count == chunk_count
+    if last:
+        dot, norm_a, norm_b = add_partials(partials, tl.load(share), chunk_count)
+        store_row(dots + 3 * segment, dot, norm_a, norm_b)
+    return before, last
+
+
+@jit
+def edge_dots(a, b, start, length, before, inner, DTYPE: tl.constexpr, WIDE: tl.constexpr):
+    """`thread_dots` of the elements of a chunk that belong to no whole vector of it."""
+    offset = start * (DTYPE.primitive_bitwidth // 8)
+    x = load_edges(a.to(tl.int64) + offset, before, inner, length, DTYPE)
+    y = load_edges(b.to(tl.int64) + offset, before, inner, length, DTYPE)
+    return thread_dots(x, y, 1, WIDE)
