@@ -14,9 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
-import numpy as np
-
-from collectives.schedules.algorithm import Algorithm, BulkStep, ClosedForm, Order
+from collectives.schedules.algorithm import Algorithm, Order
 from collectives.schedules.schedule import Collective, Schedule, Step, Transfer, sharded
 
 
@@ -52,18 +50,10 @@ def all_reduce(size: int) -> Schedule:
     )
 
 
-def closed_form(size: int) -> ClosedForm:
-    """Return the steps of `all_reduce` for all ranks at once."""
-    ranks, distances = np.arange(size), [1 << level for level in range((size - 1).bit_length())]
-    steps = [BulkStep(ranks, (ranks - d) % size, float(min(d, size - d))) for d in distances]
-    return ClosedForm(steps, gathered=True)
-
-
 BRUCK = Algorithm(
     "bruck",
     "every rank gets all vectors, for tiny messages",
     Order.LINE,
     schedule=lambda level: sharded(all_reduce(level.size), level.shards),
-    closed_form=lambda level, _: closed_form(level.size).sharded(level.shards),
     outer=False,
 )

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
-import numpy as np
-
-from collectives.schedules.algorithm import BulkStep, Ints
 from collectives.schedules.schedule import IDLE, Action, Step, Transfer
 
 
@@ -50,14 +48,13 @@ class Fold:
 
     def block(self, leaf: int, width: int) -> tuple[int, ...]:
         """Return the ranks of the aligned block of `width` leaves that `leaf` is in."""
-        first = leaf - leaf % width
-        return tuple(self.rank(other) for other in range(first, first + width))
+        return _block(self, leaf - leaf % width, width)
 
-    @property
-    def ranks(self) -> Ints:
-        """The rank of every leaf."""
-        leaves = np.arange(self.leaves)
-        return np.where(leaves < self.extra, 2 * leaves, leaves + self.extra)
+
+# All ranks of a block ask for it, and those of a large one hold as many numbers as there are ranks.
+@lru_cache(maxsize=256)
+def _block(fold: Fold, first: int, width: int) -> tuple[int, ...]:
+    return tuple(fold.rank(leaf) for leaf in range(first, first + width))
 
 
 def fold_in(fold: Fold, rank: int, chunks: int) -> Iterator[Step]:
@@ -92,15 +89,3 @@ def on_leaves(
         yield from [IDLE] * count
     else:
         yield from steps(fold, leaf)
-
-
-def bulk_fold_in(fold: Fold) -> list[BulkStep]:
-    """Return `fold_in` for all ranks at once."""
-    kept = 2 * np.arange(fold.extra)
-    return [BulkStep(kept + 1, kept, 1.0, ways=1, members=kept[:, None])] if fold.extra else []
-
-
-def bulk_fold_out(fold: Fold) -> list[BulkStep]:
-    """Return `fold_out` for all ranks at once."""
-    kept = 2 * np.arange(fold.extra)
-    return [BulkStep(kept, kept + 1, 1.0)] if fold.extra else []

@@ -15,9 +15,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-import numpy as np
-
-from collectives.schedules.algorithm import Algorithm, BulkStep, ClosedForm, Order, Shards
+from collectives.schedules.algorithm import Algorithm, Order, Shards
 from collectives.schedules.schedule import Action, ScatterGather, Schedule, Step, Transfer
 
 
@@ -87,16 +85,6 @@ def all_reduce(
     return replace(schedule, whole_segments=whole_segments)
 
 
-def closed_form(size: int, shards: int) -> ClosedForm:
-    """Return the steps of `scatter_gather` for all ranks at once."""
-    owners = np.array(_owners(size, shards))
-    source, target = np.tile(np.arange(size), shards), np.repeat(owners, size)
-    others = source != target
-    scatter = BulkStep(source[others], target[others], 1 / shards, ways=size - 1)
-    gather = BulkStep(scatter.target, scatter.source, 1 / shards)
-    return ClosedForm(*(([scatter], [gather]) if size > 1 else ([], [])), owners)
-
-
 def _record(name: str, where: str, *, on_host: bool) -> Algorithm:
     return Algorithm(
         name,
@@ -105,7 +93,6 @@ def _record(name: str, where: str, *, on_host: bool) -> Algorithm:
         schedule=lambda level: all_reduce(
             level.size, level.shards, name, whole_segments=level.one_tree
         ),
-        closed_form=lambda level, _: closed_form(level.size, level.shards),
         scatter_gather=lambda level: scatter_gather(level.size, level.shards, name),
         shards=Shards.PER_RANK,
         on_host=on_host,

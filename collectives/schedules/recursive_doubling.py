@@ -11,13 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
-import numpy as np
-
-from collectives.schedules.algorithm import Algorithm, BulkStep, ClosedForm, Order
+from collectives.schedules.algorithm import Algorithm, Order
 from collectives.schedules.folding import (
     Fold,
-    bulk_fold_in,
-    bulk_fold_out,
     fold_in,
     fold_out,
     on_leaves,
@@ -59,21 +55,9 @@ def all_reduce(size: int) -> Schedule:
     return Schedule("rd", size, 1, Collective.ALL_REDUCE, steps)
 
 
-def closed_form(size: int) -> ClosedForm:
-    """Return the steps of `all_reduce` for all ranks at once."""
-    fold = Fold(size)
-    ranks, leaves = fold.ranks, np.arange(fold.leaves)
-    doubling = [
-        BulkStep(ranks, ranks[leaves ^ (1 << level)], 1.0, ways=1, members=ranks[:, None])
-        for level in range(fold.leaves.bit_length() - 1)
-    ]
-    return ClosedForm([*bulk_fold_in(fold), *doubling, *bulk_fold_out(fold)])
-
-
 RD = Algorithm(
     "rd",
     "recursive doubling, for small messages",
     Order.BALANCED,
     schedule=lambda level: sharded(all_reduce(level.size), level.shards),
-    closed_form=lambda level, _: closed_form(level.size).sharded(level.shards),
 )

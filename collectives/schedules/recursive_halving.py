@@ -16,13 +16,9 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-import numpy as np
-
-from collectives.schedules.algorithm import Algorithm, BulkStep, ClosedForm, Order
+from collectives.schedules.algorithm import Algorithm, Order
 from collectives.schedules.folding import (
     Fold,
-    bulk_fold_in,
-    bulk_fold_out,
     fold_in,
     fold_out,
     on_leaves,
@@ -104,32 +100,11 @@ def all_reduce(size: int, name: str = "rechd") -> Schedule:
     return scatter_gather(size, name).all_reduce()
 
 
-def closed_form(size: int) -> ClosedForm:
-    """Return the steps of `scatter_gather` for all ranks at once."""
-    fold = Fold(size)
-    ranks, leaves = fold.ranks, np.arange(fold.leaves)
-    halving = [
-        BulkStep(
-            ranks,
-            ranks[leaves ^ distance],
-            0.5 / distance,
-            ways=1,
-            members=ranks.reshape(-1, 2 * distance),
-        )
-        for distance in (1 << level for level in range(fold.leaves.bit_length() - 1))
-    ]
-    doubling = [step._replace(ways=0, members=None) for step in reversed(halving)]
-    return ClosedForm(
-        [*bulk_fold_in(fold), *halving], [*doubling, *bulk_fold_out(fold)], owners=ranks
-    )
-
-
 RECHD = Algorithm(
     "rechd",
     "recursive halving and doubling",
     Order.BALANCED,
     schedule=lambda level: sharded(all_reduce(level.size), level.shards),
-    closed_form=lambda level, _: closed_form(level.size).sharded(level.shards),
     scatter_gather=lambda level: scatter_gather(level.size).sharded(level.shards),
 )
 
@@ -138,5 +113,4 @@ VHDD = Algorithm(
     "the same steps, named for Adasum",
     Order.BALANCED,
     schedule=lambda level: sharded(all_reduce(level.size, "vhdd"), level.shards),
-    closed_form=lambda level, _: closed_form(level.size).sharded(level.shards),
 )

@@ -1,7 +1,7 @@
 """All all-reduce algorithms by the names of the specification string, and the schedules of a name.
 
-An algorithm is added by one line here; its names, shards, tree and closed form are in the record
-beside its steps.
+An algorithm is added by one line here; its names, shards and tree are in the record beside its
+steps.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def test_names_of_the_specification_are_the_records() -> None:
         assert name == record.name
         assert parse_all_reduce_spec(name)[0].alg == name
         assert (name in INNER, name in OUTER) == (record.inner, record.outer)
-        assert record.is_library == (record.order is None) == (record.closed_form is None)
+        assert record.is_library == (record.order is None) == (record.schedule is None)
     assert {*SCHEDULES, *LIBRARIES} == {*ALGORITHMS}
 
 
