@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from collectives.reducers import Reducer, Sum
 from collectives.transport.shared_memory.symmetric_memory import CODE_BITS
 
 ANY = -1
@@ -91,6 +92,25 @@ class Description:
         options = [f"{key}={value}" for key, value in self.options.items()]
         tensors = [f"tensor {i}: {tensor}" for i, tensor in enumerate(self.tensors)]
         return [str(self), *options, *tensors]
+
+
+class Call(NamedTuple):
+    """A call on one rank.
+
+    Attributes:
+        description: What all ranks must make alike.
+        tensors: What it works on.
+        op: The reducer; any for a call that reduces nothing.
+    """
+
+    description: Description
+    tensors: Sequence[torch.Tensor] = ()
+    op: Reducer = Sum
+
+    @property
+    def kind(self) -> str:
+        """The collective that is called."""
+        return self.description.kind
 
 
 def difference(calls: Mapping[int, Description]) -> str:

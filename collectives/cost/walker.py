@@ -116,7 +116,8 @@ def _in_lockstep(
         for rank, step in enumerate(steps):
             if step.group and step.group[0] == rank:
                 groups[len(step.group)].append(step.group)
-            ways = Counter(recv[1:3] for recv in step.recvs if recv.action is not Action.COPY)
+            spans = [recv[1:3] for recv in step.recvs if recv.action is not Action.COPY]
+            ways = Counter(spans) if len(spans) > 1 else dict.fromkeys(spans, 1)
             for peer, start, stop, action in step.recvs:
                 reduced = 0 if action is Action.COPY else ways[start, stop]
                 rows.append((peer, rank, (stop - start) / parts, reduced))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from collectives.schedules.schedule import IDLE, Action, Step, Transfer
 
@@ -26,12 +26,12 @@ class Fold:
         if self.size < 1:
             raise ValueError(f"size must be at least 1, got {self.size}")
 
-    @property
+    @cached_property
     def leaves(self) -> int:
         """P, the largest power of two that is at most `size`."""
         return 1 << (self.size.bit_length() - 1)
 
-    @property
+    @cached_property
     def extra(self) -> int:
         """The number of ranks folded away, r = size - P."""
         return self.size - self.leaves
