@@ -13,7 +13,8 @@ import numpy as np
 from collectives.cost.profiles import Profile, Profiler
 from collectives.schedules import recursive_doubling
 from collectives.schedules.algorithm import Algorithm, BulkStep, Floats, Ints, Level, Parts
-from collectives.schedules.registry import algorithm, inner_level, outer_level, whole_level
+from collectives.schedules.levels import levels_of, schedule_of
+from collectives.schedules.registry import algorithm
 from collectives.schedules.schedule import Action, Schedule, Step
 from collectives.schedules.spec import AllReduceSpec
 from collectives.schedules.topology import Topology
@@ -58,27 +59,24 @@ def walk_levels(spec: AllReduceSpec, topology: Topology, op: str) -> Profile:
         ValueError: A name is unknown, may not stand on its level, or takes fewer shards.
     """
     profiler, samples = Profiler(topology), max(_FEWEST_SAMPLES, _PIPELINE_CELLS // topology.size)
-    one_tree = op == "adasum"
-    if spec.inner is None:
-        record = algorithm(spec.outer)
-        level = whole_level(spec.outer, spec.shards, topology, one_tree=one_tree)
-        for step in chain(*_parts(record, level, samples)):
+    near, far = levels_of(spec, topology, one_tree=op == "adasum")
+    outer = chain(*_parts(algorithm(spec.outer), far, samples))
+    if near is None or spec.inner is None:
+        for step in outer:
             _add(profiler, step, op)
-        if record.schedule is not None and record.schedule(level).gathered:
+        if schedule_of(spec, topology).gathered:
             profiler.reduce_gathered(op)
         return profiler.profile()
 
-    local = topology.local_size
-    inner, near = algorithm(spec.inner), inner_level(spec.inner, spec.inner_shards, topology)
-    far = outer_level(spec.outer, spec.shards, topology, one_tree=one_tree)
+    inner = algorithm(spec.inner)
     assert inner.scatter_gather is not None
     owners = np.array(sorted(inner.scatter_gather(near).owners))
-    firsts = np.arange(topology.num_nodes) * local
+    firsts = np.arange(topology.num_nodes) * topology.local_size
     scatter, gather = _parts(inner, near, samples)
     for step in scatter:
         _add(profiler, _placed(step, 1, firsts, 1.0), "sum")
-    for step in chain(*_parts(algorithm(spec.outer), far, samples)):
-        _add(profiler, _placed(step, local, owners, 1 / len(owners)), op)
+    for step in outer:
+        _add(profiler, _placed(step, topology.local_size, owners, 1 / len(owners)), op)
     for step in gather:
         _add(profiler, _placed(step, 1, firsts, 1.0), "sum")
     return profiler.profile()

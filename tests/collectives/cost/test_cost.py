@@ -18,7 +18,8 @@ from collectives.cost import (
 )
 from collectives.cost.__main__ import main
 from collectives.schedules import binomial_tree, ring
-from collectives.schedules.registry import LIBRARIES, SCHEDULES, one_level, two_levels
+from collectives.schedules.levels import schedule_of
+from collectives.schedules.registry import LIBRARIES, SCHEDULES
 from collectives.schedules.schedule import Action, Collective, Schedule, Step, Transfer
 from collectives.schedules.spec import INNER, OUTER, parse_all_reduce_spec
 from collectives.schedules.topology import Topology
@@ -39,12 +40,7 @@ TWO_LEVELS = (
 
 def _schedule(text: str, topology: Topology, op: str) -> Schedule:
     (spec,) = parse_all_reduce_spec(text)
-    one_tree = op == "adasum"
-    if spec.inner is None:
-        return one_level(spec.outer, spec.shards, topology, one_tree=one_tree)
-    return two_levels(
-        spec.inner, spec.inner_shards, spec.outer, spec.shards, topology, one_tree=one_tree
-    )
+    return schedule_of(spec, topology, one_tree=op == "adasum")
 
 
 def _flat(text: str, size: int, nbytes: float, op: str = "sum", segments: int = 1) -> float:

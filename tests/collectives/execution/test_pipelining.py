@@ -17,10 +17,11 @@ from collectives.execution.context import CallContext, Workspace
 from collectives.execution.executor import execute
 from collectives.execution.lowering import sent_first
 from collectives.execution.pipelining import parts_of
-from collectives.schedules.registry import SCHEDULES, one_level
+from collectives.schedules.registry import SCHEDULES
 from collectives.schedules.schedule import Action, Schedule, Step, Transfer
 from collectives.schedules.topology import Topology
 from collectives.transport import Message, Transport
+from tests.collectives.schedules.simulation import one_level
 from tests.fakes.fake_cuda import device_tensor
 from tests.fakes.fake_nccl import FakeNccl
 from tests.fakes.nccl_machine import DeviceWorkspace, Machine, all_good, make_machine
