@@ -72,10 +72,13 @@ def tensors(argument: str, values: object, *, dense: bool = False) -> list[torch
     return list(values)
 
 
-def integer(argument: str, value: int) -> None:
-    """Check an int."""
+def integer(argument: str, value: int, least: int | None = None) -> None:
+    """Check an int, of at least so much."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{argument} must be an int, got {type(value).__name__}")
+    if least is not None and value < least:
+        rule = f"be at least {least}" if least else "not be negative"
+        raise ValueError(f"{argument} must {rule}, got {value}")
 
 
 def tensor_list(argument: str, values: object) -> list[torch.Tensor]:

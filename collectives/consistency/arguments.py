@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, TypedDict
 
 import torch
@@ -170,7 +169,7 @@ def _call(
     name: str | None,
     tensors: Sequence[Tensor],
     op: Reducer = Sum,
-    options: Mapping[str, Any] = MappingProxyType({}),
+    options: Mapping[str, Any] | None = None,
     *,
     any_rows: bool = False,
 ) -> Call:
@@ -178,7 +177,7 @@ def _call(
     described = [
         describe_tensor(tensor, any_rows=any_rows and i == 0) for i, tensor in enumerate(tensors)
     ]
-    return Call(Description(kind, name, options, described), tensors, op)
+    return Call(Description(kind, name, options or {}, described), tensors, op)
 
 
 def _check_rows(tensor: Tensor) -> None:

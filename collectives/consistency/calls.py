@@ -94,7 +94,7 @@ class Calls:
                 return self._finish(call, shared, label)
             return self._run_with_code(code, call, label)
 
-        if shared is not None and shared.nbytes <= _BEGIN_BYTES:
+        if shared is not None and shared.vector.nbytes <= _BEGIN_BYTES:
             return self.queue.begin(call.kind, first, rest)
 
         def both() -> Any:

@@ -16,11 +16,10 @@ import torch
 
 from collectives.consistency.description import Description, difference
 from collectives.errors import CollectiveMismatchError
-from collectives.execution.context import CallContext, Workspace
+from collectives.execution.context import CallContext
 from collectives.execution.executor import execute
 from collectives.reducers import Max
 from collectives.schedules import recursive_doubling
-from collectives.transport.base import Transport
 from collectives.transport.byte_gathering import gather_bytes
 
 _NO_CODE = torch.iinfo(torch.int64).min
@@ -54,37 +53,25 @@ class Outcome(NamedTuple):
     call: Description | None = None
 
 
-def negotiate_by_messages(
-    mine: Description | Joined,
-    transport: Transport,
-    label: str,
-    timeout: float,
-    workspace: Workspace,
-    code: int = 0,
-) -> Outcome:
+def negotiate_by_messages(mine: Description | Joined, call: CallContext) -> Outcome:
     """Return when all ranks that have not joined make one call, or all have joined.
 
     Args:
         mine: What this rank does.
-        transport: Between the ranks.
-        label: What an error calls this call.
-        timeout: Seconds that each step may wait for a peer.
-        workspace: Memory for what is received.
-        code: What the messages carry, as `Transport.exchange` takes it.
+        call: What the steps of the negotiation have in common.
 
     Raises:
         CollectiveMismatchError: On every rank with the same text, where the calls differ or the
             joined ranks cannot take part.
         RanksDiffer: Where another rank's messages carry another code.
     """
-    label = f"the negotiation of {label}"
+    transport = call.transport
     if isinstance(mine, Joined):
         codes = (_NO_CODE, _NO_CODE, mine.since * transport.size + transport.rank + 1)
     else:
         codes = (mine.code, -mine.code, 0)
     # The least is the most of the opposites.
     extremes = torch.tensor(codes, dtype=torch.int64, device="cpu")
-    call = CallContext(transport, label, timeout, workspace, code)
     execute(recursive_doubling.all_reduce(transport.size), extremes, Max, call)
     most, least, since = extremes.tolist()
     if most == _NO_CODE:
@@ -96,7 +83,9 @@ def negotiate_by_messages(
         report = ["", sorted(mine.operators), sorted(mine.kinds)]
     else:
         report = [mine.to_json()]
-    reports = gather_bytes(json.dumps(report).encode(), transport, label, timeout, code)
+    reports = gather_bytes(
+        json.dumps(report).encode(), transport, call.label, call.timeout, call.code
+    )
     return _conclude([json.loads(each) for each in reports])
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collectives.consistency.description import Description
 from collectives.consistency.messages import Joined, Outcome, negotiate_by_messages
-from collectives.execution.context import Workspace
+from collectives.execution.context import CallContext, Workspace
 from collectives.transport.base import Transport, call_code
 from collectives.transport.shared_memory.symmetric_memory import JOINED, RanksDiffer
 
@@ -85,18 +85,13 @@ class Negotiation:
     def _by_messages(self, mine: Description | Joined, label: str) -> Outcome:
         # A mismatch ends all joins.
         self._any_joined = False
-        code = call_code(self._calls, 0)
-
-        def negotiate() -> Outcome:
-            return negotiate_by_messages(
-                mine, self._transport, label, self._timeout, self._workspace, code
-            )
-
+        where, code = f"the negotiation of {label}", call_code(self._calls, 0)
+        call = CallContext(self._transport, where, self._timeout, self._workspace, code)
         try:
-            outcome = negotiate()
+            outcome = negotiate_by_messages(mine, call)
         except RanksDiffer:
             # Another rank negotiates by its call's own messages.
             self.flush(label)
-            outcome = negotiate()
+            outcome = negotiate_by_messages(mine, call)
         self._any_joined = bool(outcome.joined)
         return outcome

@@ -124,10 +124,6 @@ def _rates_line(rates: LinkRates) -> str:
     for name, value in vars(rates).items():
         if isinstance(value, Rate):
             parts.append(f"{name} {value.alpha * 1e6:.4g} µs + {_bandwidth(value.beta)}")
-            if value.far:
-                parts[-1] += f" ({_bandwidth(value.far)} beyond {_bytes(value.knee)})"
-        elif value:
-            parts.append(f"{name} {value:.4g} s")
     return f"{kind}: {', '.join(parts)}"
 
 

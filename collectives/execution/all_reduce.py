@@ -13,10 +13,9 @@ from collectives.cost.choice import choose
 from collectives.execution.context import CallContext, Workspace
 from collectives.execution.executor import execute
 from collectives.execution.phases import AllReducePhases, phases_of
-from collectives.execution.vectors import flatten
+from collectives.execution.vectors import flatten, vector_of
 from collectives.execution.vendor import Libraries
-from collectives.fused_buffer import buffer_of
-from collectives.reducers import Reducer, Sum, kernels
+from collectives.reducers import Reducer, Sum
 from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec, spec_for
 from collectives.schedules.topology import Topology
 from collectives.trace import span
@@ -102,24 +101,19 @@ class Runner:
     def all_reduce_packed(
         self, tensors: Sequence[Tensor], op: Reducer, options: AllReduceOptions, label: str
     ) -> None:
-        """Reduce tensors of one dtype and device as one buffer, each a segment of it, in place.
-
-        Nothing is packed where they lie in a FusedBuffer.
-        """
-        if self.transport.size == 1 or len(tensors) == 1 or tensors[0].dtype not in kernels.DTYPES:
+        """Reduce tensors of one dtype and device as one vector, in place."""
+        vector = None if self.transport.size == 1 else vector_of(tensors, options.segments)
+        if vector is None:
             for tensor in tensors:
                 self.all_reduce(flatten(tensor), op, options, label)
-            return
-        fused = buffer_of(tensors)
-        if fused is not None:
-            options = options._replace(segments=fused.layout.segments)
-            self.all_reduce(fused.buffer, op, options, label)
-            return
-        layout = kernels.layout_of(tensors)
-        buffer = self.packed.take(layout.numel, tensors[0])
-        kernels.pack(tensors, layout=layout, scale=options.prescale, out=buffer)
-        self.all_reduce(buffer, op, AllReduceOptions(options.specs, layout.segments), label)
-        kernels.unpack(buffer, tensors, layout=layout, scale=options.postscale)
+        elif vector.layout is None:
+            options = options._replace(segments=vector.segments)
+            self.all_reduce(vector.tensors[0], op, options, label)
+        else:
+            buffer = self.packed.take(vector.numel, tensors[0])
+            vector.fill(buffer, options.prescale)
+            self.all_reduce(buffer, op, AllReduceOptions(options.specs, vector.segments), label)
+            vector.store(buffer, options.postscale)
 
     def _choose(self, flat: Tensor, op: Reducer) -> AllReduceSpec:
         """Return what `auto` stands for: by the measured costs where there are any.

@@ -64,9 +64,7 @@ class Operation:
 
 
 def _all_reduce(call: Operation) -> Tensor:
-    (tensor,) = call.tensors
-    options = AllReduceOptions.of(call.options)
-    call.runner.all_reduce(flatten(tensor), call.op, options, call.label)
+    (tensor,) = _grouped_all_reduce(call)
     return tensor
 
 
@@ -74,8 +72,8 @@ def _grouped_all_reduce(call: Operation) -> Sequence[Tensor]:
     parts: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in call.tensors:
         parts.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+    options = AllReduceOptions.of(call.options)
     for part in parts.values():
-        options = AllReduceOptions.of(call.options)
         call.runner.all_reduce_packed(part, call.op, options, call.label)
     return call.tensors
 

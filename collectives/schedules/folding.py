@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+from collectives import validation
 from collectives.schedules.schedule import IDLE, Action, Step, Transfer
 
 
@@ -23,8 +24,7 @@ class Fold:
     size: int
 
     def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ValueError(f"size must be at least 1, got {self.size}")
+        validation.integer("size", self.size, 1)
 
     @cached_property
     def leaves(self) -> int:

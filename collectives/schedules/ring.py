@@ -24,6 +24,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from collectives import validation
 from collectives.schedules.algorithm import Algorithm, BulkStep, Level, Order, Parts, Shards
 from collectives.schedules.schedule import (
     Action,
@@ -67,8 +68,7 @@ def scatter_gather(size: int, orders: Orders | None = None) -> ScatterGather:
     Raises:
         ValueError: `size` is less than 1, or an order is no permutation of the ranks.
     """
-    if size < 1:
-        raise ValueError(f"size must be at least 1, got {size}")
+    validation.integer("size", size, 1)
     rings = orders or (tuple(range(size)),)
     if any(sorted(order) != list(range(size)) for order in rings):
         raise ValueError(f"orders must each be a permutation of 0 to {size - 1}")

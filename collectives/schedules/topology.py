@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from collectives import validation
+
 
 @dataclass(frozen=True)
 class Topology:
@@ -26,8 +28,8 @@ class Topology:
     local_order: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        _require_int("size", self.size, 1)
-        _require_int("local_size", self.local_size, 1)
+        validation.integer("size", self.size, 1)
+        validation.integer("local_size", self.local_size, 1)
         if self.size % self.local_size:
             raise ValueError(
                 f"local_size {self.local_size} does not divide size {self.size}: "
@@ -104,8 +106,8 @@ def ring_permutations(
 def _ring_orders(
     num_nodes: int, shards: int, local_order: tuple[int, ...]
 ) -> tuple[tuple[int, ...], ...]:
-    _require_int("num_nodes", num_nodes, 1)
-    _require_int("shards", shards, 0)
+    validation.integer("num_nodes", num_nodes, 1)
+    validation.integer("shards", shards, 0)
     local_size = len(local_order)
     _require_order(local_order, local_size)
     _require_ring_shards(shards, num_nodes, local_size)
@@ -127,15 +129,8 @@ def _require_ring_shards(shards: int, num_nodes: int, local_size: int) -> None:
         )
 
 
-def _require_int(field: str, value: int, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{field} must be an int, got {type(value).__name__}")
-    if value < least:
-        raise ValueError(f"{field} must be at least {least}, got {value}")
-
-
 def _require_order(order: tuple[int, ...], size: int) -> None:
     for i in order:
-        _require_int("local_order's members", i, 0)
+        validation.integer("local_order's members", i, 0)
     if sorted(order) != list(range(size)):
         raise ValueError(f"local_order must be a permutation of 0 to {size - 1}, got {order}")
