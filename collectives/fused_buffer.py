@@ -11,7 +11,7 @@ from collectives import validation
 from collectives.reducers import kernels
 
 Tensor = torch.Tensor
-_SlotsKey = tuple[int, tuple[int, ...]]
+_SlotsKey = tuple[int, torch.dtype, torch.device, tuple[int, ...]]
 
 
 class FusedBuffer:
@@ -88,12 +88,12 @@ def buffer_of(tensors: Sequence[Tensor]) -> FusedBuffer | None:
     found = _known.get(_slots_key(tensors))
     if found is None or found.addresses != [tensor.data_ptr() for tensor in tensors]:
         return None
-    same = tensors[0].dtype == found.buffer.dtype and tensors[0].device == found.buffer.device
-    return found if same else None
+    return found
 
 
 def _slots_key(tensors: Sequence[Tensor]) -> _SlotsKey:
-    return Tensor.data_ptr(tensors[0]), tuple(map(Tensor.numel, tensors))
+    first = tensors[0]
+    return Tensor.data_ptr(first), first.dtype, first.device, tuple(map(Tensor.numel, tensors))
 
 
 def _flat(tensor: Tensor) -> Tensor:

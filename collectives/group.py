@@ -210,15 +210,13 @@ class Group:
 
         Owners are chosen by bytes, in list order. Arguments and other ranks' tensors as in reduce.
         """
-        chosen: list[int] = self._call(self._arguments.reduce_to_owners(tensors, op, name))
-        return chosen
+        return self._call(self._arguments.reduce_to_owners(tensors, op, name))
 
     def broadcast_from_owners(
         self, tensors: Sequence[Tensor], *, name: str | None = None
     ) -> list[Tensor]:
         """Copy each tensor to every rank, in place, from the owner that reduce_to_owners chose."""
-        copied: list[Tensor] = self._call(self._arguments.broadcast_from_owners(tensors, name))
-        return copied
+        return self._call(self._arguments.broadcast_from_owners(tensors, name))
 
     def reduce_scatter(
         self,
@@ -245,12 +243,7 @@ class Group:
         return self._call(call, async_op=async_op)
 
     def reduce_scatter_init(
-        self,
-        tensor: Tensor,
-        op: Reducer = Sum,
-        *,
-        by_rows: bool = False,
-        name: str | None = None,
+        self, tensor: Tensor, op: Reducer = Sum, *, by_rows: bool = False, name: str | None = None
     ) -> Request:
         """Make, with all ranks, a `reduce_scatter` that is started any number of times.
 
@@ -301,8 +294,7 @@ class Group:
 
     def all_gather_bytes(self, payload: bytes, *, name: str | None = None) -> list[bytes]:
         """Return every rank's bytes, by rank; lengths may differ."""
-        pieces: list[bytes] = self._call(self._arguments.all_gather_bytes(payload, name))
-        return pieces
+        return self._call(self._arguments.all_gather_bytes(payload, name))
 
     def barrier(self, name: str | None = None) -> None:
         """Return when every rank has called it: the negotiation alone does that."""

@@ -9,13 +9,12 @@ import operator
 import sys
 import threading
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from itertools import pairwise
 
 import torch
 from torch.nn.parameter import is_lazy
 
-from collectives.reducers import Reducer
+from collectives.reducers import Reducer, computes
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -32,7 +31,7 @@ def tensor(argument: str, value: torch.Tensor, *, written: bool = True) -> None:
         raise ValueError(f"{argument} must not be nested: pass its parts, {argument}.unbind()")
     if value.is_quantized:
         raise ValueError(f"{argument} must not be quantized: pass {argument}.int_repr()")
-    if not _copies(value.dtype):
+    if not computes(_copy, value.dtype):
         raise TypeError(f"{argument} is of {value.dtype}, which torch cannot copy")
     if value.is_conj() or value.is_neg():
         raise ValueError(
@@ -48,14 +47,9 @@ def tensor(argument: str, value: torch.Tensor, *, written: bool = True) -> None:
         )
 
 
-@lru_cache
-def _copies(dtype: torch.dtype) -> bool:
-    """Return whether torch can copy elements of the dtype; not if they are smaller than a byte."""
-    try:
-        torch.empty(1, dtype=dtype, device="cpu").clone()
-    except (RuntimeError, TypeError):
-        return False
-    return True
+def _copy(one: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor, which torch cannot do where elements are smaller than a byte."""
+    return one.clone()
 
 
 def tensors(argument: str, values: object, *, dense: bool = False) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ from collectives.consistency.messages import Joined
 from collectives.consistency.negotiation import Negotiation
 from collectives.execution.all_reduce import Runner
 from collectives.execution.call_queue import CallQueue
-from collectives.execution.operations import OPERATIONS, WITH_JOINED, Operation
+from collectives.execution.operations import OPERATIONS, Operation
 from collectives.execution.shared_memory_all_reduce import (
     SharedMemoryAllReduce,
     plan_shared_memory_all_reduce,
@@ -87,6 +87,8 @@ class Calls:
             label = self._signal(call, shared)
 
         def rest() -> Any:
+            if not label:
+                first()
             code = None
             if shared is None and self._may_carry_code(call):
                 code = self._negotiation.code_for_messages(call.description)
@@ -97,17 +99,13 @@ class Calls:
         if shared is not None and shared.vector.nbytes <= _BEGIN_BYTES:
             return self.queue.begin(call.kind, first, rest)
 
-        def both() -> Any:
-            first()
-            return rest()
-
         on_gpu = any(tensor.is_cuda for tensor in call.tensors)
         if on_gpu and torch.cuda.is_current_stream_capturing():
             # The graph takes what this thread's stream gets, not the communication thread's.
             done = Work()
-            done.run(lambda: self.queue.run(call.kind, both, call.tensors))
+            done.run(lambda: self.queue.run(call.kind, rest, call.tensors))
             return done
-        work: Work = self.queue.run(call.kind, both, call.tensors, async_op=True)
+        work: Work = self.queue.run(call.kind, rest, call.tensors, async_op=True)
         return work
 
     def _signal(self, call: Call, shared: SharedMemoryAllReduce | None) -> str:
@@ -121,9 +119,8 @@ class Calls:
     def _may_carry_code(self, call: Call) -> bool:
         """Whether every rank's result depends on a message of every rank, and is soon undone."""
         options, tensors = call.description.options, call.tensors
-        if not all(tensor.is_cpu for tensor in tensors):
-            return False
-        if not 0 < sum(tensor.nbytes for tensor in tensors) <= _UNDO_BYTES:
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        if not all(tensor.is_cpu for tensor in tensors) or not 0 < nbytes <= _UNDO_BYTES:
             return False
         if call.kind == "reduce_scatter":
             pieces = tensors[0].shape[0] if options["by_rows"] else tensors[0].numel()
@@ -177,7 +174,7 @@ class Calls:
         def work() -> int:
             if self._transport.size == 1:
                 return self._transport.rank
-            mine = Joined(self._count, known, WITH_JOINED)
+            mine = Joined(self._count, known)
             while True:
                 outcome = self._negotiation.negotiate(mine, self._label("join"))
                 if outcome.last is not None:

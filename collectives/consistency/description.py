@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -128,13 +129,9 @@ def difference(calls: Mapping[int, Description]) -> str:
     other = calls[rank].entries()
     if first[0] != other[0]:
         return f"ranks disagree: rank {lowest} calls {first[0]}, rank {rank} calls {other[0]}"
-    for mine, theirs in zip(first, other, strict=False):
-        if mine != theirs:
-            return (
-                f"ranks disagree: rank {lowest} calls {first[0]} with {mine}, "
-                f"rank {rank} calls {other[0]} with {theirs}"
-            )
+    entries = zip_longest(first, other, fillvalue="nothing more")
+    mine, theirs = next((mine, theirs) for mine, theirs in entries if mine != theirs)
     return (
-        f"ranks disagree: rank {lowest} calls {first[0]} with {len(first) - 1} entries, "
-        f"rank {rank} with {len(other) - 1} entries"
+        f"ranks disagree: rank {lowest} calls {first[0]} with {mine}, "
+        f"rank {rank} calls {other[0]} with {theirs}"
     )

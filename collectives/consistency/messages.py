@@ -18,6 +18,7 @@ from collectives.consistency.description import Description, difference
 from collectives.errors import CollectiveMismatchError
 from collectives.execution.context import CallContext
 from collectives.execution.executor import execute
+from collectives.execution.operations import WITH_JOINED
 from collectives.reducers import Max
 from collectives.schedules import recursive_doubling
 from collectives.transport.byte_gathering import gather_bytes
@@ -31,12 +32,10 @@ class Joined(NamedTuple):
     Attributes:
         since: The number of the first call that it only joined.
         operators: The names of the reducers that it can carry out.
-        kinds: The calls that it can take part in.
     """
 
     since: int
     operators: Collection[str]
-    kinds: Collection[str]
 
 
 class Outcome(NamedTuple):
@@ -78,11 +77,7 @@ def negotiate_by_messages(mine: Description | Joined, call: CallContext) -> Outc
         return Outcome(last=(since - 1) % transport.size)
     if most == -least and not since:
         return Outcome()
-    report: list[Any]
-    if isinstance(mine, Joined):
-        report = ["", sorted(mine.operators), sorted(mine.kinds)]
-    else:
-        report = [mine.to_json()]
+    report = ["", sorted(mine.operators)] if isinstance(mine, Joined) else [mine.to_json()]
     reports = gather_bytes(
         json.dumps(report).encode(), transport, call.label, call.timeout, call.code
     )
@@ -97,9 +92,9 @@ def _conclude(reports: list[list[Any]]) -> Outcome:
     if any(other != call for other in calls.values()):
         raise CollectiveMismatchError(difference(calls))
     for rank in joined:
-        _, operators, kinds = reports[rank]
+        _, operators = reports[rank]
         problem = None
-        if call.kind not in kinds:
+        if call.kind not in WITH_JOINED:
             problem = "cannot be called"
         elif rank in (call.options.get("root"), call.options.get("dst")):
             problem = f"needs rank {rank}"

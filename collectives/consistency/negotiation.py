@@ -59,9 +59,8 @@ class Negotiation:
     def code_for_messages(self, mine: Description) -> int | None:
         """Return the code by which the call's own messages negotiate; None where they cannot."""
         transport = self._transport
-        if transport.symmetric_memory is not None or not transport.carries_codes:
-            return None
-        if transport.size == 1 or self._any_joined:
+        by_messages = transport.symmetric_memory is None and transport.size > 1
+        if not by_messages or not transport.carries_codes or self._any_joined:
             return None
         return call_code(self._calls, mine.code)
 

@@ -23,6 +23,7 @@ DOTS_BYTES = 24
 # buffer in their messages, then the reductions and the share received for them.
 _INTRA, _INTER, _REDUCE = 0, 4, 8
 _COLUMNS = 10
+_SHARES = [[_INTRA + 1, _INTRA + 3], [_INTER + 1, _INTER + 3]]
 
 
 @dataclass(frozen=True)
@@ -72,18 +73,15 @@ class Profile:
     Attributes:
         rounds: The steps that differ.
         steps: How many the schedule has.
-        busiest_intra: What ranks send or receive inside nodes, [distinct loads, 2].
-        busiest_inter: What nodes exchange with others, [distinct loads, 2].
-        total_intra: Sent inside nodes by all ranks, [2].
-        total_inter: Sent between nodes by all ranks, [2].
+        busiest: What ranks send or receive inside nodes, and what nodes exchange with others, each
+            [distinct loads, 2].
+        total: Sent by all ranks, [2, (inside nodes, between nodes)].
     """
 
     rounds: tuple[Round, ...]
     steps: int
-    busiest_intra: Floats
-    busiest_inter: Floats
-    total_intra: Floats
-    total_inter: Floats
+    busiest: tuple[Floats, Floats]
+    total: Floats
 
     def cost(self, nbytes: float, rates: LinkRates, segments: int = 1) -> Cost:
         """Return the cost for a buffer of nbytes, in equal pieces whatever its elements.
@@ -98,15 +96,10 @@ class Profile:
             each.times * _seconds(each, float(sizes[int(each.dots)]), rates) for each in self.rounds
         )
         staged = [each.nodes[:, :, _REDUCE + 1].max() for each in self.rounds if not each.dots]
-        return Cost(
-            seconds=float(seconds),
-            steps=self.steps,
-            intra=float(self.total_intra @ sizes),
-            inter=float(self.total_inter @ sizes),
-            busiest_intra=float((self.busiest_intra @ sizes).max()),
-            busiest_inter=float((self.busiest_inter @ sizes).max()),
-            memory=float(max(staged, default=0.0) * nbytes),
-        )
+        intra, inter = (sizes @ self.total).tolist()
+        busiest = [float((loads @ sizes).max()) for loads in self.busiest]
+        memory = float(max(staged, default=0.0) * nbytes)
+        return Cost(float(seconds), self.steps, intra, inter, busiest[0], busiest[1], memory)
 
 
 def _seconds(each: Round, nbytes: float, rates: LinkRates) -> float:
@@ -157,9 +150,7 @@ class Profiler:
         in_pairs = reduction == "adasum"
         for column, values in _columns(step, size, local, in_pairs):
             table[:, column] += values
-        for kind, start in enumerate((_INTRA, _INTER)):
-            for way in (0, 1):
-                self._loads[int(dots), kind, way] += step.times * table[:, start + 2 * way + 1]
+        self._loads[int(dots)] += step.times * table.T[_SHARES]
         self._add_round(table, step.times, reduction, dots=dots)
 
     def reduce_gathered(self, reduction: str) -> None:
@@ -181,10 +172,8 @@ class Profiler:
                 for (reduction, dots, *_), (matrix, times) in self._rounds.items()
             ),
             steps=self._steps,
-            busiest_intra=_distinct(ranks.reshape(2, -1).T),
-            busiest_inter=_distinct(nodes.reshape(2, -1).T),
-            total_intra=ranks[:, 0].sum(axis=1),
-            total_inter=nodes[:, 0].sum(axis=1),
+            busiest=(_distinct(ranks.reshape(2, -1).T), _distinct(nodes.reshape(2, -1).T)),
+            total=self._loads[:, :, 0].sum(axis=2),
         )
 
     def _add_round(self, table: Floats, times: int, reduction: str, *, dots: bool) -> None:

@@ -13,6 +13,7 @@ no message is left to send. The bits are those of the algorithm by messages:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -124,7 +125,9 @@ class SharedMemoryAllReduce:
         Between them stand buffers aligned alike on every rank, so that all get the same bits.
         """
         op, segments, size = self.op, self.vector.segments, len(vectors)
-        out = self.vector.target(self.runner.packed)
+        out = self.vector.tensors[0]
+        if self.vector.layout is not None:
+            out = self.runner.packed.take(self.vector.numel, out)
         width = -(-out.nbytes // _CACHE_LINE) * _CACHE_LINE // out.element_size()
         scratch = self.runner.workspace.take(width * (size - 2), out) if size > 2 else out
         operands = [*vectors]
@@ -226,9 +229,7 @@ def _method_of(
         return None
     # An addition is cheaper than waiting, and with two ranks nobody would do anything else.
     small_method: Method = "tree" if op.needs_one_tree and size > 2 else "one-shot"
-    limit = ONE_SHOT_BYTES
-    if small_method == "one-shot":
-        limit = min(limit, _MAX_READ_BYTES // size)
+    limit = min(ONE_SHOT_BYTES, math.inf if small_method == "tree" else _MAX_READ_BYTES // size)
     name = spec.outer
     if name == "auto":
         name = op.algorithm(vector.nbytes, size)

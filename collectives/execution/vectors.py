@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from collectives.execution.context import Workspace
 from collectives.fused_buffer import buffer_of
 from collectives.reducers import kernels
 from kernels import Layout
@@ -47,11 +46,6 @@ class Vector:
             buffer.copy_(self.tensors[0])
         else:
             kernels.pack(self.tensors, layout=self.layout, scale=scale, out=buffer)
-
-    def target(self, workspace: Workspace) -> Tensor:
-        """Return where a result may be written that `store` takes."""
-        first = self.tensors[0]
-        return first if self.layout is None else workspace.take(self.numel, first)
 
     def store(self, result: Tensor, scale: float) -> None:
         """Copy `result` to the tensors and scale them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import reduce
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,11 +30,9 @@ class Order(Enum):
         LINE: ((0, 1), 2), ... BALANCED: with P the largest power of two <= n, the first 2 (n - P)
         leaves pair; then neighbours pair, then neighbouring pairs, and so on.
         """
-        joined = list(leaves)
         if self is Order.LINE:
-            while len(joined) > 1:
-                joined[:2] = [(joined[0], joined[1])]
-            return joined[0]
+            return reduce(lambda left, right: (left, right), leaves)
+        joined = list(leaves)
         extra = len(joined) - (1 << (len(joined).bit_length() - 1))
         joined[: 2 * extra] = [(joined[2 * i], joined[2 * i + 1]) for i in range(extra)]
         while len(joined) > 1:

@@ -12,7 +12,7 @@ algorithms for all-to-all communications in multiport message-passing systems", 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from collectives.schedules.algorithm import Algorithm, Order
 from collectives.schedules.schedule import Collective, Schedule, Step, Transfer, sharded
@@ -40,14 +40,8 @@ def _vectors(size: int, peer: int, first: int, count: int) -> tuple[Transfer, ..
 @lru_cache(maxsize=256)
 def all_reduce(size: int) -> Schedule:
     """Return `bruck`: ceil(log2 n) steps, n - 1 buffers each way."""
-    return Schedule(
-        "bruck",
-        size,
-        size,
-        Collective.ALL_REDUCE,
-        lambda rank: _steps(size, rank),
-        gathered=True,
-    )
+    steps = partial(_steps, size)
+    return Schedule("bruck", size, size, Collective.ALL_REDUCE, steps, gathered=True)
 
 
 BRUCK = Algorithm(

@@ -36,6 +36,11 @@ class Fold:
         """The number of ranks folded away, r = size - P."""
         return self.size - self.leaves
 
+    @property
+    def levels(self) -> int:
+        """The depth of the tree, log2 P."""
+        return self.leaves.bit_length() - 1
+
     def rank(self, leaf: int) -> int:
         """Return the rank that stands for a leaf."""
         return 2 * leaf if leaf < self.extra else leaf + self.extra
@@ -58,7 +63,10 @@ def _block(fold: Fold, first: int, width: int) -> tuple[int, ...]:
 
 
 def fold_in(fold: Fold, rank: int, chunks: int) -> Iterator[Step]:
-    """Yield the step in which even ranks of the pairs reduce what the odd ones send, if any."""
+    """Yield the step in which even ranks of the pairs reduce what the odd ones send, if any.
+
+    The same step `back` sends the odd ranks the result.
+    """
     if fold.extra:
         if rank >= 2 * fold.extra:
             yield IDLE
@@ -69,23 +77,12 @@ def fold_in(fold: Fold, rank: int, chunks: int) -> Iterator[Step]:
             yield Step(recvs=(recv,), group=(rank,))
 
 
-def fold_out(fold: Fold, rank: int, chunks: int) -> Iterator[Step]:
-    """Yield the step in which odd ranks of the pairs are sent the result, if any."""
-    if fold.extra:
-        if rank >= 2 * fold.extra:
-            yield IDLE
-        elif rank % 2:
-            yield Step(recvs=(Transfer(rank - 1, 0, chunks),))
-        else:
-            yield Step(sends=(Transfer(rank + 1, 0, chunks),))
-
-
 def on_leaves(
-    fold: Fold, rank: int, count: int, steps: Callable[[Fold, int], Iterator[Step]]
+    fold: Fold, rank: int, steps: Callable[[Fold, int], Iterator[Step]]
 ) -> Iterator[Step]:
-    """Yield the `count` steps of `steps(fold, leaf)`; a rank that is no leaf idles meanwhile."""
+    """Yield `steps(fold, leaf)`, one for each level; a rank that is no leaf idles meanwhile."""
     leaf = fold.leaf(rank)
     if leaf is None:
-        yield from [IDLE] * count
+        yield from [IDLE] * fold.levels
     else:
         yield from steps(fold, leaf)

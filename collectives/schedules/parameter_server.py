@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from collectives.schedules.algorithm import Algorithm, Order, Shards
-from collectives.schedules.schedule import Action, ScatterGather, Schedule, Step, Transfer
+from collectives.schedules.schedule import Action, ScatterGather, Schedule, Step, Transfer, back
 
 
-def _scatter(size: int, owners: tuple[int, ...], rank: int, whole_segments: bool) -> Iterator[Step]:
+def _scatter(size: int, owners: tuple[int, ...], whole_segments: bool, rank: int) -> Iterator[Step]:
     if size == 1:
         return
     sends = tuple(Transfer(owner, i, i + 1) for i, owner in enumerate(owners) if owner != rank)
@@ -31,20 +31,6 @@ def _scatter(size: int, owners: tuple[int, ...], rank: int, whole_segments: bool
         if peer != rank
     )
     yield Step(sends, recvs, group=(rank,) if recvs and whole_segments else ())
-
-
-def _gather(size: int, owners: tuple[int, ...], rank: int) -> Iterator[Step]:
-    if size == 1:
-        return
-    sends = tuple(
-        Transfer(peer, i, i + 1)
-        for i, owner in enumerate(owners)
-        if owner == rank
-        for peer in range(size)
-        if peer != rank
-    )
-    recvs = tuple(Transfer(owner, i, i + 1) for i, owner in enumerate(owners) if owner != rank)
-    yield Step(sends, recvs)
 
 
 def _owners(size: int, shards: int) -> tuple[int, ...]:
@@ -66,13 +52,14 @@ def scatter_gather(
             itself with any operator.
     """
     owners = _owners(size, shards)
+    scatter = partial(_scatter, size, owners, whole_segments)
     return ScatterGather(
         name if shards == 1 else f"{name}#{shards}",
         size,
         owners,
         width=1,
-        scatter=lambda rank: _scatter(size, owners, rank, whole_segments),
-        gather=lambda rank: _gather(size, owners, rank),
+        scatter=scatter,
+        gather=lambda rank: back(scatter(rank)),
     )
 
 

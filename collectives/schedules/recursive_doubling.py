@@ -12,18 +12,14 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from collectives.schedules.algorithm import Algorithm, Order
-from collectives.schedules.folding import (
-    Fold,
-    fold_in,
-    fold_out,
-    on_leaves,
-)
+from collectives.schedules.folding import Fold, fold_in, on_leaves
 from collectives.schedules.schedule import (
     Action,
     Collective,
     Schedule,
     Step,
     Transfer,
+    back,
     sharded,
 )
 
@@ -45,12 +41,11 @@ def _doubling(fold: Fold, leaf: int) -> Iterator[Step]:
 def all_reduce(size: int) -> Schedule:
     """Return `rd`: log2 n steps of the whole buffer each way."""
     fold = Fold(size)
-    levels = fold.leaves.bit_length() - 1
 
     def steps(rank: int) -> Iterator[Step]:
         yield from fold_in(fold, rank, 1)
-        yield from on_leaves(fold, rank, levels, _doubling)
-        yield from fold_out(fold, rank, 1)
+        yield from on_leaves(fold, rank, _doubling)
+        yield from back(fold_in(fold, rank, 1))
 
     return Schedule("rd", size, 1, Collective.ALL_REDUCE, steps)
 

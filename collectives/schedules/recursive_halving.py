@@ -14,50 +14,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple
 
 from collectives.schedules.algorithm import Algorithm, Order
-from collectives.schedules.folding import (
-    Fold,
-    fold_in,
-    fold_out,
-    on_leaves,
-)
+from collectives.schedules.folding import Fold, fold_in, on_leaves
 from collectives.schedules.schedule import (
     Action,
     ScatterGather,
     Schedule,
     Step,
     Transfer,
+    back,
     sharded,
 )
 
 
-class Level(NamedTuple):
-    """One halving of a leaf's chunks: how far its partner is, what it keeps and gives away."""
-
-    distance: int
-    keep: tuple[int, int]
-    give: tuple[int, int]
-
-
-def levels(fold: Fold, leaf: int) -> list[Level]:
-    """Return a leaf's halvings, from all chunks to its last one."""
-    start, stop = 0, fold.leaves
-    found = []
-    distance = 1
+def _halving(fold: Fold, leaf: int) -> Iterator[Step]:
+    start, stop, distance = 0, fold.leaves, 1
     while distance < fold.leaves:
         middle = (start + stop) // 2
         low, high = (start, middle), (middle, stop)
         keep, give = (high, low) if leaf & distance else (low, high)
-        found.append(Level(distance, keep, give))
-        start, stop = keep
-        distance *= 2
-    return found
-
-
-def _halving(fold: Fold, leaf: int) -> Iterator[Step]:
-    for distance, keep, give in levels(fold, leaf):
         partner = fold.rank(leaf ^ distance)
         action = Action.REDUCE_LEFT if leaf & distance else Action.REDUCE_RIGHT
         yield Step(
@@ -65,33 +41,26 @@ def _halving(fold: Fold, leaf: int) -> Iterator[Step]:
             recvs=(Transfer(partner, *keep, action),),
             group=fold.block(leaf, 2 * distance),
         )
+        start, stop = keep
+        distance *= 2
 
 
-def _doubling(fold: Fold, leaf: int) -> Iterator[Step]:
-    for distance, keep, give in reversed(levels(fold, leaf)):
-        partner = fold.rank(leaf ^ distance)
-        yield Step(sends=(Transfer(partner, *keep),), recvs=(Transfer(partner, *give),))
+def _owner(fold: Fold, chunk: int) -> int:
+    """Return the rank that is left with a chunk: the bits of its leaf chose half after half."""
+    return fold.rank(int(f"{chunk:0{fold.levels}b}"[::-1], 2))
 
 
 @lru_cache(maxsize=64)
 def scatter_gather(size: int, name: str = "rechd") -> ScatterGather:
     """Return recursive halving and recursive doubling; ranks folded away own nothing."""
     fold = Fold(size)
-    count = fold.leaves.bit_length() - 1
-    owners = [0] * fold.leaves
-    for leaf in range(fold.leaves):
-        halvings = levels(fold, leaf)
-        owners[halvings[-1].keep[0] if halvings else 0] = fold.rank(leaf)
+    owners = tuple(_owner(fold, chunk) for chunk in range(fold.leaves))
 
     def scatter(rank: int) -> Iterator[Step]:
         yield from fold_in(fold, rank, fold.leaves)
-        yield from on_leaves(fold, rank, count, _halving)
+        yield from on_leaves(fold, rank, _halving)
 
-    def gather(rank: int) -> Iterator[Step]:
-        yield from on_leaves(fold, rank, count, _doubling)
-        yield from fold_out(fold, rank, fold.leaves)
-
-    return ScatterGather(name, size, tuple(owners), 1, scatter, gather)
+    return ScatterGather(name, size, owners, 1, scatter, gather=lambda rank: back(scatter(rank)))
 
 
 @lru_cache(maxsize=64)

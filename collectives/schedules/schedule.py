@@ -75,6 +75,12 @@ class Step(NamedTuple):
 IDLE = Step()
 
 
+def back(steps: Iterable[Step]) -> Iterator[Step]:
+    """Yield the steps with every message the other way, the last first: what takes results back."""
+    for step in reversed(list(steps)):
+        yield Step(tuple(Transfer(*recv[:3]) for recv in step.recvs), step.sends)
+
+
 @dataclass(frozen=True)
 class Schedule:
     """A collective over `size` ranks on a buffer of `chunks` nearly equal pieces.

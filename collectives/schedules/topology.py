@@ -46,11 +46,13 @@ class Topology:
 
     def node_of(self, rank: int) -> int:
         """Return the node of a rank."""
-        return self._require_rank(rank) // self.local_size
+        validation.rank("rank", rank, self.size)
+        return rank // self.local_size
 
     def local_rank_of(self, rank: int) -> int:
         """Return a rank's number on its node, from 0."""
-        return self._require_rank(rank) % self.local_size
+        validation.rank("rank", rank, self.size)
+        return rank % self.local_size
 
     def ranks_of(self, node: int) -> range:
         """Return the ranks of a node."""
@@ -65,11 +67,6 @@ class Topology:
     def ring_orders(self, shards: int = 1) -> tuple[tuple[int, ...], ...]:
         """Return the ranks of each of `shards` rings in order, as `ring_permutations` has them."""
         return _ring_orders(self.num_nodes, shards, self.local_order)
-
-    def _require_rank(self, rank: int) -> int:
-        if not 0 <= rank < self.size:
-            raise ValueError(f"rank must be from 0 to {self.size - 1}, got {rank}")
-        return rank
 
 
 def ring_permutations(
@@ -110,7 +107,12 @@ def _ring_orders(
     validation.integer("shards", shards, 0)
     local_size = len(local_order)
     _require_order(local_order, local_size)
-    _require_ring_shards(shards, num_nodes, local_size)
+    # More rings than a node has ranks to start them at.
+    if shards > local_size and num_nodes * local_size > 1:
+        raise ValueError(
+            f"{shards} ring shards need as many ranks on every node, which has {local_size}: "
+            f"use at most {local_size}"
+        )
     turn = max(1, local_size // max(1, shards))
     orders = []
     for shard in range(shards):
@@ -118,15 +120,6 @@ def _ring_orders(
         rotated = local_order[first:] + local_order[:first]
         orders.append(tuple(w * local_size + i for w in range(num_nodes) for i in rotated))
     return tuple(orders)
-
-
-def _require_ring_shards(shards: int, num_nodes: int, local_size: int) -> None:
-    """Raise ValueError for more rings than a node has ranks to start them at."""
-    if shards > local_size and num_nodes * local_size > 1:
-        raise ValueError(
-            f"{shards} ring shards need as many ranks on every node, which has {local_size}: "
-            f"use at most {local_size}"
-        )
 
 
 def _require_order(order: tuple[int, ...], size: int) -> None:

@@ -283,8 +283,8 @@ def test_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     for wrong, text in (
         (["--bytes", "1x"], "'1x' is not a positive integer"),
         (["--alpha", "1,2,3"], "--alpha must be one or two numbers"),
-        (["--nodes", "-2"], "--nodes and --local must be at least 1"),
-        (["--nodes", "0"], "--nodes and --local must be at least 1"),
+        (["--nodes", "-2"], "--nodes must be at least 1"),
+        (["--nodes", "0"], "--nodes must be at least 1"),
         (["--algorithms", "bogus"], "bogus"),
     ):
         with pytest.raises(SystemExit):

@@ -103,7 +103,7 @@ def test_ranks_and_nodes_out_of_range_are_refused() -> None:
     topology = Topology(4, 2)
     for call in (topology.node_of, topology.local_rank_of):
         for rank in (-1, 4):
-            with pytest.raises(ValueError, match=f"rank must be from 0 to 3, got {rank}"):
+            with pytest.raises(ValueError, match=f"rank must be a rank from 0 to 3, got {rank}"):
                 call(rank)
     with pytest.raises(ValueError, match="node must be from 0 to 1, got 2"):
         topology.ranks_of(2)
