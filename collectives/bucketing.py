@@ -89,8 +89,7 @@ def group_devices(devices: Sequence[T], group_size: int) -> list[list[T]]:
     Raises:
         ValueError: `group_size` is below 1 or above the number of devices.
     """
-    if not isinstance(devices, Sequence):
-        raise TypeError(f"devices must be a list or tuple, got {type(devices).__name__}")
+    validation.instance("devices", devices, Sequence, "a list or tuple")
     validation.integer("group_size", group_size)
     count = len(devices)
     if not 1 <= group_size <= count:
@@ -157,8 +156,7 @@ def unpack_small_tensors(tensors: Sequence[Tensor], packing: Packing | None) -> 
     tensors = validation.tensors("tensors", tensors)
     if packing is None:
         return tensors
-    if not isinstance(packing, Packing):
-        raise TypeError(f"packing must be a Packing or None, got {type(packing).__name__}")
+    validation.instance("packing", packing, Packing, "a Packing or None")
     if not packing.sound:
         raise ValueError("packing's fields contradict each other: take pack_small_tensors' own")
     count = len(packing.ranges)
@@ -204,12 +202,12 @@ def plan_groups(
         ValueError: A limit is not positive.
     """
     tensors = validation.tensors("tensors", tensors)
-    if memory_size is not None and not isinstance(memory_size, int | float):
-        raise TypeError(f"memory_size must be a number, got {type(memory_size).__name__}")
     if groups_size is not None:
         validation.integer("groups_size", groups_size, 1)
-    if memory_size is not None and not memory_size > 0:
-        raise ValueError(f"memory_size must be a positive number of MiB, got {memory_size}")
+    if memory_size is not None:
+        validation.instance("memory_size", memory_size, int | float, "a number")
+        if not memory_size > 0:
+            raise ValueError(f"memory_size must be a positive number of MiB, got {memory_size}")
     groups: list[list[int]] = []
     open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
     for i, tensor in enumerate(tensors):

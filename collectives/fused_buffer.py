@@ -77,12 +77,10 @@ def buffer_of(tensors: Sequence[Tensor]) -> FusedBuffer | None:
     Raises:
         TypeError: `tensors` is not a list or tuple of tensors.
     """
-    if not isinstance(tensors, Sequence):
-        raise TypeError(f"tensors must be a list or tuple, got {type(tensors).__name__}")
+    validation.instance("tensors", tensors, Sequence, "a list or tuple")
     if not tensors:
         return None
-    if not isinstance(tensors[0], Tensor):
-        raise TypeError(f"tensors[0] must be a torch.Tensor, got {type(tensors[0]).__name__}")
+    validation.instance("tensors[0]", tensors[0], Tensor, "a torch.Tensor")
     if tensors[0].layout is not torch.strided:
         return None
     found = _known.get(_slots_key(tensors))

@@ -64,8 +64,8 @@ class Group:
         topology: Topology | None = None,
     ) -> None:
         validation.timeout(timeout)
-        if topology is not None and not isinstance(topology, Topology):
-            raise TypeError(f"topology must be a Topology, got {type(topology).__name__}")
+        if topology is not None:
+            validation.instance("topology", topology, Topology, "a Topology")
         self.transport = transport
         self.rank = transport.rank
         self.size = transport.size

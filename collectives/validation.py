@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from types import UnionType
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -19,10 +20,15 @@ from collectives.reducers import Reducer, computes
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
+def instance(argument: str, value: object, kinds: type | UnionType, words: str) -> None:
+    """Check that a value is of some type, which `words` name; True and False are no ints."""
+    if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
+        raise TypeError(f"{argument} must be {words}, got {type(value).__name__}")
+
+
 def tensor(argument: str, value: torch.Tensor, *, written: bool = True) -> None:
     """Check a dense, contiguous tensor that can be copied and, if `written`, written to."""
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{argument} must be a torch.Tensor, got {type(value).__name__}")
+    instance(argument, value, torch.Tensor, "a torch.Tensor")
     if value.layout is not torch.strided:
         raise ValueError(f"{argument} must be dense, got layout {value.layout}: use to_dense()")
     if is_lazy(value):
@@ -58,9 +64,7 @@ def tensors(argument: str, values: object, *, dense: bool = False) -> list[torch
         kind = type(values).__name__
         raise TypeError(f"{argument} must be a list or tuple of tensors, got {kind}")
     for i, value in enumerate(values):
-        if not isinstance(value, torch.Tensor):
-            kind = type(value).__name__
-            raise TypeError(f"{argument}[{i}] must be a torch.Tensor, got {kind}")
+        instance(f"{argument}[{i}]", value, torch.Tensor, "a torch.Tensor")
         if value.is_nested or (dense and value.layout is not torch.strided):
             raise ValueError(f"{argument}[{i}] must be a dense tensor: use to_dense() or unbind()")
     return list(values)
@@ -68,8 +72,7 @@ def tensors(argument: str, values: object, *, dense: bool = False) -> list[torch
 
 def integer(argument: str, value: int, least: int | None = None) -> None:
     """Check an int, of at least so much."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{argument} must be an int, got {type(value).__name__}")
+    instance(argument, value, int, "an int")
     if least is not None and value < least:
         rule = f"be at least {least}" if least else "not be negative"
         raise ValueError(f"{argument} must {rule}, got {value}")
@@ -157,16 +160,12 @@ def row_splits(
 
 def reducer(argument: str, value: Reducer) -> None:
     """Check an instance of Reducer, such as Sum."""
-    if not isinstance(value, Reducer):
-        raise TypeError(
-            f"{argument} must be a Reducer such as collectives.Sum, got {type(value).__name__}"
-        )
+    instance(argument, value, Reducer, "a Reducer such as collectives.Sum")
 
 
 def timeout(value: float) -> None:
     """Check a number of seconds that a thread can wait for."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"timeout must be a number of seconds, got {type(value).__name__}")
+    instance("timeout", value, int | float, "a number of seconds")
     if not 0 < value <= threading.TIMEOUT_MAX:
         raise ValueError(
             f"timeout must be a positive number of seconds, got {value}: at most "
@@ -176,7 +175,7 @@ def timeout(value: float) -> None:
 
 def scale(argument: str, value: float) -> None:
     """Check a finite factor."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{argument} must be a number, got {type(value).__name__}")
+    if type(value) is not float:
+        instance(argument, value, int | float, "a number")
     if not abs(value) <= sys.float_info.max:
         raise ValueError(f"{argument} must be finite, got {value}")

@@ -83,8 +83,7 @@ class Arguments:
     def reduce_scatter(self, tensor: Tensor, op: Reducer, by_rows: bool, name: str | None) -> Call:
         """Check and describe a reduce_scatter."""
         validation.tensor("tensor", tensor, written=False)
-        if not isinstance(by_rows, bool):
-            raise TypeError(f"by_rows must be a bool, got {type(by_rows).__name__}")
+        validation.instance("by_rows", by_rows, bool, "a bool")
         if by_rows:
             _check_rows(tensor)
         self._reduction([tensor], op)
@@ -97,8 +96,7 @@ class Arguments:
 
     def all_gather_bytes(self, payload: bytes, name: str | None) -> Call:
         """Check and describe an all_gather_bytes."""
-        if not isinstance(payload, bytes | bytearray | memoryview):
-            raise TypeError(f"payload must be bytes, got {type(payload).__name__}")
+        validation.instance("payload", payload, bytes | bytearray | memoryview, "bytes")
         return _call("all_gather_bytes", name, [as_tensor(payload)], any_rows=True)
 
     def all_to_all(

@@ -50,22 +50,23 @@ class Calls:
 
         run: Instead of an operation, for a call that no rank can have joined.
         """
-        if not call.description.name:
-            self.queue.check_thread(call.kind)
+        description = call.description
+        if not description.name:
+            self.queue.check_thread(description.kind)
 
         def work() -> Any:
             if run is not None:
-                self._negotiation.negotiate(call.description, self._label(call.description))
+                self._negotiation.negotiate(description, self._label(description))
                 return run()
             shared = self.plan(call)
             return self._finish(call, shared, self._signal(call, shared))
 
-        return self.queue.run(call.kind, work, call.tensors, async_op=async_op)
+        return self.queue.run(description.kind, work, call.tensors, async_op=async_op)
 
     def number(self, call: Call) -> Call:
         """Negotiate the making of a request; return the call that each of its starts makes."""
         description = call.description
-        self(Call(replace(description, kind=f"{call.kind}_init")), run=lambda: None)
+        self(Call(replace(description, kind=f"{description.kind}_init")), run=lambda: None)
         # Alike on all ranks, which make their requests in one order.
         self._requests += 1
         return call._replace(description=replace(description, request=self._requests))
@@ -73,14 +74,14 @@ class Calls:
     def plan(self, call: Call) -> SharedMemoryAllReduce | None:
         """Return how the call runs in shared memory; None where it goes by messages."""
         return plan_shared_memory_all_reduce(
-            self._runner, call.kind, call.description.options, call.tensors, call.op
+            self._runner, call.description.kind, call.description.options, call.tensors, call.op
         )
 
     def start(self, call: Call, shared: SharedMemoryAllReduce | None) -> Work:
         """Start a request's call, whose plan is made, as far as that needs no waiting."""
+        kind, label = call.description.kind, ""
         if not call.description.name:
-            self.queue.check_thread(call.kind)
-        label = ""
+            self.queue.check_thread(kind)
 
         def first() -> None:
             nonlocal label
@@ -97,15 +98,15 @@ class Calls:
             return self._run_with_code(code, call, label)
 
         if shared is not None and shared.vector.nbytes <= _BEGIN_BYTES:
-            return self.queue.begin(call.kind, first, rest)
+            return self.queue.begin(kind, first, rest)
 
         on_gpu = any(tensor.is_cuda for tensor in call.tensors)
         if on_gpu and torch.cuda.is_current_stream_capturing():
             # The graph takes what this thread's stream gets, not the communication thread's.
             done = Work()
-            done.run(lambda: self.queue.run(call.kind, rest, call.tensors))
+            done.run(lambda: self.queue.run(kind, rest, call.tensors))
             return done
-        work: Work = self.queue.run(call.kind, rest, call.tensors, async_op=True)
+        work: Work = self.queue.run(kind, rest, call.tensors, async_op=True)
         return work
 
     def _signal(self, call: Call, shared: SharedMemoryAllReduce | None) -> str:
@@ -118,14 +119,15 @@ class Calls:
 
     def _may_carry_code(self, call: Call) -> bool:
         """Whether every rank's result depends on a message of every rank, and is soon undone."""
-        options, tensors = call.description.options, call.tensors
+        kind, options = call.description.kind, call.description.options
+        tensors = call.tensors
         nbytes = sum(tensor.nbytes for tensor in tensors)
         if not all(tensor.is_cpu for tensor in tensors) or not 0 < nbytes <= _UNDO_BYTES:
             return False
-        if call.kind == "reduce_scatter":
+        if kind == "reduce_scatter":
             pieces = tensors[0].shape[0] if options["by_rows"] else tensors[0].numel()
             return pieces >= self._transport.size
-        if call.kind not in ("all_reduce", "grouped_all_reduce"):
+        if kind not in ("all_reduce", "grouped_all_reduce"):
             return False
         specs = parse_all_reduce_spec(options["algorithm"])
         names = {name for spec in specs for name in (spec.inner, spec.outer)}
@@ -149,7 +151,7 @@ class Calls:
     def _run(self, call: Call, label: str) -> Any:
         options = call.description.options
         operation = Operation(self._runner, options, call.tensors, call.op, label)
-        return OPERATIONS[call.kind](operation)
+        return OPERATIONS[call.description.kind](operation)
 
     def _finish(self, call: Call, shared: SharedMemoryAllReduce | None, label: str) -> Any:
         """Wait until all ranks have signalled this call, and carry it out."""
@@ -157,7 +159,7 @@ class Calls:
         if shared is None or outcome.joined:
             return self._run(call, label)
         shared.reduce(label)
-        return call.tensors[0] if call.kind == "all_reduce" else call.tensors
+        return call.tensors[0] if call.description.kind == "all_reduce" else call.tensors
 
     def join(self, operators: Iterable[Reducer], device: torch.device | None) -> int:
         """Take part in the other ranks' calls, with zeros, until all ranks have joined.

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from collectives import validation
 from collectives.reducers import Reducer, Sum
 from collectives.transport.shared_memory.symmetric_memory import CODE_BITS
 
@@ -63,8 +64,8 @@ class Description:
 
     def __post_init__(self) -> None:
         # Here, before anything is sent: a name that JSON cannot carry would fail half-way.
-        if self.name is not None and not isinstance(self.name, str):
-            raise TypeError(f"name must be a str or None, got {type(self.name).__name__}")
+        if self.name is not None:
+            validation.instance("name", self.name, str, "a str or None")
 
     def __str__(self) -> str:
         # A call named "" is another one than a call without a name, and must not look the same.
@@ -107,11 +108,6 @@ class Call(NamedTuple):
     description: Description
     tensors: Sequence[torch.Tensor] = ()
     op: Reducer = Sum
-
-    @property
-    def kind(self) -> str:
-        """The collective that is called."""
-        return self.description.kind
 
 
 def difference(calls: Mapping[int, Description]) -> str:

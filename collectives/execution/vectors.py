@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -30,12 +31,12 @@ class Vector:
     segments: Sequence[int] | None
     layout: Layout | None = None
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         """The tensors' dtype."""
         return self.tensors[0].dtype
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Number of bytes."""
         return self.numel * self.dtype.itemsize

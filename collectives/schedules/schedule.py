@@ -124,9 +124,7 @@ class Schedule:
         for name in ("size", "chunks", "replicas"):
             validation.integer(name, getattr(self, name), 1)
         validation.rank("root", self.root, self.size)
-        kind: object = self.collective
-        if not isinstance(kind, Collective):
-            raise TypeError(f"collective must be a Collective, got {type(kind).__name__}")
+        validation.instance("collective", self.collective, Collective, "a Collective")
         if self.size % self.replicas:
             raise ValueError(f"replicas must divide size {self.size}, got {self.replicas}")
         if self.replicas > 1 and self.collective is not Collective.ALL_REDUCE:

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 
+from collectives import validation
 from collectives.schedules.schedule import Action, Collective, Schedule, Step
 
 
@@ -90,8 +91,7 @@ def verify(schedule: Schedule) -> Proof:
     Raises:
         ScheduleError: One of these does not hold; the text names the rank and the step.
     """
-    if not isinstance(schedule, Schedule):
-        raise TypeError(f"schedule must be a Schedule, got {type(schedule).__name__}")
+    validation.instance("schedule", schedule, Schedule, "a Schedule")
     size, chunks = schedule.size, schedule.chunks
     expressions = _Expressions(size // schedule.replicas)
     state = _initial(schedule)
