@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
@@ -108,25 +109,29 @@ def _in_lockstep(
     steps_of: Callable[[int], Iterable[Step]], size: int, parts: int
 ) -> Iterator[BulkStep]:
     """Yield the steps of all ranks, each at once."""
-    for steps in zip(*map(steps_of, range(size)), strict=True):
-        rows: list[tuple[int, int, float, int]] = []
-        groups = defaultdict(list)
-        for rank, step in enumerate(steps):
+    rows: dict[int, array[float]] = defaultdict(lambda: array("d"))
+    groups: dict[int, dict[int, list[tuple[int, ...]]]] = defaultdict(lambda: defaultdict(list))
+    phases: dict[int, int] = defaultdict(int)
+    # Rank after rank, so that no more than one rank's steps are held.
+    for rank in range(size):
+        for number, step in enumerate(steps_of(rank)):
+            phases[number] = max(phases[number], step.phase)
             if step.group and step.group[0] == rank:
-                groups[len(step.group)].append(step.group)
+                groups[number][len(step.group)].append(step.group)
             spans = [recv[1:3] for recv in step.recvs if recv.action is not Action.COPY]
             ways = Counter(spans) if len(spans) > 1 else dict.fromkeys(spans, 1)
             for peer, start, stop, action in step.recvs:
                 reduced = 0 if action is Action.COPY else ways[start, stop]
-                rows.append((peer, rank, (stop - start) / parts, reduced))
-        source, target, share, found = np.array(rows, dtype=np.float64).reshape(-1, 4).T
+                rows[number].extend((peer, rank, (stop - start) / parts, reduced))
+    for number, phase in phases.items():
+        source, target, share, found = np.array(rows[number]).reshape(-1, 4).T
         yield BulkStep(
             source.astype(np.int64),
             target.astype(np.int64),
             share,
             found.astype(np.int64),
-            groups=[np.array(each) for each in groups.values()],
-            phase=max(step.phase for step in steps),
+            groups=[np.array(each) for each in groups[number].values()],
+            phase=phase,
         )
 
 
