@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import kernels
+from bench.kernels import peers_compiled
 from bench.kernels import peers_elementwise as in_torch
 from bench.kernels.case import (
     CHUNK,
@@ -22,10 +23,25 @@ from bench.kernels.case import (
     Expected,
     WrongAnswer,
     check_flag,
+    rotating,
     rounded,
     wide_of,
 )
-from bench.kernels.inputs import FEW_SIZES, KIB, PLAN_SIZES, PLANNED, SIZES, normal, size_label
+from bench.kernels.inputs import (
+    FEW_SIZES,
+    FRESH,
+    FRESH_SETS,
+    KIB,
+    MANY,
+    MANY_NUMEL,
+    MIB,
+    PLAN_SIZES,
+    PLANNED,
+    SIZES,
+    WALL,
+    normal,
+    size_label,
+)
 from bench.kernels.measure import DIRECT
 from bench.kernels.timing import DEVICE, Call
 from bench.shapes import MODELS, Shape
@@ -49,6 +65,8 @@ class Spec:
         misaligned: Whether tensors start one element off a 16-byte boundary.
         checked: Whether found_inf is asked for.
         planned: Whether a plan is timed, with the direct call beside it.
+        wall: Whether it is timed by wall clock.
+        sets: How many lists of tensors take turns.
     """
 
     kernel: str
@@ -61,6 +79,8 @@ class Spec:
     misaligned: bool = False
     checked: bool = False
     planned: bool = False
+    wall: bool = False
+    sets: int = 1
 
     @property
     def size(self) -> int:
@@ -106,12 +126,21 @@ def _specs(kernel: str) -> Iterator[Spec]:
         yield Spec(kernel, PLANNED, f"{PLANNED} {size_label(size)}", shapes, planned=True)
     shapes = tuple(MODELS["ResNet-50"])
     yield Spec(kernel, "planned model", f"{PLANNED} ResNet-50", shapes, planned=True)
+    if DEVICE == "cuda":
+        shapes = ((MANY_NUMEL,),) * MANY
+        yield Spec(kernel, WALL, f"{MANY} tensors by wall clock", shapes, wall=True)
+        # Of unpack the answer would lie in other tensors at each call.
+        for count in (16, MANY)[: 2 * (kernel == "pack")]:
+            shapes = ((MIB // count // 32 * 8,),) * count
+            label = f"{count} tensors at {FRESH}"
+            yield Spec(kernel, FRESH, label, shapes, wall=True, sets=FRESH_SETS)
 
 
 SPECS = [*_specs("pack"), *_specs("unpack")]
 
 
-def case_of(spec: Spec) -> Case:
+def case_of(spec: Spec, compiled: bool = False) -> Case:
+    """Return the case of a row; with `compiled`, torch.compile is among the peers."""
     tensors = [normal(shape, spec.tensor, spec.misaligned) for shape in spec.shapes]
     layout = kernels.layout_of(tensors, dtype=spec.buffer)
     flag = torch.zeros((), device=DEVICE) if spec.checked else None
@@ -124,6 +153,12 @@ def case_of(spec: Spec) -> Case:
     make = _pack if spec.kernel == "pack" else _unpack
     ours, direct, tight, traffic, expected = make(tensors, layout, options, spec, bound)
     job = in_torch.Packing(tensors, tight, spec.scale, flag, bound)
+    peers = in_torch.pack(job) if spec.kernel == "pack" else in_torch.unpack(job)
+    if spec.sets > 1:
+        ours, peers = _fresh(ours, job, options, spec.sets)
+    elif compiled:
+        peer = peers_compiled.pack if spec.kernel == "pack" else peers_compiled.unpack
+        peers.append(peer(tensors, tight, spec.scale, flag, bound))
     return Case(
         kernel=spec.kernel,
         series=spec.series,
@@ -133,10 +168,25 @@ def case_of(spec: Spec) -> Case:
         elements=sum(layout.numels),
         tensors=len(tensors),
         ours=ours,
-        peers=in_torch.pack(job) if spec.kernel == "pack" else in_torch.unpack(job),
+        peers=peers,
         expected=expected,
         beside={DIRECT: direct} if spec.planned else {},
+        wall=spec.wall,
     )
+
+
+def _fresh(
+    ours: Contender, job: in_torch.Packing, options: dict[str, Any], sets: int
+) -> tuple[Contender, list[Contender]]:
+    """Return ours and the peers on copies of the tensors, others at each call, into one buffer."""
+    copies = [[tensor.clone() for tensor in job.tensors] for _ in range(sets)]
+    (out,) = ours.written
+    mine = [
+        replace(ours, call=partial(kernels.pack, copy, out=out, scale=job.scale, **options))
+        for copy in copies
+    ]
+    peers = zip(*(in_torch.pack(replace(job, tensors=copy)) for copy in copies), strict=True)
+    return rotating(mine), [rotating(each) for each in peers]
 
 
 # Ours, the direct call, the peers' buffer (without padding), the traffic, and the answer. Where
@@ -222,5 +272,7 @@ def _groups(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_packing(spec: Spec, record: Callable[[Case], None]) -> None:
-    record(case_of(spec))
+def test_packing(
+    spec: Spec, record: Callable[[Case], None], request: pytest.FixtureRequest
+) -> None:
+    record(case_of(spec, request.config.getoption("bench_compile")))

@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from bench.kernels.inputs import FRESH, PLANNED
 from bench.kernels.measure import DIRECT, EMPTY, ONE_DOT, ONE_SEGMENT, OURS, Row, geometric_mean
+from bench.kernels.peers_compiled import COMPILED
 from bench.kernels.peers_elementwise import CHAIN
-from bench.kernels.peers_projection import COMPILED, EAGER, THREE_DOTS
+from bench.kernels.peers_projection import EAGER, THREE_DOTS
 
 MET, NOT_MET, PARTLY, NOT_MEASURED, STATED = (
     "met",
@@ -93,7 +95,12 @@ def _misses(goal: Goal, value: float) -> bool:
 
 def singled_out(kernel: str, series: str, size: int) -> bool:
     """Return whether a goal is about such rows in particular, not about all rows of a kernel."""
-    return kernel == "adasum" or size >= LARGE or series in ("many small", "models", "segments")
+    return (
+        kernel == "adasum"
+        or size >= LARGE
+        or series
+        in (*("many small", "models", "segments", PLANNED, "planned model", "planned segments"),)
+    )
 
 
 def _of(*kernels: str) -> Callable[[Row], bool]:
@@ -151,6 +158,13 @@ def _over_three_units(row: Row) -> float | None:
     if EMPTY not in row.times:
         return None
     return (row.seconds - row.times[EMPTY].median) / (row.traffic / row.roof)
+
+
+def _over_three_units_and_launch(row: Row) -> float | None:
+    """Return our time over the roof of three units of traffic and an empty launch."""
+    if EMPTY not in row.times:
+        return None
+    return row.seconds / (row.traffic / row.roof + row.times[EMPTY].median)
 
 
 def _of_five_units(row: Row) -> float:
@@ -231,9 +245,16 @@ GPU = (
         0.95,
     ),
     Goal(
+        "dot_and_norms of 64 MB or more: fraction of the read-only roof",
+        "cuda",
+        lambda row: row.kernel == "dot_and_norms" and row.size >= LARGE,
+        _fraction,
+        0.9,
+    ),
+    Goal(
         "sum_n of 8: chain of adds over ours",
         "cuda",
-        lambda row: row.kernel == "sum_n" and row.tensors == 8,
+        lambda row: row.kernel == "sum_n" and row.tensors == 8 and FRESH not in row.series,
         _over_best(CHAIN),
         2.0,
     ),
@@ -243,6 +264,22 @@ GPU = (
         lambda row: _one_segment(row) and row.elements <= ON_CHIP,
         _over_three_units,
         1.2,
+        True,
+    ),
+    Goal(
+        "adasum on chip: time over the three-unit roof and an empty launch",
+        "cuda",
+        lambda row: _one_segment(row) and row.elements <= ON_CHIP,
+        _over_three_units_and_launch,
+        1.5,
+        True,
+    ),
+    Goal(
+        "adasum of 160 segments on chip over one segment",
+        "cuda",
+        lambda row: row.kernel == "adasum" and row.series == "segments on chip",
+        _slowdown(ONE_SEGMENT),
+        1.05,
         True,
     ),
     Goal(
@@ -283,7 +320,7 @@ GPU = (
         "cuda",
         _planned,
         _host_microseconds,
-        None,
+        10.0,
         True,
     ),
     Goal(

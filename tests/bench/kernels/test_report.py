@@ -30,7 +30,7 @@ def row_of(kernel="pack", label="aligned 64 MiB", series="aligned", size=64 << 2
         times={name: Times(s, 0.9 * s, 1.1 * s, 9) for name, s in seconds.items()},
         peers=["slow", "fast"],
         copy_traffic=2_000_000_000,
-        hosts={OURS: 12e-6},
+        hosts={OURS: 12e-6, "fast": 30e-6},
     )
 
 
@@ -149,6 +149,7 @@ def test_write_of_a_run_makes_results_tables_and_plots(tmp_path):
         "0.80",
         "12.0",
         "fast",
+        "30.0",
         "1.50",
         "",
     ]
