@@ -2,105 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable
 
 from bench.kernels.inputs import FRESH, PLANNED
-from bench.kernels.measure import DIRECT, EMPTY, ONE_DOT, ONE_SEGMENT, OURS, Row, geometric_mean
+from bench.kernels.judging import Goal
+from bench.kernels.measure import DIRECT, EMPTY, ONE_DOT, ONE_SEGMENT, OURS, Row
 from bench.kernels.peers_compiled import COMPILED
 from bench.kernels.peers_elementwise import CHAIN
 from bench.kernels.peers_projection import EAGER, THREE_DOTS
 
-MET, NOT_MET, PARTLY, NOT_MEASURED, STATED = (
-    "met",
-    "NOT MET",
-    "met where measured",
-    "not measured",
-    "for information",
-)
 PACKING = ("pack", "unpack")
 LARGE = 64_000_000
 ON_CHIP = 2 << 20
 _CPU_KERNELS = ("pack", "unpack", "sum_n", "scaled_add", "combine", "adasum")
 
 
-class Goal(NamedTuple):
-    """Every chosen row's figure must be at least the threshold, or at most that.
-
-    Attributes:
-        name: Its line in the table of goals.
-        device: "cuda" or "cpu", where it is measured.
-        chosen: Whether a row counts.
-        figure: A row's figure, None where the row does not have it.
-        threshold: None states the worst figure without judging it.
-        at_most: Whether figures must be at most the threshold.
-        mean: Whether it is the geometric mean of the figures that must reach the threshold.
-    """
-
-    name: str
-    device: str
-    chosen: Callable[[Row], bool]
-    figure: Callable[[Row], float | None]
-    threshold: float | None
-    at_most: bool = False
-    mean: bool = False
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What became of a goal.
-
-    Attributes:
-        goal: The goal.
-        status: MET, NOT_MET and so on.
-        value: The mean or the worst figure.
-        row: The row with the worst figure.
-        rows: How many rows were chosen.
-        measured: How many of them have a figure.
-        missed: How many figures miss the threshold.
-    """
-
-    goal: Goal
-    status: str
-    value: float | None
-    row: str
-    rows: int
-    measured: int
-    missed: int
-
-
-def judge(goal: Goal, rows: Sequence[Row]) -> Verdict:
-    chosen = [row for row in rows if goal.chosen(row)]
-    figures = [(figure, row.key) for row in chosen if (figure := goal.figure(row)) is not None]
-    if not figures:
-        return Verdict(goal, NOT_MEASURED, None, "", len(chosen), 0, 0)
-    worst, where = (max if goal.at_most else min)(figures)
-    value = geometric_mean(figure for figure, _ in figures) if goal.mean else worst
-    missed = sum(_misses(goal, figure) for figure, _ in figures)
-    if goal.threshold is None:
-        status = STATED
-    elif _misses(goal, value):
-        status = NOT_MET
-    else:
-        status = MET if len(figures) == len(chosen) else PARTLY
-    return Verdict(goal, status, value, where, len(chosen), len(figures), missed)
-
-
-def _misses(goal: Goal, value: float) -> bool:
-    if goal.threshold is None:
-        return False
-    return value > goal.threshold if goal.at_most else value < goal.threshold
-
-
 def singled_out(kernel: str, series: str, size: int) -> bool:
     """Return whether a goal is about such rows in particular, not about all rows of a kernel."""
-    return (
-        kernel == "adasum"
-        or size >= LARGE
-        or series
-        in (*("many small", "models", "segments", PLANNED, "planned model", "planned segments"),)
-    )
+    named = ("many small", "models", "segments", PLANNED, "planned model", "planned segments")
+    return kernel == "adasum" or size >= LARGE or series in named
 
 
 def _of(*kernels: str) -> Callable[[Row], bool]:
@@ -302,9 +222,17 @@ GPU = (
     Goal(
         "host cost of a call on up to 16 tensors, microseconds",
         "cuda",
-        lambda row: row.tensors <= 16,
+        lambda row: row.tensors <= 16 and FRESH not in row.label,
         _host_microseconds,
         25.0,
+        True,
+    ),
+    Goal(
+        "host cost of a call at fresh addresses, microseconds",
+        "cuda",
+        lambda row: FRESH in row.label,
+        _host_microseconds,
+        None,
         True,
     ),
     Goal(

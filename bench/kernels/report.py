@@ -10,8 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.kernels.goals import GOALS, Goal, Verdict, judge
+from bench.kernels.goals import GOALS
 from bench.kernels.inputs import FRESH, WALL, size_label
+from bench.kernels.judging import Goal, Verdict, judge
 from bench.kernels.measure import COPY, DIRECT, OURS, READ, Row, geometric_mean
 from bench.kernels.timing import Times
 
