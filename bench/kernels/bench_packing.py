@@ -129,8 +129,7 @@ def _specs(kernel: str) -> Iterator[Spec]:
     if DEVICE == "cuda":
         shapes = ((MANY_NUMEL,),) * MANY
         yield Spec(kernel, WALL, f"{MANY} tensors by wall clock", shapes, wall=True)
-        # Of unpack the answer would lie in other tensors at each call.
-        for count in (16, MANY)[: 2 * (kernel == "pack")]:
+        for count in (16, MANY):
             shapes = ((MIB // count // 32 * 8,),) * count
             label = f"{count} tensors at {FRESH}"
             yield Spec(kernel, FRESH, label, shapes, wall=True, sets=FRESH_SETS)
@@ -151,11 +150,11 @@ def case_of(spec: Spec, compiled: bool = False) -> Case:
     exact = spec.scale == 1.0 and target.itemsize >= source.itemsize
     bound = 0.0 if exact else rounded(target, wide_of(source, target), 1)
     make = _pack if spec.kernel == "pack" else _unpack
-    ours, direct, tight, traffic, expected = make(tensors, layout, options, spec, bound)
+    ours, on, tight, traffic, expected = make(tensors, layout, options, spec, bound)
     job = in_torch.Packing(tensors, tight, spec.scale, flag, bound)
     peers = in_torch.pack(job) if spec.kernel == "pack" else in_torch.unpack(job)
     if spec.sets > 1:
-        ours, peers = _fresh(ours, job, options, spec.sets)
+        ours, peers = _fresh(spec, ours, on, job)
     elif compiled:
         peer = peers_compiled.pack if spec.kernel == "pack" else peers_compiled.unpack
         peers.append(peer(tensors, tight, spec.scale, flag, bound))
@@ -170,28 +169,28 @@ def case_of(spec: Spec, compiled: bool = False) -> Case:
         ours=ours,
         peers=peers,
         expected=expected,
-        beside={DIRECT: direct} if spec.planned else {},
+        beside={DIRECT: on(tensors)} if spec.planned else {},
         wall=spec.wall,
     )
 
 
 def _fresh(
-    ours: Contender, job: in_torch.Packing, options: dict[str, Any], sets: int
+    spec: Spec, ours: Contender, on: Callable[[list[Tensor]], Call], job: in_torch.Packing
 ) -> tuple[Contender, list[Contender]]:
-    """Return ours and the peers on copies of the tensors, others at each call, into one buffer."""
-    copies = [[tensor.clone() for tensor in job.tensors] for _ in range(sets)]
-    (out,) = ours.written
+    """Return ours and the peers on copies of the tensors, others at each call, and one buffer."""
+    packing = spec.kernel == "pack"
+    copies = [[tensor.clone() for tensor in job.tensors] for _ in range(spec.sets)]
     mine = [
-        replace(ours, call=partial(kernels.pack, copy, out=out, scale=job.scale, **options))
-        for copy in copies
+        replace(ours, call=on(copy), written=ours.written if packing else copy) for copy in copies
     ]
-    peers = zip(*(in_torch.pack(replace(job, tensors=copy)) for copy in copies), strict=True)
+    jobs = [replace(job, tensors=copy) for copy in copies]
+    peers = zip(*map(in_torch.pack if packing else in_torch.unpack, jobs), strict=True)
     return rotating(mine), [rotating(each) for each in peers]
 
 
-# Ours, the direct call, the peers' buffer (without padding), the traffic, and the answer. Where
-# possible that buffer is ours, too, so that all find the same in the caches.
-Made = tuple[Contender, Call, Tensor, int, Expected]
+# Ours, a direct call on such tensors, the peers' buffer (without padding), the traffic, and the
+# answer. Where possible that buffer is ours, too, so that all find the same in the caches.
+Made = tuple[Contender, Callable[[list[Tensor]], Call], Tensor, int, Expected]
 
 
 def _pack(
@@ -199,10 +198,10 @@ def _pack(
 ) -> Made:
     out = torch.empty(layout.numel, dtype=layout.dtype, device=DEVICE)
 
-    def direct() -> Tensor:
-        return kernels.pack(tensors, out=out, scale=spec.scale, **options)
+    def on(given: list[Tensor]) -> Call:
+        return partial(kernels.pack, given, out=out, scale=spec.scale, **options)
 
-    call: Call = direct
+    call = on(tensors)
     if spec.planned:
         call = partial(kernels.plan_pack(tensors, out=out, **options), spec.scale)
 
@@ -224,7 +223,7 @@ def _pack(
 
     ours = Contender("ours", call, bound, layout.views, [out], also)
     tight = out[: sum(layout.numels)]
-    return ours, direct, tight, kernels.pack_bytes(tensors, layout=layout), expected
+    return ours, on, tight, kernels.pack_bytes(tensors, layout=layout), expected
 
 
 def _unpack(
@@ -235,10 +234,10 @@ def _unpack(
     if sum(layout.numels) < layout.numel:
         tight = torch.cat([view.reshape(-1) for view in layout.views(buffer)])
 
-    def direct() -> list[Tensor]:
-        return kernels.unpack(buffer, tensors, scale=spec.scale, **options)
+    def on(given: list[Tensor]) -> Call:
+        return partial(kernels.unpack, buffer, given, scale=spec.scale, **options)
 
-    call: Call = direct
+    call = on(tensors)
     if spec.planned:
         call = partial(kernels.plan_unpack(buffer, tensors, **options), spec.scale)
 
@@ -254,7 +253,7 @@ def _unpack(
 
     ours = Contender("ours", call, bound, list, tensors, also)
     traffic = kernels.unpack_bytes(buffer, tensors, layout=layout)
-    return ours, direct, tight, traffic, expected
+    return ours, on, tight, traffic, expected
 
 
 def _groups(tensors: list[Tensor]) -> Iterator[list[Tensor]]:

@@ -150,8 +150,21 @@ class Case:
 
 def rotating(contenders: Sequence[Contender]) -> Contender:
     """Return one that takes the next of equal ones, of other tensors, at each call; no graph."""
-    turns = itertools.cycle([each.call for each in contenders])
-    return replace(contenders[0], call=lambda: next(turns)(), capturable=False)
+    turns = itertools.cycle(contenders)
+    current = contenders[0]
+
+    def call() -> Any:
+        nonlocal current
+        current = next(turns)
+        return current.call()
+
+    return replace(
+        contenders[0],
+        call=call,
+        pieces=lambda result: current.pieces(result),
+        written=[tensor for each in contenders for tensor in each.written],
+        capturable=False,
+    )
 
 
 def check_flag(call: Call, flag: Tensor, source: Tensor) -> None:

@@ -123,6 +123,9 @@ def measure(case: Case, limits: Limits = LIMITS) -> tuple[Row, list[float]]:
         if case.traffic < REPLAY_BELOW and not case.wall:
             graphs = _replays(case, peers, calls, notes)
             in_graph = any(name == OURS for name, _ in graphs)
+            for peer in peers:
+                if not peer.capturable:
+                    notes.setdefault(peer.name, "launched, where the others are replayed")
             calls |= {name + _REPLAY: replay for name, (replay, _) in graphs}
             hosts |= {name + _REPLAY: host_seconds(replay) for name, (replay, _) in graphs}
         hosts[name] = host_seconds(roof)

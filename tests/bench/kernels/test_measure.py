@@ -54,7 +54,12 @@ def gpu_cases() -> list[Case]:
     fresh = bench_reduction.Spec("sum_n", "n=3 at fresh", 4000, (torch.float32,) * 3, sets=3)
     return [
         bench_packing.case_of(Spec("pack", "wall clock", "small", SHAPES, wall=True)),
-        bench_packing.case_of(Spec("pack", "fresh addresses", "small", SHAPES, wall=True, sets=3)),
+        *(
+            bench_packing.case_of(
+                Spec(kernel, "fresh addresses", "small", SHAPES, wall=True, sets=3)
+            )
+            for kernel in ("pack", "unpack")
+        ),
         bench_reduction.case_of(fresh),
         bench_projection.case_of(odd, compiled=False),
     ]
@@ -242,6 +247,6 @@ def test_rows_that_only_a_gpu_has_have_distinct_names(monkeypatch):
         *("adasum 160 segments on chip", "adasum 160 segments on chip, at odd offsets"),
         *("pack 160 tensors by wall clock", "unpack 160 tensors by wall clock"),
         *("adasum 160 segments by wall clock", "sum_n n=8 at fresh addresses 64 KiB"),
-        *("pack 16 tensors at fresh addresses", "pack 160 tensors at fresh addresses"),
+        *("pack 16 tensors at fresh addresses", "unpack 160 tensors at fresh addresses"),
     }
     assert wanted <= {*names}
