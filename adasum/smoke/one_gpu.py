@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -155,15 +156,23 @@ def _magnitudes(a: Tensor, b: Tensor, dots: Tensor, segments: Sequence[int] | No
     return kernels.combine_reference(a.abs(), b.abs(), worst, segments)
 
 
-def _plans(a: Tensor, b: Tensor) -> dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]]:
-    """Return by name a planned run and the direct call that must give the same bits."""
-    layout = kernels.layout_of([a, b])
-    flat, targets = kernels.pack([b, a], layout=layout), [torch.empty_like(a) for _ in range(2)]
+class _Planned(NamedTuple):
+    """A planned run, what it writes, and the direct call that must give the same bits."""
+
+    run: Callable[[], object]
+    written: Sequence[Tensor]
+    direct: Callable[[], Tensor | Sequence[Tensor]]
+
+
+def _plans(flat: Tensor, layout: kernels.Layout) -> Iterator[tuple[str, _Planned]]:
+    """Yield a plan of each kernel, by name, that reads a buffer of two equal tensors."""
+    a, b = layout.views(flat)
+    targets = [torch.empty_like(a) for _ in range(2)]
     dots, cuts = kernels.dot_and_norms_reference(a, b), (0, a.numel() // 3, a.numel())
     unpack = kernels.plan_unpack(flat, targets, layout=layout)
-    return {
-        "pack": (kernels.plan_pack([a, b], layout=layout), lambda: kernels.pack([a, b])),
-        "unpack": (lambda: torch.cat(unpack()), lambda: torch.cat(layout.views(flat))),
+    yield "unpack", _Planned(unpack, targets, lambda: (a, b))
+    plans: dict[str, tuple[Any, Callable[[], Tensor]]] = {
+        "pack": (kernels.plan_pack([b, a]), lambda: kernels.pack([b, a])),
         "sum_n": (kernels.plan_sum_n([a, b, a]), lambda: kernels.sum_n([a, b, a])),
         "scaled_add": (kernels.plan_scaled_add(a, b), lambda: kernels.scaled_add(a, b)),
         "dot_and_norms": (
@@ -177,11 +186,26 @@ def _plans(a: Tensor, b: Tensor) -> dict[str, tuple[Callable[[], Tensor], Callab
             lambda: kernels.adasum(a, b, cuts),
         ),
     }
+    for name, (plan, direct) in plans.items():
+        yield name, _Planned(plan, [plan.out], direct)
 
 
-def _refill(*tensors: Tensor) -> None:
-    for tensor in tensors:
-        tensor.copy_(torch.randn(tensor.numel(), device=tensor.device))
+def _pair(numel: int, device: str) -> tuple[Tensor, kernels.Layout]:
+    """Return a buffer of two float32 tensors, with padding of zeros, and its layout."""
+    layout = kernels.layout_of([torch.empty(numel, device=device) for _ in range(2)])
+    return torch.zeros(layout.numel, device=device), layout
+
+
+def _run_afresh(name: str, planned: _Planned, run: Callable[[], object], flat: Tensor) -> None:
+    """Run on new numbers, into NaN, and compare with the direct call."""
+    flat.copy_(torch.randn(flat.numel(), device=flat.device))
+    for tensor in planned.written:
+        tensor.fill_(math.nan)
+    run()
+    wanted = planned.direct()
+    wanted = [wanted] if isinstance(wanted, Tensor) else wanted
+    for got, want in zip(planned.written, wanted, strict=True):
+        _same(name, got, want)
 
 
 def _same(name: str, got: Tensor, want: Tensor) -> None:
@@ -190,26 +214,23 @@ def _same(name: str, got: Tensor, want: Tensor) -> None:
 
 
 def _planned(device: str, sizes: Sequence[int]) -> None:
-    a, b = (_normal(sizes[1], torch.float32, device) for _ in range(2))
-    for name, (planned, direct) in _plans(a, b).items():
+    flat, layout = _pair(sizes[1], device)
+    for name, planned in _plans(flat, layout):
         for _ in range(2):
-            _refill(a, b)
-            _same(name, planned(), direct())
+            _run_afresh(name, planned, planned.run, flat)
 
 
 def replayed(device: str, sizes: Sequence[int]) -> None:
     """Replay planned runs from CUDA graphs on what the inputs then hold."""
-    a, b = (_normal(sizes[1], torch.float32, device) for _ in range(2))
-    for name, (planned, direct) in _plans(a, b).items():
-        planned()
+    flat, layout = _pair(sizes[1], device)
+    for name, planned in _plans(flat, layout):
+        planned.run()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            result = planned()
+            planned.run()
         for _ in range(2):
-            _refill(a, b)
-            graph.replay()
-            _same(name, result, direct())
+            _run_afresh(name, planned, graph.replay, flat)
 
 
 def two_streams(device: str, sizes: Sequence[int]) -> None:

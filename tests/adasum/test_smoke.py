@@ -151,3 +151,54 @@ def test_check_on_a_gpu_ends_with_the_smoke_test(
     monkeypatch.setattr(supervisor, "supervise", lambda names, say: passed)
     assert check.main([]) == (0 if passed else 1)
     assert capsys.readouterr().out.endswith("smoke test of the GPU:\n")
+
+
+def test_check_of_plans_finds_a_run_that_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels.UnpackPlan, "__call__", lambda plan, scale=1.0: None)
+    with pytest.raises(AssertionError, match="unpack: 1003 elements have other bits"):
+        one_gpu.KERNELS["plans"]("cpu", SMALL)
+
+
+class FakeGraph:
+    """A graph that replays what ran while it was captured."""
+
+    running: FakeGraph | None = None
+
+    def __init__(self) -> None:
+        self.calls: list[object] = []
+
+    def __enter__(self) -> None:
+        FakeGraph.running = self
+
+    def __exit__(self, *_: object) -> None:
+        FakeGraph.running = None
+
+    def replay(self) -> None:
+        for plan in self.calls:
+            plan()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("good", [True, False])
+def test_check_of_replays_finds_a_graph_that_does_nothing(
+    good: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: graph)
+    run = kernels.SumPlan.__call__
+
+    def noted(plan: kernels.SumPlan, scale: float = 1.0) -> torch.Tensor:
+        if FakeGraph.running is not None and good:
+            FakeGraph.running.calls.append(plan)
+        return run(plan, scale)
+
+    monkeypatch.setattr(kernels.SumPlan, "__call__", noted)
+    plans = one_gpu._plans
+    monkeypatch.setattr(
+        one_gpu, "_plans", lambda *given: (each for each in plans(*given) if each[0] == "sum_n")
+    )
+    if good:
+        one_gpu.replayed("cpu", SMALL)
+    else:
+        with pytest.raises(AssertionError, match="sum_n: 1003 elements have other bits"):
+            one_gpu.replayed("cpu", SMALL)
