@@ -14,7 +14,7 @@ from typing import Any
 from bench.gpu import page
 from bench.gpu.machine import facts, source_of
 from bench.gpu.plan import stages
-from bench.gpu.stages import FAILED, NO_TIME, OVERRUN, ROOT, Runner
+from bench.gpu.stages import FAILED, NO_GPU, NO_TIME, OVERRUN, ROOT, Runner
 from bench.kernels.report import slug
 from bench.provenance import commit
 
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for path in page.write(folder, records, _meta(found)):
         _say(f"wrote {path}")
     statuses = {record.status for record in records}
-    if FAILED in statuses:
+    if statuses & {FAILED, NO_GPU}:
         return 1
     return 3 if statuses & {NO_TIME, OVERRUN} else 0
 

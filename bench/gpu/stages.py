@@ -20,14 +20,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-OK, FAILED, OVERRUN, LEFT_OUT, NO_TIME, RUNNING = (
+OK, FAILED, OVERRUN, LEFT_OUT, NO_TIME, RUNNING, NO_GPU = (
     "ok",
     "failed",
     "ended: took too long",
     "left out",
     "not begun: no time",
     "interrupted",
+    "no GPU",
 )
+# With which the commands here say that torch sees no GPU: theirs is no result.
+_STATUS_NO_GPU = 2
 # How a process is asked to end, and for how many seconds it may: pytest answers the first with a
 # report of what it has run.
 _ENDINGS = ((signal.SIGINT, 15.0), (signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0))
@@ -196,7 +199,11 @@ def _run(
             _end(process, mark)
     if late:
         return OVERRUN, f"after {limit:.0f} s"
-    return (FAILED, _last_line(log, process.returncode)) if process.returncode else (OK, "")
+    if not process.returncode:
+        return OK, ""
+    reason = _last_line(log, process.returncode)
+    gone = process.returncode == _STATUS_NO_GPU and NO_GPU in reason
+    return (NO_GPU if gone else FAILED), reason
 
 
 def _end(process: subprocess.Popen[bytes], mark: str) -> None:

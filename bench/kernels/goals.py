@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from bench.kernels.inputs import FRESH, PLANNED
+from bench.kernels.inputs import FRESH, PLANNED, WALL
 from bench.kernels.judging import Goal
 from bench.kernels.measure import DIRECT, EMPTY, ONE_DOT, ONE_SEGMENT, OURS, Row
 from bench.kernels.peers_compiled import COMPILED
@@ -19,8 +19,8 @@ _CPU_KERNELS = ("pack", "unpack", "sum_n", "scaled_add", "combine", "adasum")
 
 def singled_out(kernel: str, series: str, size: int) -> bool:
     """Return whether a goal is about such rows in particular, not about all rows of a kernel."""
-    named = ("many small", "models", "segments", PLANNED, "planned model", "planned segments")
-    return kernel == "adasum" or size >= LARGE or series in named
+    named = ("many small", "models", "segments", PLANNED, "planned model", "planned segments", WALL)
+    return kernel == "adasum" or size >= LARGE or series in named or FRESH in series
 
 
 def _of(*kernels: str) -> Callable[[Row], bool]:

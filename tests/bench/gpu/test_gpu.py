@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +165,30 @@ def test_status_says_whether_all_is_done_and_right(on_a_gpu: list[Stage], tmp_pa
     assert command.main([*out, "--minutes", "2", "--only", "long"]) == 3
     text = (tmp_path / "page.md").read_text()
     assert "| long " in text and NO_TIME in text
+
+
+@pytest.mark.slow
+def test_command_that_is_terminated_ends_its_stage(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    code = f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    script = tmp_path / "command.py"
+    script.write_text(
+        "import sys\n"
+        "from bench.gpu import __main__ as command\n"
+        "from bench.gpu.stages import Stage\n"
+        f"command.facts = lambda environment: {FACTS!r}\n"
+        f"stage = Stage('one', [sys.executable, '-c', {code!r}], 0.0, 60.0)\n"
+        "command.stages = lambda facts, nccl: [stage]\n"
+        f"command.main(['--out', {str(tmp_path / 'out')!r}])\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, str(script)], env=environment)
+    deadline = time.monotonic() + 60.0
+    while not (pid.exists() and pid.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(60.0) == 143
+    assert not Path(f"/proc/{pid.read_text()}").exists()
 
 
 def test_fresh_runs_what_is_done(on_a_gpu: list[Stage], tmp_path: Path) -> None:

@@ -14,7 +14,18 @@ from pathlib import Path
 import pytest
 
 from bench.gpu import stages
-from bench.gpu.stages import FAILED, LEFT_OUT, NO_TIME, OK, OVERRUN, RUNNING, Record, Runner, Stage
+from bench.gpu.stages import (
+    FAILED,
+    LEFT_OUT,
+    NO_GPU,
+    NO_TIME,
+    OK,
+    OVERRUN,
+    RUNNING,
+    Record,
+    Runner,
+    Stage,
+)
 
 PYTHON = sys.executable
 # Counts its runs in a file that is not its own.
@@ -63,6 +74,14 @@ def test_stage_that_fails_is_recorded_and_the_next_one_runs(bench: Bench) -> Non
     assert bench.on_disk("wrong")["status"] == FAILED
     assert (bench.folder / "stages" / "next" / "log.txt").read_text() == "fine\n"
     assert [line.split()[:2] for line in bench.said] == [["wrong", "failed"], ["next", "ok"]]
+
+
+def test_stage_that_saw_no_gpu_is_no_result_and_runs_again(bench: Bench) -> None:
+    gone = stage("tests", "print('torch sees no GPU here'); raise SystemExit(2)")
+    assert bench.run(gone)[0].status == NO_GPU
+    assert bench.run(stage("tests", ""))[0].status == OK
+    # Status 2 alone is as good a failure as any.
+    assert bench.run(stage("other", "import sys; sys.exit(2)"))[0].status == FAILED
 
 
 def test_stage_whose_command_is_missing_fails(bench: Bench) -> None:
