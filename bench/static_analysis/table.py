@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bench.static_analysis.cases import Case
 from bench.static_analysis.compiled import Record
-from bench.static_analysis.occupancy import ARCHITECTURES, LATENCY_NS, SLOWER, residency
+from bench.static_analysis.occupancy import ARCHITECTURES, LATENCY_NS, residency
 from bench.static_analysis.sass import Path
 
 WIDTHS = ("16", "8", "4", "2", "1")
@@ -40,8 +40,7 @@ def _introduction(version: str) -> str:
         f"| sm_{capability} | {part.part} | {part.sms} | {part.gigabytes_per_second:.0f} "
         f"| {part.gigahertz} | {part.bytes_needed / 1024:.1f} "
         f"| {part.instructions_per_byte:.1f} |\n"
-        for capability, fastest in ARCHITECTURES.items()
-        for part in (*SLOWER.get(capability, ()), fastest)
+        for capability, part in ARCHITECTURES.items()
     )
     return f"""# What the compiler makes of the kernels
 
@@ -65,7 +64,6 @@ No figure here is a time.
   tails; for float64 it counts reads of tables as well. "-": no such path.
 
 **Assumptions, not measurements:** a latency of {LATENCY_NS:.0f} ns with memory near its limit, and
-these parts; the tables are held against the fastest of each sm.
 
 | sm | part | SMs | GB/s | GHz | need: KiB in flight an SM | instructions issued a byte |
 |---|---|---:|---:|---:|---:|---:|
