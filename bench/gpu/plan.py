@@ -33,6 +33,17 @@ def _tests(name: str, *paths: str, **options: Any) -> Stage:
     return Stage(name, command, **options)
 
 
+def _kernel_tests() -> list[Stage]:
+    """Return the tests of kernels in parts: Triton compiles for minutes, and a part may not fit."""
+    large = {name: f"tests/kernels/test_{name}.py" for name in ("projection", "reduction")}
+    others = ("tests/kernels", *(f"--ignore={path}" for path in large.values()))
+    parts = {**{name: (path,) for name, path in large.items()}, "others": others}
+    return [
+        _tests(f"tests-{name}", *paths, estimate=120.0, limit=600.0)
+        for name, paths in parts.items()
+    ]
+
+
 def _rows(part: str, file: str, limit: float) -> Stage:
     command = (
         *_PYTEST,
@@ -83,7 +94,7 @@ def stages(facts: Mapping[str, Any], nccl: str | None) -> list[Stage]:
     )
     return [
         Stage(SMOKE, (*python, "adasum.check"), estimate=120.0, limit=600.0),
-        _tests("tests-kernels", "tests/kernels", estimate=150.0, limit=900.0),
+        *_kernel_tests(),
         *(_rows("goals", file, 900.0) for file in ROWS),
         Stage(
             RANKS,

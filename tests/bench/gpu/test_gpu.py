@@ -38,7 +38,7 @@ def by_name(facts: dict[str, Any], nccl: str | None = None) -> dict[str, Stage]:
 def test_stages_come_in_the_order_of_their_worth() -> None:
     assert [*by_name(FACTS)] == [
         "smoke",
-        "tests-kernels",
+        *("tests-projection", "tests-reduction", "tests-others"),
         *("goals-projection", "goals-packing", "goals-reduction"),
         *("ranks-bench", "ranks-tests"),
         *("others-projection", "others-packing", "others-reduction"),
