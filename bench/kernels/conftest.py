@@ -12,7 +12,7 @@
 Without --bench-results the tables are printed and nothing is written. A run that did not measure
 every row, because of a selection or a wrong answer, is written to DIR/<device>/partial, so that it
 never replaces a full one. While a run lasts, DIR/<device>/rows.jsonl has a line for each row
-measured; a run that is killed or interrupted leaves it behind.
+measured; a run that is killed leaves it behind, and one that is to be resumed.
 """
 
 from __future__ import annotations
@@ -168,9 +168,7 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         session.exitstatus = pytest.ExitCode.OK
 
 
-def pytest_terminal_summary(
-    terminalreporter: Any, exitstatus: pytest.ExitCode, config: pytest.Config
-) -> None:
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     rows = sorted(config.stash[ROWS], key=lambda row: POSITIONS[row.key])
     if not rows:
         return
@@ -183,8 +181,8 @@ def pytest_terminal_summary(
         complete = {row.key for row in rows} == POSITIONS.keys()
         for path in report.write(rows, meta, folder if complete else folder / "partial"):
             terminalreporter.write_line(f"wrote {path}")
-        if exitstatus != pytest.ExitCode.INTERRUPTED:
-            (folder / report.UNFINISHED).unlink(missing_ok=True)
+        if not config.getoption("bench_resume"):
+            (folder / report.UNFINISHED).unlink()
 
 
 def _folder(config: pytest.Config) -> Path | None:
