@@ -145,7 +145,7 @@ def test_check_on_a_gpu_ends_with_the_smoke_test(
     passed: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(check, "_self_test", lambda: (True, "fine"))
-    monkeypatch.setattr(check, "_devices", list)
+    monkeypatch.setattr(check, "_devices", dict)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(supervisor, "supervise", lambda names, say: passed)
