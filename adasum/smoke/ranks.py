@@ -11,8 +11,10 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 
 import torch
@@ -25,7 +27,8 @@ from adasum.reducer import Adasum
 from collectives.transport import GlooTransport, Message, NcclTransport
 
 TORCH, CUPY = "torch", "cupy"
-SECONDS = 90.0
+# For all ranks, and for a step: a rank that waits for one that is gone says so within the first.
+SECONDS, _STEP = 90.0, 40.0
 _NUMEL = 300_001
 
 
@@ -52,29 +55,25 @@ def start(kind: str, ranks: int) -> None:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    processes = [
-        subprocess.Popen(
-            command,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(ranks)
-    ]
-    deadline = time.monotonic() + SECONDS
-    try:
-        for rank, process in enumerate(processes):
-            _, said = process.communicate(timeout=max(deadline - time.monotonic(), 0.1))
-            if process.returncode:
-                last = next((text for text in reversed(said.splitlines()) if "Error: " in text), "")
-                raise AssertionError(f"rank {rank}: {last or f'status {process.returncode}'}")
-    except subprocess.TimeoutExpired:
-        raise AssertionError(f"a rank did not end within {SECONDS:g} s") from None
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+    with ExitStack() as stack:
+        errors = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(ranks)]
+        processes = []
+        for rank, file in enumerate(errors):
+            own = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=file, env=own)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            processes.append(process)
+        deadline = time.monotonic() + SECONDS
+        for rank, (process, file) in enumerate(zip(processes, errors, strict=True)):
+            try:
+                status = process.wait(max(deadline - time.monotonic(), 0.1))
+            except subprocess.TimeoutExpired:
+                raise AssertionError(f"rank {rank} did not end within {SECONDS:g} s") from None
+            if status:
+                file.seek(0)
+                said = [text.strip() for text in file if "Error: " in text]
+                raise AssertionError(f"rank {rank}: {[f'status {status}', *said][-1]}")
 
 
 def alone(kind: str, device: torch.device) -> None:
@@ -82,7 +81,7 @@ def alone(kind: str, device: torch.device) -> None:
     store, numbers = dist.HashStore(), torch.randn(_NUMEL, device=device)
     # Over cupy, gloo is what carries the rest.
     backend = "nccl" if kind == TORCH else "gloo"
-    limit = timedelta(seconds=SECONDS)
+    limit = timedelta(seconds=_STEP)
     dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=limit)
     got = numbers.clone() if kind == TORCH else torch.full_like(numbers, torch.nan)
     if kind == TORCH:
@@ -90,8 +89,8 @@ def alone(kind: str, device: torch.device) -> None:
     else:
         assert dist.group.WORLD is not None
         host = GlooTransport(dist.group.WORLD)
-        transport = NcclTransport(host, store, device, timeout=SECONDS)
-        transport.exchange([Message(0, numbers)], [Message(0, got)], "the smoke test", SECONDS)
+        transport = NcclTransport(host, store, device, timeout=_STEP)
+        transport.exchange([Message(0, numbers)], [Message(0, got)], "the smoke test", _STEP)
         transport.close()
     if not torch.equal(got, numbers):
         raise AssertionError(f"NCCL of {kind}: what arrived differs from what was sent")
@@ -101,7 +100,7 @@ def alone(kind: str, device: torch.device) -> None:
 def together(kind: str, device: torch.device) -> None:
     """Reduce by Sum and Adasum on every rank."""
     group = collectives.init(
-        timeout=SECONDS, transport="nccl" if kind == CUPY else "auto", calibrate=False
+        timeout=_STEP, transport="nccl" if kind == CUPY else "auto", calibrate=False
     )
     inputs = [
         torch.randn(_NUMEL, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)

@@ -13,6 +13,8 @@ import torch
 import kernels
 from adasum import check
 from adasum.smoke import one_gpu, ranks, supervisor
+from collectives.transport import Transport
+from collectives.transport.base import Messages
 from tests.processes.harness import run_ranks
 from tests.ptx_emulator.driver import emulated
 
@@ -129,6 +131,42 @@ def reduce(rank: int) -> None:
 
 def test_ranks_together_find_their_reductions_right() -> None:
     run_ranks(2, reduce)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_rank_that_fails_is_named_with_its_error() -> None:
+    with pytest.raises(AssertionError, match=r"rank 0: .*Error: "):
+        ranks.start(ranks.TORCH, 1)
+
+
+def test_cupy_that_is_not_installed_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ranks.NotInstalledError, match="cupy is not installed"):
+        ranks.start(ranks.CUPY, 1)
+
+
+def alone_over_a_stand_in(rank: int) -> list[str]:
+    """Run `alone` with a transport that copies; return what it was asked for."""
+    asked = []
+
+    class Copying:
+        def __init__(self, host: Transport, store: object, device: object, timeout: float) -> None:
+            assert (host.rank, host.size) == (0, 1)
+
+        def exchange(self, sends: Messages, recvs: Messages, step: str, timeout: float) -> None:
+            asked.append("exchange")
+            recvs[0].tensor.copy_(sends[0].tensor)
+
+        def close(self) -> None:
+            asked.append("close")
+
+    ranks.NcclTransport = Copying  # type: ignore[assignment,misc]
+    ranks.alone(ranks.CUPY, torch.device("cpu"))
+    return asked
+
+
+def test_rank_alone_sends_to_itself_over_cupy() -> None:
+    assert run_ranks(1, alone_over_a_stand_in) == [["exchange", "close"]]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
