@@ -138,6 +138,20 @@ def own_stream(device: torch.device) -> Iterator[None]:
         yield
 
 
+def times(
+    me: Rank, algorithms: Sequence[str], iterations: int
+) -> tuple[dict[str, int], dict[str, list[float]]]:
+    """Return a rank's wrong elements and its seconds by iteration, of each contender."""
+    wrong = {name: me.wrong(name) for name in algorithms}
+    taken: dict[str, list[float]] = {name: [] for name in algorithms}
+    for done in range(iterations + 2):
+        first = done % len(algorithms)
+        for name in (*algorithms[first:], *algorithms[:first]):
+            taken[name].append(me.seconds(name))
+    # The first two warm up.
+    return wrong, {name: values[2:] for name, values in taken.items()}
+
+
 def run(
     ranks: int,
     numel: int,
@@ -161,14 +175,7 @@ def run(
             warm.close()
             me = Rank(make(rank), meet, numel, device)
             try:
-                wrong = {name: me.wrong(name) for name in algorithms}
-                taken: dict[str, list[float]] = {name: [] for name in algorithms}
-                for done in range(iterations + 2):
-                    first = done % len(algorithms)
-                    for name in (*algorithms[first:], *algorithms[:first]):
-                        taken[name].append(me.seconds(name))
-                # The first two warm up.
-                return wrong, {name: values[2:] for name, values in taken.items()}
+                return times(me, algorithms, iterations)
             except BaseException:
                 meet.abort()
                 raise

@@ -65,6 +65,27 @@ def _sharing(facts: Mapping[str, Any], nccl: str | None) -> tuple[dict[str, str]
     return {**ONE_GPU, **({"LD_PRELOAD": nccl} if nccl else {})}, ""
 
 
+def _sanitizers() -> list[Stage]:
+    """Return the kernels under compute-sanitizer's tools for stray accesses and for races."""
+    checker = sanitizer()
+    return [
+        Stage(
+            tool,
+            (
+                # On an error it would end with the program's own status.
+                *(checker or "compute-sanitizer", "--tool", tool, "--error-exitcode", "9"),
+                *(sys.executable, "-m", "bench.gpu.sanitized"),
+            ),
+            estimate=120.0,
+            limit=600.0,
+            # Else all tensors are parts of a few allocations, and a stray access hits another one.
+            environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+            left_out="" if checker else "compute-sanitizer is not installed",
+        )
+        for tool in ("memcheck", "racecheck")
+    ]
+
+
 def stages(facts: Mapping[str, Any], nccl: str | None) -> list[Stage]:
     """Return all stages of a machine.
 
@@ -74,24 +95,6 @@ def stages(facts: Mapping[str, Any], nccl: str | None) -> list[Stage]:
     """
     python = (sys.executable, "-m")
     sharing, why_not = _sharing(facts, nccl)
-    checker = sanitizer()
-    no_checker = "" if checker else "compute-sanitizer is not installed"
-    memcheck, racecheck = (
-        Stage(
-            tool,
-            # On an error it would end with the program's own status.
-            (
-                *(checker or "compute-sanitizer", "--tool", tool, "--error-exitcode", "9"),
-                *(*python, "bench.gpu.sanitized"),
-            ),
-            estimate=120.0,
-            limit=600.0,
-            # Else all tensors are parts of a few allocations, and a stray access hits another one.
-            environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
-            left_out=no_checker,
-        )
-        for tool in ("memcheck", "racecheck")
-    )
     return [
         Stage(SMOKE, (*python, "adasum.check"), estimate=120.0, limit=600.0),
         *_kernel_tests(),
@@ -112,6 +115,5 @@ def stages(facts: Mapping[str, Any], nccl: str | None) -> list[Stage]:
             environment={**_FORKS, **sharing},
         ),
         *(_rows("others", file, 1800.0) for file in ROWS),
-        memcheck,
-        racecheck,
+        *_sanitizers(),
     ]
