@@ -13,6 +13,7 @@ from adasum import orthogonality
 from adasum.compression import Compression
 from adasum.ddp import HookState, ddp_hook
 from adasum.fsdp import register_fsdp_hook
+from adasum.handle import poll, synchronize
 from adasum.horovod.allgather import (
     allgather,
     allgather_async,
@@ -56,7 +57,6 @@ from adasum.horovod.capabilities import (
     nccl_built,
     rocm_built,
 )
-from adasum.horovod.handle import poll, synchronize
 from adasum.horovod.objects import allgather_object, broadcast_object
 from adasum.horovod.process_sets import (
     ProcessSet,

@@ -1,9 +1,9 @@
 """A report to attach to an issue: what is installed, which transports can be used, a self-test.
 
-    python -m adasum.check                # with a self-test of two ranks
+    python -m adasum.check                # with a self-test of two ranks, and a smoke test of a GPU
     python -m adasum.check --no-self-test
 
-The exit status is 1 where the self-test fails, else 0.
+The exit status is 1 where one of them fails, else 0.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ import torch.distributed as dist
 import collectives
 import kernels
 from adasum.reducer import Adasum
+from adasum.smoke import supervisor
 from collectives.transport import load_nccl
 
-_PACKAGES = ("triton", "numpy", "cupy-cuda12x", "cupy-cuda13x")
 _NCCL = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
+_PACKAGES = ("triton", "numpy", "cupy-cuda12x", "cupy-cuda13x", *_NCCL)
 _VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("ADASUM_TRANSPORT", "ADASUM_CPU_KERNELS", "CC", "XDG_CACHE_HOME", "GLOO_SOCKET_IFNAME"),
@@ -39,40 +40,38 @@ _NUMEL = 300_001
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the report; return the exit status."""
     parser = argparse.ArgumentParser(prog="adasum.check", description=__doc__.splitlines()[0])
-    parser.add_argument("--no-self-test", action="store_true", help="start no ranks")
+    parser.add_argument("--no-self-test", action="store_true", help="test nothing")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.rank:
         print(_rank(), flush=True)
         return 0
-    for title, lines in (
-        ("versions", _versions()),
-        ("devices", _devices()),
-        ("transports", _transports()),
-        ("environment", _environment()),
-    ):
-        print(f"{title}:")
-        for name, value in lines:
+    for section in (_versions, _devices, _transports, _environment):
+        print(f"{section.__name__[1:]}:")
+        for name, value in section().items():
             print(f"  {name:24} {value}")
     if options.no_self_test:
         print("self-test: left out")
         return 0
     passed, text = _self_test()
     print(f"self-test of two ranks: {'passed' if passed else 'FAILED'}\n  {text}")
-    return 0 if passed else 1
+    if not torch.cuda.is_available():
+        print(f"smoke test of the GPU: left out, {supervisor.NO_GPU}")
+        return 0 if passed else 1
+    print("smoke test of the GPU:", flush=True)
+    return 0 if supervisor.supervise([*supervisor.checks()], print) and passed else 1
 
 
-def _versions() -> list[tuple[str, str]]:
-    lines = [
-        ("adasum", _version("adasum")),
-        ("python", f"{platform.python_version()} ({sys.executable})"),
-        ("system", f"{platform.platform()}, {platform.machine()}"),
-    ]
-    # torch.__version__, because a wheel's metadata may leave out the CUDA version.
-    lines.append(("torch", torch.__version__))
-    lines += [(name, _version(name)) for name in _PACKAGES]
-    lines += [(name, _version(name)) for name in _NCCL]
-    return [*lines, ("kernels imported from", os.path.dirname(kernels.__file__ or "?"))]
+def _versions() -> dict[str, str]:
+    return {
+        "adasum": _version("adasum"),
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "system": f"{platform.platform()}, {platform.machine()}",
+        # torch.__version__, because a wheel's metadata may leave out the CUDA version.
+        "torch": torch.__version__,
+        **{name: _version(name) for name in _PACKAGES},
+        "kernels imported from": os.path.dirname(kernels.__file__ or "?"),
+    }
 
 
 def _version(name: str) -> str:
@@ -82,37 +81,33 @@ def _version(name: str) -> str:
         return "not installed"
 
 
-def _devices() -> list[tuple[str, str]]:
+def _devices() -> dict[str, str]:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    lines = [
-        (
-            "processors",
-            f"{usable} usable of {os.cpu_count()}, torch threads {torch.get_num_threads()}",
-        ),
-        ("CPU tensors by", _or_why_not(lambda: kernels.backend_info().cpu_path)),
-        ("CUDA of torch", torch.version.cuda or "none: a CPU build"),
-    ]
+    threads = torch.get_num_threads()
+    found = {
+        "processors": f"{usable} usable of {os.cpu_count()}, torch threads {threads}",
+        "CPU tensors by": _or_why_not(lambda: kernels.backend_info().cpu_path),
+        "CUDA of torch": torch.version.cuda or "none: a CPU build",
+    }
     if not torch.cuda.is_available():
-        return [*lines, ("GPUs", "none that torch sees: kernels run on the CPU")]
+        found["GPUs"] = "none that torch sees: kernels run on the CPU"
+        return found
     for i in range(torch.cuda.device_count()):
-        facts = torch.cuda.get_device_properties(i)
-        lines.append(
-            (
-                f"GPU {i}",
-                f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB, sm_{facts.major}"
-                f"{facts.minor}",
-            )
-        )
-    return lines
+        gpu = torch.cuda.get_device_properties(i)
+        memory = f"{gpu.total_memory / 2**30:.0f} GiB"
+        found[f"GPU {i}"] = f"{gpu.name}, {memory}, sm_{gpu.major}{gpu.minor}"
+    return found
 
 
-def _transports() -> list[tuple[str, str]]:
-    return [
-        ("shared memory", _or_why_not(_shared_memory)),
-        ("gloo", "yes" if dist.is_available() and dist.is_gloo_available() else "not in torch"),
-        ("NCCL through cupy", _or_why_not(_nccl_of_cupy)),
-        ("NCCL of torch", _or_why_not(_nccl_of_torch)),
-    ]
+def _transports() -> dict[str, str]:
+    return {
+        "shared memory": _or_why_not(_shared_memory),
+        "gloo": "yes" if dist.is_available() and dist.is_gloo_available() else "not in torch",
+        "NCCL through cupy": _or_why_not(
+            lambda: f"yes, {load_nccl().get_version()}, on request: init(transport='nccl')"
+        ),
+        "NCCL of torch": _or_why_not(_nccl_of_torch),
+    }
 
 
 def _or_why_not(find: Callable[[], str]) -> str:
@@ -129,21 +124,16 @@ def _shared_memory() -> str:
     return "yes"
 
 
-def _nccl_of_cupy() -> str:
-    nccl = load_nccl()
-    return f"yes, {nccl.get_version()}, on request: init(transport='nccl')"
-
-
 def _nccl_of_torch() -> str:
     if not (dist.is_available() and dist.is_nccl_available()):
         return "not in this build of torch"
     return "yes, " + ".".join(map(str, torch.cuda.nccl.version()[:3]))
 
 
-def _environment() -> list[tuple[str, str]]:
+def _environment() -> dict[str, str]:
     names = [*_VARIABLES, *sorted(name for name in os.environ if name.startswith("NCCL_"))]
-    found = [(name, os.environ[name]) for name in names if name in os.environ]
-    return found or [("", "nothing set that matters here")]
+    found = {name: os.environ[name] for name in names if name in os.environ}
+    return found or {"": "nothing set that matters here"}
 
 
 def _self_test() -> tuple[bool, str]:
@@ -152,17 +142,11 @@ def _self_test() -> tuple[bool, str]:
         return False, "torch.distributed is not in this build of torch"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", "-m", "adasum.check", "--rank"]
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
-    }
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+        environment.pop(name, None)
     process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**environment, "OMP_NUM_THREADS": "1"},
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     )
     try:
         output, errors = process.communicate(timeout=_SELF_TEST_SECONDS)

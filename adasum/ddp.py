@@ -78,24 +78,26 @@ class HookState:
     @property
     def group(self) -> Group:
         """The ranks that reduce; the first use may be collective."""
-        if isinstance(self.process_group, Group):
-            return self.process_group
-        if self.process_group is not None:
-            return collectives.from_process_group(self.process_group, timeout=self.timeout)
-        if collectives.is_initialized():
+        given = self.process_group
+        if isinstance(given, Group):
+            return given
+        if given is None and collectives.is_initialized():
             return collectives.default_group()
-        if dist.is_available() and dist.is_initialized():
-            assert dist.group.WORLD is not None
-            return collectives.from_process_group(dist.group.WORLD, timeout=self.timeout)
-        raise RuntimeError(
-            "no ranks to reduce over: call adasum.init() or torch.distributed.init_process_group() "
-            "first, or pass process_group="
-        )
+        if given is None and dist.is_available() and dist.is_initialized():
+            given = dist.group.WORLD
+        if given is None:
+            raise RuntimeError(
+                "no ranks to reduce over: call adasum.init() or "
+                "torch.distributed.init_process_group() first, or pass process_group="
+            )
+        return collectives.from_process_group(given, timeout=self.timeout)
 
-    def start(self, buffer: Tensor, name: str, segments: Sequence[int]) -> PooledReduction:
-        """Start reducing a buffer of whole segments in place."""
+    def start(
+        self, buffer: Tensor, name: str, segments: Sequence[int], op: Reducer | None = None
+    ) -> PooledReduction:
+        """Start reducing a buffer of whole segments in place, by `op` where it is given."""
         return self._requests.start(
-            self.group, buffer, self.op, algorithm=self.algorithm, name=name, segments=segments
+            self.group, buffer, op or self.op, self.algorithm, name, segments
         )
 
     def name_of(self, parameter: Tensor) -> str:
@@ -145,7 +147,7 @@ def ddp_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[Tenso
     buffer = bucket.buffer()
     name = f"DDP bucket {bucket.index()}"
     if buffer.is_sparse:
-        return _completed(sparse_all_reduce_async(state.group, buffer, state.op, name).wait())
+        return _future_of(sparse_all_reduce_async(state.group, buffer, state.op, name).wait())
     gradients = bucket.gradients()
     segments = [0, *accumulate(gradient.numel() for gradient in gradients)]
     # Not public, but the only way to ask whether backward is running.
@@ -156,7 +158,7 @@ def ddp_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[Tenso
                 "observer: cannot be used under Join, where ranks stop having gradients"
             )
         state.start(buffer, name, segments).wait()
-        return _completed(buffer)
+        return _future_of(buffer)
 
     token: Any = None
     if state.observer is not None:
@@ -170,7 +172,7 @@ def ddp_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[Tenso
             state.observer.after_reduction(token, gradients)
 
     _call_after_ddp(finish)
-    return _future_of(reduction.work, buffer)
+    return _future_of(buffer, reduction.work)
 
 
 def _call_after_ddp(function: Callable[[], None]) -> None:
@@ -183,13 +185,19 @@ def _call_after_ddp(function: Callable[[], None]) -> None:
     engine.queue_callback(lambda: engine.queue_callback(function))
 
 
-def _future_of(work: Work, result: Tensor) -> torch.futures.Future[Tensor]:
+def _future_of(result: Tensor, work: Work | None = None) -> torch.futures.Future[Tensor]:
     """Return a torch Future of `result` that completes when the work ends, well or not.
 
     DDP's C++ takes an error for a result that is not a tensor and hides it, so the error is raised
     by `_call_after_ddp` instead.
     """
-    future = _new_future(result)
+    future: torch.futures.Future[Tensor] = torch.futures.Future(
+        devices=[result.device] if result.is_cuda else None
+    )
+
+    if work is None:
+        future.set_result(result)
+        return future
 
     def complete() -> None:
         try:
@@ -200,13 +208,3 @@ def _future_of(work: Work, result: Tensor) -> torch.futures.Future[Tensor]:
 
     work.add_done_callback(complete)
     return future
-
-
-def _completed(result: Tensor) -> torch.futures.Future[Tensor]:
-    future = _new_future(result)
-    future.set_result(result)
-    return future
-
-
-def _new_future(result: Tensor) -> torch.futures.Future[Tensor]:
-    return torch.futures.Future(devices=[result.device] if result.is_cuda else None)

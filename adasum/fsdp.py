@@ -11,7 +11,7 @@ adasum.register_fsdp_hook(model, state)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 import collectives
 from adasum.ddp import HookState, require_state
-from adasum.request_pool import RequestPool
 from collectives import Group, Operands, Reducer, Sum
 
 
@@ -68,14 +67,14 @@ def register_fsdp_hook(model: nn.Module, state: HookState) -> None:
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not units:
         raise ValueError("model has no fully_shard module: call fully_shard first")
-    found = [(unit, group) for unit in units for group in _parameter_groups(unit)]
-    meshes = [_mesh_of(group) for _, group in found]
-    replicas = state.group
-    for (unit, group), mesh in zip(found, meshes, strict=True):
+    found = [(unit, group, _mesh_of(group)) for unit in units for group in _parameter_groups(unit)]
+    # The group of the replicas is made here, where all ranks are.
+    _ = state.group
+    for unit, group, mesh in found:
         shards = collectives.from_process_group(mesh.get_group(), timeout=state.timeout)
         if hasattr(unit, "set_reduce_scatter_unused_params"):
             unit.set_reduce_scatter_unused_params(True, recurse=False)
-        unit.set_all_reduce_hook(_Hook(group, state, replicas, shards))
+        unit.set_all_reduce_hook(_Hook(group, state, shards))
 
 
 def _parameter_groups(unit: Any) -> Sequence[Any]:
@@ -100,20 +99,18 @@ def _mesh_of(group: Any) -> Any:
     return mesh
 
 
+@dataclass
 class _Hook:
     """What FSDP calls with a unit's reduce-scattered gradients, flattened into one tensor."""
 
-    def __init__(self, group: Any, state: HookState, replicas: Group, shards: Group) -> None:
-        self._group = group
-        self._state = state
-        self._replicas = replicas
-        self._shards = shards
-        self._requests = RequestPool()
-        self._over_shards: _OverShards | None = None
+    group: Any
+    state: HookState
+    shards: Group
+    over_shards: _OverShards | None = None
 
     def __call__(self, gradients: Tensor) -> None:
         # Padded with zeros to equal sizes on all shards: every shard has the same segments.
-        parameters = [p for p in self._group.fsdp_params if p.sharded_param.requires_grad]
+        parameters = [p for p in self.group.fsdp_params if p.sharded_param.requires_grad]
         segments = [0, *accumulate(p.padded_sharded_param_size.numel() for p in parameters)]
         if segments[-1] != gradients.numel():
             raise RuntimeError(
@@ -121,22 +118,16 @@ class _Hook:
                 f"parameters have {segments[-1]}: some had no gradient, which this torch's FSDP "
                 "cannot fill with zeros; leave them out of the unit or use a newer torch"
             )
-        self._requests.start(
-            self._replicas,
-            gradients,
-            self._operator(),
-            algorithm=self._state.algorithm,
-            name=f"FSDP unit {parameters[0]._param_fqn}...",
-            segments=segments,
-        ).wait()
+        name = f"FSDP unit {parameters[0]._param_fqn}..."
+        self.state.start(gradients, name, segments, self._operator()).wait()
 
     def _operator(self) -> Reducer:
-        op = self._state.op
-        if not op.needs_one_tree or self._shards.size == 1:
+        op = self.state.op
+        if not op.needs_one_tree or self.shards.size == 1:
             return op
-        if self._over_shards is None or self._over_shards.op is not op:
-            self._over_shards = _OverShards(op, self._shards)
-        return self._over_shards
+        if self.over_shards is None or self.over_shards.op is not op:
+            self.over_shards = _OverShards(op, self.shards)
+        return self.over_shards
 
 
 class _OverShards(Reducer):

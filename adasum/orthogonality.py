@@ -18,8 +18,8 @@ the section on the orthogonality of gradients. ::
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,6 +28,11 @@ from adasum.reducer import Adasum
 from collectives import Group, Sum, default_group, validation
 
 __all__ = ["Recorder", "Row", "orthogonality"]
+
+
+_Labels: TypeAlias = list[tuple[int, str]]
+# What is recorded, and what makes the ratios of the results.
+_Token: TypeAlias = tuple[_Labels, Callable[[Sequence[Tensor]], Tensor]]
 
 
 class Row(NamedTuple):
@@ -59,12 +64,11 @@ def orthogonality(tensors: Sequence[Tensor], group: Group | None = None) -> Tens
     Raises:
         TypeError: A tensor has a dtype that Adasum does not take.
     """
-    group = default_group() if group is None else group
     for tensor in validation.tensors("tensors", tensors, dense=True):
         Adasum.check(tensor.dtype)
     copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
     squares = squared_norms(copies)
-    group.grouped_all_reduce(copies, Adasum, name="orthogonality")
+    (group or default_group()).grouped_all_reduce(copies, Adasum, name="orthogonality")
     return _ratios(squares, copies, group)
 
 
@@ -102,7 +106,7 @@ class Recorder:
         self._copies = copies
         self._reductions: Counter[str] = Counter()
         # Ratios stay on their device until they are read: recording must not wait for a GPU.
-        self._records: list[tuple[list[tuple[int, str]], Tensor]] = []
+        self._records: list[tuple[_Labels, Tensor]] = []
 
     @property
     def rows(self) -> list[Row]:
@@ -123,28 +127,20 @@ class Recorder:
             return None
         chosen = [tensors[i].detach() for i in due]
         if self._copies:
-            return _Token(due, labels, None, [tensor.clone() for tensor in chosen])
-        return _Token(due, labels, squared_norms(chosen), None)
+            copies = [tensor.clone() for tensor in chosen]
+            return labels, lambda _: orthogonality(copies, self._group)
+        squares = squared_norms(chosen)
+
+        def ratios(results: Sequence[Tensor]) -> Tensor:
+            return _ratios(squares, [results[i].detach() for i in due], self._group)
+
+        return labels, ratios
 
     def after_reduction(self, token: _Token | None, tensors: Sequence[Tensor]) -> None:
         """Record the ratios, by one small all-reduce or by an Adasum of the copies."""
-        if token is None:
-            return
-        group = self._group or default_group()
-        if token.copies is not None:
-            ratios = orthogonality(token.copies, group)
-        else:
-            assert token.squares is not None
-            results = [tensors[i].detach() for i in token.due]
-            ratios = _ratios(token.squares, results, group)
-        self._records.append((token.labels, ratios))
-
-
-class _Token(NamedTuple):
-    due: list[int]
-    labels: list[tuple[int, str]]
-    squares: Tensor | None
-    copies: list[Tensor] | None
+        if token is not None:
+            labels, ratios = token
+            self._records.append((labels, ratios(tensors)))
 
 
 def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
@@ -155,6 +151,6 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack([norm.to(norms[0].device) for norm in norms]).square()
 
 
-def _ratios(squares: Tensor, results: Sequence[Tensor], group: Group) -> Tensor:
-    group.all_reduce(squares, Sum, name="orthogonality's squared norms")
+def _ratios(squares: Tensor, results: Sequence[Tensor], group: Group | None) -> Tensor:
+    (group or default_group()).all_reduce(squares, Sum, name="orthogonality's squared norms")
     return squared_norms(results) / squares

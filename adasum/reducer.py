@@ -7,7 +7,7 @@ algorithm 1 (vector halving, distance doubling).
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 import kernels
 from collectives import Operands, Reducer
-from kernels.torch_ops import tracing
+from kernels.validation import tracing
 
 # Up to this size latency decides: log2 n exchanges of the whole vector (rd), or none in shared
 # memory, are faster than the 2 log2 n exchanges and log2 n small sums of vhdd.
@@ -36,12 +36,6 @@ def _clip(segments: tuple[int, ...], start: int, length: int) -> tuple[int, int,
     last = bisect_left(segments, stop)
     inner = (boundary - start for boundary in segments[first + 1 : last])
     return first, last, (0, *inner, length)
-
-
-@lru_cache(maxsize=1024)
-def _holds_whole_segments(segments: tuple[int, ...], start: int, length: int) -> bool:
-    """Return whether the piece cuts no segment."""
-    return {start, start + length} <= {*segments}
 
 
 class _ClippedPiece(NamedTuple):
@@ -105,14 +99,17 @@ class AdasumReducer(Reducer):
         of the step sum tables of one shape wherever their pieces are cut, inside a segment or not.
         More than two vectors are folded from the left.
         """
-        segments = (0, operands.numel) if operands.segments is None else tuple(operands.segments)
-        if operands.sum_partials is None and all(
-            _holds_whole_segments(segments, start, out.numel()) for _, out, start in operands.pieces
-        ):
-            for parts, out, start in operands.pieces:
-                _reduce_whole(parts, out, start, segments)
-        else:
+        segments = _segments_of(operands)
+        if not _are_whole(operands, segments):
             _reduce_cut(operands, segments)
+            return
+        for parts, out, start in operands.pieces:
+            if out.numel():
+                inside = _clip(segments, start, out.numel())[2]
+                left = parts[0]
+                for k, right in enumerate(parts[1:], 2):
+                    last = out if k == len(parts) else None
+                    left = kernels.adasum(left, right, inside, out=last, cooperative=False)
 
     def bind(self, operands: Operands) -> Callable[[], None]:
         """Return what does `reduce(operands)` any number of times, by plans of `kernels`."""
@@ -121,10 +118,8 @@ class AdasumReducer(Reducer):
         # Under a dispatch mode of any thread no plan can be made.
         if not planned or tracing():
             return super().bind(operands)
-        segments = (0, operands.numel) if operands.segments is None else tuple(operands.segments)
-        if operands.sum_partials is not None or not all(
-            _holds_whole_segments(segments, start, out.numel()) for _, out, start in operands.pieces
-        ):
+        segments = _segments_of(operands)
+        if not _are_whole(operands, segments):
             return _bind_cut(operands, segments)
         plans = [
             kernels.plan_adasum(
@@ -144,40 +139,50 @@ class AdasumReducer(Reducer):
         """Do nothing: Adasum is not divided by the number of ranks."""
 
 
-def _reduce_whole(
-    parts: Sequence[Tensor], out: Tensor, start: int, segments: tuple[int, ...]
-) -> None:
-    """Reduce a piece that cuts no segment."""
-    if not out.numel():
-        return
-    inside = _clip(segments, start, out.numel())[2]
-    left = parts[0]
-    for k, right in enumerate(parts[1:], 2):
-        target = out if k == len(parts) else None
-        left = kernels.adasum(left, right, inside, out=target, cooperative=False)
+def _segments_of(operands: Operands) -> tuple[int, ...]:
+    return (0, operands.numel) if operands.segments is None else tuple(operands.segments)
+
+
+def _are_whole(operands: Operands, segments: tuple[int, ...]) -> bool:
+    """Return whether this rank holds all of every segment that the pieces touch."""
+    if operands.sum_partials is not None:
+        return False
+    for _, out, start in operands.pieces:
+        if out.numel():
+            first, last, _ = _clip(segments, start, out.numel())
+            if (segments[first], segments[last]) != (start, start + out.numel()):
+                return False
+    return True
+
+
+def _clipped(operands: Operands, segments: tuple[int, ...]) -> Iterator[_ClippedPiece]:
+    for parts, out, start in operands.pieces:
+        if out.numel():
+            first, last, inside = _clip(segments, start, out.numel())
+            yield _ClippedPiece(parts, out, slice(first, last), inside)
+
+
+def _device_of(operands: Operands) -> torch.device:
+    return next((piece.out.device for piece in operands.pieces), torch.device("cpu"))
 
 
 def _reduce_cut(operands: Operands, segments: tuple[int, ...]) -> None:
     """Reduce pieces that may cut segments, whose dot products other ranks may have parts of."""
-    device = torch.device("cpu")
-    folds = 1
     pieces: list[_ClippedPiece] = []
     dots: list[Tensor] = []
     # A piece's dot products are taken before the next piece is looked at, which waits for it.
-    for parts, target, start in operands.pieces:
-        folds = max(folds, len(parts) - 1)
-        device = target.device
-        if target.numel():
-            first, last, inside = _clip(segments, start, target.numel())
-            dots.append(kernels.dot_and_norms(parts[0], parts[1], inside))
-            pieces.append(_ClippedPiece(parts, target, slice(first, last), inside))
-    table = _add_up(pieces, dots, len(segments) - 1, device)
+    for piece in _clipped(operands, segments):
+        dots.append(kernels.dot_and_norms(piece.parts[0], piece.parts[1], piece.segments))
+        pieces.append(piece)
+    folds = max((len(piece.parts) - 1 for piece in operands.pieces), default=1)
     left = [piece.parts[0] for piece in pieces]
     for k in range(1, folds + 1):
         if k > 1:
-            table.zero_()
-            for mine, piece in zip(left, pieces, strict=True):
-                table[piece.touched] += kernels.dot_and_norms(mine, piece.parts[k], piece.segments)
+            dots = [
+                kernels.dot_and_norms(mine, piece.parts[k], piece.segments)
+                for mine, piece in zip(left, pieces, strict=True)
+            ]
+        table = _add_up(pieces, dots, len(segments) - 1, _device_of(operands))
         if operands.sum_partials is not None:
             operands.sum_partials(table)
         for i, piece in enumerate(pieces):
@@ -189,16 +194,12 @@ def _reduce_cut(operands: Operands, segments: tuple[int, ...]) -> None:
 
 def _bind_cut(operands: Operands, segments: tuple[int, ...]) -> Callable[[], None]:
     """Plan `_reduce_cut` of pieces of two parts."""
-    pieces = []
-    for parts, out, start in operands.pieces:
-        if out.numel():
-            first, last, inside = _clip(segments, start, out.numel())
-            pieces.append(_ClippedPiece(parts, out, slice(first, last), inside))
+    pieces = list(_clipped(operands, segments))
     dots = [
         kernels.plan_dot_and_norms(piece.parts[0], piece.parts[1], piece.segments)
         for piece in pieces
     ]
-    device = pieces[0].out.device if pieces else torch.device("cpu")
+    device = _device_of(operands)
     table = torch.zeros(len(segments) - 1, 3, dtype=torch.float64, device=device)
     combinations = [
         kernels.plan_combine(

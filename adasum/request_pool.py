@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -37,7 +37,6 @@ class RequestPool:
         group: Group,
         buffer: Tensor,
         op: Reducer,
-        *,
         algorithm: str | None,
         name: str,
         segments: Sequence[int],
@@ -51,31 +50,26 @@ class RequestPool:
             request = group.all_reduce_init(
                 buffer, op, algorithm=algorithm, name=name, segments=segments, negotiate=False
             )
-        return PooledReduction(free, key, request, buffer)
+        work = request.start(buffer)
+
+        def wait() -> None:
+            request.wait()
+            request.release()
+            if len(free) >= _MAX_REQUESTS:
+                free.clear()
+            free[key] = request
+
+        return PooledReduction(work, wait)
 
 
-class PooledReduction:
+class PooledReduction(NamedTuple):
     """A started all-reduce.
 
     Attributes:
         work: Its Work, for callbacks and for whoever else waits.
+        wait: Blocks until the buffer holds the result, and gives the request back; raises what
+            failed, and then does not give it back.
     """
 
-    def __init__(
-        self, free: dict[_Key, Request], key: _Key, request: Request, buffer: Tensor
-    ) -> None:
-        self._free = free
-        self._key = key
-        self._request = request
-        self.work: Work = request.start(buffer)
-
-    def wait(self) -> None:
-        """Block until the buffer holds the result, and give the request back; raise what failed.
-
-        A request that failed is not given back.
-        """
-        self._request.wait()
-        self._request.release()
-        if len(self._free) >= _MAX_REQUESTS:
-            self._free.clear()
-        self._free[self._key] = self._request
+    work: Work
+    wait: Callable[[], None]

@@ -2,43 +2,19 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from collectives import Average, Group, Reducer, Sum, Work
+from adasum.handle import Handle
+from collectives import Average, Group, Reducer, Sum
 
 
-class SparseHandle:
+class SparseHandle(Handle):
     """A started reduction of a sparse tensor; calling it is `wait`, as Horovod has it."""
 
-    def __init__(
-        self, group: Group, tensor: Tensor, op: Reducer, works: tuple[Work | Any, Work | Any]
-    ) -> None:
-        self._group = group
-        self._tensor = tensor
-        self._op = op
-        self._works = works
-
-    def wait(self) -> Tensor:
-        """Block until all entries have arrived; return their sum or average.
-
-        Returns:
-            A coalesced tensor with the same bits on every rank.
-
-        Raises:
-            CollectiveError: The reduction failed.
-        """
-        indices, values = (work.wait() for work in self._works)
-        return _add_entries(self._group.size, self._op, self._tensor, indices, values)
-
-    def is_completed(self) -> bool:
-        """Return whether `wait` would return without waiting for another rank."""
-        return all(work.is_completed() for work in self._works)
-
-    __call__ = wait
+    __call__ = Handle.wait
 
 
 def sparse_all_reduce_async(
@@ -57,7 +33,7 @@ def sparse_all_reduce_async(
         name: Names the collectives in errors; equal on all ranks.
 
     Returns:
-        A handle, whose `wait` returns a new, coalesced tensor.
+        A handle, whose `wait` returns a new, coalesced tensor with the same bits on every rank.
 
     Raises:
         TypeError: `tensor` is not a sparse COO tensor.
@@ -77,16 +53,15 @@ def sparse_all_reduce_async(
     tensor = tensor.detach().coalesce()
     indices = tensor.indices().t()
     # The first column is the rank, to tell afterwards whose entry it is.
-    rank = torch.full_like(indices[:, :1], group.rank) if len(indices) else indices.new_empty(0, 1)
+    rank = indices.new_full((len(indices), 1), group.rank)
     # Ranks compare names, and so compare the shape in it.
     name = f"{name or 'sparse'} {tuple(tensor.shape)}"
-    works = (
-        group.all_gather(
-            torch.cat([rank, indices], 1).contiguous(), name=f"{name}: indices", async_op=True
-        ),
-        group.all_gather(tensor.values().contiguous(), name=f"{name}: values", async_op=True),
-    )
-    return SparseHandle(group, tensor, op, works)
+    parts = {"indices": torch.cat([rank, indices], 1), "values": tensor.values()}
+    works = [
+        group.all_gather(part.contiguous(), name=f"{name}: {what}", async_op=True)
+        for what, part in parts.items()
+    ]
+    return SparseHandle(works, partial(_add_entries, group.size, op, tensor))
 
 
 def _add_entries(size: int, op: Reducer, like: Tensor, indices: Tensor, values: Tensor) -> Tensor:
@@ -107,10 +82,7 @@ def _add_entries(size: int, op: Reducer, like: Tensor, indices: Tensor, values: 
     for part, rows in zip(values.split(counts), target.split(counts), strict=True):
         total[rows] += part
     op.finish(total, size)
-    columns = [
-        found // math.prod(shape[dimension + 1 :]) % max(length, 1)
-        for dimension, length in enumerate(shape)
-    ]
+    columns = torch.unravel_index(found, shape)
     return torch.sparse_coo_tensor(
         torch.stack(columns) if columns else found.new_empty(0, len(found)),
         total.to(like.dtype),

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -17,24 +15,19 @@ import torch.distributed as dist
 import kernels
 from collectives import validation
 from collectives.bootstrap.calibration import calibrate as measure_link_rates
-from collectives.bootstrap.launchers import refuse_to_stand_alone
-from collectives.bootstrap.rendezvous import bounded, open_store, wait_for_ranks
+from collectives.bootstrap.launchers import backend, local_ranks, world_size
+from collectives.bootstrap.rendezvous import start_torch_distributed
 from collectives.bootstrap.transport_selection import connect, transport_choice
 from collectives.consistency.description import Description
-from collectives.errors import CollectiveError, CollectiveTimeoutError
+from collectives.errors import CollectiveTimeoutError
 from collectives.group import Group
 from collectives.schedules.topology import Topology
-from collectives.transport import GlooTransport, ThreadWorld, subgroup
-from collectives.transport.process_groups import first_line
+from collectives.transport import GlooTransport, ThreadWorld
+from collectives.transport.process_groups import subgroup
 
 T = TypeVar("T")
 
-_NO_PROCESS_GROUP = (
-    "process_group must be a torch.distributed.ProcessGroup that this rank is in, got {}"
-)
-
 _group: Group | None = None
-_store: tuple[str, dist.Store] | None = None
 _thread = threading.local()
 _adopted: weakref.WeakKeyDictionary[dist.ProcessGroup, Group] = weakref.WeakKeyDictionary()
 
@@ -82,34 +75,19 @@ def init(
         TransportError: `transport` is not available. Raised on all ranks.
     """
     global _group
-    if (known := _open_group()) is not None:
-        return known
+    if (group := _open_group()) is not None:
+        return group
     validation.timeout(timeout)
-    choice = transport_choice(transport)
+    options = {"transport": transport_choice(transport), "calibrate": calibrate}
     # What it raises, and the second it may take, come before anybody waits.
     kernels.backend_info()
     if not isinstance(calibrate, bool):
         raise TypeError(f"calibrate must be a bool, got {type(calibrate).__name__}")
-    if process_group is not None and not (
-        dist.is_available() and isinstance(process_group, dist.ProcessGroup)
-    ):
-        raise TypeError(_NO_PROCESS_GROUP.format(type(process_group).__name__))
-    owned = process_group is None
-    if process_group is None and not _distributed():
-        if _world_size() == 1:
-            _group = Group(ThreadWorld(1).transport(0), timeout=timeout, local_rank=0, local_size=1)
-            return _group
-        _require_distributed()
-        # Enough for torch to give up by itself, and to say more about it.
-        bounded(lambda: _start_torch_distributed(timeout), int(os.environ["RANK"]), timeout + 3.0)
-        process_group = dist.group.WORLD
-    elif process_group is None:
-        process_group = dist.new_group(timeout=timedelta(seconds=timeout), backend=_backend())
-    assert process_group is not None
-    gloo = GlooTransport(process_group, owned=owned)
-    group: Group | None = None
+    gloo = _gloo(process_group, timeout)
+    if gloo is None:
+        _group = Group(ThreadWorld(1).transport(0), timeout=timeout, local_rank=0, local_size=1)
+        return _group
     try:
-        options = {"transport": choice, "calibrate": calibrate}
         group = _over_gloo(gloo, timeout, Description("init", options=options))
         if calibrate and group.size > 1:
             group.set_link_rates(measure_link_rates(group))
@@ -121,36 +99,30 @@ def init(
     return group
 
 
-def _start_torch_distributed(timeout: float) -> None:
-    """Start torch.distributed from the environment, any number of times in one process.
-
-    The store outlives a shutdown: on a new store at the old port, a quick rank could find the old
-    one. Each start has its own part of the store. Another address or port opens another store.
-    """
-    global _store
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    deadline = time.monotonic() + timeout
-    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    if _store is None or _store[0] != address:
-        _store = address, open_store(rank, timeout)
-    try:
-        store = wait_for_ranks(_store[1], rank, size, deadline - time.monotonic())
-        dist.init_process_group(
-            _backend(),
-            store=store,
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=timeout),
+def _gloo(process_group: dist.ProcessGroup | None, timeout: float) -> GlooTransport | None:
+    """Return what `init` starts from; None for a rank that is alone."""
+    if process_group is not None:
+        _check_process_group(process_group)
+        return GlooTransport(process_group)
+    if _distributed():
+        whole = dist.new_group(
+            timeout=timedelta(seconds=timeout), backend=backend(dist.get_world_size())
         )
-    except RuntimeError as error:
-        # Rank 0 lets go of the port, too.
-        _store = None
-        if isinstance(error, CollectiveError):
-            raise
-        others = ", ".join(f"rank {peer}" for peer in range(size) if peer != rank)
-        raise CollectiveTimeoutError(
-            f"rank {rank} could not connect to all of {others}: {first_line(error)}"
-        ) from error
+    elif world_size() == 1:
+        return None
+    else:
+        _require_distributed()
+        start_torch_distributed(timeout)
+        whole = dist.group.WORLD
+    return GlooTransport(whole, owned=True)
+
+
+def _check_process_group(process_group: object) -> None:
+    if not (dist.is_available() and isinstance(process_group, dist.ProcessGroup)):
+        raise TypeError(
+            "process_group must be a torch.distributed.ProcessGroup that this rank is in, got "
+            f"{type(process_group).__name__}"
+        )
 
 
 def _distributed() -> bool:
@@ -164,63 +136,6 @@ def _require_distributed() -> None:
             "processes of their own need: pip install a torch that has it, as PyPI's for Linux do, "
             "or use ranks that are threads (run_threads)"
         )
-
-
-def _world_size() -> int:
-    names = ("RANK", "WORLD_SIZE")
-    missing = [name for name in names if name not in os.environ]
-    if len(missing) == 2:
-        refuse_to_stand_alone()
-        return 1
-    if missing:
-        raise ValueError(
-            f"environment variable {missing[0]} is not set, the other of RANK and WORLD_SIZE is: "
-            "start with torchrun, or set both"
-        )
-    try:
-        rank, size = (int(os.environ[name]) for name in names)
-    except ValueError:
-        raise ValueError(
-            f"RANK and WORLD_SIZE must be integers, got {os.environ['RANK']!r} and "
-            f"{os.environ['WORLD_SIZE']!r}"
-        ) from None
-    if not 0 <= rank < size:
-        raise ValueError(f"RANK must be from 0 to WORLD_SIZE - 1, got {rank} of {size}")
-    if size > 1:
-        for name in ("MASTER_ADDR", "MASTER_PORT"):
-            if not os.environ.get(name):
-                raise ValueError(f"environment variable {name} is not set: start with torchrun")
-        port = os.environ["MASTER_PORT"]
-        if not port.isdecimal() or not 0 < int(port) < 1 << 16:
-            raise ValueError(f"MASTER_PORT must be a port from 1 to 65535, got {port!r}")
-        _local()
-    return size
-
-
-def _local() -> tuple[int | None, int | None]:
-    """Return LOCAL_RANK and LOCAL_WORLD_SIZE if both are set."""
-    said = [os.environ.get(name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")]
-    if None in said:
-        return None, None
-    try:
-        rank, size = (int(text or "") for text in said)
-    except ValueError:
-        rank, size = 0, 0
-    if not 0 <= rank < size:
-        raise ValueError(
-            "LOCAL_RANK must be an integer from 0 to LOCAL_WORLD_SIZE - 1, got "
-            f"{said[0]!r} of {said[1]!r}"
-        )
-    return rank, size
-
-
-def _backend() -> str:
-    """Name gloo, and NCCL if every rank of the host can have a GPU of its own."""
-    local_size = _local()[1] or (
-        dist.get_world_size() if _distributed() else int(os.environ["WORLD_SIZE"])
-    )
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return "cpu:gloo,cuda:nccl" if dist.is_nccl_available() and gpus >= local_size else "gloo"
 
 
 def new_group(ranks: Sequence[int]) -> Group | None:
@@ -247,22 +162,21 @@ def from_process_group(process_group: dist.ProcessGroup, *, timeout: float = 300
     _require_distributed()
     if not _distributed():
         raise RuntimeError("torch.distributed is not initialised: call init_process_group first")
-    if not isinstance(process_group, dist.ProcessGroup):
-        raise TypeError(_NO_PROCESS_GROUP.format(type(process_group).__name__))
+    _check_process_group(process_group)
     validation.timeout(timeout)
-    known = _adopted.get(process_group)
-    if known is None or known.closed:
+    group = _adopted.get(process_group)
+    if group is None or group.closed:
         # What these raise comes before anybody waits.
         choice = transport_choice(None)
         kernels.backend_info()
         ranks = range(dist.get_world_size(process_group))
-        own = GlooTransport(subgroup(process_group, ranks, _backend(), timeout), owned=True)
+        own = subgroup(process_group, ranks, backend(dist.get_world_size()), timeout)
         start = Description("from_process_group", options={"transport": choice})
-        known = _over_gloo(own, timeout, start)
+        group = _over_gloo(GlooTransport(own, owned=True), timeout, start)
         if not _adopted:
             atexit.register(_close_adopted)
-        _adopted[process_group] = known
-    return known
+        _adopted[process_group] = group
+    return group
 
 
 def _close_adopted() -> None:
@@ -272,7 +186,7 @@ def _close_adopted() -> None:
 
 def _over_gloo(gloo: GlooTransport, timeout: float, start: Description) -> Group:
     whole = gloo.size == dist.get_world_size()
-    local_rank, local_size = _local() if whole else (None, None)
+    local_rank, local_size = local_ranks() if whole else (None, None)
     return Group(
         connect(gloo, timeout, start),
         timeout=timeout,
@@ -346,6 +260,7 @@ def run_threads(
     topology = Topology(size, size if local_size is None else local_size)
     results: dict[int, T] = {}
     errors: list[BaseException] = []
+    cores = torch.get_num_threads()
     groups = [
         Group(
             world.transport(rank),
@@ -356,8 +271,6 @@ def run_threads(
         )
         for rank in range(size)
     ]
-
-    cores = torch.get_num_threads()
 
     def main(group: Group) -> None:
         _thread.group = group

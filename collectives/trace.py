@@ -30,12 +30,11 @@ _NOTHING: AbstractContextManager[object] = nullcontext()
 
 @contextmanager
 def _ranges(name: str, cuda: bool) -> Iterator[None]:
-    with torch.profiler.record_function(name):
-        if not cuda:
-            yield
-            return
+    if cuda:
         torch.cuda.nvtx.range_push(name)
-        try:
+    try:
+        with torch.profiler.record_function(name):
             yield
-        finally:
+    finally:
+        if cuda:
             torch.cuda.nvtx.range_pop()

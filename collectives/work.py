@@ -5,17 +5,21 @@ A `Work` is what a caller waits for; a `Worker` runs a group's calls in the orde
 
 from __future__ import annotations
 
-import queue
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from collectives.errors import TransportError
+
+# How often whoever waits looks whether there still is a thread that could end the wait.
+_CHECK_SECONDS = 1.0
+# The communication thread looks for jobs so often after one, before it sleeps until it is woken.
+_LOOK_SECONDS, _LOOKS = 5e-3, 10
 
 
 class Work:
@@ -36,16 +40,19 @@ class Work:
         self._events: list[tuple[torch.device, torch.cuda.Event]] = []
         self._callbacks: list[Callable[[], None]] = []
         self._lock = threading.Lock()
-        # Where its job may be run by whoever waits for it first.
+        # What ends it, and whether whoever waits for it first may run its job.
         self._worker: Worker | None = None
+        self._claimable = False
 
     def wait(self) -> Any:
         """Block until the collective has ended; every wait is bounded by the group's timeout."""
-        if not self._ended:
-            if self._worker is not None:
-                self._worker.claim(self)
-            with self._ending:
-                pass
+        if self._claimable and self._worker is not None:
+            self._worker.claim(self)
+        while not self._ended:
+            if self._ending.acquire(timeout=_CHECK_SECONDS):
+                self._ending.release()
+            elif self._worker is not None and not self._worker.is_alive():
+                raise TransportError("the communication thread ended before the collective")
         if self._error is not None:
             raise self._error
         for device, event in self._events:
@@ -85,40 +92,25 @@ class Work:
             call: The collective.
             streams: Those to be current, one a device; so is the device of the first.
         """
-        with torch.no_grad():
-            if not streams:
-                self._keep(call)
-                return
-            with ExitStack() as current:
-
-                def on_streams() -> Any:
-                    for stream in reversed(streams):
-                        current.enter_context(torch.cuda.stream(stream))
-                    result = call()
-                    for stream in streams:
-                        event = torch.cuda.Event()
-                        event.record(stream)
-                        self._events.append((stream.device, event))
-                    return result
-
-                self._keep(on_streams)
-
-    def _keep(self, call: Callable[[], Any]) -> None:
-        """Keep what `call` returns or raises, then do what waits for it."""
-        try:
-            self._result = call()
-        except BaseException as error:  # noqa: BLE001 - wait() raises it
-            self._error = error
-        finally:
-            with self._lock:
-                self._ended = True
-                self._ending.release()
-                callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
+        with torch.no_grad(), ExitStack() as current:
             try:
-                callback()
-            except BaseException:  # noqa: BLE001 - the calls behind this one must go on
-                _report_error()
+                for stream in reversed(streams):
+                    current.enter_context(torch.cuda.stream(stream))
+                self._result = call()
+                for stream in streams:
+                    self._events.append((stream.device, stream.record_event()))
+            except BaseException as error:  # noqa: BLE001 - wait() raises it
+                self._error = error
+            finally:
+                with self._lock:
+                    self._ended = True
+                    self._ending.release()
+                    callbacks, self._callbacks = self._callbacks, []
+            for callback in callbacks:
+                try:
+                    callback()
+                except BaseException:  # noqa: BLE001 - the calls behind this one must go on
+                    _report_error()
 
 
 def _report_error() -> None:
@@ -133,29 +125,18 @@ def _on_cuda(values: Any) -> list[torch.Tensor]:
     return [each for each in several if isinstance(each, torch.Tensor) and each.is_cuda]
 
 
-# The communication thread looks for jobs so often after one, before it sleeps until it is woken.
-_LOOK_SECONDS, _LOOKS = 1e-3, 50
-
-
-class _Job(NamedTuple):
-    """A call in the queue: what it fills, and what runs it."""
-
-    work: Work
-    run: Callable[[], None]
-
-
 class Worker:
     """Runs a group's collectives one after the other, in the order in which they were submitted.
 
     A synchronous call runs in the caller's thread when nothing is queued, which saves two thread
-    switches; otherwise it takes its place in the queue.
+    switches; otherwise it takes its turn in the queue.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        # One True for each job put in the queue; False ends the thread.
-        self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._jobs: deque[_Job] = deque()
+        # Each collective in the queue, with what runs it.
+        self._jobs: deque[tuple[Work, Callable[[], None]]] = deque()
+        self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         # Whether the thread looks for jobs by itself. To wake it costs as much as a small sum.
         self._standing_by = False
@@ -172,8 +153,6 @@ class Worker:
         if not inline:
             return self.submit(function, tensors).wait()
         try:
-            if not torch.is_grad_enabled():
-                return function()
             with torch.no_grad():
                 return function()
         finally:
@@ -184,47 +163,29 @@ class Worker:
 
         None, and nothing done, where a call is queued or running.
         """
-        work = Work()
-        work._worker = self
-        inference = torch.is_inference_mode_enabled()
-
-        def run() -> None:
-            with torch.inference_mode(inference):
-                work.run(rest)
-
-        job = _Job(work, run)
         with self._lock:
-            self._check_open()
+            self._start_thread()
             if self._jobs or not self._running.acquire(blocking=False):
                 return None
-            try:
-                self._start_thread()
-            except BaseException:
-                self._running.release()
-                raise
             # Before `first`, so that no other call comes between.
-            self._jobs.append(job)
+            work = self._queue(rest)
         try:
             first()
         except BaseException:
-            with self._lock:
-                self._jobs.popleft()
+            self._jobs.popleft()
             raise
         finally:
             self._running.release()
+        work._claimable = True
         if not self._standing_by:
-            self._wake.put(True)
+            self._wake.set()
         return work
 
     def claim(self, work: Work) -> None:
         """Run the job of `work` in this thread, if it is the next one and nobody runs any."""
         if self._running.acquire(blocking=False):
             try:
-                with self._lock:
-                    mine = bool(self._jobs) and self._jobs[0].work is work
-                    job = self._jobs.popleft() if mine else None
-                if job is not None:
-                    job.run()
+                self._run_next(work)
             finally:
                 self._running.release()
 
@@ -239,39 +200,58 @@ class Worker:
             TransportError: After `close`.
             RuntimeError: The system has no thread left; nothing was queued.
         """
-        work = Work()
-        inference = torch.is_inference_mode_enabled()
-        lanes: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
+        # The streams, one a device, with an event behind the caller's work so far.
+        before: dict[torch.cuda.Stream, torch.cuda.Event] = {}
         for tensor in _on_cuda(tensors):
-            if tensor.device not in lanes:
-                lanes[tensor.device] = self._lane(tensor.device)
+            device = tensor.device
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream(device)
+            stream = self._streams[device]
+            if stream not in before:
+                before[stream] = torch.cuda.current_stream(device).record_event()
             # The caller may let go of it before the stream is done with it.
-            tensor.record_stream(lanes[tensor.device][0])
-        streams = [stream for stream, _ in lanes.values()]
+            tensor.record_stream(stream)
 
         def behind_the_caller() -> Any:
-            for stream, before in lanes.values():
-                stream.wait_event(before)
+            for stream, event in before.items():
+                stream.wait_event(event)
             return function()
+
+        with self._lock:
+            self._start_thread()
+            work = self._queue(behind_the_caller, [*before])
+        self._wake.set()
+        return work
+
+    def is_alive(self) -> bool:
+        """Whether the communication thread can still run what is queued."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def _queue(self, call: Callable[[], Any], streams: Sequence[torch.cuda.Stream] = ()) -> Work:
+        """Put a call behind those in the queue."""
+        work = Work()
+        work._worker = self
+        inference = torch.is_inference_mode_enabled()
 
         def run() -> None:
             # Inference mode is a thread's own, and nobody outside it may write to its tensors.
             with torch.inference_mode(inference):
-                work.run(behind_the_caller, streams)
+                work.run(call, streams)
 
-        with self._lock:
-            self._check_open()
-            self._start_thread()
-            self._jobs.append(_Job(work, run))
-            self._wake.put(True)
+        self._jobs.append((work, run))
         return work
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise TransportError("this group was shut down while it was called")
+    def _run_next(self, only: Work | None = None) -> None:
+        """Run the first job, which has to be of `only` where that is given; holds `_running`."""
+        # Whoever waited for it may have run it.
+        if self._jobs and only in (None, self._jobs[0][0]):
+            _, run = self._jobs.popleft()
+            run()
 
     def _start_thread(self) -> None:
         """Start the communication thread where there is none; the caller holds the lock."""
+        if self._closed:
+            raise TransportError("this group was shut down while it was called")
         if self._thread is None:
             thread = threading.Thread(
                 target=self._loop, args=(torch.get_num_threads(),), name=self._name, daemon=True
@@ -279,55 +259,36 @@ class Worker:
             thread.start()
             self._thread = thread
 
-    def _lane(self, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Event]:
-        """Return the stream for a device, and an event behind the caller's work so far."""
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        before = torch.cuda.Event()
-        before.record(torch.cuda.current_stream(device))
-        return self._streams[device], before
-
     def _loop(self, threads: int) -> None:
+        """Run the jobs, until the worker is closed and none is left.
+
+        For a while after each one the thread looks for the next by itself, now and then, so that
+        calls which follow each other closely, and are waited for at once, need not wake it.
+        """
         # BLAS in a new thread would start as many of its own as there are processors, whatever the
         # caller set: ranks that share a host then wait for each other's.
         torch.set_num_threads(threads)
-        while self._is_wanted():
-            try:
-                with self._running:
-                    with self._lock:
-                        # Whoever waited for it may have run it.
-                        job = self._jobs.popleft() if self._jobs else None
-                    if job is not None:
-                        job.run()
-            except BaseException:  # noqa: BLE001 - the calls behind this one must go on
-                _report_error()
-
-    def _is_wanted(self) -> bool:
-        """Wait for a job; return False where the thread is to end.
-
-        For a while after each one it looks for the next by itself, now and then, so that calls
-        which follow each other closely, and are waited for at once, need not wake it.
-        """
-        self._standing_by = True
-        for _ in range(_LOOKS):
-            try:
-                return self._wake.get(timeout=_LOOK_SECONDS)
-            except queue.Empty:
-                if self._jobs:
-                    return True
-        with self._lock:
-            self._standing_by = False
-            if self._jobs:
-                return True
-        return self._wake.get()
+        looks = 0
+        while self._jobs or not self._closed:
+            self._standing_by = looks < _LOOKS
+            # Who has not seen the line above has queued a job before this one.
+            if not self._jobs:
+                looks += 1
+                if self._wake.wait(_LOOK_SECONDS if self._standing_by else None):
+                    looks = 0
+            self._wake.clear()
+            while self._jobs:
+                looks = 0
+                try:
+                    with self._running:
+                        self._run_next()
+                except BaseException:  # noqa: BLE001 - the calls behind this one must go on
+                    _report_error()
 
     def close(self, timeout: float) -> None:
         """Let what is queued finish, then end the thread; wait `timeout` seconds at most."""
         with self._lock:
-            thread, self._thread = self._thread, None
             self._closed = True
-            for _ in self._jobs:
-                self._wake.put(True)
-            self._wake.put(False)
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(timeout)
+        self._wake.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout)

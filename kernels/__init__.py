@@ -19,7 +19,16 @@ communication happens here.
 from kernels.backends import BackendInfo, backend_info
 from kernels.findings import max_abs_reference
 from kernels.layout import Layout, layout_of
-from kernels.packing import pack, pack_bytes, pack_reference, unpack, unpack_bytes, unpack_reference
+from kernels.packing import (
+    pack,
+    pack_bytes,
+    pack_reference,
+    plan_pack,
+    plan_unpack,
+    unpack,
+    unpack_bytes,
+    unpack_reference,
+)
 from kernels.plans import (
     AdasumPlan,
     CombinePlan,
@@ -29,13 +38,6 @@ from kernels.plans import (
     ScaledAddPlan,
     SumPlan,
     UnpackPlan,
-    plan_adasum,
-    plan_combine,
-    plan_dot_and_norms,
-    plan_pack,
-    plan_scaled_add,
-    plan_sum_n,
-    plan_unpack,
 )
 from kernels.projection import (
     adasum,
@@ -47,8 +49,13 @@ from kernels.projection import (
     dot_and_norms,
     dot_and_norms_bytes,
     dot_and_norms_reference,
+    plan_adasum,
+    plan_combine,
+    plan_dot_and_norms,
 )
 from kernels.reduction import (
+    plan_scaled_add,
+    plan_sum_n,
     scaled_add,
     scaled_add_bytes,
     scaled_add_reference,

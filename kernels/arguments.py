@@ -5,49 +5,108 @@ Overlap is checked where a plan is bound to memory, which tensors that are trace
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from kernels.findings import Findings
 from kernels.layout import Layout, PackedList, check_buffer, check_packed
-from kernels.torch_ops import check_list, read_list, tracing
 from kernels.validation import (
     check_all_writable,
-    check_dots,
+    check_dtype,
     check_like,
-    check_pair,
-    check_place,
-    check_segments,
-    check_target,
     check_tensor,
+    check_tensors,
     check_writable,
-    new_like,
+    read_list,
+    tracing,
 )
 
-__all__ = [
-    "EMPTY",
-    "check_adasum",
-    "check_combine",
-    "check_dot_and_norms",
-    "check_equals",
-    "check_pack",
-    "check_scaled_add",
-    "check_sum_n",
-    "check_unpack",
-    "device_of",
-]
-
+FUNCTIONS = ("pack", "unpack", "sum_n", "scaled_add", "dot_and_norms", "combine", "adasum")
 EMPTY = "tensors is empty: pass at least one tensor to sum"
 _dtype, _shape = operator.attrgetter("dtype"), operator.attrgetter("shape")
 
 
+class Call(NamedTuple):
+    """A function's arguments, checked: what plans, operators and both backends take.
+
+    Attributes:
+        function: Its name.
+        inputs: What it reads; of `unpack` what it writes.
+        out: What it writes; of `unpack` what it reads.
+        bounds: Elements of `out`, or of a and b, where segments start, and end; of a packed buffer
+            where slots do.
+        findings: What it writes beside `out`.
+        dots: Of `combine`.
+        packed: Of `pack` and `unpack`.
+        cooperative: Of `adasum`: whether one cooperative launch may do it.
+        addresses: Where the inputs lie, as uint64, once the call is bound to memory.
+    """
+
+    function: str
+    inputs: list[Tensor]
+    out: Tensor
+    bounds: tuple[int, ...]
+    findings: Findings = Findings()
+    dots: Tensor | None = None
+    packed: PackedList | None = None
+    cooperative: bool = True
+    addresses: array[int] = array("Q")
+
+    @property
+    def out_name(self) -> str:
+        """How messages call `out`."""
+        return "buffer" if self.function == "unpack" else "out"
+
+    def name(self, i: int) -> str:
+        """How messages call an input."""
+        return f"tensors[{i}]" if self.function in ("pack", "unpack", "sum_n") else "ab"[i]
+
+    def others(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and tensor of all but the inputs."""
+        yield from self.findings.given()
+        yield self.out_name, self.out
+        if self.dots is not None:
+            yield "dots", self.dots
+
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        """Of the inputs; of `sum_n` they are equal."""
+        if self.packed is not None:
+            return self.packed.dtypes
+        if self.function == "sum_n":
+            return [self.inputs[0].dtype] * len(self.inputs)
+        return [one.dtype for one in self.inputs]
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Of the inputs, which are equal where they are not packed."""
+        if self.packed is not None:
+            return list(self.packed.layout.shapes)
+        return [self.inputs[0].shape] * len(self.inputs)
+
+    @property
+    def packing(self) -> bool:
+        """Whether it writes into a packed buffer."""
+        return self.function == "pack"
+
+    @property
+    def written(self) -> list[Tensor]:
+        """The tensors that it writes."""
+        main = self.inputs if self.function == "unpack" else [self.out]
+        return [*main, *(one for _, one in self.findings.given())]
+
+
 def check_pack(
     tensors: Sequence[Tensor], layout: Layout | None, out: Tensor | None, findings: Findings
-) -> tuple[list[Tensor], PackedList, Tensor]:
-    """Return the tensors, their layout and the buffer, made where `out` is None."""
+) -> Call:
+    """Check the arguments of `pack`; makes the buffer where `out` is None."""
     inputs = read_list("tensors", tensors)
     packed = check_packed(inputs, layout, None)
     chosen, device = packed.layout, device_of(inputs)
@@ -59,13 +118,13 @@ def check_pack(
     findings.check(device, chosen.dtype)
     if out is None:
         out = torch.empty(chosen.numel, dtype=chosen.dtype, device=device)
-    return inputs, packed, out
+    return Call("pack", inputs, out, chosen.segments, findings, packed=packed)
 
 
 def check_unpack(
     buffer: Tensor, tensors: Sequence[Tensor], layout: Layout | None, findings: Findings
-) -> tuple[list[Tensor], PackedList, Tensor]:
-    """Return the tensors, their layout and the buffer."""
+) -> Call:
+    """Check the arguments of `unpack`."""
     inputs = read_list("tensors", tensors)
     check_tensor("buffer", buffer)
     packed = check_packed(inputs, layout, buffer.dtype)
@@ -73,32 +132,37 @@ def check_unpack(
     check_buffer("buffer", buffer, packed.layout, device)
     check_all_writable("tensors", inputs)
     findings.check(device, *packed.dtypes)
-    return inputs, packed, buffer
+    return Call("unpack", inputs, buffer, packed.layout.segments, findings, packed=packed)
 
 
 def check_sum_n(
     tensors: Sequence[Tensor], out: Tensor | None, dtype: torch.dtype | None, findings: Findings
-) -> tuple[list[Tensor], Tensor]:
-    """Return the tensors and the output, made where `out` is None."""
+) -> Call:
+    """Check the arguments of `sum_n`; makes the output where `out` is None."""
     inputs = check_equals(read_list("tensors", tensors))
-    first = inputs[0]
-    findings.check(first.device, check_target(out, "tensors[0]", first, dtype))
-    return inputs, new_like(first, dtype) if out is None else out
+    target = _check_target(out, "tensors[0]", inputs[0], dtype)
+    findings.check(inputs[0].device, target.dtype)
+    return Call("sum_n", inputs, target, (0, target.numel()), findings)
 
 
 def check_scaled_add(
     a: Tensor, b: Tensor, out: Tensor | None, dtype: torch.dtype | None, findings: Findings
-) -> tuple[list[Tensor], Tensor]:
-    """Return (a, b) and the output, made where `out` is None."""
+) -> Call:
+    """Check the arguments of `scaled_add`; makes the output where `out` is None."""
     left = check_tensor("a", a)
-    right = check_place("b", b, "a", left)
-    findings.check(left.device, check_target(out, "a", left, dtype))
-    return [left, right], new_like(left, dtype) if out is None else out
+    inputs = [left, check_like("b", b, "a", left, any_dtype=True)]
+    target = _check_target(out, "a", left, dtype)
+    findings.check(left.device, target.dtype)
+    return Call("scaled_add", inputs, target, (0, target.numel()), findings)
 
 
-def check_dot_and_norms(a: Tensor, b: Tensor, segments: Sequence[int] | None) -> tuple[int, ...]:
-    """Return the segments' boundaries."""
-    return check_segments(segments, check_pair(a, b, None).numel())
+def check_dot_and_norms(a: Tensor, b: Tensor, segments: Sequence[int] | None) -> Call:
+    """Check the arguments of `dot_and_norms`; makes the rows of dots, as `out`."""
+    left = check_tensor("a", a)
+    inputs = [left, check_like("b", b, "a", left)]
+    bounds = check_segments(segments, left.numel())
+    dots = torch.empty(len(bounds) - 1, 3, dtype=torch.float64, device=left.device)
+    return Call("dot_and_norms", inputs, dots, bounds)
 
 
 def check_combine(
@@ -108,14 +172,14 @@ def check_combine(
     segments: Sequence[int] | None,
     out: Tensor | None,
     findings: Findings,
-) -> tuple[tuple[int, ...], Tensor]:
-    """Return the segments' boundaries and the output, made where `out` is None."""
+) -> Call:
+    """Check the arguments of `combine`; makes the output where `out` is None."""
     left = check_tensor("a", a)
     bounds = check_segments(segments, left.numel())
     check_dots(dots, len(bounds) - 1, left)
-    check_pair(a, b, out)
+    inputs, target = _check_pair(a, b, out)
     findings.check(left.device, left.dtype)
-    return bounds, new_like(left) if out is None else out
+    return Call("combine", inputs, target, bounds, findings, dots)
 
 
 def check_adasum(
@@ -124,12 +188,13 @@ def check_adasum(
     segments: Sequence[int] | None,
     out: Tensor | None,
     findings: Findings,
-) -> tuple[tuple[int, ...], Tensor]:
-    """Return the segments' boundaries and the output, made where `out` is None."""
-    left = check_pair(a, b, out)
-    findings.check(left.device, left.dtype)
-    bounds = check_segments(segments, left.numel())
-    return bounds, new_like(left) if out is None else out
+    cooperative: bool,
+) -> Call:
+    """Check the arguments of `adasum`; makes the output where `out` is None."""
+    inputs, target = _check_pair(a, b, out)
+    findings.check(inputs[0].device, inputs[0].dtype)
+    bounds = check_segments(segments, inputs[0].numel())
+    return Call("adasum", inputs, target, bounds, findings, cooperative=cooperative)
 
 
 def device_of(tensors: Sequence[Tensor]) -> torch.device:
@@ -139,7 +204,7 @@ def device_of(tensors: Sequence[Tensor]) -> torch.device:
 
 def check_equals(tensors: object) -> list[Tensor]:
     """Check that a list's tensors, at least one, are equal in shape, dtype and device."""
-    checked = check_list("tensors", tensors)
+    checked = check_tensors("tensors", tensors)
     if not checked:
         raise ValueError(EMPTY)
     first = checked[0]
@@ -151,4 +216,85 @@ def check_equals(tensors: object) -> list[Tensor]:
         return checked
     for i, tensor in enumerate(checked[1:], 1):
         check_like(f"tensors[{i}]", tensor, "tensors[0]", first)
+    return checked
+
+
+def _check_target(
+    out: object | None, like_name: str, like: Tensor, dtype: torch.dtype | None
+) -> Tensor:
+    """Return the output of an elementwise function, made where it is None.
+
+    dtype: of the output, None for that of `out` or, without one, of `like`.
+    """
+    if dtype is not None:
+        check_dtype("dtype", dtype)
+    if out is None:
+        return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
+    target = check_writable("out", check_like("out", out, like_name, like, any_dtype=True))
+    if dtype is not None and target.dtype != dtype:
+        raise TypeError(f"out has dtype {target.dtype} but dtype is {dtype}: drop one of them")
+    return target
+
+
+def _check_pair(a: object, b: object, out: object | None) -> tuple[list[Tensor], Tensor]:
+    """Return two equal inputs and their output, made where it is None."""
+    left = check_tensor("a", a)
+    inputs = [left, check_like("b", b, "a", left)]
+    if out is not None:
+        check_like("out", out, "a", left)
+    return inputs, _check_target(out, "a", left, None)
+
+
+def _all_rise(bounds: tuple[Any, ...], numel: int) -> bool:
+    """Whether these are ints from 0 to `numel` in order; for all, since a model has hundreds."""
+    return (
+        {*map(type, bounds)} == {int}
+        and bounds[0] == 0
+        and bounds[-1] == numel
+        and all(map(operator.le, bounds, bounds[1:]))
+    )
+
+
+def check_segments(segments: object, numel: int) -> tuple[int, ...]:
+    """Return the boundaries (0, e1, ..., numel) as a tuple; None means one segment.
+
+    Raises TypeError for boundaries that are not integers and ValueError where they do not rise
+    from 0 to `numel`.
+    """
+    if segments is None:
+        return (0, numel)
+    if isinstance(segments, Tensor) or not isinstance(segments, Sequence):
+        raise TypeError(
+            f"segments must be a list or tuple of ints, not {type(segments).__name__}: "
+            "pass tensor.tolist()"
+        )
+    bounds = tuple(segments)
+    if not is_compiling() and _all_rise(bounds, numel):
+        return bounds
+    if not all(type(bound) is int for bound in bounds):
+        bad = next(bound for bound in bounds if type(bound) is not int)
+        raise TypeError(f"segments must hold ints, not {type(bad).__name__}")
+    if not bounds or bounds[0] != 0 or bounds[-1] != numel:
+        ends = f"{bounds[0]} and {bounds[-1]}" if bounds else "nothing"
+        raise ValueError(
+            f"segments must start at 0 and end at the {numel} elements of a, not {ends}"
+        )
+    for i, (low, high) in enumerate(itertools.pairwise(bounds)):
+        if high < low:
+            raise ValueError(f"segments must not decrease, but [{i + 1}] = {high} < [{i}] = {low}")
+    return bounds
+
+
+def check_dots(dots: object, count: int, like: Tensor) -> Tensor:
+    """Return `dots` if it is the contiguous float64 [count, 3] tensor `combine` needs."""
+    checked = check_tensor("dots", dots)
+    if checked.dtype != torch.float64:
+        raise TypeError(f"dots has dtype {checked.dtype}: pass what dot_and_norms returns, float64")
+    if tuple(checked.shape) != (count, 3):
+        raise ValueError(
+            f"dots has shape {tuple(checked.shape)} but segments ask for {(count, 3)}: "
+            "call dot_and_norms with the same segments"
+        )
+    if checked.device != like.device:
+        raise ValueError(f"dots is on {checked.device} but a is on {like.device}: move one")
     return checked

@@ -7,8 +7,6 @@ import sys
 
 import torch
 
-__all__ = ["TINY", "compute_dtype"]
-
 # A squared norm below this has no meaningful direction: its vector is taken as it is.
 TINY = math.sqrt(sys.float_info.min)
 

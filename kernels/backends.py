@@ -8,8 +8,6 @@ from typing import Literal
 from kernels.cpu import dispatch
 from kernels.gpu import launcher
 
-__all__ = ["BackendInfo", "backend_info"]
-
 
 @dataclass(frozen=True)
 class BackendInfo:

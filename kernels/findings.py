@@ -1,23 +1,27 @@
 """What a function reports of the values it writes, beside its output.
 
-One field of `Findings` is one optional argument of every function that writes. Its check, its
-overlap with other arguments and its order are here; `report` in kernels/gpu/tiles.py, in
+One field of `Findings` is one optional argument of every function that writes. Its check and
+its order are here; `report` in kernels/gpu/tiles.py, in
 kernels/cpu/native.c and in kernels/cpu/torch_fallback.py finds its value.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 
 from kernels.arithmetic import compute_dtype
-from kernels.validation import check_no_overlap, check_tensor, check_writable
+from kernels.validation import check_tensor, check_writable
 
-__all__ = ["SCHEMA", "Findings", "max_abs_reference"]
+
+class FindingArguments(TypedDict, total=False):
+    """The keywords by which functions that write take `Findings`."""
+
+    found_inf: Tensor | None
+    max_abs: Tensor | None
 
 
 class Findings(NamedTuple):
@@ -66,19 +70,6 @@ class Findings(NamedTuple):
             if tensor.device != device:
                 raise ValueError(f"{name} is on {tensor.device} but the tensors are on {device}")
             check_writable(name, tensor)
-
-    def check_apart(self, others: Iterable[tuple[str, Tensor]]) -> None:
-        """Raise ValueError if one shares memory with another argument, or with another of these.
-
-        Args:
-            others: Name and tensor of each.
-        """
-        mine = list(self.given())
-        if not mine:
-            return
-        pairs = itertools.chain(itertools.product(mine, others), itertools.combinations(mine, 2))
-        for (name, tensor), (other_name, other) in pairs:
-            check_no_overlap(name, tensor, other_name, other)
 
     def reset_before(self, run: Callable[..., None]) -> Callable[..., None]:
         """Return `run`, with what only rises set back first."""

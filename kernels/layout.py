@@ -13,19 +13,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kernels.torch_ops import check_list, tracing
-from kernels.validation import DTYPES, check_dtype, check_tensor, round_up
+from kernels.validation import DTYPES, check_dtype, check_tensor, check_tensors, round_up, tracing
 
 CUDA_ALIGNMENT = 256
 CPU_ALIGNMENT = 64
-_shape = operator.attrgetter("shape")
-
-
-def _shapes(tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], ...]:
-    # `map` over a C function is faster, and dynamo cannot read it.
-    if tracing():
-        return tuple([tensor.shape for tensor in tensors])
-    return tuple(map(_shape, tensors))
 
 
 @dataclass(frozen=True)
@@ -47,22 +38,12 @@ class Layout:
     @property
     def segments(self) -> tuple[int, ...]:
         """Boundaries (0, ..., numel), one segment a tensor with its padding; (0,) for none."""
-        # dynamo cannot read what is cached.
-        return (*self.offsets, self.numel) if tracing() else self._segments
-
-    @cached_property
-    def _segments(self) -> tuple[int, ...]:
         return (*self.offsets, self.numel)
 
     @cached_property
     def slots(self) -> tuple[int, ...]:
         """Elements of every slot: a tensor and the padding behind it."""
         return tuple(map(operator.sub, self.segments[1:], self.offsets))
-
-    @cached_property
-    def dense(self) -> bool:
-        """Whether there is no padding at all."""
-        return sum(self.numels) == self.numel
 
     @cached_property
     def pieces(self) -> tuple[int, ...]:
@@ -77,11 +58,6 @@ class Layout:
     def in_c(self) -> tuple[array[int], array[int]]:
         """int64: elements of each tensor; where the slots start, and end."""
         return array("q", self.numels), array("q", self.segments)
-
-    @cached_property
-    def flat(self) -> bool:
-        """Whether every tensor has one dimension."""
-        return all(len(shape) == 1 for shape in self.shapes)
 
     @cached_property
     def largest(self) -> int:
@@ -120,7 +96,7 @@ class Layout:
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
         """Whether `tensors` have, one by one, the shapes of this layout."""
-        return _shapes(tensors) == self.shapes
+        return tuple([tensor.shape for tensor in tensors]) == self.shapes
 
 
 def layout_of(
@@ -133,7 +109,7 @@ def layout_of(
     tensors and 64 for CPU ones. Raises TypeError (dtypes) or ValueError (alignment, devices,
     contiguity).
     """
-    checked = check_list("tensors", tensors)
+    checked = check_tensors("tensors", tensors)
     if dtype is None:
         dtypes = [tensor.dtype for tensor in checked] or [torch.float32]
         dtype = dtypes[0]
@@ -156,7 +132,7 @@ def layout_of(
     ends = [0, *itertools.accumulate([round_up(numel, step) for numel in numels])]
     return Layout(
         dtype=dtype,
-        shapes=tuple(map(tuple, _shapes(checked))),
+        shapes=tuple([tuple(tensor.shape) for tensor in checked]),
         numels=numels,
         offsets=tuple(ends[:-1]),
         numel=ends[-1],
@@ -169,7 +145,7 @@ class PackedList:
     """A list of tensors that has passed `check_packed`: its layout and each tensor's dtype."""
 
     layout: Layout
-    dtypes: tuple[torch.dtype, ...]
+    dtypes: list[torch.dtype]
 
     @cached_property
     def kinds(self) -> dict[torch.dtype, tuple[int, ...]]:
@@ -179,11 +155,6 @@ class PackedList:
             if numel > 0:
                 kinds.setdefault(dtype, []).append(i)
         return {dtype: tuple(chosen) for dtype, chosen in kinds.items()}
-
-    @cached_property
-    def dtype_set(self) -> set[torch.dtype]:
-        """The tensors' dtypes, each once."""
-        return set(self.dtypes)
 
     @cached_property
     def sizes(self) -> array[int]:
@@ -206,13 +177,29 @@ def check_packed(
         checked: Sequence[Tensor] = tensors
     else:
         check_layout(layout)
-        checked = check_list("tensors", tensors)
+        checked = check_tensors("tensors", tensors)
         if not layout.fits(checked):
             raise ValueError(
                 f"layout holds {len(layout.shapes)} tensors of other shapes than the "
                 f"{len(checked)} given: call kernels.layout_of on these tensors"
             )
-    return PackedList(layout, tuple([tensor.dtype for tensor in checked]))
+    return PackedList(layout, [tensor.dtype for tensor in checked])
+
+
+def packed_within(
+    buffer: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int], alignment: int
+) -> PackedList:
+    """Return how tensors lie in a buffer, by their offsets; ValueError where they do not fit."""
+    layout = Layout(
+        dtype=buffer.dtype,
+        shapes=tuple([tuple(tensor.shape) for tensor in tensors]),
+        numels=tuple(map(Tensor.numel, tensors)),
+        offsets=tuple(offsets),
+        numel=buffer.numel(),
+        alignment=alignment,
+    )
+    check_layout(layout)
+    return PackedList(layout, [tensor.dtype for tensor in tensors])
 
 
 def check_layout(layout: object) -> None:

@@ -6,15 +6,14 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from kernels.arguments import check_pack, check_unpack, device_of
-from kernels.findings import SCHEMA, Findings
-from kernels.layout import Layout, PackedList, check_buffer, check_layout, check_packed
-from kernels.plans import PackPlan, UnpackPlan, run_once
-from kernels.torch_ops import call, operator, returns_nothing, tracing
+from kernels.findings import FindingArguments, Findings
+from kernels.layout import Layout, check_buffer, check_layout, check_packed
+from kernels.plans import PackPlan, UnpackPlan
+from kernels.torch_ops import run
 from kernels.validation import check_scalar, check_tensor
-
-__all__ = ["pack", "pack_bytes", "pack_reference", "unpack", "unpack_bytes", "unpack_reference"]
 
 
 def pack(
@@ -23,8 +22,7 @@ def pack(
     layout: Layout | None = None,
     out: Tensor | None = None,
     scale: float = 1.0,
-    found_inf: Tensor | None = None,
-    max_abs: Tensor | None = None,
+    **findings: Unpack[FindingArguments],
 ) -> Tensor:
     """Copy `tensors`, each times `scale`, into one 1-D buffer; the padding is zero.
 
@@ -49,14 +47,23 @@ def pack(
         ValueError: One cannot be used, or overlaps what is written. Nothing has been written.
     """
     scale = check_scalar("scale", scale)
-    findings = Findings(found_inf, max_abs)
-    inputs, packed, target = check_pack(tensors, layout, out, findings)
-    if tracing():
-        chosen = packed.layout
-        call("pack_2", inputs, chosen.offsets, chosen.alignment, scale, target, *findings)
-    else:
-        run_once(PackPlan(inputs, packed, target, findings), scale)
-    return target
+    packed: Tensor = run(check_pack(tensors, layout, out, Findings(**findings)), scale)
+    return packed
+
+
+def plan_pack(
+    tensors: Sequence[Tensor],
+    *,
+    layout: Layout | None = None,
+    out: Tensor | None = None,
+    **findings: Unpack[FindingArguments],
+) -> PackPlan:
+    """Plan `pack` of these tensors: run it as plan(scale).
+
+    Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has a
+    buffer of its own, the same at each run.
+    """
+    return PackPlan(check_pack(tensors, layout, out, Findings(**findings)))
 
 
 def unpack(
@@ -65,8 +72,7 @@ def unpack(
     *,
     layout: Layout | None = None,
     scale: float = 1.0,
-    found_inf: Tensor | None = None,
-    max_abs: Tensor | None = None,
+    **findings: Unpack[FindingArguments],
 ) -> list[Tensor]:
     """Copy the slots of `buffer`, times `scale`, into `tensors`, in place.
 
@@ -89,21 +95,29 @@ def unpack(
         ValueError: One cannot be used, or overlaps what is written. Nothing has been written.
     """
     scale = check_scalar("scale", scale)
-    findings = Findings(found_inf, max_abs)
-    inputs, packed, _ = check_unpack(buffer, tensors, layout, findings)
-    if tracing():
-        chosen = packed.layout
-        call("unpack_2", buffer, chosen.offsets, chosen.alignment, scale, inputs, *findings)
-    else:
-        run_once(UnpackPlan(inputs, packed, buffer, findings), scale)
-    return inputs
+    call = check_unpack(buffer, tensors, layout, Findings(**findings))
+    unpacked: list[Tensor] = run(call, scale)
+    return unpacked
+
+
+def plan_unpack(
+    buffer: Tensor,
+    tensors: Sequence[Tensor],
+    *,
+    layout: Layout | None = None,
+    **findings: Unpack[FindingArguments],
+) -> UnpackPlan:
+    """Plan `unpack` into these tensors: run it as plan(scale).
+
+    Arguments and errors as there, and of every plan: see `Plan`.
+    """
+    return UnpackPlan(check_unpack(buffer, tensors, layout, Findings(**findings)))
 
 
 def pack_bytes(tensors: Sequence[Tensor], *, layout: Layout | None = None) -> int:
     """Least traffic of `pack`, in bytes: every tensor read, the whole buffer written."""
     layout = check_packed(tensors, layout, None).layout
-    read = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    return read + layout.numel * layout.dtype.itemsize
+    return sum(tensor.nbytes for tensor in tensors) + layout.numel * layout.dtype.itemsize
 
 
 def unpack_bytes(buffer: Tensor, tensors: Sequence[Tensor], *, layout: Layout | None = None) -> int:
@@ -130,53 +144,3 @@ def unpack_reference(buffer: Tensor, layout: Layout, *, scale: float = 1.0) -> l
     check_layout(layout)
     check_buffer("buffer", buffer, layout, check_tensor("buffer", buffer).device)
     return layout.views(buffer.detach().double() * check_scalar("scale", scale))
-
-
-@operator(
-    "pack_2(Tensor[] tensors, SymInt[] offsets, int alignment, float scale, Tensor(a!) out, "
-    f"{SCHEMA}) -> ()",
-    fake=returns_nothing,
-)
-def _pack(
-    tensors: list[Tensor],
-    offsets: list[int],
-    alignment: int,
-    scale: float,
-    out: Tensor,
-    *findings: Tensor | None,
-) -> None:
-    packed = _within(out, tensors, offsets, alignment)
-    run_once(PackPlan(tensors, packed, out, Findings(*findings)), scale)
-
-
-@operator(
-    "unpack_2(Tensor buffer, SymInt[] offsets, int alignment, float scale, Tensor(a!)[] tensors, "
-    f"{SCHEMA}) -> ()",
-    fake=returns_nothing,
-)
-def _unpack(
-    buffer: Tensor,
-    offsets: list[int],
-    alignment: int,
-    scale: float,
-    tensors: list[Tensor],
-    *findings: Tensor | None,
-) -> None:
-    packed = _within(buffer, tensors, offsets, alignment)
-    run_once(UnpackPlan(tensors, packed, buffer, Findings(*findings)), scale)
-
-
-def _within(
-    buffer: Tensor, tensors: list[Tensor], offsets: list[int], alignment: int
-) -> PackedList:
-    """An operator's tensors and their layout in its buffer."""
-    layout = Layout(
-        dtype=buffer.dtype,
-        shapes=tuple([tuple(tensor.shape) for tensor in tensors]),
-        numels=tuple(map(Tensor.numel, tensors)),
-        offsets=tuple(offsets),
-        numel=buffer.numel(),
-        alignment=alignment,
-    )
-    check_layout(layout)
-    return PackedList(layout, tuple([tensor.dtype for tensor in tensors]))

@@ -12,25 +12,20 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from kernels.arguments import check_adasum, check_combine, check_dot_and_norms
+from kernels.arguments import (
+    check_adasum,
+    check_combine,
+    check_dot_and_norms,
+    check_dots,
+    check_segments,
+)
 from kernels.arithmetic import TINY
-from kernels.findings import SCHEMA, Findings
-from kernels.plans import AdasumPlan, CombinePlan, DotAndNormsPlan, run_once
-from kernels.torch_ops import call, operator, returns_nothing, tracing
-from kernels.validation import check_dots, check_like, check_segments, check_sized, check_tensor
-
-__all__ = [
-    "adasum",
-    "adasum_bytes",
-    "adasum_reference",
-    "combine",
-    "combine_bytes",
-    "combine_reference",
-    "dot_and_norms",
-    "dot_and_norms_bytes",
-    "dot_and_norms_reference",
-]
+from kernels.findings import FindingArguments, Findings
+from kernels.plans import AdasumPlan, CombinePlan, DotAndNormsPlan
+from kernels.torch_ops import run
+from kernels.validation import check_like, check_sized, check_tensor
 
 
 def dot_and_norms(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -> Tensor:
@@ -48,11 +43,19 @@ def dot_and_norms(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -
         TypeError: An argument has another type or dtype.
         ValueError: One cannot be used.
     """
-    bounds = check_dot_and_norms(a, b, segments)
-    if tracing():
-        dots: Tensor = call("dot_and_norms", a, b, bounds)
-        return dots
-    return DotAndNormsPlan(a, b, bounds)()
+    dots: Tensor = run(check_dot_and_norms(a, b, segments))
+    return dots
+
+
+def plan_dot_and_norms(
+    a: Tensor, b: Tensor, segments: Sequence[int] | None = None
+) -> DotAndNormsPlan:
+    """Plan `dot_and_norms` of a and b: run it as plan().
+
+    Arguments and errors as there, and of every plan: see `Plan`. A run returns the same tensor
+    each time.
+    """
+    return DotAndNormsPlan(check_dot_and_norms(a, b, segments))
 
 
 def combine(
@@ -62,8 +65,7 @@ def combine(
     segments: Sequence[int] | None = None,
     *,
     out: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    max_abs: Tensor | None = None,
+    **findings: Unpack[FindingArguments],
 ) -> Tensor:
     """Return (1 - d/(2A)) a + (1 - d/(2B)) b a segment, with (d, A, B) the rows of `dots`.
 
@@ -84,13 +86,25 @@ def combine(
         TypeError: An argument has another type or dtype. Nothing has been written.
         ValueError: One cannot be used, or overlaps what is written. Nothing has been written.
     """
-    findings = Findings(found_inf, max_abs)
-    bounds, target = check_combine(a, b, dots, segments, out, findings)
-    if tracing():
-        call("combine_2", a, b, dots, bounds, target, *findings)
-    else:
-        run_once(CombinePlan(a, b, bounds, target, findings, dots))
-    return target
+    combined: Tensor = run(check_combine(a, b, dots, segments, out, Findings(**findings)))
+    return combined
+
+
+def plan_combine(
+    a: Tensor,
+    b: Tensor,
+    dots: Tensor,
+    segments: Sequence[int] | None = None,
+    *,
+    out: Tensor | None = None,
+    **findings: Unpack[FindingArguments],
+) -> CombinePlan:
+    """Plan `combine` of a and b: run it as plan(), with what `dots` then holds.
+
+    Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has one of
+    its own, the same at each run.
+    """
+    return CombinePlan(check_combine(a, b, dots, segments, out, Findings(**findings)))
 
 
 def adasum(
@@ -99,9 +113,8 @@ def adasum(
     segments: Sequence[int] | None = None,
     *,
     out: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    max_abs: Tensor | None = None,
     cooperative: bool = True,
+    **findings: Unpack[FindingArguments],
 ) -> Tensor:
     """Return the Adasum of two tensors, a segment at a time: `combine` of their `dot_and_norms`.
 
@@ -113,13 +126,25 @@ def adasum(
     do for other ranks, take two launches, which wait for nothing. The bits are the same; on a CPU
     it makes no difference.
     """
-    findings = Findings(found_inf, max_abs)
-    bounds, target = check_adasum(a, b, segments, out, findings)
-    if tracing():
-        call("adasum_3", a, b, bounds, target, cooperative, *findings)
-    else:
-        run_once(AdasumPlan(a, b, bounds, target, findings, cooperative))
-    return target
+    combined: Tensor = run(check_adasum(a, b, segments, out, Findings(**findings), cooperative))
+    return combined
+
+
+def plan_adasum(
+    a: Tensor,
+    b: Tensor,
+    segments: Sequence[int] | None = None,
+    *,
+    out: Tensor | None = None,
+    cooperative: bool = True,
+    **findings: Unpack[FindingArguments],
+) -> AdasumPlan:
+    """Plan `adasum` of a and b: run it as plan().
+
+    Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has one of
+    its own, the same at each run.
+    """
+    return AdasumPlan(check_adasum(a, b, segments, out, Findings(**findings), cooperative))
 
 
 def dot_and_norms_bytes(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -> int:
@@ -129,26 +154,23 @@ def dot_and_norms_bytes(a: Tensor, b: Tensor, segments: Sequence[int] | None = N
     """
     left, right = check_sized("a", a), check_sized("b", b)
     count = len(check_segments(segments, left.numel())) - 1
-    return left.numel() * left.element_size() + right.numel() * right.element_size() + 24 * count
+    return left.nbytes + right.nbytes + 24 * count
 
 
 def combine_bytes(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -> int:
     """Least traffic of `combine`, in bytes: a, b and the dots read, one tensor written."""
-    return dot_and_norms_bytes(a, b, segments) + a.numel() * a.element_size()
+    return dot_and_norms_bytes(a, b, segments) + a.nbytes
 
 
 def adasum_bytes(a: Tensor, b: Tensor) -> int:
     """Least traffic of `adasum`, in bytes: a and b read once, one tensor written."""
     left, right = check_sized("a", a), check_sized("b", b)
-    return 2 * left.numel() * left.element_size() + right.numel() * right.element_size()
+    return 2 * left.nbytes + right.nbytes
 
 
 def dot_and_norms_reference(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -> Tensor:
     """`dot_and_norms` in plain float64 torch; arguments and errors as there."""
-    left = check_tensor("a", a)
-    right = check_like("b", b, "a", left)
-    bounds = check_segments(segments, left.numel())
-    x, y = left.detach().double().view(-1), right.detach().double().view(-1)
+    x, y, bounds = _flat(a, b, segments)
     rows = [
         torch.stack([(u * v).sum(), (u * u).sum(), (v * v).sum()])
         for u, v in ((x[low:high], y[low:high]) for low, high in itertools.pairwise(bounds))
@@ -160,22 +182,29 @@ def combine_reference(
     a: Tensor, b: Tensor, dots: Tensor, segments: Sequence[int] | None = None
 ) -> Tensor:
     """`combine` evaluated in float64 and left there."""
-    left = check_tensor("a", a)
-    right = check_like("b", b, "a", left)
-    bounds = check_segments(segments, left.numel())
-    dots = check_dots(dots, len(bounds) - 1, left)
-    x, y = left.detach().double().view(-1), right.detach().double().view(-1)
+    x, y, bounds = _flat(a, b, segments)
+    dots = check_dots(dots, len(bounds) - 1, x)
     result = torch.empty_like(x)
     for (ca, cb), low, high in zip(
         _coefficients(dots).tolist(), bounds[:-1], bounds[1:], strict=True
     ):
         result[low:high] = ca * x[low:high] + cb * y[low:high]
-    return result.view(left.shape)
+    return result.view(a.shape)
 
 
 def adasum_reference(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -> Tensor:
     """`adasum` evaluated in float64 and left there."""
     return combine_reference(a, b, dot_and_norms_reference(a, b, segments), segments)
+
+
+def _flat(
+    a: Tensor, b: Tensor, segments: Sequence[int] | None
+) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """Both in float64 and flat, and the segments' boundaries."""
+    left = check_tensor("a", a)
+    right = check_like("b", b, "a", left)
+    bounds = check_segments(segments, left.numel())
+    return left.detach().double().view(-1), right.detach().double().view(-1), bounds
 
 
 def _coefficients(dots: Tensor) -> Tensor:
@@ -185,43 +214,3 @@ def _coefficients(dots: Tensor) -> Tensor:
     """
     norms = dots[:, 1:]
     return torch.where(norms < TINY, 1.0, 1.0 - dots[:, :1] / (2.0 * norms))
-
-
-def _no_dots(a: Tensor, b: Tensor, bounds: Sequence[int]) -> Tensor:
-    return a.new_empty((len(bounds) - 1, 3), dtype=torch.float64)
-
-
-@operator("dot_and_norms(Tensor a, Tensor b, SymInt[] bounds) -> Tensor", fake=_no_dots)
-def _dot_and_norms(a: Tensor, b: Tensor, bounds: Sequence[int]) -> Tensor:
-    return DotAndNormsPlan(a, b, check_dot_and_norms(a, b, bounds))()
-
-
-@operator(
-    f"combine_2(Tensor a, Tensor b, Tensor dots, SymInt[] bounds, Tensor(a!) out, {SCHEMA}) -> ()",
-    fake=returns_nothing,
-)
-def _combine(
-    a: Tensor,
-    b: Tensor,
-    dots: Tensor,
-    bounds: Sequence[int],
-    out: Tensor,
-    *findings: Tensor | None,
-) -> None:
-    run_once(CombinePlan(a, b, tuple(bounds), out, Findings(*findings), dots))
-
-
-@operator(
-    f"adasum_3(Tensor a, Tensor b, SymInt[] bounds, Tensor(a!) out, bool cooperative, {SCHEMA}) "
-    "-> ()",
-    fake=returns_nothing,
-)
-def _adasum(
-    a: Tensor,
-    b: Tensor,
-    bounds: Sequence[int],
-    out: Tensor,
-    cooperative: bool,
-    *findings: Tensor | None,
-) -> None:
-    run_once(AdasumPlan(a, b, tuple(bounds), out, Findings(*findings), cooperative))

@@ -6,28 +6,20 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from kernels.arguments import EMPTY, check_equals, check_scaled_add, check_sum_n
-from kernels.findings import SCHEMA, Findings
-from kernels.plans import ScaledAddPlan, SumPlan, run_once
-from kernels.torch_ops import call, operator, returns_nothing, tracing
+from kernels.findings import FindingArguments, Findings
+from kernels.plans import ScaledAddPlan, SumPlan
+from kernels.torch_ops import run
 from kernels.validation import (
     check_dtype,
-    check_place,
+    check_like,
     check_scalar,
-    check_sequence,
     check_sized,
     check_tensor,
+    read_list,
 )
-
-__all__ = [
-    "scaled_add",
-    "scaled_add_bytes",
-    "scaled_add_reference",
-    "sum_n",
-    "sum_n_bytes",
-    "sum_n_reference",
-]
 
 
 def sum_n(
@@ -36,8 +28,7 @@ def sum_n(
     out: Tensor | None = None,
     scale: float = 1.0,
     dtype: torch.dtype | None = None,
-    found_inf: Tensor | None = None,
-    max_abs: Tensor | None = None,
+    **findings: Unpack[FindingArguments],
 ) -> Tensor:
     """Return scale * (tensors[0] + tensors[1] + ...), added in list order.
 
@@ -57,13 +48,23 @@ def sum_n(
         ValueError: One cannot be used, or overlaps what is written. Nothing has been written.
     """
     scale = check_scalar("scale", scale)
-    findings = Findings(found_inf, max_abs)
-    inputs, target = check_sum_n(tensors, out, dtype, findings)
-    if tracing():
-        call("sum_n_2", inputs, scale, target, *findings)
-    else:
-        run_once(SumPlan(inputs, target, findings), scale)
-    return target
+    total: Tensor = run(check_sum_n(tensors, out, dtype, Findings(**findings)), scale)
+    return total
+
+
+def plan_sum_n(
+    tensors: Sequence[Tensor],
+    *,
+    out: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    **findings: Unpack[FindingArguments],
+) -> SumPlan:
+    """Plan `sum_n` of these tensors: run it as plan(scale).
+
+    Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has one of
+    its own, the same at each run.
+    """
+    return SumPlan(check_sum_n(tensors, out, dtype, Findings(**findings)))
 
 
 def scaled_add(
@@ -74,8 +75,7 @@ def scaled_add(
     beta: float = 1.0,
     out: Tensor | None = None,
     dtype: torch.dtype | None = None,
-    found_inf: Tensor | None = None,
-    max_abs: Tensor | None = None,
+    **findings: Unpack[FindingArguments],
 ) -> Tensor:
     """Return alpha*a + beta*b, in float32 (float64 where a dtype is float64), rounded once.
 
@@ -94,30 +94,43 @@ def scaled_add(
         ValueError: One cannot be used, or overlaps what is written. Nothing has been written.
     """
     alpha, beta = check_scalar("alpha", alpha), check_scalar("beta", beta)
-    findings = Findings(found_inf, max_abs)
-    inputs, target = check_scaled_add(a, b, out, dtype, findings)
-    if tracing():
-        call("scaled_add_2", *inputs, alpha, beta, target, *findings)
-    else:
-        run_once(ScaledAddPlan(inputs, target, findings), alpha, beta)
-    return target
+    call = check_scaled_add(a, b, out, dtype, Findings(**findings))
+    total: Tensor = run(call, alpha, beta)
+    return total
+
+
+def plan_scaled_add(
+    a: Tensor,
+    b: Tensor,
+    *,
+    out: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    **findings: Unpack[FindingArguments],
+) -> ScaledAddPlan:
+    """Plan `scaled_add` of a and b: run it as plan(alpha, beta).
+
+    Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has one of
+    its own, the same at each run.
+    """
+    return ScaledAddPlan(check_scaled_add(a, b, out, dtype, Findings(**findings)))
 
 
 def sum_n_bytes(tensors: Sequence[Tensor], *, dtype: torch.dtype | None = None) -> int:
     """Least traffic of `sum_n`, in bytes: every tensor read once, one of `dtype` written."""
-    given = check_sequence("tensors", tensors)
+    given = read_list("tensors", tensors)
     sized = [check_sized(f"tensors[{i}]", tensor) for i, tensor in enumerate(given)]
     if not sized:
         raise ValueError(EMPTY)
-    read = sum(tensor.numel() * tensor.element_size() for tensor in sized)
-    return read + sized[0].numel() * _written(sized[0], dtype).itemsize
+    return (
+        sum(tensor.nbytes for tensor in sized)
+        + sized[0].numel() * _written(sized[0], dtype).itemsize
+    )
 
 
 def scaled_add_bytes(a: Tensor, b: Tensor, *, dtype: torch.dtype | None = None) -> int:
     """Least traffic of `scaled_add`, in bytes: two tensors read, one of `dtype` written."""
     left, right = check_sized("a", a), check_sized("b", b)
-    read = left.numel() * left.element_size() + right.numel() * right.element_size()
-    return read + left.numel() * _written(left, dtype).itemsize
+    return left.nbytes + right.nbytes + left.numel() * _written(left, dtype).itemsize
 
 
 def _written(like: Tensor, dtype: torch.dtype | None) -> torch.dtype:
@@ -139,24 +152,6 @@ def sum_n_reference(tensors: Sequence[Tensor], *, scale: float = 1.0) -> Tensor:
 def scaled_add_reference(a: Tensor, b: Tensor, *, alpha: float = 1.0, beta: float = 1.0) -> Tensor:
     """`scaled_add` evaluated in float64 and left there; arguments and errors as there."""
     left = check_tensor("a", a)
-    right = check_place("b", b, "a", left)
+    right = check_like("b", b, "a", left, any_dtype=True)
     alpha, beta = check_scalar("alpha", alpha), check_scalar("beta", beta)
     return alpha * left.detach().double() + beta * right.detach().double()
-
-
-@operator(
-    f"sum_n_2(Tensor[] tensors, float scale, Tensor(a!) out, {SCHEMA}) -> ()",
-    fake=returns_nothing,
-)
-def _sum_n(tensors: list[Tensor], scale: float, out: Tensor, *findings: Tensor | None) -> None:
-    run_once(SumPlan(tensors, out, Findings(*findings)), scale)
-
-
-@operator(
-    f"scaled_add_2(Tensor a, Tensor b, float alpha, float beta, Tensor(a!) out, {SCHEMA}) -> ()",
-    fake=returns_nothing,
-)
-def _scaled_add(
-    a: Tensor, b: Tensor, alpha: float, beta: float, out: Tensor, *findings: Tensor | None
-) -> None:
-    run_once(ScaledAddPlan([a, b], out, Findings(*findings)), alpha, beta)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NAMES = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
@@ -23,6 +24,16 @@ _is_cpu, _is_cuda = operator.attrgetter("is_cpu"), operator.attrgetter("is_cuda"
 _is_nested = operator.attrgetter("is_nested")
 
 
+def tracing() -> bool:
+    """Whether the call is read rather than run: by torch.compile, export or a dispatch mode.
+
+    make_fx, aot_function and FakeTensorMode are dispatch modes. Under one that does run the call,
+    a counting one say, the operator gives the same bits. What recognises known calls cannot ask
+    instead: inside make_fx a tensor looks to torch's guards as outside.
+    """
+    return is_compiling() or is_in_torch_dispatch_mode()
+
+
 def check_dtype(name: str, dtype: torch.dtype) -> None:
     """Raise TypeError unless `dtype` is one of the four floating dtypes the kernels take."""
     if dtype not in DTYPES:
@@ -31,7 +42,7 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
 
 def _is_negative(tensor: Tensor) -> bool:
     """Whether the memory holds the values' negatives; dynamo cannot read that, nor makes it."""
-    return not torch.compiler.is_compiling() and tensor.is_neg()
+    return not is_compiling() and tensor.is_neg()
 
 
 def check_tensor(name: str, tensor: object) -> Tensor:
@@ -78,15 +89,19 @@ def check_sized(name: str, tensor: object) -> Tensor:
     return tensor
 
 
-def check_sequence(name: str, tensors: object) -> Sequence[object]:
-    """Return `tensors` if it is a list or tuple, of whatever."""
+def read_list(name: str, tensors: object) -> list[Any]:
+    """The elements of a list or tuple, of whatever, read once.
+
+    What is used is what was checked, whatever the list says later: another thread may change it,
+    and a Sequence of one's own may make its tensors anew.
+    """
     if isinstance(tensors, Tensor) or not isinstance(tensors, Sequence):
         kind = type(tensors).__name__
         raise TypeError(f"{name} must be a list or tuple of tensors, not {kind}")
-    return tensors
+    return list(tensors)
 
 
-def all_sound(tensors: Sequence[Tensor]) -> bool:
+def all_sound(tensors: Sequence[Any]) -> bool:
     """Whether all tensors are readable and on one device; no word on what is wrong where not.
 
     A model has hundreds of tensors and this runs on every call: `map` over C functions takes a
@@ -113,12 +128,13 @@ def same_device(tensor: Tensor, other: Tensor) -> bool:
 
 def check_tensors(name: str, tensors: object) -> list[Tensor]:
     """Return the list form of a sequence of readable tensors that all lie on one device."""
-    if not isinstance(tensors, Tensor) and isinstance(tensors, Sequence) and all_sound(tensors):
-        return list(tensors)
-    given = check_sequence(name, tensors)
+    given = read_list(name, tensors)
+    # dynamo cannot read the fast path.
+    if not tracing() and all_sound(given):
+        return given
     checked = [check_tensor(f"{name}[{i}]", tensor) for i, tensor in enumerate(given)]
     for i, tensor in enumerate(checked):
-        if tensor.device != checked[0].device:
+        if not same_device(tensor, checked[0]):
             raise ValueError(
                 f"{name}[{i}] is on {tensor.device} but {name}[0] is on {checked[0].device}: "
                 "move all to one device"
@@ -126,22 +142,15 @@ def check_tensors(name: str, tensors: object) -> list[Tensor]:
     return checked
 
 
-def check_like(name: str, tensor: object, like_name: str, like: Tensor) -> Tensor:
-    """Return `tensor` if it is readable and has the shape, dtype and device of `like`."""
+def check_like(
+    name: str, tensor: object, like_name: str, like: Tensor, *, any_dtype: bool = False
+) -> Tensor:
+    """Return `tensor` if it is readable and has the shape, device and dtype of `like`."""
     checked = check_tensor(name, tensor)
-    if checked.dtype != like.dtype:
+    if checked.dtype != like.dtype and not any_dtype:
         raise TypeError(
             f"{name} has dtype {checked.dtype} but {like_name} has {like.dtype}: convert one"
         )
-    return _check_place(name, checked, like_name, like)
-
-
-def check_place(name: str, tensor: object, like_name: str, like: Tensor) -> Tensor:
-    """Return `tensor` if it is readable and has the shape and device of `like`, of any dtype."""
-    return _check_place(name, check_tensor(name, tensor), like_name, like)
-
-
-def _check_place(name: str, checked: Tensor, like_name: str, like: Tensor) -> Tensor:
     if not same_device(checked, like):
         raise ValueError(
             f"{name} is on {checked.device} but {like_name} is on {like.device}: move one"
@@ -168,7 +177,7 @@ def check_scalar(name: str, value: object) -> float:
 
 def check_writable(name: str, tensor: Tensor) -> Tensor:
     """Return `tensor` if torch lets this code write to it, as it does to all but one kind."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return tensor
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(f"{name} was made in inference mode: pass {name}.clone()")
@@ -177,7 +186,7 @@ def check_writable(name: str, tensor: Tensor) -> Tensor:
 
 def check_all_writable(name: str, tensors: Sequence[Tensor]) -> None:
     """`check_writable` of each of a list."""
-    if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+    if is_compiling() or torch.is_inference_mode_enabled():
         return
     if any(map(Tensor.is_inference, tensors)):
         for i, tensor in enumerate(tensors):
@@ -239,114 +248,8 @@ def near(addresses: array[int], reach: int, buffer: Tensor) -> list[int]:
     if len(addresses) <= _FEW:
         return [i for i, start in enumerate(addresses) if low < start < high]
     starts = _numbers(addresses)
-    found: list[int] = np.flatnonzero((starts < high) & (starts > max(low, 0))).tolist()
+    found: list[int] = ((starts < high) & (starts > max(low, 0))).nonzero()[0].tolist()
     return found
-
-
-def check_target(
-    out: object | None, like_name: str, like: Tensor, dtype: torch.dtype | None
-) -> torch.dtype:
-    """Check the output of an elementwise function, None where it is to be `new_like`.
-
-    dtype: of the output, None for that of `out` or, without one, of `like`; returned.
-    """
-    if dtype is not None:
-        check_dtype("dtype", dtype)
-    if out is None:
-        return like.dtype if dtype is None else dtype
-    target = check_writable("out", check_place("out", out, like_name, like))
-    if dtype is not None and target.dtype != dtype:
-        raise TypeError(f"out has dtype {target.dtype} but dtype is {dtype}: drop one of them")
-    return target.dtype
-
-
-def new_like(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """An output for `like`, of `dtype` or, without one, of its own."""
-    return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
-
-
-def check_pair(a: object, b: object, out: object | None) -> Tensor:
-    """Check two equal inputs and their output, None where it is to be `new_like`; returns a.
-
-    Where they overlap is for `check_written`.
-    """
-    left = check_tensor("a", a)
-    check_like("b", b, "a", left)
-    if out is not None:
-        check_writable("out", check_like("out", out, "a", left))
-    return left
-
-
-def check_output(
-    out: Tensor, inputs: Sequence[Tensor], addresses: array[int], name: Callable[[int], str]
-) -> None:
-    """Raise ValueError unless `out` is an input, or apart from it, for each.
-
-    Args:
-        out: Written element by element.
-        inputs: Of as many elements.
-        addresses: Where they lie, as uint64.
-        name: Of the i-th.
-    """
-    # No element has more than 8 bytes.
-    for i in near(addresses, 8 * inputs[0].numel(), out):
-        if byte_range(inputs[i]) != byte_range(out):
-            check_no_overlap("out", out, name(i), inputs[i])
-
-
-def _all_rise(bounds: tuple[Any, ...], numel: int) -> bool:
-    """Whether these are ints from 0 to `numel` in order; for all, since a model has hundreds."""
-    return (
-        {*map(type, bounds)} == {int}
-        and bounds[0] == 0
-        and bounds[-1] == numel
-        and all(map(operator.le, bounds, bounds[1:]))
-    )
-
-
-def check_segments(segments: object, numel: int) -> tuple[int, ...]:
-    """Return the boundaries (0, e1, ..., numel) as a tuple; None means one segment.
-
-    Raises TypeError for boundaries that are not integers and ValueError where they do not rise
-    from 0 to `numel`.
-    """
-    if segments is None:
-        return (0, numel)
-    if isinstance(segments, Tensor) or not isinstance(segments, Sequence):
-        raise TypeError(
-            f"segments must be a list or tuple of ints, not {type(segments).__name__}: "
-            "pass tensor.tolist()"
-        )
-    bounds = tuple(segments)
-    if not torch.compiler.is_compiling() and _all_rise(bounds, numel):
-        return bounds
-    if not all(type(bound) is int for bound in bounds):
-        bad = next(bound for bound in bounds if type(bound) is not int)
-        raise TypeError(f"segments must hold ints, not {type(bad).__name__}")
-    if not bounds or bounds[0] != 0 or bounds[-1] != numel:
-        ends = f"{bounds[0]} and {bounds[-1]}" if bounds else "nothing"
-        raise ValueError(
-            f"segments must start at 0 and end at the {numel} elements of a, not {ends}"
-        )
-    for i, (low, high) in enumerate(itertools.pairwise(bounds)):
-        if high < low:
-            raise ValueError(f"segments must not decrease, but [{i + 1}] = {high} < [{i}] = {low}")
-    return bounds
-
-
-def check_dots(dots: object, count: int, like: Tensor) -> Tensor:
-    """Return `dots` if it is the contiguous float64 [count, 3] tensor `combine` needs."""
-    checked = check_tensor("dots", dots)
-    if checked.dtype != torch.float64:
-        raise TypeError(f"dots has dtype {checked.dtype}: pass what dot_and_norms returns, float64")
-    if tuple(checked.shape) != (count, 3):
-        raise ValueError(
-            f"dots has shape {tuple(checked.shape)} but segments ask for {(count, 3)}: "
-            "call dot_and_norms with the same segments"
-        )
-    if checked.device != like.device:
-        raise ValueError(f"dots is on {checked.device} but a is on {like.device}: move one")
-    return checked
 
 
 def round_up(value: int, multiple: int) -> int:

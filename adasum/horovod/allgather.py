@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from adasum.horovod.arguments import (
-    backward_name,
-    contiguous,
-    copied,
-    differentiable,
-    numbered,
-    refuse_gradient,
-    tensor_list,
-)
-from adasum.horovod.handle import Handle, wait_for_all
+from adasum.handle import Handle, wait_for_all
+from adasum.horovod.arguments import contiguous, copied, for_each
+from adasum.horovod.autograd import backward_name, recorded, refuse_gradient
 from adasum.horovod.process_sets import ProcessSet, require_group
 from collectives import Average, Group
 
@@ -36,11 +30,18 @@ def allgather(
         process_set: The ranks that take part; all ranks unless given.
     """
     group = require_group(process_set)
-    if differentiable(tensor):
-        result: Tensor = _Allgather.apply(group, name, tensor)
-        return result
-    gathered: Tensor = _start(group, name, tensor).wait()
-    return gathered
+
+    def forward(tensor: Tensor) -> Any:
+        gathered = _start(group, name, tensor).wait()
+        return gathered, partial(backward, tensor.shape[0])
+
+    def backward(mine: int, gradient: Tensor) -> list[Tensor]:
+        rows = _start(group, None, torch.tensor([mine], device="cpu")).wait().tolist()
+        whole = copied(gradient)
+        group.all_reduce(whole, Average, name=backward_name(name))
+        return [whole.narrow(0, sum(rows[: group.rank]), mine)]
+
+    return recorded(forward, tensor)
 
 
 def allgather_async(
@@ -55,39 +56,16 @@ def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet | None = None
 ) -> list[Tensor]:
     """`allgather` each tensor of a list."""
-    return [
-        allgather(tensor, numbered(name, i), process_set)
-        for i, tensor in enumerate(tensor_list(tensors))
-    ]
+    return for_each(allgather, tensors, name, process_set)
 
 
 def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet | None = None
 ) -> Handle:
     """Start an `allgather_async` of each tensor; `synchronize` returns the list of results."""
-    return wait_for_all(
-        [
-            allgather_async(tensor, numbered(name, i), process_set)
-            for i, tensor in enumerate(tensor_list(tensors))
-        ]
-    )
-
-
-class _Allgather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, group: Group, name: str | None, tensor: Tensor) -> Any:
-        result = _start(group, name, tensor).wait()
-        ctx.group, ctx.name, ctx.rows = group, backward_name(name), tensor.shape[0]
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        rows = _start(ctx.group, None, torch.tensor([ctx.rows], device="cpu")).wait().tolist()
-        whole = copied(gradients[0])
-        ctx.group.all_reduce(whole, Average, name=ctx.name)
-        return None, None, whole.narrow(0, sum(rows[: ctx.group.rank]), ctx.rows)
+    return wait_for_all(for_each(allgather_async, tensors, name, process_set))
 
 
 def _start(group: Group, name: str | None, tensor: Tensor) -> Handle:
-    work: Any = group.all_gather(contiguous(tensor), name=name, async_op=True)
-    return Handle(work, lambda result: result)
+    work = group.all_gather(contiguous(tensor), name=name, async_op=True)
+    return Handle([work], lambda result: result)

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from adasum.compression import Compression, Compressor, require_compressor
-from adasum.horovod.arguments import (
-    ReductionOptions,
-    backward_name,
-    copied,
-    dense,
-    differentiable,
-    operation,
-    refuse_gradient,
-    tensor_list,
-)
-from adasum.horovod.handle import Handle
+from adasum.compression import Compression, Compressor
+from adasum.handle import Handle
+from adasum.horovod.arguments import dense, tensor_list
+from adasum.horovod.autograd import backward_name, recorded, refuse_gradient
 from adasum.horovod.process_sets import ProcessSet, require_group
+from adasum.horovod.reduction_options import ReductionOptions, options_of
 from adasum.sparse import SparseHandle, sparse_all_reduce_async
 from collectives import Reducer
 
@@ -55,9 +48,9 @@ def allreduce(
         TypeError: An argument has the wrong type, or `op` does not take the tensor's dtype.
         ValueError: An argument has a bad value, or this rank is not in the process set.
     """
-    op = operation(op, average)
-    group = require_group(process_set)
-    options = ReductionOptions(group, op, name, compression, prescale_factor, postscale_factor)
+    options = options_of(
+        name, op, prescale_factor, postscale_factor, process_set, average, compression
+    )
     return _reduce(options, [tensor])[0]
 
 
@@ -71,11 +64,9 @@ def allreduce_async(
     process_set: ProcessSet | None = None,
 ) -> Handle:
     """Start an `allreduce` without gradients; `synchronize` returns its result."""
-    op = operation(op, average)
+    options = options_of(name, op, prescale_factor, postscale_factor, process_set, average)
     refuse_gradient("allreduce", tensor)
-    group = require_group(process_set)
-    options = ReductionOptions(group, op, name, Compression.none, prescale_factor, postscale_factor)
-    return Handle(_start(options, [tensor]), lambda tensors: tensors[0])
+    return Handle([_start(options, [tensor])], lambda tensors: tensors[0])
 
 
 def allreduce_(
@@ -106,7 +97,7 @@ def allreduce_async_(
     handle = grouped_allreduce_async_(
         [tensor], average, name, op, prescale_factor, postscale_factor, process_set
     )
-    return Handle(handle, lambda tensors: tensors[0])
+    return Handle([handle], lambda tensors: tensors[0])
 
 
 def grouped_allreduce(
@@ -123,9 +114,9 @@ def grouped_allreduce(
 
     For Adasum each tensor is a segment of its own.
     """
-    op = operation(op, average)
-    group = require_group(process_set)
-    options = ReductionOptions(group, op, name, compression, prescale_factor, postscale_factor)
+    options = options_of(
+        name, op, prescale_factor, postscale_factor, process_set, average, compression
+    )
     return _reduce(options, tensor_list(tensors))
 
 
@@ -139,11 +130,9 @@ def grouped_allreduce_async(
     process_set: ProcessSet | None = None,
 ) -> Handle:
     """Start a `grouped_allreduce` without gradients; `synchronize` returns the list of results."""
-    op = operation(op, average)
+    options = options_of(name, op, prescale_factor, postscale_factor, process_set, average)
     inputs = tensor_list(tensors)
     refuse_gradient("grouped_allreduce", *inputs)
-    group = require_group(process_set)
-    options = ReductionOptions(group, op, name, Compression.none, prescale_factor, postscale_factor)
     return _start(options, inputs)
 
 
@@ -172,18 +161,11 @@ def grouped_allreduce_async_(
     process_set: ProcessSet | None = None,
 ) -> Handle:
     """Start a `grouped_allreduce_`; the tensors must not be used until `synchronize`."""
-    op = operation(op, average)
+    options = options_of(name, op, prescale_factor, postscale_factor, process_set, average)
     inputs = tensor_list(tensors)
-    work: Any = require_group(process_set).grouped_all_reduce(
-        # Detached: in place on a parameter changes its value and is not for autograd to record.
-        [dense(tensor).detach() for tensor in inputs],
-        op,
-        name=name,
-        prescale=prescale_factor,
-        postscale=postscale_factor,
-        async_op=True,
-    )
-    return Handle(work, lambda _: inputs)
+    # Detached: in place on a parameter changes its value and is not for autograd to record.
+    work = _start_in_place(options, [dense(tensor).detach() for tensor in inputs])
+    return Handle([work], lambda _: inputs)
 
 
 def sparse_allreduce_async(
@@ -196,52 +178,34 @@ def sparse_allreduce_async(
     return sparse_all_reduce_async(require_group(process_set), tensor, op, name)
 
 
-class _Reduce(torch.autograd.Function):
-    """A grouped all-reduce whose gradients are reduced in the same way."""
-
-    @staticmethod
-    def forward(ctx: Any, options: ReductionOptions, *tensors: Tensor) -> Any:
-        ctx.options = options
-        return tuple(_start(options, tensors).wait())
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        # Integers have no gradient, on any rank.
-        real = [g for g in gradients if g.is_floating_point() or g.is_complex()]
-        options = ctx.options._replace(name=backward_name(ctx.options.name))
-        reduced = iter(_reduce(options, real))
-        return None, *(next(reduced) if any(g is r for r in real) else None for g in gradients)
-
-
 def _reduce(options: ReductionOptions, tensors: Sequence[Tensor]) -> list[Tensor]:
-    if differentiable(*tensors):
-        return list(_Reduce.apply(options, *tensors))
-    result: list[Tensor] = _start(options, tensors).wait()
-    return result
+    """Reduce copies; autograd reduces the gradients in the same way."""
+
+    def forward(*inputs: Tensor) -> Any:
+        return tuple(_start(options, inputs).wait()), backward
+
+    def backward(*gradients: Tensor) -> list[Tensor | None]:
+        # Integers have no gradient, on any rank.
+        real = [gradient.is_floating_point() or gradient.is_complex() for gradient in gradients]
+        named = options._replace(name=backward_name(options.name))
+        reduced = iter(_reduce(named, list(compress(gradients, real))))
+        return [next(reduced) if has_gradient else None for has_gradient in real]
+
+    return list(recorded(forward, *tensors))
 
 
 def _start(options: ReductionOptions, tensors: Sequence[Tensor]) -> Handle:
     """Start an out-of-place grouped all-reduce; its result is the list of new tensors."""
-    compression = options.compression
-    require_compressor(compression)
-    sent: list[Tensor] = []
-    contexts: list[Any] = []
-    for tensor in tensors:
-        compressed, context = compression.compress(copied(tensor))
-        sent.append(compressed)
-        contexts.append(context)
-    work: Any = options.group.grouped_all_reduce(
-        sent,
+    sent, decompress = options.compress(tensors)
+    return Handle([_start_in_place(options, sent)], decompress)
+
+
+def _start_in_place(options: ReductionOptions, tensors: Sequence[Tensor]) -> Any:
+    return options.group.grouped_all_reduce(
+        tensors,
         options.op,
         name=options.name,
         prescale=options.prescale,
         postscale=options.postscale,
         async_op=True,
-    )
-    return Handle(
-        work,
-        lambda results: [
-            compression.decompress(tensor, context)
-            for tensor, context in zip(results, contexts, strict=True)
-        ],
     )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from adasum.horovod.arguments import backward_name, contiguous, differentiable, refuse_gradient
-from adasum.horovod.handle import Handle
+from adasum.handle import Handle
+from adasum.horovod.arguments import contiguous
+from adasum.horovod.autograd import backward_name, recorded, refuse_gradient
 from adasum.horovod.process_sets import ProcessSet, require_group
 from collectives import Group
 
@@ -36,10 +38,16 @@ def alltoall(
         The rows; with `splits`, a pair of the rows and how many each rank sent.
     """
     group = require_group(process_set)
-    if differentiable(tensor):
-        rows, received = _Alltoall.apply(group, splits, name, tensor)
-    else:
+
+    def forward(tensor: Tensor) -> Any:
         rows, received = _start(group, splits, name, tensor).wait()
+        return (rows, received), partial(backward, received, tensor.shape[0])
+
+    def backward(received: Tensor, mine: int, gradient: Tensor, _: Tensor) -> list[Tensor]:
+        sent, _ = _start(group, received, backward_name(name), gradient).wait()
+        return [torch.cat([sent, sent.new_zeros(mine - len(sent), *sent.shape[1:])])]
+
+    rows, received = recorded(forward, tensor)
     return rows if splits is None else (rows, received)
 
 
@@ -57,25 +65,8 @@ def alltoall_async(
     return _start(require_group(process_set), splits, name, tensor)
 
 
-class _Alltoall(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, group: Group, splits: _Splits, name: str | None, tensor: Tensor) -> Any:
-        rows, received = _start(group, splits, name, tensor).wait()
-        ctx.group, ctx.received, ctx.name = group, received, backward_name(name)
-        ctx.rows = tensor.shape[0]
-        ctx.mark_non_differentiable(received)
-        return rows, received
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        sent, _ = _start(ctx.group, ctx.received, ctx.name, gradients[0]).wait()
-        unsent = sent.new_zeros(ctx.rows - len(sent), *sent.shape[1:])
-        return None, None, None, torch.cat([sent, unsent])
-
-
 def _start(group: Group, splits: _Splits, name: str | None, tensor: Tensor) -> Handle:
-    work: Any = group.all_to_all(contiguous(tensor), splits, name=name, async_op=True)
+    work = group.all_to_all(contiguous(tensor), splits, name=name, async_op=True)
     # Horovod counts in int32 unless a tensor of splits has another dtype.
-    dtype = splits.dtype if isinstance(splits, Tensor) else torch.int32
-    device = splits.device if isinstance(splits, Tensor) else torch.device("cpu")
-    return Handle(work, lambda result: (result[0], result[1].to(device, dtype)))
+    like = splits if isinstance(splits, Tensor) else torch.empty(0, dtype=torch.int32, device="cpu")
+    return Handle([work], lambda result: (result[0], result[1].to(like.device, like.dtype)))

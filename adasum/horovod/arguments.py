@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
-
-from adasum.compression import Compressor
-from collectives import Average, Group, Reducer, Sum
-
-
-class ReductionOptions(NamedTuple):
-    """What a reduction is beside its tensors."""
-
-    group: Group
-    op: Reducer
-    name: str | None
-    compression: type[Compressor]
-    prescale: float
-    postscale: float
 
 
 def require(argument: str, value: object, *types: type) -> None:
@@ -60,47 +45,11 @@ def contiguous(tensor: Tensor) -> Tensor:
     return dense(tensor).detach().resolve_conj().resolve_neg().contiguous()
 
 
-def operation(op: Reducer | None, average: bool | None = None) -> Reducer:
-    """Return the reducer that `op`, or Horovod's deprecated `average`, asks for."""
-    if average is not None:
-        if not isinstance(average, bool | int):
-            raise TypeError(f"average must be a bool, not {type(average).__name__}")
-        if op is not None:
-            raise ValueError("the op parameter supersedes average: give only op")
-        warnings.warn(
-            "parameter average is deprecated: use op=Average or op=Sum",
-            DeprecationWarning,
-            stacklevel=3,
-        )
-        return Average if average else Sum
-    if op is None:
-        return Average
-    if not isinstance(op, Reducer):
-        raise TypeError(f"op must be Sum, Average or Adasum, not {op!r}")
-    return op
-
-
-def differentiable(*tensors: Tensor) -> bool:
-    """Return whether autograd records operations on any of the tensors."""
-    return torch.is_grad_enabled() and any(
-        isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors
-    )
-
-
-def refuse_gradient(function: str, *tensors: Tensor) -> None:
-    """Raise NotImplementedError where a gradient would be lost without a word."""
-    if differentiable(*tensors):
-        raise NotImplementedError(
-            f"gradients through {function}_async are not supported: pass tensor.detach(), or call "
-            f"{function}"
-        )
-
-
-def backward_name(name: str | None) -> str | None:
-    """Return the name of the collective that carries the gradient of `name`."""
-    return None if name is None else f"{name}.backward"
-
-
-def numbered(name: str | None, i: int) -> str | None:
-    """Return the name of the i-th tensor's collective."""
-    return None if name is None else f"{name}.{i}"
+def for_each(
+    function: Callable[..., Any], tensors: object, name: str | None, *rest: object
+) -> list[Any]:
+    """Call the function with each tensor, its number added to the name."""
+    return [
+        function(tensor, None if name is None else f"{name}.{i}", *rest)
+        for i, tensor in enumerate(tensor_list(tensors))
+    ]

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adasum.horovod.arguments import backward_name, copied, dense, differentiable, refuse_gradient
-from adasum.horovod.handle import Handle
-from adasum.horovod.process_sets import ProcessSet, require_group, root_in
+from adasum.handle import Handle
+from adasum.horovod.arguments import copied, dense
+from adasum.horovod.autograd import backward_name, recorded, refuse_gradient
+from adasum.horovod.process_sets import ProcessSet, group_and_root
 from collectives import Average, Group
 
 
@@ -27,12 +28,17 @@ def broadcast(
         name: Names the collective in errors; equal on all ranks.
         process_set: The ranks that take part; all ranks unless given.
     """
-    group, root = require_group(process_set), root_in(process_set, root_rank)
-    if differentiable(tensor):
-        result: Tensor = _Broadcast.apply(group, root, name, tensor)
-        return result
-    received: Tensor = _start(group, root, name, copied(tensor)).wait()
-    return received
+    group, root = group_and_root(process_set, root_rank)
+
+    def forward(tensor: Tensor) -> Any:
+        return _start(group, root, name, copied(tensor)).wait(), backward
+
+    def backward(gradient: Tensor) -> list[Tensor]:
+        whole = copied(gradient)
+        group.all_reduce(whole, Average, name=backward_name(name))
+        return [whole if group.rank == root else torch.zeros_like(whole)]
+
+    return recorded(forward, tensor)
 
 
 def broadcast_async(
@@ -47,31 +53,16 @@ def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None
 ) -> Tensor:
     """Overwrite the contiguous tensor with that of the root, and return it."""
-    result: Tensor = broadcast_async_(tensor, root_rank, name, process_set).wait()
-    return result
+    return broadcast_async_(tensor, root_rank, name, process_set).wait()
 
 
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None
 ) -> Handle:
     """Start a `broadcast_`; the tensor must not be used until `synchronize`."""
-    return _start(require_group(process_set), root_in(process_set, root_rank), name, tensor)
-
-
-class _Broadcast(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, group: Group, root: int, name: str | None, tensor: Tensor) -> Any:
-        ctx.group, ctx.root, ctx.name = group, root, backward_name(name)
-        return _start(group, root, name, copied(tensor)).wait()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        gradient = copied(gradients[0])
-        ctx.group.all_reduce(gradient, Average, name=ctx.name)
-        mine = gradient if ctx.group.rank == ctx.root else torch.zeros_like(gradient)
-        return None, None, None, mine
+    return _start(*group_and_root(process_set, root_rank), name, tensor)
 
 
 def _start(group: Group, root: int, name: str | None, tensor: Tensor) -> Handle:
-    work: Any = group.broadcast(dense(tensor).detach(), root=root, name=name, async_op=True)
-    return Handle(work, lambda _: tensor)
+    work = group.broadcast(dense(tensor).detach(), root=root, name=name, async_op=True)
+    return Handle([work], lambda _: tensor)

@@ -30,9 +30,7 @@ def gloo_built() -> bool:
 
 def gloo_enabled() -> bool:
     """Return whether gloo connects the ranks: not before init, for one rank, or for threads."""
-    if not is_initialized():
-        return False
-    return default_group().transport.process_group is not None
+    return is_initialized() and default_group().transport.process_group is not None
 
 
 def nccl_built() -> int:

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from adasum.horovod.process_sets import ProcessSet, require_group, root_in
-from collectives import Group
+from adasum.horovod.process_sets import ProcessSet, group_and_root, require_group
 
 
 def broadcast_object(
@@ -35,18 +34,16 @@ def broadcast_object(
     """
     group, root = group_and_root(process_set, root_rank)
     name = _name(name)
-    is_root = group.rank == root
-    ok, payload = _encode(obj) if is_root else (True, b"")
-    header = torch.tensor([ok, len(payload)], dtype=torch.int64, device="cpu")
-    group.broadcast(header, root=root, name=f"{name}: length")
-    # bytearray: torch wants memory that can be written to, and at least one byte of it.
-    buffer = bytearray(payload) if is_root else bytearray(int(header[1]))
-    if buffer:
-        content = torch.frombuffer(buffer, dtype=torch.uint8)
-        group.broadcast(content, root=root, name=f"{name}: content")
-    if not header[0]:
-        raise TypeError(f"rank {root_rank}: {buffer.decode()}")
-    return obj if is_root else _decode(bytes(buffer))
+    sent = _encode(obj) if group.rank == root else b""
+    length = torch.tensor([len(sent)], dtype=torch.int64, device="cpu")
+    group.broadcast(length, root=root, name=f"{name}: length")
+    # bytearray: torch wants memory that can be written to.
+    content = bytearray(sent or int(length))
+    group.broadcast(
+        torch.frombuffer(content, dtype=torch.uint8), root=root, name=f"{name}: content"
+    )
+    received = _object_of(root_rank, bytes(content))
+    return obj if group.rank == root else received
 
 
 def allgather_object(
@@ -63,22 +60,9 @@ def allgather_object(
         TypeError: On every rank, where one rank's object cannot be sent (see the module).
     """
     group = require_group(process_set)
-    ok, payload = _encode(obj)
-    results = group.all_gather_bytes(bytes([ok]) + payload, name=_name(name))
+    results = group.all_gather_bytes(_encode(obj), name=_name(name))
     # A rank that has joined sends nothing at all.
-    sent = [(rank, result) for rank, result in enumerate(results) if result]
-    for rank, result in sent:
-        if not result[0]:
-            raise TypeError(f"rank {rank}: {result[1:].decode()}")
-    return [_decode(result[1:]) for _, result in sent]
-
-
-def group_and_root(process_set: ProcessSet | None, root_rank: int) -> tuple[Group, int]:
-    """Return the set's group and the root's number in it."""
-    group, root = require_group(process_set), root_in(process_set, root_rank)
-    if not 0 <= root < group.size:
-        raise ValueError(f"root_rank must be in 0..{group.size - 1}, not {root_rank}")
-    return group, root
+    return [_object_of(rank, sent) for rank, sent in enumerate(results) if sent]
 
 
 def _name(name: str | None) -> str:
@@ -87,8 +71,8 @@ def _name(name: str | None) -> str:
     return name or "object"
 
 
-def _encode(obj: Any) -> tuple[bool, bytes]:
-    """Return (True, the object's bytes), or (False, why it cannot be sent)."""
+def _encode(obj: Any) -> bytes:
+    """Return a byte 1 and the object's bytes, or a byte 0 and why it cannot be sent."""
     buffer = io.BytesIO()
     try:
         torch.save(obj, buffer)
@@ -99,12 +83,19 @@ def _encode(obj: Any) -> tuple[bool, bytes]:
     except Exception as error:  # noqa: BLE001
         lines = str(error).splitlines() or [""]
         reason = next((line.strip() for line in lines if "Unsupported" in line), lines[0])
-        return False, (
+        refusal = (
             f"an object of {type(obj).__name__} cannot be sent: only tensors, Python's numbers, "
             "strings, None and lists, tuples, sets and dicts of these can "
             f"({type(error).__name__}: {reason})"
-        ).encode()
-    return True, payload
+        )
+        return b"\0" + refusal.encode()
+    return b"\1" + payload
+
+
+def _object_of(rank: int, sent: bytes) -> Any:
+    if not sent[0]:
+        raise TypeError(f"rank {rank}: {sent[1:].decode()}")
+    return _decode(sent[1:])
 
 
 def _decode(payload: bytes) -> Any:

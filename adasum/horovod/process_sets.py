@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from collectives import Group, default_group
+from adasum.horovod.arguments import require
+from collectives import Group, default_group, validation
 
 
 class ProcessSet:
@@ -135,7 +136,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     Returns:
         False, and nothing is done, for the global set and for a set that is not added.
     """
-    key = tuple(_checked(process_set).ranks)
+    require("process_set", process_set, ProcessSet)
+    key = tuple(process_set.ranks)
     if process_set is global_process_set or key not in _process_sets():
         return False
     default_group().barrier(f"remove_process_set {list(key)}")
@@ -147,14 +149,11 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 def process_set_by_id(process_set_id: int) -> ProcessSet:
     """Return the set with this number; ValueError where there is none."""
-    if isinstance(process_set_id, bool) or not isinstance(process_set_id, int):
-        raise TypeError(f"process_set_id must be an int, not {type(process_set_id).__name__}")
-    if process_set_id == 0:
-        return global_process_set
-    for ranks, entry in _process_sets().items():
-        if entry.number == process_set_id:
-            return ProcessSet(ranks)
-    raise ValueError(f"no process set has the number {process_set_id}")
+    validation.integer("process_set_id", process_set_id)
+    known = get_process_set_ids_and_ranks()
+    if process_set_id not in known:
+        raise ValueError(f"no process set has the number {process_set_id}")
+    return ProcessSet(known[process_set_id]) if process_set_id else global_process_set
 
 
 def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
@@ -173,8 +172,9 @@ def group_of(process_set: ProcessSet | None) -> Group | None:
         TypeError: The argument is not a ProcessSet.
         ValueError: The set was not added.
     """
-    if process_set is None or _checked(process_set) is global_process_set:
+    if process_set is None or process_set is global_process_set:
         return default_group()
+    require("process_set", process_set, ProcessSet)
     entry = _process_sets().get(tuple(process_set.ranks))
     if entry is None:
         raise ValueError(
@@ -193,18 +193,13 @@ def require_group(process_set: ProcessSet | None) -> Group:
     return group
 
 
-def root_in(process_set: ProcessSet | None, root_rank: int) -> int:
-    """Return a global rank's number within the set; ValueError where it is not in the set."""
-    if isinstance(root_rank, bool) or not isinstance(root_rank, int):
-        raise TypeError(f"root_rank must be an int, not {type(root_rank).__name__}")
-    if process_set is None or _checked(process_set) is global_process_set:
-        return root_rank
+def group_and_root(process_set: ProcessSet | None, root_rank: int) -> tuple[Group, int]:
+    """Return the set's group and a global rank's number in it; ValueError where it has none."""
+    group = require_group(process_set)
+    validation.integer("root_rank", root_rank)
+    if process_set is None or process_set is global_process_set:
+        validation.rank("root_rank", root_rank, group.size)
+        return group, root_rank
     if root_rank not in process_set.ranks:
         raise ValueError(f"root_rank {root_rank} is not part of {process_set}")
-    return process_set.ranks.index(root_rank)
-
-
-def _checked(process_set: ProcessSet) -> ProcessSet:
-    if not isinstance(process_set, ProcessSet):
-        raise TypeError(f"process_set must be a ProcessSet, not {type(process_set).__name__}")
-    return process_set
+    return group, process_set.ranks.index(root_rank)

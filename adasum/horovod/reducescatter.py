@@ -5,22 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from adasum.compression import Compression, Compressor, require_compressor
-from adasum.horovod.arguments import (
-    ReductionOptions,
-    backward_name,
-    copied,
-    differentiable,
-    numbered,
-    operation,
-    refuse_gradient,
-    tensor_list,
-)
-from adasum.horovod.handle import Handle, wait_for_all
-from adasum.horovod.process_sets import ProcessSet, require_group
+from adasum.compression import Compression, Compressor
+from adasum.handle import Handle, wait_for_all
+from adasum.horovod.arguments import for_each
+from adasum.horovod.autograd import backward_name, differentiable, recorded, refuse_gradient
+from adasum.horovod.process_sets import ProcessSet
+from adasum.horovod.reduction_options import ReductionOptions, options_of
 from collectives import Average, Reducer, Sum, validation
 
 
@@ -52,19 +44,23 @@ def reducescatter(
     Raises:
         NotImplementedError: A gradient is needed through an op other than Sum and Average.
     """
-    op = operation(op)
-    options = ReductionOptions(
-        require_group(process_set), op, name, compression, prescale_factor, postscale_factor
+    options = options_of(
+        name, op, prescale_factor, postscale_factor, process_set, compression=compression
     )
-    if not differentiable(tensor):
-        reduced: Tensor = _start(options, tensor).wait()
-        return reduced
-    if op not in (Sum, Average):
+    if options.op not in (Sum, Average) and differentiable(tensor):
         raise NotImplementedError(
             f"gradients through reducescatter with op={op} are not supported: pass tensor.detach()"
         )
-    result: Tensor = _Reducescatter.apply(options, tensor)
-    return result
+
+    def forward(tensor: Tensor) -> Any:
+        return _start(options, tensor).wait(), backward
+
+    def backward(gradient: Tensor) -> list[Tensor]:
+        whole: Any = options.group.all_gather(gradient.contiguous(), name=backward_name(name))
+        factor = options.group.size if options.op is Sum else 1
+        return [whole * (prescale_factor * postscale_factor * factor)]
+
+    return recorded(forward, tensor)
 
 
 def reducescatter_async(
@@ -77,11 +73,7 @@ def reducescatter_async(
 ) -> Handle:
     """Start a `reducescatter` without gradients; `synchronize` returns its result."""
     refuse_gradient("reducescatter", tensor)
-    group, op = require_group(process_set), operation(op)
-    return _start(
-        ReductionOptions(group, op, name, Compression.none, prescale_factor, postscale_factor),
-        tensor,
-    )
+    return _start(options_of(name, op, prescale_factor, postscale_factor, process_set), tensor)
 
 
 def grouped_reducescatter(
@@ -95,10 +87,7 @@ def grouped_reducescatter(
 ) -> list[Tensor]:
     """`reducescatter` each tensor of a list."""
     rest = (compression, op, process_set, prescale_factor, postscale_factor)
-    return [
-        reducescatter(tensor, numbered(name, i), *rest)
-        for i, tensor in enumerate(tensor_list(tensors))
-    ]
+    return for_each(reducescatter, tensors, name, *rest)
 
 
 def grouped_reducescatter_async(
@@ -111,38 +100,21 @@ def grouped_reducescatter_async(
 ) -> Handle:
     """Start a `reducescatter_async` of each tensor; `synchronize` returns the list of results."""
     rest = (op, process_set, prescale_factor, postscale_factor)
-    return wait_for_all(
-        [
-            reducescatter_async(tensor, numbered(name, i), *rest)
-            for i, tensor in enumerate(tensor_list(tensors))
-        ]
-    )
-
-
-class _Reducescatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, options: ReductionOptions, tensor: Tensor) -> Any:
-        ctx.options = options
-        return _start(options, tensor).wait()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        group, op, name, _, prescale, postscale = ctx.options
-        whole = group.all_gather(gradients[0].contiguous(), name=backward_name(name))
-        return None, whole * (prescale * postscale * (group.size if op is Sum else 1))
+    return wait_for_all(for_each(reducescatter_async, tensors, name, *rest))
 
 
 def _start(options: ReductionOptions, tensor: Tensor) -> Handle:
-    group, op, name, compression, prescale, postscale = options
-    require_compressor(compression)
-    validation.scale("prescale_factor", prescale)
-    validation.scale("postscale_factor", postscale)
-    sent, context = compression.compress(copied(tensor))
-    if prescale != 1.0:
-        sent = sent * prescale
-    work: Any = group.reduce_scatter(sent, op, by_rows=True, name=name, async_op=True)
+    validation.scale("prescale_factor", options.prescale)
+    validation.scale("postscale_factor", options.postscale)
+    (sent,), decompress = options.compress([tensor])
+    if options.prescale != 1.0:
+        sent = sent * options.prescale
+    work = options.group.reduce_scatter(
+        sent, options.op, by_rows=True, name=options.name, async_op=True
+    )
 
     def finish(result: Tensor) -> Tensor:
-        return compression.decompress(result if postscale == 1.0 else result * postscale, context)
+        scaled = result if options.postscale == 1.0 else result * options.postscale
+        return decompress([scaled])[0]
 
-    return Handle(work, finish)
+    return Handle([work], finish)

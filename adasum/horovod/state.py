@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from adasum.horovod.objects import allgather_object, broadcast_object, group_and_root
-from adasum.horovod.process_sets import ProcessSet
+from adasum.horovod.objects import allgather_object, broadcast_object
+from adasum.horovod.process_sets import ProcessSet, group_and_root
 from collectives import Group
-
-# The only key of a dict that stands where a tensor was taken out of a state_dict.
-_TENSOR_KEY = "__adasum_tensor__"
 
 
 def broadcast_parameters(
@@ -77,29 +75,37 @@ def broadcast_optimizer_state(
         )
     group, root = group_and_root(process_set, root_rank)
     _check_parameter_groups(optimizer, group, root, process_set)
-    is_root = group.rank == root
     parameters = [p for each in optimizer.param_groups for p in each["params"]]
     tensors: list[Tensor] = []
-    structure = _take_out(optimizer.state_dict(), tensors) if is_root else None
-    kinds = [(list(t.shape), str(t.dtype), t.device.type) for t in tensors]
-    structure, kinds = broadcast_object([structure, kinds], root_rank, None, process_set)
+    devices: list[str] = []
+
+    def take_out(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
+        devices.append(tensor.device.type)
+        return tensor.to("meta")
+
+    def allocate(like: Tensor) -> Tensor:
+        device = "cpu" if devices[len(tensors)] == "cpu" else parameters[0].device
+        tensors.append(torch.empty_like(like, device=device))
+        return tensors[-1]
+
+    is_root = group.rank == root
+    sent = [_map_tensors(take_out, optimizer.state_dict()), devices] if is_root else None
+    received, devices = broadcast_object(sent, root_rank, None, process_set)
     if not is_root:
-        owners = _owners(structure["state"])
-        tensors = [
-            torch.empty(
-                shape,
-                dtype=getattr(torch, dtype.removeprefix("torch.")),
-                device="cpu" if device == "cpu" else parameters[owners.get(i, 0)].device,
-            )
-            for i, (shape, dtype, device) in enumerate(kinds)
-        ]
+        received = _map_tensors(allocate, received)
     _broadcast_tensors([(f"state {i}", tensor) for i, tensor in enumerate(tensors)], group, root)
-    if not is_root:
-        received = _put_back(structure, tensors)
-        optimizer.load_state_dict(received)
-        # load_state_dict casts state to the parameter's dtype, and the root's bits are wanted.
-        for index, state in received["state"].items():
-            optimizer.state[parameters[index]] = state
+    if is_root:
+        return
+    optimizer.load_state_dict(received)
+    # load_state_dict casts state to the parameter's dtype, and the root's bits are wanted.
+    for index, state in received["state"].items():
+        move = partial(_move, parameters[index].device)
+        optimizer.state[parameters[index]] = _map_tensors(move, state)
+
+
+def _move(device: torch.device, tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_cpu else tensor.to(device)
 
 
 def _check_parameter_groups(
@@ -129,45 +135,14 @@ def _broadcast_tensors(entries: list[tuple[str, Tensor]], group: Group, root: in
             target.copy_(dense)
 
 
-def _take_out(value: Any, tensors: list[Tensor]) -> Any:
-    """Return a copy with a marker in the place of each tensor; append the tensors to `tensors`."""
+def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Return a copy of nested lists and dicts with function(tensor) in the place of each tensor."""
     if isinstance(value, Tensor):
-        tensors.append(value)
-        return {_TENSOR_KEY: len(tensors) - 1}
+        return function(value)
     if isinstance(value, dict):
-        return {key: _take_out(item, tensors) for key, item in value.items()}
+        return {key: _map_tensors(function, item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_take_out(item, tensors) for item in value)
+        return type(value)(_map_tensors(function, item) for item in value)
     if isinstance(value, np.generic):  # a rate that a schedule computed with numpy
         return value.item()
     return value
-
-
-def _put_back(value: Any, tensors: list[Tensor]) -> Any:
-    """Undo `_take_out`."""
-    if isinstance(value, dict):
-        if _TENSOR_KEY in value:
-            return tensors[value[_TENSOR_KEY]]
-        return {key: _put_back(item, tensors) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_put_back(item, tensors) for item in value)
-    return value
-
-
-def _owners(state: Any) -> dict[int, int]:
-    """Return which parameter each taken-out tensor of the state belongs to."""
-    owners: dict[int, int] = {}
-
-    def walk(value: Any, index: int) -> None:
-        if isinstance(value, dict):
-            if _TENSOR_KEY in value:
-                owners[value[_TENSOR_KEY]] = index
-            for item in value.values():
-                walk(item, index)
-        elif isinstance(value, list | tuple):
-            for item in value:
-                walk(item, index)
-
-    for index, each in state.items():
-        walk(each, index)
-    return owners

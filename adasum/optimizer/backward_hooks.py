@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, MutableMapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from itertools import takewhile
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,18 +28,16 @@ class OptimizerOrderError(RuntimeError, AssertionError):
     """
 
 
-StartBucket: TypeAlias = Callable[[Sequence[Named], str], Reduction | None]
+StartBucket: TypeAlias = Callable[[Sequence[Named], str], Sequence[Reduction]]
 
 # The optimizers that reduce a parameter's gradient while backward runs.
 _owners: MutableMapping[Tensor, list[weakref.ref[BackwardHooks]]] = WeakIdKeyDictionary()
 
 
-class _Bucket:
-    def __init__(self, index: int, members: Sequence[Named]) -> None:
-        self.index = index
-        self.members = list(members)
-        self.name = f"bucket {index}: {members[0][0]} to {members[-1][0]}"
-        self.missing = 0
+class _Bucket(NamedTuple):
+    number: int
+    name: str
+    members: Sequence[Named]
 
 
 class BackwardHooks:
@@ -50,46 +50,36 @@ class BackwardHooks:
     Args:
         named: (name, parameter) of every parameter.
         start_bucket: Called with a bucket's (name, parameter) pairs and its name; returns the
-            started reduction, or None where there is nothing to reduce.
+            started reductions, none where there is nothing to reduce.
+        buckets: Divides parameters into buckets.
+        passes: Backward passes of a step.
         early: Start buckets while backward runs, and not only in `synchronize`.
         final: Let backward return only when what it started is done, so that the gradients it
             leaves are final.
-        one_rank: Only count passes, and reduce nothing.
-        passes: Backward passes of a step.
-        buckets: Divides parameters into buckets.
     """
 
     def __init__(
         self,
         named: Sequence[Named],
         start_bucket: StartBucket,
+        buckets: PlanBuckets,
         *,
+        passes: int,
         early: bool,
-        final: bool = False,
-        one_rank: bool = False,
-        passes: int = 1,
-        buckets: PlanBuckets = plan_buckets,
+        final: bool,
     ) -> None:
         self.passes = passes
-        self.synchronized = False
         self._start_bucket = start_bucket
-        self._early = early and not one_rank
+        self._early = early
         self._final = final
-        self._one_rank = one_rank
         self._lock = threading.RLock()
         self._names: dict[Tensor, str] = {}
         self._counts: dict[Tensor, int] = {}
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[Tensor, _Bucket] = {}
         self._hooked: set[Tensor] = set()
-        self._handles: list[Any] = []
-        self._num_started = 0
-        self._backward_began = False
         self._in_flight: list[Reduction] = []
-        self._done: list[Reduction] = []
-        self._callback_queued = False
-        # A hook must not keep a dropped optimizer alive, nor go on counting for it.
-        weakref.finalize(self, _remove_all, self._handles)
+        self.restart()
         self.add(named, buckets)
 
     @property
@@ -108,17 +98,17 @@ class BackwardHooks:
         Gradients that they have already are reduced in this step.
         """
         with self._lock:
-            known = len(self._buckets)
             self.synchronized = False
             for name, parameter in named:
                 self._names[parameter] = name
                 self._counts[parameter] = 0
             for members in buckets(named):
-                bucket = _Bucket(len(self._buckets), members)
+                number = len(self._buckets)
+                title = f"bucket {number}: {members[0][0]} to {members[-1][0]}"
+                bucket = _Bucket(number, title, members)
                 self._buckets.append(bucket)
                 self._bucket_of.update((parameter, bucket) for _, parameter in members)
             self._hook_trainable()
-            self._count_missing(self._buckets[known:])
 
     def reached(self, parameter: Tensor) -> bool:
         """Return whether backward has produced the parameter's gradient since `restart`."""
@@ -129,8 +119,7 @@ class BackwardHooks:
         with self._lock:
             self._counts = dict.fromkeys(self._counts, 0)
             self._num_started = 0
-            self._backward_began = False
-            self._done = []
+            self._done: list[Reduction] = []
             self.synchronized = False
             self._callback_queued = False
             self._hook_trainable()
@@ -143,34 +132,23 @@ class BackwardHooks:
         """
         if self.synchronized:
             return
-        if not self._one_rank:
-            try:
-                self._start_remaining(max_in_flight)
-            except BaseException as error:
-                self._discard_all(error)
-                raise
+        with self._discarding():
+            self._start_remaining(max_in_flight)
         self.wait()
         # Only now: how many buckets backward starts and waits for may differ between the ranks.
-        done, self._done = self._done, []
-        for reduction in done:
-            reduction.notify_observer()
+        while self._done:
+            self._done.pop(0).notify_observer()
         self.synchronized = True
 
     def wait(self) -> None:
         """Wait for what was started; raise the first error once nothing is in flight."""
-        with self._lock:
-            reductions, self._in_flight = self._in_flight, []
-        if not reductions:
+        if not self._in_flight:
             return
-        with span(lambda: f"waiting for {len(reductions)} buckets"):
-            for i, reduction in enumerate(reductions):
-                try:
-                    reduction.wait()
-                except BaseException as error:
-                    self._in_flight = reductions[i + 1 :]
-                    self._discard_all(error)
-                    raise
-        self._done += reductions
+        with span(lambda: f"waiting for {len(self._in_flight)} buckets"), self._discarding():
+            while self._in_flight:
+                first = self._in_flight.pop(0)
+                first.wait()
+                self._done.append(first)
 
     def _start_remaining(self, max_in_flight: int | None) -> None:
         with self._lock:
@@ -180,78 +158,71 @@ class BackwardHooks:
                     first = self._in_flight.pop(0)
                     first.wait()
                     first.notify_observer()
-            if self._early:
-                self._start_late()
+            # Where nothing starts early, the buckets have held these too.
+            for members in by_kind(self._late()) if self._early else ():
+                self._start(members, f"made trainable since the last step: {members[0][0]}...")
 
-    def _discard_all(self, error: BaseException) -> None:
+    @contextmanager
+    def _discarding(self) -> Iterator[None]:
         """Discard what is in flight after an error, to which further errors are added as notes."""
-        with self._lock:
-            reductions, self._in_flight = self._in_flight, []
-        for reduction in reductions:
-            try:
-                reduction.discard()
-            except Exception as other:  # noqa: BLE001 - told along with the first
-                _add_note(error, f"after it: {type(other).__name__}: {other}")
+        try:
+            yield
+        except BaseException as error:
+            with self._lock:
+                reductions, self._in_flight = self._in_flight, []
+            for reduction in reductions:
+                try:
+                    reduction.discard()
+                except Exception as other:  # noqa: BLE001 - told along with the first
+                    _add_note(error, f"after it: {type(other).__name__}: {other}")
+            raise
+
+    def _late(self) -> list[Named]:
+        """Return the parameters made trainable since `restart`, which have no hook yet."""
+        return [(n, p) for n, p in self.named if p.requires_grad and p not in self._hooked]
 
     def _hook_trainable(self) -> None:
-        for parameter in self._names:
-            if parameter.requires_grad and parameter not in self._hooked:
-                self._hooked.add(parameter)
-                me = weakref.ref(self)
-                self._handles.append(parameter.register_post_accumulate_grad_hook(_hook(me)))
-                if self._early:
-                    _owners[parameter] = [
-                        *(other for other in _owners.get(parameter, ()) if other() is not None),
-                        me,
-                    ]
-
-    def _awaits(self, parameter: Tensor) -> bool:
-        return parameter.requires_grad and parameter in self._hooked
-
-    def _count_missing(self, buckets: Sequence[_Bucket]) -> None:
-        for bucket in buckets:
-            bucket.missing = sum(self._awaits(parameter) for _, parameter in bucket.members)
+        me = weakref.ref(self)
+        for _, parameter in self._late():
+            self._hooked.add(parameter)
+            handle = parameter.register_post_accumulate_grad_hook(_hook(me))
+            # A hook must not keep a dropped optimizer alive, nor go on counting for it.
+            weakref.finalize(self, handle.remove)
+            if self._early:
+                others = [other for other in _owners.get(parameter, ()) if other() is not None]
+                _owners[parameter] = [*others, me]
 
     def _complete(self, bucket: _Bucket) -> bool:
-        # Parameters may have become trainable since they were counted.
-        return bucket.missing <= 0 and all(
+        # From the last, which backward most often reaches last: then one look tells.
+        return all(
             self._counts[parameter] >= self.passes
-            for _, parameter in bucket.members
-            if self._awaits(parameter)
+            for _, parameter in reversed(bucket.members)
+            if parameter.requires_grad and parameter in self._hooked
         )
 
     def _on_gradient(self, parameter: Tensor) -> None:
         self._refuse_sharing(parameter)
         with self._lock:
-            if not self._backward_began:
-                # Not at `restart`: parameters are frozen and unfrozen between it and backward.
-                self._backward_began = True
-                self._count_missing(self._buckets)
-            bucket = self._bucket_of[parameter]
             self._counts[parameter] += 1
-            count = self._counts[parameter]
-            self._refuse_excess(parameter, bucket)
-            if not self._early or count < self.passes:
+            self._refuse_excess(parameter)
+            if not self._early or self._counts[parameter] < self.passes:
                 return
-            bucket.missing -= 1
-            while self._num_started < len(self._buckets) and self._complete(
-                self._buckets[self._num_started]
-            ):
+            waiting = self._buckets[self._num_started :]
+            for _ in takewhile(self._complete, waiting):
                 self._start_next()
                 self._queue_callback()
 
     def _refuse_sharing(self, parameter: Tensor) -> None:
-        if all(other() in (None, self) for other in _owners.get(parameter, ())):
-            return
-        raise OptimizerOrderError(
-            f"the gradient of {self._names[parameter]} would be reduced twice, by two optimizers "
-            "that DistributedOptimizer returned: give each its own parameters, or drop the first "
-            "(del) before the second is made"
-        )
+        if any(other() not in (None, self) for other in _owners.get(parameter, ())):
+            raise OptimizerOrderError(
+                f"the gradient of {self._names[parameter]} would be reduced twice, by two "
+                "optimizers that DistributedOptimizer returned: give each its own parameters, or "
+                "drop the first (del) before the second is made"
+            )
 
-    def _refuse_excess(self, parameter: Tensor, bucket: _Bucket) -> None:
+    def _refuse_excess(self, parameter: Tensor) -> None:
         """Raise OptimizerOrderError for a gradient that comes too often or too late."""
-        name = self._names[parameter]
+        name, bucket = self._names[parameter], self._bucket_of[parameter]
         if self._counts[parameter] > self.passes:
             raise OptimizerOrderError(
                 f"the gradient of {name} was computed more than "
@@ -259,7 +230,7 @@ class BackwardHooks:
                 "backward_passes_per_step to accumulate gradients, or call step() between (of "
                 "the optimizer that DistributedOptimizer returned)"
             )
-        if self.synchronized or bucket.index < self._num_started:
+        if self.synchronized or bucket.number < self._num_started:
             when = "synchronize()" if self.synchronized else f"{bucket.name} was sent"
             raise OptimizerOrderError(
                 f"the gradient of {name} was computed after {when} and before step(): it would be "
@@ -274,9 +245,7 @@ class BackwardHooks:
 
     def _on_backward_end(self) -> None:
         self._callback_queued = False
-        if self._num_started == len(self._buckets) and self._hooked.issuperset(
-            parameter for parameter in self._names if parameter.requires_grad
-        ):
+        if self._num_started == len(self._buckets) and not self._late():
             self.synchronize()
         else:
             self.wait()
@@ -289,21 +258,9 @@ class BackwardHooks:
             members = [entry for entry in members if entry[1] in self._hooked]
         self._start(members, bucket.name)
 
-    def _start_late(self) -> None:
-        """Start the parameters made trainable since `restart`, which have no hook yet."""
-        late = [
-            (name, parameter)
-            for bucket in self._buckets
-            for name, parameter in bucket.members
-            if parameter.requires_grad and parameter not in self._hooked
-        ]
-        for members in by_kind(late):
-            self._start(members, f"made trainable since the last step: {members[0][0]}...")
-
     def _start(self, members: Sequence[Named], name: str) -> None:
-        reduction = self._start_bucket(members, name) if members else None
-        if reduction is not None:
-            self._in_flight.append(reduction)
+        if members:
+            self._in_flight += self._start_bucket(members, name)
 
 
 def _hook(owner: weakref.ref[BackwardHooks]) -> Callable[[Tensor], None]:
@@ -313,11 +270,6 @@ def _hook(owner: weakref.ref[BackwardHooks]) -> Callable[[Tensor], None]:
             hooks._on_gradient(parameter)
 
     return on_gradient
-
-
-def _remove_all(handles: list[Any]) -> None:
-    for handle in handles:
-        handle.remove()
 
 
 def _add_note(error: BaseException, text: str) -> None:

@@ -38,7 +38,13 @@ class GradientBuffers:
         members, fused = self._buckets.get(name, ([], None))
         if fused is None or not _same(members, parameters):
             fused = FusedBuffer(parameters)
-            self._drop_buffers_of(parameters)
+            # A gradient lies in one buffer: those that hold one of these are dropped.
+            moved = {id(parameter) for parameter in parameters}
+            self._buckets = {
+                other: bucket
+                for other, bucket in self._buckets.items()
+                if moved.isdisjoint(map(id, bucket[0]))
+            }
             self._buckets[name] = list(parameters), fused
         targets: list[Tensor] = []
         gradients: list[Tensor] = []
@@ -55,15 +61,6 @@ class GradientBuffers:
         if targets:
             torch._foreach_copy_(targets, gradients)
         return fused
-
-    def _drop_buffers_of(self, parameters: Sequence[Tensor]) -> None:
-        """Drop the buffers that hold one of these: a gradient lies in one buffer."""
-        moved = {id(parameter) for parameter in parameters}
-        self._buckets = {
-            name: (members, fused)
-            for name, (members, fused) in self._buckets.items()
-            if moved.isdisjoint(map(id, members))
-        }
 
     def zero(self) -> None:
         """Zero the buffers, and make them the gradients of their trainable parameters."""
@@ -87,7 +84,7 @@ class DeltaBuffers:
         self._slots = slots
         self._turn = 0
         self._memory: dict[_Kind, Tensor] = {}
-        self._buffers: dict[tuple[str, _Kind], tuple[list[Tensor], FusedBuffer]] = {}
+        self._buffers: dict[_Kind, dict[str, tuple[list[Tensor], FusedBuffer]]] = {}
 
     def restart(self) -> None:
         """Begin a new step with nothing in flight: buckets get the same slots as in the last."""
@@ -108,7 +105,8 @@ class DeltaBuffers:
 
     def _in(self, slot: str, name: str, parameters: Sequence[Tensor]) -> FusedBuffer:
         kind = slot, parameters[0].dtype, parameters[0].device
-        members, buffer = self._buffers.get((name, kind), ([], None))
+        buffers = self._buffers.setdefault(kind, {})
+        members, buffer = buffers.get(name, ([], None))
         if buffer is None or not _same(members, parameters):
             # Evenly strided elements become 1-D without a copy, and are not contiguous then.
             flat = [p.detach().reshape(-1).contiguous() for p in parameters]
@@ -118,12 +116,11 @@ class DeltaBuffers:
                 memory = torch.empty(numel, dtype=kind[1], device=kind[2])
                 self._memory[kind] = memory
                 # Buckets in the smaller memory move, so that it is freed.
-                for key in [key for key in self._buffers if key[1] == kind]:
-                    del self._buffers[key]
+                buffers.clear()
             buffer = FusedBuffer(parameters, memory)
-            self._buffers[name, kind] = list(parameters), buffer
+            buffers[name] = list(parameters), buffer
         return buffer
 
 
 def _same(members: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    return len(members) == len(others) and all(a is b for a, b in zip(members, others, strict=True))
+    return list(map(id, members)) == list(map(id, others))

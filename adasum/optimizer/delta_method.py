@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from inspect import unwrap
 from typing import Any
 
@@ -16,15 +17,11 @@ from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from adasum.optimizer.backward_hooks import OptimizerOrderError
-from adasum.optimizer.bucket_buffers import DeltaBuffers, fits_in_buffer
+from adasum.optimizer.bucket_buffers import DeltaBuffers
 from adasum.optimizer.bucket_reduction import Reduction
-from adasum.optimizer.distributed_mixin import (
-    DistributedMixin,
-    clears_scaler_state_on_error,
-    densify,
-)
+from adasum.optimizer.distributed_mixin import DistributedMixin
 from adasum.optimizer.parameters import Named
-from collectives import FusedBuffer, Sum
+from collectives import Sum
 
 # One bucket's reduction hides the next one's step; more would only hold more memory.
 _MAX_IN_FLIGHT = 2
@@ -65,31 +62,6 @@ def _has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-class _DeltaReduction:
-    """A bucket's differences in flight, while its parameters hold the values from before."""
-
-    def __init__(
-        self, reduction: Reduction, parameters: list[Tensor], deltas: list[Tensor]
-    ) -> None:
-        self._reduction = reduction
-        self._parameters = parameters
-        self._deltas = deltas
-
-    def wait(self) -> None:
-        """Add the reduced differences to the parameters, once they are there."""
-        self._reduction.wait()
-        with torch.no_grad():
-            torch._foreach_add_(self._parameters, self._deltas)
-
-    def notify_observer(self) -> None:
-        """Show the reduced differences, which their buffer still holds."""
-        self._reduction.notify_observer()
-
-    def discard(self) -> None:
-        """Wait, and leave the parameters at their values from before."""
-        self._reduction.discard()
-
-
 class DeltaMethod(DistributedMixin):
     """Sets parameters to before + Adasum over the ranks of (after - before).
 
@@ -102,7 +74,8 @@ class DeltaMethod(DistributedMixin):
     _adasum_buffers: DeltaBuffers
 
     def _prepare(self) -> None:
-        self._adasum_buffers = DeltaBuffers(_MAX_IN_FLIGHT + 1)
+        # What starts during backward has no bound.
+        self._adasum_buffers = DeltaBuffers(None if self._adasum_early else _MAX_IN_FLIGHT + 1)
 
     def synchronize(self) -> None:
         """Do nothing: gradients stay this rank's own, and the step's differences are reduced.
@@ -111,36 +84,16 @@ class DeltaMethod(DistributedMixin):
         skip_synchronize(), which clips this rank's gradients.
         """
 
-    @clears_scaler_state_on_error
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take the local step (a closure sees this rank's data), and add the reduced difference."""
-        hooks = self._adasum_hooks
-        if closure is None:
-            self._densify()
-        elif self._adasum_sparse_as_dense:
-            closure = self._densifying(closure)
-        result = None
-        if self._adasum_one_rank:
-            result = self._local_step(closure)
-        elif not self._any_rank_skips():
-            separable = steps_by_parameter(self._adasum_base) and not _has_step_hooks(self)
-            if closure is None and separable:
-                hooks.synchronize(max_in_flight=_MAX_IN_FLIGHT)
-            else:
-                result = self._step_as_a_whole(closure)
-        hooks.restart()
+    def _take_step(self, closure: Callable[[], Any] | None) -> Any:
+        if self._adasum_settings.one_rank:
+            return self._local_step(closure)
+        if self._any_rank_skips():
+            return None
         self._adasum_buffers.restart()
-        return result
-
-    def _densifying(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return the closure with its gradients made dense."""
-
-        def evaluate() -> Any:
-            loss = closure()
-            self._densify()
-            return loss
-
-        return evaluate
+        if closure is None and steps_by_parameter(self._adasum_base) and not _has_step_hooks(self):
+            self._adasum_hooks.synchronize(max_in_flight=_MAX_IN_FLIGHT)
+            return None
+        return self._step_as_a_whole(closure)
 
     def _step_as_a_whole(self, closure: Callable[[], Any] | None) -> Any:
         with torch.no_grad():
@@ -162,14 +115,14 @@ class DeltaMethod(DistributedMixin):
     def _any_rank_skips(self) -> bool:
         """Return whether, under GradScaler, any rank's gradients hold a non-finite value."""
         found = self.__dict__.get("found_inf")
-        if found is None or self._adasum_group is None:
+        if found is None:
             return False
         total = torch.as_tensor(found, dtype=torch.float32).reshape(1).clone()
-        self._adasum_group.all_reduce(total, Sum, name="found_inf")
+        self._adasum_settings.reducer.group.all_reduce(total, Sum, name="found_inf")
         return bool(total.item())
 
     @torch.no_grad()
-    def _start_bucket(self, members: Sequence[Named], bucket: str) -> Reduction | None:
+    def _start_bucket(self, members: Sequence[Named], bucket: str) -> list[Reduction]:
         whole = self._adasum_before
         stepping = [
             (name, parameter)
@@ -177,16 +130,13 @@ class DeltaMethod(DistributedMixin):
             if (_steps(parameter) if whole is None else parameter in whole)
         ]
         if not stepping:
-            return None
+            return []
         names, parameters = zip(*stepping, strict=True)
         values = [parameter.detach() for parameter in parameters]
-        sent: FusedBuffer | list[Tensor]
-        if fits_in_buffer(values[0]):
-            saved, fused = self._adasum_buffers.of(bucket, parameters)
-            before, deltas, sent = saved.views, fused.views, fused
-        else:
-            before, deltas = ([torch.empty_like(value) for value in values] for _ in range(2))
-            sent = deltas
+        # Before the buffers, which know nothing of other dtypes.
+        self._adasum_settings.reducer.op.check(values[0].dtype)
+        saved, fused = self._adasum_buffers.of(bucket, parameters)
+        before, deltas = saved.views, fused.views
         if whole is None:
             torch._foreach_copy_(before, values)
             with self._only(parameters):
@@ -196,8 +146,14 @@ class DeltaMethod(DistributedMixin):
         torch._foreach_copy_(deltas, values)
         torch._foreach_sub_(deltas, before)
         torch._foreach_copy_(values, before)
-        reduction = self._adasum_reducer.reduce_async(names, sent, bucket)
-        return _DeltaReduction(reduction, values, deltas)
+        reduction = self._adasum_settings.reducer.reduce_async(names, fused, bucket)
+        arrived = reduction.finish
+
+        def finish(result: Any) -> None:
+            arrived(result)
+            torch._foreach_add_(values, deltas)
+
+        return [replace(reduction, finish=finish)]
 
     @contextmanager
     def _only(self, parameters: Sequence[Tensor]) -> Iterator[None]:
@@ -222,8 +178,7 @@ class DeltaMethodInBackward(DeltaMethod):
     Nothing can be done to the gradients between backward and step().
     """
 
-    def _prepare(self) -> None:
-        self._adasum_buffers = DeltaBuffers(None)
+    _adasum_early = True
 
     def synchronize(self) -> None:
         """Raise OptimizerOrderError: clipping would come too late."""
@@ -232,34 +187,25 @@ class DeltaMethodInBackward(DeltaMethod):
             "while backward runs, before gradients could be clipped"
         )
 
-    @clears_scaler_state_on_error
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take the steps that backward left over, and add all reduced differences."""
+    def _take_step(self, closure: Callable[[], Any] | None) -> Any:
         if "found_inf" in self.__dict__:
             raise OptimizerOrderError(
                 "GradScaler cannot be used with step_in_backward=True: the local steps were taken "
                 "with scaled gradients"
             )
-        if self._adasum_one_rank:
-            return super().step(closure)
-        result = None
-        if closure is not None:
-            with torch.enable_grad():
-                result = closure()
+        if self._adasum_settings.one_rank:
+            return self._local_step(closure)
+        with torch.enable_grad():
+            result = None if closure is None else closure()
         self._adasum_hooks.synchronize()
-        self._adasum_hooks.restart()
-        self._adasum_buffers.restart()
         return result
 
-    def _start_bucket(self, members: Sequence[Named], bucket: str) -> Reduction | None:
+    def _start_bucket(self, members: Sequence[Named], bucket: str) -> list[Reduction]:
         if _has_step_hooks(self):
             raise OptimizerOrderError(
                 "step hooks cannot be used with step_in_backward=True: each bucket has a step of "
                 "its own, and they would run for every one; pass step_in_backward=False"
             )
-        if self._adasum_sparse_as_dense:
-            for _, parameter in members:
-                densify(parameter)
         return super()._start_bucket(members, bucket)
 
 
@@ -269,8 +215,3 @@ def _steps(parameter: Tensor) -> bool:
     It does by any gradient, one left over from before the parameter was frozen included.
     """
     return parameter.requires_grad or parameter.grad is not None
-
-
-# torch wraps the step of any optimizer class not so marked, and would run step hooks twice.
-vars(DeltaMethod)["step"].hooked = True
-vars(DeltaMethodInBackward)["step"].hooked = True

@@ -5,18 +5,17 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from dataclasses import dataclass
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from adasum.observer import Observer
 from adasum.optimizer.backward_hooks import BackwardHooks, OptimizerOrderError
-from adasum.optimizer.bucket_reduction import BucketReducer
+from adasum.optimizer.bucket_reduction import BucketReducer, Reduction
 from adasum.optimizer.parameters import Named, PlanBuckets
 from adasum.optimizer.state_average import average_state
-from collectives import Group
 
 # What GradScaler sets on an optimizer for the time of a step.
 _SCALER_STATE = ("grad_scale", "found_inf")
@@ -29,27 +28,80 @@ else:
     _Base = object
 
 
+@dataclass
+class Settings:
+    """What DistributedOptimizer was asked for.
+
+    Attributes:
+        reducer: Reduces each bucket.
+        buckets: Divides parameters into buckets.
+        passes: Backward passes of a step.
+        sparse_as_dense: Whether sparse gradients are made dense first.
+        one_rank: Whether this rank reduces with no other.
+    """
+
+    reducer: BucketReducer
+    buckets: PlanBuckets
+    passes: int
+    sparse_as_dense: bool
+    one_rank: bool
+
+
 class DistributedMixin(_Base):
     """The wrapped optimizer with a reduction in its step; `super()` is its own class."""
 
     # Makes GradScaler call step() always and on every rank, and leave unscaling and skipping to it,
     # so that the ranks can skip together.
     _step_supports_amp_scaling = True
+    # Whether buckets start while backward runs, and backward returns only once they are reduced.
+    _adasum_early = False
+    _adasum_final = False
+    _adasum_skip = False
     _adasum_base: type[torch.optim.Optimizer]
-    _adasum_group: Group | None
-    _adasum_reducer: BucketReducer
     _adasum_hooks: BackwardHooks
+    _adasum_settings: Settings
     _adasum_unscales_itself: bool
-    _adasum_sparse_as_dense: bool
-    _adasum_skip: bool
-
-    @property
-    def _adasum_one_rank(self) -> bool:
-        return self._adasum_group is None or self._adasum_group.size == 1
 
     def _prepare(self) -> None:
         """Set the attributes of the method's own."""
         raise NotImplementedError
+
+    def _start_bucket(self, members: Sequence[Named], bucket: str) -> list[Reduction]:
+        """Start reducing the members of a bucket."""
+        raise NotImplementedError
+
+    def _take_step(self, closure: Callable[[], Any] | None) -> Any:
+        """Reduce and step, in the method's order; the closure is `step`'s, through `_evaluate`."""
+        raise NotImplementedError
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        """Evaluate the closure of a step, and make its gradients dense."""
+        loss = closure()
+        self._densify(self._adasum_hooks.named)
+        return loss
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Reduce and take one step.
+
+        By the gradient method a closure is evaluated as often as the wrapped optimizer asks for.
+        Each time its gradients are reduced, and so is a loss returned as a floating-point tensor,
+        so that optimizers that decide by the loss decide alike on every rank. By the delta method
+        a closure sees this rank's data alone.
+        """
+        try:
+            if closure is None:
+                self._densify(self._adasum_hooks.named)
+            else:
+                closure = partial(self._evaluate, closure)
+            result = self._take_step(closure)
+        except BaseException:
+            # GradScaler itself drops what it has set only after steps that return, and multiplies
+            # its next scale by what is left.
+            for key in _SCALER_STATE:
+                self.__dict__.pop(key, None)
+            raise
+        self._adasum_hooks.restart()
+        return result
 
     def synchronize(self) -> None:
         """Wait until the gradients may be read and changed."""
@@ -86,16 +138,12 @@ class DistributedMixin(_Base):
         self._refuse_in_flight("add_param_group()")
         super().add_param_group(param_group)
         number = len(self.param_groups) - 1
-        self._adasum_hooks.add(
-            [
-                (f"allreduce.noname.{number}.{i}", parameter)
-                for i, parameter in enumerate(self.param_groups[number]["params"])
-            ]
-        )
+        added = enumerate(self.param_groups[number]["params"])
+        self._adasum_hooks.add([(f"allreduce.noname.{number}.{i}", each) for i, each in added])
 
     def set_observer(self, observer: Observer | None) -> None:
         """Show an observer every reduction from now on; None ends it. The same on all ranks."""
-        self._adasum_reducer.observer = observer
+        self._adasum_settings.reducer.observer = observer
 
     def average_state(self) -> None:
         """Average the optimizer's state over the ranks; collective.
@@ -109,8 +157,8 @@ class DistributedMixin(_Base):
             ValueError: On every rank, where shapes or dtypes differ.
         """
         self._refuse_in_flight("average_state()")
-        if self._adasum_group is not None and self._adasum_group.size > 1:
-            average_state(self, self._adasum_group)
+        if not self._adasum_settings.one_rank:
+            average_state(self, self._adasum_settings.reducer.group)
 
     def _refuse_in_flight(self, call: str) -> None:
         if self._adasum_hooks.busy:
@@ -119,11 +167,12 @@ class DistributedMixin(_Base):
                 "optimizer.synchronize(): the gradients are being reduced"
             )
 
-    def _densify(self) -> None:
-        """Make all gradients dense where `sparse_as_dense` asks for it, on one rank too."""
-        if self._adasum_sparse_as_dense:
-            for _, parameter in self._adasum_hooks.named:
-                densify(parameter)
+    def _densify(self, named: Sequence[Named]) -> None:
+        """Make gradients dense where `sparse_as_dense` asks for it, on one rank too."""
+        if self._adasum_settings.sparse_as_dense:
+            for _, parameter in named:
+                if parameter.grad is not None and parameter.grad.is_sparse:
+                    parameter.grad = parameter.grad.to_dense()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -154,18 +203,15 @@ class DistributedMixin(_Base):
             self.__dict__.update(held)
 
 
+# torch wraps the step of any optimizer class not so marked, and would run step hooks twice.
+vars(DistributedMixin)["step"].hooked = True
+
+
 def wrap(
     optimizer: torch.optim.Optimizer,
     method: type[DistributedMixin],
-    reducer: BucketReducer,
-    group: Group | None,
     named: Sequence[Named],
-    *,
-    passes: int,
-    buckets: PlanBuckets,
-    sparse_as_dense: bool,
-    early: bool,
-    final: bool,
+    settings: Settings,
 ) -> torch.optim.Optimizer:
     """Return an instance of a subclass of `method` and the optimizer's class.
 
@@ -174,62 +220,35 @@ def wrap(
     """
     base = type(optimizer)
     wrapper: Any = object.__new__(type(base.__name__, (method, base), {}))
-    unscales_itself = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
     wrapper.__dict__ = optimizer.__dict__
     wrapper._adasum_base = base
-    wrapper._adasum_group = group
-    wrapper._adasum_reducer = reducer
-    wrapper._adasum_unscales_itself = unscales_itself
-    wrapper._adasum_sparse_as_dense = sparse_as_dense
-    wrapper._adasum_skip = False
+    wrapper._adasum_settings = settings
+    wrapper._adasum_unscales_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
     wrapper._prepare()
     reference = weakref.ref(wrapper)
 
-    def start_bucket(members: Sequence[Named], name: str) -> Any:
+    def start_bucket(members: Sequence[Named], name: str) -> list[Reduction]:
         target: Any = reference()
         if target is None:
             raise OptimizerOrderError(
                 "the optimizer that DistributedOptimizer returned was dropped, and the one given "
                 "to it reduces nothing: optimizer = DistributedOptimizer(optimizer) keeps it"
             )
+        if settings.one_rank:
+            return []
+        target._densify(members)
         return target._start_bucket(members, name)
 
     wrapper._adasum_hooks = BackwardHooks(
         named,
         start_bucket,
-        early=early,
-        final=final,
-        one_rank=wrapper._adasum_one_rank,
-        passes=passes,
-        buckets=buckets,
+        settings.buckets,
+        passes=settings.passes,
+        early=method._adasum_early and not settings.one_rank,
+        final=method._adasum_final,
     )
     _keep_scheduler_patch(wrapper)
     return wrapper
-
-
-def clears_scaler_state_on_error(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a step that raises drop what GradScaler set for it.
-
-    GradScaler itself does so only after steps that return, and multiplies its next scale by what is
-    left.
-    """
-
-    @wraps(step)
-    def stepped(self: Any, closure: Callable[[], Any] | None = None) -> Any:
-        try:
-            return step(self, closure)
-        except BaseException:
-            for key in _SCALER_STATE:
-                self.__dict__.pop(key, None)
-            raise
-
-    return stepped
-
-
-def densify(parameter: Tensor) -> None:
-    """Make a sparse gradient dense."""
-    if parameter.grad is not None and parameter.grad.is_sparse:
-        parameter.grad = parameter.grad.to_dense()
 
 
 def require_passes(passes: int) -> None:
@@ -243,17 +262,15 @@ def _keep_scheduler_patch(wrapper: Any) -> None:
 
     By the two marks that torch's schedulers look for, which are private to torch.
     """
-    patched = wrapper.__dict__.pop("step", None)
-    if patched is None:
+    if wrapper.__dict__.pop("step", None) is None:
         return
     reference = weakref.ref(wrapper)
-    function = type(wrapper).step
 
-    @wraps(function)
+    @wraps(type(wrapper).step)
     def step(*args: Any, **kwargs: Any) -> Any:
         target: Any = reference()
         target._opt_called = True
-        return function(target, *args, **kwargs)
+        return type(target).step(target, *args, **kwargs)
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     wrapper.step = step

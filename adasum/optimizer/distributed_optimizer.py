@@ -12,13 +12,11 @@ from adasum.horovod.arguments import require
 from adasum.horovod.process_sets import ProcessSet, group_of
 from adasum.optimizer.bucket_reduction import BucketReducer
 from adasum.optimizer.delta_method import DeltaMethod, DeltaMethodInBackward, steps_by_parameter
-from adasum.optimizer.distributed_mixin import DistributedMixin, require_passes, wrap
+from adasum.optimizer.distributed_mixin import DistributedMixin, Settings, require_passes, wrap
 from adasum.optimizer.gradient_method import GradientMethod
 from adasum.optimizer.parameters import Groups, Named, name_parameters, plan_buckets
 from adasum.reducer import Adasum
 from collectives import Average, Reducer, Sum, default_group
-
-_METHODS = ("delta", "gradient")
 
 
 def DistributedOptimizer(
@@ -85,7 +83,7 @@ def DistributedOptimizer(
         raise TypeError(
             f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}"
         )
-    if isinstance(optimizer, DistributedMixin) or "_adasum_hooks" in optimizer.__dict__:
+    if "_adasum_hooks" in optimizer.__dict__:
         raise ValueError("optimizer is already wrapped by DistributedOptimizer")
     if op not in (Sum, Average, Adasum):
         raise ValueError(f"op must be Sum, Average or Adasum, not {op!r}")
@@ -102,34 +100,32 @@ def DistributedOptimizer(
             f"gradient_predivide_factor must be positive, not {gradient_predivide_factor!r}"
         )
     kind = _method(optimizer, op, method, step_in_backward)
-    group = default_group() if process_set is None else group_of(process_set)
-    reducer = BucketReducer(group or default_group(), op, compression, algorithm)
+    members = default_group() if process_set is None else group_of(process_set)
+    group = members or default_group()
+    if algorithm is not None:
+        try:
+            group.check_algorithm(algorithm, op)
+        except ValueError as error:
+            raise ValueError(f"algorithm={algorithm!r}: {error}") from None
+    reducer = BucketReducer(group, op, compression, algorithm)
     if gradient_predivide_factor != 1.0:
         reducer.op = Sum
         reducer.prescale = 1.0 / gradient_predivide_factor
-        reducer.postscale = gradient_predivide_factor / reducer.group.size
-    if algorithm is not None:
-        reducer.check()
-    return wrap(
-        optimizer,
-        kind,
+        reducer.postscale = gradient_predivide_factor / group.size
+    settings = Settings(
         reducer,
-        group,
-        name_parameters(optimizer, named_parameters),
-        passes=backward_passes_per_step,
-        buckets=partial(
-            plan_buckets, groups=groups, memory_size=memory_size, groups_size=groups_size
-        ),
-        sparse_as_dense=sparse_as_dense,
-        early=kind is not DeltaMethod,
-        final=kind is GradientMethod,
+        partial(plan_buckets, groups=groups, memory_size=memory_size, groups_size=groups_size),
+        backward_passes_per_step,
+        sparse_as_dense,
+        one_rank=members is None or members.size == 1,
     )
+    return wrap(optimizer, kind, name_parameters(optimizer, named_parameters), settings)
 
 
 def _method(
     optimizer: torch.optim.Optimizer, op: Reducer, method: str, step_in_backward: bool
 ) -> type[DistributedMixin]:
-    if method not in _METHODS:
+    if method not in ("delta", "gradient"):
         raise ValueError(f"method must be 'delta' or 'gradient', not {method!r}")
     if op is not Adasum or method == "gradient":
         if step_in_backward:

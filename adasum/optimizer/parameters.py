@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from collectives import plan_groups
+from collectives import plan_groups, split_bounds
 
 Named: TypeAlias = tuple[str, Tensor]
 PlanBuckets: TypeAlias = Callable[[Sequence[Named]], list[list[Named]]]
@@ -33,12 +34,13 @@ def name_parameters(
         ValueError: A name is repeated, a parameter has no name, or an entry is not a
             (name, parameter) pair; names the offenders.
     """
-    owned: dict[int, tuple[str, Tensor]] = {}
-    for i, group in enumerate(optimizer.param_groups):
-        for j, parameter in enumerate(group["params"]):
-            owned.setdefault(id(parameter), (f"allreduce.noname.{i}.{j}", parameter))
+    owned = {
+        id(parameter): (i, j, parameter)
+        for i, group in enumerate(optimizer.param_groups)
+        for j, parameter in enumerate(group["params"])
+    }
     if named_parameters is None:
-        return list(owned.values())
+        return [(f"allreduce.noname.{i}.{j}", parameter) for i, j, parameter in owned.values()]
 
     entries = list(named_parameters)
     for entry in entries:
@@ -57,9 +59,8 @@ def name_parameters(
         if id(parameter) in owned:
             chosen.setdefault(id(parameter), (name, parameter))
     unnamed = [
-        f"param_groups[{place.split('.')[2]}]['params'][{place.split('.')[3]}] of shape "
-        f"{tuple(parameter.shape)}"
-        for key, (place, parameter) in owned.items()
+        f"param_groups[{i}]['params'][{j}] of shape {tuple(parameter.shape)}"
+        for key, (i, j, parameter) in owned.items()
         if key not in chosen
     ]
     if unnamed:
@@ -114,10 +115,9 @@ def plan_buckets(
     if isinstance(groups, int):
         if groups < 1:
             raise ValueError(f"groups must be at least 1, not {groups}")
-        share, extra = divmod(len(backwards), groups)
-        cuts = [i * share + min(i, extra) for i in range(groups + 1)]
-        lists = [backwards[cuts[i] : cuts[i + 1]] for i in range(groups)]
-        return _in_order([part for each in lists for part in by_kind(each)], backwards)
+        cuts = pairwise(split_bounds(len(backwards), groups))
+        parts = [part for low, high in cuts for part in by_kind(backwards[low:high])]
+        return _in_order(parts, backwards)
     listed, rest = _listed(backwards, groups)
     return _in_order(listed + by_size(rest), backwards)
 
@@ -130,7 +130,6 @@ def _listed(
     taken: set[int] = set()
     buckets: list[list[Named]] = []
     for number, group in enumerate(groups):
-        members: list[Named] = []
         if not isinstance(group, list | tuple):
             raise ValueError(f"groups[{number}] must be a list of parameters, not {group!r}")
         for parameter in group:
@@ -145,8 +144,7 @@ def _listed(
             if key not in names:
                 raise ValueError(f"groups[{number}] lists {name} that the optimizer does not have")
             taken.add(key)
-            members.append((name, parameter))
-        buckets.extend(by_kind(members))
+        buckets.extend(by_kind([(names[id(parameter)], parameter) for parameter in group]))
     return buckets, [entry for entry in backwards if id(entry[1]) not in taken]
 
 

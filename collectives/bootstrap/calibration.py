@@ -10,8 +10,7 @@ import statistics
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from itertools import islice
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -31,7 +30,7 @@ _SIZES = (64, 512 << 10, 8 << 20)
 _BUDGET, _MIN_RUNS, _MAX_RUNS, _SLOW = 0.04, 3, 50, 0.25
 _RING = 4
 _TICK = time.get_clock_info("perf_counter").resolution
-_NO_LINK = Rate(0.0, 0.0)
+_NO_COST = Rate(0.0, 0.0)
 
 
 class Ranks(Protocol):
@@ -64,13 +63,12 @@ def calibrate(group: Ranks, device: torch.device | str = "cpu") -> LinkRates:
     intra = bench.message(range(rank - rank % local, rank - rank % local + local))
     inter = bench.message(range(rank % local, group.topology.size, local))
     rates = (
-        intra or inter or _NO_LINK,
-        inter or intra or _NO_LINK,
+        intra or inter or _NO_COST,
+        inter or intra or _NO_COST,
         bench.reduction(lambda mine, theirs: kernels.sum_n([mine, theirs], out=mine)),
         bench.reduction(_adasum),
     )
-    numbers = iter(bench.from_rank_0([number for rate in rates for number in rate]))
-    intra, inter, plain, adasum = (Rate(*islice(numbers, len(rate))) for rate in rates)
+    intra, inter, plain, adasum = (Rate(*numbers) for numbers in bench.from_rank_0(rates))
     return LinkRates(intra, inter, plain, adasum)
 
 
@@ -81,10 +79,11 @@ class _Bench:
         self._call = CallContext(group.transport, "calibration", group.timeout, Workspace())
         self._device = device
 
-    def from_rank_0(self, numbers: Sequence[float]) -> list[float]:
-        """Return rank 0's numbers."""
+    def from_rank_0(self, numbers: Sequence[Any]) -> list[Any]:
+        """Return rank 0's numbers, or rows of numbers."""
         buffer = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-        execute(binomial_tree.broadcast(self._call.transport.size, 0), buffer, Sum, self._call)
+        schedule = binomial_tree.broadcast(self._call.transport.size, 0)
+        execute(schedule, buffer.view(-1), Sum, self._call)
         return buffer.tolist()
 
     def message(self, ranks: range) -> Rate | None:

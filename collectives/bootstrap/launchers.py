@@ -1,8 +1,11 @@
-"""Launchers other than torchrun, which set other environment variables."""
+"""What torchrun says in environment variables; other launchers set other ones."""
 
 from __future__ import annotations
 
 import os
+
+import torch
+import torch.distributed as dist
 
 # By the variable that holds the number of processes.
 _LAUNCHERS = {
@@ -13,7 +16,63 @@ _LAUNCHERS = {
 }
 
 
-def refuse_to_stand_alone() -> None:
+def world_size() -> int:
+    """Return how many ranks torchrun started; 1 without it.
+
+    Raises:
+        ValueError: Variables are wrong or missing, or another launcher's.
+    """
+    missing = [name for name in ("RANK", "WORLD_SIZE") if name not in os.environ]
+    if len(missing) == 2:
+        _refuse_to_stand_alone()
+        return 1
+    if missing:
+        raise ValueError(
+            f"environment variable {missing[0]} is not set, the other of RANK and WORLD_SIZE is: "
+            "start with torchrun, or set both"
+        )
+    _, size = _rank_of("RANK", "WORLD_SIZE")
+    if size > 1:
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if not os.environ.get(name):
+                raise ValueError(f"environment variable {name} is not set: start with torchrun")
+        port = os.environ["MASTER_PORT"]
+        if not port.isdecimal() or not 0 < int(port) < 1 << 16:
+            raise ValueError(f"MASTER_PORT must be a port from 1 to 65535, got {port!r}")
+        local_ranks()
+    return size
+
+
+def local_ranks() -> tuple[int, int] | tuple[None, None]:
+    """Return LOCAL_RANK and LOCAL_WORLD_SIZE if both are set."""
+    if "LOCAL_RANK" in os.environ and "LOCAL_WORLD_SIZE" in os.environ:
+        return _rank_of("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    return None, None
+
+
+def backend(size: int) -> str:
+    """Name gloo, and NCCL if every rank of the host, of `size` in all, can have its own GPU."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    has_gpus = gpus >= (local_ranks()[1] or size)
+    return "cpu:gloo,cuda:nccl" if dist.is_nccl_available() and has_gpus else "gloo"
+
+
+def _rank_of(rank_name: str, size_name: str) -> tuple[int, int]:
+    """Return a rank's number and how many there are, by the variables of these names."""
+    said = os.environ[rank_name], os.environ[size_name]
+    try:
+        rank, size = map(int, said)
+    except ValueError:
+        rank, size = 0, 0
+    if not 0 <= rank < size:
+        raise ValueError(
+            f"{rank_name} must be an integer from 0 to {size_name} - 1, got {said[0]!r} of "
+            f"{said[1]!r}"
+        )
+    return rank, size
+
+
+def _refuse_to_stand_alone() -> None:
     """Raise ValueError in one of several processes of such a launcher.
 
     Each would take itself for the only rank: all would train alone, on the same data, and write the

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from collectives.schedules.topology import Topology
 from collectives.transport.base import Transport
-from collectives.transport.byte_gathering import gather_bytes
+from collectives.transport.byte_gathering import gather_objects
 
 
 @dataclass(frozen=True)
@@ -55,8 +54,7 @@ def find_locality(
         hosts = tuple(topology.node_of(r) for r in range(size))
         return Locality(local_rank or 0, local_size or 1, hosts, topology)
     mine = [os.uname().nodename, *((local_rank, local_size) if given else (None, None))]
-    told = gather_bytes(json.dumps(mine).encode(), transport, "start-up", timeout)
-    reports = [json.loads(text) for text in told]
+    reports = gather_objects(mine, transport, timeout)
     names = [name for name, *_ in reports]
     locality = locality_on([names.index(name) for name in names], rank, topology)
     if any(local is None for _, local, _ in reports):

@@ -7,20 +7,63 @@ import hashlib
 import os
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from collectives.errors import CollectiveTimeoutError, TransportError
-from collectives.transport.process_groups import first_line
+from collectives.bootstrap.launchers import backend
+from collectives.errors import CollectiveError, CollectiveTimeoutError, TransportError
+from collectives.transport.process_groups import first_line, run_beside
 
 # Seconds for a thread to leave torch's code, where torch takes longer than it was given: it may
 # lose a connection that it waited on, pause, and try another one for the whole time.
 _LEAVE = 5.0
+# The address of the store that this process has opened, and the store.
+_opened: tuple[str, dist.Store] | None = None
+
+
+def start_torch_distributed(timeout: float) -> None:
+    """Start torch.distributed from the environment, any number of times in one process.
+
+    Raises:
+        CollectiveTimeoutError: Ranks, or the store, do not answer in time.
+        TransportError: Rank 0's port is taken.
+    """
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    # Enough for torch to end by itself, and to say more about it.
+    bounded(lambda: _start(rank, size, timeout), rank, timeout + 3.0)
+
+
+def _start(rank: int, size: int, timeout: float) -> None:
+    """Start it, by a store that outlives a shutdown.
+
+    On a new store at the old port, a quick rank could find the old one. Each start has its own part
+    of the store. Another address or port opens another store.
+    """
+    global _opened
+    deadline = time.monotonic() + timeout
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    if _opened is None or _opened[0] != address:
+        _opened = address, open_store(rank, timeout)
+    try:
+        dist.init_process_group(
+            backend(size),
+            store=wait_for_ranks(_opened[1], rank, size, deadline - time.monotonic()),
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=timeout),
+        )
+    except RuntimeError as error:
+        # Rank 0 lets go of the port, too.
+        _opened = None
+        if isinstance(error, CollectiveError):
+            raise
+        others = ", ".join(f"rank {peer}" for peer in range(size) if peer != rank)
+        raise CollectiveTimeoutError(
+            f"rank {rank} could not connect to all of {others}: {first_line(error)}"
+        ) from error
 
 
 def open_store(rank: int, timeout: float) -> dist.Store:
@@ -39,19 +82,16 @@ def open_store(rank: int, timeout: float) -> dist.Store:
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     address = f"{host}:{port}"
-    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    keeps = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        if agents or rank != 0:
-            _await(lambda left: socket.create_connection((host, port), left).close(), timeout)
-        else:
+        if keeps:
             _await(lambda left: socket.getaddrinfo(host, port), timeout)
-        if agents:
-            store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
-            return store
+        else:
+            _await(lambda left: socket.create_connection((host, port), left).close(), timeout)
         return dist.TCPStore(
             host,
             port,
-            is_master=rank == 0,
+            is_master=keeps,
             timeout=timedelta(seconds=timeout),
             wait_for_workers=False,
             # As torch's own, so that torch can open one there, too.
@@ -96,19 +136,8 @@ def bounded(start: Callable[[], None], rank: int, timeout: float) -> None:
     wait has timed out, for the store to note that: both where the store's process was stopped, the
     first also where something else has its port.
     """
-    future: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            start()
-            future.set_result(None)
-        except BaseException as error:  # noqa: BLE001 - raised by result()
-            future.set_exception(error)
-
-    # Not a pool's, which the interpreter would wait for at exit.
-    thread = threading.Thread(target=run, name="collectives-start", daemon=True)
-    thread.start()
-    if not wait([future], timeout).done:
+    thread, errors = run_beside(start, "collectives-start", timeout)
+    if thread.is_alive():
         # An interpreter aborts where a thread leaves torch's code while it ends.
         atexit.register(thread.join, _LEAVE)
         raise CollectiveTimeoutError(
@@ -116,8 +145,8 @@ def bounded(start: Callable[[], None], rank: int, timeout: float) -> None:
             f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} is not the store that rank 0 "
             "or torchrun keeps, or that has stopped"
         )
-    thread.join(_LEAVE)
-    future.result()
+    if errors:
+        raise errors[0]
 
 
 def wait_for_ranks(store: dist.Store, rank: int, size: int, timeout: float) -> dist.Store:

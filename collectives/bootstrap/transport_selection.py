@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import socket
@@ -17,19 +16,17 @@ import kernels
 from collectives.consistency.description import Description
 from collectives.consistency.messages import negotiate_by_messages
 from collectives.errors import TransportError
-from collectives.execution.context import Workspace
+from collectives.execution.context import CallContext, Workspace
 from collectives.transport import (
-    KINDS,
     ConnectionTransport,
     GlooTransport,
-    HybridTransport,
     NcclTransport,
     Transport,
     load_nccl,
-    open_connections,
-    store_of,
 )
-from collectives.transport.byte_gathering import gather_bytes
+from collectives.transport.byte_gathering import gather_objects
+from collectives.transport.connections.connect import KINDS
+from collectives.transport.process_groups import store_of
 from kernels.cpu.dispatch import use_torch
 
 # What `BackendInfo.cpu_path` says where it is not torch.
@@ -38,13 +35,7 @@ _COMPILED = "compiled"
 _promised = False
 _logger = logging.getLogger(__name__)
 # The connections that ranks make for each choice.
-_KINDS = {
-    "auto": KINDS,
-    "gloo": (),
-    "shm": ("shm",),
-    "tcp": ("tcp",),
-    "nccl": KINDS,
-}
+_KINDS = {"auto": KINDS, "gloo": (), "shm": ("shm",), "tcp": ("tcp",), "nccl": KINDS}
 
 
 def transport_choice(transport: str | None) -> str:
@@ -75,34 +66,24 @@ def connect(gloo: GlooTransport, timeout: float, start: Description) -> Transpor
     """
     if gloo.size == 1:
         return gloo
-    negotiate_by_messages(start, gloo, "start-up", timeout, Workspace())
-
-    def gather(report: list[Any]) -> list[list[Any]]:
-        told = gather_bytes(json.dumps(report).encode(), gloo, "start-up", timeout)
-        return [json.loads(each) for each in told]
-
-    def gather_raw(data: bytes) -> list[bytes]:
-        return gather_bytes(data, gloo, "start-up", timeout)
+    call = CallContext(gloo, "the negotiation of start-up", timeout, Workspace())
+    negotiate_by_messages(start, call)
 
     choice, store = start.options["transport"], store_of(gloo.process_group)
-    kinds, toward = _KINDS[choice], _host_of(store)
-    met = open_connections(gloo.rank, gloo.size, gather_raw, timeout, kinds=kinds, toward=toward)
-    peers = sorted(set(range(gloo.size)) - {gloo.rank})
-    unlinked = [peer for peer in peers if peer not in met.connections]
-    unshared = [p for p in peers if p in unlinked or not met.connections[p].shares_memory]
-    missing = gather([unlinked, unshared])
-    computing = gather([kernels.backend_info().cpu_path, _promised])
-    host: Transport = gloo
+    opened = ConnectionTransport(gloo, timeout, kinds=_KINDS[choice], toward=_host_of(store))
     with contextlib.ExitStack() as failed:
-        if any(len(ranks) < len(peers) for ranks, _ in missing):
-            # Also on a rank without connections: splitting must be the same work on all.
-            connections = ConnectionTransport(gloo.rank, gloo.size, *met)
-            failed.callback(connections.close)
-            host = HybridTransport(connections, gloo, kinds=kinds, toward=toward)
+        failed.callback(opened.close)
+        peers = {*range(gloo.size)} - {gloo.rank}
+        lacking = [sorted(peers - opened.connected_peers), sorted(peers - opened.memory_peers)]
+        missing = gather_objects(lacking, gloo, timeout)
         _check_demand(choice, missing)
-        _compute_alike(computing, gloo.rank)
+        computing = [kernels.backend_info().cpu_path, _promised]
+        _compute_alike(gather_objects(computing, gloo, timeout), gloo.rank)
+        # Also on a rank without connections: splitting must be the same work on all.
+        connected = any(len(ranks) < len(peers) for ranks, _ in missing)
+        host: Transport = opened if connected else gloo
         if choice == "nccl":
-            _check_gpus(gather(_gpu_report()))
+            _check_gpus(gather_objects(_gpu_report(), gloo, timeout))
             host = NcclTransport(host, store, timeout=timeout)
         failed.pop_all()
     return host
@@ -137,10 +118,10 @@ def _compute_alike(ranks: Sequence[Sequence[Any]], rank: int) -> None:
 
 def _check_demand(choice: str, missing: Sequence[Sequence[list[int]]]) -> None:
     """missing: with which ranks every rank has no connection, and with which no memory."""
-    for rank, (unlinked, unshared) in enumerate(missing):
-        if choice == "tcp" and unlinked:
+    for rank, (unreached, unshared) in enumerate(missing):
+        if choice == "tcp" and unreached:
             raise TransportError(
-                f'transport="tcp": rank {rank} has no connection to ranks {unlinked}: the network '
+                f'transport="tcp": rank {rank} has no connection to ranks {unreached}: the network '
                 "refused it (GLOO_SOCKET_IFNAME names the interface to use); "
                 'transport="auto" uses gloo there'
             )

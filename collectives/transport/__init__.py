@@ -1,27 +1,19 @@
 """How ranks exchange messages: transports, which all pass one conformance test."""
 
 from collectives.transport.base import Message, Transport
-from collectives.transport.connections.connect import KINDS, open_connections
 from collectives.transport.connections.transport import ConnectionTransport
 from collectives.transport.gloo import GlooTransport
-from collectives.transport.hybrid import HybridTransport
 from collectives.transport.nccl.communicators import load_nccl
 from collectives.transport.nccl.transport import NcclTransport
-from collectives.transport.process_groups import store_of, subgroup
 from collectives.transport.threads import ThreadTransport, ThreadWorld
 
 __all__ = [
-    "KINDS",
     "ConnectionTransport",
     "GlooTransport",
-    "HybridTransport",
     "Message",
     "NcclTransport",
     "ThreadTransport",
     "ThreadWorld",
     "Transport",
     "load_nccl",
-    "open_connections",
-    "store_of",
-    "subgroup",
 ]

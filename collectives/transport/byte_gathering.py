@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -25,24 +29,27 @@ def gather_bytes(
         timeout: Seconds, for the lengths and for the bytes.
         code: As `Transport.exchange` takes it.
     """
-    mine = as_tensor(payload)
-    lengths = torch.zeros(transport.size, dtype=torch.int64, device="cpu")
-    lengths[transport.rank] = len(payload)
     peers = [rank for rank in range(transport.size) if rank != transport.rank]
-    transport.exchange(
-        [Message(peer, lengths[transport.rank : transport.rank + 1]) for peer in peers],
-        [Message(peer, lengths[peer : peer + 1]) for peer in peers],
-        f"{step} (lengths)",
-        timeout,
-        code,
-    )
-    pieces = [torch.empty(n, dtype=torch.uint8, device="cpu") for n in lengths.tolist()]
-    pieces[transport.rank] = mine
-    transport.exchange(
-        [Message(peer, mine) for peer in peers],
-        [Message(peer, pieces[peer]) for peer in peers],
-        f"{step} (contents)",
-        timeout,
-        code,
-    )
+
+    def gather(tensors: Sequence[torch.Tensor], what: str) -> None:
+        mine = tensors[transport.rank]
+        transport.exchange(
+            [Message(peer, mine) for peer in peers],
+            [Message(peer, tensors[peer]) for peer in peers],
+            f"{step} ({what})",
+            timeout,
+            code,
+        )
+
+    lengths = torch.full((transport.size, 1), len(payload), device="cpu")
+    gather([*lengths], "lengths")
+    pieces = [torch.empty(n, dtype=torch.uint8, device="cpu") for n in lengths.flatten().tolist()]
+    pieces[transport.rank] = as_tensor(payload)
+    gather(pieces, "contents")
     return [piece.numpy().tobytes() for piece in pieces]
+
+
+def gather_objects(value: Any, transport: Transport, timeout: float) -> list[Any]:
+    """Return what every rank gives at start-up, by rank; it travels as JSON."""
+    told = gather_bytes(json.dumps(value).encode(), transport, "start-up", timeout)
+    return [json.loads(each) for each in told]

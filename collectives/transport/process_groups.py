@@ -9,7 +9,7 @@ to make a group under a given name, nor to abort its NCCL.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
@@ -104,21 +104,32 @@ def abort_nccl(process_group: dist.ProcessGroup) -> str:
     backend = _nccl_of(process_group)
     if backend is None:
         return "it is still under way"
-    failed: list[str] = []
-
-    def abort() -> None:
-        try:
-            backend.abort()
-        except RuntimeError as error:
-            failed.append(first_line(error))
-
     # torch gives it as long as an operation, and it may wait for the host's other ranks.
-    thread = threading.Thread(target=abort, name="nccl-abort", daemon=True)
-    thread.start()
-    thread.join(_ABORT_SECONDS)
-    if failed:
-        return f"NCCL could not be aborted: {failed[0]}"
+    thread, errors = run_beside(backend.abort, "nccl-abort", _ABORT_SECONDS)
+    if errors:
+        return f"NCCL could not be aborted: {first_line(errors[0])}"
     return "NCCL is being aborted" if thread.is_alive() else "NCCL was aborted"
+
+
+def run_beside(
+    job: Callable[[], object], name: str, timeout: float
+) -> tuple[threading.Thread, list[BaseException]]:
+    """Run what may never end, for `timeout` seconds; return its thread, and what it raised so far.
+
+    Not a pool's thread, which the interpreter would wait for at exit.
+    """
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            job()
+        except BaseException as error:  # noqa: BLE001 - for the caller
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    thread.join(timeout)
+    return thread, errors
 
 
 def first_line(error: BaseException) -> str:

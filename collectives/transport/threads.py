@@ -38,20 +38,25 @@ class _Parcel:
 
 
 class ThreadWorld:
-    """The mailboxes that `size` ThreadTransports share."""
+    """The mailboxes that `size` ThreadTransports share.
+
+    Attributes:
+        boxes: By sender and receiver.
+        memory: Zeros, for the ranks' symmetric memory.
+        ended: The ranks that have ended, so that others fail at once instead of waiting.
+    """
 
     def __init__(self, size: int) -> None:
         if size < 1:
             raise ValueError(f"size must be at least 1, got {size}")
         self.size = size
-        self._boxes: dict[tuple[int, int], queue.SimpleQueue[_Parcel]] = {
+        self.boxes: dict[tuple[int, int], queue.SimpleQueue[_Parcel]] = {
             (source, target): queue.SimpleQueue()
             for source in range(size)
             for target in range(size)
-            if source != target
         }
         self.memory = memoryview(_memory(symmetric_memory_bytes(size)))
-        self._gone: set[int] = set()
+        self.ended: set[int] = set()
         # What not all of its ranks have asked for yet, with how many have.
         self._parts: dict[tuple[tuple[int, ...], int], tuple[ThreadWorld, int]] = {}
         self._lock = threading.Lock()
@@ -70,22 +75,6 @@ class ThreadWorld:
             if asked + 1 < len(ranks):
                 self._parts[key] = world, asked + 1
             return world
-
-    def box(self, source: int, target: int) -> queue.SimpleQueue[_Parcel]:
-        """Return the mailbox from one rank to another."""
-        return self._boxes[source, target]
-
-    def leave(self, rank: int) -> None:
-        """Note that a rank has ended, so that others fail at once instead of waiting."""
-        self._gone.add(rank)
-
-    def is_gone(self, rank: int) -> bool:
-        """Return whether a rank has ended."""
-        return rank in self._gone
-
-    def gone(self) -> int | None:
-        """Return the lowest rank that has ended, if any."""
-        return min(self._gone, default=None)
 
 
 class ThreadTransport(Transport):
@@ -115,7 +104,7 @@ class ThreadTransport(Transport):
         for peer, tensor in sends:
             if tensor.numel():
                 parcel = _Parcel(tensor)
-                self._world.box(self.rank, peer).put(parcel)
+                self._world.boxes[self.rank, peer].put(parcel)
                 posted.append((peer, parcel))
         for peer, tensor in recvs:
             if tensor.numel():
@@ -129,7 +118,7 @@ class ThreadTransport(Transport):
     def _receive(
         self, peer: int, tensor: torch.Tensor, step: str, deadline: float, timeout: float
     ) -> None:
-        box = self._world.box(peer, self.rank)
+        box = self._world.boxes[peer, self.rank]
         while True:
             try:
                 parcel = box.get(timeout=_POLL)
@@ -148,7 +137,7 @@ class ThreadTransport(Transport):
         parcel.taken.set()
 
     def _check_waiting(self, peer: int, step: str, deadline: float, timeout: float) -> None:
-        if self._world.is_gone(peer):
+        if peer in self._world.ended:
             raise CollectiveTimeoutError(
                 f"rank {self.rank} cannot go on in {step}: rank {peer} has ended"
             )
@@ -159,7 +148,7 @@ class ThreadTransport(Transport):
 
     def gone(self) -> int | None:
         """Return a rank that has ended, if any."""
-        return self._world.gone()
+        return min(self._world.ended, default=None)
 
     def why_gone(self, peer: int) -> str:
         """Say that a rank has ended."""
@@ -179,7 +168,7 @@ class ThreadTransport(Transport):
 
     def close(self) -> None:
         """Tell the other ranks that this one has ended."""
-        self._world.leave(self.rank)
+        self._world.ended.add(self.rank)
 
 
 def _memory(nbytes: int) -> mmap.mmap:
@@ -194,6 +183,4 @@ def _record(tensor: torch.Tensor) -> torch.cuda.Event | None:
     """Record an event behind the work queued so far on a CUDA tensor; None on the CPU."""
     if tensor.device.type != "cuda":
         return None
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(tensor.device))
-    return event
+    return torch.cuda.current_stream(tensor.device).record_event()

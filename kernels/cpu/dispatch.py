@@ -2,26 +2,20 @@
 
 Arithmetic is float32 for float16, bfloat16 and float32, float64 for float64; results are rounded
 once. Dot products are taken in float64, where no square of a float32 under- or overflows.
-
-Each function here returns another, which runs what it was given any number of times.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
-import torch
 from torch import Tensor
 
+from kernels.arguments import Call
 from kernels.cpu import native, torch_fallback
 from kernels.cpu.build import Unavailable
-from kernels.findings import Findings
-from kernels.layout import PackedList
 from kernels.validation import PLAIN
 
 _VARIABLE = "ADASUM_CPU_KERNELS"
@@ -52,10 +46,11 @@ if hasattr(os, "register_at_fork"):
 
 
 def _found() -> native.Library | str:
-    with _state.lock:
-        if _state.found is None:
-            _state.found = _load()
-        return _state.found
+    if _state.found is None:
+        with _state.lock:
+            if _state.found is None:
+                _state.found = _load()
+    return _state.found
 
 
 def _load() -> native.Library | str:
@@ -112,104 +107,13 @@ def _in_memory(tensors: Sequence[Tensor], addresses: Sequence[int]) -> bool:
     )
 
 
-def _compiled(
-    name: str,
-    tensors: Sequence[Tensor],
-    addresses: array[int],
-    dtypes: Sequence[torch.dtype],
-    bounds: array[int],
-    out: Tensor | None,
-    findings: Findings,
-    **others: Any,
-) -> Callable[..., None] | None:
-    """Bind a compiled function, as `Library.bind` has it; None where torch's is to be taken."""
-    written = [one for one in (out, others.get("dots")) if one is not None]
-    if not _in_memory(tensors, addresses):
-        return None
-    if not _in_memory(written, [*map(Tensor.data_ptr, written)]) or (found := library()) is None:
-        return None
-    return found.bind(name, addresses, dtypes, bounds, out, findings, **others)
-
-
-def _compiled_pair(
-    name: str,
-    a: Tensor,
-    b: Tensor,
-    bounds: Sequence[int],
-    out: Tensor | None,
-    findings: Findings,
-    dots: Tensor | None = None,
-) -> Callable[..., None] | None:
-    addresses = array("Q", (a.data_ptr(), b.data_ptr()))
-    dtypes, cuts = (a.dtype, b.dtype), array("q", bounds)
-    return _compiled(name, (a, b), addresses, dtypes, cuts, out, findings, dots=dots)
-
-
-def copy(
-    tensors: Sequence[Tensor],
-    addresses: array[int],
-    packed: PackedList,
-    buffer: Tensor,
-    findings: Findings,
-    packing: bool,
-) -> Callable[[float], None]:
-    """Between the tensors and their slots of `buffer`, times a scale.
-
-    addresses: the tensors', uint64. packing: whether into the buffer, with zeros into the padding.
-    """
-    numels, bounds = packed.layout.in_c
-    return _compiled(
-        "copy",
-        tensors,
-        addresses,
-        packed.dtypes,
-        bounds,
-        buffer,
-        findings,
-        numels=numels,
-        packing=packing,
-    ) or partial(torch_fallback.copy, tensors, packed, buffer, findings, packing)
-
-
-def sum_n(
-    tensors: Sequence[Tensor], addresses: array[int], out: Tensor, findings: Findings
-) -> Callable[[float], None]:
-    """Bind out = scale * (t0 + t1 + ...), in list order; `out` may be any of the tensors."""
-    dtypes, bounds = [tensors[0].dtype] * len(tensors), array("q", (0, out.numel()))
-    return _compiled("sum_n", tensors, addresses, dtypes, bounds, out, findings) or partial(
-        torch_fallback.sum_n, tensors, out, findings
-    )
-
-
-def scaled_add(
-    a: Tensor, b: Tensor, out: Tensor, findings: Findings
-) -> Callable[[float, float], None]:
-    """Bind out = alpha*a + beta*b, elementwise; `out` may be a or b."""
-    return _compiled_pair("scaled_add", a, b, (0, out.numel()), out, findings) or partial(
-        torch_fallback.scaled_add, a, b, out, findings
-    )
-
-
-def dot_and_norms(a: Tensor, b: Tensor, bounds: Sequence[int], dots: Tensor) -> Callable[[], None]:
-    """Bind dots = rows (a.b, `|a|^2`, `|b|^2`) of the flattened segments."""
-    return _compiled_pair("dot_and_norms", a, b, bounds, None, Findings(), dots) or partial(
-        torch_fallback.dot_and_norms, a, b, bounds, dots
-    )
-
-
-def combine(
-    a: Tensor, b: Tensor, dots: Tensor, bounds: Sequence[int], out: Tensor, findings: Findings
-) -> Callable[[], None]:
-    """Bind out = (1 - d/(2A)) a + (1 - d/(2B)) b per segment; (d, A, B) are rows of `dots`."""
-    return _compiled_pair("combine", a, b, bounds, out, findings, dots) or partial(
-        torch_fallback.combine, a, b, dots, bounds, out, findings
-    )
-
-
-def adasum(
-    a: Tensor, b: Tensor, bounds: Sequence[int], out: Tensor, findings: Findings
-) -> Callable[[], None]:
-    """Bind out = `combine` of the tensors' `dot_and_norms`."""
-    return _compiled_pair("adasum", a, b, bounds, out, findings) or partial(
-        torch_fallback.adasum, a, b, bounds, out, findings
-    )
+def bind(call: Call) -> Callable[..., None]:
+    """Return what runs a call any number of times, with its scalars."""
+    written = [call.out] if call.dots is None else [call.out, call.dots]
+    if (
+        _in_memory(call.inputs, call.addresses)
+        and _in_memory(written, [*map(Tensor.data_ptr, written)])
+        and (found := library()) is not None
+    ):
+        return found.bind(call)
+    return partial(getattr(torch_fallback, call.function), call)

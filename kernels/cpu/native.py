@@ -8,16 +8,15 @@ from __future__ import annotations
 import ctypes
 import platform
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from kernels.arguments import Call
 from kernels.arithmetic import TINY
 from kernels.cpu.build import Unavailable, built
-from kernels.findings import Findings
 
 # In the order of the C file's enum.
 _CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
@@ -74,11 +73,7 @@ _ROWS = "\n".join(f"    {kind} {name};" for name, kind in _FIELDS.items())
 HEADERS = {"task.h": f"struct task {{\n{_ROWS}\n}};\n"}
 
 
-class _Task(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_int64 if kind == "int64_t" else ctypes.c_void_p)
-        for name, kind in _FIELDS.items()
-    ]
+_THREADS = list(_FIELDS).index("threads")
 
 
 class Library:
@@ -88,61 +83,60 @@ class Library:
         """Load them. Raises OSError or AttributeError where that fails."""
         library = ctypes.CDLL(str(path))
         self._functions = {name: library[name] for name in FUNCTIONS}
+        self._functions["pack"] = self._functions["unpack"] = library["copy"]
         for function in self._functions.values():
             function.argtypes, function.restype = (ctypes.c_void_p,), None
         self._team = _team()
 
-    def bind(
-        self,
-        name: str,
-        addresses: array[int],
-        dtypes: Sequence[torch.dtype],
-        bounds: array[int],
-        out: Tensor | None,
-        findings: Findings,
-        *,
-        numels: array[int] | None = None,
-        packing: bool = False,
-        dots: Tensor | None = None,
-    ) -> Callable[..., None]:
-        """Return what runs a function any number of times, with its scalars.
+    def bind(self, call: Call) -> Callable[..., None]:
+        """Return what runs a call any number of times, with its scalars.
 
-        It has the addresses of tensors, not the tensors: whoever calls keeps those alive. Arguments
-        are fields of the struct; addresses are uint64, other arrays int64. Scalars are the scale,
-        or alpha and beta.
+        It has the addresses of tensors, not the tensors: whoever calls keeps those alive. Scalars
+        are the scale, or alpha and beta.
         """
+        name, (found_inf, max_abs) = call.function, call.findings
+        if call.packed is None:
+            numels, bounds = array("q"), array("q", call.bounds)
+        else:
+            numels, bounds = call.packed.layout.in_c
         segments = len(bounds) - 1
         has_partials = name in ("dot_and_norms", "adasum")
         blocks = bounds[-1] // BLOCK + segments if has_partials else 0
         coefficients, largest = array("d", bytes(16 * max(1, segments))), array("d", (0.0,))
-        arrays: dict[str, array[Any]] = {
-            "tensors": addresses,
-            "dtypes": array("q", map(_CODES.__getitem__, dtypes)),
-            "bounds": bounds,
-            "numels": numels or array("q"),
-            "coefficients": coefficients,
-            "partials": array("d", bytes(24 * blocks)),
-            "dots": array("d", bytes(24 * segments if dots is None and has_partials else 0)),
-            "largest": largest,
+        codes = array("q", map(_CODES.__getitem__, call.dtypes))
+        partials, own_dots = array("d", bytes(24 * blocks)), array("d")
+        out = dots = call.out.data_ptr()
+        if call.dots is not None:
+            dots = call.dots.data_ptr()
+        elif name == "adasum":
+            own_dots = array("d", bytes(24 * segments))
+            dots = _address(own_dots)
+        fields = {
+            "tensors": _address(call.addresses),
+            "dtypes": _address(codes),
+            "count": len(codes),
+            "out": out,
+            "out_dtype": _CODES[call.out.dtype],
+            "bounds": _address(bounds),
+            "segments": segments,
+            "numels": _address(numels),
+            "packing": call.packing,
+            "coefficients": _address(coefficients),
+            "partials": _address(partials),
+            "dots": dots,
+            "found_inf": 0 if found_inf is None else found_inf.data_ptr(),
+            "largest": 0 if max_abs is None else _address(largest),
+            "threads": 1,
+            **self._team,
         }
-        task = _Task(count=len(addresses), segments=segments, packing=packing, **self._team)
-        for field, values in arrays.items():
-            setattr(task, field, values.buffer_info()[0])
-        task.arrays = arrays
-        if out is not None:
-            task.out, task.out_dtype = out.data_ptr(), _CODES[out.dtype]
-        if dots is not None:
-            task.dots = dots.data_ptr()
-        found_inf, max_abs = findings
-        if found_inf is not None:
-            task.found_inf = found_inf.data_ptr()
-        if max_abs is None:
-            task.largest = None
-        function, reference = self._functions[name], ctypes.byref(task)
+        task = array("Q", map(fields.__getitem__, _FIELDS))
+        arrays = call.addresses, codes, bounds, numels, partials, own_dots
+        function, reference = self._functions[name], _address(task)
 
-        def run(first: float = 1.0, second: float = 1.0) -> None:
+        # `kept`: the arrays live as long as what runs.
+        def run(first: float = 1.0, second: float = 1.0, kept: object = arrays) -> None:
             coefficients[0], coefficients[1] = first, second
-            task.threads, largest[0] = torch.get_num_threads(), 0.0
+            task[_THREADS], largest[0] = torch.get_num_threads(), 0.0
             function(reference)
             if max_abs is not None:
                 max_abs.detach().fill_(largest[0])
@@ -150,12 +144,16 @@ class Library:
         return run
 
 
+def _address(values: array[Any]) -> int:
+    return values.buffer_info()[0]
+
+
 def build() -> Library:
     """Return the functions, compiled now or before. Raises Unavailable."""
     return built("native", _SOURCES, HEADERS, [*_FLAGS, *_flags_here()], Library)
 
 
-def _team() -> dict[str, int | None]:
+def _team() -> dict[str, int]:
     """What starts torch's own threads, by address; nothing where that is not OpenMP.
 
     Not all of torch's wheels have it among what every library in the process can see: then only
@@ -165,8 +163,8 @@ def _team() -> dict[str, int | None]:
         itself = ctypes.CDLL(torch._C.__file__)
         found = {field: getattr(itself, name) for field, name in _OPENMP.items()}
     except (OSError, AttributeError):
-        return {}
-    return {field: ctypes.cast(one, ctypes.c_void_p).value for field, one in found.items()}
+        return dict.fromkeys(_OPENMP, 0)
+    return {field: ctypes.cast(one, ctypes.c_void_p).value or 0 for field, one in found.items()}
 
 
 def _flags_here() -> tuple[str, ...]:

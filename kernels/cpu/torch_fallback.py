@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kernels.arguments import Call
 from kernels.arithmetic import TINY, compute_dtype
 from kernels.findings import Findings
-from kernels.layout import PackedList
 
 # An operation on both cores costs tens of microseconds to start and to end, so blocks are as large
 # as the shared cache lets them be; bench/NOTES.md has the times behind them.
@@ -52,48 +52,51 @@ def _scaled_copy(target: Tensor, source: Tensor, scale: float) -> None:
 
 
 @torch.no_grad()
-def copy(
-    tensors: Sequence[Tensor],
-    packed: PackedList,
-    buffer: Tensor,
-    findings: Findings,
-    packing: bool,
-    scale: float,
-) -> None:
-    """Between the tensors and their slots of `buffer`; packing writes zeros into the padding."""
-    pieces = buffer.split_with_sizes(packed.layout.pieces)
+def copy(call: Call, scale: float) -> None:
+    """Between the tensors and their slots of the buffer; packing writes zeros into the padding."""
+    assert call.packed is not None
+    pieces = call.out.split_with_sizes(call.packed.layout.pieces)
     slots, paddings = pieces[::2], pieces[1::2]
-    for tensor, slot, padding in zip(tensors, slots, paddings, strict=True):
-        target, source = (slot, tensor.view(-1)) if packing else (tensor.view(-1), slot)
+    for tensor, slot, padding in zip(call.inputs, slots, paddings, strict=True):
+        target, source = (slot, tensor.view(-1)) if call.packing else (tensor.view(-1), slot)
         if scale == 1.0:
             target.copy_(source)
         else:
             _scaled_copy(target, source, scale)
-        if packing and padding.numel():
+        if call.packing and padding.numel():
             padding.zero_()
-    report(findings, (buffer,) if packing else tensors)
+    report(call.findings, (call.out,) if call.packing else call.inputs)
+
+
+pack = unpack = copy
 
 
 @torch.no_grad()
-def sum_n(tensors: Sequence[Tensor], out: Tensor, findings: Findings, scale: float) -> None:
+def sum_n(call: Call, scale: float) -> None:
     """Write out = scale * (t0 + t1 + ...), in list order; `out` may be any of the tensors."""
-    wide = compute_dtype(tensors[0].dtype, out.dtype)
-    for to, first, *others in _blocks(out, *tensors):
+    wide = compute_dtype(call.inputs[0].dtype, call.out.dtype)
+    for to, first, *others in _blocks(call.out, *call.inputs):
         total = first.to(wide)
         for part in others:
             # Converted apart, which is faster than an addition of two dtypes.
             total = total + part.to(wide)
         to.copy_(total if scale == 1.0 else total * scale)
-        report(findings, (to,))
+        report(call.findings, (to,))
+
+
+def scaled_add(call: Call, alpha: float, beta: float) -> None:
+    """Write out = alpha*a + beta*b, elementwise; `out` may be a or b."""
+    a, b = call.inputs
+    _blend(a, b, call.out, call.findings, alpha, beta)
 
 
 @torch.no_grad()
-def scaled_add(
+def _blend(
     a: Tensor, b: Tensor, out: Tensor, findings: Findings, alpha: float, beta: float
 ) -> None:
-    """Write out = alpha*a + beta*b, elementwise; `out` may be a or b.
+    """Write out = alpha*a + beta*b, with the same bits whether `out` is a, b or neither.
 
-    It has the same bits whichever it is: ranks that reduce a pair write into one or the other.
+    Ranks that reduce a pair write into one or the other.
     """
     wide = compute_dtype(a.dtype, b.dtype, out.dtype)
     if not (_is_safe(alpha) and _is_safe(beta)):
@@ -104,10 +107,10 @@ def scaled_add(
 
 
 @torch.no_grad()
-def dot_and_norms(a: Tensor, b: Tensor, bounds: Sequence[int], dots: Tensor) -> None:
-    """Write into `dots` a row (a.b, |a|^2, |b|^2) for each segment."""
-    x, y = a.view(-1), b.view(-1)
-    for row, (start, stop) in zip(dots, itertools.pairwise(bounds), strict=True):
+def dot_and_norms(call: Call) -> None:
+    """Write into `out` a row (a.b, |a|^2, |b|^2) for each segment."""
+    x, y = (tensor.view(-1) for tensor in call.inputs)
+    for row, (start, stop) in zip(call.out, itertools.pairwise(call.bounds), strict=True):
         found = [0.0, 0.0, 0.0]
         for low in range(start, stop, _DOT_BLOCK):
             high = min(low + _DOT_BLOCK, stop)
@@ -117,26 +120,24 @@ def dot_and_norms(a: Tensor, b: Tensor, bounds: Sequence[int], dots: Tensor) -> 
         row.copy_(torch.tensor(found, dtype=torch.float64))
 
 
-@torch.no_grad()
-def combine(
-    a: Tensor, b: Tensor, dots: Tensor, bounds: Sequence[int], out: Tensor, findings: Findings
-) -> None:
+def combine(call: Call) -> None:
     """Write out = (1 - d/(2A)) a + (1 - d/(2B)) b per segment; (d, A, B) are rows of `dots`."""
-    parts = [tensor.detach().view(-1) for tensor in (a, b, out)]
+    assert call.dots is not None
+    parts = [tensor.detach().view(-1) for tensor in (*call.inputs, call.out)]
     for (dot, norm_a, norm_b), (low, high) in zip(
-        dots.tolist(), itertools.pairwise(bounds), strict=True
+        call.dots.tolist(), itertools.pairwise(call.bounds), strict=True
     ):
         if high > low:
             left, right, to = (part[low:high] for part in parts)
             alpha, beta = _coefficient(dot, norm_a), _coefficient(dot, norm_b)
-            scaled_add(left, right, to, findings, alpha, beta)
+            _blend(left, right, to, call.findings, alpha, beta)
 
 
-def adasum(a: Tensor, b: Tensor, bounds: Sequence[int], out: Tensor, findings: Findings) -> None:
+def adasum(call: Call) -> None:
     """`combine` of the tensors' `dot_and_norms`."""
-    dots = torch.empty(len(bounds) - 1, 3, dtype=torch.float64, device="cpu")
-    dot_and_norms(a, b, bounds, dots)
-    combine(a, b, dots, bounds, out, findings)
+    dots = torch.empty(len(call.bounds) - 1, 3, dtype=torch.float64, device="cpu")
+    dot_and_norms(call._replace(out=dots))
+    combine(call._replace(dots=dots))
 
 
 def _coefficient(dot: float, norm: float) -> float:

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.arguments import Call
 from kernels.arithmetic import compute_dtype
-from kernels.findings import Findings
 from kernels.gpu import launcher
 from kernels.gpu.device_tables import TABLES, AddressTable, upload
 from kernels.gpu.launcher import Kernel, Launch, jit, tl
@@ -117,28 +117,20 @@ def _copy_kernel(
 class Copies:
     """One launch for each dtype among the tensors."""
 
-    def __init__(
-        self,
-        addresses: array[int],
-        packed: PackedList,
-        buffer: Tensor,
-        findings: Findings,
-        packing: bool,
-        table: AddressTable,
-    ) -> None:
-        self._packed, self._buffer, self._findings = packed, buffer, findings
-        self._packing = packing
+    def __init__(self, call: Call, table: AddressTable) -> None:
+        assert call.packed is not None
+        self._call, self._packed, device = call, call.packed, call.out.device
         # By whether there is a scale at all, and is finite in float32 and in float64.
         self._launches: dict[tuple[bool, bool, bool], list[Launch]] = {}
         # Those of one dtype follow each other.
-        order = list(itertools.chain.from_iterable(packed.kinds.values()))
+        order = list(itertools.chain.from_iterable(call.packed.kinds.values()))
         if order:
-            ordered = array("Q", [addresses[i] for i in order])
-            self._addresses = table.write(ordered, buffer.device)
+            ordered = array("Q", [call.addresses[i] for i in order])
+            self._addresses = table.write(ordered, device)
         # Now: the first run may be captured, and a table uploaded there is filled by replays alone.
         self._tables = [
-            _table(packed, chosen, self._block(dtype)[0], buffer.device)
-            for dtype, chosen in packed.kinds.items()
+            _table(call.packed, chosen, self._block(dtype)[0], device)
+            for dtype, chosen in call.packed.kinds.items()
         ]
 
     def __call__(self, scale: float) -> None:
@@ -163,19 +155,19 @@ class Copies:
         ):
             block, warps = self._block(dtype)
             wide = compute_dtype(dtype, layout.dtype)
-            with launcher.device_guard(self._buffer):
+            with launcher.device_guard(self._call.out):
                 launch = _copy_kernel.bind(
                     tiles,
                     (0,),
                     table,
                     self._addresses[done : done + len(chosen)],
-                    self._buffer,
-                    self._findings,
+                    self._call.out,
+                    self._call.findings,
                     len(chosen),
                     TENSOR=dtype,
                     BUFFER=layout.dtype,
                     WIDE=wide,
-                    PACK=self._packing,
+                    PACK=self._call.packing,
                     SCALED=scaled,
                     FINITE=finite if wide == torch.float64 else fits_float,
                     BLOCK=block,

@@ -17,8 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["TABLES", "AddressTable", "DeviceTables", "Scratch", "upload"]
-
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 

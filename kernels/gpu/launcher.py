@@ -183,6 +183,10 @@ def device_guard(tensor: Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(device)
 
 
+def nothing(*_: float) -> None:
+    """Stand for a launch where there is no element."""
+
+
 def float_bits(value: float) -> int:
     """The bits of a float64 as a signed integer: Triton would pass a float as float32."""
     return int(_INT64.unpack(_DOUBLE.pack(value))[0])

@@ -13,8 +13,8 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor
 
+from kernels.arguments import Call
 from kernels.arithmetic import compute_dtype
-from kernels.findings import Findings
 from kernels.gpu import launcher
 from kernels.gpu.chunking import Chunks, chunks_of
 from kernels.gpu.device_tables import Scratch
@@ -168,69 +168,50 @@ class _Aligned:
             copy.copy_(one.detach())
 
 
-def _nothing() -> None:
-    """Stands for a launch where there is no element."""
-
-
 def _with_scratch(
-    launch: launcher.Launch, a: Tensor, use: Hashable, chunks: Chunks, counters: int
+    launch: launcher.Launch, aligned: _Aligned, use: Hashable, chunks: Chunks, counters: int
 ) -> Callable[[], None]:
     """A launch that takes partials and zeroed counters first.
 
     use: what decides how the counters are left behind.
     """
-    device, floats = a.device, 3 * (chunks.chunks + chunks.segments)
+    a, floats = aligned.tensors[0], 3 * (chunks.chunks + chunks.segments)
 
     def run() -> None:
+        aligned.refresh()
         with launcher.device_guard(a):
             stream = launcher.current_stream()
-            launch(*_SCRATCH.fetch(use, device, stream, floats, counters))
+            launch(*_SCRATCH.fetch(use, a.device, stream, floats, counters))
 
     return run
 
 
-def dot_and_norms(
-    a: Tensor, b: Tensor, bounds: tuple[int, ...], dots: Tensor
-) -> Callable[[], None]:
-    """Bind dots = float64 rows of the segments, in one launch."""
-    if len(bounds) == 1:
-        return _nothing
-    aligned = _Aligned(a, b)
-    with launcher.device_guard(a):
-        chunks = chunks_of(a, bounds)
-        launch = _dots_kernel.bind(
-            chunks.chunks,
-            (dots, chunks.table),
-            *aligned.tensors,
-            chunks.table,
-            dots,
-            **_meta(a, chunks),
-        )
-    run = _with_scratch(launch, a, "dots", chunks, chunks.segments)
-
-    def refreshed() -> None:
-        aligned.refresh()
-        run()
-
-    return refreshed
+def dot_and_norms(call: Call) -> Callable[[], None]:
+    """Bind out = float64 rows of the segments, in one launch."""
+    if len(call.bounds) == 1:
+        return launcher.nothing
+    aligned, chunks = _Aligned(*call.inputs), chunks_of(call.inputs[0], call.bounds)
+    launch = _dots_kernel.bind(
+        chunks.chunks,
+        (call.out, chunks.table),
+        *aligned.tensors,
+        chunks.table,
+        call.out,
+        **_meta(call.inputs[0], chunks),
+    )
+    return _with_scratch(launch, aligned, "dots", chunks, chunks.segments)
 
 
-def combine(
-    a: Tensor,
-    b: Tensor,
-    dots: Tensor,
-    bounds: tuple[int, ...],
-    out: Tensor,
-    findings: Findings,
-) -> Callable[[], None]:
+def combine(call: Call) -> Callable[[], None]:
     """Bind out from the dots, in one launch."""
+    (a, b), dots = call.inputs, call.dots
+    assert dots is not None
     if a.numel() == 0:
-        return _nothing
-    with launcher.device_guard(a):
-        chunks = chunks_of(a, bounds)
-        return _combine_kernel.bind(
-            chunks.chunks, (), a, b, dots, chunks.table, out, findings, **_meta(a, chunks)
-        )
+        return launcher.nothing
+    chunks = chunks_of(a, call.bounds)
+    return _combine_kernel.bind(
+        chunks.chunks, (), a, b, dots, chunks.table, call.out, call.findings, **_meta(a, chunks)
+    )
 
 
 def _programs(a: Tensor, chunks: Chunks) -> int:
@@ -248,52 +229,39 @@ def _programs(a: Tensor, chunks: Chunks) -> int:
     return min(resident, chunks.chunks) if chunks.chunks <= resident or on_chip else 0
 
 
-def adasum(
-    a: Tensor,
-    b: Tensor,
-    bounds: tuple[int, ...],
-    out: Tensor,
-    findings: Findings,
-    cooperative: bool,
-) -> Callable[[], None]:
-    """Bind the launch of Adasum: one, if it may be `cooperative` and fits on chip, else two."""
+def adasum(call: Call) -> Callable[[], None]:
+    """Bind the launch of Adasum: one, if it may be cooperative and fits on chip, else two."""
+    (a, b), out = call.inputs, call.out
     if a.numel() == 0:
-        return _nothing
-    with launcher.device_guard(a):
-        chunks = chunks_of(a, bounds)
-        programs = _programs(a, chunks) if cooperative else 0
-        if programs == 0 or out.data_ptr() % 16 != 0:
-            return _in_two(a, b, bounds, out, findings)
-        aligned = _Aligned(a, b)
-        launch = _one_launch_kernel.bind(
-            programs,
-            (torch.empty(1, dtype=torch.float64, device=a.device), chunks.table),
-            *aligned.tensors,
-            chunks.table,
-            out,
-            findings,
-            chunks.chunks,
-            chunks.segments,
-            launch_cooperative_grid=True,
-            maxnreg=REGISTERS,
-            **_meta(a, chunks),
-        )
+        return launcher.nothing
+    chunks = chunks_of(a, call.bounds)
+    programs = _programs(a, chunks) if call.cooperative else 0
+    if programs == 0 or out.data_ptr() % 16 != 0:
+        return _in_two(call)
+    aligned = _Aligned(a, b)
+    launch = _one_launch_kernel.bind(
+        programs,
+        (torch.empty(1, dtype=torch.float64, device=a.device), chunks.table),
+        *aligned.tensors,
+        chunks.table,
+        out,
+        call.findings,
+        chunks.chunks,
+        chunks.segments,
+        launch_cooperative_grid=True,
+        maxnreg=REGISTERS,
+        **_meta(a, chunks),
+    )
     # Launches are counted by segments.
-    run = _with_scratch(launch, a, ("one launch", chunks.segments), chunks, chunks.segments + 1)
-
-    def refreshed() -> None:
-        aligned.refresh()
-        run()
-
-    return refreshed
+    use = "one launch", chunks.segments
+    return _with_scratch(launch, aligned, use, chunks, chunks.segments + 1)
 
 
-def _in_two(
-    a: Tensor, b: Tensor, bounds: tuple[int, ...], out: Tensor, findings: Findings
-) -> Callable[[], None]:
-    dots = torch.empty(len(bounds) - 1, 3, dtype=torch.float64, device=a.device)
-    first = dot_and_norms(a, b, bounds, dots)
-    second = combine(a, b, dots, bounds, out, findings)
+def _in_two(call: Call) -> Callable[[], None]:
+    count, device = len(call.bounds) - 1, call.out.device
+    dots = torch.empty(count, 3, dtype=torch.float64, device=device)
+    first = dot_and_norms(call._replace(out=dots))
+    second = combine(call._replace(dots=dots))
 
     def run() -> None:
         first()

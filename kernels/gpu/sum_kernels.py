@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable
 
-import torch
-from torch import Tensor
-
+from kernels.arguments import Call
 from kernels.arithmetic import compute_dtype
-from kernels.findings import Findings
 from kernels.gpu import launcher
 from kernels.gpu.device_tables import AddressTable
 from kernels.gpu.launcher import Kernel, jit, tl
@@ -78,42 +74,29 @@ def _sum_kernel(
             store_tile(to + at * OUT_BYTES, left, y, False)
 
 
-def sum_n(
-    addresses: array[int],
-    dtype: torch.dtype,
-    out: Tensor,
-    findings: Findings,
-    table: AddressTable,
-) -> Callable[[float], None]:
-    """Bind out = scale * (the sum of the tensors, in list order).
-
-    addresses: the tensors', uint64. dtype: theirs.
-    """
+def sum_n(call: Call, table: AddressTable) -> Callable[[float], None]:
+    """Bind out = scale * (the sum of the tensors, in list order)."""
+    addresses, out, dtype = call.addresses, call.out, call.inputs[0].dtype
     block, warps = launcher.block_of(out.numel(), max(dtype.itemsize, out.element_size()))
     tiles = -(-out.numel() // block)
     if tiles == 0:
-        return _nothing
-    with launcher.device_guard(out):
-        launch = _sum_kernel.bind(
-            tiles,
-            (0,),
-            table.write(addresses, out.device),
-            out,
-            findings,
-            len(addresses),
-            out.numel(),
-            DTYPE=dtype,
-            OUT=out.dtype,
-            WIDE=compute_dtype(dtype, out.dtype),
-            ALIGNED=all(address % 16 == 0 for address in (*addresses, out.data_ptr())),
-            BLOCK=block,
-            num_warps=warps,
-        )
+        return launcher.nothing
+    launch = _sum_kernel.bind(
+        tiles,
+        (0,),
+        table.write(addresses, out.device),
+        out,
+        call.findings,
+        len(addresses),
+        out.numel(),
+        DTYPE=dtype,
+        OUT=out.dtype,
+        WIDE=compute_dtype(dtype, out.dtype),
+        ALIGNED=all(address % 16 == 0 for address in (*addresses, out.data_ptr())),
+        BLOCK=block,
+        num_warps=warps,
+    )
     return lambda scale: launch(launcher.float_bits(scale))
-
-
-def _nothing(*_: float) -> None:
-    """Stands for a launch where there is no element."""
 
 
 @Kernel
@@ -162,30 +145,28 @@ def _scaled_add_kernel(
             store_tile(to + done * OUT_BYTES, count - done, w, False)
 
 
-def scaled_add(
-    a: Tensor, b: Tensor, out: Tensor, findings: Findings
-) -> Callable[[float, float], None]:
+def scaled_add(call: Call) -> Callable[[float, float], None]:
     """Bind out = alpha*a + beta*b."""
+    (a, b), out = call.inputs, call.out
     widest = max(a.element_size(), b.element_size(), out.element_size())
     block, warps = launcher.block_of(out.numel(), widest)
     tiles = -(-out.numel() // block)
     if tiles == 0:
-        return _nothing
-    with launcher.device_guard(out):
-        launch = _scaled_add_kernel.bind(
-            tiles,
-            (0, 0),
-            a,
-            b,
-            out,
-            findings,
-            out.numel(),
-            A=a.dtype,
-            B=b.dtype,
-            OUT=out.dtype,
-            WIDE=compute_dtype(a.dtype, b.dtype, out.dtype),
-            ALIGNED=all(tensor.data_ptr() % 16 == 0 for tensor in (a, b, out)),
-            BLOCK=block,
-            num_warps=warps,
-        )
+        return launcher.nothing
+    launch = _scaled_add_kernel.bind(
+        tiles,
+        (0, 0),
+        a,
+        b,
+        out,
+        call.findings,
+        out.numel(),
+        A=a.dtype,
+        B=b.dtype,
+        OUT=out.dtype,
+        WIDE=compute_dtype(a.dtype, b.dtype, out.dtype),
+        ALIGNED=all(tensor.data_ptr() % 16 == 0 for tensor in (a, b, out)),
+        BLOCK=block,
+        num_warps=warps,
+    )
     return lambda alpha, beta: launch(launcher.float_bits(alpha), launcher.float_bits(beta))

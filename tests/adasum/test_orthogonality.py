@@ -186,7 +186,7 @@ def test_recorder_of_a_tensor_absent_in_some_steps_counts_its_own_steps() -> Non
     assert recorder.before_reduction(["a"], [torch.ones(1)]) is None
     token = recorder.before_reduction(["a", "b"], [torch.ones(1)] * 2)
     assert token is not None
-    assert token.labels == [(4, "a")]
+    assert token[0] == [(4, "a")]
 
 
 def of_step(rank: int, method: str) -> list[Tensor]:

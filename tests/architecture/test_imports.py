@@ -31,7 +31,9 @@ WINGS = {
     "kernels": (
         ("kernels.__init__",),
         ("kernels.packing", "kernels.reduction", "kernels.projection"),
+        ("kernels.torch_ops",),
         ("kernels.plans",),
+        ("kernels.binding",),
         ("kernels.backends",),
         ("kernels.gpu", "kernels.cpu"),
         ("kernels",),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 
 import pytest
 import torch
 from threadpoolctl import threadpool_info
 
+import collectives
 from collectives import TransportError
 from collectives.work import Work, Worker
 
@@ -151,6 +153,23 @@ def test_wait_raises_whatever_the_call_raised(worker):
     assert done(behind) == 7
     with pytest.raises(SystemExit, match="leaving"):
         work.wait()
+
+
+def test_wait_raises_where_the_communication_thread_has_ended(worker, monkeypatch):
+    monkeypatch.setattr(collectives.work, "_CHECK_SECONDS", 0.05)
+    monkeypatch.setattr(Worker, "_loop", lambda *_: None)
+    with pytest.raises(TransportError, match="thread ended"):
+        worker.submit(lambda: 7).wait()
+
+
+def test_calls_after_a_pause_wake_the_thread(worker, monkeypatch):
+    """It has stopped looking for them by itself."""
+    monkeypatch.setattr(collectives.work, "_LOOKS", 1)
+    for number in range(3):
+        assert done(worker.begin(lambda: None, lambda n=number: n)) == number
+        time.sleep(0.05)
+        assert done(worker.submit(lambda n=number: n)) == number
+        time.sleep(0.05)
 
 
 def test_call_during_shut_down_raises():

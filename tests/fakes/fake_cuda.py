@@ -77,10 +77,13 @@ class FakeStream:
         else:
             self._work.put(event.wait)
 
-    def synchronize(self) -> None:
+    def record_event(self) -> FakeEvent:
         event = FakeEvent()
         event.record(self)
-        event.synchronize()
+        return event
+
+    def synchronize(self) -> None:
+        self.record_event().synchronize()
 
 
 class FakeEvent:

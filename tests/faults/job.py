@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import adasum as hvd
 import collectives.initialize
-from collectives.bootstrap import transport_selection
+from collectives.transport.connections import transport
 from tests.faults import mismatches
 
 STEPS = 4
@@ -168,9 +168,9 @@ def _trainer(use: str) -> Callable[[str, Strike | None], None]:
 
 
 def _patch_init(where: str, strike: Strike) -> None:
-    """The fault in the middle of init: before ranks connect, or before links are measured."""
+    """The fault in the middle of init: before ranks connect, or before link rates are."""
     module, name = {
-        "connecting": (transport_selection, "open_connections"),
+        "connecting": (transport, "open_connections"),
         "calibration": (collectives.initialize, "measure_link_rates"),
     }[where]
     whole = getattr(module, name)

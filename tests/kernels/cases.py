@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+# Elements whose dot products compiled code adds up on their own: lengths around it are worth a try.
+BLOCK = 8192
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+import kernels
 from kernels.cpu import dispatch
 from tests.ptx_emulator.driver import emulated
 
@@ -31,7 +32,7 @@ def choose_cpu(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Take one of the CPU path's two ways; skip where it is not to be had."""
     if path == "cpu_torch":
         monkeypatch.setattr(dispatch, "library", lambda: None)
-    elif why_not := dispatch.reason():
+    elif why_not := kernels.backend_info().why_torch:
         pytest.skip(f"no compiled CPU path: {why_not}")
 
 
@@ -41,7 +42,10 @@ def cpu_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return str(request.param)
 
 
-@pytest.fixture(params=["cpu", "cpu_torch", "emulator", "triton"])
+ON_GPU = pytest.param("triton", marks=pytest.mark.gpu)
+
+
+@pytest.fixture(params=["cpu", "cpu_torch", "emulator", ON_GPU])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
     if request.param.startswith("cpu"):
         choose_cpu(request.param, monkeypatch)

@@ -58,7 +58,7 @@ def operators(counter: CompileCounterWithBackend) -> list[str]:
     targets = [str(node.target) for graph in counter.graphs for node in graph.graph.nodes]
     names = [target.split(".")[1] for target in targets if target.startswith("adasum.")]
     # What follows an underscore and is a number tells schemas apart.
-    return [name.rstrip("_23") for name in names]
+    return [name.removesuffix("_3") for name in names]
 
 
 def several(dtype: torch.dtype, device: str, seed: int) -> list[Tensor]:
@@ -288,9 +288,11 @@ def test_overlap_is_found_when_the_operator_runs():
         compiled(lambda b, x: kernels.unpack(b, [x[:8], x[4:12]]))[0](torch.ones(32), X.clone())
     base = X.clone()
     with pytest.raises(ValueError, match="out overlaps a"):
-        torch.ops.adasum.adasum_3(base[:8], base[8:], [0, 8], base[4:12], True, None, None)
+        torch.ops.adasum.adasum_3(
+            [base[:8], base[8:]], [0, 8], None, 0, [], True, base[4:12], None, None
+        )
     with pytest.raises(ValueError, match=r"out overlaps tensors\[0\]"):
-        torch.ops.adasum.pack_2([base], [0], 64, 2.0, base, None, None)
+        torch.ops.adasum.pack_3([base], [0, 16], None, 64, [2.0], True, base, None, None)
     assert torch.equal(base, X)
 
 
@@ -301,22 +303,31 @@ def vector(seed: int, dtype: torch.dtype = F32, numel: int = 16) -> Tensor:
 @pytest.mark.parametrize("flag", [None, torch.zeros(())], ids=["", "found_inf"])
 def test_opcheck(flag):
     ops, x, y, out, cuts = torch.ops.adasum, vector(1), vector(2), vector(3), [0, 5, 16]
-    dots = kernels.dot_and_norms(x, y, cuts)
+    dots, whole, slots = kernels.dot_and_norms(x, y, cuts), [0, 16], [0, 16, 32]
     # found_inf and max_abs.
     flags = (None, None) if flag is None else (flag, torch.zeros(()))
     double = (flag, None if flag is None else torch.zeros((), dtype=torch.float64))
     for op, args in [
-        (ops.pack_2, ([x, y[:5]], [0, 16], 64, 0.5, vector(4, F16, 32), *flags)),
+        (ops.pack_3, ([x, y[:5]], slots, None, 64, [0.5], True, vector(4, F16, 32), *flags)),
         (
-            ops.unpack_2,
-            (vector(4, BF16, 32), [0, 16], 64, 0.5, [x.clone(), out[:5].clone()], *flags),
+            ops.unpack_3,
+            (
+                [x.clone(), out[:5].clone()],
+                slots,
+                None,
+                64,
+                [0.5],
+                True,
+                vector(4, BF16, 32),
+                *flags,
+            ),
         ),
-        (ops.sum_n_2, ([x, y], 0.5, out.double(), *double)),
-        (ops.sum_n_2, ([x, y, out], 0.5, out, *flags)),
-        (ops.scaled_add_2, (x, y, 0.5, -1.0, out, *flags)),
-        (ops.dot_and_norms, (x, y, cuts)),
-        (ops.combine_2, (x, y, dots, cuts, out, *flags)),
-        (ops.adasum_3, (x, y, cuts, out, False, *flags)),
+        (ops.sum_n_3, ([x, y], whole, None, 0, [0.5], True, out.double(), *double)),
+        (ops.sum_n_3, ([x, y, out], whole, None, 0, [0.5], True, out, *flags)),
+        (ops.scaled_add_3, ([x, y], whole, None, 0, [0.5, -1.0], True, out, *flags)),
+        (ops.dot_and_norms_3, ([x, y], cuts, None, 0, [], True, dots.clone(), None, None)),
+        (ops.combine_3, ([x, y], cuts, dots, 0, [], True, out, *flags)),
+        (ops.adasum_3, ([x, y], cuts, None, 0, [], True, out, *flags)),
     ]:
         torch.library.opcheck(op.default, args)
 
@@ -324,9 +335,9 @@ def test_opcheck(flag):
 def test_calls_stay_out_of_torchs_own_cuda_graphs():
     if not hasattr(torch.Tag, "cudagraph_unsafe"):
         pytest.skip("this torch has no such tag")
-    others = [f"{name}_2" for name in ("pack", "unpack", "sum_n", "scaled_add", "combine")]
-    for name in ["dot_and_norms", "adasum_3", *others]:
-        operator = getattr(torch.ops.adasum, name)
+    names = ["pack", "unpack", "sum_n", "scaled_add", "dot_and_norms", "combine", "adasum"]
+    for name in names:
+        operator = getattr(torch.ops.adasum, f"{name}_3")
         assert torch.Tag.cudagraph_unsafe in operator.default.tags
 
 
@@ -349,7 +360,7 @@ def test_dispatch_modes():
     assert flat(graph(a, b)) == flat(kernels.adasum(a, kernels.sum_n([a, b])))
     targets = [str(node.target) for node in graph.graph.nodes]
     assert [t for t in targets if t.startswith("adasum")] == [
-        "adasum.sum_n_2.default", "adasum.adasum_3.default",
+        "adasum.sum_n_3.default", "adasum.adasum_3.default",
     ]  # fmt: skip
     with FakeTensorMode():
         packed = kernels.pack([torch.empty(5), torch.empty(1 << 40)])

@@ -20,11 +20,8 @@ from collectives.schedules.registry import SCHEDULES
 from collectives.transport import (
     ConnectionTransport,
     GlooTransport,
-    HybridTransport,
     Message,
-    open_connections,
 )
-from collectives.transport.connections.shm import ShmConnection
 
 Check = Callable[[Group], None]
 
@@ -223,7 +220,7 @@ def check_mismatch(group: Group) -> None:
     differ(lambda: group.barrier() if last else group.all_reduce(even), "barrier", "all_reduce")
     differ(lambda: group.broadcast(even, group.size - 1 if last else 0), "root=")
     few = [torch.ones(2)] * 1 if last else [torch.ones(2), torch.ones(2)]
-    differ(lambda: group.grouped_all_reduce(few), "entries")
+    differ(lambda: group.grouped_all_reduce(few), "nothing more")
     assert torch.equal(even, torch.ones(3))
     group.all_reduce(even)
     assert even[0] == group.size
@@ -269,7 +266,9 @@ def run_checks_in_process(rank: int, transport: str) -> dict[str, str]:
 def start(transport: str, timeout: float = 60.0) -> Group:
     """collectives.init, with a look at what it chose."""
     group = collectives.init(timeout=timeout, transport=transport)
-    assert isinstance(group.transport, GlooTransport if transport == "gloo" else HybridTransport)
+    assert isinstance(
+        group.transport, GlooTransport if transport == "gloo" else ConnectionTransport
+    )
     return group
 
 
@@ -286,14 +285,10 @@ def pretend_two_hosts(timeout: float = 60.0, between: str = "gloo") -> Group:
     assert isinstance(transport, GlooTransport)
     rank, size = transport.rank, transport.size
 
-    def gather(data: bytes) -> list[bytes]:
-        return collectives.default_group().all_gather_bytes(data)
-
     near = range(rank % 2, size, 2)
     kinds = ("shm",) if between == "gloo" else ("shm", between)
-    connections, memory = open_connections(rank, size, gather, timeout, kinds=kinds, near=near)
-    assert len(connections) == (len(near) if between == "gloo" else size) - 1 and memory is None
-    through_memory = [each for each in connections.values() if isinstance(each, ShmConnection)]
-    assert len(through_memory) == len(near) - 1
-    hybrid = HybridTransport(ConnectionTransport(rank, size, connections), transport, kinds=kinds)
-    return Group(hybrid, timeout=timeout, local_rank=rank, local_size=size)
+    opened = ConnectionTransport(transport, timeout, kinds=kinds, near=near)
+    connected = opened.connected_peers
+    assert len(connected) == (len(near) if between == "gloo" else size) - 1
+    assert opened.memory_peers == {*near} - {rank} and opened.symmetric_memory is None
+    return Group(opened, timeout=timeout, local_rank=rank, local_size=size)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import collectives
 from collectives import initialize
-from collectives.transport import HybridTransport
+from collectives.transport import ConnectionTransport
 from tests.processes.harness import free_port, on_one_node, run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -257,7 +257,7 @@ def test_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"RANK": "0"}, "WORLD_SIZE is not set"),
         ({"WORLD_SIZE": "2"}, "RANK is not set"),
-        ({"RANK": "two", "WORLD_SIZE": "2"}, "must be integers"),
+        ({"RANK": "two", "WORLD_SIZE": "2"}, "RANK must be an integer .*got 'two' of '2'"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "from 0 to WORLD_SIZE - 1"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set"),
         ({**PLACE, "MASTER_PORT": "x"}, "MASTER_PORT must be a port from 1 to 65535, got 'x'"),
@@ -295,7 +295,7 @@ def _choose(rank: int) -> list[str]:
             group = collectives.init(timeout=30.0, transport=argument)
             group.barrier()
             transport = group.transport
-            peers = transport.connected_peers if isinstance(transport, HybridTransport) else ()
+            peers = transport.connected_peers if isinstance(transport, ConnectionTransport) else ()
             said.append(f"{type(transport).__name__} {sorted(peers)}")
             collectives.shutdown()
         except (collectives.TransportError, collectives.CollectiveMismatchError) as error:
@@ -306,9 +306,9 @@ def _choose(rank: int) -> list[str]:
 
 def test_the_transport_can_be_chosen() -> None:
     first, second, third = run_ranks(3, _choose)
-    assert first[:2] == ["HybridTransport [1, 2]", "GlooTransport []"]
-    assert second[:2] == ["HybridTransport [0, 2]", "GlooTransport []"]
-    assert third[:2] == ["HybridTransport [0, 1]", "GlooTransport []"]
+    assert first[:2] == ["ConnectionTransport [1, 2]", "GlooTransport []"]
+    assert second[:2] == ["ConnectionTransport [0, 2]", "GlooTransport []"]
+    assert third[:2] == ["ConnectionTransport [0, 1]", "GlooTransport []"]
     assert first[2:] == second[2:] == third[2:]
     assert "rank 0 calls init() with transport=auto" in first[2]
     assert "rank 1 calls init() with transport=gloo" in first[2]

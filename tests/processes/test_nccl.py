@@ -42,6 +42,7 @@ NUMEL = 100_003
 ONE_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4"}
 
 Check = Callable[[NcclTransport], None]
+pytestmark = pytest.mark.gpu
 
 
 @cache

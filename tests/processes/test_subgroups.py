@@ -18,7 +18,7 @@ import torch.distributed as dist
 import collectives
 from adasum import Adasum
 from collectives import CollectiveMismatchError, Group, Topology, TransportError
-from collectives.transport import HybridTransport
+from collectives.transport import ConnectionTransport
 from tests.processes.conformance import CHECKS, run_checks, start_or_pretend
 from tests.processes.harness import run_ranks
 
@@ -234,7 +234,7 @@ def processes(rank: int, transport: str) -> list[str]:
     if transport == "mixed":
         part = group.split([0, 2, 1])
         if part is not None:
-            assert isinstance(part.transport, HybridTransport)
+            assert isinstance(part.transport, ConnectionTransport)
             near = [[1], [0], []][part.rank]
             assert sorted(part.transport.memory_peers) == near
             assert len(part.transport.connected_peers) == 2
@@ -271,7 +271,7 @@ def adopt(rank: int) -> list[object]:
         if rank in members:
             group = collectives.from_process_group(pair, timeout=30.0)
             assert collectives.from_process_group(pair) is group
-            assert isinstance(group.transport, HybridTransport)
+            assert isinstance(group.transport, ConnectionTransport)
             assert (group.rank, group.size) == (members.index(rank), 2)
             assert (group.local_rank, group.local_size) == (group.rank, 2)
             theirs = torch.ones(3)

@@ -62,10 +62,10 @@ def _inet6(name: str) -> str | None:
 def toward(host: str) -> str:
     """The address that this machine sends from to a host; OSError where no way leads there."""
     error = OSError(f"{host} has no address")
-    for family, kind, _, _, place in socket.getaddrinfo(host, _PORT, type=socket.SOCK_DGRAM):
+    for family, kind, _, _, target in socket.getaddrinfo(host, _PORT, type=socket.SOCK_DGRAM):
         try:
             with socket.socket(family, kind) as sock:
-                sock.connect(place)
+                sock.connect(target)
                 address: str = sock.getsockname()[0]
                 return address
         except OSError as refused:

@@ -34,9 +34,6 @@ FAREWELL_BYTES = 4096
 # What the kernel says where the peer's end is closed.
 CLOSED = (BrokenPipeError, ConnectionResetError)
 EMPTY = np.empty(0, np.uint8)
-# What an answer may take while connections are opened: all ranks wait for each other afterwards,
-# and an error comes within 5 s of the timeout.
-ACCEPT_SECONDS = 4.0
 
 
 class PeerGone(Exception):

@@ -20,6 +20,7 @@ import mmap
 import socket
 import struct
 from collections import deque
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -35,6 +36,7 @@ from collectives.transport.connections.connection import (
     Bytes,
     Connection,
     PeerGone,
+    Queued,
 )
 from collectives.transport.shared_memory.symmetric_memory import RanksDiffer
 
@@ -56,24 +58,39 @@ _CACHE_LINE = 64
 class ShmConnection(Connection):
     """This rank's end. Messages of one direction arrive in the order in which they were posted.
 
-    sock: SOCK_SEQPACKET, connected to the peer. outgoing, incoming: the rings, RING_BYTES each.
+    Args:
+        peer: The other rank.
+        sock: SOCK_SEQPACKET, connected to it.
+        rings: Memory that both share, of 2 * RING_BYTES.
+        outgoing: Which half of it this rank writes; 1 on the one rank, 0 on the other.
+
+    Raises:
+        OSError: The system's sockets are too small.
     """
 
     shares_memory = True
 
-    def __init__(
-        self, peer: int, sock: socket.socket, outgoing: mmap.mmap, incoming: mmap.mmap
-    ) -> None:
+    def __init__(self, peer: int, sock: socket.socket, rings: mmap.mmap, *, outgoing: int) -> None:
         super().__init__(peer, sock)
-        self._outgoing = np.frombuffer(outgoing, np.uint8)
-        self._incoming = np.frombuffer(incoming, np.uint8)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
+        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) < SOCKET_BYTES:
+            raise OSError("net.core.wmem_max is too small for a connection")
+        halves = np.frombuffer(rings, np.uint8).reshape(2, RING_BYTES)
+        self._outgoing, self._incoming = halves[outgoing], halves[1 - outgoing]
         self._record = bytearray(_HEADER.size + INLINE_BYTES)
         self._inline = np.frombuffer(self._record, np.uint8)[_HEADER.size :]
         # Pieces that came before a receive was posted: code, length, inline data if any.
         self._early: deque[tuple[int, int, Bytes]] = deque()
-        self._send_at = self._recv_at = 0
         self._sent = self._returned = 0
         self._taken = self._told = 0
+
+    def send(self, data: Bytes, code: int = 0) -> None:
+        """Post a message, which must not change while the connection is busy."""
+        self._sends.extend(Queued(piece, code) for piece in _pieces(data))
+
+    def receive(self, target: Bytes, code: int = 0) -> None:
+        """Post a receive of exactly the message's length."""
+        self._recvs.extend(Queued(piece, code) for piece in _pieces(target))
 
     @property
     def busy(self) -> bool:
@@ -91,7 +108,6 @@ class ShmConnection(Connection):
         self._recvs.clear()
         self._taken += len(self._early)
         self._early.clear()
-        self._send_at = self._recv_at = 0
 
     def detach(self) -> None:
         """Close this process's socket and leave the parent's alone."""
@@ -103,20 +119,16 @@ class ShmConnection(Connection):
         """Send the next piece if there is a slot for it."""
         if self._no_slot():
             return False
-        (data, code, kind), start = self._sends[0], self._send_at
-        inline = data.size <= INLINE_BYTES
-        stop = data.size if inline else min(start + SLOT_BYTES, data.size)
-        if not inline:
-            _copy(_slot(self._outgoing, self._sent, stop - start), data[start:stop])
-        field = stop - start | kind << KIND_SHIFT
-        if not self._post(field, code, data if inline else EMPTY):
+        data, code, kind = self._sends[0]
+        inline = data
+        if data.size > INLINE_BYTES:
+            inline = EMPTY
+            _copy(_slot(self._outgoing, self._sent, data.size), data)
+        if not self._post(data.size | kind << KIND_SHIFT, code, inline):
             return False
         if kind == DATA:
             self._sent += 1
-        self._send_at = stop
-        if stop == data.size:
-            self._sends.popleft()
-            self._send_at = 0
+        self._sends.popleft()
         return True
 
     def _post(self, field: int, code: int, inline: Bytes) -> bool:
@@ -180,26 +192,25 @@ class ShmConnection(Connection):
 
     def _take(self, code: int, length: int, inline: Bytes) -> None:
         """Copy one piece to the first posted receive."""
-        number, start = self._taken, self._recv_at
+        number = self._taken
         self._taken += 1
-        target = self._recvs[0].data
-        if code != self._recvs[0].code:
+        target, expected, _ = self._recvs[0]
+        if code != expected:
             raise RanksDiffer
-        stop = start + length
-        expected = min(SLOT_BYTES, target.size - start)
-        if length != expected or (inline.size == 0) != (target.size > INLINE_BYTES):
+        if length != target.size:
             raise TransportError(
-                f"rank {self.peer} sent {length} bytes where {expected} of a message of "
-                f"{target.size} were expected"
+                f"rank {self.peer} sent {length} bytes where {target.size} were expected"
             )
         if inline.size:
             np.copyto(target, inline)
         else:
-            _copy(target[start:stop], _slot(self._incoming, number, length))
-        self._recv_at = stop
-        if stop == target.size:
-            self._recvs.popleft()
-            self._recv_at = 0
+            _copy(target, _slot(self._incoming, number, length))
+        self._recvs.popleft()
+
+
+def _pieces(data: Bytes) -> Iterator[Bytes]:
+    """Return the pieces of a message, of which each passes in a record."""
+    return (data[start : start + SLOT_BYTES] for start in range(0, data.size, SLOT_BYTES))
 
 
 def _slot(ring: Bytes, number: int, length: int) -> Bytes:
@@ -211,7 +222,7 @@ def _slot(ring: Bytes, number: int, length: int) -> Bytes:
 def _copy(target: Bytes, source: Bytes) -> None:
     """Copy bytes by memmove, except where the processor would take ten times as long for it.
 
-    Zen 4's string instruction does where the target's place in its page is a few bytes behind the
+    Zen 4's string instruction does where the target's offset in its page is a few bytes behind the
     source's, as it can be with pieces of odd lengths (glibc bug 30994); torch's loop does not.
     """
     behind = (target.ctypes.data - source.ctypes.data) % mmap.PAGESIZE

@@ -1,7 +1,7 @@
-"""Messages of CPU tensors over connections: through memory to ranks of this host, else over TCP.
+"""Messages between CPU tensors over connections: through memory to ranks of this host, else TCP.
 
-connect.py opens the connections, shm.py and tcp.py are one kind each; hybrid.py adds another
-transport for the ranks to which there is no connection, and for other devices.
+connect.py opens the connections, shm.py and tcp.py are one kind each. Messages to ranks to which
+there is no connection, and those of other devices, go through another transport.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import os
 import select
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import NoReturn
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 
 from collectives.errors import CollectiveTimeoutError, TransportError, describe
-from collectives.transport.base import Messages, Transport, as_bytes
+from collectives.transport.base import Message, Messages, Transport, as_bytes
+from collectives.transport.connections.connect import KINDS, open_connections
 from collectives.transport.connections.connection import Connection, PeerGone
 from collectives.transport.shared_memory.symmetric_memory import RanksDiffer, SymmetricMemory
 
@@ -31,19 +31,25 @@ _FAREWELL_SECONDS = 0.5
 
 
 class ConnectionTransport(Transport):
-    """Point-to-point messages over connections.
+    """Point-to-point messages over connections, where there are any; all others through `other`.
+
+    Making one is a collective of all ranks of `other`.
+
+    One exchange may use both: first `other`, then connections. That cannot deadlock, because every
+    rank does it in this order and neither waits for the other.
 
     After a failed exchange it is unusable, and the peers are told the cause, so that they fail with
     it at once instead of waiting. In a forked child it is unusable; the parent's is not touched.
 
     Args:
-        rank: This rank.
-        size: How many ranks there are.
-        connections: By peer.
-        memory: What the symmetric memory of all ranks lies in, where there are connections to all.
+        other: A transport between all ranks.
+        timeout: Seconds that a peer's answer may take.
+        kinds: As `open_connections` takes them.
+        toward: Likewise.
+        near: Likewise.
 
     Attributes:
-        peers: The ranks to which there is a connection.
+        connected_peers: The ranks to which there is a connection.
         memory_peers: Those to which there is one through memory.
     """
 
@@ -51,44 +57,78 @@ class ConnectionTransport(Transport):
 
     def __init__(
         self,
-        rank: int,
-        size: int,
-        connections: Mapping[int, Connection],
-        memory: memoryview | None = None,
+        other: Transport,
+        timeout: float,
+        *,
+        kinds: Collection[str] = KINDS,
+        toward: str = "localhost",
+        near: Collection[int] | None = None,
     ) -> None:
-        self.rank = rank
-        self.size = size
-        self.peers = frozenset(connections)
-        self.memory_peers = frozenset(
-            peer for peer, each in connections.items() if each.shares_memory
-        )
-        self.carries_codes = len(connections) == size - 1
-        self._connections = dict(connections)
+        self.rank = other.rank
+        self.size = other.size
+        self.process_group = other.process_group
+        self.device = other.device
+        self._other = other
+        self._kinds = tuple(kinds)
+        self._toward = toward
         self._unusable = ""
+        self._connections, memory = open_connections(
+            other, timeout, kinds=kinds if self.size > 1 else (), toward=toward, near=near
+        )
+        self.connected_peers = frozenset(self._connections)
+        self.memory_peers = frozenset(
+            peer for peer, each in self._connections.items() if each.shares_memory
+        )
+        self.carries_codes = len(self._connections) == self.size - 1
         if memory is not None:
-            self.symmetric_memory = SymmetricMemory(memory, rank, size, self, cores=_cores())
+            self.symmetric_memory = SymmetricMemory(
+                memory, self.rank, self.size, self, cores=_cores()
+            )
         _transports.add(self)
 
+    def __repr__(self) -> str:
+        shared, connected = len(self.memory_peers), len(self.connected_peers)
+        counts = {
+            "shared memory": shared,
+            "TCP": connected - shared,
+            repr(self._other): self.size - 1 - connected,
+        }
+        peers = [f"{kind} to {count}" for kind, count in counts.items() if count]
+        return f"ConnectionTransport({', '.join(peers)})"
+
     def check_device(self, device: torch.device) -> None:
-        """Raise ValueError for devices other than the CPU."""
-        if device.type != "cpu":
-            raise ValueError(f"tensor is on {device}; connections carry cpu, move it there")
+        """Raise ValueError where `other` does not carry the device's tensors."""
+        self._other.check_device(device)
 
     def exchange(
         self, sends: Messages, recvs: Messages, step: str, timeout: float, code: int = 0
     ) -> None:
         """Exchange a step's messages: `Transport.exchange`."""
         active: dict[int, Connection] = {}
+        far_sends: list[Message] = []
+        far_recvs: list[Message] = []
         with self._aborting(step):
-            for messages, post in ((sends, Connection.send), (recvs, Connection.receive)):
-                for peer, tensor in messages:
-                    if tensor.numel():
-                        active[peer] = connection = self._connection(peer, step)
-                        post(connection, as_bytes(tensor).numpy(), code)
+            for sending, messages, far in ((True, sends, far_sends), (False, recvs, far_recvs)):
+                for message in messages:
+                    peer, tensor = message
+                    if peer not in self._connections or not tensor.is_cpu:
+                        far.append(message)
+                    elif tensor.numel():
+                        active[peer] = connection = self._connections[peer]
+                        post = connection.send if sending else connection.receive
+                        post(as_bytes(tensor).numpy(), code)
+            if far_sends or far_recvs:
+                start = time.monotonic()
+                self._other.exchange(far_sends, far_recvs, step, timeout)
+                timeout = max(start + timeout - time.monotonic(), 0.0)
             self._run(list(active.values()), step, timeout, code)
 
+    def deferred(self) -> AbstractContextManager[None]:
+        """Put off what `other` may; messages over connections are waited for at once."""
+        return self._other.deferred()
+
     def flush(self, step: str, timeout: float) -> None:
-        """Drop all messages under way: `Transport.flush`."""
+        """Drop all messages under way over connections: `Transport.flush`."""
         connections = list(self._connections.values())
         with self._aborting(step):
             for connection in connections:
@@ -114,11 +154,6 @@ class ConnectionTransport(Transport):
         except BaseException as error:
             self.abort(describe(error))
             raise
-
-    def _connection(self, peer: int, step: str) -> Connection:
-        if peer not in self._connections:
-            raise TransportError(f"rank {self.rank} has no connection to rank {peer} for {step}")
-        return self._connections[peer]
 
     def _run(self, connections: list[Connection], step: str, timeout: float, code: int = 0) -> None:
         """Advance the connections until none is busy."""
@@ -153,31 +188,35 @@ class ConnectionTransport(Transport):
         """Say why the end of a peer that is gone was closed."""
         return str(self._connections[peer].gone())
 
-    def split(self, ranks: Sequence[int], timeout: float) -> NoReturn:
-        """Raise TransportError: what opens connections stands beside them."""
-        raise TransportError("connections alone cannot be split: HybridTransport opens new ones")
+    def split(self, ranks: Sequence[int], timeout: float) -> ConnectionTransport:
+        """Open new connections, of the same kinds as here, and split `other`."""
+        near = [new for new, old in enumerate(ranks) if old in self.memory_peers]
+        other = self._other.split(ranks, timeout)
+        return ConnectionTransport(
+            other, timeout, kinds=self._kinds, toward=self._toward, near=near
+        )
 
     def abort(self, reason: str) -> None:
         """Close every connection and tell the peers why."""
-        self._unusable = self._unusable or reason
         if self.symmetric_memory is not None:
             self.symmetric_memory.withdraw()
-        self.symmetric_memory = None
         connections = list(self._connections.values())
         deadline = time.monotonic() + _FAREWELL_SECONDS
-        try:
-            while connections := [
-                connection for connection in connections if not connection.send_farewell(reason)
-            ]:
+        with ExitStack() as stack:
+            stack.callback(self._other.abort, reason)
+            stack.callback(self._close_connections, reason)
+            while connections := [each for each in connections if not each.send_farewell(reason)]:
                 if not _wait(connections, deadline):
                     break
-        finally:
-            for connection in self._connections.values():
-                connection.close()
 
     def close(self) -> None:
-        """Close every connection. What was sent before still arrives."""
-        self._unusable = self._unusable or f"rank {self.rank} has closed it"
+        """Close `other` and every connection. What was sent before still arrives."""
+        with ExitStack() as stack:
+            stack.callback(self._other.close)
+            self._close_connections(f"rank {self.rank} has closed it")
+
+    def _close_connections(self, reason: str) -> None:
+        self._unusable = self._unusable or reason
         self.symmetric_memory = None
         for connection in self._connections.values():
             connection.close()

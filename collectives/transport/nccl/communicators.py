@@ -18,7 +18,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -32,14 +33,8 @@ _Job = tuple["futures.Future[Any]", Callable[[], Any]]
 
 # What NCCL adds.
 DTYPES = {
-    torch.float16: "NCCL_FLOAT16",
-    torch.bfloat16: "NCCL_BFLOAT16",
-    torch.float32: "NCCL_FLOAT32",
-    torch.float64: "NCCL_FLOAT64",
-    torch.int8: "NCCL_INT8",
-    torch.uint8: "NCCL_UINT8",
-    torch.int32: "NCCL_INT32",
-    torch.int64: "NCCL_INT64",
+    getattr(torch, name): f"NCCL_{name.upper()}"
+    for name in ["float16", "bfloat16", "float32", "float64", "int8", "uint8", "int32", "int64"]
 }
 _CLOSE_SECONDS = 5.0
 _ABORT_SECONDS = 3.0
@@ -48,9 +43,6 @@ _STATUS = {
     7: "ncclInProgress: communicators must block, unset NCCL_COMM_BLOCKING",
     8: "ncclTimeout",
 }
-
-# The modules that were found to be new enough.
-_checked: list[Any] = []
 
 
 def load_nccl() -> Any:
@@ -76,12 +68,15 @@ def load_nccl() -> Any:
         ) from None
     if not nccl.available:
         raise ImportError(f"cupy found no NCCL library: pip install nvidia-nccl-cu{major}")
-    if not any(checked is nccl for checked in _checked):
-        # Asked once: behind every id NCCL leaves a thread that listens for ranks to come.
-        if not isinstance(nccl.get_unique_id(), bytes):
-            raise ImportError(f'cupy is too old: pip install "cupy-cuda{major}x>=14.2"')
-        _checked.append(nccl)
+    if not _is_new_enough(nccl):
+        raise ImportError(f'cupy is too old: pip install "cupy-cuda{major}x>=14.2"')
     return nccl
+
+
+@cache
+def _is_new_enough(nccl: Any) -> bool:
+    """Asked once: behind every id NCCL leaves a thread that listens for ranks to come."""
+    return isinstance(nccl.get_unique_id(), bytes)
 
 
 @contextmanager
@@ -156,41 +151,41 @@ class Communicators:
                 job()
             except BaseException:
                 # NCCL answers the end of a failed group with the failure: the first one counts.
-                with _ignored(self.nccl.NcclError, KeyError):
+                with suppress(self.nccl.NcclError, KeyError):
                     self.nccl.groupEnd()
                 raise
             self.nccl.groupEnd()
 
         self.call(run, timeout)
 
-    def check(self, step: str) -> None:
-        """Raise an asynchronous error of any of the communicators as a TransportError."""
+    def check(self) -> None:
+        """Raise an asynchronous error of any of the communicators."""
         for made in self._made:
-            with translate_errors(self.nccl, step):
-                made.check_async_error()
+            made.check_async_error()
 
     def abort(self) -> None:
         """End all communicators and what they have under way; returns within 3 s.
 
         An abort waits for other ranks of the host to abort too, and some never will; it may also
-        meet the thread inside a call that the abort is to end. So it runs beside both.
+        find the thread inside a call that the abort is to end. So it runs beside both.
         """
-        with self._lock:
-            if self._ended:
-                return
-            self._ended = True
-            # What comes later aborts itself.
-            every = [*self._made]
         deadline = time.monotonic() + _ABORT_SECONDS
         threads = []
-        for made in every:
-            _keep_for_ever(made)
-            thread = threading.Thread(target=made.abort, name="nccl-abort", daemon=True)
+        for communicator in self._begin_end():
+            _keep_for_ever(communicator)
+            thread = threading.Thread(target=communicator.abort, name="nccl-abort", daemon=True)
             thread.start()
             threads.append(thread)
         for thread in threads:
             thread.join(max(deadline - time.monotonic(), 0.0))
         self._jobs.put(None)
+
+    def _begin_end(self) -> list[Any]:
+        """Return all communicators once; what comes later aborts itself."""
+        with self._lock:
+            every = [] if self._ended else [*self._made]
+            self._ended = True
+        return every
 
     def close(self) -> None:
         """Destroy all communicators, which waits for the host's other ranks, 5 s at the longest.
@@ -202,11 +197,9 @@ class Communicators:
             for communicator in self._made:
                 _keep_for_ever(communicator)
             return
-        with self._lock:
-            if self._ended:
-                return
-            self._ended = True
-            made = [*self._made]
+        if self._ended:
+            return
+        made = self._begin_end()
 
         def run() -> None:
             # The newest first; each is destroyed also where another one fails.
@@ -232,7 +225,7 @@ class Communicators:
                 item = self._jobs.get(timeout=_CHECK_SECONDS)
             except queue.Empty:
                 # CUDA's errors reach the host's thread, too.
-                with _ignored(RuntimeError):
+                with suppress(RuntimeError):
                     self.pending.check(self.abort)
                 continue
             if item is None:
@@ -244,14 +237,6 @@ class Communicators:
                 future.set_exception(error)
             # Neither the job nor what it holds may live on while the next one is waited for.
             del item, future, job
-
-
-@contextmanager
-def _ignored(*kinds: type[BaseException]) -> Iterator[None]:
-    try:
-        yield
-    except kinds:
-        return
 
 
 def _keep_for_ever(communicator: Any) -> None:

@@ -109,6 +109,4 @@ def behind(works: Sequence[Any], device: torch.device) -> cuda.Event | None:
     with cuda.device(device):
         if cuda.is_current_stream_capturing():
             return None
-        event = cuda.Event()
-        event.record(cuda.current_stream(device))
-    return event
+        return cuda.current_stream(device).record_event()

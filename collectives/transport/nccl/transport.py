@@ -143,12 +143,10 @@ class NcclTransport(Transport):
         kind = self._nccl.NCCL_UINT8
 
         def post() -> None:
-            for peer, tensor in sends:
-                nbytes = tensor.numel() * tensor.element_size()
-                self._whole.send(tensor.data_ptr(), nbytes, kind, peer, stream)
-            for peer, tensor in recvs:
-                nbytes = tensor.numel() * tensor.element_size()
-                self._whole.recv(tensor.data_ptr(), nbytes, kind, peer, stream)
+            for messages, call in ((sends, self._whole.send), (recvs, self._whole.recv)):
+                for peer, tensor in messages:
+                    nbytes = tensor.numel() * tensor.element_size()
+                    call(tensor.data_ptr(), nbytes, kind, peer, stream)
 
         peers = tuple(sorted({message.peer for message in (*sends, *recvs)}))
         tensors = [message.tensor for message in (*sends, *recvs)]
@@ -226,26 +224,23 @@ class NcclTransport(Transport):
         self._check_usable(step)
         start = time.monotonic()
         with cuda.device(self.device):
+            posted = Posted(cuda.Event(), peers, step, timeout)
             caller = cuda.current_stream(self.device)
             capturing = cuda.is_current_stream_capturing()
-            before = cuda.Event()
-            before.record(caller)
-            self._stream.wait_event(before)
+            self._stream.wait_event(caller.record_event())
             if not capturing:
                 # In a graph the order of the streams alone keeps memory from being used again.
                 for tensor in tensors:
                     tensor.record_stream(self._stream)
-            self._bounded(lambda: self._communicators.group(post, timeout), peers, step, timeout)
-            after = cuda.Event()
-            after.record(self._stream)
-        posted = Posted(after, peers, step, timeout)
+            self._bounded(lambda: self._communicators.group(post, timeout), posted)
+            posted.event.record(self._stream)
         deferred = self._pending.deferring
         if deferred and not capturing:
             self._pending.put_off(posted, self._await)
 
         def wait() -> None:
             with cuda.device(self.device):
-                caller.wait_event(after)
+                caller.wait_event(posted.event)
             if not deferred and not capturing:
                 self._await(posted, start)
 
@@ -255,25 +250,19 @@ class NcclTransport(Transport):
         """Wait on the host, its timeout from `start`, watching for NCCL's errors."""
 
         def check() -> None:
-            try:
-                self._communicators.check(posted.step)
-            except TransportError as error:
-                self._check_late()
-                self._fail(error)
+            self._bounded(self._communicators.check, posted)
             self._check_late()
 
         if not arrives(posted, start, check):
-            self._fail(self._too_slow(posted.peers, posted.step, posted.timeout))
+            self._fail(self._too_slow(posted))
 
-    def _bounded(
-        self, job: Callable[[], Any], peers: tuple[int, ...], step: str, timeout: float
-    ) -> Any:
+    def _bounded(self, job: Callable[[], Any], posted: Posted) -> Any:
         """Return what `job` returns; any failure of NCCL's ends the communicators."""
         try:
-            with translate_errors(self._nccl, step):
+            with translate_errors(self._nccl, posted.step):
                 return job()
         except futures.TimeoutError:
-            self._fail(self._too_slow(peers, step, timeout))
+            self._fail(self._too_slow(posted))
         except TransportError as error:
             self._check_late()
             self._fail(error)
@@ -287,20 +276,19 @@ class NcclTransport(Transport):
         self._pending.items.clear()
         self._communicators.abort()
 
-    def _too_slow(
-        self, peers: tuple[int, ...], step: str, timeout: float
-    ) -> CollectiveTimeoutError:
+    def _too_slow(self, posted: Posted) -> CollectiveTimeoutError:
+        peers = posted.peers
         names = f"rank {peers[0]}" if len(peers) == 1 else f"one of the ranks {peers}"
         return CollectiveTimeoutError(
-            f"rank {self.rank} got no answer from {names} in {step} (stopped after {timeout:g} s; "
-            "its NCCL communicator was aborted)"
+            f"rank {self.rank} got no answer from {names} in {posted.step} (stopped after "
+            f"{posted.timeout:g} s; its NCCL communicator was aborted)"
         )
 
     def _check_late(self) -> None:
         """Raise what NCCL's thread found while this one was blocked in CUDA."""
         late = self._pending.late
         if late is not None and self._failure is None:
-            self._fail(self._too_slow(late.peers, late.step, late.timeout))
+            self._fail(self._too_slow(late))
 
     def _check_usable(self, step: str) -> None:
         self._check_late()
@@ -318,41 +306,39 @@ class NcclTransport(Transport):
                 raise ValueError(f"ranks must be ascending and hold {self.rank}, got {ranks}")
             self._check_usable(step)
             position = ranks.index(self.rank)
-            others = tuple(r for r in range(self.size) if r != self.rank)
 
             def split() -> Any:
                 return self._whole.commSplit(ranks[0], position)
 
-            self._parts[ranks] = self._bounded(
-                lambda: self._communicators.make(split, timeout), others, step, timeout
+            self._parts[ranks] = self._with_all(
+                lambda: self._communicators.make(split, timeout), step, timeout
             )
         return self._parts[ranks]
 
     def _join(self, timeout: float) -> Any:
         """Make the communicator of all ranks; its id goes by the store."""
         deadline, step = time.monotonic() + timeout, "start-up"
-        others = tuple(r for r in range(self.size) if r != self.rank)
 
         def make_id() -> Any:
             return self._communicators.call(self._nccl.get_unique_id, timeout)
 
-        if self.rank == 0:
-            self._store.set("all", self._bounded(make_id, others, step, timeout))
-        try:
-            self._store.wait(["all"], timedelta(seconds=timeout))
-        except RuntimeError:
-            self._fail(self._too_slow(others[:1], step, timeout))
-        unique_id = self._store.get("all")
-
         def join() -> Any:
             return self._nccl.NcclCommunicator(self.size, unique_id, self.rank)
 
-        return self._bounded(
-            lambda: self._communicators.make(join, max(deadline - time.monotonic(), 0.1)),
-            others,
-            step,
-            timeout,
-        )
+        if self.rank == 0:
+            self._store.set("all", self._with_all(make_id, step, timeout))
+        try:
+            self._store.wait(["all"], timedelta(seconds=timeout))
+        except RuntimeError:
+            self._fail(self._too_slow(Posted(cuda.Event(), (0,), step, timeout)))
+        unique_id = self._store.get("all")
+        left = max(deadline - time.monotonic(), 0.1)
+        return self._with_all(lambda: self._communicators.make(join, left), step, timeout)
+
+    def _with_all(self, job: Callable[[], Any], step: str, timeout: float) -> Any:
+        """Return what a job returns in which all ranks take part, on the host alone."""
+        others = tuple(r for r in range(self.size) if r != self.rank)
+        return self._bounded(job, Posted(cuda.Event(), others, step, timeout))
 
 
 def _on_gpu(sends: Messages, recvs: Messages) -> bool:

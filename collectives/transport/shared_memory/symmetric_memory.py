@@ -36,7 +36,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from collectives.errors import CollectiveTimeoutError
+from collectives.errors import CollectiveTimeoutError, describe
 from collectives.transport.shared_memory import futex
 from collectives.transport.shared_memory.rank_buffers import MAX_VIEWS, RankBuffers
 
@@ -177,7 +177,11 @@ class SymmetricMemory:
         self._fence()
         self._mine[self._calls % 2] = self._word
         self._fence()
-        if self._settled():
+        try:
+            settled = self.all_signalled()
+        except RanksDiffer:
+            settled = True
+        if settled:
             self._open(self._calls % 2, self._calls)
 
     def withdraw(self) -> None:
@@ -198,13 +202,6 @@ class SymmetricMemory:
             raise RanksDiffer
         return False
 
-    def _settled(self) -> bool:
-        """Whether all ranks have signalled this call, or one another."""
-        try:
-            return self.all_signalled()
-        except RanksDiffer:
-            return True
-
     def wait(self, step: str, timeout: float) -> None:
         """Return when all ranks have signalled this call.
 
@@ -219,23 +216,23 @@ class SymmetricMemory:
         self._fence()
 
     def gather_rows(
-        self, places: Sequence[int], rows: Table, count: int, step: str, timeout: float
+        self, positions: Sequence[int], rows: Table, count: int, step: str, timeout: float
     ) -> Table:
-        """Return the `count` rows that all ranks give, by place, after a barrier.
+        """Return the `count` rows that all ranks give, by position, after a barrier.
 
         Every rank that gives none calls `barrier` instead. To be read before this rank's next
         barrier.
 
         Args:
-            places: Where this rank's rows are in the table, one a rank at most.
+            positions: Where this rank's rows are in the table, one a rank at most.
             rows: This rank's, float64, TABLE_BYTES a row at most.
             count: Rows of all ranks.
             step: What an error calls this.
             timeout: Seconds.
         """
         table = self._tables[(self._barriers + 1) % 2, :count, : rows.shape[1]]
-        for place, row in zip(places, rows, strict=True):
-            table[place] = row
+        for position, row in zip(positions, rows, strict=True):
+            table[position] = row
         self.barrier(step, timeout)
         return table
 
@@ -295,38 +292,34 @@ class SymmetricMemory:
     def _until(
         self, there: Callable[[], bool], word: int, step: str, timeout: float, gate: int
     ) -> None:
+        """Return once `there()`; of whatever else ends the wait the other ranks are told."""
         try:
-            self._sleep_until(there, word, step, timeout, gate)
+            for _ in range(_SPINS if self.workers >= self._size else 0):
+                if there():
+                    return
+                os.sched_yield()
+            start = time.monotonic()
+            while not there():
+                # No rank leaves before all are there: one that is gone will never come. It may have
+                # been there, and the last of all, since the look.
+                gone = self._peers.gone()
+                if gone is not None and not there():
+                    raise CollectiveTimeoutError(
+                        f"rank {self.rank} got no answer from rank {gone} in {step}: "
+                        f"{self._peers.why_gone(gone)}"
+                    )
+                waited = time.monotonic() - start
+                if waited > timeout:
+                    raise CollectiveTimeoutError(
+                        f"rank {self.rank} got no answer from {self._late(word)} in {step} within "
+                        f"{timeout:.3g} s"
+                    )
+                self._sleep(there, gate, waited, timeout - waited)
         except RanksDiffer:
             raise
         except BaseException as error:
-            self._peers.abort(str(error) or type(error).__name__)
+            self._peers.abort(describe(error))
             raise
-
-    def _sleep_until(
-        self, there: Callable[[], bool], word: int, step: str, timeout: float, gate: int
-    ) -> None:
-        for _ in range(_SPINS if self.workers >= self._size else 0):
-            if there():
-                return
-            os.sched_yield()
-        start = time.monotonic()
-        while not there():
-            # No rank leaves before all are there: one that is gone will never come. It may have
-            # been there, and the last of all, since the look.
-            gone = self._peers.gone()
-            if gone is not None and not there():
-                raise CollectiveTimeoutError(
-                    f"rank {self.rank} got no answer from rank {gone} in {step}: "
-                    f"{self._peers.why_gone(gone)}"
-                )
-            waited = time.monotonic() - start
-            if waited > timeout:
-                raise CollectiveTimeoutError(
-                    f"rank {self.rank} got no answer from {self._late(word)} in {step} within "
-                    f"{timeout:.3g} s"
-                )
-            self._sleep(there, gate, waited, timeout - waited)
 
     def _late(self, word: int) -> str:
         words = self._words[word].tolist()

@@ -155,6 +155,11 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         self.join(event.clock)
 
+    def record_event(self) -> Event:
+        event = Event()
+        event.record(self)
+        return event
+
     def wait_stream(self, other: Stream) -> None:
         self.join(other.clock)
 

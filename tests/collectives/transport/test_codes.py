@@ -31,7 +31,7 @@ LENGTHS = (1, INLINE_BYTES, INLINE_BYTES + 1, SLOT_BYTES + 7, 2 * RING_BYTES + 5
 
 def swap(transport: ConnectionTransport, length: int, code: int, seed: int = 0) -> None:
     """Messages between all pairs, which must arrive."""
-    peers = sorted(transport.peers)
+    peers = sorted(transport.connected_peers)
     got = {peer: poisoned(length) for peer in peers}
     sent = noise(length, seed + transport.rank)
     sends = [(peer, sent) for peer in peers]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from collectives import CollectiveTimeoutError, TransportError
-from collectives.transport import ConnectionTransport, HybridTransport, Message, ThreadWorld
+from collectives.transport import ConnectionTransport, Message
 from collectives.transport.base import as_bytes
 from collectives.transport.connections.shm import INLINE_BYTES, RING_BYTES, SLOT_BYTES, SLOTS
 from tests.collectives.transport.thread_ranks import (
@@ -211,18 +211,10 @@ def test_a_message_of_another_length_is_an_error(kind: str) -> None:
         exchange(second, [], [(0, poisoned(4))])
 
 
-@both
-def test_a_missing_connection_is_named(kind: str) -> None:
-    transports = connect(3, unwilling=(1,), kinds=(kind,))
-    assert [t.peers for t in transports] == [{2}, set(), {0}]
-    with pytest.raises(TransportError, match=r"rank 0 has no connection to rank 1.*a step"):
-        exchange(transports[0], [(1, noise(4, 0))], [])
-
-
-def test_cuda_is_refused() -> None:
+def test_devices_are_those_of_the_other_transport() -> None:
     first, _ = connect(2, kinds=("tcp",))
-    with pytest.raises(ValueError, match=r"cuda:0.*move it"):
-        first.check_device(torch.device("cuda:0"))
+    with pytest.raises(ValueError, match=r"meta; the threads transport carries"):
+        first.check_device(torch.device("meta"))
     first.check_device(torch.device("cpu"))
 
 
@@ -240,14 +232,12 @@ def test_a_limit_of_months(kind: str) -> None:
     assert torch.equal(got, noise(5, 0))
 
 
-def test_hybrid_divides_an_exchange() -> None:
-    """Ranks 0 and 1 share memory; messages to and from rank 2 go the other kind."""
-    world = ThreadWorld(3)
-    local = connect(3, unwilling=(2,))
-    hybrids = [HybridTransport(local[rank], world.transport(rank)) for rank in range(3)]
-    assert [h.connected_peers for h in hybrids] == [{1}, {0}, set()]
+def test_ranks_without_a_connection_are_reached_by_the_other_transport() -> None:
+    """Ranks 0 and 1 share memory; messages to and from rank 2 go between threads."""
+    transports = connect(3, unwilling=(2,))
+    assert [each.connected_peers for each in transports] == [{1}, {0}, set()]
 
-    def swap(transport: HybridTransport) -> None:
+    def swap(transport: ConnectionTransport) -> None:
         peers = [peer for peer in range(3) if peer != transport.rank]
         recvs = [Message(peer, poisoned(LONG)) for peer in peers]
         sends = [Message(peer, noise(LONG, transport.rank)) for peer in peers]
@@ -255,28 +245,27 @@ def test_hybrid_divides_an_exchange() -> None:
         for peer, got in recvs:
             assert torch.equal(got, noise(LONG, peer))
 
-    together(*(lambda h=h: swap(h) for h in hybrids))
-    hybrids[2].close()
+    together(*(lambda each=each: swap(each) for each in transports))
+    transports[2].close()
     with pytest.raises(CollectiveTimeoutError, match="rank 2"):
-        hybrids[0].exchange([], [Message(2, poisoned(1))], "a step", TIMEOUT)
+        transports[0].exchange([], [Message(2, poisoned(1))], "a step", TIMEOUT)
     with pytest.raises(CollectiveTimeoutError, match="rank 2"):
-        hybrids[1].exchange([], [Message(0, poisoned(1))], "a step", TIMEOUT)
+        transports[1].exchange([], [Message(0, poisoned(1))], "a step", TIMEOUT)
 
 
 @pytest.mark.parametrize("end", [lambda each: each.close(), lambda each: each.abort("a fault")])
 def test_connections_that_fail_to_end_do_not_keep_the_other_transport_open(
-    end: Callable[[HybridTransport], None], monkeypatch: pytest.MonkeyPatch
+    end: Callable[[ConnectionTransport], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    local = ConnectionTransport(0, 1, {})
-    other = ThreadWorld(1).transport(0)
+    first, _ = connect(2)
     ended: list[object] = []
 
-    def fail(*_: object) -> None:
+    def fail() -> None:
         raise OSError("no more descriptors")
 
+    monkeypatch.setattr(first._connections[1], "close", fail)
     for name in ("close", "abort"):
-        monkeypatch.setattr(local, name, fail)
-        monkeypatch.setattr(other, name, lambda *_: ended.append(other))
+        monkeypatch.setattr(first._other, name, lambda *_: ended.append(first._other))
     with pytest.raises(OSError, match="no more descriptors"):
-        end(HybridTransport(local, other))
-    assert ended == [other]
+        end(first)
+    assert ended == [first._other]

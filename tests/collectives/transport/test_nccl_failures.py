@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -226,7 +227,8 @@ def test_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     module.nccl = SimpleNamespace(available=False)  # type: ignore[attr-defined]
     with pytest.raises(ImportError, match="pip install nvidia-nccl-cu13") as no_library:
         communicators.load_nccl()
-    old = SimpleNamespace(available=True, get_unique_id=lambda: (0,) * 128)
+    old: Any = ModuleType("cupy.cuda.nccl")
+    old.available, old.get_unique_id = True, lambda: (0,) * 128
     module.nccl = old  # type: ignore[attr-defined]
     with pytest.raises(ImportError, match=r'pip install "cupy-cuda13x>=14\.2"') as too_old:
         communicators.load_nccl()

@@ -14,9 +14,8 @@ import torch.distributed as dist
 from adasum import Adasum, Compression
 from adasum.compression import Compressor
 from adasum.optimizer.bucket_buffers import DeltaBuffers, GradientBuffers
-from adasum.optimizer.bucket_reduction import BucketReducer
-from adasum.optimizer.delta_method import _DeltaReduction
-from collectives import Average, Group, Reducer, Sum, Work
+from adasum.optimizer.bucket_reduction import BucketReducer, Reduction
+from collectives import Average, FusedBuffer, Group, Reducer, Sum, Work
 from collectives.bootstrap import calibration
 from collectives.execution import pipelining
 from collectives.reducers import SumReducer
@@ -213,10 +212,14 @@ def test_buckets_of_gradients(compression: type[Compressor], op: Reducer) -> Non
 def test_buckets_of_differences() -> None:
     """Through memory that buckets use in turns, and that grows."""
 
+    def add(flight: Reduction, values: list[torch.Tensor], fused: FusedBuffer) -> None:
+        flight.wait()
+        torch._foreach_add_(values, fused.views)
+
     def work(group: Group) -> None:
         wire, buffers = BucketReducer(group, Adasum), DeltaBuffers(3)
         for step in range(2):
-            under_way: list[_DeltaReduction] = []
+            under_way: list[tuple[Reduction, list[torch.Tensor], FusedBuffer]] = []
             for bucket, numel in enumerate((100, NUMEL, 200, 2 * NUMEL, 50)):
                 values = [mine(group, numel) for _ in range(2)]
                 saved, fused = buffers.of(f"bucket {bucket}", values)
@@ -226,11 +229,11 @@ def test_buckets_of_differences() -> None:
                 torch._foreach_sub_(fused.views, saved.views)
                 torch._foreach_copy_(values, saved.views)
                 flight = wire.reduce_async(["a", "b"], fused, f"step {step}, {bucket}")
-                under_way.append(_DeltaReduction(flight, values, fused.views))
+                under_way.append((flight, values, fused))
                 if len(under_way) > 2:
-                    under_way.pop(0).wait()
-            for delta in under_way:
-                delta.wait()
+                    add(*under_way.pop(0))
+            for each in under_way:
+                add(*each)
             buffers.restart()
 
     assert run(work) == []

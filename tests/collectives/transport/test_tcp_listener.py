@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import os
 import socket
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,8 +15,9 @@ import pytest
 import torch
 
 from collectives import CollectiveTimeoutError
-from collectives.transport import open_connections
-from collectives.transport.connections import address, tcp_listener
+from collectives.transport import ThreadTransport, ThreadWorld
+from collectives.transport.connections import address, listener
+from collectives.transport.connections.connect import open_connections
 from collectives.transport.connections.tcp import LINE_BYTES
 from collectives.transport.connections.tcp_listener import TcpListener, find_address
 from tests.collectives.transport.thread_ranks import (
@@ -47,7 +46,7 @@ def test_nothing_is_left_open() -> None:
     gc.collect()
     files = len(os.listdir("/proc/self/fd"))
     transports = connect(3, kinds=("tcp",))
-    assert [t.peers for t in transports] == [{1, 2}, {0, 2}, {0, 1}]
+    assert [t.connected_peers for t in transports] == [{1, 2}, {0, 2}, {0, 1}]
     assert [t.symmetric_memory for t in transports] == [None] * 3
     assert len(os.listdir("/proc/self/fd")) - files == 6
     for transport in transports:
@@ -57,29 +56,29 @@ def test_nothing_is_left_open() -> None:
 
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
 @pytest.mark.parametrize("last", range(4))
-def test_nothing_is_left_open_where_the_ranks_do_not_agree(kind: str, last: int) -> None:
+def test_nothing_is_left_open_where_a_rank_ends_in_between(kind: str, last: int) -> None:
     """A rank that dies in between ends the others' start: the error may be kept, no socket is."""
     gc.collect()
     before = sockets()
-    said: list[list[bytes]] = [[b""] * 2 for _ in range(4)]
-    barriers = [threading.Barrier(2, timeout=TIMEOUT) for _ in range(4)]
+    world = ThreadWorld(2)
 
-    def meet_until(rank: int) -> None:
-        times = iter(range(4))
+    class Ending(ThreadTransport):
+        """Ends with what the ranks tell each other in two exchanges each time."""
 
-        def gather(data: bytes) -> list[bytes]:
-            number = next(times)
-            said[number][rank] = data
-            barriers[number].wait()
-            if number == last:
+        exchanges = 0
+
+        def exchange(self, *arguments: Any, **options: Any) -> None:
+            super().exchange(*arguments, **options)
+            self.exchanges += 1
+            if self.exchanges == 2 * (last + 1):
                 raise CollectiveTimeoutError("gone")
-            return said[number]
 
-        open_connections(rank, 2, gather, TIMEOUT, kinds=(kind,))
+    def connect_until(rank: int) -> None:
+        open_connections(Ending(world, rank), TIMEOUT, kinds=(kind,))
 
     errors = []
     with ThreadPoolExecutor(2) as pool:
-        for future in [pool.submit(meet_until, rank) for rank in range(2)]:
+        for future in [pool.submit(connect_until, rank) for rank in range(2)]:
             with pytest.raises(CollectiveTimeoutError) as caught:
                 future.result()
             errors.append(caught)
@@ -90,7 +89,7 @@ def test_ranks_that_share_memory_use_that() -> None:
     """Only what memory does not reach goes over TCP; who offers neither has none."""
     assert [t.memory_peers for t in connect(2, kinds=("shm", "tcp"))] == [{1}, {0}]
     transports = connect(3, unwilling=(1,), kinds=("shm", "tcp"))
-    assert [t.peers for t in transports] == [{2}, set(), {0}]
+    assert [t.connected_peers for t in transports] == [{2}, set(), {0}]
 
 
 def test_strangers_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,21 +97,21 @@ def test_strangers_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
     strangers: list[socket.socket] = []
     create = socket.create_server
 
-    def crowded(place: tuple[str, int], **options: Any) -> socket.socket:
-        listener = create(place, **options)
+    def crowded(at: tuple[str, int], **options: Any) -> socket.socket:
+        crowd = create(at, **options)
         for text in (b"", b"hello", b"x" * LINE_BYTES, b"y" * 1000, None):
-            stranger = socket.create_connection(listener.getsockname())
+            stranger = socket.create_connection(crowd.getsockname())
             if text is None:
                 stranger.close()
                 continue
             stranger.sendall(text)
             strangers.append(stranger)
-        return listener
+        return crowd
 
     monkeypatch.setattr(socket, "create_server", crowded)
     start = time.monotonic()
     first, second = connect(2, kinds=("tcp",))
-    assert first.peers == {1} and second.peers == {0}
+    assert first.connected_peers == {1} and second.connected_peers == {0}
     assert time.monotonic() - start < 2.0
     for stranger in strangers:
         stranger.settimeout(5.0)
@@ -124,16 +123,16 @@ def test_strangers_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_secret_is_needed() -> None:
     with contextlib.ExitStack() as stack:
-        listener = TcpListener(0, LOOPBACK, stack)
-        wrong = [*listener.offer[:3], "00" * 16]
-        assert wrong != listener.offer
+        own = TcpListener(0, LOOPBACK, stack)
+        wrong = [*own.offer[:2], "00" * 16]
+        assert wrong != own.offer
         with pytest.raises(OSError, match="rank 0 speaks 2, this one 1"):
-            TcpListener(2, LOOPBACK, stack).connect(0, [2, *listener.offer[1:]], 5.0)
+            TcpListener(2, LOOPBACK, stack).connect(0, [2, *own.offer[1:]], 5.0)
         with pytest.raises(OSError, match="speaks 2"):
             TcpListener(2, LOOPBACK, stack).connect(0, [2], 5.0)
-        TcpListener(1, LOOPBACK, stack).connect(0, wrong, 5.0)
+        TcpListener(1, LOOPBACK, stack).connect(0, wrong, 5.0).close()
         start = time.monotonic()
-        assert listener.accept([1], 0.3) == {}
+        assert own.accept([1], 0.3) == {}
         assert 0.3 <= time.monotonic() - start < 2.0
 
 
@@ -143,7 +142,7 @@ def test_a_rank_that_cannot_listen_has_no_connection(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(socket, "create_server", refused)
     first, second = connect(2, kinds=("tcp",))
-    assert first.peers == second.peers == set()
+    assert first.connected_peers == second.connected_peers == set()
 
 
 @pytest.mark.parametrize(("limit", "timeout"), [(0.4, 30.0), (10.0, 0.8)])
@@ -151,19 +150,19 @@ def test_connecting_stops_where_a_network_answers_nothing(
     limit: float, timeout: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One limit for all ranks together, not one for each; before the others give this rank up."""
-    monkeypatch.setattr(tcp_listener, "_CONNECT_SECONDS", limit)
+    monkeypatch.setattr(listener, "_CONNECT_SECONDS", limit)
 
-    def swallow(place: tuple[str, int], timeout: float) -> socket.socket:
+    def swallow(at: tuple[str, int], timeout: float) -> socket.socket:
         time.sleep(timeout)
         raise TimeoutError("timed out")
 
     monkeypatch.setattr(socket, "create_connection", swallow)
     with contextlib.ExitStack() as stack:
-        listener = TcpListener(9, LOOPBACK, stack)
+        own = TcpListener(9, LOOPBACK, stack)
         start = time.monotonic()
         for peer in range(9):
             with pytest.raises(TimeoutError):
-                listener.connect(peer, [1, "10.255.0.1", 1, "00" * 16], timeout)
+                own.connect(peer, [1, ["10.255.0.1", 1], "00" * 16], timeout)
         assert 0.4 <= time.monotonic() - start < 2.0
 
 
@@ -198,11 +197,11 @@ def test_an_interface_may_have_ipv6_alone(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def test_the_interface_that_is_chosen_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert address.of_interface("lo") == LOOPBACK
-    said: list[bytes] = []
+    said: list[str | None] = []
 
-    def gather(data: bytes) -> list[bytes]:
-        said.append(data)
-        return [data, json.dumps("10.9.9.9").encode()]
+    def gather(value: str | None) -> list[str | None]:
+        said.append(value)
+        return [value, "10.9.9.9"]
 
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth7")
     assert find_address("10.9.9.1", gather) == LOOPBACK
@@ -212,7 +211,7 @@ def test_the_interface_that_is_chosen_counts(monkeypatch: pytest.MonkeyPatch) ->
         # Cut to what an interface's name can have, it would be another's.
         address.of_interface("lo" + "\0" * 14)
     assert find_address(None, gather) is None
-    assert said == [json.dumps(LOOPBACK).encode(), b"null", b"null"]
+    assert said == [LOOPBACK, None, None]
 
 
 def test_a_rank_whose_own_name_the_store_has_goes_by_the_others(
@@ -222,10 +221,10 @@ def test_a_rank_whose_own_name_the_store_has_goes_by_the_others(
     kinds = {"node0": "127.0.1.1", "10.1.0.2": "10.1.0.1"}
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setattr(address, "toward", lambda host: kinds[host])
-    told = [json.dumps(at).encode() for at in ("127.0.1.1", None, "10.1.0.2")]
-    assert find_address("node0", lambda data: told) == "10.1.0.1"
+    told = ["127.0.1.1", None, "10.1.0.2"]
+    assert find_address("node0", lambda mine: told) == "10.1.0.1"
     # All on one host: loopback it is.
-    assert find_address("node0", lambda data: [data, data]) == "127.0.1.1"
+    assert find_address("node0", lambda mine: [mine, mine]) == "127.0.1.1"
 
 
 def test_ipv6() -> None:
@@ -236,10 +235,8 @@ def test_ipv6() -> None:
         pytest.skip(f"no IPv6 here: {error}")
     with contextlib.ExitStack() as stack:
         listeners = [TcpListener(rank, "::1", stack) for rank in range(2)]
-        listeners[1].connect(0, listeners[0].offer, 5.0)
-        ends = [listeners[0].accept([1], 5.0)[1], listeners[1].accept([], 5.0)[0]]
-        for end in ends:
-            end.close()
+        listeners[1].connect(0, listeners[0].offer, 5.0).close()
+        listeners[0].accept([1], 5.0)[1].close()
 
 
 def test_frames_are_whole_cache_lines() -> None:

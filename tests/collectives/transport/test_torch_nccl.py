@@ -19,9 +19,10 @@ import torch
 
 from collectives import CollectiveTimeoutError, TransportError
 from collectives.execution.context import CallContext, Workspace
-from collectives.execution.phases import Phase
 from collectives.execution.vendor import Libraries
-from collectives.transport import GlooTransport, HybridTransport, Message, process_groups
+from collectives.transport import ConnectionTransport, GlooTransport, Message, process_groups
+from collectives.transport.connections import transport as connections
+from collectives.transport.connections.connection import Connection
 from collectives.transport.nccl import pending, torch_nccl
 from collectives.transport.nccl.torch_nccl import TorchNccl
 from tests.fakes.fake_cuda import FakeCuda, FakeEvent, FakeGraph, FakeStream, device_tensor
@@ -206,15 +207,37 @@ def test_a_group_of_gloo_alone_has_no_nccl(monkeypatch: pytest.MonkeyPatch) -> N
     assert not hasattr(group, "_get_backend")
 
 
+class Told(Connection):
+    """One that keeps what its peer would be told."""
+
+    def __init__(self, told: list[str]) -> None:
+        self._told = told
+
+    def send_farewell(self, text: str) -> bool:
+        self._told.append(text)
+        return True
+
+    def close(self) -> None:
+        return
+
+    _transmit = _pull = _drop = close  # type: ignore[assignment]
+
+
+def _connected(
+    gloo: GlooTransport, monkeypatch: pytest.MonkeyPatch, told: list[str]
+) -> ConnectionTransport:
+    """The transport that ranks of one host have, with one connection."""
+    opened = {1: Told(told)}, None
+    monkeypatch.setattr(connections, "open_connections", lambda *_, **__: opened)
+    return ConnectionTransport(gloo, TIMEOUT)
+
+
 def test_cuda_messages_of_a_mixed_transport_are_deferred(
     fake: FakeTorch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Through the transport that ranks of one host have, with connections for CPU tensors."""
     gloo, _ = _transport(fake, monkeypatch, owned=False)
-    connections = SimpleNamespace(
-        peers={1}, memory_peers=set(), carries_codes=False, abort=lambda reason: None
-    )
-    mixed = HybridTransport(connections, gloo)  # type: ignore[arg-type]
+    mixed = _connected(gloo, monkeypatch, [])
     message = Message(1, device_tensor(torch.zeros(3)))
     # DeviceTensor says its device alone: what it is, too, the transport asks a connection for.
     monkeypatch.setattr(type(message.tensor), "is_cpu", False, raising=False)
@@ -284,9 +307,7 @@ def test_what_another_error_leaves_under_way_is_ended(
     """Through the transport that ranks of one host have; not where it has come meanwhile."""
     gloo, _ = _transport(fake, monkeypatch, owned=False)
     told: list[str] = []
-    mixed = HybridTransport(
-        SimpleNamespace(peers={1}, memory_peers=set(), carries_codes=False, abort=told.append), gloo
-    )  # type: ignore[arg-type]
+    mixed = _connected(gloo, monkeypatch, told)
     got = full(0.0)
     monkeypatch.setattr(type(got), "is_cpu", False, raising=False)
 
@@ -318,6 +339,6 @@ def test_librarys_sum_that_is_late(fake: FakeTorch, monkeypatch: pytest.MonkeyPa
     with pytest.raises(
         CollectiveTimeoutError, match=r"in step 2 took over 0.3 s: NCCL was aborted"
     ):
-        libraries.all_reduce(Phase(library="collective"), flat, None, call)
+        libraries.all_reduce("collective", 1, flat, None, call)
     assert fake.aborted == {0}
     never._done.set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from collectives.transport import ConnectionTransport, Message, open_connections
+from collectives.transport import ConnectionTransport, Message, ThreadWorld
 
 TIMEOUT = 20.0
 NO_MEMFD = pytest.mark.skipif(
@@ -30,21 +29,12 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
 def connect(
     size: int, unwilling: tuple[int, ...] = (), kinds: tuple[str, ...] = ("shm",)
 ) -> list[ConnectionTransport]:
-    """The ranks' transports, found as processes find each other."""
-    said = [b""] * size
-    barrier = threading.Barrier(size, timeout=TIMEOUT)
+    """The ranks' transports, found as processes find each other; threads' where there is none."""
+    world = ThreadWorld(size)
 
     def find(rank: int) -> ConnectionTransport:
-        def gather(data: bytes) -> list[bytes]:
-            said[rank] = data
-            barrier.wait()
-            everything = list(said)
-            barrier.wait()
-            return everything
-
         offered = () if rank in unwilling else kinds
-        met = open_connections(rank, size, gather, TIMEOUT, kinds=offered)
-        return ConnectionTransport(rank, size, *met)
+        return ConnectionTransport(world.transport(rank), TIMEOUT, kinds=offered)
 
     return together(*(lambda rank=rank: find(rank) for rank in range(size)))
 

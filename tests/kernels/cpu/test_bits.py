@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels.cpu.native import BLOCK
-from tests.kernels.cases import DTYPES, bits, poisoned, random
+from tests.kernels.cases import BLOCK, DTYPES, bits, poisoned, random
 
 pytestmark = pytest.mark.usefixtures("cpu_path")
 

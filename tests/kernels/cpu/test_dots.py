@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels.cpu import native
+from tests.kernels.cases import BLOCK
 
 pytestmark = pytest.mark.usefixtures("cpu_path")
 
-BLOCK = native.BLOCK
 EPS = torch.finfo(torch.float64).eps
 
 

@@ -52,7 +52,7 @@ def built(library: Path, fresh: Path) -> Path:
 
 
 def need_compiled() -> None:
-    if why_not := dispatch.reason():
+    if why_not := kernels.backend_info().why_torch:
         pytest.skip(f"no compiled CPU path: {why_not}")
 
 

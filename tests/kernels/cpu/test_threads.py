@@ -22,7 +22,7 @@ def test_it_has_torchs_threads(shown: bool) -> None:
 
     As many threads as torch was told, in one of the user's own, too.
     """
-    if why_not := dispatch.reason():
+    if why_not := kernels.backend_info().why_torch:
         pytest.skip(f"no compiled CPU path: {why_not}")
     # As in torch's wheels for aarch64, whose OpenMP only those see that name it.
     hide = """
@@ -93,7 +93,7 @@ def test_threads_compute_at_once() -> None:
 
 def test_others_go_on_while_c_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What takes long gives up the lock that Python's threads share."""
-    if why_not := dispatch.reason():
+    if why_not := kernels.backend_info().why_torch:
         pytest.skip(f"no compiled CPU path: {why_not}")
     text = "".join(
         f"void {name}(const void *task) {{ usleep(200000); }}\n" for name in native.FUNCTIONS

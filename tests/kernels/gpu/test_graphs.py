@@ -15,10 +15,10 @@ from torch import Tensor
 import kernels
 from tests.kernels.cases import bits, random
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available(),
-    reason="CUDA graphs need a CUDA device",
-)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device"),
+]
 
 NUMEL = 50_000
 CUTS = (0, 10, 40_001, NUMEL)

@@ -18,7 +18,10 @@ import kernels
 from kernels.gpu.device_tables import TABLES
 from tests.kernels.cases import bits, random, relative_l2
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 
 # What fits on the chip in one cooperative launch, and what does not.
 SIZES = {"one launch": 1 << 20, "two launches": 1 << 24}

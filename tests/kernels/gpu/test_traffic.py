@@ -19,7 +19,7 @@ import kernels
 from kernels.gpu import chunking
 from kernels.gpu.launcher import Chip
 from tests.kernels.cases import misaligned, random
-from tests.ptx_emulator.driver import Emulator, emulated
+from tests.ptx_emulator.driver import SMALL_CHIP, Emulator, emulated
 from tests.ptx_emulator.memory import SECTOR
 
 NUMEL = 1 << 14
@@ -30,7 +30,9 @@ CONTROL = 8
 
 @pytest.fixture
 def emulator() -> Iterator[Emulator]:
-    with emulated(traffic=True, races=False, chip=Chip(16, 50 << 20)) as emulator:
+    with emulated(
+        traffic=True, races=False, chip=SMALL_CHIP._replace(multiprocessors=16)
+    ) as emulator:
         yield emulator
 
 

@@ -19,10 +19,15 @@ class Waitable(Protocol):
 
 
 class Handle:
-    """A started operation, as the `_async` functions return it."""
+    """A started operation, as the `_async` functions return it.
 
-    def __init__(self, work: Waitable, finish: Callable[[Any], Any]) -> None:
-        self._work = work
+    Args:
+        works: What it waits for.
+        finish: Makes the operation's result of theirs.
+    """
+
+    def __init__(self, works: Sequence[Waitable | Any], finish: Callable[..., Any]) -> None:
+        self._works = works
         self._finish = finish
 
     def wait(self) -> Any:
@@ -31,27 +36,16 @@ class Handle:
         Raises:
             CollectiveError: The operation failed; every call raises it.
         """
-        return self._finish(self._work.wait())
+        return self._finish(*[work.wait() for work in self._works])
 
     def is_completed(self) -> bool:
         """Return whether `wait` would return without blocking."""
-        return self._work.is_completed()
-
-
-class _HandleList:
-    def __init__(self, handles: Sequence[Handle]) -> None:
-        self._handles = handles
-
-    def wait(self) -> list[Any]:
-        return [handle.wait() for handle in self._handles]
-
-    def is_completed(self) -> bool:
-        return all(handle.is_completed() for handle in self._handles)
+        return all(work.is_completed() for work in self._works)
 
 
 def wait_for_all(handles: Sequence[Handle]) -> Handle:
     """Return one handle whose result is the list of all results."""
-    return Handle(_HandleList(handles), lambda results: results)
+    return Handle(handles, lambda *results: list(results))
 
 
 def synchronize(handle: Waitable) -> Any:

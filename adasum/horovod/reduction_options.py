@@ -1,0 +1,66 @@
+"""What allreduce and reducescatter are given beside their tensors."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from adasum.compression import Compression, Compressor, require_compressor
+from adasum.horovod.arguments import copied
+from adasum.horovod.process_sets import ProcessSet, require_group
+from collectives import Average, Group, Reducer, Sum
+
+
+class ReductionOptions(NamedTuple):
+    """What a reduction is beside its tensors."""
+
+    group: Group
+    op: Reducer
+    name: str | None
+    compression: type[Compressor]
+    prescale: float
+    postscale: float
+
+    def compress(
+        self, tensors: Sequence[Tensor]
+    ) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], list[Tensor]]]:
+        """Return copies of the tensors to send, and what decompresses the results."""
+        compressed = [self.compression.compress(copied(tensor)) for tensor in tensors]
+        contexts = [context for _, context in compressed]
+
+        def decompress(results: Sequence[Tensor]) -> list[Tensor]:
+            return list(map(self.compression.decompress, results, contexts))
+
+        return [sent for sent, _ in compressed], decompress
+
+
+def options_of(
+    name: str | None,
+    op: Reducer | None,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet | None,
+    average: bool | None = None,
+    compression: type[Compressor] = Compression.none,
+) -> ReductionOptions:
+    """Check what one of Horovod's functions was called with; `average` is Horovod's deprecated."""
+    require_compressor(compression)
+    if average is not None:
+        if not isinstance(average, bool | int):
+            raise TypeError(f"average must be a bool, not {type(average).__name__}")
+        if op is not None:
+            raise ValueError("the op parameter supersedes average: give only op")
+        warnings.warn(
+            "parameter average is deprecated: use op=Average or op=Sum",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+        op = Average if average else Sum
+    op = Average if op is None else op
+    if not isinstance(op, Reducer):
+        raise TypeError(f"op must be Sum, Average or Adasum, not {op!r}")
+    group = require_group(process_set)
+    return ReductionOptions(group, op, name, compression, prescale, postscale)

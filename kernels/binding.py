@@ -1,0 +1,73 @@
+"""A call bound to memory: addresses taken, overlap refused, and its launch or C function ready."""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections.abc import Callable
+
+from torch import Tensor
+
+from kernels.arguments import Call
+from kernels.cpu import dispatch
+from kernels.gpu import copy_kernel, launcher, projection_kernels, sum_kernels
+from kernels.gpu.device_tables import AddressTable
+from kernels.validation import byte_range, check_disjoint, check_no_overlap, near
+
+Run = Callable[..., None]
+_LISTS_ON_TRITON: dict[str, Callable[[Call, AddressTable], Run]] = {
+    "pack": copy_kernel.Copies,
+    "unpack": copy_kernel.Copies,
+    "sum_n": sum_kernels.sum_n,
+}
+_PAIRS_ON_TRITON: dict[str, Callable[[Call], Run]] = {
+    "scaled_add": sum_kernels.scaled_add,
+    "dot_and_norms": projection_kernels.dot_and_norms,
+    "combine": projection_kernels.combine,
+    "adasum": projection_kernels.adasum,
+}
+
+
+def bind(call: Call, table: AddressTable) -> tuple[Call, Run]:
+    """Bind a call to the memory of its tensors.
+
+    Args:
+        call: Checked. Its addresses are those of its inputs, or none where they are to be read.
+        table: Of these addresses in device memory, where there is one.
+
+    Returns:
+        The call with its addresses, and what runs it any number of times, with its scalars.
+
+    Raises:
+        ValueError: What is written shares memory with anything else.
+    """
+    if len(call.addresses) != len(call.inputs):
+        call = call._replace(addresses=array("Q", map(Tensor.data_ptr, call.inputs)))
+    check_memory(call)
+    return call, call.findings.reset_before(_bound(call, table))
+
+
+def _bound(call: Call, table: AddressTable) -> Run:
+    if not launcher.on_triton(call.out):
+        return dispatch.bind(call)
+    with launcher.device_guard(call.out):
+        if call.function in _LISTS_ON_TRITON:
+            return _LISTS_ON_TRITON[call.function](call, table)
+        return _PAIRS_ON_TRITON[call.function](call)
+
+
+def check_memory(call: Call) -> None:
+    """Raise ValueError for overlap; what is written element by element may be what is read."""
+    largest = call.inputs[0].numel() if call.packed is None else call.packed.layout.largest
+    others = list(call.others())
+    for (name, tensor), (other_name, other) in itertools.combinations(others, 2):
+        check_no_overlap(name, tensor, other_name, other)
+    for name, tensor in others:
+        if tensor is not call.dots:
+            # No element has more than 8 bytes.
+            for i in near(call.addresses, 8 * largest, tensor):
+                one, in_place = call.inputs[i], tensor is call.out and call.packed is None
+                if not (in_place and byte_range(one) == byte_range(tensor)):
+                    check_no_overlap(name, tensor, call.name(i), one)
+    if call.packed is not None and not call.packing:
+        check_disjoint("tensors", call.addresses, call.packed.sizes)

@@ -1,0 +1,120 @@
+"""A plan bound to other tensors takes them by one call of C, and refuses what Python refuses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import kernels
+from kernels.cpu import tensor_list
+from tests.kernels.cases import DTYPES, bits, random
+
+COUNT = 20
+
+
+class Subclass(Tensor):
+    pass
+
+
+@pytest.fixture(params=["compiled", "python"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "python":
+        monkeypatch.setattr(tensor_list, "_compare", lambda: None)
+    elif tensor_list._compare() is None:
+        pytest.skip("no compiled comparison")
+    return str(request.param)
+
+
+def several(seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    shapes = [(5, 3), (), (1, 7, 1), (40,)] * (COUNT // 4)
+    return [random(shape, dtype, "cpu", seed + i) for i, shape in enumerate(shapes)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rebound_and_released_plans_compute_on_the_new_tensors(
+    way: str, dtype: torch.dtype
+) -> None:
+    plan = kernels.plan_pack(several(1, dtype))
+    for seed in (2, 3):
+        tensors = several(seed, dtype)
+        plan.rebind(tensors)
+        plan.check()
+        assert bits(plan(0.5)) == bits(kernels.pack(tensors, scale=0.5))
+        plan.release()
+    tensors[3].data = random((40,), dtype, "cpu", 9)
+    plan.rebind(tensors)
+    assert bits(plan()) == bits(kernels.pack(tensors))
+
+
+@pytest.mark.parametrize("kind", [Subclass, torch.nn.Parameter])
+def test_subclasses_and_parameters_are_taken(way: str, kind: type[Tensor]) -> None:
+    one = kind(torch.ones(5, 3))
+    with torch.no_grad():
+        one.fill_(3.0)
+    plan, tensors = kernels.plan_pack(several(1)), several(2)
+    tensors[0] = one
+    for others in (tensors, several(3), several(4), tensors):
+        plan.rebind(others)
+        assert bits(plan()) == bits(kernels.pack(others))
+
+
+def test_tensors_of_no_elements_and_torchs_zeros_are_taken(way: str) -> None:
+    plan = kernels.plan_pack([torch.ones(3), torch.empty(0, 2)])
+    plan.rebind([torch._efficientzerotensor(3), torch.empty(0, 2)])
+    assert not plan()[:3].any()
+
+
+REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+    "negative": (lambda: torch._neg_view(torch.ones(5, 3)), "is a negative view"),
+    "sparse": (lambda: torch.ones(5, 3).to_sparse(), "not dense"),
+    "mkldnn": (lambda: torch.ones(5, 3).to_mkldnn(), "not dense"),
+    "nested": (lambda: torch.nested.nested_tensor([torch.ones(5), torch.ones(3)]), "nested tensor"),
+    "meta": (lambda: torch.ones(5, 3, device="meta"), "is on meta"),
+    "complex": (lambda: torch.ones(5, 3, dtype=torch.complex64), "complex64"),
+    "bfloat16": (lambda: torch.ones(5, 3, dtype=torch.bfloat16), "bfloat16"),
+    "transposed": (lambda: torch.ones(3, 5).t(), "is not contiguous"),
+    "strided": (lambda: torch.ones(5, 6)[:, ::2], "is not contiguous"),
+    "expanded": (lambda: torch.ones(1, 3).expand(5, 3), "is not contiguous"),
+    "shape": (lambda: torch.ones(15), r"is \(15,\)"),
+    "list": (lambda: [1.0], "must be a torch.Tensor, not list"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:.*mkldnn")
+def test_what_cannot_be_read_is_refused_by_name(way: str, kind: str) -> None:
+    make, words = REFUSED[kind]
+    plan, tensors = kernels.plan_pack(several(1)), several(2)
+    expected = bits(plan())
+    tensors[4] = make()  # type: ignore[call-overload]
+    with pytest.raises((TypeError, ValueError), match=rf"tensors\[4\] .*{words}|{words}"):
+        plan.rebind(tensors)
+    assert bits(plan()) == expected
+
+
+def test_inference_tensors_are_read_and_not_written(way: str) -> None:
+    with torch.inference_mode():
+        inside = several(2)
+    plan = kernels.plan_pack(several(1))
+    plan.rebind(inside)
+    assert bits(plan()) == bits(kernels.pack(inside))
+    layout = kernels.layout_of(inside)
+    unpack = kernels.plan_unpack(torch.ones(layout.numel), several(1), layout=layout)
+    with pytest.raises(ValueError, match=r"tensors\[0\] was made in inference mode"):
+        unpack.rebind(inside)
+
+
+def test_overlap_is_refused_and_the_old_tensors_stay(way: str) -> None:
+    tensors = several(1)
+    plan = kernels.plan_pack(tensors)
+    expected = bits(plan())
+    inside = several(2)
+    inside[3] = plan.out[:40]
+    with pytest.raises(ValueError, match=r"out overlaps tensors\[3\]"):
+        plan.rebind(inside)
+    plan.check()
+    assert bits(plan()) == expected and math.prod(tensors[3].shape) == 40
