@@ -4,14 +4,17 @@
 #   make test PYTEST_ARGS="-k ring -x" arguments for pytest
 #   make bench PYTEST_ARGS='--bench-rows "sum_n n=5"'   some rows, by their names in the tables
 #   make bench PYTEST_ARGS=--benchmark-compare=old.json beside a copy of an earlier out/bench.json
+#   make gpu GPU_ARGS="--minutes 9"    as much as fits; without network: PYTHONPATH=. python -m bench.gpu
 #   make demo PIP_ARGS="..."           arguments for pip, e.g. an index of CPU-only torch wheels
 #
-# Where PYTHON already has a torch that sees a GPU, .venv borrows it (--system-site-packages): its torch fits that
-# machine's driver, and a second one would be gigabytes. Elsewhere torch comes first, by its exact pin.
+# Where PYTHON already has a torch that sees a GPU, .venv borrows it: its torch fits that machine's driver, and a second
+# one would be gigabytes. Elsewhere torch comes first, by its exact pin. --system-site-packages shows the packages of the
+# Python that a virtual environment was made with, not that environment's own: where PYTHON is one, a .pth adds them.
 
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
+MADE := $(VENV)/.made
 READY := $(VENV)/.ready
 DOCS := $(VENV)/.docs
 OUT := out
@@ -21,7 +24,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
 .PHONY: help demo evidence test test-slow test-kernels test-collectives test-emulated \
-	test-timing lint docs docs-links bench bench-gpu bench-compiled clean
+	test-timing lint docs docs-links bench gpu bench-compiled clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 20
@@ -70,10 +73,8 @@ bench: $(READY)  ## the kernels beside their peers, on the GPU where there is on
 	@mkdir -p $(OUT)
 	$(BENCH) --benchmark-json=$(OUT)/bench.json $(PYTEST_ARGS)
 
-bench-gpu: $(READY)  ## the same; an error where torch sees no GPU
-	@$(PY) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("bench-gpu: torch sees no GPU here")'
-	@mkdir -p $(OUT)
-	$(BENCH) --benchmark-json=$(OUT)/bench-gpu.json --bench-seconds=420 $(PYTEST_ARGS)
+gpu: $(READY)  ## all that a machine with a GPU is asked: tests, benches, a page of results; again to go on
+	$(PY) -m bench.gpu $(GPU_ARGS)
 
 bench-compiled: $(READY)  ## what the compiler makes of each kernel, no GPU needed: a table in bench/results
 	$(PY) -m bench.static_analysis
@@ -82,17 +83,22 @@ clean:  ## remove .venv, out/ and caches
 	rm -rf $(VENV) $(OUT) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# What the borrowed or pinned torch has brought is left as it is: constraints.txt speaks only for packages that are
-# not there yet, since a wheel for GPUs demands the very triton it was built with.
-$(READY): pyproject.toml constraints.txt
+$(MADE): pyproject.toml constraints.txt
 	@if $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
 		echo "set-up: borrowing the torch of $(PYTHON), which sees a GPU"; \
-		$(PYTHON) -m venv --clear --system-site-packages $(VENV); \
+		$(PYTHON) -m venv --clear --system-site-packages $(VENV) && \
+		$(PYTHON) -c 'import site; [print(f"import site; site.addsitedir({one!r})") for one in site.getsitepackages()]' \
+			>"$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/borrowed.pth"; \
 	else \
 		echo "set-up: creating $(VENV) with $(TORCH) (about a minute)"; \
 		$(PYTHON) -m venv --clear $(VENV) && grep -v '^triton==' constraints.txt >$(VENV)/first.txt && \
 		$(PY) -m pip install -qq $(PIP_ARGS) -c $(VENV)/first.txt '$(TORCH)'; \
 	fi
+	@touch $(MADE)
+
+# What the borrowed or pinned torch has brought is left as it is: constraints.txt speaks only for packages that are
+# not there yet, since a wheel for GPUs demands the very triton it was built with.
+$(READY): $(MADE)
 	@$(PY) -m pip list --format=freeze >$(VENV)/present.txt
 	@awk -F'[=;]' '{ name = tolower($$1); gsub("_", "-", name) } NR == FNR { there[name]; next } \
 		!(name in there)' $(VENV)/present.txt constraints.txt >$(VENV)/rest.txt

@@ -1,9 +1,9 @@
 """A report to attach to an issue: what is installed, which transports can be used, a self-test.
 
-    python -m adasum.check                # with a self-test of two ranks
+    python -m adasum.check                # with a self-test of two ranks, and a smoke test of a GPU
     python -m adasum.check --no-self-test
 
-The exit status is 1 where the self-test fails, else 0.
+The exit status is 1 where one of them fails, else 0.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch.distributed as dist
 import collectives
 import kernels
 from adasum.reducer import Adasum
+from adasum.smoke import supervisor
 from collectives.transport import load_nccl
 
 _NCCL = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
@@ -39,7 +40,7 @@ _NUMEL = 300_001
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the report; return the exit status."""
     parser = argparse.ArgumentParser(prog="adasum.check", description=__doc__.splitlines()[0])
-    parser.add_argument("--no-self-test", action="store_true", help="start no ranks")
+    parser.add_argument("--no-self-test", action="store_true", help="test nothing")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.rank:
@@ -54,7 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     passed, text = _self_test()
     print(f"self-test of two ranks: {'passed' if passed else 'FAILED'}\n  {text}")
-    return 0 if passed else 1
+    if not torch.cuda.is_available():
+        print(f"smoke test of the GPU: left out, {supervisor.NO_GPU}")
+        return 0 if passed else 1
+    print("smoke test of the GPU:", flush=True)
+    return 0 if supervisor.supervise([*supervisor.checks()], print) and passed else 1
 
 
 def _versions() -> dict[str, str]:

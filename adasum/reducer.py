@@ -71,6 +71,10 @@ class AdasumReducer(Reducer):
 
     For float16, bfloat16, float32 and float64; dot products and norms are float64. Symmetric, but
     not associative: the order of the ranks is part of the answer (adjacent ranks pair first).
+
+    On a GPU it takes two launches, dots and combination, also where one cooperative launch would
+    do: that one waits until all of its programs are resident, maybe for NCCL's kernel, which waits
+    for another rank's, which waits likewise.
     """
 
     name = "Adasum"
@@ -105,7 +109,7 @@ class AdasumReducer(Reducer):
                 left = parts[0]
                 for k, right in enumerate(parts[1:], 2):
                     last = out if k == len(parts) else None
-                    left = kernels.adasum(left, right, inside, out=last)
+                    left = kernels.adasum(left, right, inside, out=last, cooperative=False)
 
     def bind(self, operands: Operands) -> Callable[[], None]:
         """Return what does `reduce(operands)` any number of times, by plans of `kernels`."""
@@ -118,7 +122,9 @@ class AdasumReducer(Reducer):
         if not _are_whole(operands, segments):
             return _bind_cut(operands, segments)
         plans = [
-            kernels.plan_adasum(left, right, _clip(segments, start, out.numel())[2], out=out)
+            kernels.plan_adasum(
+                left, right, _clip(segments, start, out.numel())[2], out=out, cooperative=False
+            )
             for (left, right), out, start in operands.pieces
             if out.numel()
         ]

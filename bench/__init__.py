@@ -2,6 +2,7 @@
 
     kernels/           the kernels beside torch: `make bench`, on a GPU where there is one
     collectives/       all-reduces between ranks beside torch.distributed and Horovod
+    gpu/               all of it on a machine with a GPU, in one command: `make gpu`
     static_analysis/   what the compiler makes of each kernel: `make bench-compiled`, no GPU needed
     results/           tables of whole runs
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import TypeVar
 
 import torch
@@ -55,9 +55,7 @@ def extract_ranges(
     Raises:
         ValueError: The indices do not ascend, or the limit is below 1.
     """
-    validation.integer("range_size_limit", range_size_limit)
-    if range_size_limit < 1:
-        raise ValueError(f"range_size_limit must be at least 1, got {range_size_limit}")
+    validation.integer("range_size_limit", range_size_limit, 1)
     ranges: list[list[int]] = []
     for index in indices:
         if ranges and index <= ranges[-1][1]:
@@ -91,8 +89,7 @@ def group_devices(devices: Sequence[T], group_size: int) -> list[list[T]]:
     Raises:
         ValueError: `group_size` is below 1 or above the number of devices.
     """
-    if not isinstance(devices, Sequence):
-        raise TypeError(f"devices must be a list or tuple, got {type(devices).__name__}")
+    validation.instance("devices", devices, Sequence, "a list or tuple")
     validation.integer("group_size", group_size)
     count = len(devices)
     if not 1 <= group_size <= count:
@@ -126,25 +123,13 @@ def pack_small_tensors(
         ValueError: A limit is negative.
     """
     tensors = validation.tensors("tensors", tensors, dense=True)
-    validation.integer("max_bytes", max_bytes)
-    validation.integer("max_group", max_group)
-    if max_bytes < 0 or max_group < 0:
-        raise ValueError(
-            f"max_bytes and max_group must not be negative, got {max_bytes} and {max_group}"
-        )
-    runs: list[list[int]] = []
-    for i, tensor in enumerate(tensors):
-        if max_bytes == 0 or tensor.numel() * tensor.element_size() > max_bytes:
-            continue
-        last = runs[-1][-1] if runs else -2
-        if last == i - 1 and _kind(tensors[last]) == _kind(tensor):
-            runs[-1].append(i)
-        else:
-            runs.append([i])
+    validation.integer("max_bytes", max_bytes, 0)
+    validation.integer("max_group", max_group, 0)
+    small = [i for i, tensor in enumerate(tensors) if max_bytes and _nbytes(tensor) <= max_bytes]
     ranges = [
         (first, last)
-        for run in runs
-        for first, last in extract_ranges(run, max_group or len(tensors))[0]
+        for _, indices in groupby(small, lambda i: _kind(tensors[i]))
+        for first, last in extract_ranges(list(indices), max_group or len(tensors))[0]
     ]
     if not ranges:
         return list(tensors), None
@@ -171,8 +156,7 @@ def unpack_small_tensors(tensors: Sequence[Tensor], packing: Packing | None) -> 
     tensors = validation.tensors("tensors", tensors)
     if packing is None:
         return tensors
-    if not isinstance(packing, Packing):
-        raise TypeError(f"packing must be a Packing or None, got {type(packing).__name__}")
+    validation.instance("packing", packing, Packing, "a Packing or None")
     if not packing.sound:
         raise ValueError("packing's fields contradict each other: take pack_small_tensors' own")
     count = len(packing.ranges)
@@ -218,18 +202,16 @@ def plan_groups(
         ValueError: A limit is not positive.
     """
     tensors = validation.tensors("tensors", tensors)
-    if memory_size is not None and not isinstance(memory_size, int | float):
-        raise TypeError(f"memory_size must be a number, got {type(memory_size).__name__}")
     if groups_size is not None:
-        validation.integer("groups_size", groups_size)
-    if memory_size is not None and not memory_size > 0:
-        raise ValueError(f"memory_size must be a positive number of MiB, got {memory_size}")
-    if groups_size is not None and groups_size < 1:
-        raise ValueError(f"groups_size must be at least 1, got {groups_size}")
+        validation.integer("groups_size", groups_size, 1)
+    if memory_size is not None:
+        validation.instance("memory_size", memory_size, int | float, "a number")
+        if not memory_size > 0:
+            raise ValueError(f"memory_size must be a positive number of MiB, got {memory_size}")
     groups: list[list[int]] = []
     open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
     for i, tensor in enumerate(tensors):
-        nbytes = tensor.numel() * tensor.element_size()
+        nbytes = _nbytes(tensor)
         group, held = open_groups.get(_kind(tensor), ([], 0))
         full = memory_size is not None and held + nbytes > memory_size * _MIB
         if not group or full or len(group) == groups_size:
@@ -242,6 +224,11 @@ def plan_groups(
 
 def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.device]:
     return tensor.dtype, tensor.device
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """Return how many bytes the elements take, of a sparse tensor all of them."""
+    return tensor.numel() * tensor.element_size()
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:

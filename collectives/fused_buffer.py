@@ -11,7 +11,7 @@ from collectives import validation
 from collectives.reducers import kernels
 
 Tensor = torch.Tensor
-_SlotsKey = tuple[int, tuple[int, ...]]
+_SlotsKey = tuple[int, torch.dtype, torch.device, tuple[int, ...]]
 
 
 class FusedBuffer:
@@ -77,23 +77,21 @@ def buffer_of(tensors: Sequence[Tensor]) -> FusedBuffer | None:
     Raises:
         TypeError: `tensors` is not a list or tuple of tensors.
     """
-    if not isinstance(tensors, Sequence):
-        raise TypeError(f"tensors must be a list or tuple, got {type(tensors).__name__}")
+    validation.instance("tensors", tensors, Sequence, "a list or tuple")
     if not tensors:
         return None
-    if not isinstance(tensors[0], Tensor):
-        raise TypeError(f"tensors[0] must be a torch.Tensor, got {type(tensors[0]).__name__}")
+    validation.instance("tensors[0]", tensors[0], Tensor, "a torch.Tensor")
     if tensors[0].layout is not torch.strided:
         return None
     found = _known.get(_slots_key(tensors))
     if found is None or found.addresses != [tensor.data_ptr() for tensor in tensors]:
         return None
-    same = tensors[0].dtype == found.buffer.dtype and tensors[0].device == found.buffer.device
-    return found if same else None
+    return found
 
 
 def _slots_key(tensors: Sequence[Tensor]) -> _SlotsKey:
-    return Tensor.data_ptr(tensors[0]), tuple(map(Tensor.numel, tensors))
+    first = tensors[0]
+    return Tensor.data_ptr(first), first.dtype, first.device, tuple(map(Tensor.numel, tensors))
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -113,13 +111,5 @@ def _as(slot: Tensor, tensor: Tensor) -> Tensor:
 
 def _dense(tensor: Tensor) -> bool:
     """Return whether the tensor covers its memory without holes or overlaps."""
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if length == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= length
-    return True
+    # What has such strides keeps them in another tensor like it.
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()

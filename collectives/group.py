@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 
 import torch
 from typing_extensions import Unpack
@@ -13,7 +12,7 @@ from collectives import validation
 from collectives.bootstrap.locality import find_locality, locality_on
 from collectives.consistency.arguments import Arguments, ReductionOptions
 from collectives.consistency.calls import Calls
-from collectives.consistency.description import Description, describe_tensor
+from collectives.consistency.description import Call, Description
 from collectives.consistency.requests import Request
 from collectives.cost import LinkRates
 from collectives.execution.all_reduce import Runner
@@ -22,7 +21,6 @@ from collectives.reducers import Reducer, Sum
 from collectives.schedules.spec import parse_all_reduce_spec
 from collectives.schedules.topology import Topology
 from collectives.transport.base import Transport
-from collectives.transport.byte_gathering import as_tensor
 from collectives.work import Work
 
 Tensor = torch.Tensor
@@ -66,8 +64,8 @@ class Group:
         topology: Topology | None = None,
     ) -> None:
         validation.timeout(timeout)
-        if topology is not None and not isinstance(topology, Topology):
-            raise TypeError(f"topology must be a Topology, got {type(topology).__name__}")
+        if topology is not None:
+            validation.instance("topology", topology, Topology, "a Topology")
         self.transport = transport
         self.rank = transport.rank
         self.size = transport.size
@@ -80,7 +78,6 @@ class Group:
         self._runner = Runner(transport, locality.topology, timeout)
         self._call = Calls(self._runner)
         self._arguments = Arguments(self._runner)
-        self._requests = 0
         self._parts: list[Group] = []
         self._whole: Group | None = None
 
@@ -115,36 +112,24 @@ class Group:
         tensor: Tensor,
         op: Reducer = Sum,
         *,
-        algorithm: str | None = None,
-        name: str | None = None,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
         segments: Sequence[int] | None = None,
         async_op: bool = False,
+        **options: Unpack[ReductionOptions],
     ) -> Tensor | Work:
         """Reduce a contiguous tensor of any shape over all ranks, in place, and return it.
 
         Args:
             tensor: What is reduced.
             op: Sum, Average, or another Reducer.
-            algorithm: A specification such as "xring#2", "rd:16k:rechd" or "rechd/vhdd"
-                (`collectives.schedules.spec`); "auto" unless given.
-            name: See the class.
-            prescale: A factor applied before the reduction.
-            postscale: A factor applied after it.
             segments: Element boundaries (0, ..., numel) for operators that work per segment.
             async_op: See the class.
+            **options: `algorithm`, a specification such as "xring#2", "rd:16k:rechd" or
+                "rechd/vhdd" (`collectives.schedules.spec`), "auto" unless given; `name`, see the
+                class; `prescale`, a factor applied before the reduction; `postscale`, one applied
+                after it.
         """
-        call = self._arguments.all_reduce(
-            tensor,
-            op,
-            segments,
-            algorithm=algorithm,
-            name=name,
-            prescale=prescale,
-            postscale=postscale,
-        )
-        return self._call(call, [tensor], op, async_op=async_op)
+        call = self._arguments.all_reduce(tensor, op, segments, **options)
+        return self._call(call, async_op=async_op)
 
     def all_reduce_init(
         self,
@@ -163,18 +148,15 @@ class Group:
         that call instead, or take part by `join`.
         """
         call = self._arguments.all_reduce(tensor, op, segments, **options)
-        return self._request(call, [tensor], op, negotiate=negotiate)
+        return Request(self._call, call, negotiate=negotiate)
 
     def grouped_all_reduce(
         self,
         tensors: Sequence[Tensor],
         op: Reducer = Sum,
         *,
-        algorithm: str | None = None,
-        name: str | None = None,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
         async_op: bool = False,
+        **options: Unpack[ReductionOptions],
     ) -> list[Tensor] | Work:
         """Reduce many tensors at once, in place, and return them as a list.
 
@@ -182,16 +164,8 @@ class Group:
         take every tensor as a segment. Arguments as all_reduce; tensors that share memory are a
         ValueError.
         """
-        tensors = validation.tensor_list("tensors", tensors)
-        call = self._arguments.grouped_all_reduce(
-            tensors,
-            op,
-            algorithm=algorithm,
-            name=name,
-            prescale=prescale,
-            postscale=postscale,
-        )
-        return self._call(call, tensors, op, async_op=async_op)
+        call = self._arguments.grouped_all_reduce(tensors, op, **options)
+        return self._call(call, async_op=async_op)
 
     def grouped_all_reduce_init(
         self,
@@ -205,9 +179,8 @@ class Group:
 
         Arguments as grouped_all_reduce; negotiate as for all_reduce_init.
         """
-        tensors = validation.tensor_list("tensors", tensors)
         call = self._arguments.grouped_all_reduce(tensors, op, **options)
-        return self._request(call, tensors, op, negotiate=negotiate)
+        return Request(self._call, call, negotiate=negotiate)
 
     def reduce(
         self,
@@ -224,8 +197,7 @@ class Group:
         partial results afterwards, as torch.distributed's does. Sum and Average only: Adasum's
         result needs all ranks (all_reduce).
         """
-        call = self._arguments.reduce(tensor, dst, op, name)
-        return self._call(call, [tensor], op, async_op=async_op)
+        return self._call(self._arguments.reduce(tensor, dst, op, name), async_op=async_op)
 
     def owners(self, numels: Sequence[int]) -> list[int]:
         """Return each variable's owner: the rank with the least so far, the lowest of equals."""
@@ -238,18 +210,13 @@ class Group:
 
         Owners are chosen by bytes, in list order. Arguments and other ranks' tensors as in reduce.
         """
-        tensors = validation.tensor_list("tensors", tensors)
-        call = self._arguments.reduce_to_owners(tensors, op, name)
-        chosen: list[int] = self._call(call, tensors, op)
-        return chosen
+        return self._call(self._arguments.reduce_to_owners(tensors, op, name))
 
     def broadcast_from_owners(
         self, tensors: Sequence[Tensor], *, name: str | None = None
     ) -> list[Tensor]:
         """Copy each tensor to every rank, in place, from the owner that reduce_to_owners chose."""
-        tensors = validation.tensor_list("tensors", tensors)
-        self._call(self._arguments.broadcast_from_owners(tensors, name), tensors)
-        return tensors
+        return self._call(self._arguments.broadcast_from_owners(tensors, name))
 
     def reduce_scatter(
         self,
@@ -273,23 +240,16 @@ class Group:
             async_op: See the class.
         """
         call = self._arguments.reduce_scatter(tensor, op, by_rows, name)
-        return self._call(call, [tensor], op, async_op=async_op)
+        return self._call(call, async_op=async_op)
 
     def reduce_scatter_init(
-        self,
-        tensor: Tensor,
-        op: Reducer = Sum,
-        *,
-        by_rows: bool = False,
-        name: str | None = None,
+        self, tensor: Tensor, op: Reducer = Sum, *, by_rows: bool = False, name: str | None = None
     ) -> Request:
         """Make, with all ranks, a `reduce_scatter` that is started any number of times.
 
         Each wait() returns a new tensor.
         """
-        return self._request(
-            self._arguments.reduce_scatter(tensor, op, by_rows, name), [tensor], op
-        )
+        return Request(self._call, self._arguments.reduce_scatter(tensor, op, by_rows, name))
 
     def all_gather(
         self, tensor: Tensor, *, name: str | None = None, async_op: bool = False
@@ -298,8 +258,7 @@ class Group:
 
         First dimensions may differ between ranks, the others may not; 0-d tensors are a ValueError.
         """
-        call = self._arguments.all_gather(tensor, name)
-        return self._call(call, [tensor], async_op=async_op)
+        return self._call(self._arguments.all_gather(tensor, name), async_op=async_op)
 
     def all_to_all(
         self,
@@ -321,32 +280,25 @@ class Group:
             name: See the class.
             async_op: See the class.
         """
-        call, counts = self._arguments.all_to_all(tensor, splits, name)
-        return self._call(call, [tensor, counts], async_op=async_op)
+        return self._call(self._arguments.all_to_all(tensor, splits, name), async_op=async_op)
 
     def broadcast(
         self, tensor: Tensor, root: int = 0, *, name: str | None = None, async_op: bool = False
     ) -> Tensor | Work:
         """Copy `root`'s tensor to every rank, in place, and return it."""
-        call = self._arguments.broadcast(tensor, root, name)
-        return self._call(call, [tensor], async_op=async_op)
+        return self._call(self._arguments.broadcast(tensor, root, name), async_op=async_op)
 
     def broadcast_init(self, tensor: Tensor, root: int = 0, *, name: str | None = None) -> Request:
         """Make, with all ranks, a `broadcast` that is started any number of times."""
-        return self._request(self._arguments.broadcast(tensor, root, name), [tensor])
+        return Request(self._call, self._arguments.broadcast(tensor, root, name))
 
     def all_gather_bytes(self, payload: bytes, *, name: str | None = None) -> list[bytes]:
         """Return every rank's bytes, by rank; lengths may differ."""
-        if not isinstance(payload, bytes | bytearray | memoryview):
-            raise TypeError(f"payload must be bytes, got {type(payload).__name__}")
-        data = as_tensor(payload)
-        call = Description("all_gather_bytes", name, {}, [describe_tensor(data, any_rows=True)])
-        pieces: list[bytes] = self._call(call, [data])
-        return pieces
+        return self._call(self._arguments.all_gather_bytes(payload, name))
 
     def barrier(self, name: str | None = None) -> None:
         """Return when every rank has called it: the negotiation alone does that."""
-        self._call(Description("barrier", name), [])
+        self._call(Call(Description("barrier", name)))
 
     def join(self, operators: Iterable[Reducer] = (), *, device: torch.device | None = None) -> int:
         """Wait until every rank has joined, taking part in what the others still call.
@@ -367,12 +319,7 @@ class Group:
         Returns:
             The rank that joined last, the highest of those that did at once.
         """
-        if device is None and torch.cuda.is_available():
-            device = torch.device("cuda", torch.cuda.current_device())
-        known = list(operators)
-        for op in known:
-            validation.reducer("operators", op)
-        return self._call.join(known, device)
+        return self._call.join(operators, device)
 
     def split(self, ranks: Sequence[int]) -> Group | None:
         """Return a group of some of the ranks, whose rank i is `ranks[i]` here; None on the others.
@@ -384,8 +331,8 @@ class Group:
         with it, or with its own close().
         """
         members = validation.distinct_ranks("ranks", ranks, self.size)
-        call = Description("split", options={"ranks": members})
-        part: Group | None = self._call(call, [], run=lambda: self._split(members))
+        call = Call(Description("split", options={"ranks": members}))
+        part: Group | None = self._call(call, run=lambda: self._split(members))
         return part
 
     def _split(self, members: Sequence[int]) -> Group | None:
@@ -429,15 +376,3 @@ class Group:
             stack.callback(self._call.queue.close)
             for part in reversed(self._parts):
                 stack.callback(part.close)
-
-    def _request(
-        self, call: Description, tensors: list[Tensor], op: Reducer = Sum, *, negotiate: bool = True
-    ) -> Request:
-        """Make a request whose making is negotiated unless told otherwise."""
-        if not negotiate:
-            return Request(self._call, call, tensors, op)
-        made = replace(call, kind=f"{call.kind}_init")
-        self._call(made, tensors, op, run=lambda: None)
-        # Alike on all ranks, which make their requests in one order.
-        self._requests += 1
-        return Request(self._call, replace(call, request=self._requests), tensors, op)

@@ -103,7 +103,7 @@ class Reducer:
 
 
 @lru_cache
-def _computes(operator: Callable[..., torch.Tensor], dtype: torch.dtype) -> bool:
+def computes(operator: Callable[..., torch.Tensor], dtype: torch.dtype) -> bool:
     """Return whether torch has the operator for the dtype; it adds no 8-bit floats."""
     one = torch.empty(1, dtype=dtype, device="cpu")
     try:
@@ -122,7 +122,7 @@ class SumReducer(Reducer):
     def check(self, dtype: torch.dtype) -> None:
         if dtype == torch.bool:
             raise TypeError(f"{self.name} has no meaning on {dtype}: convert to an integer dtype")
-        if not _computes(torch.add, dtype):
+        if not computes(torch.add, dtype):
             raise TypeError(f"{self.name} needs additions, which torch has not for {dtype}")
 
     def algorithm(self, nbytes: int, size: int) -> str:
@@ -149,7 +149,7 @@ class AverageReducer(SumReducer):
         if not (dtype.is_floating_point or dtype.is_complex):
             raise TypeError(f"{self.name} has no meaning on {dtype}: use Sum, or a floating dtype")
         super().check(dtype)
-        if not _computes(torch.div, dtype):
+        if not computes(torch.div, dtype):
             raise TypeError(f"{self.name} needs divisions, which torch has not for {dtype}")
 
     def finish(self, buffer: torch.Tensor, size: int) -> None:

@@ -9,21 +9,26 @@ import operator
 import sys
 import threading
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from itertools import pairwise
+from types import UnionType
 
 import torch
 from torch.nn.parameter import is_lazy
 
-from collectives.reducers import Reducer
+from collectives.reducers import Reducer, computes
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
+def instance(argument: str, value: object, kinds: type | UnionType, words: str) -> None:
+    """Check that a value is of some type, which `words` name; True and False are no ints."""
+    if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
+        raise TypeError(f"{argument} must be {words}, got {type(value).__name__}")
+
+
 def tensor(argument: str, value: torch.Tensor, *, written: bool = True) -> None:
     """Check a dense, contiguous tensor that can be copied and, if `written`, written to."""
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{argument} must be a torch.Tensor, got {type(value).__name__}")
+    instance(argument, value, torch.Tensor, "a torch.Tensor")
     if value.layout is not torch.strided:
         raise ValueError(f"{argument} must be dense, got layout {value.layout}: use to_dense()")
     if is_lazy(value):
@@ -32,7 +37,7 @@ def tensor(argument: str, value: torch.Tensor, *, written: bool = True) -> None:
         raise ValueError(f"{argument} must not be nested: pass its parts, {argument}.unbind()")
     if value.is_quantized:
         raise ValueError(f"{argument} must not be quantized: pass {argument}.int_repr()")
-    if not _copies(value.dtype):
+    if not computes(_copy, value.dtype):
         raise TypeError(f"{argument} is of {value.dtype}, which torch cannot copy")
     if value.is_conj() or value.is_neg():
         raise ValueError(
@@ -48,14 +53,9 @@ def tensor(argument: str, value: torch.Tensor, *, written: bool = True) -> None:
         )
 
 
-@lru_cache
-def _copies(dtype: torch.dtype) -> bool:
-    """Return whether torch can copy elements of the dtype; not if they are smaller than a byte."""
-    try:
-        torch.empty(1, dtype=dtype, device="cpu").clone()
-    except (RuntimeError, TypeError):
-        return False
-    return True
+def _copy(one: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor, which torch cannot do where elements are smaller than a byte."""
+    return one.clone()
 
 
 def tensors(argument: str, values: object, *, dense: bool = False) -> list[torch.Tensor]:
@@ -64,18 +64,18 @@ def tensors(argument: str, values: object, *, dense: bool = False) -> list[torch
         kind = type(values).__name__
         raise TypeError(f"{argument} must be a list or tuple of tensors, got {kind}")
     for i, value in enumerate(values):
-        if not isinstance(value, torch.Tensor):
-            kind = type(value).__name__
-            raise TypeError(f"{argument}[{i}] must be a torch.Tensor, got {kind}")
+        instance(f"{argument}[{i}]", value, torch.Tensor, "a torch.Tensor")
         if value.is_nested or (dense and value.layout is not torch.strided):
             raise ValueError(f"{argument}[{i}] must be a dense tensor: use to_dense() or unbind()")
     return list(values)
 
 
-def integer(argument: str, value: int) -> None:
-    """Check an int."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{argument} must be an int, got {type(value).__name__}")
+def integer(argument: str, value: int, least: int | None = None) -> None:
+    """Check an int, of at least so much."""
+    instance(argument, value, int, "an int")
+    if least is not None and value < least:
+        rule = f"be at least {least}" if least else "not be negative"
+        raise ValueError(f"{argument} must {rule}, got {value}")
 
 
 def tensor_list(argument: str, values: object) -> list[torch.Tensor]:
@@ -160,16 +160,12 @@ def row_splits(
 
 def reducer(argument: str, value: Reducer) -> None:
     """Check an instance of Reducer, such as Sum."""
-    if not isinstance(value, Reducer):
-        raise TypeError(
-            f"{argument} must be a Reducer such as collectives.Sum, got {type(value).__name__}"
-        )
+    instance(argument, value, Reducer, "a Reducer such as collectives.Sum")
 
 
 def timeout(value: float) -> None:
     """Check a number of seconds that a thread can wait for."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"timeout must be a number of seconds, got {type(value).__name__}")
+    instance("timeout", value, int | float, "a number of seconds")
     if not 0 < value <= threading.TIMEOUT_MAX:
         raise ValueError(
             f"timeout must be a positive number of seconds, got {value}: at most "
@@ -179,7 +175,7 @@ def timeout(value: float) -> None:
 
 def scale(argument: str, value: float) -> None:
     """Check a finite factor."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{argument} must be a number, got {type(value).__name__}")
+    if type(value) is not float:
+        instance(argument, value, int | float, "a number")
     if not abs(value) <= sys.float_info.max:
         raise ValueError(f"{argument} must be finite, got {value}")

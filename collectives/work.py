@@ -19,7 +19,7 @@ from collectives.errors import TransportError
 # How often whoever waits looks whether there still is a thread that could end the wait.
 _CHECK_SECONDS = 1.0
 # The communication thread looks for jobs so often after one, before it sleeps until it is woken.
-_LOOK_SECONDS, _LOOKS = 1e-3, 50
+_LOOK_SECONDS, _LOOKS = 5e-3, 10
 
 
 class Work:

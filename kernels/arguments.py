@@ -44,6 +44,7 @@ class Call(NamedTuple):
         findings: What it writes beside `out`.
         dots: Of `combine`.
         packed: Of `pack` and `unpack`.
+        cooperative: Of `adasum`: whether one cooperative launch may do it.
         addresses: Where the inputs lie, as uint64, once the call is bound to memory.
         rebound: Whether `Plan.rebind` was given the tensors, as its `tensors` and `out`.
     """
@@ -55,6 +56,7 @@ class Call(NamedTuple):
     findings: Findings = Findings()
     dots: Tensor | None = None
     packed: PackedList | None = None
+    cooperative: bool = True
     addresses: array[int] = tensor_list.UNREAD
     rebound: bool = False
 
@@ -117,7 +119,7 @@ def check_pack(
     findings.check(device, chosen.dtype)
     if out is None:
         out = torch.empty(chosen.numel, dtype=chosen.dtype, device=device)
-    return Call("pack", inputs, out, chosen.segments, findings, None, packed, addresses)
+    return Call("pack", inputs, out, chosen.segments, findings, None, packed, addresses=addresses)
 
 
 def check_unpack(
@@ -131,7 +133,7 @@ def check_unpack(
     check_all_writable("tensors", inputs)
     findings.check(device, *packed.dtypes)
     segments = packed.layout.segments
-    return Call("unpack", inputs, buffer, segments, findings, None, packed, addresses)
+    return Call("unpack", inputs, buffer, segments, findings, None, packed, addresses=addresses)
 
 
 def check_sum_n(
@@ -182,12 +184,18 @@ def check_combine(
 
 
 def check_adasum(
-    a: Tensor, b: Tensor, segments: Sequence[int] | None, out: Tensor | None, findings: Findings
+    a: Tensor,
+    b: Tensor,
+    segments: Sequence[int] | None,
+    out: Tensor | None,
+    findings: Findings,
+    cooperative: bool,
 ) -> Call:
     """Check the arguments of `adasum`; makes the output where `out` is None."""
     inputs, target = _check_pair(a, b, out)
     findings.check(inputs[0].device, inputs[0].dtype)
-    return Call("adasum", inputs, target, check_segments(segments, inputs[0].numel()), findings)
+    bounds = check_segments(segments, inputs[0].numel())
+    return Call("adasum", inputs, target, bounds, findings, cooperative=cooperative)
 
 
 def device_of(tensors: Sequence[Tensor]) -> torch.device:

@@ -116,12 +116,21 @@ def adasum(
     out: Tensor | None = None,
     found_inf: Tensor | None = None,
     max_abs: Tensor | None = None,
+    cooperative: bool = True,
 ) -> Tensor:
     """Return the Adasum of two tensors, a segment at a time: `combine` of their `dot_and_norms`.
 
     Arguments and errors are those of `combine`. NaN or Inf in a segment reaches that segment alone.
+
+    `cooperative` says whether a GPU may do it in one cooperative launch where the tensors fit on
+    chip. They are then read once, but all programs of the launch must be resident at once, on up to
+    every register of the GPU, and wait for each other. Beside kernels that wait in turn, as NCCL's
+    do for other ranks, take two launches, which wait for nothing. The bits are the same; on a CPU
+    it makes no difference.
     """
-    combined: Tensor = run(check_adasum(a, b, segments, out, Findings(found_inf, max_abs)))
+    combined: Tensor = run(
+        check_adasum(a, b, segments, out, Findings(found_inf, max_abs), cooperative)
+    )
     return combined
 
 
@@ -133,13 +142,14 @@ def plan_adasum(
     out: Tensor | None = None,
     found_inf: Tensor | None = None,
     max_abs: Tensor | None = None,
+    cooperative: bool = True,
 ) -> AdasumPlan:
     """Plan `adasum` of a and b: run it as plan().
 
     Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has one of
     its own, the same at each run.
     """
-    return AdasumPlan(check_adasum(a, b, segments, out, Findings(found_inf, max_abs)))
+    return AdasumPlan(check_adasum(a, b, segments, out, Findings(found_inf, max_abs), cooperative))
 
 
 def dot_and_norms_bytes(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -> int:

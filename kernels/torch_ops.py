@@ -1,6 +1,6 @@
 """Calls as torch sees them: run at once in eager mode, in traced code one operator `adasum::*`.
 
-Eager calls make a plan and run it, and never come to the operators. In traced code the public
+Eager calls bind a launch and run it, and never come to the operators. In traced code the public
 functions make the checks that need no addresses while torch traces, and call the operator; overlap,
 which needs addresses, is checked when the operator runs. What an operator writes is in its schema,
 so that torch copies and orders it rightly.
@@ -44,7 +44,14 @@ def run(call: Call, *scalars: float) -> Any:
         # No kernel has a derivative: no result requires grad.
         with torch.no_grad():
             operator(
-                call.inputs, call.bounds, call.dots, alignment, scalars, call.out, *call.findings
+                call.inputs,
+                call.bounds,
+                call.dots,
+                alignment,
+                scalars,
+                call.cooperative,
+                call.out,
+                *call.findings,
             )
     else:
         _run_at_once(call, *scalars)
@@ -66,12 +73,15 @@ def _run_operator(
     dots: Tensor | None,
     alignment: int,
     scalars: Sequence[float],
+    cooperative: bool,
     out: Tensor,
     *findings: Tensor | None,
 ) -> None:
     """What the operator of a function does; `alignment` is 0 where nothing is packed."""
     packed = packed_within(out, inputs, bounds[:-1], alignment) if alignment else None
-    call = Call(function, inputs, out, tuple(bounds), Findings(*findings), dots, packed)
+    call = Call(
+        function, inputs, out, tuple(bounds), Findings(*findings), dots, packed, cooperative
+    )
     _run_at_once(call, *scalars)
 
 
@@ -79,7 +89,7 @@ for _name in FUNCTIONS:
     _inputs, _out = ("Tensor(a!)[]", "Tensor") if _name == "unpack" else ("Tensor[]", "Tensor(a!)")
     _LIBRARY.define(
         f"{_name}_3({_inputs} inputs, SymInt[] bounds, Tensor? dots, int alignment, "
-        f"float[] scalars, {_out} out, {SCHEMA}) -> ()",
+        f"float[] scalars, bool cooperative, {_out} out, {SCHEMA}) -> ()",
         tags=_TAGS,
     )
     _LIBRARY.impl(f"{_name}_3", partial(_run_operator, _name), "CompositeExplicitAutograd")

@@ -1,10 +1,11 @@
-"""The order of the test files, the option `--emulated`, and kernels compiled once at the start."""
+"""The order of the test files, `--emulated` and `--gpu`, and kernels compiled once at the start."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 import kernels
 from tests.ptx_emulator.driver import emulated
@@ -40,12 +41,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--emulated`."""
+    """Add `--emulated` and `--gpu`."""
     parser.addoption(
         "--emulated",
         action="store_true",
         help="run the code that Triton compiles for sm_90, in tests/ptx_emulator",
     )
+    parser.addoption("--gpu", action="store_true", help="end with status 2 where there is no GPU")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """With `--gpu`, do not take skipped tests for passed ones."""
+    if config.getoption("gpu") and not torch.cuda.is_available():
+        pytest.exit("torch sees no GPU here", returncode=2)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import kernels
+from bench.kernels import peers_compiled
 from bench.kernels import peers_elementwise as in_torch
 from bench.kernels.case import (
     CHUNK,
@@ -22,10 +23,25 @@ from bench.kernels.case import (
     Expected,
     WrongAnswer,
     check_flag,
+    rotating,
     rounded,
     wide_of,
 )
-from bench.kernels.inputs import FEW_SIZES, KIB, PLAN_SIZES, PLANNED, SIZES, normal, size_label
+from bench.kernels.inputs import (
+    FEW_SIZES,
+    FRESH,
+    FRESH_SETS,
+    KIB,
+    MANY,
+    MANY_NUMEL,
+    MIB,
+    PLAN_SIZES,
+    PLANNED,
+    SIZES,
+    WALL,
+    normal,
+    size_label,
+)
 from bench.kernels.measure import DIRECT
 from bench.kernels.timing import DEVICE, Call
 from bench.shapes import MODELS, Shape
@@ -49,6 +65,8 @@ class Spec:
         misaligned: Whether tensors start one element off a 16-byte boundary.
         checked: Whether found_inf is asked for.
         planned: Whether a plan is timed, with the direct call beside it.
+        wall: Whether it is timed by wall clock.
+        sets: How many lists of tensors take turns.
     """
 
     kernel: str
@@ -61,6 +79,8 @@ class Spec:
     misaligned: bool = False
     checked: bool = False
     planned: bool = False
+    wall: bool = False
+    sets: int = 1
 
     @property
     def size(self) -> int:
@@ -106,12 +126,20 @@ def _specs(kernel: str) -> Iterator[Spec]:
         yield Spec(kernel, PLANNED, f"{PLANNED} {size_label(size)}", shapes, planned=True)
     shapes = tuple(MODELS["ResNet-50"])
     yield Spec(kernel, "planned model", f"{PLANNED} ResNet-50", shapes, planned=True)
+    if DEVICE == "cuda":
+        shapes = ((MANY_NUMEL,),) * MANY
+        yield Spec(kernel, WALL, f"{MANY} tensors by wall clock", shapes, wall=True)
+        for count in (16, MANY):
+            shapes = ((MIB // count // 32 * 8,),) * count
+            label = f"{count} tensors at {FRESH}"
+            yield Spec(kernel, FRESH, label, shapes, wall=True, sets=FRESH_SETS)
 
 
 SPECS = [*_specs("pack"), *_specs("unpack")]
 
 
-def case_of(spec: Spec) -> Case:
+def case_of(spec: Spec, compiled: bool = False) -> Case:
+    """Return the case of a row; with `compiled`, torch.compile is among the peers."""
     tensors = [normal(shape, spec.tensor, spec.misaligned) for shape in spec.shapes]
     layout = kernels.layout_of(tensors, dtype=spec.buffer)
     flag = torch.zeros((), device=DEVICE) if spec.checked else None
@@ -122,8 +150,14 @@ def case_of(spec: Spec) -> Case:
     exact = spec.scale == 1.0 and target.itemsize >= source.itemsize
     bound = 0.0 if exact else rounded(target, wide_of(source, target), 1)
     make = _pack if spec.kernel == "pack" else _unpack
-    ours, direct, tight, traffic, expected = make(tensors, layout, options, spec, bound)
+    ours, on, tight, traffic, expected = make(tensors, layout, options, spec, bound)
     job = in_torch.Packing(tensors, tight, spec.scale, flag, bound)
+    peers = in_torch.pack(job) if spec.kernel == "pack" else in_torch.unpack(job)
+    if spec.sets > 1:
+        ours, peers = _fresh(spec, ours, on, job)
+    elif compiled:
+        peer = peers_compiled.pack if spec.kernel == "pack" else peers_compiled.unpack
+        peers.append(peer(tensors, tight, spec.scale, flag, bound))
     return Case(
         kernel=spec.kernel,
         series=spec.series,
@@ -133,15 +167,30 @@ def case_of(spec: Spec) -> Case:
         elements=sum(layout.numels),
         tensors=len(tensors),
         ours=ours,
-        peers=in_torch.pack(job) if spec.kernel == "pack" else in_torch.unpack(job),
+        peers=peers,
         expected=expected,
-        beside={DIRECT: direct} if spec.planned else {},
+        beside={DIRECT: on(tensors)} if spec.planned else {},
+        wall=spec.wall,
     )
 
 
-# Ours, the direct call, the peers' buffer (without padding), the traffic, and the answer. Where
-# possible that buffer is ours, too, so that all find the same in the caches.
-Made = tuple[Contender, Call, Tensor, int, Expected]
+def _fresh(
+    spec: Spec, ours: Contender, on: Callable[[list[Tensor]], Call], job: in_torch.Packing
+) -> tuple[Contender, list[Contender]]:
+    """Return ours and the peers on copies of the tensors, others at each call, and one buffer."""
+    packing = spec.kernel == "pack"
+    copies = [[tensor.clone() for tensor in job.tensors] for _ in range(spec.sets)]
+    mine = [
+        replace(ours, call=on(copy), written=ours.written if packing else copy) for copy in copies
+    ]
+    jobs = [replace(job, tensors=copy) for copy in copies]
+    peers = zip(*map(in_torch.pack if packing else in_torch.unpack, jobs), strict=True)
+    return rotating(mine), [rotating(each) for each in peers]
+
+
+# Ours, a direct call on such tensors, the peers' buffer (without padding), the traffic, and the
+# answer. Where possible that buffer is ours, too, so that all find the same in the caches.
+Made = tuple[Contender, Callable[[list[Tensor]], Call], Tensor, int, Expected]
 
 
 def _pack(
@@ -149,10 +198,10 @@ def _pack(
 ) -> Made:
     out = torch.empty(layout.numel, dtype=layout.dtype, device=DEVICE)
 
-    def direct() -> Tensor:
-        return kernels.pack(tensors, out=out, scale=spec.scale, **options)
+    def on(given: list[Tensor]) -> Call:
+        return partial(kernels.pack, given, out=out, scale=spec.scale, **options)
 
-    call: Call = direct
+    call = on(tensors)
     if spec.planned:
         call = partial(kernels.plan_pack(tensors, out=out, **options), spec.scale)
 
@@ -174,7 +223,7 @@ def _pack(
 
     ours = Contender("ours", call, bound, layout.views, [out], also)
     tight = out[: sum(layout.numels)]
-    return ours, direct, tight, kernels.pack_bytes(tensors, layout=layout), expected
+    return ours, on, tight, kernels.pack_bytes(tensors, layout=layout), expected
 
 
 def _unpack(
@@ -185,10 +234,10 @@ def _unpack(
     if sum(layout.numels) < layout.numel:
         tight = torch.cat([view.reshape(-1) for view in layout.views(buffer)])
 
-    def direct() -> list[Tensor]:
-        return kernels.unpack(buffer, tensors, scale=spec.scale, **options)
+    def on(given: list[Tensor]) -> Call:
+        return partial(kernels.unpack, buffer, given, scale=spec.scale, **options)
 
-    call: Call = direct
+    call = on(tensors)
     if spec.planned:
         call = partial(kernels.plan_unpack(buffer, tensors, **options), spec.scale)
 
@@ -204,7 +253,7 @@ def _unpack(
 
     ours = Contender("ours", call, bound, list, tensors, also)
     traffic = kernels.unpack_bytes(buffer, tensors, layout=layout)
-    return ours, direct, tight, traffic, expected
+    return ours, on, tight, traffic, expected
 
 
 def _groups(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
@@ -222,5 +271,7 @@ def _groups(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_packing(spec: Spec, record: Callable[[Case], None]) -> None:
-    record(case_of(spec))
+def test_packing(
+    spec: Spec, record: Callable[[Case], None], request: pytest.FixtureRequest
+) -> None:
+    record(case_of(spec, request.config.getoption("bench_compile")))

@@ -12,16 +12,30 @@ import torch
 from torch import Tensor
 
 import kernels
+from bench.kernels import peers_compiled
 from bench.kernels import peers_projection as in_torch
 from bench.kernels.case import Answer, Case, Contender, rounded, wide_of
-from bench.kernels.inputs import FEW_SIZES, MIB, PLAN_SIZES, PLANNED, SIZES, normal, size_label
+from bench.kernels.inputs import (
+    FEW_SIZES,
+    MANY,
+    MANY_NUMEL,
+    MIB,
+    PLAN_SIZES,
+    PLANNED,
+    SIZES,
+    WALL,
+    normal,
+    size_label,
+)
 from bench.kernels.measure import DIRECT, ONE_DOT, ONE_SEGMENT
 from bench.kernels.timing import DEVICE, Call
 from bench.shapes import MODELS
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
-# About 8 MiB of float32 fit on a chip.
-ADASUM_SIZES = sorted({*SIZES, 8 * MIB})
+# About 8 MiB of float32 fit on a chip; from there to 25 MiB, a usual bucket of gradients, the GPU's
+# cache decides whether one launch reads again from there, or two from memory.
+BETWEEN = {"cuda": [9_000_000, 12_000_000, 15_000_000, 25 * MIB], "cpu": []}[DEVICE]
+ADASUM_SIZES = sorted({*SIZES, 8 * MIB, *BETWEEN})
 LISTS = {"cuda": ["ResNet-50", "BERT-large"], "cpu": ["ResNet-50"]}[DEVICE]
 
 
@@ -35,8 +49,11 @@ class Spec:
         label: The row's name in the tables.
         size: Bytes of one operand.
         dtype: Dtype of the operands.
-        model: The model whose tensors are the segments, "" for one segment.
+        model: The model whose tensors are the segments, "" for one segment or equal ones.
         planned: Whether a plan is timed, with the direct call beside it.
+        parts: How many equal segments, of `part` elements each; 0 for one, or a model's.
+        part: Elements of such a segment.
+        wall: Whether it is timed by wall clock.
     """
 
     kernel: str
@@ -46,6 +63,9 @@ class Spec:
     dtype: torch.dtype = FP32
     model: str = ""
     planned: bool = False
+    parts: int = 0
+    part: int = MANY_NUMEL
+    wall: bool = False
 
     def __str__(self) -> str:
         return f"{self.kernel} {self.label}"
@@ -54,7 +74,8 @@ class Spec:
 def _specs() -> Iterator[Spec]:
     for kernel in ("dot_and_norms", "combine", "adasum"):
         for size in ADASUM_SIZES if kernel == "adasum" else SIZES:
-            yield Spec(kernel, "fp32", f"fp32 {size_label(size)}", size)
+            label = f"{size / 1e6:g} MB" if size in BETWEEN[:3] else size_label(size)
+            yield Spec(kernel, "fp32", f"fp32 {label}", size)
         for size in FEW_SIZES:
             yield Spec(kernel, "bf16", f"bf16 {size_label(size)}", size, BF16)
             # Not the others: their peers round dots to float16, where large tensors overflow.
@@ -67,6 +88,12 @@ def _specs() -> Iterator[Spec]:
             yield Spec(kernel, PLANNED, f"{PLANNED} {size_label(size)}", size, planned=True)
         label = f"{PLANNED} ResNet-50"
         yield Spec(kernel, "planned segments", label, model="ResNet-50", planned=True)
+    if DEVICE == "cuda":
+        series = "segments on chip"
+        yield Spec("adasum", series, f"{MANY} segments on chip", parts=MANY)
+        label = f"{MANY} segments on chip, at odd offsets"
+        yield Spec("adasum", series, label, parts=MANY, part=MANY_NUMEL + 1)
+        yield Spec("adasum", WALL, f"{MANY} segments by wall clock", parts=MANY, wall=True)
 
 
 SPECS = list(_specs())
@@ -171,8 +198,10 @@ MAKERS = {"dot_and_norms": _dot_and_norms, "combine": _combine, "adasum": _adasu
 
 
 def case_of(spec: Spec, compiled: bool) -> Case:
-    """Return the case of a row; with `compiled`, torch.compile is among adasum's peers."""
+    """Return the case of a row; with `compiled`, torch.compile is among the peers."""
     bounds: tuple[int, ...] = (0, spec.size // spec.dtype.itemsize)
+    if spec.parts:
+        bounds = tuple(range(0, (spec.parts + 1) * spec.part, spec.part))
     if spec.model:
         shapes = MODELS[spec.model]
         bounds = kernels.layout_of([torch.empty(shape, device=DEVICE) for shape in shapes]).segments
@@ -180,12 +209,12 @@ def case_of(spec: Spec, compiled: bool) -> Case:
     out = torch.empty_like(a)
     job = Job(in_torch.Pair(a, b, out, bounds), bounds, spec.planned)
     ours, direct, peers, make, traffic = MAKERS[spec.kernel](job)
-    if spec.kernel == "adasum" and compiled and not spec.model:
-        peers = [*peers, in_torch.compiled(job.pair, ours.bound)]
+    if compiled:
+        peers = [*peers, *_compiled(spec.kernel, job, ours.bound)]
     beside: dict[str, Call] = {DIRECT: direct} if spec.planned else {}
     if spec.kernel == "dot_and_norms":
         beside[ONE_DOT] = lambda: torch.dot(a, b)
-    if spec.model and not spec.planned:
+    if job.pair.many and not (spec.planned or spec.wall):
         whole = Job(in_torch.Pair(a, b, out, (0, a.numel())), (0, a.numel()))
         beside[ONE_SEGMENT] = MAKERS[spec.kernel](whole)[0].call
     return Case(
@@ -200,7 +229,22 @@ def case_of(spec: Spec, compiled: bool) -> Case:
         peers=peers,
         expected=cache(lambda: [make()]),
         beside=beside,
+        reads=spec.kernel == "dot_and_norms",
+        wall=spec.wall,
     )
+
+
+def _compiled(kernel: str, job: Job, bound: float) -> list[Contender]:
+    """Return torch.compile as a peer; of dots and combine, for one segment."""
+    pair = job.pair
+    if kernel == "adasum":
+        return [in_torch.compiled(pair, bound)]
+    if pair.many:
+        return []
+    if kernel == "dot_and_norms":
+        return [peers_compiled.dots(pair.a, pair.b, pair.slack, in_torch.SUMS)]
+    bound += 8 * torch.finfo(pair.a.dtype).eps
+    return [peers_compiled.combine(pair.a, pair.b, job.dots(), pair.out, bound)]
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)

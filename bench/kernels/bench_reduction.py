@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -12,9 +12,28 @@ import torch
 from torch import Tensor
 
 import kernels
+from bench.kernels import peers_compiled
 from bench.kernels import peers_elementwise as in_torch
-from bench.kernels.case import Answer, Case, Contender, check_flag, rounded, wide_of
-from bench.kernels.inputs import FEW_SIZES, PLAN_SIZES, PLANNED, SIZES, normal, size_label
+from bench.kernels.case import (
+    Answer,
+    Case,
+    Contender,
+    check_flag,
+    rotating,
+    rounded,
+    wide_of,
+)
+from bench.kernels.inputs import (
+    FEW_SIZES,
+    FRESH,
+    FRESH_SETS,
+    KIB,
+    PLAN_SIZES,
+    PLANNED,
+    SIZES,
+    normal,
+    size_label,
+)
 from bench.kernels.measure import DIRECT
 from bench.kernels.timing import DEVICE, Call
 
@@ -37,6 +56,7 @@ class Spec:
         scale: The factor of sum_n.
         checked: Whether found_inf is asked for.
         planned: Whether a plan is timed, with the direct call beside it.
+        sets: How many lists of tensors take turns, timed by wall clock; 1 for one, timed as usual.
     """
 
     kernel: str
@@ -47,6 +67,7 @@ class Spec:
     scale: float = 1.0
     checked: bool = False
     planned: bool = False
+    sets: int = 1
 
     @property
     def label(self) -> str:
@@ -88,12 +109,15 @@ def _specs() -> Iterator[Spec]:
     for kernel in ("sum_n", "scaled_add"):
         for size in PLAN_SIZES:
             yield Spec(kernel, PLANNED, size, (FP32, FP32), planned=True)
+    if DEVICE == "cuda":
+        yield Spec("sum_n", f"n=8 at {FRESH}", 64 * KIB, (FP32,) * 8, sets=FRESH_SETS)
 
 
 SPECS = list(_specs())
 
 
-def case_of(spec: Spec) -> Case:
+def case_of(spec: Spec, compiled: bool = False) -> Case:
+    """Return the case of a row; with `compiled`, torch.compile is among the peers."""
     numel = spec.size // spec.tensors[0].itemsize
     tensors = [normal(numel, dtype) for dtype in spec.tensors]
     out = torch.empty(numel, dtype=spec.out, device=DEVICE)
@@ -120,6 +144,13 @@ def case_of(spec: Spec) -> Case:
         if flag is not None:
             check_flag(call, flag, tensors[-1])
 
+    ours = Contender("ours", call, bound, written=[out], also=also)
+    if spec.sets > 1:
+        ours, peers = _fresh(ours, job, options, spec.sets)
+    elif compiled:
+        sums = spec.kernel == "sum_n"
+        factors = (spec.scale,) * len(tensors) if sums else (ALPHA, BETA)
+        peers.append(peers_compiled.weighted_sum(tensors, factors, out, flag, bound))
     return Case(
         kernel=spec.kernel,
         series=spec.series,
@@ -128,11 +159,22 @@ def case_of(spec: Spec) -> Case:
         traffic=traffic,
         elements=numel,
         tensors=len(tensors),
-        ours=Contender("ours", call, bound, written=[out], also=also),
+        ours=ours,
         peers=peers,
         expected=cache(lambda: [make()]),
         beside={DIRECT: direct} if spec.planned else {},
+        wall=spec.sets > 1,
     )
+
+
+def _fresh(
+    ours: Contender, job: in_torch.Reduction, options: dict[str, Any], sets: int
+) -> tuple[Contender, list[Contender]]:
+    """Return sum_n and its peers on copies of the tensors, others at each call, into one output."""
+    copies = [[tensor.clone() for tensor in job.tensors] for _ in range(sets)]
+    mine = [replace(ours, call=partial(kernels.sum_n, copy, **options)) for copy in copies]
+    peers = zip(*(in_torch.sum_n(replace(job, tensors=copy)) for copy in copies), strict=True)
+    return rotating(mine), [rotating(each) for each in peers]
 
 
 # The direct call, what makes a planned one, the answer and the traffic.
@@ -174,5 +216,7 @@ def _scaled_add(tensors: list[Tensor], spec: Spec, options: dict[str, Any]) -> M
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_reduction(spec: Spec, record: Callable[[Case], None]) -> None:
-    record(case_of(spec))
+def test_reduction(
+    spec: Spec, record: Callable[[Case], None], request: pytest.FixtureRequest
+) -> None:
+    record(case_of(spec, request.config.getoption("bench_compile")))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -127,6 +128,9 @@ class Case:
         peers: What it is compared with.
         expected: The answer.
         beside: Calls that are timed in the same rounds and are no peers.
+        reads: Whether it hardly writes; on CUDA a sum is its roof then, and no copy.
+        wall: Whether it is timed on CUDA until the device is done, the host's time included, and
+            never replayed.
     """
 
     kernel: str
@@ -140,6 +144,27 @@ class Case:
     peers: Sequence[Contender]
     expected: Expected
     beside: Mapping[str, Call] = field(default_factory=dict)
+    reads: bool = False
+    wall: bool = False
+
+
+def rotating(contenders: Sequence[Contender]) -> Contender:
+    """Return one that takes the next of equal ones, of other tensors, at each call; no graph."""
+    turns = itertools.cycle(contenders)
+    current = contenders[0]
+
+    def call() -> Any:
+        nonlocal current
+        current = next(turns)
+        return current.call()
+
+    return replace(
+        contenders[0],
+        call=call,
+        pieces=lambda result: current.pieces(result),
+        written=[tensor for each in contenders for tensor in each.written],
+        capturable=False,
+    )
 
 
 def check_flag(call: Call, flag: Tensor, source: Tensor) -> None:

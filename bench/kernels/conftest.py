@@ -5,11 +5,14 @@
     --bench-seconds N     skip rows that have not begun after N seconds; rows that goals single out
                           come first
     --bench-rows TEXT     only rows with TEXT in their name: "sum_n n=5 16 MiB" is one row
+    --bench-part PART     "goals": only rows that goals single out; "others": only the rest
+    --bench-gpu           end with status 2 where torch sees no GPU
+    --bench-resume        keep the rows that a run into the same folder has left, and go on
 
 Without --bench-results the tables are printed and nothing is written. A run that did not measure
 every row, because of a selection or a wrong answer, is written to DIR/<device>/partial, so that it
 never replaces a full one. While a run lasts, DIR/<device>/rows.jsonl has a line for each row
-measured; a run that is killed leaves it behind.
+measured; a run that is killed leaves it behind, and one that is to be resumed.
 """
 
 from __future__ import annotations
@@ -19,10 +22,8 @@ import functools
 import gc
 import os
 import platform
-import subprocess
 import time
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from bench.kernels import bench_packing, bench_projection, bench_reduction, goal
 from bench.kernels.case import Case
 from bench.kernels.measure import Row, measure
 from bench.kernels.timing import DEVICE
+from bench.provenance import commit, version
 
 ROWS = pytest.StashKey[list[Row]]()
 BEGAN = pytest.StashKey[tuple[float, float]]()
@@ -53,9 +55,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--bench-seconds", type=float, metavar="N", help="begin no row after N seconds")
     group.addoption("--bench-rows", default="", metavar="TEXT", help="only rows named like it")
+    group.addoption("--bench-part", choices=["goals", "others"], help="rows of goals, or the rest")
+    group.addoption("--bench-gpu", action="store_true", help="end where torch sees no GPU")
+    group.addoption("--bench-resume", action="store_true", help="go on after an interrupted run")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("bench_gpu") and DEVICE != "cuda":
+        pytest.exit("torch sees no GPU here", returncode=2)
     config.stash[ROWS] = []
     config.stash[BEGAN] = time.time(), os.getloadavg()[0]
     if config.getoption("benchmark_compare"):
@@ -80,14 +87,26 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    named = config.getoption("bench_rows")
-    if left := [item for item in items if named not in _row(item)]:
-        config.hook.pytest_deselected(items=left)
-        items[:] = [item for item in items if named in _row(item)]
-    if config.getoption("bench_seconds") is None:
-        return
+    named, part = config.getoption("bench_rows"), config.getoption("bench_part")
     first = {str(s) for s in _SPECS if goals.singled_out(s.kernel, s.series, s.size)}
-    items.sort(key=lambda item: _row(item) not in first)
+    done = set()
+    if config.getoption("bench_resume") and (folder := _folder(config)) is not None:
+        config.stash[ROWS] += report.unfinished(folder)
+        done = {row.key for row in config.stash[ROWS]}
+
+    def chosen(item: pytest.Item) -> bool:
+        row = _row(item)
+        return (
+            named in row
+            and row not in done
+            and (part is None or (row in first) == (part == "goals"))
+        )
+
+    if left := [item for item in items if not chosen(item)]:
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if chosen(item)]
+    if config.getoption("bench_seconds") is not None:
+        items.sort(key=lambda item: _row(item) not in first)
 
 
 def _row(item: pytest.Item) -> str:
@@ -143,6 +162,12 @@ def record(benchmark: Any, request: pytest.FixtureRequest) -> Iterator[Callable[
         torch.cuda.empty_cache()
 
 
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and session.config.stash[ROWS]:
+        # All rows were there already.
+        session.exitstatus = pytest.ExitCode.OK
+
+
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     rows = sorted(config.stash[ROWS], key=lambda row: POSITIONS[row.key])
     if not rows:
@@ -156,7 +181,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         complete = {row.key for row in rows} == POSITIONS.keys()
         for path in report.write(rows, meta, folder if complete else folder / "partial"):
             terminalreporter.write_line(f"wrote {path}")
-        (folder / report.UNFINISHED).unlink()
+        if not config.getoption("bench_resume"):
+            (folder / report.UNFINISHED).unlink()
 
 
 def _folder(config: pytest.Config) -> Path | None:
@@ -177,13 +203,13 @@ def _meta(rows: list[Row], began: float, load: float) -> dict[str, Any]:
         "device": _device(),
         "kind": DEVICE,
         "torch": torch.__version__,
-        "triton": _version("triton"),
+        "triton": version("triton"),
         "cuda": torch.version.cuda if on_gpu else "none",
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
         "load": f"{load:.1f} before and {os.getloadavg()[0]:.1f} after, {os.cpu_count()} cores",
         "date": datetime.date.today().isoformat(),
-        "commit": _commit(),
+        "commit": commit(),
         "rows": f"{len(rows)} of {len(POSITIONS)} in {time.time() - began:.0f} s",
     }
 
@@ -195,26 +221,3 @@ def _processor() -> str:
         return platform.processor() or "unknown CPU"
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "none"
-
-
-def _commit() -> str:
-    """Return the commit, and whether tracked files differ from it."""
-
-    def git(*arguments: str) -> str:
-        root = Path(__file__).resolve().parent
-        return subprocess.run(
-            ["git", *arguments], cwd=root, capture_output=True, text=True, check=True
-        ).stdout.strip()
-
-    try:
-        changed = git("status", "--porcelain", "--untracked-files=no")
-        return git("rev-parse", "--short", "HEAD") + (" and changes" if changed else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"

@@ -2,98 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable
 
-from bench.kernels.measure import DIRECT, EMPTY, ONE_DOT, ONE_SEGMENT, OURS, Row, geometric_mean
+from bench.kernels.inputs import FRESH, PLANNED, WALL
+from bench.kernels.judging import Goal
+from bench.kernels.measure import DIRECT, EMPTY, ONE_DOT, ONE_SEGMENT, OURS, Row
+from bench.kernels.peers_compiled import COMPILED
 from bench.kernels.peers_elementwise import CHAIN
-from bench.kernels.peers_projection import COMPILED, EAGER, THREE_DOTS
+from bench.kernels.peers_projection import EAGER, THREE_DOTS
 
-MET, NOT_MET, PARTLY, NOT_MEASURED, STATED = (
-    "met",
-    "NOT MET",
-    "met where measured",
-    "not measured",
-    "for information",
-)
 PACKING = ("pack", "unpack")
 LARGE = 64_000_000
 ON_CHIP = 2 << 20
 _CPU_KERNELS = ("pack", "unpack", "sum_n", "scaled_add", "combine", "adasum")
 
 
-class Goal(NamedTuple):
-    """Every chosen row's figure must be at least the threshold, or at most that.
-
-    Attributes:
-        name: Its line in the table of goals.
-        device: "cuda" or "cpu", where it is measured.
-        chosen: Whether a row counts.
-        figure: A row's figure, None where the row does not have it.
-        threshold: None states the worst figure without judging it.
-        at_most: Whether figures must be at most the threshold.
-        mean: Whether it is the geometric mean of the figures that must reach the threshold.
-    """
-
-    name: str
-    device: str
-    chosen: Callable[[Row], bool]
-    figure: Callable[[Row], float | None]
-    threshold: float | None
-    at_most: bool = False
-    mean: bool = False
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What became of a goal.
-
-    Attributes:
-        goal: The goal.
-        status: MET, NOT_MET and so on.
-        value: The mean or the worst figure.
-        row: The row with the worst figure.
-        rows: How many rows were chosen.
-        measured: How many of them have a figure.
-        missed: How many figures miss the threshold.
-    """
-
-    goal: Goal
-    status: str
-    value: float | None
-    row: str
-    rows: int
-    measured: int
-    missed: int
-
-
-def judge(goal: Goal, rows: Sequence[Row]) -> Verdict:
-    chosen = [row for row in rows if goal.chosen(row)]
-    figures = [(figure, row.key) for row in chosen if (figure := goal.figure(row)) is not None]
-    if not figures:
-        return Verdict(goal, NOT_MEASURED, None, "", len(chosen), 0, 0)
-    worst, where = (max if goal.at_most else min)(figures)
-    value = geometric_mean(figure for figure, _ in figures) if goal.mean else worst
-    missed = sum(_misses(goal, figure) for figure, _ in figures)
-    if goal.threshold is None:
-        status = STATED
-    elif _misses(goal, value):
-        status = NOT_MET
-    else:
-        status = MET if len(figures) == len(chosen) else PARTLY
-    return Verdict(goal, status, value, where, len(chosen), len(figures), missed)
-
-
-def _misses(goal: Goal, value: float) -> bool:
-    if goal.threshold is None:
-        return False
-    return value > goal.threshold if goal.at_most else value < goal.threshold
-
-
 def singled_out(kernel: str, series: str, size: int) -> bool:
     """Return whether a goal is about such rows in particular, not about all rows of a kernel."""
-    return kernel == "adasum" or size >= LARGE or series in ("many small", "models", "segments")
+    named = ("many small", "models", "segments", PLANNED, "planned model", "planned segments", WALL)
+    return kernel == "adasum" or size >= LARGE or series in named or FRESH in series
 
 
 def _of(*kernels: str) -> Callable[[Row], bool]:
@@ -151,6 +78,13 @@ def _over_three_units(row: Row) -> float | None:
     if EMPTY not in row.times:
         return None
     return (row.seconds - row.times[EMPTY].median) / (row.traffic / row.roof)
+
+
+def _over_three_units_and_launch(row: Row) -> float | None:
+    """Return our time over the roof of three units of traffic and an empty launch."""
+    if EMPTY not in row.times:
+        return None
+    return row.seconds / (row.traffic / row.roof + row.times[EMPTY].median)
 
 
 def _of_five_units(row: Row) -> float:
@@ -231,9 +165,16 @@ GPU = (
         0.95,
     ),
     Goal(
+        "dot_and_norms of 64 MB or more: fraction of the read-only roof",
+        "cuda",
+        lambda row: row.kernel == "dot_and_norms" and row.size >= LARGE,
+        _fraction,
+        0.9,
+    ),
+    Goal(
         "sum_n of 8: chain of adds over ours",
         "cuda",
-        lambda row: row.kernel == "sum_n" and row.tensors == 8,
+        lambda row: row.kernel == "sum_n" and row.tensors == 8 and FRESH not in row.series,
         _over_best(CHAIN),
         2.0,
     ),
@@ -243,6 +184,22 @@ GPU = (
         lambda row: _one_segment(row) and row.elements <= ON_CHIP,
         _over_three_units,
         1.2,
+        True,
+    ),
+    Goal(
+        "adasum on chip: time over the three-unit roof and an empty launch",
+        "cuda",
+        lambda row: _one_segment(row) and row.elements <= ON_CHIP,
+        _over_three_units_and_launch,
+        1.5,
+        True,
+    ),
+    Goal(
+        "adasum of 160 segments on chip over one segment",
+        "cuda",
+        lambda row: row.kernel == "adasum" and row.series == "segments on chip",
+        _slowdown(ONE_SEGMENT),
+        1.05,
         True,
     ),
     Goal(
@@ -265,9 +222,17 @@ GPU = (
     Goal(
         "host cost of a call on up to 16 tensors, microseconds",
         "cuda",
-        lambda row: row.tensors <= 16,
+        lambda row: row.tensors <= 16 and FRESH not in row.label,
         _host_microseconds,
         25.0,
+        True,
+    ),
+    Goal(
+        "host cost of a call at fresh addresses, microseconds",
+        "cuda",
+        lambda row: FRESH in row.label,
+        _host_microseconds,
+        None,
         True,
     ),
     Goal(
@@ -283,7 +248,7 @@ GPU = (
         "cuda",
         _planned,
         _host_microseconds,
-        None,
+        10.0,
         True,
     ),
     Goal(

@@ -23,10 +23,21 @@ FEW_SIZES = {"cuda": [MIB, 64 * MIB, 1024 * MIB], "cpu": [256 * KIB, 16 * MIB]}[
 # Of planned runs: where the checks of a direct call take most of its time.
 PLAN_SIZES = [4 * KIB, 64 * KIB, MIB]
 PLANNED = "planned"
+# Rows on a GPU alone: the host's time counts there as it does on a CPU anyway. Fresh addresses are
+# those of tensors that were in no call before.
+WALL, FRESH = "wall clock", "fresh addresses"
+# More lists than the library keeps tables of.
+FRESH_SETS = 600
+# A model's worth of segments that fit on a chip together, on 16-byte boundaries.
+MANY, MANY_NUMEL = 160, 13_104
 # Far beyond any cache: H200 has 60 MB of L2; two of these are four times a server core's L3.
 LARGE = {"cuda": 1 << 30, "cpu": 1 << 26}
 
-_generator = torch.Generator(DEVICE).manual_seed(0)
+
+@functools.cache
+def _generator() -> torch.Generator:
+    # Not made at import: on CUDA it would start the device for whoever reads a table.
+    return torch.Generator(DEVICE).manual_seed(0)
 
 
 def normal(
@@ -34,7 +45,7 @@ def normal(
 ) -> Tensor:
     """Return normal values, new in each call, contiguous; misaligned: one element off 16 bytes."""
     size = (shape,) if isinstance(shape, int) else shape
-    values = torch.randn(size, generator=_generator, device=DEVICE)
+    values = torch.randn(size, generator=_generator(), device=DEVICE)
     if not misaligned:
         return values.to(dtype)
     base = torch.empty(values.numel() + 1, dtype=dtype, device=DEVICE)
@@ -68,6 +79,18 @@ def copy_roof(traffic: int, device: str = DEVICE) -> tuple[Call, int]:
     if device == "cpu":
         size = max(4096, min(size, traffic // 2 // 4 * 4))
     return _copy(size, device), 2 * size
+
+
+def read_roof() -> tuple[Call, int]:
+    """Return a sum, which reads and hardly writes, for kernels that do the same, and its bytes."""
+    return _sum(LARGE[DEVICE], DEVICE), LARGE[DEVICE]
+
+
+@functools.lru_cache(maxsize=1)
+def _sum(size: int, device: str) -> Call:
+    source = torch.rand(size // 4, device=device)
+    total = torch.empty((), device=device)
+    return lambda: torch.sum(source, 0, out=total)
 
 
 @functools.lru_cache(maxsize=1)

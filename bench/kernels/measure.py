@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bench.kernels.case import Case, Contender, WrongAnswer
-from bench.kernels.inputs import copy_roof
+from bench.kernels.inputs import copy_roof, read_roof
 from bench.kernels.timing import (
     DEVICE,
     LIMITS,
@@ -21,7 +21,7 @@ from bench.kernels.timing import (
     time_together,
 )
 
-OURS, COPY, EMPTY = "ours", "copy", "empty launch"
+OURS, COPY, READ, EMPTY = "ours", "copy", "sum", "empty launch"
 # Timed beside some rows; they are no peers.
 ONE_SEGMENT, ONE_DOT, DIRECT = "one segment", "one torch.dot", "direct call"
 # Calls of less traffic are also replayed from a graph; the fastest GPU moves this in some 15 us.
@@ -34,9 +34,9 @@ class Row:
     """One measured row. JSON has the same fields; the first seven are those of `case.Case`.
 
     Attributes:
-        times: Seconds by name: ours, every peer, the copy and what else was timed beside.
+        times: Seconds by name: ours, every peer, the roof and what else was timed beside.
         peers: The names that are peers.
-        copy_traffic: Bytes that the copy moves.
+        copy_traffic: Bytes that the roof moves: a copy or, where `times` has it, a sum.
         hosts: Seconds of the host for a call, by name (CUDA).
         replayed: Names whose replay from a graph was faster than their launch.
         captured: Whether ours, replayed from a graph, is right; None where that was not tried.
@@ -68,8 +68,8 @@ class Row:
 
     @property
     def roof(self) -> float:
-        """Bytes per second of the copy timed in this row."""
-        return self.copy_traffic / self.times[COPY].median
+        """Bytes per second of the copy, or of the sum, timed in this row."""
+        return self.copy_traffic / self.times[READ if READ in self.times else COPY].median
 
     @property
     def bandwidth(self) -> float:
@@ -110,7 +110,9 @@ def measure(case: Case, limits: Limits = LIMITS) -> tuple[Row, list[float]]:
     case.ours.check(case.expected)
     notes: dict[str, str] = {}
     peers = [peer for peer in case.peers if _is_right(peer, case, notes)]
-    copy, copy_traffic = copy_roof(case.traffic)
+    name, (roof, roof_traffic) = COPY, copy_roof(case.traffic)
+    if case.reads and DEVICE == "cuda":
+        name, (roof, roof_traffic) = READ, read_roof()
     calls: dict[str, Call] = {OURS: case.ours.call}
     calls |= {peer.name: peer.call for peer in peers} | dict(case.beside)
     hosts: dict[str, float] = {}
@@ -118,14 +120,17 @@ def measure(case: Case, limits: Limits = LIMITS) -> tuple[Row, list[float]]:
     if DEVICE == "cuda":
         calls[EMPTY] = empty_launch
         hosts = {name: host_seconds(call) for name, call in calls.items()}
-        if case.traffic < REPLAY_BELOW:
+        if case.traffic < REPLAY_BELOW and not case.wall:
             graphs = _replays(case, peers, calls, notes)
             in_graph = any(name == OURS for name, _ in graphs)
+            for peer in peers:
+                if not peer.capturable:
+                    notes.setdefault(peer.name, "launched, where the others are replayed")
             calls |= {name + _REPLAY: replay for name, (replay, _) in graphs}
             hosts |= {name + _REPLAY: host_seconds(replay) for name, (replay, _) in graphs}
-        hosts[COPY] = host_seconds(copy)
-    calls[COPY] = copy
-    samples = time_together(calls, hosts, limits)
+        hosts[name] = host_seconds(roof)
+    calls[name] = roof
+    samples = time_together(calls, hosts, limits, case.wall)
     best, replayed = _faster_samples(samples)
     row = Row(
         kernel=case.kernel,
@@ -137,7 +142,7 @@ def measure(case: Case, limits: Limits = LIMITS) -> tuple[Row, list[float]]:
         tensors=case.tensors,
         times={name: Times.of(values) for name, values in best.items()},
         peers=[peer.name for peer in peers],
-        copy_traffic=copy_traffic,
+        copy_traffic=roof_traffic,
         hosts={name: value for name, value in hosts.items() if not name.endswith(_REPLAY)},
         replayed=replayed,
         captured=in_graph,

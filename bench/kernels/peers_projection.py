@@ -13,10 +13,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from bench.kernels import peers_compiled
 from bench.kernels.case import Contender
 
-THREE_DOTS, EAGER, COMPILED = "three torch.dot", "eager", "torch.compile"
-_SUMS = "sums in float32: squares of large values overflow, those of small ones vanish"
+THREE_DOTS, EAGER = "three torch.dot", "eager"
+SUMS = "sums in float32: squares of large values overflow, those of small ones vanish"
 _CANCELS = "dots from |a + b|, which cancel"
 
 
@@ -69,12 +70,12 @@ def dot_and_norms(job: Pair) -> list[Contender]:
     def flat(result: Tensor) -> list[Tensor]:
         return [result.reshape(-1)]
 
-    peers = [Contender(THREE_DOTS, each, job.slack, flat, caveat=_SUMS)]
+    peers = [Contender(THREE_DOTS, each, job.slack, flat, caveat=SUMS)]
     if job.many:
         return [*peers, Contender("_foreach_norm", foreach, job.slack, flat, caveat=_CANCELS)]
     return [
         *peers,
-        Contender("(x * y).sum()", products, job.slack, flat, caveat=_SUMS),
+        Contender("(x * y).sum()", products, job.slack, flat, caveat=SUMS),
         Contender("three torch.dot in float64", doubles, job.slack, flat),
     ]
 
@@ -143,16 +144,19 @@ def adasum(job: Pair, bound: float) -> list[Contender]:
         dot, norm_a, norm_b = _foreach_dots(job)
         return _multi_tensor(job, 1 - dot / (2 * norm_a), 1 - dot / (2 * norm_b))
 
-    peers = [Contender(f"{EAGER}, torch.dot", dots_first, bound, written=[job.out], caveat=_SUMS)]
+    peers = [Contender(f"{EAGER}, torch.dot", dots_first, bound, written=[job.out], caveat=SUMS)]
     if job.many:
         name = f"{EAGER}, _foreach"
         return [*peers, Contender(name, foreach, bound, _joined, caveat=_CANCELS)]
     formula = f"{EAGER}, (x * y).sum()"
-    return [*peers, Contender(formula, lambda: _formula(job.a, job.b), bound, caveat=_SUMS)]
+    return [*peers, Contender(formula, lambda: _formula(job.a, job.b), bound, caveat=SUMS)]
 
 
 def compiled(job: Pair, bound: float) -> Contender:
     """Return the formula through torch.compile, specialised on this size; bound: the kernel's."""
-    torch._dynamo.reset()
-    fused = torch.compile(_formula, fullgraph=True, dynamic=False)
-    return Contender(COMPILED, lambda: fused(job.a, job.b), bound + job.slack, caveat=_SUMS)
+    call = peers_compiled.compiled(_formulas, job.a_parts, job.b_parts, tensors=len(job.a_parts))
+    return Contender(peers_compiled.COMPILED, call, bound + job.slack, _joined, caveat=SUMS)
+
+
+def _formulas(a_parts: list[Tensor], b_parts: list[Tensor]) -> list[Tensor]:
+    return [_formula(a, b) for a, b in zip(a_parts, b_parts, strict=True)]

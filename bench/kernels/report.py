@@ -10,15 +10,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.kernels.goals import GOALS, Goal, Verdict, judge
-from bench.kernels.inputs import size_label
-from bench.kernels.measure import DIRECT, OURS, Row, geometric_mean
+from bench.kernels.goals import GOALS
+from bench.kernels.inputs import FRESH, WALL, size_label
+from bench.kernels.judging import Goal, Verdict, judge
+from bench.kernels.measure import COPY, DIRECT, OURS, READ, Row, geometric_mean
+from bench.kernels.timing import Times
 
 # The rows measured so far, a line each, until the report is written.
 UNFINISHED = "rows.jsonl"
 _COLUMNS = 3
 # Rows of these series differ in more than size.
-_NO_CURVES = ("models", "segments", "many small", "planned model", "planned segments")
+_NO_CURVES = (
+    *("models", "segments", "segments on chip", "many small", "planned model"),
+    *("planned segments", WALL, FRESH),
+)
 KERNELS = ("pack", "unpack", "sum_n", "scaled_add", "dot_and_norms", "combine", "adasum")
 
 
@@ -45,6 +50,7 @@ def kernel_lines(kernel: str, rows: Sequence[Row]) -> list[str]:
     header = ["row", "size", "us", "spread", "GB/s", "of roof", "best peer", "peer / ours"]
     if on_gpu:
         header.insert(6, "host us")
+        header.insert(8, "its host us")
     header.append("direct / plan")
     lines = []
     for row in mine:
@@ -63,6 +69,7 @@ def kernel_lines(kernel: str, rows: Sequence[Row]) -> list[str]:
         ]
         if on_gpu:
             cells.insert(6, f"{row.hosts[OURS] * 1e6:.1f}")
+            cells.insert(8, f"{row.hosts[best] * 1e6:.1f}" if best in row.hosts else "")
         lines.append(cells)
     mean = geometric_mean(row.ratio for row in mine if row.ratio is not None)
     notes = sorted({f"{name}: {note}" for row in mine for name, note in row.notes.items()})
@@ -110,14 +117,11 @@ def report(rows: Sequence[Row], meta: dict[str, Any]) -> list[str]:
     if not rows:
         return ["No rows."]
     wide = sum(row.times[OURS].high > 1.2 * row.times[OURS].low for row in rows)
-    roofs = sorted({(row.copy_traffic, row.roof) for row in rows})
-    large = [roof for traffic, roof in roofs if traffic == roofs[-1][0]]
     lines = [
         f"# Kernels on {meta['device']}",
         "",
         *(f"- {key}: {value}" for key, value in meta.items()),
-        f"- roof, a copy of {size_label(roofs[-1][0] // 2)} timed in each row: "
-        f"{min(large) / 1e9:.1f} to {max(large) / 1e9:.1f} GB/s read and written",
+        *_roof_lines(rows),
         f"- rows whose quartiles are more than 20 % apart: {wide} of {len(rows)}",
         "",
         "Medians; spread is from the lower to the upper quartile. GB/s counts the least traffic "
@@ -129,9 +133,26 @@ def report(rows: Sequence[Row], meta: dict[str, Any]) -> list[str]:
     return lines + goal_lines(rows, meta["kind"])
 
 
+def _roof_lines(rows: Sequence[Row]) -> list[str]:
+    """Return what the roofs of these rows were: the largest copy and, of rows that read, a sum."""
+    lines = []
+    for name, units, done in ((COPY, 2, "read and written"), (READ, 1, "read")):
+        roofs = sorted({(row.copy_traffic, row.roof) for row in rows if name in row.times})
+        large = [roof for traffic, roof in roofs if traffic == roofs[-1][0]]
+        if large:
+            lines.append(
+                f"- roof, a {name} of {size_label(roofs[-1][0] // units)} timed in each row: "
+                f"{min(large) / 1e9:.1f} to {max(large) / 1e9:.1f} GB/s {done}"
+            )
+    return lines
+
+
 def _roof_definition(kind: str) -> str:
     if kind == "cuda":
-        return "The roof is that large copy. Times are the device's alone."
+        return (
+            "The roof is that large copy, of dot_and_norms the sum. Times are the device's alone, "
+            "but for rows by wall clock."
+        )
     return "The roof is a copy of as much traffic as the row's, at most that large one."
 
 
@@ -150,6 +171,25 @@ def append(row: Row, folder: Path, first: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / UNFINISHED).open("w" if first else "a") as file:
         file.write(_json(row) + "\n")
+
+
+def unfinished(folder: Path) -> list[Row]:
+    """Return the rows that a run into the folder has left, which did not come to its end."""
+    path = folder / UNFINISHED
+    try:
+        lines = path.read_text().splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+    # Killed while it wrote, it has left a part of its last line.
+    whole = [line for line in lines if line.endswith("\n")]
+    path.write_text("".join(whole))
+    return [row_of(json.loads(line)) for line in whole]
+
+
+def row_of(fields: dict[str, Any]) -> Row:
+    """Return the row of which `results.json` has these fields."""
+    times = {name: Times(**each) for name, each in fields["times"].items()}
+    return Row(**{**fields, "times": times})
 
 
 def write(rows: Sequence[Row], meta: dict[str, Any], folder: Path) -> list[Path]:
@@ -190,7 +230,7 @@ def _plot(kernel: str, rows: Sequence[Row], meta: dict[str, Any], folder: Path) 
         axis = figure.add_subplot(lines, columns, position)
         each = sorted(each, key=lambda row: row.size)
         sizes = [row.size for row in each]
-        axis.plot(sizes, [row.roof / 1e9 for row in each], "--", color="black", label="copy (roof)")
+        axis.plot(sizes, [row.roof / 1e9 for row in each], "--", color="black", label="roof")
         for peer in dict.fromkeys(peer for row in each for peer in row.peers):
             timed = [row for row in each if peer in row.times]
             axis.plot(

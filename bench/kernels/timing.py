@@ -6,7 +6,8 @@ of one call.
 CUDA: two device events around the call. Before it the L2 cache is filled with other data, and the
 device is kept busy for longer than the host needs to issue the call, so that the host's time is not
 in the figure; `host_seconds` measures that alone. Small calls are also replayed from a CUDA graph.
-`empty_launch` shows what the method itself costs.
+`empty_launch` shows what the method itself costs. Rows by wall clock are timed from before the call
+to the device's end of it, with nothing else under way.
 
 CPU: perf_counter around a loop of calls that lasts at least half a millisecond, after calls that
 are not timed, so that what fits in a cache is there.
@@ -69,7 +70,10 @@ class Times:
 
 
 def time_together(
-    calls: Mapping[str, Call], hosts: Mapping[str, float], limits: Limits = LIMITS
+    calls: Mapping[str, Call],
+    hosts: Mapping[str, float],
+    limits: Limits = LIMITS,
+    wall: bool = False,
 ) -> dict[str, list[float]]:
     """Return the seconds of each call, one sample for each round.
 
@@ -77,8 +81,12 @@ def time_together(
         calls: By name.
         hosts: What `host_seconds` gave for each call; used on CUDA only.
         limits: How many rounds.
+        wall: Whether the host's time counts; used on CUDA only, on a CPU it always does.
     """
-    one_round = _cuda_rounds(calls, hosts) if DEVICE == "cuda" else _cpu_rounds(calls)
+    if DEVICE != "cuda":
+        one_round = _cpu_rounds(calls)
+    else:
+        one_round = _wall_rounds(calls) if wall else _cuda_rounds(calls, hosts)
     samples: dict[str, list[float]] = {name: [] for name in calls}
     with _no_collection():
         begin = time.perf_counter()
@@ -144,6 +152,21 @@ def _cuda_rounds(
             stop.record()
         torch.cuda.synchronize()
         return {name: events[name][0].elapsed_time(events[name][1]) / 1e3 for name in order}
+
+    return one_round
+
+
+def _wall_rounds(calls: Mapping[str, Call]) -> Callable[[list[str]], dict[str, float]]:
+    def one_round(order: list[str]) -> dict[str, float]:
+        seconds = {}
+        for name in order:
+            _flush()
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            calls[name]()
+            torch.cuda.synchronize()
+            seconds[name] = time.perf_counter() - begin
+        return seconds
 
     return one_round
 

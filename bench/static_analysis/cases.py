@@ -7,7 +7,14 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from bench.static_analysis.occupancy import ARCHITECTURES
-from kernels.gpu import chunking, copy_kernel, launcher, projection_kernels, sum_kernels
+from kernels.gpu import (
+    chunking,
+    copy_kernel,
+    launcher,
+    one_launch_kernel,
+    projection_kernels,
+    sum_kernels,
+)
 
 NUMEL = 1 << 26
 ITEMSIZES = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
@@ -53,8 +60,10 @@ _ELEMENTWISE_VARIANTS: dict[str, dict[str, Any]] = {
     **_FINDINGS,
     "cast": {"OUT": _CAST},
 }
-# The most elements that 128 multiprocessors hold, with one tile each.
+# The most elements that 128 multiprocessors hold, with four tiles each.
 _LARGEST_TILES = {dtype: 1 << (20 if dtype == "fp64" else 21) for dtype in ITEMSIZES}
+# No constant of the kernels: what they move by element is less than two vectors a chunk.
+_EDGES_APART = {"VECTORS": True}
 KERNELS = {
     "pack": _COPY,
     "unpack": _COPY._replace(values={**_COPY.values, "PACK": False}),
@@ -70,8 +79,8 @@ KERNELS = {
     "dots": Kernel(
         projection_kernels._dots_kernel.function,
         chunking.tile_of,
-        {"VECTORS": True},
-        {"odd_bounds": {"VECTORS": False}},
+        _EDGES_APART,
+        {},
         stores=False,
     ),
     "combine": Kernel(
@@ -81,11 +90,11 @@ KERNELS = {
         _FINDINGS,
     ),
     "one_launch": Kernel(
-        projection_kernels._one_launch_kernel.function,
+        one_launch_kernel._one_launch_kernel.function,
         chunking.tile_of,
-        {"NUMEL": _LARGEST_TILES},
-        {**_FINDINGS, "beyond_registers": {"NUMEL": 3 << 20}},
-        {"launch_cooperative_grid": True, "maxnreg": projection_kernels.REGISTERS},
+        {"NUMEL": _LARGEST_TILES, **_EDGES_APART},
+        _FINDINGS,
+        {"launch_cooperative_grid": True, "maxnreg": one_launch_kernel.REGISTERS},
     ),
 }
 DTYPES = ("DTYPE", "A", "B", "OUT", "TENSOR", "BUFFER")

@@ -52,7 +52,8 @@ class Architecture(NamedTuple):
 
 ARCHITECTURES = {
     80: Architecture("A100 SXM 80 GB", 164 << 10, 108, 2039.0, 1.41),
-    90: Architecture("H100 SXM", 228 << 10, 132, 3350.0, 1.755),
+    # The H100 is the same chip with memory of 3350 GB/s: 24.8 KiB in flight will do, not 35.5.
+    90: Architecture("H200 SXM", 228 << 10, 132, 4800.0, 1.755),
     100: Architecture("B200", 228 << 10, 148, 8000.0, 1.85),
 }
 

@@ -16,7 +16,7 @@ import kernels
 from collectives.consistency.description import Description
 from collectives.consistency.messages import negotiate_by_messages
 from collectives.errors import TransportError
-from collectives.execution.context import Workspace
+from collectives.execution.context import CallContext, Workspace
 from collectives.transport import (
     ConnectionTransport,
     GlooTransport,
@@ -66,7 +66,8 @@ def connect(gloo: GlooTransport, timeout: float, start: Description) -> Transpor
     """
     if gloo.size == 1:
         return gloo
-    negotiate_by_messages(start, gloo, "start-up", timeout, Workspace())
+    call = CallContext(gloo, "the negotiation of start-up", timeout, Workspace())
+    negotiate_by_messages(start, call)
 
     choice, store = start.options["transport"], store_of(gloo.process_group)
     opened = ConnectionTransport(gloo, timeout, kinds=_KINDS[choice], toward=_host_of(store))

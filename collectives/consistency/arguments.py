@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 import torch
 from typing_extensions import Unpack
 
 from collectives import validation
-from collectives.consistency.description import Description, describe_tensor
+from collectives.consistency.description import Call, Description, describe_tensor
 from collectives.execution.all_reduce import Runner, Specs
-from collectives.reducers import Reducer
+from collectives.reducers import Reducer, Sum
 from collectives.schedules.spec import format_all_reduce_spec, parse_all_reduce_spec
+from collectives.transport.byte_gathering import as_tensor
 
 Tensor = torch.Tensor
 
@@ -43,75 +44,75 @@ class Arguments:
         op: Reducer,
         segments: Sequence[int] | None = None,
         **options: Unpack[ReductionOptions],
-    ) -> Description:
+    ) -> Call:
         """Check and describe an all_reduce."""
         validation.tensor("tensor", tensor)
         if segments is not None:
             segments = validation.segments(segments, tensor.numel())
-        described = {**self._reduction([tensor], op, **options), "segments": segments}
-        return Description("all_reduce", options.get("name"), described, [describe_tensor(tensor)])
+        agreed = {**self._reduction([tensor], op, **options), "segments": segments}
+        return _call("all_reduce", options.get("name"), [tensor], op, agreed)
 
     def grouped_all_reduce(
         self, tensors: Sequence[Tensor], op: Reducer, **options: Unpack[ReductionOptions]
-    ) -> Description:
-        """Describe a grouped_all_reduce of tensors that are checked already."""
-        described = self._reduction(tensors, op, **options)
-        name = options.get("name")
-        return Description("grouped_all_reduce", name, described, _describe_all(tensors))
+    ) -> Call:
+        """Check and describe a grouped_all_reduce."""
+        tensors = validation.tensor_list("tensors", tensors)
+        agreed = self._reduction(tensors, op, **options)
+        return _call("grouped_all_reduce", options.get("name"), tensors, op, agreed)
 
-    def reduce(self, tensor: Tensor, dst: int, op: Reducer, name: str | None) -> Description:
+    def reduce(self, tensor: Tensor, dst: int, op: Reducer, name: str | None) -> Call:
         """Check and describe a reduce."""
         validation.tensor("tensor", tensor)
         validation.rank("dst", dst, self._transport.size)
         self._onto_single_ranks([tensor], op)
-        return Description("reduce", name, {"op": str(op), "dst": dst}, [describe_tensor(tensor)])
+        return _call("reduce", name, [tensor], op, {"op": str(op), "dst": dst})
 
-    def reduce_to_owners(
-        self, tensors: Sequence[Tensor], op: Reducer, name: str | None
-    ) -> Description:
-        """Describe a reduce_to_owners of tensors that are checked already."""
+    def reduce_to_owners(self, tensors: Sequence[Tensor], op: Reducer, name: str | None) -> Call:
+        """Check and describe a reduce_to_owners."""
+        tensors = validation.tensor_list("tensors", tensors)
         self._onto_single_ranks(tensors, op)
-        return Description("reduce_to_owners", name, {"op": str(op)}, _describe_all(tensors))
+        return _call("reduce_to_owners", name, tensors, op, {"op": str(op)})
 
-    def broadcast_from_owners(self, tensors: Sequence[Tensor], name: str | None) -> Description:
-        """Describe a broadcast_from_owners of tensors that are checked already."""
+    def broadcast_from_owners(self, tensors: Sequence[Tensor], name: str | None) -> Call:
+        """Check and describe a broadcast_from_owners."""
+        tensors = validation.tensor_list("tensors", tensors)
         for tensor in tensors:
             self._transport.check_device(tensor.device)
-        return Description("broadcast_from_owners", name, {}, _describe_all(tensors))
+        return _call("broadcast_from_owners", name, tensors)
 
-    def reduce_scatter(
-        self, tensor: Tensor, op: Reducer, by_rows: bool, name: str | None
-    ) -> Description:
+    def reduce_scatter(self, tensor: Tensor, op: Reducer, by_rows: bool, name: str | None) -> Call:
         """Check and describe a reduce_scatter."""
         validation.tensor("tensor", tensor, written=False)
-        if not isinstance(by_rows, bool):
-            raise TypeError(f"by_rows must be a bool, got {type(by_rows).__name__}")
+        validation.instance("by_rows", by_rows, bool, "a bool")
         if by_rows:
             _check_rows(tensor)
         self._reduction([tensor], op)
-        options = {"op": str(op), "by_rows": by_rows}
-        return Description("reduce_scatter", name, options, [describe_tensor(tensor)])
+        return _call("reduce_scatter", name, [tensor], op, {"op": str(op), "by_rows": by_rows})
 
-    def all_gather(self, tensor: Tensor, name: str | None) -> Description:
+    def all_gather(self, tensor: Tensor, name: str | None) -> Call:
         """Check and describe an all_gather."""
         self._rows(tensor)
-        return Description("all_gather", name, {}, [describe_tensor(tensor, any_rows=True)])
+        return _call("all_gather", name, [tensor], any_rows=True)
+
+    def all_gather_bytes(self, payload: bytes, name: str | None) -> Call:
+        """Check and describe an all_gather_bytes."""
+        validation.instance("payload", payload, bytes | bytearray | memoryview, "bytes")
+        return _call("all_gather_bytes", name, [as_tensor(payload)], any_rows=True)
 
     def all_to_all(
         self, tensor: Tensor, splits: Sequence[int] | Tensor | None, name: str | None
-    ) -> tuple[Description, Tensor]:
-        """Check and describe an all_to_all; return how many rows go to each rank, too."""
+    ) -> Call:
+        """Check and describe an all_to_all, whose second tensor says how many rows go where."""
         self._rows(tensor)
         counts = validation.row_splits("splits", splits, tensor.shape[0], self._transport.size)
-        described = [describe_tensor(tensor, any_rows=True), describe_tensor(counts)]
-        return Description("all_to_all", name, {}, described), counts
+        return _call("all_to_all", name, [tensor, counts], any_rows=True)
 
-    def broadcast(self, tensor: Tensor, root: int, name: str | None) -> Description:
+    def broadcast(self, tensor: Tensor, root: int, name: str | None) -> Call:
         """Check and describe a broadcast."""
         validation.tensor("tensor", tensor)
         validation.rank("root", root, self._transport.size)
         self._transport.check_device(tensor.device)
-        return Description("broadcast", name, {"root": root}, [describe_tensor(tensor)])
+        return _call("broadcast", name, [tensor], options={"root": root})
 
     def _rows(self, tensor: Tensor) -> None:
         validation.tensor("tensor", tensor, written=False)
@@ -127,6 +128,7 @@ class Arguments:
         self,
         tensors: Sequence[Tensor],
         op: Reducer,
+        *,
         algorithm: str | None = None,
         name: str | None = None,
         prescale: float = 1.0,
@@ -160,8 +162,20 @@ def _parse(algorithm: str) -> Specs:
         raise type(error)(f"algorithm: {error}") from None
 
 
-def _describe_all(tensors: Sequence[Tensor]) -> list[Any]:
-    return [describe_tensor(tensor) for tensor in tensors]
+def _call(
+    kind: str,
+    name: str | None,
+    tensors: Sequence[Tensor],
+    op: Reducer = Sum,
+    options: Mapping[str, Any] | None = None,
+    *,
+    any_rows: bool = False,
+) -> Call:
+    """Describe a call. any_rows: whether ranks may differ in the first tensor's first dimension."""
+    described = [
+        describe_tensor(tensor, any_rows=any_rows and i == 0) for i, tensor in enumerate(tensors)
+    ]
+    return Call(Description(kind, name, options or {}, described), tensors, op)
 
 
 def _check_rows(tensor: Tensor) -> None:

@@ -7,10 +7,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
 
+from collectives import validation
+from collectives.reducers import Reducer, Sum
 from collectives.transport.shared_memory.symmetric_memory import CODE_BITS
 
 ANY = -1
@@ -61,8 +64,8 @@ class Description:
 
     def __post_init__(self) -> None:
         # Here, before anything is sent: a name that JSON cannot carry would fail half-way.
-        if self.name is not None and not isinstance(self.name, str):
-            raise TypeError(f"name must be a str or None, got {type(self.name).__name__}")
+        if self.name is not None:
+            validation.instance("name", self.name, str, "a str or None")
 
     def __str__(self) -> str:
         # A call named "" is another one than a call without a name, and must not look the same.
@@ -93,6 +96,20 @@ class Description:
         return [str(self), *options, *tensors]
 
 
+class Call(NamedTuple):
+    """A call on one rank.
+
+    Attributes:
+        description: What all ranks must make alike.
+        tensors: What it works on.
+        op: The reducer; any for a call that reduces nothing.
+    """
+
+    description: Description
+    tensors: Sequence[torch.Tensor] = ()
+    op: Reducer = Sum
+
+
 def difference(calls: Mapping[int, Description]) -> str:
     """Say how the first call that differs does so from the lowest rank's.
 
@@ -108,13 +125,9 @@ def difference(calls: Mapping[int, Description]) -> str:
     other = calls[rank].entries()
     if first[0] != other[0]:
         return f"ranks disagree: rank {lowest} calls {first[0]}, rank {rank} calls {other[0]}"
-    for mine, theirs in zip(first, other, strict=False):
-        if mine != theirs:
-            return (
-                f"ranks disagree: rank {lowest} calls {first[0]} with {mine}, "
-                f"rank {rank} calls {other[0]} with {theirs}"
-            )
+    entries = zip_longest(first, other, fillvalue="nothing more")
+    mine, theirs = next((mine, theirs) for mine, theirs in entries if mine != theirs)
     return (
-        f"ranks disagree: rank {lowest} calls {first[0]} with {len(first) - 1} entries, "
-        f"rank {rank} with {len(other) - 1} entries"
+        f"ranks disagree: rank {lowest} calls {first[0]} with {mine}, "
+        f"rank {rank} calls {other[0]} with {theirs}"
     )

@@ -16,11 +16,11 @@ import torch
 
 from collectives.consistency.description import Description, difference
 from collectives.errors import CollectiveMismatchError
-from collectives.execution.context import CallContext, Workspace
+from collectives.execution.context import CallContext
 from collectives.execution.executor import execute
+from collectives.execution.operations import WITH_JOINED
 from collectives.reducers import Max
 from collectives.schedules import recursive_doubling
-from collectives.transport.base import Transport
 from collectives.transport.byte_gathering import gather_bytes
 
 _NO_CODE = torch.iinfo(torch.int64).min
@@ -32,12 +32,10 @@ class Joined(NamedTuple):
     Attributes:
         since: The number of the first call that it only joined.
         operators: The names of the reducers that it can carry out.
-        kinds: The calls that it can take part in.
     """
 
     since: int
     operators: Collection[str]
-    kinds: Collection[str]
 
 
 class Outcome(NamedTuple):
@@ -54,49 +52,35 @@ class Outcome(NamedTuple):
     call: Description | None = None
 
 
-def negotiate_by_messages(
-    mine: Description | Joined,
-    transport: Transport,
-    label: str,
-    timeout: float,
-    workspace: Workspace,
-    code: int = 0,
-) -> Outcome:
+def negotiate_by_messages(mine: Description | Joined, call: CallContext) -> Outcome:
     """Return when all ranks that have not joined make one call, or all have joined.
 
     Args:
         mine: What this rank does.
-        transport: Between the ranks.
-        label: What an error calls this call.
-        timeout: Seconds that each step may wait for a peer.
-        workspace: Memory for what is received.
-        code: What the messages carry, as `Transport.exchange` takes it.
+        call: What the steps of the negotiation have in common.
 
     Raises:
         CollectiveMismatchError: On every rank with the same text, where the calls differ or the
             joined ranks cannot take part.
         RanksDiffer: Where another rank's messages carry another code.
     """
-    label = f"the negotiation of {label}"
+    transport = call.transport
     if isinstance(mine, Joined):
         codes = (_NO_CODE, _NO_CODE, mine.since * transport.size + transport.rank + 1)
     else:
         codes = (mine.code, -mine.code, 0)
     # The least is the most of the opposites.
     extremes = torch.tensor(codes, dtype=torch.int64, device="cpu")
-    call = CallContext(transport, label, timeout, workspace, code)
     execute(recursive_doubling.all_reduce(transport.size), extremes, Max, call)
     most, least, since = extremes.tolist()
     if most == _NO_CODE:
         return Outcome(last=(since - 1) % transport.size)
     if most == -least and not since:
         return Outcome()
-    report: list[Any]
-    if isinstance(mine, Joined):
-        report = ["", sorted(mine.operators), sorted(mine.kinds)]
-    else:
-        report = [mine.to_json()]
-    reports = gather_bytes(json.dumps(report).encode(), transport, label, timeout, code)
+    report = ["", sorted(mine.operators)] if isinstance(mine, Joined) else [mine.to_json()]
+    reports = gather_bytes(
+        json.dumps(report).encode(), transport, call.label, call.timeout, call.code
+    )
     return _conclude([json.loads(each) for each in reports])
 
 
@@ -108,9 +92,9 @@ def _conclude(reports: list[list[Any]]) -> Outcome:
     if any(other != call for other in calls.values()):
         raise CollectiveMismatchError(difference(calls))
     for rank in joined:
-        _, operators, kinds = reports[rank]
+        _, operators = reports[rank]
         problem = None
-        if call.kind not in kinds:
+        if call.kind not in WITH_JOINED:
             problem = "cannot be called"
         elif rank in (call.options.get("root"), call.options.get("dst")):
             problem = f"needs rank {rank}"

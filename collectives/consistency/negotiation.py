@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collectives.consistency.description import Description
 from collectives.consistency.messages import Joined, Outcome, negotiate_by_messages
-from collectives.execution.context import Workspace
+from collectives.execution.context import CallContext, Workspace
 from collectives.transport.base import Transport, call_code
 from collectives.transport.shared_memory.symmetric_memory import JOINED, RanksDiffer
 
@@ -59,9 +59,8 @@ class Negotiation:
     def code_for_messages(self, mine: Description) -> int | None:
         """Return the code by which the call's own messages negotiate; None where they cannot."""
         transport = self._transport
-        if transport.symmetric_memory is not None or not transport.carries_codes:
-            return None
-        if transport.size == 1 or self._any_joined:
+        by_messages = transport.symmetric_memory is None and transport.size > 1
+        if not by_messages or not transport.carries_codes or self._any_joined:
             return None
         return call_code(self._calls, mine.code)
 
@@ -85,18 +84,13 @@ class Negotiation:
     def _by_messages(self, mine: Description | Joined, label: str) -> Outcome:
         # A mismatch ends all joins.
         self._any_joined = False
-        code = call_code(self._calls, 0)
-
-        def negotiate() -> Outcome:
-            return negotiate_by_messages(
-                mine, self._transport, label, self._timeout, self._workspace, code
-            )
-
+        where, code = f"the negotiation of {label}", call_code(self._calls, 0)
+        call = CallContext(self._transport, where, self._timeout, self._workspace, code)
         try:
-            outcome = negotiate()
+            outcome = negotiate_by_messages(mine, call)
         except RanksDiffer:
             # Another rank negotiates by its call's own messages.
             self.flush(label)
-            outcome = negotiate()
+            outcome = negotiate_by_messages(mine, call)
         self._any_joined = bool(outcome.joined)
         return outcome

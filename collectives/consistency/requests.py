@@ -12,8 +12,7 @@ import torch
 
 from collectives import validation
 from collectives.consistency.calls import Calls
-from collectives.consistency.description import Description
-from collectives.reducers import Reducer
+from collectives.consistency.description import Call
 from collectives.work import Work
 
 Tensor = torch.Tensor
@@ -44,23 +43,19 @@ class Request:
     `wait` is called, that thread does itself, which saves two thread switches.
     """
 
-    def __init__(
-        self, calls: Calls, call: Description, tensors: Sequence[Tensor], op: Reducer
-    ) -> None:
+    def __init__(self, calls: Calls, call: Call, *, negotiate: bool = True) -> None:
         self._calls = calls
-        self._call = call
-        self._op = op
         self._work: Work | None = None
         self._closed = False
-        self._bind(tensors)
+        self._bind(calls.number(call) if negotiate else call)
 
     def __repr__(self) -> str:
-        return f"Request({self._call})"
+        return f"Request({self._call.description})"
 
-    def _bind(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = tensors
-        self._kinds = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
-        self._shared = self._calls.plan(self._call, tensors, self._op)
+    def _bind(self, call: Call) -> None:
+        self._call = call
+        self._kinds = [(tensor.shape, tensor.dtype, tensor.device) for tensor in call.tensors]
+        self._shared = self._calls.plan(call)
 
     def start(self, tensor: Tensor | Sequence[Tensor] | None = None) -> Work:
         """Start the collective.
@@ -81,9 +76,9 @@ class Request:
             raise RuntimeError(f"{self!r} was started already: call wait() first")
         if tensor is not None:
             self._rebind([tensor] if isinstance(tensor, Tensor) else tensor)
-        if not self._tensors and self._kinds:
+        if not self._call.tensors and self._kinds:
             raise RuntimeError(f"{self!r} has released its buffers: pass start() others")
-        self._work = self._calls.start(self._call, self._tensors, self._op, self._shared)
+        self._work = self._calls.start(self._call, self._shared)
         return self._work
 
     def _rebind(self, tensors: Sequence[Tensor]) -> None:
@@ -96,7 +91,7 @@ class Request:
                     f"tensor must be like the request's, shape {tuple(shape)} {dtype} on "
                     f"{device}, got shape {tuple(new.shape)} {new.dtype} on {new.device}"
                 )
-        self._bind(tensors)
+        self._bind(self._call._replace(tensors=tensors))
 
     def wait(self) -> Any:
         """Block until the collective has ended; return what the direct call returns.
@@ -134,7 +129,7 @@ class Request:
         """
         if self._work is not None:
             raise RuntimeError(f"{self!r} was started: call wait() first")
-        self._tensors, self._shared = (), None
+        self._call, self._shared = self._call._replace(tensors=()), None
 
     def close(self) -> None:
         """Let go of the buffers; it can not be started again. Other ranks need not close theirs.

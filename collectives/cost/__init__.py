@@ -2,8 +2,8 @@
 
     python -m collectives.cost --nodes 128 --local 8 --bytes 256M
 
-`walk` goes through a schedule's own steps, rank by rank; `closed` does the same from the closed
-forms of the algorithms, for all ranks at once; `estimate` takes the one that fits the size.
+`walk` goes through a schedule's own steps, rank by rank; `estimate` does so for each level of an
+algorithm's by itself, and takes a ring, which has too many of them, from its closed form.
 
 The model: a schedule runs in lockstep, and a step ends when its messages have arrived and are
 reduced. What a rank sends in a step to one class of peers, in its node or on other nodes, takes
@@ -15,18 +15,14 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from collectives.cost.closed_forms import closed
 from collectives.cost.link_rates import ASSUMED, LinkRates, Rate
 from collectives.cost.profiles import Cost, Profile
-from collectives.cost.walker import walk
-from collectives.schedules.registry import algorithm, one_level, two_levels
-from collectives.schedules.schedule import Schedule
-from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec
+from collectives.cost.walker import walk, walk_levels
+from collectives.schedules.registry import algorithm
+from collectives.schedules.spec import parse_all_reduce_spec
 from collectives.schedules.topology import Topology
 
 OPS = ("sum", "adasum")
-WALKED = 64
-"""The most ranks for which `estimate` walks the schedule itself."""
 
 
 def estimate(
@@ -57,56 +53,25 @@ def estimate(
 @lru_cache(maxsize=512)
 def profile(spec: str, topology: Topology, op: str = "sum") -> Profile:
     """Return what `estimate` multiplies with rates and bytes; cached, as it is the slow part."""
-    (only,) = _one_range(spec)
-    _check(only, op)
-    if topology.size <= WALKED:
-        return walk(schedule(only, topology, op), topology, reductions(only, op))
-    return closed(only, topology, op)
-
-
-def schedule(spec: AllReduceSpec, topology: Topology, op: str) -> Schedule:
-    """Return the schedule that a range of a specification stands for."""
-    _check(spec, op)
-    one_tree = op == "adasum"
-    if spec.inner is None:
-        return one_level(spec.outer, spec.shards, topology, one_tree=one_tree)
-    return two_levels(
-        spec.inner, spec.inner_shards, spec.outer, spec.shards, topology, one_tree=one_tree
-    )
-
-
-def reductions(spec: AllReduceSpec, op: str) -> tuple[str, ...]:
-    """Return what each phase of the schedule reduces with: a sum inside nodes, `op` across."""
-    return (op,) if spec.inner is None else ("sum", op)
-
-
-def _one_range(spec: str) -> tuple[AllReduceSpec, ...]:
     ranges = parse_all_reduce_spec(spec)
     if len(ranges) != 1:
         raise ValueError(f"spec {spec!r} has {len(ranges)} ranges: ask for one at a time")
-    return ranges
-
-
-def _check(spec: AllReduceSpec, op: str) -> None:
     if op not in OPS:
         raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
-    for name in (spec.inner, spec.outer):
+    for name in (ranges[0].inner, ranges[0].outer):
         if name == "auto" or (name is not None and algorithm(name).is_library):
             raise ValueError(f"{name!r} is no schedule, so its steps are not known")
+    return walk_levels(ranges[0], topology, op)
 
 
 __all__ = [
     "ASSUMED",
     "OPS",
-    "WALKED",
     "Cost",
     "LinkRates",
     "Profile",
     "Rate",
-    "closed",
     "estimate",
     "profile",
-    "reductions",
-    "schedule",
     "walk",
 ]

@@ -14,6 +14,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 
+from collectives import validation
 from collectives.cost import ASSUMED, OPS, Cost, LinkRates, Rate, estimate
 from collectives.schedules.spec import parse_general_int
 from collectives.schedules.topology import Topology
@@ -96,10 +97,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _machine(args: argparse.Namespace) -> tuple[Topology, LinkRates]:
-    if args.nodes < 1 or args.local < 1:
-        raise ValueError(f"--nodes and --local must be at least 1, got {args.nodes}, {args.local}")
-    if args.segments < 1:
-        raise ValueError(f"--segments must be at least 1, got {args.segments}")
+    for option in ("nodes", "local", "segments"):
+        validation.integer(f"--{option}", getattr(args, option), 1)
     intra, inter = ASSUMED.intra, ASSUMED.inter
     for part in ("alpha", "beta"):
         if text := getattr(args, part):
@@ -112,8 +111,8 @@ def _one_or_two(option: str, text: str) -> tuple[float, float]:
     try:
         values = [float(part) for part in text.split(",")]
     except ValueError:
-        raise ValueError(f"{option} must be one or two numbers, got {text!r}") from None
-    if len(values) > 2:
+        values = []
+    if len(values) not in (1, 2):
         raise ValueError(f"{option} must be one or two numbers, got {text!r}")
     return values[0], values[-1]
 
@@ -124,10 +123,6 @@ def _rates_line(rates: LinkRates) -> str:
     for name, value in vars(rates).items():
         if isinstance(value, Rate):
             parts.append(f"{name} {value.alpha * 1e6:.4g} µs + {_bandwidth(value.beta)}")
-            if value.far:
-                parts[-1] += f" ({_bandwidth(value.far)} beyond {_bytes(value.knee)})"
-        elif value:
-            parts.append(f"{name} {value:.4g} s")
     return f"{kind}: {', '.join(parts)}"
 
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from collectives.schedules.algorithm import Floats
 
 
 class Rate(NamedTuple):

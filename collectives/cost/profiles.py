@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from collectives.cost.link_rates import Floats, LinkRates, Rate
+from collectives.cost.link_rates import LinkRates, Rate
+from collectives.schedules.algorithm import BulkStep, Floats, Ints
 from collectives.schedules.topology import Topology
-
-Ints = NDArray[np.int64]
 
 DOTS_BYTES = 24
 """Bytes of Adasum's partial products of one segment: a dot and two squared norms in float64."""
@@ -25,23 +23,7 @@ DOTS_BYTES = 24
 # buffer in their messages, then the reductions and the share received for them.
 _INTRA, _INTER, _REDUCE = 0, 4, 8
 _COLUMNS = 10
-
-
-class Transfers(NamedTuple):
-    """Messages of one step, one a row: arrays of equal length, or numbers that stand for all.
-
-    Attributes:
-        source: The rank that sends each.
-        target: The rank that receives it.
-        share: Its length as a fraction of the whole buffer.
-        ways: How many received messages make one reduction with this one (1 where ranks reduce in
-            pairs), 0 for a copy.
-    """
-
-    source: Ints
-    target: Ints
-    share: Floats | float
-    ways: Ints | int = 0
+_SHARES = [[_INTRA + 1, _INTRA + 3], [_INTER + 1, _INTER + 3]]
 
 
 @dataclass(frozen=True)
@@ -91,18 +73,15 @@ class Profile:
     Attributes:
         rounds: The steps that differ.
         steps: How many the schedule has.
-        busiest_intra: What ranks send or receive inside nodes, [distinct loads, 2].
-        busiest_inter: What nodes exchange with others, [distinct loads, 2].
-        total_intra: Sent inside nodes by all ranks, [2].
-        total_inter: Sent between nodes by all ranks, [2].
+        busiest: What ranks send or receive inside nodes, and what nodes exchange with others, each
+            [distinct loads, 2].
+        total: Sent by all ranks, [2, (inside nodes, between nodes)].
     """
 
     rounds: tuple[Round, ...]
     steps: int
-    busiest_intra: Floats
-    busiest_inter: Floats
-    total_intra: Floats
-    total_inter: Floats
+    busiest: tuple[Floats, Floats]
+    total: Floats
 
     def cost(self, nbytes: float, rates: LinkRates, segments: int = 1) -> Cost:
         """Return the cost for a buffer of nbytes, in equal pieces whatever its elements.
@@ -117,15 +96,10 @@ class Profile:
             each.times * _seconds(each, float(sizes[int(each.dots)]), rates) for each in self.rounds
         )
         staged = [each.nodes[:, :, _REDUCE + 1].max() for each in self.rounds if not each.dots]
-        return Cost(
-            seconds=float(seconds),
-            steps=self.steps,
-            intra=float(self.total_intra @ sizes),
-            inter=float(self.total_inter @ sizes),
-            busiest_intra=float((self.busiest_intra @ sizes).max()),
-            busiest_inter=float((self.busiest_inter @ sizes).max()),
-            memory=float(max(staged, default=0.0) * nbytes),
-        )
+        intra, inter = (sizes @ self.total).tolist()
+        busiest = [float((loads @ sizes).max()) for loads in self.busiest]
+        memory = float(max(staged, default=0.0) * nbytes)
+        return Cost(float(seconds), self.steps, intra, inter, busiest[0], busiest[1], memory)
 
 
 def _seconds(each: Round, nbytes: float, rates: LinkRates) -> float:
@@ -157,14 +131,27 @@ class Profiler:
         # [of the buffer or of the partial products, intra or inter, sent or received, rank]
         self._loads = np.zeros((2, 2, 2, topology.size))
 
-    def add(self, transfers: Transfers, *, times: int = 1, reduction: str = "sum") -> None:
-        """Add `times` steps of the schedule with these messages."""
-        self._steps += times
-        self._add(transfers, times, reduction, dots=False)
+    def add(self, step: BulkStep, reduction: str, *, dots: bool = False) -> None:
+        """Add a step of the schedule as often as it says.
 
-    def add_dots(self, transfers: Transfers) -> None:
-        """Add messages of partial products that a step of the schedule needs beside its own."""
-        self._add(transfers, 1, "sum", dots=True)
+        Args:
+            step: The messages.
+            reduction: What they are reduced with, "sum" or "adasum".
+            dots: Whether it is of partial products, which a step of the schedule needs beside its
+                own messages.
+        """
+        if not dots:
+            self._steps += step.times
+        if not len(step.source):
+            return
+        size, local = self._topology.size, self._topology.local_size
+        table = np.zeros((size, _COLUMNS))
+        # Adasum of n vectors is n - 1 reductions of pairs; a sum of n is one pass.
+        in_pairs = reduction == "adasum"
+        for column, values in _columns(step, size, local, in_pairs):
+            table[:, column] += values
+        self._loads[int(dots)] += step.times * table.T[_SHARES]
+        self._add_round(table, step.times, reduction, dots=dots)
 
     def reduce_gathered(self, reduction: str) -> None:
         """Add the reduction of all ranks' vectors on every rank, after the steps."""
@@ -185,25 +172,9 @@ class Profiler:
                 for (reduction, dots, *_), (matrix, times) in self._rounds.items()
             ),
             steps=self._steps,
-            busiest_intra=_distinct(ranks.reshape(2, -1).T),
-            busiest_inter=_distinct(nodes.reshape(2, -1).T),
-            total_intra=ranks[:, 0].sum(axis=1),
-            total_inter=nodes[:, 0].sum(axis=1),
+            busiest=(_distinct(ranks.reshape(2, -1).T), _distinct(nodes.reshape(2, -1).T)),
+            total=self._loads[:, :, 0].sum(axis=2),
         )
-
-    def _add(self, transfers: Transfers, times: int, reduction: str, *, dots: bool) -> None:
-        if not len(transfers.source) or not times:
-            return
-        size, local = self._topology.size, self._topology.local_size
-        table = np.zeros((size, _COLUMNS))
-        # Adasum of n vectors is n - 1 reductions of pairs; a sum of n is one pass.
-        in_pairs = reduction == "adasum"
-        for column, values in _columns(transfers, size, local, in_pairs):
-            table[:, column] += values
-        for kind, start in enumerate((_INTRA, _INTER)):
-            for way in (0, 1):
-                self._loads[int(dots), kind, way] += times * table[:, start + 2 * way + 1]
-        self._add_round(table, times, reduction, dots=dots)
 
     def _add_round(self, table: Floats, times: int, reduction: str, *, dots: bool) -> None:
         local = self._topology.local_size
@@ -213,14 +184,12 @@ class Profiler:
         self._rounds[key] = (matrix, before + times)
 
 
-def _columns(
-    transfers: Transfers, size: int, local: int, in_pairs: bool
-) -> Iterator[tuple[int, Floats]]:
+def _columns(step: BulkStep, size: int, local: int, in_pairs: bool) -> Iterator[tuple[int, Floats]]:
     """Yield (column, values by rank); columns may come more than once, to be added.
 
     in_pairs: whether every received message is a reduction of its own.
     """
-    source, target, *rest = np.broadcast_arrays(*transfers)
+    source, target, *rest = np.broadcast_arrays(*step[:4])
     share, ways = rest[0].astype(float), rest[1]
     one_source, one_target = np.divmod(np.unique(source * size + target), size)
     within, met = source // local == target // local, one_source // local == one_target // local

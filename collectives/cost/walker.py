@@ -1,22 +1,32 @@
-"""The profile of any schedule, from the steps of all its ranks in lockstep."""
+"""The profile of an all-reduce, from the steps of all its ranks in lockstep."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
+from itertools import chain, zip_longest
+from typing import Any
 
 import numpy as np
 
-from collectives.cost.profiles import Profile, Profiler, Transfers
+from collectives.cost.profiles import Profile, Profiler
 from collectives.schedules import recursive_doubling
+from collectives.schedules.algorithm import Algorithm, BulkStep, Floats, Ints, Level, Parts
+from collectives.schedules.levels import levels_of, schedule_of
+from collectives.schedules.registry import algorithm
 from collectives.schedules.schedule import Action, Schedule, Step
+from collectives.schedules.spec import AllReduceSpec
 from collectives.schedules.topology import Topology
+
+# Steps of a pipeline times ranks, beyond which only some steps, evenly spread, stand for all: bytes
+# are then right to 1 %.
+_PIPELINE_CELLS, _FEWEST_SAMPLES = 1 << 21, 128
 
 
 def walk(schedule: Schedule, topology: Topology, reductions: Sequence[str] = ("sum",)) -> Profile:
     """Return the profile of `schedule` on `topology`, walking every rank.
-
-    Adasum's partial products travel as the executor sends them: by recursive doubling in the step's
-    group, before the reduction.
 
     Args:
         schedule: Any, of as many ranks as the topology has.
@@ -29,53 +39,143 @@ def walk(schedule: Schedule, topology: Topology, reductions: Sequence[str] = ("s
     if schedule.size != topology.size:
         raise ValueError(f"schedule is for {schedule.size} ranks, topology has {topology.size}")
     profiler = Profiler(topology)
-    for steps in zip(*(schedule.steps(rank) for rank in range(schedule.size)), strict=True):
-        phase = max(step.phase for step in steps)
-        reduction = reductions[min(phase, len(reductions) - 1)]
-        profiler.add(_transfers(steps, schedule.parts), reduction=reduction)
-        if reduction == "adasum":
-            _add_dots(profiler, {step.group for step in steps if len(step.group) > 1})
+    for step in _steps_of(schedule):
+        _add(profiler, step, reductions[min(step.phase, len(reductions) - 1)])
     if schedule.gathered:
         profiler.reduce_gathered(reductions[-1])
     return profiler.profile()
 
 
-def _transfers(steps: Sequence[Step], parts: int) -> Transfers:
-    rows: list[tuple[int, int, float, int]] = []
-    for rank, step in enumerate(steps):
-        ways: dict[tuple[int, int], int] = {}
-        for recv in step.recvs:
-            if recv.action is not Action.COPY:
-                ways[recv.start, recv.stop] = ways.get((recv.start, recv.stop), 0) + 1
-        for recv in step.recvs:
-            share = (recv.stop - recv.start) / parts
-            reduced = recv.action is not Action.COPY
-            rows.append((recv.peer, rank, share, ways[recv.start, recv.stop] if reduced else 0))
-    source, target, shares, counts = zip(*rows, strict=True) if rows else ((), (), (), ())
-    return Transfers(
-        np.array(source, dtype=np.int64),
-        np.array(target, dtype=np.int64),
-        np.array(shares, dtype=np.float64),
-        np.array(counts, dtype=np.int64),
+def walk_levels(spec: AllReduceSpec, topology: Topology, op: str) -> Profile:
+    """Return the profile of an all-reduce by one or two levels, walking each level by itself.
+
+    That is what `walk` finds of the whole schedule, many times as fast: all nodes do the same.
+
+    Args:
+        spec: The algorithms.
+        topology: Where the ranks are.
+        op: "sum" or "adasum".
+
+    Raises:
+        ValueError: A name is unknown, may not stand on its level, or takes fewer shards.
+    """
+    profiler, samples = Profiler(topology), max(_FEWEST_SAMPLES, _PIPELINE_CELLS // topology.size)
+    near, far = levels_of(spec, topology, one_tree=op == "adasum")
+    outer = chain(*_parts(algorithm(spec.outer), far, samples))
+    if near is None or spec.inner is None:
+        for step in outer:
+            _add(profiler, step, op)
+        if schedule_of(spec, topology).gathered:
+            profiler.reduce_gathered(op)
+        return profiler.profile()
+
+    inner = algorithm(spec.inner)
+    assert inner.scatter_gather is not None
+    owners = np.array(sorted(inner.scatter_gather(near).owners))
+    firsts = np.arange(topology.num_nodes) * topology.local_size
+    scatter, gather = _parts(inner, near, samples)
+    for step in scatter:
+        _add(profiler, _placed(step, 1, firsts, 1.0), "sum")
+    for step in outer:
+        _add(profiler, _placed(step, topology.local_size, owners, 1 / len(owners)), op)
+    for step in gather:
+        _add(profiler, _placed(step, 1, firsts, 1.0), "sum")
+    return profiler.profile()
+
+
+@lru_cache(maxsize=16)
+def _parts(record: Algorithm, level: Level, samples: int) -> Parts:
+    """Return the steps of a level; of a long pipeline about as many as `samples` says."""
+    if record.closed_form is not None:
+        return record.closed_form(level, samples)
+    if record.scatter_gather is not None:
+        both = record.scatter_gather(level)
+        scatter, gather = (
+            tuple(_in_lockstep(part, level.size, both.chunks))
+            for part in (both.scatter, both.gather)
+        )
+        return scatter, gather
+    assert record.schedule is not None
+    return tuple(_steps_of(record.schedule(level))), ()
+
+
+def _steps_of(schedule: Schedule) -> Iterator[BulkStep]:
+    for step in _in_lockstep(schedule.steps, schedule.size, schedule.parts):
+        # Each rank holds whole segments by itself.
+        yield step._replace(groups=()) if schedule.whole_segments else step
+
+
+def _in_lockstep(
+    steps_of: Callable[[int], Iterable[Step]], size: int, parts: int
+) -> Iterator[BulkStep]:
+    """Yield the steps of all ranks, each at once."""
+    rows: dict[int, array[float]] = defaultdict(lambda: array("d"))
+    groups: dict[int, dict[int, list[tuple[int, ...]]]] = defaultdict(lambda: defaultdict(list))
+    phases: dict[int, int] = defaultdict(int)
+    # Rank after rank, so that no more than one rank's steps are held.
+    for rank in range(size):
+        for number, step in enumerate(steps_of(rank)):
+            phases[number] = max(phases[number], step.phase)
+            if step.group and step.group[0] == rank:
+                groups[number][len(step.group)].append(step.group)
+            spans = [recv[1:3] for recv in step.recvs if recv.action is not Action.COPY]
+            ways = Counter(spans) if len(spans) > 1 else dict.fromkeys(spans, 1)
+            for peer, start, stop, action in step.recvs:
+                reduced = 0 if action is Action.COPY else ways[start, stop]
+                rows[number].extend((peer, rank, (stop - start) / parts, reduced))
+    for number, phase in phases.items():
+        source, target, share, found = np.array(rows[number]).reshape(-1, 4).T
+        yield BulkStep(
+            source.astype(np.int64),
+            target.astype(np.int64),
+            share,
+            found.astype(np.int64),
+            groups=[np.array(each) for each in groups[number].values()],
+            phase=phase,
+        )
+
+
+def _placed(step: BulkStep, stride: int, offsets: Ints, share: float) -> BulkStep:
+    """Return a level's step on all ranks: rank r of the level stands for r · stride + offsets."""
+
+    def ranks(of: Ints) -> Ints:
+        return (of * stride + offsets[:, None]).reshape(-1)
+
+    def messages(values: Ints | Floats | float) -> Any:
+        return np.tile(values, len(offsets)) if isinstance(values, np.ndarray) else values
+
+    return step._replace(
+        source=ranks(step.source),
+        target=ranks(step.target),
+        share=share * messages(step.share),
+        ways=messages(step.ways),
+        groups=[
+            (each[..., None] * stride + offsets).reshape(len(each), -1) for each in step.groups
+        ],
     )
 
 
-def _add_dots(profiler: Profiler, groups: set[tuple[int, ...]]) -> None:
-    """Add the sums of partial products, which all groups make at the same time."""
-    schedules = {group: recursive_doubling.all_reduce(len(group)) for group in groups}
-    programs = [
-        (group, tuple(tuple(schedule.steps(i)) for i in range(len(group))))
-        for group, schedule in schedules.items()
-    ]
-    for number in range(max((len(steps[0]) for _, steps in programs), default=0)):
-        rows = [
-            (group[recv.peer], group[i], int(recv.action is not Action.COPY))
-            for group, members in programs
-            for i, steps in enumerate(members)
-            if number < len(steps)
-            for recv in steps[number].recvs
-        ]
-        source, target, ways = (
-            np.array(column, dtype=np.int64) for column in zip(*rows, strict=True)
-        )
-        profiler.add_dots(Transfers(source, target, 1.0, ways))
+def _add(profiler: Profiler, step: BulkStep, reduction: str) -> None:
+    """Add a step, and the sums of Adasum's partial products, which all groups make at once.
+
+    They travel as the executor sends them, by recursive doubling in each group.
+    """
+    profiler.add(step, reduction)
+    if reduction != "adasum":
+        return
+    for together in zip_longest(*([*_dots(groups)] for groups in step.groups)):
+        rows = [each for each in together if each is not None]
+        source, target, ways = map(np.concatenate, zip(*rows, strict=True))
+        profiler.add(BulkStep(source, target, 1.0, ways), "sum", dots=True)
+
+
+def _dots(groups: Ints) -> Iterator[tuple[Ints, Ints, Ints]]:
+    """Yield source, target and ways of each step in groups of one length, a group a row."""
+    for step in _doubling(groups.shape[1]):
+        ends = groups[:, step.source].reshape(-1), groups[:, step.target].reshape(-1)
+        yield *ends, np.tile(step.ways, len(groups))
+
+
+@lru_cache(maxsize=32)
+def _doubling(size: int) -> tuple[BulkStep, ...]:
+    return tuple(_steps_of(recursive_doubling.all_reduce(size)))

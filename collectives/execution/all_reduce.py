@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -12,11 +12,10 @@ from collectives.cost import LinkRates
 from collectives.cost.choice import choose
 from collectives.execution.context import CallContext, Workspace
 from collectives.execution.executor import execute
-from collectives.execution.phases import AllReducePhases, Phase, phases_of
-from collectives.execution.vectors import flatten
+from collectives.execution.phases import AllReducePhases, phases_of
+from collectives.execution.vectors import flatten, vector_of
 from collectives.execution.vendor import Libraries
-from collectives.fused_buffer import buffer_of
-from collectives.reducers import Reducer, Sum, kernels
+from collectives.reducers import Reducer, Sum
 from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec, spec_for
 from collectives.schedules.topology import Topology
 from collectives.trace import span
@@ -74,10 +73,9 @@ class Runner:
                 raise ValueError(
                     f"algorithm {spec} reduces on the host, which no CUDA graph can hold: use psgpu"
                 )
-            for phase in phases.sequence:
-                if phase.library is not None:
-                    for device in devices:
-                        self.libraries.check(phase.library, device)
+            if phases.library is not None:
+                for device in devices:
+                    self.libraries.check(phases.library, device)
 
     def context(self, label: str) -> CallContext:
         """Return what a call's steps have in common. label: what an error calls it."""
@@ -85,7 +83,7 @@ class Runner:
 
     def all_reduce(self, flat: Tensor, op: Reducer, options: AllReduceOptions, label: str) -> None:
         """Reduce a 1-D tensor over all ranks, in place."""
-        size, algorithm, phases = self.transport.size, "one rank", AllReducePhases(())
+        size, algorithm, phases = self.transport.size, "one rank", AllReducePhases()
         if size > 1:
             spec = spec_for(options.specs, flat.numel())
             if spec.outer == "auto":
@@ -103,24 +101,19 @@ class Runner:
     def all_reduce_packed(
         self, tensors: Sequence[Tensor], op: Reducer, options: AllReduceOptions, label: str
     ) -> None:
-        """Reduce tensors of one dtype and device as one buffer, each a segment of it, in place.
-
-        Nothing is packed where they lie in a FusedBuffer.
-        """
-        if self.transport.size == 1 or len(tensors) == 1 or tensors[0].dtype not in kernels.DTYPES:
+        """Reduce tensors of one dtype and device as one vector, in place."""
+        vector = None if self.transport.size == 1 else vector_of(tensors, options.segments)
+        if vector is None:
             for tensor in tensors:
                 self.all_reduce(flatten(tensor), op, options, label)
-            return
-        fused = buffer_of(tensors)
-        if fused is not None:
-            options = options._replace(segments=fused.layout.segments)
-            self.all_reduce(fused.buffer, op, options, label)
-            return
-        layout = kernels.layout_of(tensors)
-        buffer = self.packed.take(layout.numel, tensors[0])
-        kernels.pack(tensors, layout=layout, scale=options.prescale, out=buffer)
-        self.all_reduce(buffer, op, AllReduceOptions(options.specs, layout.segments), label)
-        kernels.unpack(buffer, tensors, layout=layout, scale=options.postscale)
+        elif vector.layout is None:
+            options = options._replace(segments=vector.segments)
+            self.all_reduce(vector.tensors[0], op, options, label)
+        else:
+            buffer = self.packed.take(vector.numel, tensors[0])
+            vector.fill(buffer, options.prescale)
+            self.all_reduce(buffer, op, AllReduceOptions(options.specs, vector.segments), label)
+            vector.store(buffer, options.postscale)
 
     def _choose(self, flat: Tensor, op: Reducer) -> AllReduceSpec:
         """Return what `auto` stands for: by the measured costs where there are any.
@@ -141,38 +134,32 @@ class Runner:
         segments: Sequence[int] | None,
         label: str,
     ) -> None:
-        call, reducers = self.context(label), (Sum, op) if phases.two_levels else op
-        if not (phases.host and flat.is_cuda):
-            with self.transport.deferred():
-                for phase in phases.sequence:
-                    self._run_phase(phase, flat, reducers, segments, call)
-            return
-        buffer = None
-        for phase in phases.sequence:
-            # NCCL's own sum inside the nodes, which comes first, works on the GPUs.
-            if buffer is None and phase.library != "nccl":
-                buffer = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
-                buffer.copy_(flat)
-            self._run_phase(phase, flat if buffer is None else buffer, reducers, segments, call)
-        assert buffer is not None
-        flat.copy_(buffer)
+        call, on_host = self.context(label), phases.host and flat.is_cuda
+        with nullcontext() if on_host else self.transport.deferred():
+            # NCCL's own sum inside the nodes works on the GPUs.
+            buffer = _on_host(flat) if on_host and phases.library != "nccl" else flat
+            if phases.library is not None:
+                self._run_library(phases, buffer, call)
+            if phases.schedule is not None:
+                if on_host and buffer is flat:
+                    buffer = _on_host(flat)
+                reducers = (Sum, op) if phases.two_levels else op
+                execute(phases.schedule, buffer, reducers, call, segments=segments)
+            if buffer is not flat:
+                flat.copy_(buffer)
 
-    def _run_phase(
-        self,
-        phase: Phase,
-        buffer: Tensor,
-        reducers: Reducer | tuple[Reducer, Reducer],
-        segments: Sequence[int] | None,
-        call: CallContext,
-    ) -> None:
-        if phase.schedule is not None:
-            execute(phase.schedule, buffer, reducers, call, segments=segments)
-            return
+    def _run_library(self, phases: AllReducePhases, buffer: Tensor, call: CallContext) -> None:
         ranks = None
-        if phase.local:
+        if phases.schedule is not None:
             ranks = tuple(self.topology.ranks_of(self.topology.node_of(self.transport.rank)))
         if ranks is None or len(ranks) > 1:
-            self.libraries.all_reduce(phase, buffer, ranks, call)
+            assert phases.library is not None
+            self.libraries.all_reduce(phases.library, phases.shards, buffer, ranks, call)
+
+
+def _on_host(flat: Tensor) -> Tensor:
+    buffer = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
+    return buffer.copy_(flat)
 
 
 def call_span(

@@ -60,18 +60,11 @@ class CallQueue:
         """Run `first`, which never waits, in this thread if it is its turn; queue `rest`.
 
         The communication thread runs that, or the Work's wait() if it comes first. Where it is not
-        its turn both are queued.
+        its turn `rest` begins with what `first` does.
         """
         self._check_usable(kind)
         work = self._worker.begin(self._guarded(kind, first), self._guarded(kind, rest))
-        if work is not None:
-            return work
-
-        def both() -> Any:
-            first()
-            return rest()
-
-        return self._worker.submit(self._guarded(kind, both))
+        return work or self._worker.submit(self._guarded(kind, rest))
 
     def check_thread(self, kind: str) -> None:
         """Raise ValueError for a call without a name from a second thread."""

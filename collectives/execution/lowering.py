@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from collectives.schedules.partition import segment_bounds, split_bounds
-from collectives.schedules.schedule import Action, Schedule, Step, Transfer, steps_of
+from collectives.schedules.schedule import Action, Schedule, Step, steps_of
 
 # Of the latest schedules and lengths. One of 1,024 ranks' rings takes a megabyte.
 _MAX_ENTRIES = 128
@@ -113,7 +113,7 @@ def _lower_step(
         sides[action is Action.REDUCE_RIGHT].append(number)
     return LoweredStep(
         name,
-        sends=tuple(_sent(transfer, bounds, members) for transfer in step.sends),
+        sends=tuple(Range(members[peer], bounds[a], bounds[b]) for peer, a, b, _ in step.sends),
         recvs=tuple(recvs),
         staged=staged,
         reductions=tuple(
@@ -124,10 +124,6 @@ def _lower_step(
         group=tuple(members[r] for r in step.group),
         phase=step.phase,
     )
-
-
-def _sent(transfer: Transfer, bounds: Sequence[int], members: Sequence[int]) -> Range:
-    return Range(members[transfer.peer], bounds[transfer.start], bounds[transfer.stop])
 
 
 def sent_first(step: Step) -> bool:

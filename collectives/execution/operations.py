@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 import torch
@@ -74,8 +75,8 @@ def _grouped_all_reduce(call: Operation) -> Sequence[Tensor]:
     parts: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in call.tensors:
         parts.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+    options = AllReduceOptions.of(call.options)
     for part in parts.values():
-        options = AllReduceOptions.of(call.options)
         call.runner.all_reduce_packed(part, call.op, options, call.label)
     return call.tensors
 
@@ -138,29 +139,28 @@ def _reduce_scatter(call: Operation) -> Tensor:
 
 
 def _all_gather(call: Operation) -> Tensor:
-    (tensor,) = call.tensors
-    counts, _ = _gather(call, torch.tensor([tensor.shape[0]], device="cpu"))
-    whole, _ = _gather(call, flatten(tensor))
-    return whole.view(int(counts.sum()), *tensor.shape[1:])
+    return _gather(call)[0]
 
 
 def _all_gather_bytes(call: Operation) -> list[bytes]:
-    whole, bounds = _gather(call, call.tensors[0])
+    whole, bounds = _gather(call)
     raw = whole.numpy().tobytes()
     return [raw[low:high] for low, high in pairwise(bounds)]
 
 
-def _gather(call: Operation, mine: Tensor) -> tuple[Tensor, list[int]]:
-    """Return every rank's 1-D tensor, one after the other, and the boundaries in elements."""
+def _gather(call: Operation) -> tuple[Tensor, list[int]]:
+    """Return every rank's rows, one after the other, and the boundaries in rows."""
+    (mine,) = call.tensors
     schedule = ring.all_gather(call.size)
     counts = torch.zeros(call.size, dtype=torch.int64, device="cpu")
-    counts[call.rank] = mine.numel()
+    counts[call.rank] = mine.shape[0]
     call.execute(schedule, counts, Sum, range(call.size + 1))
-    bounds = [0, *torch.cumsum(counts, 0).tolist()]
-    whole = torch.empty(bounds[-1], dtype=mine.dtype, device=mine.device)
-    whole[bounds[call.rank] : bounds[call.rank + 1]] = mine
-    call.execute(schedule, whole, Sum, bounds)
-    return whole, bounds
+    rows = [0, *torch.cumsum(counts, 0).tolist()]
+    whole = mine.new_empty(rows[-1], *mine.shape[1:])
+    whole[rows[call.rank] : rows[call.rank + 1]] = mine.detach()
+    width = prod(mine.shape[1:])
+    call.execute(schedule, whole.view(-1), Sum, [row * width for row in rows])
+    return whole, rows
 
 
 def _all_to_all(call: Operation) -> tuple[Tensor, Tensor]:
@@ -191,11 +191,12 @@ def _barrier(call: Operation) -> None:
     """Do nothing: the negotiation alone is the barrier."""
 
 
-# Those that a rank with nothing to give can take part in.
-WITH_JOINED: dict[str, Callable[[Operation], Any]] = {
+OPERATIONS: dict[str, Callable[[Operation], Any]] = {
     "all_reduce": _all_reduce,
     "grouped_all_reduce": _grouped_all_reduce,
     "reduce": _reduce,
+    "reduce_to_owners": _reduce_to_owners,
+    "broadcast_from_owners": _broadcast_from_owners,
     "reduce_scatter": _reduce_scatter,
     "all_gather": _all_gather,
     "all_gather_bytes": _all_gather_bytes,
@@ -204,9 +205,5 @@ WITH_JOINED: dict[str, Callable[[Operation], Any]] = {
     "barrier": _barrier,
 }
 
-OPERATIONS: dict[str, Callable[[Operation], Any]] = {
-    **WITH_JOINED,
-    # Every rank owns some of the results, which a rank that has joined would lose.
-    "reduce_to_owners": _reduce_to_owners,
-    "broadcast_from_owners": _broadcast_from_owners,
-}
+# Every rank owns some of the results, which a rank that has joined would lose.
+WITH_JOINED = OPERATIONS.keys() - {"reduce_to_owners", "broadcast_from_owners"}

@@ -6,42 +6,30 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from collectives.reducers import Reducer
-from collectives.schedules.registry import ALGORITHMS, algorithm, one_level, two_levels
+from collectives.schedules.levels import schedule_of
+from collectives.schedules.registry import ALGORITHMS, algorithm
 from collectives.schedules.schedule import Schedule
 from collectives.schedules.spec import AllReduceSpec
 from collectives.schedules.topology import Topology
 
 
 @dataclass(frozen=True)
-class Phase:
-    """A schedule over all ranks, or a library's all-reduce.
+class AllReducePhases:
+    """What one all-reduce runs: a library's all-reduce or a schedule, or one after the other.
 
     Attributes:
-        schedule: The schedule.
         library: The library's name.
         shards: Pieces that the library reduces at once.
-        local: Whether the library reduces over the ranks of each node only.
-    """
-
-    schedule: Schedule | None = None
-    library: str | None = None
-    shards: int = 1
-    local: bool = False
-
-
-@dataclass(frozen=True)
-class AllReducePhases:
-    """What one all-reduce runs.
-
-    Attributes:
-        sequence: One after the other.
+        schedule: The schedule. Where a library comes first, that reduces inside the nodes only.
         two_levels: Whether the schedule's phase 0 sums inside nodes and its phase 1 is the
             operator's.
         prescale: What every rank multiplies its contribution by first.
         host: Whether all of it happens in host memory.
     """
 
-    sequence: tuple[Phase, ...]
+    library: str | None = None
+    shards: int = 1
+    schedule: Schedule | None = None
     two_levels: bool = False
     prescale: float = 1.0
     host: bool = False
@@ -63,26 +51,23 @@ def phases_of(spec: AllReduceSpec, op: Reducer, topology: Topology) -> AllReduce
 # Not by the operator, which need not have a hash and would be kept alive.
 @lru_cache(maxsize=1024)
 def _phases_of(spec: AllReduceSpec, one_tree: bool, op: str, topology: Topology) -> AllReducePhases:
-    inner, outer = spec.inner, algorithm(spec.outer)
-    if inner is None:
-        if not outer.is_library:
-            schedule = one_level(outer.name, spec.shards, topology, one_tree=one_tree)
-            return AllReducePhases((Phase(schedule),), host=outer.on_host)
+    outer = algorithm(spec.outer)
+    if outer.is_library and spec.inner is None:
         if one_tree:
             able = ", ".join(name for name, record in ALGORITHMS.items() if record.order)
             raise ValueError(
                 f"algorithm {outer.name!r} is a library's own sum, which cannot do {op}: use {able}"
             )
-        return AllReducePhases((Phase(library=outer.name, shards=spec.shards),))
-    schedule = two_levels(
-        inner, spec.inner_shards, outer.name, spec.shards, topology, one_tree=one_tree
-    )
-    phases: tuple[Phase, ...] = (Phase(schedule),)
-    if algorithm(inner).is_library:
-        phases = (Phase(library=inner, shards=spec.inner_shards, local=True), *phases)
+        return AllReducePhases(outer.name, spec.shards)
+    schedule = schedule_of(spec, topology, one_tree=one_tree)
+    if spec.inner is None:
+        return AllReducePhases(schedule=schedule, host=outer.on_host)
+    inner = algorithm(spec.inner)
     return AllReducePhases(
-        phases,
+        inner.name if inner.is_library else None,
+        spec.inner_shards,
+        schedule,
         two_levels=True,
         prescale=1.0 / topology.local_size if one_tree else 1.0,
-        host=outer.on_host or algorithm(inner).on_host,
+        host=outer.on_host or inner.on_host,
     )

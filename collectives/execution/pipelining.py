@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import overload
 
+import torch
+
 from collectives.execution.context import CallContext
 from collectives.reducers import Piece
 from collectives.transport.base import Message
@@ -37,29 +39,27 @@ def post(sends: Sequence[Message], recvs: Sequence[Message], step: CallContext) 
     if count == 1:
         transport.exchange(sends, recvs, step.label, step.timeout, step.code)
         return PostedStep([])
+    sent, received = ([_parts(message) for message in messages] for messages in (sends, recvs))
     waits = []
-    for part in range(count):
-        some_sends, some_recvs = (
-            [some for m in messages if (some := _part(m, part)) is not None]
-            for messages in (sends, recvs)
+    for number in range(count):
+        # Some messages have fewer parts.
+        now, then = (
+            [parts[number] for parts in messages if number < len(parts)]
+            for messages in (sent, received)
         )
-        label = f"{step.label}, part {part} of {count}"
-        waits.append(transport.post(some_sends, some_recvs, label, step.timeout))
+        label = f"{step.label}, part {number} of {count}"
+        waits.append(transport.post(now, then, label, step.timeout))
     return PostedStep(waits)
 
 
-def _part(message: Message, part: int) -> Message | None:
-    """Return one part of a message; None where it has fewer."""
+def _parts(message: Message) -> list[Message]:
     peer, tensor = message
-    count = parts_of(tensor.nbytes)
-    if part >= count:
-        return None
-    bounds = _part_bounds(tensor.numel(), count)
-    return Message(peer, tensor[bounds[part] : bounds[part + 1]])
+    return [Message(peer, tensor[low:high]) for low, high in pairwise(_part_bounds(tensor))]
 
 
-def _part_bounds(numel: int, count: int) -> list[int]:
+def _part_bounds(tensor: torch.Tensor) -> list[int]:
     """Return the boundaries of a message's parts, so that aligned ones have aligned parts."""
+    numel, count = tensor.numel(), parts_of(tensor.nbytes)
     length = -(-numel // (count * _ALIGNED)) * _ALIGNED
     return [min(part * length, numel) for part in range(count + 1)]
 
@@ -88,8 +88,7 @@ class PostedStep:
             return pieces
         parted: list[tuple[int, Piece]] = []
         for parts, out, start in pieces:
-            bounds = _part_bounds(out.numel(), parts_of(out.nbytes))
-            for number, (low, high) in enumerate(pairwise(bounds)):
+            for number, (low, high) in enumerate(pairwise(_part_bounds(out))):
                 here = tuple(part[low:high] for part in parts)
                 parted.append((number, Piece(here, out[low:high], start + low)))
         return _ArrivingPieces(parted, self)

@@ -13,8 +13,9 @@ no message is left to send. The bits are those of the algorithm by messages:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -57,62 +58,64 @@ def plan_shared_memory_all_reduce(
     specs, segments, prescale, postscale = AllReduceOptions.of(options)
     if not (op.reduces_in_shared_memory and tensors and prescale == 1.0):
         return None
-    vector = vector_of(tensors, segments, BUFFER_BYTES)
-    if vector is None:
+    first = tensors[0]
+    if not all(tensor.is_cpu and tensor.dtype == first.dtype for tensor in tensors):
+        return None
+    if not 0 < sum(tensor.nbytes for tensor in tensors) <= BUFFER_BYTES:
+        return None
+    vector = vector_of(tensors, segments)
+    if vector is None or vector.nbytes > BUFFER_BYTES:
         return None
     spec = spec_for(specs, vector.numel)
     method = _method_of(spec, vector, size, op, measured=runner.link_rates is not None)
     if method is None:
         return None
-    return SharedMemoryAllReduce(runner, memory, vector, op, method, postscale)
+    return SharedMemoryAllReduce(vector, op, method, postscale, runner, memory)
 
 
+@dataclass(eq=False)
 class SharedMemoryAllReduce:
     """One all-reduce of one rank's tensors: `fill`, then once all ranks have signalled, `reduce`.
 
     It holds the tensors, and may be run any number of times.
 
     Attributes:
-        nbytes: Of the vector that all ranks reduce.
+        vector: What all ranks reduce.
+        op: The operator.
+        method: How it is carried out.
+        postscale: Factor of the result.
+        runner: What has memory for results.
+        memory: The buffers of the ranks.
+        bound: What reduces each set of buffers; calls take turns with two of them, each known by
+            where its first vector lies.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        memory: SymmetricMemory,
-        vector: Vector,
-        op: Reducer,
-        method: Method,
-        postscale: float,
-    ) -> None:
-        self._runner = runner
-        self._memory = memory
-        self._vector = vector
-        self._op = op
-        self._method = method
-        self._postscale = postscale
-        # Calls take turns with two sets of buffers, each known by where its first vector lies.
-        self._bound: dict[int, Callable[[str], Tensor]] = {}
-        self.nbytes = vector.nbytes
+    vector: Vector
+    op: Reducer
+    method: Method
+    postscale: float
+    runner: Runner
+    memory: SymmetricMemory
+    bound: dict[int, Callable[[str], Tensor]] = field(default_factory=dict)
 
     def fill(self) -> None:
         """Copy the tensors to this rank's buffer of the call to be signalled next."""
-        self._vector.fill(self._memory.next_buffer(self._vector.numel, self._vector.dtype))
+        self.vector.fill(self.memory.next_buffer(self.vector.numel, self.vector.dtype))
 
     def reduce(self, label: str) -> None:
         """Write the result to the tensors."""
-        vectors = self._memory.buffers(self._vector.numel, self._vector.dtype).vectors
+        vectors = self.memory.buffers(self.vector.numel, self.vector.dtype).vectors
         address = vectors[0].data_ptr()
-        with call_span(label, self._op, self._method, vectors[0]):
-            if address not in self._bound:
-                self._bound[address] = self._bind(vectors)
-            self._vector.store(self._bound[address](label), self._postscale)
+        with call_span(label, self.op, self.method, vectors[0]):
+            if address not in self.bound:
+                self.bound[address] = self._bind(vectors)
+            self.vector.store(self.bound[address](label), self.postscale)
 
     def _bind(self, vectors: Sequence[Tensor]) -> Callable[[str], Tensor]:
         """Return what reduces these buffers and returns the result, by the label of the call."""
-        if self._method == "one-shot":
+        if self.method == "one-shot":
             return self._bind_one_shot(vectors)
-        if self._op.needs_one_tree:
+        if self.op.needs_one_tree:
             return self._bind_levels(vectors)
         return self._bind_slice(vectors)
 
@@ -121,10 +124,12 @@ class SharedMemoryAllReduce:
 
         Between them stand buffers aligned alike on every rank, so that all get the same bits.
         """
-        op, segments, size = self._op, self._vector.segments, len(vectors)
-        out = self._vector.target(self._runner.packed)
+        op, segments, size = self.op, self.vector.segments, len(vectors)
+        out = self.vector.tensors[0]
+        if self.vector.layout is not None:
+            out = self.runner.packed.take(self.vector.numel, out)
         width = -(-out.nbytes // _CACHE_LINE) * _CACHE_LINE // out.element_size()
-        scratch = self._runner.workspace.take(width * (size - 2), out) if size > 2 else out
+        scratch = self.runner.workspace.take(width * (size - 2), out) if size > 2 else out
         operands = [*vectors]
         steps = []
         for i, (left, right) in enumerate(pairs(size)):
@@ -142,8 +147,8 @@ class SharedMemoryAllReduce:
 
     def _bind_slice(self, vectors: Sequence[Tensor]) -> Callable[[str], Tensor]:
         """Bind what makes the first vector the result: in this rank's slice, which is its alone."""
-        op, memory = self._op, self._memory
-        numel, size = self._vector.numel, len(vectors)
+        op, memory = self.op, self.memory
+        numel, size = self.vector.numel, len(vectors)
         line = _CACHE_LINE // vectors[0].element_size()
         bounds = split_bounds(-(-numel // line), size)
         start, stop = bounds[memory.rank] * line, min(bounds[memory.rank + 1] * line, numel)
@@ -156,15 +161,15 @@ class SharedMemoryAllReduce:
             for step in steps:
                 step()
             op.finish(mine[0], size)
-            memory.barrier(f"step 1 of {label}", self._runner.timeout)
+            memory.barrier(f"step 1 of {label}", self.runner.timeout)
             return vectors[0]
 
         return run
 
     def _bind_levels(self, vectors: Sequence[Tensor]) -> Callable[[str], Tensor]:
         """Bind what makes, level by level, each pair's first vector the pair's reduction."""
-        memory, timeout = self._memory, self._runner.timeout
-        module = recursive_halving if self._method == "two-shot" else recursive_doubling
+        memory, timeout = self.memory, self.runner.timeout
+        module = recursive_halving if self.method == "two-shot" else recursive_doubling
         levels = tree_levels(module.all_reduce(len(vectors)))
         steps = [
             self._bind_part(vectors, level, finish=level is levels[-1])
@@ -190,16 +195,16 @@ class SharedMemoryAllReduce:
         self, vectors: Sequence[Tensor], level: Level, *, finish: bool
     ) -> Callable[[str], None]:
         """Bind this rank's part of a level."""
-        op, numel, size = self._op, self._vector.numel, len(vectors)
-        part = level.parts[self._memory.rank]
+        op, numel, size = self.op, self.vector.numel, len(vectors)
+        part = level.parts[self.memory.rank]
         bounds = split_bounds(numel, Fold(size).leaves)
         start, stop = bounds[part.start], bounds[part.stop]
         left, right = (vectors[rank][start:stop] for rank in (part.left, part.right))
         sums = None
         if level.block > 1:
-            sums = _PartialSums(self._memory, level, part, self._runner.timeout)
+            sums = _PartialSums(self.memory, level, part, self.runner.timeout)
         piece = Piece((left, right), left, start)
-        reduce = op.bind(Operands((piece,), numel, self._vector.segments, sums))
+        reduce = op.bind(Operands((piece,), numel, self.vector.segments, sums))
 
         def run(where: str) -> None:
             if sums is not None:
@@ -224,9 +229,7 @@ def _method_of(
         return None
     # An addition is cheaper than waiting, and with two ranks nobody would do anything else.
     small_method: Method = "tree" if op.needs_one_tree and size > 2 else "one-shot"
-    limit = ONE_SHOT_BYTES
-    if small_method == "one-shot":
-        limit = min(limit, _MAX_READ_BYTES // size)
+    limit = min(ONE_SHOT_BYTES, math.inf if small_method == "tree" else _MAX_READ_BYTES // size)
     name = spec.outer
     if name == "auto":
         name = op.algorithm(vector.nbytes, size)

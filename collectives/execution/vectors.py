@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
-from collectives.execution.context import Workspace
 from collectives.fused_buffer import buffer_of
 from collectives.reducers import kernels
 from kernels import Layout
@@ -31,27 +31,22 @@ class Vector:
     segments: Sequence[int] | None
     layout: Layout | None = None
 
-    @property
+    @cached_property
     def dtype(self) -> torch.dtype:
         """The tensors' dtype."""
         return self.tensors[0].dtype
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Number of bytes."""
         return self.numel * self.dtype.itemsize
 
-    def fill(self, buffer: Tensor) -> None:
-        """Copy the vector to `buffer`."""
+    def fill(self, buffer: Tensor, scale: float = 1.0) -> None:
+        """Copy the vector to `buffer`; scale: a factor, for several tensors only."""
         if self.layout is None:
             buffer.copy_(self.tensors[0])
         else:
-            kernels.pack(self.tensors, layout=self.layout, out=buffer)
-
-    def target(self, workspace: Workspace) -> Tensor:
-        """Return where a result may be written that `store` takes."""
-        first = self.tensors[0]
-        return first if self.layout is None else workspace.take(self.numel, first)
+            kernels.pack(self.tensors, layout=self.layout, scale=scale, out=buffer)
 
     def store(self, result: Tensor, scale: float) -> None:
         """Copy `result` to the tensors and scale them."""
@@ -68,27 +63,22 @@ class Vector:
             flat.mul_(scale)
 
 
-def vector_of(
-    tensors: Sequence[Tensor], segments: Sequence[int] | None, max_bytes: int
-) -> Vector | None:
-    """Return CPU tensors of one dtype as one vector; None where `max_bytes` cannot hold it."""
+def vector_of(tensors: Sequence[Tensor], segments: Sequence[int] | None) -> Vector | None:
+    """Return tensors of one dtype and device as one vector; None where nothing packs their dtype.
+
+    segments: of one tensor; of several each is a segment. Those that lie in a FusedBuffer are it.
+    """
     first = tensors[0]
-    if not all(tensor.is_cpu and tensor.dtype == first.dtype for tensor in tensors):
-        return None
-    if not 0 < sum(tensor.nbytes for tensor in tensors) <= max_bytes:
-        return None
     if len(tensors) == 1:
         return Vector([flatten(first)], first.numel(), segments)
     if first.dtype not in kernels.DTYPES:
         return None
     fused = buffer_of(tensors)
-    if fused is None:
-        layout = kernels.layout_of(tensors)
-        flat = [tensor.detach() for tensor in tensors]
-        vector = Vector(flat, layout.numel, layout.segments, layout)
-    else:
-        vector = Vector([fused.buffer], fused.buffer.numel(), fused.layout.segments)
-    return vector if vector.nbytes <= max_bytes else None
+    if fused is not None:
+        return Vector([fused.buffer], fused.buffer.numel(), fused.layout.segments)
+    layout = kernels.layout_of(tensors)
+    flat = [tensor.detach() for tensor in tensors]
+    return Vector(flat, layout.numel, layout.segments, layout)
 
 
 def flatten(tensor: Tensor) -> Tensor:

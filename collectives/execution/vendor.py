@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from collectives.errors import CollectiveTimeoutError
 from collectives.execution.context import CallContext
-from collectives.execution.phases import Phase
 from collectives.schedules.partition import split_bounds
 from collectives.transport.base import Transport
 from collectives.transport.nccl.pending import Posted, arrives
@@ -58,15 +57,20 @@ class Libraries:
             )
 
     def all_reduce(
-        self, phase: Phase, flat: torch.Tensor, ranks: tuple[int, ...] | None, call: CallContext
+        self,
+        name: str,
+        shards: int,
+        flat: torch.Tensor,
+        ranks: tuple[int, ...] | None,
+        call: CallContext,
     ) -> None:
-        """Sum `flat` in place in the phase's pieces, which are under way at once.
+        """Sum `flat` in place by the library `name` in `shards` pieces, all under way at once.
 
         ranks: those of this rank's node, to sum over these alone; all ranks for None.
         """
-        bounds = split_bounds(flat.numel(), phase.shards)
+        bounds = split_bounds(flat.numel(), shards)
         pieces = [flat[low:high] for low, high in pairwise(bounds) if low < high]
-        if phase.library != "nccl":
+        if name != "nccl":
             self._all_reduce_by_torch(pieces, flat.device, ranks, call)
             return
         for piece in pieces:

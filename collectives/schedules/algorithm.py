@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import reduce
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ from collectives.schedules.schedule import ScatterGather, Schedule
 from collectives.schedules.topology import Topology
 
 Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 
 class Order(Enum):
@@ -28,11 +30,9 @@ class Order(Enum):
         LINE: ((0, 1), 2), ... BALANCED: with P the largest power of two <= n, the first 2 (n - P)
         leaves pair; then neighbours pair, then neighbouring pairs, and so on.
         """
-        joined = list(leaves)
         if self is Order.LINE:
-            while len(joined) > 1:
-                joined[:2] = [(joined[0], joined[1])]
-            return joined[0]
+            return reduce(lambda left, right: (left, right), leaves)
+        joined = list(leaves)
         extra = len(joined) - (1 << (len(joined).bit_length() - 1))
         joined[: 2 * extra] = [(joined[2 * i], joined[2 * i + 1]) for i in range(extra)]
         while len(joined) > 1:
@@ -65,53 +65,30 @@ class Level(NamedTuple):
 
 
 class BulkStep(NamedTuple):
-    """The messages of one step, of all ranks at once: a row a message.
+    """The messages of one step, of all ranks at once: arrays with an entry a message.
 
     Attributes:
         source: The rank that sends each.
         target: The rank that receives it.
-        share: Length of each message as a fraction of the buffer.
+        share: Its length as a fraction of the buffer; a number stands for all.
         ways: How many received messages make one reduction with this one (1 where ranks reduce in
-            pairs), 0 for a copy.
+            pairs), 0 for a copy; a number stands for all.
         times: How many such steps follow each other.
-        members: The groups of the step's reductions, one a row.
+        groups: The groups of the step's reductions, one a row, in an array for each length.
+        phase: As in a Step.
     """
 
     source: Ints
     target: Ints
-    share: float
+    share: Floats | float
     ways: Ints | int = 0
     times: int = 1
-    members: Ints | None = None
-
-    def sharded(self, shards: int) -> BulkStep:
-        """Return the step with every message in `shards` pieces."""
-        ways = np.tile(self.ways, shards) if isinstance(self.ways, np.ndarray) else self.ways
-        source, target = np.tile(self.source, shards), np.tile(self.target, shards)
-        return self._replace(source=source, target=target, share=self.share / shards, ways=ways)
+    groups: Sequence[Ints] = ()
+    phase: int = 0
 
 
-class ClosedForm(NamedTuple):
-    """A schedule's steps for all ranks at once, for sizes at which walking the ranks takes hours.
-
-    Attributes:
-        scatter: The steps of a ScatterGather's first part; all steps where there are no parts.
-        gather: The steps of its second part.
-        owners: The owners of its regions, in ascending order.
-        gathered: As in a Schedule.
-    """
-
-    scatter: Sequence[BulkStep]
-    gather: Sequence[BulkStep] = ()
-    owners: Ints | None = None
-    gathered: bool = False
-
-    def sharded(self, shards: int) -> ClosedForm:
-        """Return the steps with every message in `shards` pieces."""
-        scatter, gather = (
-            [step.sharded(shards) for step in steps] for steps in (self.scatter, self.gather)
-        )
-        return self._replace(scatter=scatter, gather=gather)
+Parts = tuple[Sequence[BulkStep], Sequence[BulkStep]]
+"""All steps of a ScatterGather's two parts; of another all-reduce all steps, and none."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +101,9 @@ class Algorithm:
         order: The order of the ranks for an operator that needs one tree; None where the algorithm
             cannot carry such an operator.
         schedule: Makes the all-reduce of a level; None for a library's own.
-        closed_form: Makes the same in closed form, of a long pipeline with about as many steps as
-            the second argument says. The tests compare it with the schedule.
+        closed_form: Makes the steps of a level for the cost model, where there are so many of them
+            that walking the schedule of 65,536 ranks would take hours; of a long pipeline about as
+            many as the second argument says. The tests compare it with the schedule.
         scatter_gather: Makes the same all-reduce in two parts, where it may stand inside a node.
         outer: Whether it may stand across nodes.
         shards: How many shards it takes.
@@ -136,7 +114,7 @@ class Algorithm:
     summary: str
     order: Order | None
     schedule: Callable[[Level], Schedule] | None = None
-    closed_form: Callable[[Level, int], ClosedForm] | None = None
+    closed_form: Callable[[Level, int], Parts] | None = None
     scatter_gather: Callable[[Level], ScatterGather] | None = None
     outer: bool = True
     shards: Shards = Shards.ANY

@@ -7,7 +7,7 @@ medium buffers. Source: Thakur, Rabenseifner and Gropp, IJHPCA 2005.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from collectives.schedules.schedule import IDLE, Collective, Schedule, Step, Transfer
 
@@ -28,11 +28,5 @@ def _steps(size: int, root: int, rank: int) -> Iterator[Step]:
 @lru_cache(maxsize=256)
 def broadcast(size: int, root: int) -> Schedule:
     """Return the schedule that sends `root`'s buffer to every rank."""
-    return Schedule(
-        "tree broadcast",
-        size,
-        1,
-        Collective.BROADCAST,
-        lambda rank: _steps(size, root, rank),
-        root=root,
-    )
+    steps = partial(_steps, size, root)
+    return Schedule("tree broadcast", size, 1, Collective.BROADCAST, steps, root=root)

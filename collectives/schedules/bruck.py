@@ -12,11 +12,9 @@ algorithms for all-to-all communications in multiport message-passing systems", 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 
-import numpy as np
-
-from collectives.schedules.algorithm import Algorithm, BulkStep, ClosedForm, Order
+from collectives.schedules.algorithm import Algorithm, Order
 from collectives.schedules.schedule import Collective, Schedule, Step, Transfer, sharded
 
 
@@ -42,21 +40,8 @@ def _vectors(size: int, peer: int, first: int, count: int) -> tuple[Transfer, ..
 @lru_cache(maxsize=256)
 def all_reduce(size: int) -> Schedule:
     """Return `bruck`: ceil(log2 n) steps, n - 1 buffers each way."""
-    return Schedule(
-        "bruck",
-        size,
-        size,
-        Collective.ALL_REDUCE,
-        lambda rank: _steps(size, rank),
-        gathered=True,
-    )
-
-
-def closed_form(size: int) -> ClosedForm:
-    """Return the steps of `all_reduce` for all ranks at once."""
-    ranks, distances = np.arange(size), [1 << level for level in range((size - 1).bit_length())]
-    steps = [BulkStep(ranks, (ranks - d) % size, float(min(d, size - d))) for d in distances]
-    return ClosedForm(steps, gathered=True)
+    steps = partial(_steps, size)
+    return Schedule("bruck", size, size, Collective.ALL_REDUCE, steps, gathered=True)
 
 
 BRUCK = Algorithm(
@@ -64,6 +49,5 @@ BRUCK = Algorithm(
     "every rank gets all vectors, for tiny messages",
     Order.LINE,
     schedule=lambda level: sharded(all_reduce(level.size), level.shards),
-    closed_form=lambda level, _: closed_form(level.size).sharded(level.shards),
     outer=False,
 )

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
-import numpy as np
-
-from collectives.schedules.algorithm import BulkStep, Ints
+from collectives import validation
 from collectives.schedules.schedule import IDLE, Action, Step, Transfer
 
 
@@ -25,18 +24,22 @@ class Fold:
     size: int
 
     def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ValueError(f"size must be at least 1, got {self.size}")
+        validation.integer("size", self.size, 1)
 
-    @property
+    @cached_property
     def leaves(self) -> int:
         """P, the largest power of two that is at most `size`."""
         return 1 << (self.size.bit_length() - 1)
 
-    @property
+    @cached_property
     def extra(self) -> int:
         """The number of ranks folded away, r = size - P."""
         return self.size - self.leaves
+
+    @property
+    def levels(self) -> int:
+        """The depth of the tree, log2 P."""
+        return self.leaves.bit_length() - 1
 
     def rank(self, leaf: int) -> int:
         """Return the rank that stands for a leaf."""
@@ -50,18 +53,20 @@ class Fold:
 
     def block(self, leaf: int, width: int) -> tuple[int, ...]:
         """Return the ranks of the aligned block of `width` leaves that `leaf` is in."""
-        first = leaf - leaf % width
-        return tuple(self.rank(other) for other in range(first, first + width))
+        return _block(self, leaf - leaf % width, width)
 
-    @property
-    def ranks(self) -> Ints:
-        """The rank of every leaf."""
-        leaves = np.arange(self.leaves)
-        return np.where(leaves < self.extra, 2 * leaves, leaves + self.extra)
+
+# All ranks of a block ask for it, and those of a large one hold as many numbers as there are ranks.
+@lru_cache(maxsize=256)
+def _block(fold: Fold, first: int, width: int) -> tuple[int, ...]:
+    return tuple(fold.rank(leaf) for leaf in range(first, first + width))
 
 
 def fold_in(fold: Fold, rank: int, chunks: int) -> Iterator[Step]:
-    """Yield the step in which even ranks of the pairs reduce what the odd ones send, if any."""
+    """Yield the step in which even ranks of the pairs reduce what the odd ones send, if any.
+
+    The same step `back` sends the odd ranks the result.
+    """
     if fold.extra:
         if rank >= 2 * fold.extra:
             yield IDLE
@@ -72,35 +77,12 @@ def fold_in(fold: Fold, rank: int, chunks: int) -> Iterator[Step]:
             yield Step(recvs=(recv,), group=(rank,))
 
 
-def fold_out(fold: Fold, rank: int, chunks: int) -> Iterator[Step]:
-    """Yield the step in which odd ranks of the pairs are sent the result, if any."""
-    if fold.extra:
-        if rank >= 2 * fold.extra:
-            yield IDLE
-        elif rank % 2:
-            yield Step(recvs=(Transfer(rank - 1, 0, chunks),))
-        else:
-            yield Step(sends=(Transfer(rank + 1, 0, chunks),))
-
-
 def on_leaves(
-    fold: Fold, rank: int, count: int, steps: Callable[[Fold, int], Iterator[Step]]
+    fold: Fold, rank: int, steps: Callable[[Fold, int], Iterator[Step]]
 ) -> Iterator[Step]:
-    """Yield the `count` steps of `steps(fold, leaf)`; a rank that is no leaf idles meanwhile."""
+    """Yield `steps(fold, leaf)`, one for each level; a rank that is no leaf idles meanwhile."""
     leaf = fold.leaf(rank)
     if leaf is None:
-        yield from [IDLE] * count
+        yield from [IDLE] * fold.levels
     else:
         yield from steps(fold, leaf)
-
-
-def bulk_fold_in(fold: Fold) -> list[BulkStep]:
-    """Return `fold_in` for all ranks at once."""
-    kept = 2 * np.arange(fold.extra)
-    return [BulkStep(kept + 1, kept, 1.0, ways=1, members=kept[:, None])] if fold.extra else []
-
-
-def bulk_fold_out(fold: Fold) -> list[BulkStep]:
-    """Return `fold_out` for all ranks at once."""
-    kept = 2 * np.arange(fold.extra)
-    return [BulkStep(kept, kept + 1, 1.0)] if fold.extra else []

@@ -13,15 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
-import numpy as np
-
-from collectives.schedules.algorithm import Algorithm, BulkStep, ClosedForm, Order, Shards
-from collectives.schedules.schedule import Action, ScatterGather, Schedule, Step, Transfer
+from collectives.schedules.algorithm import Algorithm, Order, Shards
+from collectives.schedules.schedule import Action, ScatterGather, Schedule, Step, Transfer, back
 
 
-def _scatter(size: int, owners: tuple[int, ...], rank: int, whole_segments: bool) -> Iterator[Step]:
+def _scatter(size: int, owners: tuple[int, ...], whole_segments: bool, rank: int) -> Iterator[Step]:
     if size == 1:
         return
     sends = tuple(Transfer(owner, i, i + 1) for i, owner in enumerate(owners) if owner != rank)
@@ -33,20 +31,6 @@ def _scatter(size: int, owners: tuple[int, ...], rank: int, whole_segments: bool
         if peer != rank
     )
     yield Step(sends, recvs, group=(rank,) if recvs and whole_segments else ())
-
-
-def _gather(size: int, owners: tuple[int, ...], rank: int) -> Iterator[Step]:
-    if size == 1:
-        return
-    sends = tuple(
-        Transfer(peer, i, i + 1)
-        for i, owner in enumerate(owners)
-        if owner == rank
-        for peer in range(size)
-        if peer != rank
-    )
-    recvs = tuple(Transfer(owner, i, i + 1) for i, owner in enumerate(owners) if owner != rank)
-    yield Step(sends, recvs)
 
 
 def _owners(size: int, shards: int) -> tuple[int, ...]:
@@ -68,13 +52,14 @@ def scatter_gather(
             itself with any operator.
     """
     owners = _owners(size, shards)
+    scatter = partial(_scatter, size, owners, whole_segments)
     return ScatterGather(
         name if shards == 1 else f"{name}#{shards}",
         size,
         owners,
         width=1,
-        scatter=lambda rank: _scatter(size, owners, rank, whole_segments),
-        gather=lambda rank: _gather(size, owners, rank),
+        scatter=scatter,
+        gather=lambda rank: back(scatter(rank)),
     )
 
 
@@ -87,16 +72,6 @@ def all_reduce(
     return replace(schedule, whole_segments=whole_segments)
 
 
-def closed_form(size: int, shards: int) -> ClosedForm:
-    """Return the steps of `scatter_gather` for all ranks at once."""
-    owners = np.array(_owners(size, shards))
-    source, target = np.tile(np.arange(size), shards), np.repeat(owners, size)
-    others = source != target
-    scatter = BulkStep(source[others], target[others], 1 / shards, ways=size - 1)
-    gather = BulkStep(scatter.target, scatter.source, 1 / shards)
-    return ClosedForm(*(([scatter], [gather]) if size > 1 else ([], [])), owners)
-
-
 def _record(name: str, where: str, *, on_host: bool) -> Algorithm:
     return Algorithm(
         name,
@@ -105,7 +80,6 @@ def _record(name: str, where: str, *, on_host: bool) -> Algorithm:
         schedule=lambda level: all_reduce(
             level.size, level.shards, name, whole_segments=level.one_tree
         ),
-        closed_form=lambda level, _: closed_form(level.size, level.shards),
         scatter_gather=lambda level: scatter_gather(level.size, level.shards, name),
         shards=Shards.PER_RANK,
         on_host=on_host,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
+from collectives import validation
+
 
 def split_bounds(numel: int, pieces: int) -> list[int]:
     """Return the `pieces + 1` boundaries of consecutive pieces of `numel` elements.
@@ -15,13 +17,8 @@ def split_bounds(numel: int, pieces: int) -> list[int]:
         TypeError: An argument is not an int.
         ValueError: `numel` is negative, or `pieces` less than 1.
     """
-    for name, value in (("numel", numel), ("pieces", pieces)):
-        if not isinstance(value, int):
-            raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-    if numel < 0:
-        raise ValueError(f"numel must not be negative, got {numel}")
-    if pieces < 1:
-        raise ValueError(f"pieces must be at least 1, got {pieces}")
+    validation.integer("numel", numel, 0)
+    validation.integer("pieces", pieces, 1)
     base, longer = divmod(numel, pieces)
     return [i * base + min(i, longer) for i in range(pieces + 1)]
 

@@ -11,23 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
-import numpy as np
-
-from collectives.schedules.algorithm import Algorithm, BulkStep, ClosedForm, Order
-from collectives.schedules.folding import (
-    Fold,
-    bulk_fold_in,
-    bulk_fold_out,
-    fold_in,
-    fold_out,
-    on_leaves,
-)
+from collectives.schedules.algorithm import Algorithm, Order
+from collectives.schedules.folding import Fold, fold_in, on_leaves
 from collectives.schedules.schedule import (
     Action,
     Collective,
     Schedule,
     Step,
     Transfer,
+    back,
     sharded,
 )
 
@@ -49,25 +41,13 @@ def _doubling(fold: Fold, leaf: int) -> Iterator[Step]:
 def all_reduce(size: int) -> Schedule:
     """Return `rd`: log2 n steps of the whole buffer each way."""
     fold = Fold(size)
-    levels = fold.leaves.bit_length() - 1
 
     def steps(rank: int) -> Iterator[Step]:
         yield from fold_in(fold, rank, 1)
-        yield from on_leaves(fold, rank, levels, _doubling)
-        yield from fold_out(fold, rank, 1)
+        yield from on_leaves(fold, rank, _doubling)
+        yield from back(fold_in(fold, rank, 1))
 
     return Schedule("rd", size, 1, Collective.ALL_REDUCE, steps)
-
-
-def closed_form(size: int) -> ClosedForm:
-    """Return the steps of `all_reduce` for all ranks at once."""
-    fold = Fold(size)
-    ranks, leaves = fold.ranks, np.arange(fold.leaves)
-    doubling = [
-        BulkStep(ranks, ranks[leaves ^ (1 << level)], 1.0, ways=1, members=ranks[:, None])
-        for level in range(fold.leaves.bit_length() - 1)
-    ]
-    return ClosedForm([*bulk_fold_in(fold), *doubling, *bulk_fold_out(fold)])
 
 
 RD = Algorithm(
@@ -75,5 +55,4 @@ RD = Algorithm(
     "recursive doubling, for small messages",
     Order.BALANCED,
     schedule=lambda level: sharded(all_reduce(level.size), level.shards),
-    closed_form=lambda level, _: closed_form(level.size).sharded(level.shards),
 )

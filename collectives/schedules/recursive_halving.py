@@ -14,54 +14,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple
 
-import numpy as np
-
-from collectives.schedules.algorithm import Algorithm, BulkStep, ClosedForm, Order
-from collectives.schedules.folding import (
-    Fold,
-    bulk_fold_in,
-    bulk_fold_out,
-    fold_in,
-    fold_out,
-    on_leaves,
-)
+from collectives.schedules.algorithm import Algorithm, Order
+from collectives.schedules.folding import Fold, fold_in, on_leaves
 from collectives.schedules.schedule import (
     Action,
     ScatterGather,
     Schedule,
     Step,
     Transfer,
+    back,
     sharded,
 )
 
 
-class Level(NamedTuple):
-    """One halving of a leaf's chunks: how far its partner is, what it keeps and gives away."""
-
-    distance: int
-    keep: tuple[int, int]
-    give: tuple[int, int]
-
-
-def levels(fold: Fold, leaf: int) -> list[Level]:
-    """Return a leaf's halvings, from all chunks to its last one."""
-    start, stop = 0, fold.leaves
-    found = []
-    distance = 1
+def _halving(fold: Fold, leaf: int) -> Iterator[Step]:
+    start, stop, distance = 0, fold.leaves, 1
     while distance < fold.leaves:
         middle = (start + stop) // 2
         low, high = (start, middle), (middle, stop)
         keep, give = (high, low) if leaf & distance else (low, high)
-        found.append(Level(distance, keep, give))
-        start, stop = keep
-        distance *= 2
-    return found
-
-
-def _halving(fold: Fold, leaf: int) -> Iterator[Step]:
-    for distance, keep, give in levels(fold, leaf):
         partner = fold.rank(leaf ^ distance)
         action = Action.REDUCE_LEFT if leaf & distance else Action.REDUCE_RIGHT
         yield Step(
@@ -69,33 +41,26 @@ def _halving(fold: Fold, leaf: int) -> Iterator[Step]:
             recvs=(Transfer(partner, *keep, action),),
             group=fold.block(leaf, 2 * distance),
         )
+        start, stop = keep
+        distance *= 2
 
 
-def _doubling(fold: Fold, leaf: int) -> Iterator[Step]:
-    for distance, keep, give in reversed(levels(fold, leaf)):
-        partner = fold.rank(leaf ^ distance)
-        yield Step(sends=(Transfer(partner, *keep),), recvs=(Transfer(partner, *give),))
+def _owner(fold: Fold, chunk: int) -> int:
+    """Return the rank that is left with a chunk: the bits of its leaf chose half after half."""
+    return fold.rank(int(f"{chunk:0{fold.levels}b}"[::-1], 2))
 
 
 @lru_cache(maxsize=64)
 def scatter_gather(size: int, name: str = "rechd") -> ScatterGather:
     """Return recursive halving and recursive doubling; ranks folded away own nothing."""
     fold = Fold(size)
-    count = fold.leaves.bit_length() - 1
-    owners = [0] * fold.leaves
-    for leaf in range(fold.leaves):
-        halvings = levels(fold, leaf)
-        owners[halvings[-1].keep[0] if halvings else 0] = fold.rank(leaf)
+    owners = tuple(_owner(fold, chunk) for chunk in range(fold.leaves))
 
     def scatter(rank: int) -> Iterator[Step]:
         yield from fold_in(fold, rank, fold.leaves)
-        yield from on_leaves(fold, rank, count, _halving)
+        yield from on_leaves(fold, rank, _halving)
 
-    def gather(rank: int) -> Iterator[Step]:
-        yield from on_leaves(fold, rank, count, _doubling)
-        yield from fold_out(fold, rank, fold.leaves)
-
-    return ScatterGather(name, size, tuple(owners), 1, scatter, gather)
+    return ScatterGather(name, size, owners, 1, scatter, gather=lambda rank: back(scatter(rank)))
 
 
 @lru_cache(maxsize=64)
@@ -104,32 +69,11 @@ def all_reduce(size: int, name: str = "rechd") -> Schedule:
     return scatter_gather(size, name).all_reduce()
 
 
-def closed_form(size: int) -> ClosedForm:
-    """Return the steps of `scatter_gather` for all ranks at once."""
-    fold = Fold(size)
-    ranks, leaves = fold.ranks, np.arange(fold.leaves)
-    halving = [
-        BulkStep(
-            ranks,
-            ranks[leaves ^ distance],
-            0.5 / distance,
-            ways=1,
-            members=ranks.reshape(-1, 2 * distance),
-        )
-        for distance in (1 << level for level in range(fold.leaves.bit_length() - 1))
-    ]
-    doubling = [step._replace(ways=0, members=None) for step in reversed(halving)]
-    return ClosedForm(
-        [*bulk_fold_in(fold), *halving], [*doubling, *bulk_fold_out(fold)], owners=ranks
-    )
-
-
 RECHD = Algorithm(
     "rechd",
     "recursive halving and doubling",
     Order.BALANCED,
     schedule=lambda level: sharded(all_reduce(level.size), level.shards),
-    closed_form=lambda level, _: closed_form(level.size).sharded(level.shards),
     scatter_gather=lambda level: scatter_gather(level.size).sharded(level.shards),
 )
 
@@ -138,5 +82,4 @@ VHDD = Algorithm(
     "the same steps, named for Adasum",
     Order.BALANCED,
     schedule=lambda level: sharded(all_reduce(level.size, "vhdd"), level.shards),
-    closed_form=lambda level, _: closed_form(level.size).sharded(level.shards),
 )

@@ -24,7 +24,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from collectives.schedules.algorithm import Algorithm, BulkStep, ClosedForm, Level, Order, Shards
+from collectives import validation
+from collectives.schedules.algorithm import Algorithm, BulkStep, Level, Order, Parts, Shards
 from collectives.schedules.schedule import (
     Action,
     Collective,
@@ -67,8 +68,7 @@ def scatter_gather(size: int, orders: Orders | None = None) -> ScatterGather:
     Raises:
         ValueError: `size` is less than 1, or an order is no permutation of the ranks.
     """
-    if size < 1:
-        raise ValueError(f"size must be at least 1, got {size}")
+    validation.integer("size", size, 1)
     rings = orders or (tuple(range(size)),)
     if any(sorted(order) != list(range(size)) for order in rings):
         raise ValueError(f"orders must each be a permutation of 0 to {size - 1}")
@@ -154,40 +154,32 @@ def reduce(size: int, root: int, chunks: int | None = None) -> Schedule:
     return Schedule("ring reduce", size, pieces, Collective.REDUCE, steps, root=root)
 
 
+def _orders(level: Level) -> Orders:
+    if level.topology is None:
+        return (tuple(range(level.size)),) * level.shards
+    return level.topology.ring_orders(level.shards)
+
+
 def _schedule(level: Level) -> Schedule:
     if level.one_tree:
         return sharded(linear_all_reduce(level.size), level.shards)
-    if level.topology is None:
-        return sharded(all_reduce(level.size), level.shards)
-    return all_reduce(level.size, level.topology.ring_orders(level.shards))
+    return all_reduce(level.size, _orders(level))
 
 
-def _scatter_gather(level: Level) -> ScatterGather:
-    orders = level.topology.ring_orders(level.shards) if level.topology else None
-    return scatter_gather(level.size, orders)
-
-
-def _closed_form(level: Level, samples: int) -> ClosedForm:
+def _closed_form(level: Level, samples: int) -> Parts:
+    """Return the steps of `_schedule` for all ranks at once."""
+    if level.size == 1:
+        return [], []
     if level.one_tree:
-        return ClosedForm(_closed_line(level.size, samples)).sharded(level.shards)
-    if level.topology is None:
-        return _closed_rings((tuple(range(level.size)),)).sharded(level.shards)
-    return _closed_rings(level.topology.ring_orders(level.shards))
-
-
-def _closed_rings(orders: Orders) -> ClosedForm:
-    size = len(orders[0])
-    around = np.array(orders)
+        return _closed_line(level.size, level.shards, samples), []
+    around = np.array(_orders(level))
     source, target = around.reshape(-1), np.roll(around, -1, axis=1).reshape(-1)
-    scatter = BulkStep(source, target, 1 / around.size, ways=1, times=size - 1)
-    steps = ([scatter], [scatter._replace(ways=0)]) if size > 1 else ([], [])
-    return ClosedForm(*steps, owners=np.arange(size))
+    scatter = BulkStep(source, target, 1 / around.size, ways=1, times=level.size - 1)
+    return [scatter], [scatter._replace(ways=0)]
 
 
-def _closed_line(size: int, samples: int) -> list[BulkStep]:
+def _closed_line(size: int, shards: int, samples: int) -> list[BulkStep]:
     """Return both pipelines' steps; of many, some evenly spread ones that stand for the rest."""
-    if size == 1:
-        return []
     chunks = 4 * size
     steps = chunks + 2 * size - 3
     cuts = np.linspace(0, steps, min(steps, samples) + 1).astype(np.int64)
@@ -198,9 +190,10 @@ def _closed_line(size: int, samples: int) -> list[BulkStep]:
         forth = there[(step - there >= 0) & (step - there < chunks)]
         behind = step - (size - 1) - np.arange(size - 1)
         back = onward[(behind >= 0) & (behind < chunks)]
-        source = np.concatenate([forth, back])
-        ways = np.concatenate([np.ones_like(forth), np.zeros_like(back)])
-        found.append(BulkStep(source, (source + 1) % size, 1 / chunks, ways, end - begin))
+        source = np.tile(np.concatenate([forth, back]), shards)
+        ways = np.tile(np.arange(len(forth) + len(back)) < len(forth), shards).astype(np.int64)
+        share = 1 / (chunks * shards)
+        found.append(BulkStep(source, (source + 1) % size, share, ways, end - begin))
     return found
 
 
@@ -210,6 +203,6 @@ XRING = Algorithm(
     Order.LINE,
     schedule=_schedule,
     closed_form=_closed_form,
-    scatter_gather=_scatter_gather,
+    scatter_gather=lambda level: scatter_gather(level.size, _orders(level)),
     shards=Shards.PER_LOCAL_RANK,
 )

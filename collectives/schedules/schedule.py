@@ -13,6 +13,8 @@ from enum import Enum
 from functools import lru_cache
 from typing import NamedTuple
 
+from collectives import validation
+
 
 class Action(Enum):
     """What a receiver does with a message; LEFT and RIGHT say which operand the message is.
@@ -73,6 +75,12 @@ class Step(NamedTuple):
 IDLE = Step()
 
 
+def back(steps: Iterable[Step]) -> Iterator[Step]:
+    """Yield the steps with every message the other way, the last first: what takes results back."""
+    for step in reversed(list(steps)):
+        yield Step(tuple(Transfer(*recv[:3]) for recv in step.recvs), step.sends)
+
+
 @dataclass(frozen=True)
 class Schedule:
     """A collective over `size` ranks on a buffer of `chunks` nearly equal pieces.
@@ -113,18 +121,11 @@ class Schedule:
         return self.chunks // self.size if self.gathered else self.chunks
 
     def __post_init__(self) -> None:
-        kinds = dict.fromkeys(("size", "chunks", "root", "replicas"), int)
-        for name, kind in {**kinds, "collective": Collective}.items():
-            value = getattr(self, name)
-            if not isinstance(value, kind):
-                raise TypeError(f"{name} must be {kind.__name__}, got {type(value).__name__}")
-        if self.size < 1:
-            raise ValueError(f"size must be at least 1, got {self.size}")
-        if self.chunks < 1:
-            raise ValueError(f"chunks must be at least 1, got {self.chunks}")
-        if not 0 <= self.root < self.size:
-            raise ValueError(f"root must be a rank from 0 to {self.size - 1}, got {self.root}")
-        if self.replicas < 1 or self.size % self.replicas:
+        for name in ("size", "chunks", "replicas"):
+            validation.integer(name, getattr(self, name), 1)
+        validation.rank("root", self.root, self.size)
+        validation.instance("collective", self.collective, Collective, "a Collective")
+        if self.size % self.replicas:
             raise ValueError(f"replicas must divide size {self.size}, got {self.replicas}")
         if self.replicas > 1 and self.collective is not Collective.ALL_REDUCE:
             raise ValueError(f"replicas are for an all_reduce, not for a {self.collective.value}")
@@ -185,7 +186,7 @@ class ScatterGather:
 
     def sharded(self, shards: int) -> ScatterGather:
         """Return both parts with every message in `shards` pieces, as `sharded` does."""
-        if _is_one("shards", shards):
+        if _is_one(shards):
             return self
         return replace(
             self,
@@ -206,7 +207,7 @@ def sharded(schedule: Schedule, shards: int) -> Schedule:
     Raises:
         ValueError: `shards` is less than 1, or the schedule has exactly one chunk a rank.
     """
-    if _is_one("shards", shards):
+    if _is_one(shards):
         return schedule
     if schedule.collective in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER):
         raise ValueError(f"{schedule.name} has one chunk a rank: it cannot be sharded")
@@ -218,10 +219,9 @@ def sharded(schedule: Schedule, shards: int) -> Schedule:
     )
 
 
-def _is_one(argument: str, value: int) -> bool:
-    if value < 1:
-        raise ValueError(f"{argument} must be at least 1, got {value}")
-    return value == 1
+def _is_one(shards: int) -> bool:
+    validation.integer("shards", shards, 1)
+    return shards == 1
 
 
 def _split(steps: Iterable[Step], shards: int) -> Iterator[Step]:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from collectives import validation
 from collectives.schedules.registry import ALGORITHMS
 
 ONE_LEVEL = ("auto", *sorted(ALGORITHMS))
@@ -104,8 +105,7 @@ def parse_all_reduce_spec(text: str) -> tuple[AllReduceSpec, ...]:
         TypeError: `text` is no string.
         ValueError: It is no specification; the text names the part that is wrong.
     """
-    if not isinstance(text, str):
-        raise TypeError(f"the specification must be a str, got {type(text).__name__}")
+    validation.instance("the specification", text, str, "a str")
     return _parsed(text)
 
 
@@ -138,8 +138,7 @@ def spec_for(specs: Sequence[AllReduceSpec], numel: int) -> AllReduceSpec:
 
 def _general_int(text: str) -> int | None:
     """Return the value, which may be negative or 0; None where `text` is no g_int."""
-    if not isinstance(text, str):
-        raise TypeError(f"the text must be a str, got {type(text).__name__}")
+    validation.instance("the text", text, str, "a str")
     match = _GENERAL_INT.fullmatch(text)
     return int(match[1]) * _FACTORS[match[2]] if match else None
 

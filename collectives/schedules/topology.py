@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from collectives import validation
+
 
 @dataclass(frozen=True)
 class Topology:
@@ -26,8 +28,8 @@ class Topology:
     local_order: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        _require_int("size", self.size, 1)
-        _require_int("local_size", self.local_size, 1)
+        validation.integer("size", self.size, 1)
+        validation.integer("local_size", self.local_size, 1)
         if self.size % self.local_size:
             raise ValueError(
                 f"local_size {self.local_size} does not divide size {self.size}: "
@@ -44,11 +46,13 @@ class Topology:
 
     def node_of(self, rank: int) -> int:
         """Return the node of a rank."""
-        return self._require_rank(rank) // self.local_size
+        validation.rank("rank", rank, self.size)
+        return rank // self.local_size
 
     def local_rank_of(self, rank: int) -> int:
         """Return a rank's number on its node, from 0."""
-        return self._require_rank(rank) % self.local_size
+        validation.rank("rank", rank, self.size)
+        return rank % self.local_size
 
     def ranks_of(self, node: int) -> range:
         """Return the ranks of a node."""
@@ -63,11 +67,6 @@ class Topology:
     def ring_orders(self, shards: int = 1) -> tuple[tuple[int, ...], ...]:
         """Return the ranks of each of `shards` rings in order, as `ring_permutations` has them."""
         return _ring_orders(self.num_nodes, shards, self.local_order)
-
-    def _require_rank(self, rank: int) -> int:
-        if not 0 <= rank < self.size:
-            raise ValueError(f"rank must be from 0 to {self.size - 1}, got {rank}")
-        return rank
 
 
 def ring_permutations(
@@ -104,11 +103,16 @@ def ring_permutations(
 def _ring_orders(
     num_nodes: int, shards: int, local_order: tuple[int, ...]
 ) -> tuple[tuple[int, ...], ...]:
-    _require_int("num_nodes", num_nodes, 1)
-    _require_int("shards", shards, 0)
+    validation.integer("num_nodes", num_nodes, 1)
+    validation.integer("shards", shards, 0)
     local_size = len(local_order)
     _require_order(local_order, local_size)
-    _require_ring_shards(shards, num_nodes, local_size)
+    # More rings than a node has ranks to start them at.
+    if shards > local_size and num_nodes * local_size > 1:
+        raise ValueError(
+            f"{shards} ring shards need as many ranks on every node, which has {local_size}: "
+            f"use at most {local_size}"
+        )
     turn = max(1, local_size // max(1, shards))
     orders = []
     for shard in range(shards):
@@ -118,24 +122,8 @@ def _ring_orders(
     return tuple(orders)
 
 
-def _require_ring_shards(shards: int, num_nodes: int, local_size: int) -> None:
-    """Raise ValueError for more rings than a node has ranks to start them at."""
-    if shards > local_size and num_nodes * local_size > 1:
-        raise ValueError(
-            f"{shards} ring shards need as many ranks on every node, which has {local_size}: "
-            f"use at most {local_size}"
-        )
-
-
-def _require_int(field: str, value: int, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{field} must be an int, got {type(value).__name__}")
-    if value < least:
-        raise ValueError(f"{field} must be at least {least}, got {value}")
-
-
 def _require_order(order: tuple[int, ...], size: int) -> None:
     for i in order:
-        _require_int("local_order's members", i, 0)
+        validation.integer("local_order's members", i, 0)
     if sorted(order) != list(range(size)):
         raise ValueError(f"local_order must be a permutation of 0 to {size - 1}, got {order}")

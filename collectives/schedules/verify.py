@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
+from collectives import validation
 from collectives.schedules.schedule import Action, Collective, Schedule, Step
 
 
@@ -90,68 +91,48 @@ def verify(schedule: Schedule) -> Proof:
     Raises:
         ScheduleError: One of these does not hold; the text names the rank and the step.
     """
-    if not isinstance(schedule, Schedule):
-        raise TypeError(f"schedule must be a Schedule, got {type(schedule).__name__}")
+    validation.instance("schedule", schedule, Schedule, "a Schedule")
     size, chunks = schedule.size, schedule.chunks
     expressions = _Expressions(size // schedule.replicas)
     state = _initial(schedule)
     grouped: dict[int, bool] = {}
-    programs = [iter(schedule.steps(rank)) for rank in range(size)]
     count = 0
-    while True:
-        steps = [next(program, None) for program in programs]
-        if all(step is None for step in steps):
-            break
-        where = f"{schedule.name} of {size}, step {count}"
-        present = [step for step in steps if step is not None]
-        if len(present) != size:
+    for count, steps in enumerate(zip_longest(*map(schedule.steps, range(size))), 1):
+        where = f"{schedule.name} of {size}, step {count - 1}"
+        if None in steps:
             raise ScheduleError(f"{where}: rank {steps.index(None)} has no step while others do")
-        reductions = _run_step(present, state, expressions, chunks, where)
-        _check_ranges(present, where)
-        _check_groups(present, reductions, schedule, where)
-        for step, reduced in zip(present, reductions, strict=True):
+        reductions = _run_step(steps, state, expressions, chunks, where)
+        _check_ranges(steps, where)
+        _check_groups(steps, reductions, schedule, where)
+        for step, reduced in zip(steps, reductions, strict=True):
             if reduced:
                 grouped[step.phase] = grouped.get(step.phase, True) and bool(step.group)
-        count += 1
+    answers = _answers(schedule, state, expressions)
     if schedule.gathered:
-        _check_gathered(schedule, state, reduced=bool(grouped))
+        if grouped:
+            raise ScheduleError(f"{schedule.name}: a gathered schedule reduces in a step")
         return Proof(count, phases=int(size > 1), one_tree=True, carries_adasum=True)
     last = max(grouped, default=-1)
-    one_tree = len({expressions.shape(n, last) for n in _answers(schedule, state, expressions)}) < 2
+    one_tree = len({expressions.shape(answer, last) for answer in answers}) < 2
     return Proof(count, last + 1, one_tree, one_tree and grouped.get(last, True))
 
 
 def _initial(schedule: Schedule) -> _State:
-    size, chunks = schedule.size, schedule.chunks
-    if schedule.collective is Collective.ALL_GATHER:
-        if chunks != size:
-            raise ScheduleError(f"{schedule.name}: an all_gather has one chunk a rank")
-        return _own_chunks(size, 1)
-    if schedule.gathered:
-        return _own_chunks(size, schedule.parts)
+    owners = [_owner(schedule, chunk) for chunk in range(schedule.chunks)]
+    state: _State = []
+    for rank in range(schedule.size):
+        mine = rank // schedule.replicas
+        state.append([mine if owner in (None, rank) else None for owner in owners])
+    return state
+
+
+def _owner(schedule: Schedule, chunk: int) -> int | None:
+    """Return the rank whose chunk every rank is sent; None where all ranks' are reduced."""
     if schedule.collective is Collective.BROADCAST:
-        root = schedule.root
-        return [[root if rank == root else None] * chunks for rank in range(size)]
-    return [[rank // schedule.replicas] * chunks for rank in range(size)]
-
-
-def _own_chunks(size: int, parts: int) -> _State:
-    """Return the state in which each rank has its own `parts` chunks and no others."""
-    owners = [chunk // parts for chunk in range(size * parts)]
-    return [[owner if owner == rank else None for owner in owners] for rank in range(size)]
-
-
-def _check_gathered(schedule: Schedule, state: _State, *, reduced: bool) -> None:
-    """Check that every rank ends with every rank's vector, and that no step reduces."""
-    if reduced:
-        raise ScheduleError(f"{schedule.name}: a gathered schedule reduces in a step")
-    for rank, values in enumerate(state):
-        for chunk, value in enumerate(values):
-            if value != chunk // schedule.parts:
-                raise ScheduleError(
-                    f"{schedule.name} of {schedule.size}: rank {rank} chunk {chunk} is not rank "
-                    f"{chunk // schedule.parts}'s"
-                )
+        return schedule.root
+    if schedule.gathered:
+        return chunk // schedule.parts
+    return chunk if schedule.collective is Collective.ALL_GATHER else None
 
 
 def _run_step(
@@ -274,8 +255,8 @@ def _answers(schedule: Schedule, state: _State, expressions: _Expressions) -> se
     size, chunks, collective = schedule.size, schedule.chunks, schedule.collective
     everyone = (1 << size // schedule.replicas) - 1
     answers: set[int] = set()
-    if collective is Collective.REDUCE_SCATTER and chunks != size:
-        raise ScheduleError(f"{schedule.name}: a reduce_scatter has one chunk a rank")
+    if collective in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER) and chunks != size:
+        raise ScheduleError(f"{schedule.name}: {collective.value} has one chunk a rank")
     for rank in [schedule.root] if collective is Collective.REDUCE else range(size):
         wanted = range(chunks)
         if collective is Collective.REDUCE_SCATTER:
@@ -285,16 +266,14 @@ def _answers(schedule: Schedule, state: _State, expressions: _Expressions) -> se
             where = f"{schedule.name} of {size}: rank {rank} chunk {chunk}"
             if value is None:
                 raise ScheduleError(f"{where} is never written")
-            if collective is Collective.ALL_GATHER:
-                if value != chunk:
-                    raise ScheduleError(f"{where} is not rank {chunk}'s contribution")
-            elif collective is Collective.BROADCAST:
-                if value != schedule.root:
-                    raise ScheduleError(f"{where} is not the root's")
-            else:
-                if expressions.ranks[value] != everyone:
-                    raise ScheduleError(f"{where} misses a rank's contribution")
-                answers.add(value)
-                if collective is Collective.ALL_REDUCE and value != state[0][chunk]:
-                    raise ScheduleError(f"{where} was computed in another order than on rank 0")
+            owner = _owner(schedule, chunk)
+            if owner is not None:
+                if value != owner:
+                    raise ScheduleError(f"{where} is not rank {owner}'s")
+                continue
+            if expressions.ranks[value] != everyone:
+                raise ScheduleError(f"{where} misses a rank's contribution")
+            answers.add(value)
+            if collective is Collective.ALL_REDUCE and value != state[0][chunk]:
+                raise ScheduleError(f"{where} was computed in another order than on rank 0")
     return answers

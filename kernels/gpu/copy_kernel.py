@@ -184,7 +184,7 @@ def _table(
     """The device table of the chosen tensors for tiles of `block` elements, and the tiles."""
     layout = packed.layout
 
-    def make() -> tuple[Tensor, int, Tensor]:
+    def make(pinned: Tensor | None) -> tuple[Tensor, Tensor, int]:
         index = np.array(chosen)
         offsets = np.array(layout.offsets, dtype=np.int64)[index]
         slots = np.array(layout.slots, dtype=np.int64)[index]
@@ -193,9 +193,9 @@ def _table(
         ends = np.cumsum(tiles)
         rows = np.stack([offsets, sizes, slots, ends - tiles])
         owners = np.repeat(np.arange(len(chosen)), tiles)
-        table, host = upload(np.concatenate([owners, rows.T.reshape(-1)]), device)
-        return table, int(ends[-1]), host
+        table, host = upload(np.concatenate([owners, rows.T.reshape(-1)]), device, pinned)
+        return table, host, int(ends[-1])
 
     key = ("copy", block, chosen, layout.numels, layout.offsets, layout.numel)
-    table, tiles, _ = TABLES.fetch(key, device, make)
+    table, _, tiles = TABLES.fetch(key, device, make)
     return table, tiles

@@ -24,17 +24,25 @@ def _is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def upload(values: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
+def upload(
+    values: np.ndarray, device: torch.device, pinned: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Copy int64 `values` to `device`; returns (device tensor, host tensor), both to be kept.
 
     Outside graph capture the copy goes through a stream of its own and is complete on return, so
     that every stream may read it and no earlier work is waited for. Inside, it becomes part of the
-    graph, which reads the pinned host tensor again at each replay.
+    graph, which reads the pinned host tensor again at each replay, and writes device memory of its
+    own before each use, which the stream's later work in the graph may have once it is let go.
+
+    Args:
+        values: What to copy.
+        device: Where to.
+        pinned: The host tensor of equal values that another graph reads, to be read by this one.
     """
     host = torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))
     if device.type != "cuda":
         return host, host
-    host = host.pin_memory()
+    host = host.pin_memory() if pinned is None else pinned
     if _is_capturing(device):
         return host.to(device, non_blocking=True), host
     stream = _streams.get(device)
@@ -51,27 +59,30 @@ class DeviceTables:
 
     Args:
         limit: The most that a device has of those no graph has seen.
-        graph_limit: The most that it has of those seen while a graph was captured. Nothing tells
-            when a graph is gone, so these stay.
+        graph_limit: The most that graphs read of one device's, different in content. Nothing tells
+            when a graph is gone, so these stay: tables that were there before the capture, and the
+            host's part of those made in it, which all graphs that make the same share.
     """
 
     def __init__(self, limit: int = 512, graph_limit: int = 4096) -> None:
         self._limit, self._graph_limit = limit, graph_limit
         self._tables: defaultdict[torch.device, dict[Hashable, Any]] = defaultdict(dict)
-        self._in_graphs: defaultdict[torch.device, list[Any]] = defaultdict(list)
+        self._pinned: defaultdict[torch.device, dict[Hashable, Tensor]] = defaultdict(dict)
         self._seen: defaultdict[torch.device, dict[Hashable, Any]] = defaultdict(dict)
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return sum(map(len, (*self._tables.values(), *self._in_graphs.values())))
+        return sum(map(len, (*self._tables.values(), *self._pinned.values())))
 
-    def fetch(self, key: Hashable, device: torch.device, make: Callable[[], Any]) -> Any:
-        """Return the table of `key`, made by `make()` where there is none.
+    def fetch(
+        self, key: Hashable, device: torch.device, make: Callable[[Tensor | None], Any]
+    ) -> Any:
+        """Return the table of `key`, made by `make` where there is none.
 
         Args:
             key: All that its content follows from.
             device: Where it lies.
-            make: Calls `upload`.
+            make: Returns what starts with the two tensors of `upload`, called with `pinned`.
 
         Raises:
             RuntimeError: Too many have been seen by graphs.
@@ -81,21 +92,22 @@ class DeviceTables:
             table = tables.get(key)
             if not _is_capturing(device):
                 if table is None:
-                    table = self._room(device)[key] = make()
+                    table = self._room(device)[key] = make(None)
                 return table
-            seen, made = self._seen[device], self._in_graphs[device]
-            if key not in seen:
-                if len(seen) + len(made) >= self._graph_limit:
-                    raise RuntimeError(
-                        f"CUDA graphs have captured calls on {self._graph_limit} lists of tensors "
-                        "or segments, whose tables stay: make a plan before the capture, and keep "
-                        "it as long as the graph"
-                    )
-                if table is None:
-                    table = make()
-                    made.append(table)
-                else:
-                    seen[key] = table
+            seen, pinned = self._seen[device], self._pinned[device]
+            known = key in (pinned if table is None else seen)
+            if not known and len(seen) + len(pinned) >= self._graph_limit:
+                raise RuntimeError(
+                    f"CUDA graphs have captured calls on {self._graph_limit} lists of tensors "
+                    "or segments, whose tables stay: make a plan before the capture, and keep "
+                    "it as long as the graph"
+                )
+            if table is None:
+                # No other graph may use it, which only this one fills.
+                table = make(pinned.get(key))
+                pinned[key] = table[1]
+            else:
+                seen[key] = table
             return table
 
     def _room(self, device: torch.device) -> dict[Hashable, Any]:
@@ -130,8 +142,8 @@ class AddressTable:
         if self._table is None or len(addresses) != len(self._table):
             key = ("addresses", addresses.tobytes())
 
-            def make() -> tuple[Tensor, Tensor]:
-                return upload(np.array(addresses, dtype=np.int64), device)
+            def make(pinned: Tensor | None) -> tuple[Tensor, Tensor]:
+                return upload(np.array(addresses, dtype=np.int64), device, pinned)
 
             self._table, self._own = TABLES.fetch(key, device, make)[0], False
             return self._table

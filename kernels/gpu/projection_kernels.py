@@ -1,7 +1,7 @@
 """dot_and_norms, combine and adasum on a GPU: one launch each, adasum two where it must be.
 
 A *chunk* is a run of tiles inside one segment: what one program takes. Its partial (d, A, B) is
-written by its index, and the partials of a segment are added in that order by whoever needs them,
+written by its index, and the partials of a segment are added in that order by the last to arrive,
 so the bits never depend on timing. Chunks and tiles follow from segments, size and dtype alone,
 never from the device: the one-launch and the two-launch path cut alike.
 """
@@ -18,21 +18,24 @@ from kernels.arithmetic import compute_dtype
 from kernels.gpu import launcher
 from kernels.gpu.chunking import Chunks, chunks_of
 from kernels.gpu.device_tables import Scratch
-from kernels.gpu.launcher import Kernel, jit, tl
+from kernels.gpu.launcher import Kernel, tl
+from kernels.gpu.one_launch_kernel import REGISTERS, _one_launch_kernel
 from kernels.gpu.tiles import (
-    add_partials,
+    THREADS,
+    arrive,
     coefficient,
+    edge_dots,
     load_tile,
+    over_threads,
     part_of,
     report,
     store_row,
     store_tile,
-    tile_dots,
+    thread_dots,
     weigh,
+    whole_vectors,
 )
 
-# Registers a thread of the one-launch kernel: it tells how many programs are resident at once.
-REGISTERS = 128
 _SCRATCH = Scratch()
 
 
@@ -46,40 +49,42 @@ def _dots_kernel(
     dots,
     DTYPE: tl.constexpr,
     WIDE: tl.constexpr,
-    VECTORS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Partials of one chunk; the last program of a segment to arrive writes the segment's row.
 
-    Protocol: a program stores its partial, then counts itself in `arrivals[segment]` (release).
-    The one that finds all others counted (acquire) sees all partials. It sets the counter back
-    to zero, ready for the next launch on this scratch memory.
+    It sets the counter back to zero, ready for the next launch on this scratch memory.
     """
     BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    VECTOR: tl.constexpr = 16 // BYTES
     chunk = tl.program_id(0)
     start = tl.load(table + 3 * chunk)
     length = tl.load(table + 3 * chunk + 1)
     segment = tl.load(table + 3 * chunk + 2)
-    from_a = a.to(tl.int64) + start * BYTES
-    from_b = b.to(tl.int64) + start * BYTES
-    dot = tl.full([], 0.0, tl.float64)
-    norm_a = tl.full([], 0.0, tl.float64)
-    norm_b = tl.full([], 0.0, tl.float64)
-    for done in range(0, length, BLOCK):
-        count = tl.minimum(length - done, BLOCK)
-        x = load_tile(from_a + done * BYTES, count, DTYPE, VECTORS, BLOCK)
-        y = load_tile(from_b + done * BYTES, count, DTYPE, VECTORS, BLOCK)
-        d, p, q = tile_dots(x, y, WIDE)
+    before, inner = whole_vectors(start, length, VECTOR)
+    from_a = a.to(tl.int64) + (start + before) * BYTES
+    from_b = b.to(tl.int64) + (start + before) * BYTES
+    dot = tl.zeros([THREADS], tl.float64)
+    norm_a = tl.zeros([THREADS], tl.float64)
+    norm_b = tl.zeros([THREADS], tl.float64)
+    for done in range(0, inner, BLOCK):
+        count = tl.minimum(inner - done, BLOCK)
+        x = load_tile(from_a + done * BYTES, count, DTYPE, True, BLOCK)
+        y = load_tile(from_b + done * BYTES, count, DTYPE, True, BLOCK)
+        d, p, q = thread_dots(x, y, VECTOR, WIDE)
         dot += d
         norm_a += p
         norm_b += q
-    store_row(partials + 3 * chunk, dot, norm_a, norm_b)
+    if inner != length:
+        d, p, q = edge_dots(a, b, start, length, before, inner, DTYPE, WIDE)
+        dot += d
+        norm_a += p
+        norm_b += q
+    d, p, q = over_threads(dot, norm_a, norm_b)
+    store_row(partials + 3 * chunk, d, p, q)
     share = table + 3 * tl.num_programs(0) + 2 * segment
-    chunk_count = tl.load(share + 1)
-    tl.debug_barrier()
-    if tl.atomic_add(arrivals + segment, 1, sem="acq_rel") == chunk_count - 1:
-        dot, norm_a, norm_b = add_partials(partials, tl.load(share), chunk_count)
-        store_row(dots + 3 * segment, dot, norm_a, norm_b)
+    _, last = arrive(partials, arrivals, dots, share, segment, 1, -1)
+    if last:
         tl.store(arrivals + segment, tl.full([], 0, tl.int64))
 
 
@@ -95,7 +100,11 @@ def _combine_kernel(
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One chunk of the result. Chunks and tiles go backwards: the dots left their tail in L2."""
+    """One chunk of the result. Chunks and tiles go backwards: the dots left their tail in L2.
+
+    What has been read or written leaves the caches first, before what is yet to be read.
+    """
+    ONCE: tl.constexpr = "evict_first"
     BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
     VECTOR: tl.constexpr = 16 // BYTES
     chunk = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -114,104 +123,21 @@ def _combine_kernel(
         at_b = b.to(tl.int64) + offset
         to = out.to(tl.int64) + offset
         if (at_a | at_b | to) % 16 == 0 and count % VECTOR == 0:
-            x = load_tile(at_a, count, DTYPE, True, BLOCK)
-            y = load_tile(at_b, count, DTYPE, True, BLOCK)
+            x = load_tile(at_a, count, DTYPE, True, BLOCK, ONCE)
+            y = load_tile(at_b, count, DTYPE, True, BLOCK, ONCE)
             z = weigh(x, y, alpha, beta, WIDE).to(DTYPE)
             report(z, findings)
-            store_tile(to, count, z, True)
+            store_tile(to, count, z, True, ONCE)
         else:
             # In parts, rolled up: see scalar_pointer.
             PART: tl.constexpr = part_of(BLOCK, 4)
             for part in tl.range(0, BLOCK // PART, loop_unroll_factor=1):
                 before = part * PART
-                u = load_tile(at_a + before * BYTES, count - before, DTYPE, False, PART)
-                v = load_tile(at_b + before * BYTES, count - before, DTYPE, False, PART)
+                u = load_tile(at_a + before * BYTES, count - before, DTYPE, False, PART, ONCE)
+                v = load_tile(at_b + before * BYTES, count - before, DTYPE, False, PART, ONCE)
                 w = weigh(u, v, alpha, beta, WIDE).to(DTYPE)
                 report(w, findings)
-                store_tile(to + before * BYTES, count - before, w, False)
-
-
-@jit
-def _finish_chunk(
-    x,
-    y,
-    chunk,
-    chunk_count,
-    table,
-    partials,
-    out,
-    findings,
-    DTYPE: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    """Write one chunk of the result from its tiles of a and b and all partials of its segment."""
-    share = table + 3 * chunk_count + 2 * tl.load(table + 3 * chunk + 2)
-    dot, norm_a, norm_b = add_partials(partials, tl.load(share), tl.load(share + 1))
-    z = weigh(x, y, coefficient(dot, norm_a), coefficient(dot, norm_b), WIDE).to(DTYPE)
-    report(z, findings)
-    to = out.to(tl.int64) + tl.load(table + 3 * chunk) * (DTYPE.primitive_bitwidth // 8)
-    store_tile(to, tl.load(table + 3 * chunk + 1), z, True)
-
-
-@Kernel
-def _one_launch_kernel(
-    partials,
-    arrivals,
-    a,
-    b,
-    table,
-    out,
-    findings,
-    chunk_count: tl.int32,
-    DTYPE: tl.constexpr,
-    WIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The whole of adasum in one cooperative launch, for chunks of one tile.
-
-    Program p takes the chunks p, p + programs, ... The last one stays in its registers over the
-    barrier; those before it, if any, are read again afterwards, backwards, from L2.
-
-    Protocol: the counter only ever rises, by one a program and launch, so launch n releases when
-    it reaches n times the grid. All programs must be resident at once, which a cooperative launch
-    grants; the count of arrivals releases this program's partials and acquires all others.
-    Every chunk starts and ends on a 16-byte boundary in a, b and out: elementwise accesses would
-    need more registers than a thread may have.
-    """
-    BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    programs = tl.num_programs(0)
-    chunk = tl.program_id(0)
-    x = tl.zeros([BLOCK], DTYPE)
-    y = tl.zeros([BLOCK], DTYPE)
-    for current in range(chunk, chunk_count, programs):
-        offset = tl.load(table + 3 * current) * BYTES
-        count = tl.load(table + 3 * current + 1)
-        x = load_tile(a.to(tl.int64) + offset, count, DTYPE, True, BLOCK)
-        y = load_tile(b.to(tl.int64) + offset, count, DTYPE, True, BLOCK)
-        dot, norm_a, norm_b = tile_dots(x, y, WIDE)
-        store_row(partials + 3 * current, dot, norm_a, norm_b)
-    tl.debug_barrier()
-    grid = programs.to(tl.int64)
-    seen = tl.atomic_add(arrivals, 1, sem="acq_rel") + 1
-    goal = (seen + grid - 1) // grid * grid
-    while seen < goal:
-        seen = tl.atomic_add(arrivals, 0, sem="acquire")
-    earlier = (chunk_count - 1 - chunk) // programs
-    last = chunk + earlier * programs
-    _finish_chunk(
-        x, y, last, chunk_count, table, partials, out, findings,
-        DTYPE, WIDE,
-    )  # fmt: skip
-    for k in range(earlier):
-        current = last - (k + 1) * programs
-        offset = tl.load(table + 3 * current) * BYTES
-        count = tl.load(table + 3 * current + 1)
-        x = load_tile(a.to(tl.int64) + offset, count, DTYPE, True, BLOCK)
-        y = load_tile(b.to(tl.int64) + offset, count, DTYPE, True, BLOCK)
-        _finish_chunk(
-            x, y, current, chunk_count, table, partials, out, findings,
-            DTYPE, WIDE,
-        )  # fmt: skip
+                store_tile(to + before * BYTES, count - before, w, False, ONCE)
 
 
 def _meta(a: Tensor, chunks: Chunks) -> dict[str, Hashable]:
@@ -249,7 +175,7 @@ def _with_scratch(
 
     use: what decides how the counters are left behind.
     """
-    a, floats = aligned.tensors[0], 3 * chunks.chunks
+    a, floats = aligned.tensors[0], 3 * (chunks.chunks + chunks.segments)
 
     def run() -> None:
         aligned.refresh()
@@ -271,7 +197,6 @@ def dot_and_norms(call: Call) -> Callable[[], None]:
         *aligned.tensors,
         chunks.table,
         call.out,
-        VECTORS=chunks.vector_bounds,
         **_meta(call.inputs[0], chunks),
     )
     return _with_scratch(launch, aligned, "dots", chunks, chunks.segments)
@@ -296,7 +221,7 @@ def _programs(a: Tensor, chunks: Chunks) -> int:
     program takes several chunks, half of L2 must hold a and b, so that the second reading is from
     there.
     """
-    if not (chunks.one_tile and chunks.vector_bounds):
+    if not chunks.one_tile:
         return 0
     chip = launcher.chip_of(a.device)
     resident = chip.multiprocessors * (65536 // (32 * chunks.warps * REGISTERS))
@@ -305,12 +230,12 @@ def _programs(a: Tensor, chunks: Chunks) -> int:
 
 
 def adasum(call: Call) -> Callable[[], None]:
-    """Bind the launch of Adasum: one cooperative launch if it fits on chip, else two launches."""
+    """Bind the launch of Adasum: one, if it may be cooperative and fits on chip, else two."""
     (a, b), out = call.inputs, call.out
     if a.numel() == 0:
         return launcher.nothing
     chunks = chunks_of(a, call.bounds)
-    programs = _programs(a, chunks)
+    programs = _programs(a, chunks) if call.cooperative else 0
     if programs == 0 or out.data_ptr() % 16 != 0:
         return _in_two(call)
     aligned = _Aligned(a, b)
@@ -322,12 +247,14 @@ def adasum(call: Call) -> Callable[[], None]:
         out,
         call.findings,
         chunks.chunks,
+        chunks.segments,
         launch_cooperative_grid=True,
         maxnreg=REGISTERS,
         **_meta(a, chunks),
     )
-    # The barrier counts in multiples of the grid.
-    return _with_scratch(launch, aligned, programs, chunks, 1)
+    # Launches are counted by segments.
+    use = "one launch", chunks.segments
+    return _with_scratch(launch, aligned, use, chunks, chunks.segments + 1)
 
 
 def _in_two(call: Call) -> Callable[[], None]:

@@ -11,6 +11,10 @@ from kernels.gpu.launcher import constexpr_function, jit, tl, triton
 
 _TINY = TINY if triton is None else tl.constexpr(TINY)
 _SUM_BLOCK = 256 if triton is None else tl.constexpr(256)
+# A policy for the caches. Triton 3.6 takes no plain string for a device function's default.
+_NORMAL = "" if triton is None else tl.constexpr("")
+# Of a program of the projection.
+THREADS = 128 if triton is None else tl.constexpr(128)
 
 
 @jit
@@ -55,27 +59,65 @@ def vector_count(count, VECTOR: tl.constexpr):
 
 
 @jit
-def load_tile(address, count, DTYPE: tl.constexpr, VECTORS: tl.constexpr, BLOCK: tl.constexpr):
+def load_tile(
+    address,
+    count,
+    DTYPE: tl.constexpr,
+    VECTORS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EVICT: tl.constexpr = _NORMAL,
+):
     """Load the first `count` of at most BLOCK elements at `address`, with zeros behind them.
 
-    With VECTORS both `address` and `count` are multiples of 16 bytes.
+    With VECTORS both `address` and `count` are multiples of 16 bytes. EVICT: Triton's policy for
+    the caches.
     """
     i = tl.arange(0, BLOCK)
     if VECTORS:
         inside = i < vector_count(count, 128 // DTYPE.primitive_bitwidth)
-        return tl.load(vector_pointer(address, DTYPE) + i, mask=inside, other=0.0)
-    return tl.load(scalar_pointer(address, DTYPE) + i, mask=i < tl.cast(count, tl.int32), other=0.0)
+        at = vector_pointer(address, DTYPE) + i
+    else:
+        inside = i < tl.cast(count, tl.int32)
+        at = scalar_pointer(address, DTYPE) + i
+    return tl.load(at, mask=inside, other=0.0, eviction_policy=EVICT)
 
 
 @jit
-def store_tile(address, count, x, VECTORS: tl.constexpr):
+def store_tile(address, count, x, VECTORS: tl.constexpr, EVICT: tl.constexpr = _NORMAL):
     """The twin of `load_tile`, of elements x in their own dtype."""
     i = tl.arange(0, x.shape[0])
     if VECTORS:
         inside = i < vector_count(count, 128 // x.dtype.primitive_bitwidth)
-        tl.store(vector_pointer(address, x.dtype) + i, x, mask=inside)
+        tl.store(vector_pointer(address, x.dtype) + i, x, mask=inside, eviction_policy=EVICT)
     else:
-        tl.store(scalar_pointer(address, x.dtype) + i, x, mask=i < tl.cast(count, tl.int32))
+        inside = i < tl.cast(count, tl.int32)
+        at = scalar_pointer(address, x.dtype) + i
+        tl.store(at, x, mask=inside, eviction_policy=EVICT)
+
+
+@jit
+def whole_vectors(start, length, VECTOR: tl.constexpr):
+    """(elements before the first whole vector, elements of whole vectors) of a run of elements."""
+    before = tl.minimum((VECTOR - start % VECTOR) % VECTOR, length)
+    return before, (length - before) // VECTOR * VECTOR
+
+
+@jit
+def edge_pointer(address, before, inner, DTYPE: tl.constexpr):
+    """Pointers [THREADS] to the elements at `address` that are before or after its whole vectors.
+
+    There are length - inner of them, less than two vectors. A thread has one, so that in place none
+    loads what another has stored.
+    """
+    j = tl.arange(0, THREADS)
+    return scalar_pointer(address, DTYPE) + tl.where(j < before, j, j + inner)
+
+
+@jit
+def load_edges(address, before, inner, length, DTYPE: tl.constexpr):
+    """The elements of `edge_pointer`, with zeros behind them."""
+    inside = tl.arange(0, THREADS) < length - inner
+    return tl.load(edge_pointer(address, before, inner, DTYPE), mask=inside, other=0.0)
 
 
 @jit
@@ -201,36 +243,67 @@ def weigh(x, y, alpha, beta, WIDE: tl.constexpr):
 
 @jit
 def _normalised(x):
-    """(x / 2**e in float32, 2**e in float64), e the exponent of the largest magnitude in x.
+    """(x / 2**e in float32, e [T]) of x [K, T, V], e the exponent of the largest of each thread's.
 
-    Scaled so, neither squares nor products of a tile leave float32. NaN and Inf keep e = 0.
+    Scaled so, neither squares nor their sums leave float32. NaN and Inf keep e = 0.
     """
     x = x.to(tl.float32)
-    field = tl.max(tl.abs(x), axis=0).to(tl.int32, bitcast=True) >> 23
+    largest = tl.max(tl.max(tl.abs(x), axis=2), axis=0)
+    field = largest.to(tl.int32, bitcast=True) >> 23
     # 2**-127 is no normal number: the two largest exponents share a scale.
     exponent = tl.where(field == 255, 0, tl.minimum(field - 127, 126))
-    return x * power_of_two(-exponent), double_power_of_two(exponent)
+    return x * power_of_two(-exponent)[None, :, None], exponent
 
 
 @jit
-def tile_dots(x, y, WIDE: tl.constexpr):
-    """float64 (x.y, |x|^2, |y|^2) of one tile."""
-    if tl.float64 == WIDE:
-        return tl.sum(x * y, axis=0), tl.sum(x * x, axis=0), tl.sum(y * y, axis=0)
-    if x.dtype == tl.float16:
-        # Products of float16, 2**-48 to 2**32, and sums of a tile of them stay within float32.
-        u, v = x.to(tl.float32), y.to(tl.float32)
-        p = tl.full([], 1.0, tl.float64)
-        q = p
+def _thread_sums(x, y):
+    """float64 x.y [T] of x and y [K, T, V], added in their own dtype.
+
+    Which products the additions are fused with is written out, as in `weigh`.
+    """
+    if x.shape[2] == 1:
+        # A product that nothing is fused with.
+        products = tl.fma(x, y, 0.0)
     else:
-        u, p = _normalised(x)
-        v, q = _normalised(y)
-    dot = tl.sum(u * v, axis=0).to(tl.float64) * p * q
-    return (
-        dot,
-        tl.sum(u * u, axis=0).to(tl.float64) * p * p,
-        tl.sum(v * v, axis=0).to(tl.float64) * q * q,
-    )
+        SHAPE: tl.constexpr = [x.shape[0], x.shape[1], x.shape[2] // 2, 2]
+        even_x, odd_x = tl.split(tl.reshape(x, SHAPE))
+        even_y, odd_y = tl.split(tl.reshape(y, SHAPE))
+        products = tl.fma(even_x, even_y, odd_x * odd_y)
+    return tl.sum(tl.sum(products, axis=2), axis=0).to(tl.float64)
+
+
+@jit
+def thread_dots(x, y, VECTOR: tl.constexpr, WIDE: tl.constexpr):
+    """float64 (x.y, |x|^2, |y|^2) [THREADS] of what each thread holds of one tile.
+
+    A thread scales its elements by their own exponent, which it knows without the others, adds in
+    float32 within the tile and in float64 beyond it. So sums go on from tile to tile in each
+    thread, and no thread waits for another before the last tile.
+    """
+    SHAPE: tl.constexpr = [x.shape[0] // (VECTOR * THREADS), THREADS, VECTOR]
+    u, v = tl.reshape(x, SHAPE), tl.reshape(y, SHAPE)
+    if tl.float64 == WIDE or x.dtype == tl.float16:
+        # Products of float16, 2**-48 to 2**32, and sums of a tile of them stay within float32.
+        u, v = u.to(WIDE), v.to(WIDE)
+        dot, norm_a, norm_b = _thread_sums(u, v), _thread_sums(u, u), _thread_sums(v, v)
+    else:
+        u, p = _normalised(u)
+        v, q = _normalised(v)
+        dot = _thread_sums(u, v) * double_power_of_two(p + q)
+        norm_a = _thread_sums(u, u) * double_power_of_two(2 * p)
+        norm_b = _thread_sums(v, v) * double_power_of_two(2 * q)
+    return dot, norm_a, norm_b
+
+
+@jit
+def _add_three(d, p, q, e, r, s):
+    return d + e, p + r, q + s
+
+
+@jit
+def over_threads(dot, norm_a, norm_b):
+    """The sums of three tensors, which share their barriers."""
+    return tl.reduce((dot, norm_a, norm_b), 0, _add_three)
 
 
 @jit
@@ -253,7 +326,7 @@ def add_partials(partials, first, chunk_count):
         dot += tl.load(row, mask=inside, other=0.0, cache_modifier=".cg")
         norm_a += tl.load(row + 1, mask=inside, other=0.0, cache_modifier=".cg")
         norm_b += tl.load(row + 2, mask=inside, other=0.0, cache_modifier=".cg")
-    return tl.sum(dot, axis=0), tl.sum(norm_a, axis=0), tl.sum(norm_b, axis=0)
+    return over_threads(dot, norm_a, norm_b)
 
 
 @jit
@@ -262,3 +335,30 @@ def store_row(row, dot, norm_a, norm_b):
     tl.store(row, dot)
     tl.store(row + 1, norm_a)
     tl.store(row + 2, norm_b)
+
+
+@jit
+def arrive(partials, arrivals, dots, share, segment, count, mask):
+    """Count `count` chunks of a segment in; returns (what was counted, whether none is missing).
+
+    Protocol: a program stores its partials, then counts them in `arrivals[segment]` (release). The
+    one that finds all others counted (acquire) sees all partials, and stores the segment's row.
+    mask: The bits of the counter that count chunks.
+    """
+    chunk_count = tl.load(share + 1)
+    tl.debug_barrier()
+    before = tl.atomic_add(arrivals + segment, count, sem="acq_rel")
+    last = (before & mask) + count == chunk_count
+    if last:
+        dot, norm_a, norm_b = add_partials(partials, tl.load(share), chunk_count)
+        store_row(dots + 3 * segment, dot, norm_a, norm_b)
+    return before, last
+
+
+@jit
+def edge_dots(a, b, start, length, before, inner, DTYPE: tl.constexpr, WIDE: tl.constexpr):
+    """`thread_dots` of the elements of a chunk that belong to no whole vector of it."""
+    offset = start * (DTYPE.primitive_bitwidth // 8)
+    x = load_edges(a.to(tl.int64) + offset, before, inner, length, DTYPE)
+    y = load_edges(b.to(tl.int64) + offset, before, inner, length, DTYPE)
+    return thread_dots(x, y, 1, WIDE)

@@ -11,7 +11,10 @@ from torch import Tensor
 import collectives
 from adasum import Adasum
 from adasum.reducer import _add_up, _clip, _ClippedPiece
+from collectives import Operands
+from collectives.reducers import Piece
 from tests.adasum.definition import relative_error, tolerance, tree
+from tests.ptx_emulator.driver import emulated
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 # 1003 is no multiple of any number of ranks, so pieces differ in size and cuts fall in segments;
@@ -163,3 +166,16 @@ def test_add_up_of_pieces_has_the_sums_of_each_segment(spans: list[tuple[int, in
     found = _add_up(pieces, rows, 3, torch.device("cpu"))
     assert torch.equal(found, expected)
     assert found.is_contiguous()
+
+
+def test_reduction_on_a_gpu_waits_for_no_other_program() -> None:
+    """A cooperative launch beside NCCL's kernels could wait for them, and they for other ranks."""
+    pytest.importorskip("triton")
+    left, right = _inputs(2, 1003, torch.float32)
+    pieces = [Piece((left, right), torch.empty_like(left), 0)]
+    with emulated() as emulator:
+        Adasum.reduce(Operands(pieces, 1003, BOUNDS, None))
+        first = pieces[0].out.clone()
+        Adasum.bind(Operands(pieces, 1003, BOUNDS, None))()
+    assert [each.name for each in emulator.launches] == ["_dots_kernel", "_combine_kernel"] * 2
+    assert torch.equal(first, pieces[0].out)

@@ -31,7 +31,7 @@ def test_owners_of_bad_arguments_raises() -> None:
         owners([1, -1], 2)
     with pytest.raises(TypeError, match=r"numels\[0\] must be an int, got float"):
         owners([1.0], 2)  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="size must be a positive int, got 0"):
+    with pytest.raises(ValueError, match="size must be at least 1, got 0"):
         owners([1], 0)
 
 

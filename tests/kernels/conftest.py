@@ -42,7 +42,10 @@ def cpu_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return str(request.param)
 
 
-@pytest.fixture(params=["cpu", "cpu_torch", "emulator", "triton"])
+ON_GPU = pytest.param("triton", marks=pytest.mark.gpu)
+
+
+@pytest.fixture(params=["cpu", "cpu_torch", "emulator", ON_GPU])
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
     if request.param.startswith("cpu"):
         choose_cpu(request.param, monkeypatch)

@@ -85,8 +85,8 @@ def test_more_chunks_than_one_partial_block(backend, monkeypatch):
     numel = 257 * 16384
     if backend.slow:
         # As many chunks, at a size that a test can afford; no other test has this one's plan.
-        numel = 257 * 256 - 4
-        monkeypatch.setattr(chunking, "tile_of", lambda numel, itemsize: (256, 4))
+        numel = 257 * 512 - 4
+        monkeypatch.setattr(chunking, "tile_of", lambda numel, itemsize: (512, 4))
     a, b = (random(numel, torch.float32, backend.device, seed) for seed in (7, 8))
     got, expected = kernels.adasum(a, b), kernels.adasum_reference(a, b)
     assert relative_l2(got, expected) <= bound_of(torch.float32, numel)

@@ -120,6 +120,9 @@ CASES: dict[str, tuple[Callable[..., list[Tensor]], Callable[..., Any], list[str
     "combine": (pair, lambda a, b, c: combined(a, b), ["dot_and_norms", "combine"]),
     "combine out": (pair, lambda a, b, c: combined(a, b, out=c), ["dot_and_norms", "combine"]),
     "adasum": (pair, lambda a, b, c: kernels.adasum(a, b), ["adasum"]),
+    "adasum in two launches": (
+        pair, lambda a, b, c: kernels.adasum(a, b, cooperative=False), ["adasum"],
+    ),
     "adasum in place": (pair, lambda a, b, c: kernels.adasum(a, b, CUTS, out=a), ["adasum"]),
     "adasum of one": (pair, lambda a, b, c: kernels.adasum(a, a, out=a), ["adasum"]),
     "adasum into a view": (
@@ -285,9 +288,11 @@ def test_overlap_is_found_when_the_operator_runs():
         compiled(lambda b, x: kernels.unpack(b, [x[:8], x[4:12]]))[0](torch.ones(32), X.clone())
     base = X.clone()
     with pytest.raises(ValueError, match="out overlaps a"):
-        torch.ops.adasum.adasum_3([base[:8], base[8:]], [0, 8], None, 0, [], base[4:12], None, None)
+        torch.ops.adasum.adasum_3(
+            [base[:8], base[8:]], [0, 8], None, 0, [], True, base[4:12], None, None
+        )
     with pytest.raises(ValueError, match=r"out overlaps tensors\[0\]"):
-        torch.ops.adasum.pack_3([base], [0, 16], None, 64, [2.0], base, None, None)
+        torch.ops.adasum.pack_3([base], [0, 16], None, 64, [2.0], True, base, None, None)
     assert torch.equal(base, X)
 
 
@@ -303,17 +308,26 @@ def test_opcheck(flag):
     flags = (None, None) if flag is None else (flag, torch.zeros(()))
     double = (flag, None if flag is None else torch.zeros((), dtype=torch.float64))
     for op, args in [
-        (ops.pack_3, ([x, y[:5]], slots, None, 64, [0.5], vector(4, F16, 32), *flags)),
+        (ops.pack_3, ([x, y[:5]], slots, None, 64, [0.5], True, vector(4, F16, 32), *flags)),
         (
             ops.unpack_3,
-            ([x.clone(), out[:5].clone()], slots, None, 64, [0.5], vector(4, BF16, 32), *flags),
+            (
+                [x.clone(), out[:5].clone()],
+                slots,
+                None,
+                64,
+                [0.5],
+                True,
+                vector(4, BF16, 32),
+                *flags,
+            ),
         ),
-        (ops.sum_n_3, ([x, y], whole, None, 0, [0.5], out.double(), *double)),
-        (ops.sum_n_3, ([x, y, out], whole, None, 0, [0.5], out, *flags)),
-        (ops.scaled_add_3, ([x, y], whole, None, 0, [0.5, -1.0], out, *flags)),
-        (ops.dot_and_norms_3, ([x, y], cuts, None, 0, [], dots.clone(), None, None)),
-        (ops.combine_3, ([x, y], cuts, dots, 0, [], out, *flags)),
-        (ops.adasum_3, ([x, y], cuts, None, 0, [], out, *flags)),
+        (ops.sum_n_3, ([x, y], whole, None, 0, [0.5], True, out.double(), *double)),
+        (ops.sum_n_3, ([x, y, out], whole, None, 0, [0.5], True, out, *flags)),
+        (ops.scaled_add_3, ([x, y], whole, None, 0, [0.5, -1.0], True, out, *flags)),
+        (ops.dot_and_norms_3, ([x, y], cuts, None, 0, [], True, dots.clone(), None, None)),
+        (ops.combine_3, ([x, y], cuts, dots, 0, [], True, out, *flags)),
+        (ops.adasum_3, ([x, y], cuts, None, 0, [], True, out, *flags)),
     ]:
         torch.library.opcheck(op.default, args)
 

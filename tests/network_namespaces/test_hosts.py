@@ -21,10 +21,10 @@ import torch
 
 import collectives
 from collectives.schedules.partition import split_bounds
-from collectives.schedules.registry import one_level
 from collectives.schedules.schedule import steps_of
 from collectives.schedules.topology import Topology
 from tests.adasum import definition
+from tests.collectives.schedules.simulation import one_level
 from tests.network_namespaces.job import OPS, rank_input
 from tests.network_namespaces.network import Hosts, why_not
 

@@ -13,10 +13,10 @@ import torch
 from adasum import Adasum
 from collectives import Average, CollectiveMismatchError, Group
 from collectives.fused_buffer import FusedBuffer
-from collectives.schedules.registry import one_level
 from collectives.schedules.schedule import steps_of
 from collectives.schedules.topology import Topology
 from collectives.transport import Message
+from tests.collectives.schedules.simulation import one_level
 
 Call = Callable[[Group, torch.Tensor], Any]
 

@@ -12,12 +12,14 @@ import os
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import kernels
 from adasum import Adasum
 from collectives import CollectiveTimeoutError, Group, Reducer, Sum, TransportError, Work
 from collectives.execution.context import CallContext, Workspace
@@ -40,6 +42,7 @@ NUMEL = 100_003
 ONE_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4"}
 
 Check = Callable[[NcclTransport], None]
+pytestmark = pytest.mark.gpu
 
 
 @cache
@@ -286,6 +289,45 @@ def test_checks(size: int, check: str) -> None:
         pytest.skip(reason)
     failures = [f"rank {r}: {out[check]}" for r, out in enumerate(results_of(size)) if out[check]]
     assert not failures, "\n".join(failures)
+
+
+def beside_another_all_reduce(rank: int) -> None:
+    """Adasum by one communicator while NCCL's kernels of another wait for the other ranks.
+
+    One rank's stream may run Adasum's kernels first and another's NCCL's: neither may keep the
+    other from running. `run_ranks` ends what hangs.
+    """
+    transport = start(rank)
+    other = transport.split(range(transport.size), TIMEOUT)
+    terms, rounds = inputs(transport.size), 20
+    stream = torch.cuda.Stream()
+
+    def sums() -> None:
+        torch.cuda.set_device(transport.device)
+        with torch.cuda.stream(stream):
+            for _ in range(rounds):
+                buffer = terms[rank].to(transport.device)
+                other.all_reduce(buffer, None, "a sum", TIMEOUT)
+                close_to_sum(buffer, terms)
+
+    with ThreadPoolExecutor(1) as pool:
+        summed = pool.submit(sums)
+        for _ in range(rounds):
+            buffer = terms[rank].to(transport.device)
+            all_reduce(transport, buffer, recursive_halving.all_reduce, Adasum)
+            # The caller's own kernels too, which must not ask for the whole GPU here.
+            alone = kernels.adasum(buffer, buffer, cooperative=False)
+            error = definition.relative_error(alone.cpu(), definition.tree(terms))
+            assert error <= definition.tolerance(torch.float32)
+        summed.result()
+    other.close()
+    transport.close()
+
+
+def test_adasum_beside_another_groups_all_reduce() -> None:
+    if reason := why_not(2):
+        pytest.skip(reason)
+    run_ranks(2, beside_another_all_reduce, timeout=120.0)
 
 
 def told_of_a_silent_peer(transport: Transport, device: torch.device) -> tuple[str, float]:

@@ -20,7 +20,10 @@ SIZES = [2, 3, 4]
 DTYPES = [torch.float32, torch.bfloat16]
 DEVICE = "cuda"
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 
 
 def reduced(make, op: Reducer, terms: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -18,6 +18,8 @@ from collectives.transport import GlooTransport
 from tests.processes.harness import run_ranks
 from tests.processes.test_nccl import ONE_GPU, TIMEOUT, check_told, told_of_a_silent_peer, why_not
 
+pytestmark = pytest.mark.gpu
+
 
 def _use_a_gpu(rank: int) -> torch.device:
     if torch.cuda.device_count() < int(os.environ["WORLD_SIZE"]):

@@ -44,8 +44,14 @@ LOADS = _accesses("ld", "global", "global.cg", "shared", "shared::cta") | {
     f"ld.global.gpu.acquire.{kind}": Access(False, 1, kind, True) for kind in ("b32", "b64")
 }
 STORES = _accesses("st", "global", "shared", "shared::cta")
+# Policies for the caches change no value; the policy comes last among the operands.
+_HINT = "global.L1::evict_first.L2::cache_hint"
+LOADS |= _accesses("ld", _HINT)
+STORES |= _accesses("st", _HINT)
+POLICIES = {"createpolicy.fractional.L2::evict_first.b64": "b64"}
 ATOMICS = {
-    f"atom.global.gpu.{order}add.u64": order.rstrip(".")
+    f"{name}.global.gpu.{order}add.u64": order.rstrip(".")
+    for name in ("atom", "red")
     for order in ("", "relaxed.", "acquire.", "release.", "acq_rel.")
 }
 # Atomics whose result nobody reads, by the type of their operands.

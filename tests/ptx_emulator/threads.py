@@ -21,6 +21,7 @@ from tests.ptx_emulator.opcodes import (
     MATRICES,
     MAXIMA,
     PARAMETER_LOADS,
+    POLICIES,
     REDUCTIONS,
     SHUFFLES,
     STORES,
@@ -192,7 +193,7 @@ class Threads:
         self._registers.write_extended(target, kind, value, index)
 
     def _load(self, instruction: Instruction, access: Access, index: Array | None) -> None:
-        target, address = instruction.operands
+        target, address, *_ = instruction.operands
         parts = _parts(target, access.count)
         addresses, threads = self._access(instruction, access, address, index)
         if access.acquires and self._launch.clocks:
@@ -207,15 +208,19 @@ class Threads:
             self._registers.write_extended(part, access.kind, typed, index)
 
     def _store(self, instruction: Instruction, access: Access, index: Array | None) -> None:
-        address, source = instruction.operands
+        address, source, *_ = instruction.operands
         parts = _parts(source, access.count)
         addresses, threads = self._access(instruction, access, address, index)
         bits = f"b{8 * np.dtype(numpy_type(access.kind)).itemsize}"
         values = [self._registers.read_each(part, bits, index) for part in parts]
         self._memory(access).store(addresses, values, threads, instruction.text)
 
+    def _make_policy(self, instruction: Instruction, kind: str, index: Array | None) -> None:
+        """Caches are not emulated: any bits will do."""
+        self._registers.write(instruction.operands[0], kind, np.uint64(0), index)
+
     def _atomic(self, instruction: Instruction, order: str, index: Array | None) -> None:
-        target, address, source = instruction.operands
+        *target, address, source = instruction.operands
         addresses = self._address(address, False, index)
         values = self._registers.read_each(source, "u64", index)
         threads = self._thread if index is None else self._thread[index]
@@ -230,7 +235,8 @@ class Threads:
             )
             if clocks and order in ("acq_rel", "release"):
                 clocks.release(thread, here)
-        self._registers.write(target, "u64", results, index)
+        for register in target:
+            self._registers.write(register, "u64", results, index)
 
     def _maximum(self, instruction: Instruction, kind: str, index: Array | None) -> None:
         address, source = instruction.operands
@@ -319,6 +325,7 @@ _TABLES: tuple[tuple[dict[str, Any], Method], ...] = (
     (PARAMETER_LOADS, Threads._load_parameter),
     (LOADS, Threads._load),
     (STORES, Threads._store),
+    (POLICIES, Threads._make_policy),
     (ATOMICS, Threads._atomic),
     (MAXIMA, Threads._maximum),
     (SHUFFLES, Threads._shuffle),

@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from bench.kernels import bench_packing, bench_projection, bench_reduction
+import kernels
+from bench.kernels import bench_packing, bench_projection, bench_reduction, peers_compiled
 from bench.kernels.bench_packing import Spec
 from bench.kernels.case import Case, WrongAnswer, check_flag
 from bench.kernels.measure import COPY, EMPTY, OURS, measure
@@ -45,6 +46,88 @@ def small_cases() -> list[Case]:
         *map(bench_reduction.case_of, reduction),
         *(bench_projection.case_of(spec, compiled=False) for spec in projection),
     ]
+
+
+def gpu_cases() -> list[Case]:
+    """Return small cases of the kinds that only a GPU has rows of."""
+    odd = bench_projection.Spec("adasum", "wall clock", "small", parts=7, part=33, wall=True)
+    fresh = bench_reduction.Spec("sum_n", "n=3 at fresh", 4000, (torch.float32,) * 3, sets=3)
+    return [
+        bench_packing.case_of(Spec("pack", "wall clock", "small", SHAPES, wall=True)),
+        *(
+            bench_packing.case_of(
+                Spec(kernel, "fresh addresses", "small", SHAPES, wall=True, sets=3)
+            )
+            for kernel in ("pack", "unpack")
+        ),
+        bench_reduction.case_of(fresh),
+        bench_projection.case_of(odd, compiled=False),
+    ]
+
+
+@pytest.mark.parametrize("case", gpu_cases(), ids=lambda case: f"{case.kernel} {case.series}")
+def test_measure_of_rows_that_only_a_gpu_has_is_right_in_every_call(case):
+    assert case.wall
+    row, _ = measure(case, FAST)
+    assert row.peers == [peer.name for peer in case.peers]
+    for _ in range(3):
+        case.ours.check(case.expected)
+
+
+def test_calls_at_fresh_addresses_take_the_lists_in_turn(monkeypatch):
+    seen = []
+    pack = kernels.pack
+    monkeypatch.setattr(kernels, "pack", lambda given, **o: seen.append(given) or pack(given, **o))
+    case = bench_packing.case_of(Spec("pack", "fresh", "small", SHAPES, wall=True, sets=3))
+    for _ in range(6):
+        case.ours.call()
+    addresses = [tuple(tensor.data_ptr() for tensor in given) for given in seen]
+    assert len({*addresses}) == 3 and addresses[:3] == addresses[3:]
+    assert not any(each.capturable for each in (case.ours, *case.peers))
+
+
+def compiled_cases() -> list[Case]:
+    """Return a small case of each kernel whose last peer is torch.compile's."""
+    bf16 = torch.bfloat16
+    packing = [
+        Spec(kernel, "all", "at once", SHAPES, buffer=bf16, scale=1 / 3, checked=True)
+        for kernel in ("pack", "unpack")
+    ]
+    reduction = [
+        bench_reduction.Spec("sum_n", "bf16", 4000, (bf16,) * 3, out=bf16, scale=0.3, checked=True),
+        bench_reduction.Spec("scaled_add", "mixed", 4000, (bf16, torch.float32)),
+    ]
+    projection = [
+        bench_projection.Spec("dot_and_norms", "fp32", "small", 40_000),
+        bench_projection.Spec("combine", "fp32", "small", 40_000),
+        bench_projection.Spec("adasum", "segments", "small", parts=2, part=1000),
+    ]
+    return [
+        *(bench_packing.case_of(spec, compiled=True) for spec in packing),
+        *(bench_reduction.case_of(spec, compiled=True) for spec in reduction),
+        *(bench_projection.case_of(spec, compiled=True) for spec in projection),
+    ]
+
+
+@pytest.mark.slow
+def test_torch_compile_is_a_right_peer_of_every_kernel():
+    for case in compiled_cases():
+        peer = case.peers[-1]
+        assert peer.name == peers_compiled.COMPILED
+        peer.check(case.expected)
+
+
+@pytest.mark.slow
+def test_torch_compile_reports_what_is_not_finite():
+    tensors, out, flag = [torch.ones(8), torch.ones(8)], torch.empty(8), torch.zeros(())
+    peer = peers_compiled.weighted_sum(tensors, (1.0, 0.5), out, flag, 0.0)
+    check_flag(peer.call, flag, tensors[0])
+
+
+def test_torch_compile_of_many_tensors_is_left_out_with_its_reason():
+    case = bench_packing.case_of(Spec("pack", "many", "many", ((3,),) * 65), compiled=True)
+    row, _ = measure(case, FAST)
+    assert row.notes["torch.compile"] == "left out: compiling more than 64 tensors takes minutes"
 
 
 @pytest.mark.parametrize("case", small_cases(), ids=lambda case: f"{case.kernel} {case.label}")
@@ -143,3 +226,27 @@ def test_rows_of_each_bench_have_distinct_names():
     for module in (bench_packing, bench_reduction, bench_projection):
         names = [str(spec) for spec in module.SPECS]
         assert len(set(names)) == len(names)
+
+
+def test_rows_that_only_a_gpu_has_have_distinct_names(monkeypatch):
+    between = [9_000_000, 12_000_000, 15_000_000, 25 << 20]
+    monkeypatch.setattr(bench_projection, "BETWEEN", between)
+    monkeypatch.setattr(bench_projection, "ADASUM_SIZES", between)
+    for module in (bench_packing, bench_reduction, bench_projection):
+        monkeypatch.setattr(module, "DEVICE", "cuda")
+    specs = [
+        *bench_packing._specs("pack"),
+        *bench_packing._specs("unpack"),
+        *bench_reduction._specs(),
+        *bench_projection._specs(),
+    ]
+    names = [str(spec) for spec in specs]
+    assert len(set(names)) == len(names)
+    wanted = {
+        *("adasum fp32 9 MB", "adasum fp32 12 MB", "adasum fp32 15 MB", "adasum fp32 25 MiB"),
+        *("adasum 160 segments on chip", "adasum 160 segments on chip, at odd offsets"),
+        *("pack 160 tensors by wall clock", "unpack 160 tensors by wall clock"),
+        *("adasum 160 segments by wall clock", "sum_n n=8 at fresh addresses 64 KiB"),
+        *("pack 16 tensors at fresh addresses", "unpack 160 tensors at fresh addresses"),
+    }
+    assert wanted <= {*names}

@@ -73,10 +73,40 @@ def test_killed_run_leaves_the_rows_it_has_measured(tmp_path):
     assert row["label"] == "n=2 64 KiB" and row["times"]["ours"]["median"] > 0
 
 
+@pytest.mark.slow
+def test_resumed_run_measures_only_what_is_left_and_reports_all(tmp_path):
+    (tmp_path / "killer.py").write_text(
+        "import os\n"
+        "def pytest_runtest_setup(item):\n"
+        "    if '256' in item.name:\n"
+        "        os._exit(7)\n"
+    )
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    options = [SMALL, LARGER, "--benchmark-quiet", "--bench-resume", f"--bench-results={tmp_path}"]
+    assert bench("-p", "killer", *options, PYTHONPATH=path).returncode == 7
+    (left,) = tmp_path.glob("*/rows.jsonl")
+    first = left.read_text()
+    left.write_text(first + '{"kernel": "sum')
+    assert bench(*options).returncode == 0
+    (found,) = tmp_path.glob("*/partial/results.json")
+    rows = json.loads(found.read_text())["rows"]
+    assert [row["label"] for row in rows] == ["n=2 64 KiB", "n=2 256 KiB"]
+    assert rows[0] == json.loads(first)
+    # Killed after its last row, it has nothing left to measure and reports it.
+    left.write_text(first)
+    done = bench(SMALL, *options[2:])
+    assert done.returncode == 0, done.stdout
+
+
 def collected(*names: str, **options: object) -> list[str]:
     """Return the names of rows in the order in which they are run with these options."""
     items = [SimpleNamespace(name=f"test_reduction[{name}]") for name in names]
-    given = {"bench_rows": "", "bench_seconds": None} | options
+    given = {
+        "bench_rows": "",
+        "bench_seconds": None,
+        "bench_part": None,
+        "bench_resume": False,
+    } | options
     config = SimpleNamespace(
         getoption=given.__getitem__,
         hook=SimpleNamespace(pytest_deselected=lambda items: None),
@@ -89,6 +119,13 @@ def test_rows_named_as_in_the_tables_are_the_only_ones_collected():
     names = list(conftest.POSITIONS)
     assert collected(*names, bench_rows="sum_n n=5 16 MiB") == ["sum_n n=5 16 MiB"]
     assert set(collected(*names, bench_rows="16 MiB")) == {n for n in names if "16 MiB" in n}
+
+
+def test_rows_of_goals_and_the_others_are_all_rows():
+    names = list(conftest.POSITIONS)
+    parts = [collected(*names, bench_part=part) for part in ("goals", "others")]
+    assert sorted(parts[0] + parts[1]) == sorted(names)
+    assert "adasum fp32 64 KiB" in parts[0] and "pack aligned 64 KiB" in parts[1]
 
 
 def test_rows_with_little_time_begin_with_those_that_goals_single_out():

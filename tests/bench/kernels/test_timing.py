@@ -97,6 +97,27 @@ def test_cuda_events_enclose_the_call_alone(cuda):
     assert samples == {"one": [1e-3] * 3, "two": [1e-3] * 3}
 
 
+def test_cuda_rows_by_wall_clock_are_timed_with_the_device_at_rest_and_never_replayed(cuda):
+    case = next(case for case in small_cases() if case.kernel == "pack")
+    ours = dataclasses.replace(
+        case.ours, call=lambda: cuda.log.append(OURS), pieces=lambda _: [], also=None, written=()
+    )
+    case = dataclasses.replace(case, ours=ours, peers=(), wall=True, expected=list)
+    row, _ = measure.measure(case, THREE)
+    assert "replay" not in cuda.log and "event" not in cuda.log
+    assert row.captured is None and row.replayed == []
+    at = len(cuda.log) - 1 - cuda.log[::-1].index(OURS)
+    assert cuda.log[at - 2 : at + 2] == ["flush", "synchronize", OURS, "synchronize"]
+
+
+def test_cuda_kernel_that_only_reads_has_a_sum_for_its_roof(cuda, monkeypatch):
+    case = next(case for case in small_cases() if case.kernel == "dot_and_norms")
+    monkeypatch.setattr(measure, "read_roof", lambda: (lambda: None, 1000))
+    row, _ = measure.measure(dataclasses.replace(case, wall=True), THREE)
+    assert measure.READ in row.times and COPY not in row.times
+    assert row.roof == 1000 / row.times[measure.READ].median
+
+
 def test_cuda_calls_that_are_small_are_replayed_too_and_the_faster_counts(cuda):
     case = next(case for case in small_cases() if case.kernel == "pack")
     # The fake's replay computes nothing: the answer is the one that warming up has left.

@@ -25,7 +25,7 @@ def call(kind: str, name: str | None, op: str, *numels: int) -> Description:
         (call("all_reduce", "w", "Sum", 4), "with tensor 0: "),
         (
             call("all_reduce", "w", "Sum", 3, 3),
-            "rank 0 calls all_reduce(w) with 2 entries, rank 2 with 3 entries",
+            "all_reduce(w) with nothing more, rank 2 calls all_reduce(w) with tensor 1: shape (3,)",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""The cost model: closed forms against a walk of the schedules, and both against arithmetic."""
+"""The cost model: level by level against a walk of whole schedules, and both against arithmetic."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from collectives.cost import (
     OPS,
     LinkRates,
     Rate,
-    closed,
-    closed_forms,
     estimate,
-    reductions,
-    schedule,
+    profile,
     walk,
+    walker,
 )
 from collectives.cost.__main__ import main
 from collectives.schedules import binomial_tree, ring
+from collectives.schedules.levels import schedule_of
 from collectives.schedules.registry import LIBRARIES, SCHEDULES
-from collectives.schedules.spec import INNER, OUTER, AllReduceSpec, parse_all_reduce_spec
+from collectives.schedules.schedule import Action, Collective, Schedule, Step, Transfer
+from collectives.schedules.spec import INNER, OUTER, parse_all_reduce_spec
 from collectives.schedules.topology import Topology
 
 RATES = LinkRates(Rate(3e-6, 2e-12), Rate(1.4e-5, 2e-11), Rate(2e-6, 1e-12), Rate(7e-6, 3e-12))
@@ -38,9 +38,9 @@ TWO_LEVELS = (
 )
 
 
-def _spec(text: str) -> AllReduceSpec:
+def _schedule(text: str, topology: Topology, op: str) -> Schedule:
     (spec,) = parse_all_reduce_spec(text)
-    return spec
+    return schedule_of(spec, topology, one_tree=op == "adasum")
 
 
 def _flat(text: str, size: int, nbytes: float, op: str = "sum", segments: int = 1) -> float:
@@ -49,23 +49,23 @@ def _flat(text: str, size: int, nbytes: float, op: str = "sum", segments: int = 
 
 def _agree(text: str, topology: Topology, op: str) -> bool:
     """Compare every figure both ways; False where the topology has no such schedule."""
-    spec = _spec(text)
     try:
-        steps = schedule(spec, topology, op)
+        steps = _schedule(text, topology, op)
     except ValueError:
         return False
-    walked, formula = walk(steps, topology, reductions(spec, op)), closed(spec, topology, op)
+    walked = walk(steps, topology, ("sum", op) if "/" in text else (op,))
+    by_level = profile(text, topology, op)
     for rates in (RATES, SHARED):
         for nbytes in (4096, 1 << 26):
-            one, other = (p.cost(nbytes, rates, 5) for p in (walked, formula))
+            one, other = (p.cost(nbytes, rates, 5) for p in (walked, by_level))
             # Both add the same few thousand numbers, in another order.
             assert asdict(one) == pytest.approx(asdict(other), rel=1e-10), (text, topology, op)
     return True
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_closed_profiles_of_all_algorithms_agree_with_a_walk(op: str) -> None:
-    """Sizes to 9 and some larger ones; the steps themselves are compared for every size.
+def test_profiles_of_all_algorithms_agree_with_a_walk(op: str) -> None:
+    """Sizes to 9 and some larger ones; steps of closed forms are compared for every size.
 
     The ranks of a node take turns over the divisors of the size from case to case.
     """
@@ -81,7 +81,7 @@ def test_closed_profiles_of_all_algorithms_agree_with_a_walk(op: str) -> None:
 
 @pytest.mark.parametrize("nodes", [2, 3, 6])
 @pytest.mark.parametrize("local_size", [2, 3, 4])
-def test_closed_forms_agree_with_a_walk_of_every_pair(nodes: int, local_size: int) -> None:
+def test_profiles_of_every_pair_agree_with_a_walk(nodes: int, local_size: int) -> None:
     topology = Topology(nodes * local_size, local_size, tuple(reversed(range(local_size))))
     for inner in (*(set(INNER) - LIBRARIES), "xring#2", "pscpu#2"):
         for outer in (*OUTER, "pscpu#2"):
@@ -137,21 +137,31 @@ def test_n_way_adasum_costs_its_pairs() -> None:
     assert _flat("psgpu", size, nbytes, "adasum") == pytest.approx(
         2 * others * (alpha + nbytes * beta) + others * (call + nbytes * gamma)
     )
-    topology = Topology(size, size)
-    assert closed(_spec("psgpu"), topology, "adasum").cost(nbytes, RATES).seconds == pytest.approx(
-        _flat("psgpu", size, nbytes, "adasum")
-    )
 
 
 def test_names_that_stand_for_no_schedule_are_not_priced() -> None:
     topology = Topology(1 << 16, 8)
-    for alg in ("bogus", "rechd/bogus", "bogus/rd"):
-        with pytest.raises(ValueError, match="'bogus' is no algorithm"):
-            closed(AllReduceSpec(alg, 1, -1), topology, "sum")
-    with pytest.raises(ValueError, match="'rd' is no algorithm inside a node"):
-        closed(AllReduceSpec("rd/rd", 1, -1), topology, "sum")
-    with pytest.raises(ValueError, match="'nccl' has no closed form"):
-        closed(AllReduceSpec("nccl", 1, -1), topology, "sum")
+    for alg in ("bogus", "rechd/bogus", "bogus/rd", "rd/rd"):
+        with pytest.raises(ValueError, match=f"invalid algorithm '{alg}'"):
+            estimate(alg, 1, RATES, topology)
+    with pytest.raises(ValueError, match="'nccl' is no schedule"):
+        estimate("nccl", 1, RATES, topology)
+
+
+def test_groups_of_several_lengths_sum_their_dots_at_once() -> None:
+    """Two pairs and one group of four ranks: as many steps of dots as the four need."""
+
+    def steps(rank: int) -> list[Step]:
+        first, width = (rank // 2 * 2, 2) if rank < 4 else (4, 4)
+        peer = rank ^ 1
+        action = Action.REDUCE_LEFT if rank & 1 else Action.REDUCE_RIGHT
+        group = tuple(range(first, first + width))
+        return [Step((Transfer(peer, 0, 1),), (Transfer(peer, 0, 1, action),), group)]
+
+    schedule = Schedule("pairs and four", 8, 1, Collective.ALL_REDUCE, steps)
+    cost = walk(schedule, Topology(8, 8), ("adasum",)).cost(0, RATES)
+    dots = RATES.intra.alpha + RATES.sum.alpha + 24 * (RATES.intra.beta + RATES.sum.beta)
+    assert cost.seconds == pytest.approx(RATES.intra.alpha + RATES.adasum.alpha + 2 * dots)
 
 
 def test_bytes_and_memory_are_what_the_algorithms_say() -> None:
@@ -230,10 +240,12 @@ def test_many_ranks_take_logarithmic_steps_and_all_bytes(size: int) -> None:
 
 
 def test_sampled_pipeline_is_close_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec, topology = _spec("xring"), Topology(64, 8)
-    exact = closed(spec, topology, "adasum").cost(1 << 26, RATES)
-    monkeypatch.setattr(closed_forms, "_PIPELINE_CELLS", 0)
-    sampled = closed(spec, topology, "adasum").cost(1 << 26, RATES)
+    topology = Topology(64, 8)
+    exact = estimate("xring", 1 << 26, RATES, topology, "adasum")
+    monkeypatch.setattr(walker, "_PIPELINE_CELLS", 0)
+    profile.cache_clear()
+    sampled = estimate("xring", 1 << 26, RATES, topology, "adasum")
+    profile.cache_clear()
     assert sampled != exact
     # Each of 128 samples stands for 1/128 of the steps; a rank begins and ends in two of them.
     for name, value in asdict(exact).items():
@@ -271,8 +283,8 @@ def test_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     for wrong, text in (
         (["--bytes", "1x"], "'1x' is not a positive integer"),
         (["--alpha", "1,2,3"], "--alpha must be one or two numbers"),
-        (["--nodes", "-2"], "--nodes and --local must be at least 1"),
-        (["--nodes", "0"], "--nodes and --local must be at least 1"),
+        (["--nodes", "-2"], "--nodes must be at least 1"),
+        (["--nodes", "0"], "--nodes must be at least 1"),
         (["--algorithms", "bogus"], "bogus"),
     ):
         with pytest.raises(SystemExit):

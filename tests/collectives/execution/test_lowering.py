@@ -9,9 +9,10 @@ import pytest
 
 from collectives.execution.lowering import LoweredStep, Range, Reduction, chunk_bounds, lower
 from collectives.schedules import ring
-from collectives.schedules.registry import SCHEDULES, one_level
+from collectives.schedules.registry import SCHEDULES
 from collectives.schedules.schedule import Action, Schedule, Step, Transfer
 from collectives.schedules.topology import Topology
+from tests.collectives.schedules.simulation import one_level
 
 SIZES = [2, 3, 4, 5, 8]
 SEGMENTS = (0, 3, 3, 50, 90, 91)

@@ -6,7 +6,30 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
+from collectives.schedules.levels import schedule_of
 from collectives.schedules.schedule import Action, Schedule, Step
+from collectives.schedules.spec import AllReduceSpec
+from collectives.schedules.topology import Topology
+
+
+def one_level(name: str, shards: int, topology: Topology, *, one_tree: bool = False) -> Schedule:
+    """The all-reduce of all ranks by `name#shards`."""
+    return schedule_of(AllReduceSpec(name, shards, -1), topology, one_tree=one_tree)
+
+
+def two_levels(
+    inner: str,
+    inner_shards: int,
+    outer: str,
+    outer_shards: int,
+    topology: Topology,
+    *,
+    one_tree: bool = False,
+) -> Schedule:
+    """The all-reduce by `inner#inner_shards/outer#outer_shards`."""
+    spec = AllReduceSpec(f"{inner}/{outer}", outer_shards, -1, inner_shards)
+    return schedule_of(spec, topology, one_tree=one_tree)
+
 
 Tree = Any  # a rank, or a pair of trees
 

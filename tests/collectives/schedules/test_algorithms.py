@@ -17,7 +17,7 @@ from collectives.schedules import (
     recursive_halving,
     ring,
 )
-from collectives.schedules.registry import LIBRARIES, one_level
+from collectives.schedules.registry import LIBRARIES
 from collectives.schedules.schedule import Schedule, sharded
 from collectives.schedules.topology import Topology
 from collectives.schedules.verify import ScheduleError, verify
@@ -26,6 +26,7 @@ from tests.collectives.schedules.simulation import (
     balanced,
     cost,
     folded,
+    one_level,
     ranks_in,
     with_step,
 )

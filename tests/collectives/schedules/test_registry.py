@@ -13,10 +13,10 @@ import kernels
 from adasum import Adasum
 from collectives import Group, run_threads
 from collectives.schedules.algorithm import Order
-from collectives.schedules.registry import ALGORITHMS, LIBRARIES, SCHEDULES, one_level
+from collectives.schedules.registry import ALGORITHMS, LIBRARIES, SCHEDULES
 from collectives.schedules.spec import INNER, ONE_LEVEL, OUTER, parse_all_reduce_spec
 from collectives.schedules.topology import Topology
-from tests.collectives.schedules.simulation import answers
+from tests.collectives.schedules.simulation import answers, one_level
 
 README = Path(__file__).parents[3] / "README.md"
 
@@ -46,7 +46,7 @@ def test_names_of_the_specification_are_the_records() -> None:
         assert name == record.name
         assert parse_all_reduce_spec(name)[0].alg == name
         assert (name in INNER, name in OUTER) == (record.inner, record.outer)
-        assert record.is_library == (record.order is None) == (record.closed_form is None)
+        assert record.is_library == (record.order is None) == (record.schedule is None)
     assert {*SCHEDULES, *LIBRARIES} == {*ALGORITHMS}
 
 

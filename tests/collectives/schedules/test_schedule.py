@@ -6,11 +6,11 @@ import pytest
 
 from collectives.schedules import binomial_tree, recursive_doubling, recursive_halving, ring
 from collectives.schedules.folding import Fold
-from collectives.schedules.registry import SCHEDULES, one_level
+from collectives.schedules.registry import SCHEDULES
 from collectives.schedules.schedule import IDLE, Action, Collective, Schedule, Step, Transfer
 from collectives.schedules.topology import Topology
 from collectives.schedules.verify import ScheduleError, verify
-from tests.collectives.schedules.simulation import with_step
+from tests.collectives.schedules.simulation import one_level, with_step
 
 SIZES = range(1, 65)
 

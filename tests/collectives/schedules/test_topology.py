@@ -53,11 +53,11 @@ def test_every_ring_visits_every_rank_once(nodes: int, local: int, data: st.Data
     [
         ((1, 3, [0, 1]), ValueError, "3 ring shards .* which has 2"),
         ((2, 2, [0]), ValueError, "2 ring shards .* which has 1"),
-        ((1, -1, [0]), ValueError, "shards must be at least 0, got -1"),
+        ((1, -1, [0]), ValueError, "shards must not be negative, got -1"),
         ((0, 1, [0]), ValueError, "num_nodes must be at least 1, got 0"),
         ((1, 1, [1, 2]), ValueError, "permutation of 0 to 1"),
         ((1, 1, [0, 0]), ValueError, "permutation of 0 to 1"),
-        ((1, 1, [-1]), ValueError, "at least 0, got -1"),
+        ((1, 1, [-1]), ValueError, "members must not be negative, got -1"),
         ((1, 1, ["a"]), TypeError, "local_order's members must be an int, got str"),
         ((1.0, 1, [0]), TypeError, "num_nodes must be an int, got float"),
         ((1, True, [0]), TypeError, "shards must be an int, got bool"),
@@ -103,7 +103,7 @@ def test_ranks_and_nodes_out_of_range_are_refused() -> None:
     topology = Topology(4, 2)
     for call in (topology.node_of, topology.local_rank_of):
         for rank in (-1, 4):
-            with pytest.raises(ValueError, match=f"rank must be from 0 to 3, got {rank}"):
+            with pytest.raises(ValueError, match=f"rank must be a rank from 0 to 3, got {rank}"):
                 call(rank)
     with pytest.raises(ValueError, match="node must be from 0 to 1, got 2"):
         topology.ranks_of(2)

@@ -11,13 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from collectives.schedules import recursive_halving, ring, two_level
-from collectives.schedules.registry import (
-    ALGORITHMS,
-    LIBRARIES,
-    SCHEDULES,
-    one_level,
-    two_levels,
-)
+from collectives.schedules.registry import ALGORITHMS, LIBRARIES, SCHEDULES
 from collectives.schedules.schedule import Schedule
 from collectives.schedules.spec import INNER, OUTER
 from collectives.schedules.topology import Topology
@@ -25,7 +19,9 @@ from collectives.schedules.verify import Proof, ScheduleError, verify
 from tests.collectives.schedules.simulation import (
     answers,
     cost,
+    one_level,
     ranks_in,
+    two_levels,
     with_step,
 )
 

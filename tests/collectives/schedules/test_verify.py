@@ -203,8 +203,8 @@ def test_replicas_start_with_their_nodes_contribution() -> None:
 
 
 def test_replicas_divide_the_ranks_of_an_all_reduce() -> None:
-    for replicas in (0, 3):
-        with pytest.raises(ValueError, match=f"replicas must divide size 4, got {replicas}"):
+    for replicas, rule in ((0, "be at least 1, got 0"), (3, "divide size 4, got 3")):
+        with pytest.raises(ValueError, match=f"replicas must {rule}"):
             dataclasses.replace(made(two_nodes(), 2), replicas=replicas)
     with pytest.raises(ValueError, match="not for a reduce"):
         dataclasses.replace(made(two_nodes(), 2), replicas=2, collective=Collective.REDUCE)
@@ -269,7 +269,7 @@ def test_gathered_vectors_carry_adasum() -> None:
 
 
 def test_gathered_vector_that_is_missing_is_found() -> None:
-    with pytest.raises(ScheduleError, match="rank 0 chunk 1 is not rank 1's"):
+    with pytest.raises(ScheduleError, match="rank 0 chunk 1 is never written"):
         verify(gathered([[IDLE], [IDLE]], 2))
     early = Step(sends=(Transfer(1, 1, 2),)), Step(recvs=(Transfer(0, 1, 2),))
     with pytest.raises(ScheduleError, match="sends a chunk it does not have yet"):

@@ -19,7 +19,6 @@ import torch
 
 from collectives import CollectiveTimeoutError, TransportError
 from collectives.execution.context import CallContext, Workspace
-from collectives.execution.phases import Phase
 from collectives.execution.vendor import Libraries
 from collectives.transport import ConnectionTransport, GlooTransport, Message, process_groups
 from collectives.transport.connections import transport as connections
@@ -340,6 +339,6 @@ def test_librarys_sum_that_is_late(fake: FakeTorch, monkeypatch: pytest.MonkeyPa
     with pytest.raises(
         CollectiveTimeoutError, match=r"in step 2 took over 0.3 s: NCCL was aborted"
     ):
-        libraries.all_reduce(Phase(library="collective"), flat, None, call)
+        libraries.all_reduce("collective", 1, flat, None, call)
     assert fake.aborted == {0}
     never._done.set()

@@ -50,8 +50,9 @@ def test_rebound_and_released_plans_compute_on_the_new_tensors(
     assert bits(plan()) == bits(kernels.pack(tensors))
 
 
-@pytest.mark.parametrize("one", [Subclass(5, 3), torch.nn.Parameter(torch.ones(5, 3))], ids=str)
-def test_subclasses_and_parameters_are_taken(way: str, one: Tensor) -> None:
+@pytest.mark.parametrize("kind", [Subclass, torch.nn.Parameter])
+def test_subclasses_and_parameters_are_taken(way: str, kind: type[Tensor]) -> None:
+    one = kind(torch.ones(5, 3))
     with torch.no_grad():
         one.fill_(3.0)
     plan, tensors = kernels.plan_pack(several(1)), several(2)

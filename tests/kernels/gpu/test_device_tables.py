@@ -6,11 +6,12 @@ from array import array
 from collections.abc import Iterator
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from kernels.gpu import device_tables
-from kernels.gpu.device_tables import AddressTable, DeviceTables, Scratch
+from kernels.gpu.device_tables import AddressTable, DeviceTables, Scratch, upload
 
 ONE, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
 CPU = torch.device("cpu")
@@ -26,40 +27,76 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         yield state
 
 
+def made(pinned: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `upload` returns: memory of its own, and the host's part it was given or a new one."""
+    return torch.empty(1), torch.empty(1) if pinned is None else pinned
+
+
 def test_table_of_equal_content_is_made_once(cuda: SimpleNamespace) -> None:
     tables = DeviceTables()
-    first = tables.fetch("table", ONE, object)
-    assert tables.fetch("table", ONE, object) is first
+    first = tables.fetch("table", ONE, made)
+    assert tables.fetch("table", ONE, made) is first
     assert len(tables) == 1 and not cuda.rested
 
 
 def test_full_device_rests_and_keeps_what_graphs_have_seen(cuda: SimpleNamespace) -> None:
     tables = DeviceTables(limit=1)
-    on_other = tables.fetch("table", OTHER, object)
-    replayed = tables.fetch("replayed", ONE, object)
+    on_other = tables.fetch("table", OTHER, made)
+    replayed = tables.fetch("replayed", ONE, made)
     cuda.capturing = True
-    assert tables.fetch("replayed", ONE, object) is replayed
+    assert tables.fetch("replayed", ONE, made) is replayed
     cuda.capturing = False
-    dropped = tables.fetch("dropped", ONE, object)
-    tables.fetch("third", ONE, object)
+    dropped = tables.fetch("dropped", ONE, made)
+    tables.fetch("third", ONE, made)
     assert cuda.rested == [ONE]
-    assert tables.fetch("replayed", ONE, object) is replayed
-    assert tables.fetch("table", OTHER, object) is on_other
-    assert tables.fetch("dropped", ONE, object) is not dropped
+    assert tables.fetch("replayed", ONE, made) is replayed
+    assert tables.fetch("table", OTHER, made) is on_other
+    assert tables.fetch("dropped", ONE, made) is not dropped
 
 
 def test_tables_of_graphs_are_bounded_by_an_error(cuda: SimpleNamespace) -> None:
     tables = DeviceTables(graph_limit=3)
-    known = tables.fetch("known", ONE, object)
+    known = tables.fetch("known", ONE, made)
     cuda.capturing = True
-    assert tables.fetch("known", ONE, object) is known
-    # Made in a graph, which uploads it at each replay: none is found again.
-    assert tables.fetch("new", ONE, object) is not tables.fetch("new", ONE, object)
+    assert tables.fetch("known", ONE, made) is known
+    tables.fetch("new", ONE, made)
+    tables.fetch("other", ONE, made)
     with pytest.raises(RuntimeError, match="make a plan before the capture"):
-        tables.fetch("fourth", ONE, object)
-    assert tables.fetch("known", ONE, object) is known
+        tables.fetch("fourth", ONE, made)
+    assert tables.fetch("known", ONE, made) is known
+    tables.fetch("new", ONE, made)
     cuda.capturing = False
-    tables.fetch("fourth", ONE, object)
+    tables.fetch("fourth", ONE, made)
+
+
+def test_capturing_the_same_call_again_keeps_nothing_more(cuda: SimpleNamespace) -> None:
+    """Each graph fills memory of its own, from a part on the host that all of them read."""
+    tables = DeviceTables(graph_limit=2)
+    before = tables.fetch("before", ONE, made)
+    cuda.capturing = True
+    graphs = [tables.fetch("inside", ONE, made) for _ in range(5)]
+    assert all(tables.fetch("before", ONE, made) is before for _ in range(5))
+    assert len({id(device) for device, _ in graphs}) == 5
+    assert len({id(host) for _, host in graphs}) == 1
+    assert len(tables) == 2
+
+
+def test_upload_in_a_capture_reads_the_part_that_another_graph_reads(
+    cuda: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+    sources: list[torch.Tensor] = []
+
+    def to(source: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        sources.append(source)
+        return source.clone()
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    cuda.capturing = True
+    _, first = upload(np.array([3, 4]), ONE)
+    table, again = upload(np.array([3, 4]), ONE, first)
+    assert again is first and all(source is first for source in sources)
+    assert table.tolist() == [3, 4]
 
 
 def test_scratch_is_one_for_each_use_and_stream_and_grows() -> None:

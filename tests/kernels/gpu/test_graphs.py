@@ -15,10 +15,10 @@ from torch import Tensor
 import kernels
 from tests.kernels.cases import bits, random
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available(),
-    reason="CUDA graphs need a CUDA device",
-)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device"),
+]
 
 NUMEL = 50_000
 CUTS = (0, 10, 40_001, NUMEL)
@@ -38,7 +38,8 @@ CALLS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "scaled_add": lambda a, b: kernels.scaled_add(a, b, alpha=0.3),
     "dot_and_norms, combine": combined,
     "adasum in one launch": kernels.adasum,
-    "adasum in two": lambda a, b: kernels.adasum(a, b, CUTS),
+    "adasum of segments": lambda a, b: kernels.adasum(a, b, CUTS),
+    "adasum in two": lambda a, b: kernels.adasum(a, b, CUTS, cooperative=False),
 }
 
 

@@ -10,16 +10,19 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import kernels
 from kernels.findings import Findings
-from kernels.gpu import launcher, sum_kernels
+from kernels.gpu import chunking, launcher, sum_kernels
 from kernels.gpu.launcher import Chip, Kernel, Launch, _in_triton, _unaligned, triton
-from tests.kernels.cases import random
+from tests.fuzz.test_huge import _reserved
+from tests.kernels.cases import random, relative_l2
 from tests.kernels.conftest import Backend
+from tests.ptx_emulator.driver import emulated
 
 
 @contextmanager
@@ -90,19 +93,24 @@ INPUTS = 2 * 4 * 5000
         (Chip(1, 2 * INPUTS), None, ONE),
         (Chip(1, 2 * INPUTS - 2), None, TWO),
         (Chip(2, 0), (0, 12, 3000, 5000), ONE),
-        (Chip(2, 0), (0, 10, 3000, 5000), TWO),
+        # Two chunks more.
+        (Chip(2, 0), (0, 10, 3000, 5000), ONE),
+        (Chip(1, 2 * INPUTS), (0, 10, 3000, 5000), ONE),
     ],
     ids=str,
 )
 def test_one_launch_or_two(on_triton, monkeypatch, chip, segments, expected):
-    """One where all tiles are resident at once, or where half of L2 holds both inputs; it takes
-    whole vectors alone. The bits are the same either way."""
+    """One where all tiles are resident at once, or where half of L2 holds both inputs, whatever
+    the segments. The bits are the same either way."""
     a, b = (random(5000, torch.float32, on_triton.device, seed) for seed in (1, 2))
     out = torch.full_like(a, float("nan"))
     monkeypatch.setattr(launcher, "chip_of", lambda device: chip)
     with launches(monkeypatch) as log:
         kernels.adasum(a, b, segments, out=out)
-    assert log == expected
+        apart = kernels.adasum(a, b, segments, cooperative=False)
+        assert torch.equal(kernels.plan_adasum(a, b, segments, cooperative=False)(), apart)
+    assert log == [*expected, *TWO, *TWO]
+    assert torch.equal(out, apart)
     dots = kernels.dot_and_norms(a, b, segments)
     assert torch.equal(out, kernels.combine(a, b, dots, segments))
     # Half an eps for each of a dot's 16 roundings (a product, 8 sums a thread, a tree of 128
@@ -110,6 +118,29 @@ def test_one_launch_or_two(on_triton, monkeypatch, chip, segments, expected):
     # half for the coefficient itself, one for the products and their sum: 5.5.
     reference = kernels.adasum_reference(a, b, segments)
     assert ((out - reference).abs() <= 8 * torch.finfo(a.dtype).eps * (a.abs() + b.abs())).all()
+
+
+@pytest.mark.parametrize("cooperative", [True, False])
+def test_chunks_past_2_31_elements(monkeypatch, cooperative):
+    """The last chunks of a buffer of 4 GiB, most of which no memory stands behind."""
+    base, numel, cut = 1 << 31, (1 << 31) + 4099, chunking.cut
+
+    def last(bounds: tuple[int, ...], block: int, vector: int) -> Any:
+        rows, shares, tiles = cut((5, bounds[-1] - base), 1024, vector)
+        return np.add(rows, (base, 0, 0)), shares, tiles
+
+    monkeypatch.setattr(chunking, "cut", last)
+    monkeypatch.setattr(chunking, "_tiles", lambda *_: 1)
+    tensors = [_reserved(2 * numel).view(torch.bfloat16) for _ in range(3)]
+    a, b, out = (tensor[base + 5 :] for tensor in tensors)
+    for tensor, seed in ((a, 1), (b, 2)):
+        tensor.copy_(random(len(tensor), torch.bfloat16, "cpu", seed))
+    out.fill_(float("nan"))
+    with emulated(races=False, chip=Chip(2, 0)) as emulator:
+        kernels.adasum(*tensors[:2], out=tensors[2], cooperative=cooperative)
+    assert [each.name for each in emulator.launches] == (ONE if cooperative else TWO)
+    reference = kernels.adasum_reference(a, b)
+    assert relative_l2(out, reference) <= torch.finfo(torch.bfloat16).eps
 
 
 def test_other_calls_are_one_launch(on_triton, monkeypatch):

@@ -16,6 +16,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import kernels
+from kernels.gpu import chunking
+from kernels.gpu.launcher import Chip
 from tests.kernels.cases import misaligned, random
 from tests.ptx_emulator.driver import SMALL_CHIP, Emulator, emulated
 from tests.ptx_emulator.memory import SECTOR
@@ -104,13 +106,68 @@ def test_misaligned_tensors_fill_the_sectors_they_touch(emulator, name, dtype, e
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_odd_segments_fill_the_sectors_they_touch(emulator, dtype):
+def test_odd_segments_cost_their_own_edges(emulator, dtype):
     a, b = (random(NUMEL, dtype, "cpu", seed) for seed in (1, 2))
     kernels.adasum(a, b, (0, THIRD, NUMEL // 2 + 1, NUMEL))
-    assert [launched.grid for launched in emulator.launches] == [emulator.launches[0].grid] * 2
-    bound = 1 + 1 / dtype.itemsize
-    # Two launches: a and b are read twice.
-    assert 5 * a.nbytes <= sectors(emulator) <= bound * 5 * a.nbytes
+    assert len(emulator.launches) == 1
+    # Off a sector's boundary a warp's 512 bytes touch 17. Of the four edges of two odd boundaries
+    # each of a, b, a and b again, and out touches at most two.
+    bound = 3 * a.nbytes * (1 + 1 / 16) + 4 * 5 * 2 * SECTOR
+    assert 3 * a.nbytes <= sectors(emulator) <= bound
+
+
+# An H200 as torch describes it.
+H200 = Chip(132, 60 << 20)
+# As many elements as a program of 128 threads has in one vector a thread, in bytes.
+LEAST_TILE = 2048
+REGIMES = [
+    pytest.param(numel, dtype, segments, marks=() if fast else pytest.mark.slow)
+    for numel in (1 << 20, 1 << 21, 2_200_064, 3_900_032, 15 << 19, 1 << 23)
+    for dtype in (torch.bfloat16, torch.float32, torch.float64)
+    for segments in (1, 160)
+    for fast in [(numel, dtype, segments) in ((2_200_064, torch.float32, 160),
+                                              (15 << 19, torch.bfloat16, 1))]
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("numel", "dtype", "segments"), REGIMES)
+def test_traffic_of_adasum_grows_with_the_data(monkeypatch, numel, dtype, segments):
+    """On an H200: 1.1 times what the data need, and two rows a chunk.
+
+    Tiles are `scale` times smaller than there, and so are the tensors and L2. So there are as many
+    chunks and programs, each takes the same steps, and what they ask of tables, partials and rows
+    is the same; of the data they ask `scale` times less.
+    """
+    size = dtype.itemsize
+    block, warps = chunking.tile_of(numel, size)
+    scale = block * size // LEAST_TILE
+    monkeypatch.setattr(chunking, "tile_of", lambda *_: (block // scale, warps))
+    bounds = tuple(numel // scale * i // segments // 64 * 64 for i in range(segments))
+    bounds = (*bounds, numel // scale)
+    rows, _, tiles = chunking.cut(bounds, block // scale, 16 // size)
+    there, _, _ = chunking.cut(tuple(scale * at for at in bounds), block, 16 // size)
+    assert (scale * rows[:, :2] == there[:, :2]).all()
+
+    a, b = (random(numel // scale, dtype, "cpu", seed) for seed in (1, 2))
+    chip = Chip(H200.multiprocessors, H200.cache // scale)
+    with emulated(traffic=True, races=False, chip=chip) as emulator:
+        out = kernels.adasum(a, b, bounds)
+    assert torch.isfinite(out).all()
+    one = len(emulator.launches) == 1
+    on_chip = len(rows) <= 4 * H200.multiprocessors or 2 * numel * size <= H200.cache // 2
+    assert one == (tiles == 1 and on_chip)
+    # One launch reads again all chunks but each program's last; the second of two reads all.
+    again = rows[: len(rows) - emulator.launches[0].grid, 1].sum() if one else a.numel()
+    data, control = 0, 0
+    for launched in emulator.launches:
+        assert launched.traffic is not None
+        for counter in (launched.traffic.load_sectors, launched.traffic.store_sectors):
+            data += counter[16]
+            control += counter.total() - counter[16]
+    assert data * SECTOR == (3 * a.numel() + 2 * again) * size
+    # Each of four warps asks for the three numbers of a chunk's and of its segment's row, and for
+    # the next chunk's segment; of tables, the first asks L2 and the others L1.
+    assert control <= 0.1 * scale * data + 4 * 7 * len(rows)
 
 
 def test_tails_move_once(emulator):

@@ -1,0 +1,78 @@
+"""`python -m bench.gpu`: run the stages that are not done, and write the page of all."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import shutil
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.gpu import page
+from bench.gpu.machine import facts, source_of
+from bench.gpu.plan import stages
+from bench.gpu.stages import FAILED, NO_GPU, NO_TIME, OVERRUN, ROOT, Runner
+from bench.kernels.report import slug
+from bench.provenance import commit
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run; return 0, 1 where a stage failed, 2 without a GPU, 3 where a stage is still to do."""
+    parser = make_parser()
+    options = parser.parse_args(argv)
+    if options.nccl and not Path(options.nccl).is_file():
+        parser.error(f"--nccl: there is no file {options.nccl}")
+    try:
+        found = facts({"LD_PRELOAD": options.nccl} if options.nccl else None)
+    except RuntimeError as error:
+        print(f"bench.gpu: {str(error).removeprefix('bench.gpu: ')}", file=sys.stderr)
+        return 2
+    # An interrupted run ends its stage, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    folder = options.out or ROOT / "bench" / "results" / slug(found["device"])
+    if options.fresh:
+        shutil.rmtree(folder / "stages", ignore_errors=True)
+    seconds = None if options.minutes is None else options.minutes * 60
+    runner = Runner(folder.resolve(), found["device"], source_of(), seconds, _say)
+    chosen = [each for each in stages(found, options.nccl) if options.only in each.name]
+    records = runner.run(chosen)
+    for path in page.write(folder, records, _meta(found)):
+        _say(f"wrote {path}")
+    statuses = {record.status for record in records}
+    if statuses & {FAILED, NO_GPU}:
+        return 1
+    return 3 if statuses & {NO_TIME, OVERRUN} else 0
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _meta(found: dict[str, Any]) -> dict[str, Any]:
+    return {**found, "commit": commit(), "date": datetime.date.today().isoformat()}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.gpu",
+        description="Run all that a machine with a GPU is asked, in order of worth; call it again "
+        "to go on. Status: 0, 1 where a stage failed, 2 without a GPU, 3 where one is to do.",
+    )
+    parser.add_argument("--minutes", type=float, help="begin no stage that does not fit in them")
+    parser.add_argument("--fresh", action="store_true", help="run also what is done")
+    parser.add_argument("--only", default="", metavar="TEXT", help="stages with TEXT in their name")
+    parser.add_argument(
+        "--nccl", metavar="PATH", help="a libnccl.so.2 of 2.30 or newer, for ranks on one GPU"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="results (bench/results/<the GPU's name>)"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

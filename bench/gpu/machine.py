@@ -1,0 +1,110 @@
+"""What the machine has, found by a process of its own: CUDA starts there and ends with it.
+
+python -m bench.gpu.machine      # one line of JSON; status 2 where torch sees no GPU
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bench.provenance import version
+
+ROOT = Path(__file__).resolve().parents[2]
+NO_GPU = "torch sees no GPU here"
+_PACKAGES = ("kernels", "collectives", "adasum", "bench", "tests")
+_SUFFIXES = (".py", ".c", ".h", ".toml")
+
+
+def facts(environment: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Return what a process with these variables more finds.
+
+    Raises:
+        RuntimeError: No GPU, or torch cannot be imported; one line.
+    """
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.gpu.machine"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path, **(environment or {})},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
+        said = [line for line in done.stderr.splitlines() if line.strip()]
+        raise RuntimeError(said[-1] if said else f"status {done.returncode}")
+    found: dict[str, Any] = json.loads(lines[-1])
+    return found
+
+
+def source_of(root: Path = ROOT) -> str:
+    """Return a digest of the source: what a commit says, and what differs from it."""
+    digest = hashlib.sha256()
+    for package in _PACKAGES:
+        for path in sorted((root / package).rglob("*")):
+            if path.suffix in _SUFFIXES and path.is_file():
+                digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def sanitizer() -> str | None:
+    """Return the path of compute-sanitizer, None where it is not installed."""
+    homes = [os.environ.get("CUDA_HOME", ""), "/usr/local/cuda"]
+    folders = [os.environ.get("PATH", ""), *(f"{home}/bin" for home in homes if home)]
+    return shutil.which("compute-sanitizer", path=os.pathsep.join(folders))
+
+
+def _find() -> dict[str, Any]:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise RuntimeError(NO_GPU)
+    # Imported where the GPU is sure to be there: the package is no part of what is asked.
+    from collectives.transport import load_nccl
+
+    gpu = torch.cuda.get_device_properties(0)
+    try:
+        nccl, why_not = load_nccl().getversion(), ""
+    except (ImportError, RuntimeError) as error:
+        nccl, why_not = 0, " ".join(str(error).split())
+    of_torch = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else ()
+    return {
+        "device": gpu.name,
+        "gpus": torch.cuda.device_count(),
+        "capability": f"{gpu.major}.{gpu.minor}",
+        "memory": f"{gpu.total_memory / 2**30:.0f} GiB",
+        "multiprocessors": gpu.multi_processor_count,
+        "cache": f"{gpu.L2_cache_size / 2**20:.0f} MiB",
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "triton": version("triton"),
+        "cupy": version("cupy-cuda13x", "cupy-cuda12x"),
+        "python": platform.pythonversion(),
+        "nccl of torch": ".".join(map(str, of_torch[:3])),
+        "nccl of cupy": nccl,
+        "why no nccl of cupy": why_not,
+    }
+
+
+def main() -> int:
+    """Print the facts; return the exit status."""
+    try:
+        print(json.dumps(_find()))
+    except (ImportError, RuntimeError) as error:
+        print(f"bench.gpu: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""The stages, in order of worth: right on this machine, then the goals, then the rest."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from bench.gpu.machine import sanitizer
+from bench.gpu.stages import Stage
+
+# Several ranks on a GPU: NCCL's code for 2.30, and what it asks for.
+SHARING = 23000
+ONE_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4"}
+ROWS = ("projection", "packing", "reduction")
+SMOKE, RANKS = "smoke", "ranks-bench"
+# torch then counts GPUs without starting CUDA, which would not survive the fork of a test's ranks.
+_FORKS = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+_PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider")
+
+
+def _tests(name: str, *paths: str, **options: Any) -> Stage:
+    command = (
+        *_PYTEST,
+        *paths,
+        "--gpu",
+        "-m",
+        "gpu",
+        "-v",
+        "--tb=short",
+        "--junitxml={out}/junit.xml",
+    )
+    return Stage(name, command, **options)
+
+
+def _kernel_tests() -> list[Stage]:
+    """Return the tests of kernels in parts: Triton compiles for minutes, and a part may not fit."""
+    large = {name: f"tests/kernels/test_{name}.py" for name in ("projection", "reduction")}
+    others = ("tests/kernels", *(f"--ignore={path}" for path in large.values()))
+    parts = {**{name: (path,) for name, path in large.items()}, "others": others}
+    return [
+        _tests(f"tests-{name}", *paths, estimate=120.0, limit=600.0)
+        for name, paths in parts.items()
+    ]
+
+
+def _rows(part: str, file: str, limit: float) -> Stage:
+    command = (
+        *_PYTEST,
+        f"bench/kernels/bench_{file}.py",
+        *("--benchmark-only", "--benchmark-quiet", "--bench-results={out}"),
+        *(f"--bench-part={part}", "--bench-resume", "--bench-gpu"),
+    )
+    # Every row counts, also where not all come: the next call goes on with the others.
+    return Stage(f"{part}-{file}", command, estimate=60.0, limit=limit)
+
+
+def _sharing(facts: Mapping[str, Any], nccl: str | None) -> tuple[dict[str, str], str]:
+    """Return the variables with which ranks share a GPU, and why they cannot."""
+    code = facts["nccl of cupy"]
+    if not code:
+        return {}, facts["why no nccl of cupy"]
+    if code < SHARING:
+        return {}, f"ranks on one GPU need NCCL 2.30 or newer, this is code {code}: give --nccl"
+    return {**ONE_GPU, **({"LD_PRELOAD": nccl} if nccl else {})}, ""
+
+
+def _sanitizers() -> list[Stage]:
+    """Return the kernels under compute-sanitizer's tools for stray accesses and for races."""
+    checker = sanitizer()
+    return [
+        Stage(
+            tool,
+            (
+                # On an error it would end with the program's own status.
+                *(checker or "compute-sanitizer", "--tool", tool, "--error-exitcode", "9"),
+                *(sys.executable, "-m", "bench.gpu.sanitized"),
+            ),
+            estimate=120.0,
+            limit=600.0,
+            # Else all tensors are parts of a few allocations, and a stray access hits another one.
+            environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+            left_out="" if checker else "compute-sanitizer is not installed",
+        )
+        for tool in ("memcheck", "racecheck")
+    ]
+
+
+def stages(facts: Mapping[str, Any], nccl: str | None) -> list[Stage]:
+    """Return all stages of a machine.
+
+    Args:
+        facts: `machine.facts`, found with LD_PRELOAD set to `nccl`.
+        nccl: A newer libnccl.so.2 than torch's, None for that one.
+    """
+    python = (sys.executable, "-m")
+    sharing, why_not = _sharing(facts, nccl)
+    return [
+        Stage(SMOKE, (*python, "adasum.check"), estimate=120.0, limit=600.0),
+        *_kernel_tests(),
+        *(_rows("goals", file, 900.0) for file in ROWS),
+        Stage(
+            RANKS,
+            (*python, "bench.collectives.one_gpu", "--ranks", "2", "-J", "{out}/ranks.json"),
+            estimate=60.0,
+            limit=240.0,
+            environment=sharing,
+            left_out=why_not,
+        ),
+        _tests(
+            "ranks-tests",
+            *(f"tests/processes/test_{each}.py" for each in ("one_gpu", "nccl", "torch_nccl")),
+            estimate=150.0,
+            limit=600.0,
+            environment={**_FORKS, **sharing},
+        ),
+        *(_rows("others", file, 1800.0) for file in ROWS),
+        *_sanitizers(),
+    ]

@@ -1,0 +1,145 @@
+"""The whole of adasum in one cooperative launch; projection_kernels.py launches it."""
+
+from __future__ import annotations
+
+from kernels.gpu.launcher import Kernel, jit, tl
+from kernels.gpu.tiles import (
+    THREADS,
+    arrive,
+    coefficient,
+    edge_dots,
+    edge_pointer,
+    load_edges,
+    load_tile,
+    over_threads,
+    report,
+    store_row,
+    store_tile,
+    thread_dots,
+    weigh,
+    whole_vectors,
+)
+
+# Registers a thread of the one-launch kernel: it tells how many programs are resident at once.
+REGISTERS = 128
+# The low bits of a segment's counter in the one-launch kernel; a segment has fewer chunks.
+CHUNKS_COUNTED = (1 << 20) - 1 if tl is None else tl.constexpr((1 << 20) - 1)
+
+
+@jit
+def _finish_chunk(
+    x,
+    y,
+    a,
+    b,
+    chunk,
+    table,
+    dots,
+    out,
+    findings,
+    DTYPE: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Write one chunk of the result from its tiles of a and b and the row of its segment.
+
+    The row is read past the L1 cache.
+    """
+    BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    start = tl.load(table + 3 * chunk)
+    length = tl.load(table + 3 * chunk + 1)
+    row = dots + 3 * tl.load(table + 3 * chunk + 2)
+    dot = tl.load(row, cache_modifier=".cg")
+    alpha = coefficient(dot, tl.load(row + 1, cache_modifier=".cg"))
+    beta = coefficient(dot, tl.load(row + 2, cache_modifier=".cg"))
+    before, inner = whole_vectors(start, length, 16 // BYTES)
+    z = weigh(x, y, alpha, beta, WIDE).to(DTYPE)
+    report(z, findings)
+    to = out.to(tl.int64) + start * BYTES
+    store_tile(to + before * BYTES, inner, z, True)
+    if inner != length:
+        u = load_edges(a.to(tl.int64) + start * BYTES, before, inner, length, DTYPE)
+        v = load_edges(b.to(tl.int64) + start * BYTES, before, inner, length, DTYPE)
+        w = weigh(u, v, alpha, beta, WIDE).to(DTYPE)
+        report(w, findings)
+        inside = tl.arange(0, THREADS) < length - inner
+        tl.store(edge_pointer(to, before, inner, DTYPE), w, mask=inside)
+
+
+@Kernel
+def _one_launch_kernel(
+    partials,
+    arrivals,
+    a,
+    b,
+    table,
+    out,
+    findings,
+    chunk_count: tl.int32,
+    segment_count: tl.int32,
+    DTYPE: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The whole of adasum in one cooperative launch, for chunks of one tile.
+
+    Program p takes the chunks p, p + programs, ... The last one stays in its registers; those
+    before it, if any, are read again afterwards, backwards, from L2.
+
+    Protocol: as in `arrive`, a program counts its chunks in, those of one segment that follow each
+    other at once. Whoever completes a segment has stored its row behind the partials, and counts
+    the segment (release) in the counter behind the segments'. All wait for all segments (acquire).
+    That counter only ever rises, by their number at each launch; how many launches there have been
+    is in the upper bits of the segments' counters, whose lower bits are zero between launches.
+    All programs must be resident at once, which a cooperative launch grants. No element of `out` is
+    written before all of a and b have been read, of which it may be one.
+    """
+    BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    VECTOR: tl.constexpr = 16 // BYTES
+    programs = tl.num_programs(0)
+    chunk = tl.program_id(0)
+    dots = partials + 3 * chunk_count
+    x = tl.zeros([BLOCK], DTYPE)
+    y = tl.zeros([BLOCK], DTYPE)
+    launches = tl.full([], 0, tl.int64)
+    uncounted = tl.full([], 0, tl.int64)
+    for current in range(chunk, chunk_count, programs):
+        start = tl.load(table + 3 * current)
+        length = tl.load(table + 3 * current + 1)
+        segment = tl.load(table + 3 * current + 2)
+        before, inner = whole_vectors(start, length, VECTOR)
+        offset = (start + before) * BYTES
+        x = load_tile(a.to(tl.int64) + offset, inner, DTYPE, True, BLOCK)
+        y = load_tile(b.to(tl.int64) + offset, inner, DTYPE, True, BLOCK)
+        dot, norm_a, norm_b = thread_dots(x, y, VECTOR, WIDE)
+        if inner != length:
+            d, p, q = edge_dots(a, b, start, length, before, inner, DTYPE, WIDE)
+            dot += d
+            norm_a += p
+            norm_b += q
+        d, p, q = over_threads(dot, norm_a, norm_b)
+        store_row(partials + 3 * current, d, p, q)
+        uncounted += 1
+        following = tl.minimum(current + programs, chunk_count - 1)
+        if (current + programs >= chunk_count) | (tl.load(table + 3 * following + 2) != segment):
+            share = table + 3 * chunk_count + 2 * segment
+            seen, last = arrive(partials, arrivals, dots, share, segment, uncounted, CHUNKS_COUNTED)
+            launches = seen // (CHUNKS_COUNTED + 1)
+            uncounted = tl.full([], 0, tl.int64)
+            if last:
+                tl.store(arrivals + segment, (launches + 1) * (CHUNKS_COUNTED + 1))
+                tl.debug_barrier()
+                tl.atomic_add(arrivals + segment_count, 1, sem="release")
+    complete = (launches + 1) * segment_count
+    while tl.atomic_add(arrivals + segment_count, 0, sem="acquire") < complete:
+        pass
+    earlier = (chunk_count - 1 - chunk) // programs
+    last_chunk = chunk + earlier * programs
+    _finish_chunk(x, y, a, b, last_chunk, table, dots, out, findings, DTYPE, WIDE)
+    for k in range(earlier):
+        current = last_chunk - (k + 1) * programs
+        start = tl.load(table + 3 * current)
+        before, inner = whole_vectors(start, tl.load(table + 3 * current + 1), VECTOR)
+        offset = (start + before) * BYTES
+        x = load_tile(a.to(tl.int64) + offset, inner, DTYPE, True, BLOCK, "evict_first")
+        y = load_tile(b.to(tl.int64) + offset, inner, DTYPE, True, BLOCK, "evict_first")
+        _finish_chunk(x, y, a, b, current, table, dots, out, findings, DTYPE, WIDE)
