@@ -7,16 +7,17 @@ model.register_comm_hook(adasum.HookState(op=adasum.Adasum), adasum.ddp_hook)
 # No `from __future__ import annotations` here: torch compares a hook's annotations with classes.
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 import collectives
-from adasum.observer import Observer
+from adasum.observer import Observer, require_observer
 from adasum.request_pool import PooledReduction, RequestPool
 from adasum.sparse import sparse_all_reduce_async
 from collectives import Average, Group, Reducer, Work, validation
@@ -41,8 +42,8 @@ class HookState:
         algorithm: "rechd/vhdd", "rd:16k:vhdd", ...; chosen by size unless given.
         process_group: The ranks that reduce, a torch ProcessGroup or a collectives.Group. Unless
             given, those of `adasum.init()`, or without that torch.distributed's world.
-        observer: Sees every parameter's gradient before and after its reduction (DDP only; not on
-            ranks that have joined).
+        observer: Sees every parameter's gradient before and after its reduction (DDP only; under
+            `Join` a rank that has joined raises ValueError).
         timeout: Seconds a step may wait for a peer, where the hook makes the group.
         named_parameters: The names that an observer is told, as model.named_parameters() gives
             them. Unless given, parameters are numbered in the order of their first reduction.
@@ -51,6 +52,9 @@ class HookState:
         TypeError: An argument has the wrong type.
         ValueError: An argument has a bad value.
     """
+
+    # Weak, so that a state shared by models keeps none of them alive.
+    _names: MutableMapping[Tensor, str]
 
     def __init__(
         self,
@@ -67,12 +71,14 @@ class HookState:
         if algorithm is not None:
             collectives.parse_all_reduce_spec(algorithm)
         validation.timeout(timeout)
+        require_observer(observer)
         self.op = op
         self.algorithm = algorithm
         self.process_group = process_group
         self.observer = observer
         self.timeout = timeout
-        self._names = {id(parameter): name for name, parameter in named_parameters}
+        self._names = WeakIdKeyDictionary({each: name for name, each in named_parameters})
+        self._num_named = len(self._names)
         self._requests = RequestPool()
 
     @property
@@ -102,8 +108,10 @@ class HookState:
 
     def name_of(self, parameter: Tensor) -> str:
         """Return the parameter's name, the same at every call and for no other parameter."""
-        number = f"parameter {len(self._names)} {tuple(parameter.shape)}"
-        return self._names.setdefault(id(parameter), number)
+        if parameter not in self._names:
+            self._names[parameter] = f"parameter {self._num_named} {tuple(parameter.shape)}"
+            self._num_named += 1
+        return self._names[parameter]
 
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group is not None:
@@ -111,8 +119,11 @@ class HookState:
                 "HookState: process_group cannot be pickled and is left out; where this state is "
                 "loaded, it is that of adasum.init() or the world unless set again"
             )
-        # Names are kept by the identity of parameters, which another process does not have.
-        return {**self.__dict__, "process_group": None, "_names": {}}
+        return {**self.__dict__, "process_group": None, "_names": None, "_num_named": 0}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Names are of the parameters of the process that pickled them.
+        self.__dict__.update(state, _names=WeakIdKeyDictionary())
 
 
 def require_state(state: object) -> None:

@@ -22,8 +22,8 @@ class Handle:
     """A started operation, as the `_async` functions return it.
 
     Args:
-        works: What it waits for.
-        finish: Makes the operation's result of theirs.
+        works: What it waits for: works, or other handles.
+        finish: Called with the works' results; returns the operation's.
     """
 
     def __init__(self, works: Sequence[Waitable | Any], finish: Callable[..., Any]) -> None:

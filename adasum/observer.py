@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 
+@runtime_checkable
 class Observer(Protocol):
     """Is called before and after every reduction.
 
@@ -33,3 +34,11 @@ class Observer(Protocol):
         call collectives.
         """
         ...
+
+
+def require_observer(observer: object) -> None:
+    """Raise TypeError for what is neither None nor has the two methods of an Observer."""
+    if not isinstance(observer, Observer | None):
+        raise TypeError(
+            f"observer must have before_reduction and after_reduction, not {type(observer)}"
+        )

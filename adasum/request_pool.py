@@ -1,4 +1,4 @@
-"""Requests for buffers that are reduced at every step, and may lie elsewhere each time."""
+"""Requests for buffers that are reduced at every step, but may have another address each time."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from collectives import Group, Reducer, Request, Work
 
 _Key: TypeAlias = tuple[str, tuple[int, ...], torch.dtype, torch.device, int, str | None]
 
-# More than any model has buckets: only of models that were dropped can there be so many.
+# More than any model has buckets: there are so many only where models were dropped.
 _MAX_REQUESTS = 1024
 
 
 class RequestPool:
-    """Keeps the requests that are not started, by all that makes an all-reduce what it is.
+    """Keeps requests from one step to the next, to be started again with another buffer.
 
-    Between two reductions a request holds no buffer, so the pool keeps no memory alive that DDP or
-    FSDP has replaced or freed. Requests are not negotiated with the other ranks, which may have
-    joined, or see the buffer for the first time.
+    It holds those that are not in flight, by their arguments. Between two reductions a request
+    holds no buffer, so the pool keeps no memory alive that DDP or FSDP has replaced or freed.
+    Making a request is not negotiated with the other ranks, which may have joined, or see the
+    buffer for the first time.
     """
 
     def __init__(self) -> None:

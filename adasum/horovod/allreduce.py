@@ -171,9 +171,20 @@ def grouped_allreduce_async_(
 def sparse_allreduce_async(
     tensor: Tensor, name: str, op: Reducer, process_set: ProcessSet | None = None
 ) -> SparseHandle:
-    """Start the reduction of a sparse tensor; calling the handle waits and returns the result.
+    """Start the sum or average of a sparse tensor, without gradients.
 
-    See `adasum.sparse.sparse_all_reduce_async`.
+    Args:
+        tensor: Sparse COO, equal in shape, sparse dimensions and dtype on all ranks; not changed.
+        name: Names the collectives in errors; equal on all ranks.
+        op: Sum or Average.
+        process_set: The ranks that take part; all ranks unless given.
+
+    Returns:
+        A handle; calling it waits and returns a new, coalesced tensor.
+
+    Raises:
+        TypeError: `tensor` is not a sparse COO tensor.
+        NotImplementedError: `op` is neither Sum nor Average.
     """
     return sparse_all_reduce_async(require_group(process_set), tensor, op, name)
 

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-# Returns a result, and what makes the inputs' gradients of those of the result.
+# Returns a result, and a function from the result's gradients to those of the inputs.
 Forward: TypeAlias = Callable[..., tuple[Any, Callable[..., Sequence[Tensor | None]]]]
 
 

@@ -1,4 +1,4 @@
-"""Start-up, this rank's place among the ranks, and barriers; Horovod's names."""
+"""Start-up, join and barriers, and the numbers of ranks and hosts; Horovod's names."""
 
 from __future__ import annotations
 
@@ -57,6 +57,9 @@ def join(device: int = -1) -> int:
 
     Args:
         device: The GPU on which zeros for CUDA tensors are made; the current one for -1.
+
+    Returns:
+        The global rank that joined last.
     """
     require("device", device, int)
     zeros_on = None if device < 0 else torch.device("cuda", device)

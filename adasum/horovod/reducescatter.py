@@ -42,6 +42,9 @@ def reducescatter(
         postscale_factor: Multiplies the result.
 
     Raises:
+        TypeError: An argument has the wrong type, or `op` or a factor does not take the tensor's
+            dtype.
+        ValueError: An argument has a bad value, or this rank is not in the process set.
         NotImplementedError: A gradient is needed through an op other than Sum and Average.
     """
     options = options_of(
@@ -107,6 +110,9 @@ def _start(options: ReductionOptions, tensor: Tensor) -> Handle:
     validation.scale("prescale_factor", options.prescale)
     validation.scale("postscale_factor", options.postscale)
     (sent,), decompress = options.compress([tensor])
+    scaled = options.prescale != 1.0 or options.postscale != 1.0
+    if scaled and not (sent.is_floating_point() or sent.is_complex()):
+        raise TypeError(f"prescale_factor and postscale_factor need floats, got {sent.dtype}")
     if options.prescale != 1.0:
         sent = sent * options.prescale
     work = options.group.reduce_scatter(
@@ -114,7 +120,6 @@ def _start(options: ReductionOptions, tensor: Tensor) -> Handle:
     )
 
     def finish(result: Tensor) -> Tensor:
-        scaled = result if options.postscale == 1.0 else result * options.postscale
-        return decompress([scaled])[0]
+        return decompress([result if options.postscale == 1.0 else result * options.postscale])[0]
 
     return Handle([work], finish)

@@ -1,4 +1,4 @@
-"""What allreduce and reducescatter are given beside their tensors."""
+"""The arguments that allreduce and reducescatter share, beside their tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,16 @@ from collectives import Average, Group, Reducer, Sum
 
 
 class ReductionOptions(NamedTuple):
-    """What a reduction is beside its tensors."""
+    """The arguments of a reduction beside its tensors.
+
+    Attributes:
+        group: The ranks.
+        op: Sum, Average or Adasum.
+        name: Names the collective in errors.
+        compression: Casts what is sent.
+        prescale: Multiplies what is sent.
+        postscale: Multiplies the result.
+    """
 
     group: Group
     op: Reducer
@@ -46,7 +55,21 @@ def options_of(
     average: bool | None = None,
     compression: type[Compressor] = Compression.none,
 ) -> ReductionOptions:
-    """Check what one of Horovod's functions was called with; `average` is Horovod's deprecated."""
+    """Check what one of Horovod's functions was called with.
+
+    Args:
+        name: Of the collective.
+        op: Average unless given.
+        prescale: Checked by the collective, as `postscale`.
+        postscale: See there.
+        process_set: The ranks; all unless given.
+        average: Deprecated by Horovod in favour of `op`: True is Average, False is Sum.
+        compression: Casts what is sent.
+
+    Raises:
+        TypeError: `op`, `average`, `compression` or `process_set` has the wrong type.
+        ValueError: Both `op` and `average` are given, or this rank is not in the process set.
+    """
     require_compressor(compression)
     if average is not None:
         if not isinstance(average, bool | int):

@@ -37,7 +37,7 @@ def broadcast_parameters(
         raise TypeError(f"params must be a dict or a list, not {type(params).__name__}")
     else:
         entries = [
-            entry if isinstance(entry, tuple) else (f"parameter {i}", entry)
+            entry if isinstance(entry, tuple) and len(entry) == 2 else (f"parameter {i}", entry)
             for i, entry in enumerate(params)
         ]
     for name, value in entries:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from adasum.optimizer.bucket_reduction import Reduction
-from adasum.optimizer.parameters import Named, PlanBuckets, by_kind, plan_buckets
+from adasum.optimizer.parameters import Named, by_kind
 from collectives.trace import span
 
 # Not public, but the only way to be called when backward ends; torch's DDP uses it too.
@@ -48,10 +48,10 @@ class BackwardHooks:
     before it. Hooks may run in any of autograd's threads.
 
     Args:
-        named: (name, parameter) of every parameter.
+        named: (name, parameter) of every parameter, in registration order.
+        buckets: The same pairs, divided into buckets in the order in which they start.
         start_bucket: Called with a bucket's (name, parameter) pairs and its name; returns the
             started reductions, none where there is nothing to reduce.
-        buckets: Divides parameters into buckets.
         passes: Backward passes of a step.
         early: Start buckets while backward runs, and not only in `synchronize`.
         final: Let backward return only when what it started is done, so that the gradients it
@@ -61,8 +61,8 @@ class BackwardHooks:
     def __init__(
         self,
         named: Sequence[Named],
+        buckets: Sequence[Sequence[Named]],
         start_bucket: StartBucket,
-        buckets: PlanBuckets,
         *,
         passes: int,
         early: bool,
@@ -92,8 +92,8 @@ class BackwardHooks:
         """Whether a started reduction has not been waited for."""
         return bool(self._in_flight)
 
-    def add(self, named: Sequence[Named], buckets: PlanBuckets = plan_buckets) -> None:
-        """Add new parameters, in buckets that come after all others.
+    def add(self, named: Sequence[Named], buckets: Sequence[Sequence[Named]]) -> None:
+        """Add new parameters, whose buckets come after all others.
 
         Gradients that they have already are reduced in this step.
         """
@@ -102,10 +102,10 @@ class BackwardHooks:
             for name, parameter in named:
                 self._names[parameter] = name
                 self._counts[parameter] = 0
-            for members in buckets(named):
+            for members in buckets:
                 number = len(self._buckets)
-                title = f"bucket {number}: {members[0][0]} to {members[-1][0]}"
-                bucket = _Bucket(number, title, members)
+                name = f"bucket {number}: {members[0][0]} to {members[-1][0]}"
+                bucket = _Bucket(number, name, members)
                 self._buckets.append(bucket)
                 self._bucket_of.update((parameter, bucket) for _, parameter in members)
             self._hook_trainable()
@@ -129,13 +129,17 @@ class BackwardHooks:
 
         Args:
             max_in_flight: Wait for the first bucket where more would be in flight.
+
+        Raises:
+            CollectiveError: A reduction failed; nothing is in flight any more.
         """
         if self.synchronized:
             return
         with self._discarding():
             self._start_remaining(max_in_flight)
         self.wait()
-        # Only now: how many buckets backward starts and waits for may differ between the ranks.
+        # Only now, because observers may call collectives: how many buckets backward starts and
+        # waits for may differ between the ranks.
         while self._done:
             self._done.pop(0).notify_observer()
         self.synchronized = True
@@ -158,13 +162,13 @@ class BackwardHooks:
                     first = self._in_flight.pop(0)
                     first.wait()
                     first.notify_observer()
-            # Where nothing starts early, the buckets have held these too.
-            for members in by_kind(self._late()) if self._early else ():
+            # Without early starts the buckets above have held these, too.
+            for members in by_kind(self._unhooked()) if self._early else ():
                 self._start(members, f"made trainable since the last step: {members[0][0]}...")
 
     @contextmanager
     def _discarding(self) -> Iterator[None]:
-        """Discard what is in flight after an error, to which further errors are added as notes."""
+        """On an error wait for what is in flight, drop its results, and note its errors."""
         try:
             yield
         except BaseException as error:
@@ -172,18 +176,18 @@ class BackwardHooks:
                 reductions, self._in_flight = self._in_flight, []
             for reduction in reductions:
                 try:
-                    reduction.discard()
+                    reduction.wait_for_result()
                 except Exception as other:  # noqa: BLE001 - told along with the first
                     _add_note(error, f"after it: {type(other).__name__}: {other}")
             raise
 
-    def _late(self) -> list[Named]:
-        """Return the parameters made trainable since `restart`, which have no hook yet."""
+    def _unhooked(self) -> list[Named]:
+        """Return the trainable parameters without a hook: made trainable since `restart`."""
         return [(n, p) for n, p in self.named if p.requires_grad and p not in self._hooked]
 
     def _hook_trainable(self) -> None:
         me = weakref.ref(self)
-        for _, parameter in self._late():
+        for _, parameter in self._unhooked():
             self._hooked.add(parameter)
             handle = parameter.register_post_accumulate_grad_hook(_hook(me))
             # A hook must not keep a dropped optimizer alive, nor go on counting for it.
@@ -193,7 +197,8 @@ class BackwardHooks:
                 _owners[parameter] = [*others, me]
 
     def _complete(self, bucket: _Bucket) -> bool:
-        # From the last, which backward most often reaches last: then one look tells.
+        # From the last, which backward most often reaches last, so that an incomplete bucket is
+        # most often found by one comparison.
         return all(
             self._counts[parameter] >= self.passes
             for _, parameter in reversed(bucket.members)
@@ -204,7 +209,7 @@ class BackwardHooks:
         self._refuse_sharing(parameter)
         with self._lock:
             self._counts[parameter] += 1
-            self._refuse_excess(parameter)
+            self._refuse_untimely(parameter)
             if not self._early or self._counts[parameter] < self.passes:
                 return
             waiting = self._buckets[self._num_started :]
@@ -220,7 +225,7 @@ class BackwardHooks:
                 "drop the first (del) before the second is made"
             )
 
-    def _refuse_excess(self, parameter: Tensor) -> None:
+    def _refuse_untimely(self, parameter: Tensor) -> None:
         """Raise OptimizerOrderError for a gradient that comes too often or too late."""
         name, bucket = self._names[parameter], self._bucket_of[parameter]
         if self._counts[parameter] > self.passes:
@@ -245,7 +250,7 @@ class BackwardHooks:
 
     def _on_backward_end(self) -> None:
         self._callback_queued = False
-        if self._num_started == len(self._buckets) and not self._late():
+        if self._num_started == len(self._buckets) and not self._unhooked():
             self.synchronize()
         else:
             self.wait()

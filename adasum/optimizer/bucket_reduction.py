@@ -15,7 +15,7 @@ from adasum.observer import Observer
 from adasum.sparse import sparse_all_reduce_async
 from collectives import Average, FusedBuffer, Group, Reducer, Request, Sum
 
-_WaitAndFinish: TypeAlias = tuple[Callable[[], Any], Callable[[Any], None]]
+_WaitAndInstall: TypeAlias = tuple[Callable[[], Any], Callable[[Any], None]]
 
 
 @dataclass
@@ -23,19 +23,19 @@ class Reduction:
     """A started reduction of a bucket, or of a part of one.
 
     Attributes:
-        discard: Blocks until nothing uses the memory that was sent, and returns the result, which
-            goes nowhere; raises what went wrong.
-        finish: Puts the result where it belongs.
+        wait_for_result: Blocks until the reduction is done, so that nothing uses the memory that
+            was sent; returns its result, or raises what went wrong.
+        install: Puts that result where it belongs.
         notify_observer: Shows the result to the observer; called in one order on all ranks.
     """
 
-    discard: Callable[[], Any]
-    finish: Callable[[Any], None]
+    wait_for_result: Callable[[], Any]
+    install: Callable[[Any], None]
     notify_observer: Callable[[], None] = lambda: None
 
     def wait(self) -> None:
         """Block until the result is where it belongs; raise what went wrong."""
-        self.finish(self.discard())
+        self.install(self.wait_for_result())
 
 
 @dataclass
@@ -94,8 +94,11 @@ class BucketReducer:
 
     def _start_buffer(
         self, fused: FusedBuffer, dtype: torch.dtype | None, bucket: str
-    ) -> _WaitAndFinish:
-        """Start a buffer's request, cast to `dtype` in a buffer that is kept, too."""
+    ) -> _WaitAndInstall:
+        """Start the buffer's request; unless `dtype` is None, that of its copy cast to `dtype`.
+
+        The request, and the buffer of the copy, are kept as long as the buffer.
+        """
         sent = fused
         if dtype is not None:
             if fused not in self._cast_buffers:
@@ -119,13 +122,13 @@ class BucketReducer:
                 self._requests.pop(sent, None)
                 raise
 
-        def finish(_: Any) -> None:
+        def install(_: Any) -> None:
             if sent is not fused:
                 torch._foreach_copy_(fused.tensors, sent.tensors)
 
-        return wait, finish
+        return wait, install
 
-    def _start_tensors(self, tensors: Sequence[Tensor], bucket: str) -> _WaitAndFinish:
+    def _start_tensors(self, tensors: Sequence[Tensor], bucket: str) -> _WaitAndInstall:
         """Start a grouped all-reduce of the tensors, each compressed by itself."""
         compressed = [self.compression.compress(tensor) for tensor in tensors]
         work: Any = self.group.grouped_all_reduce(
@@ -135,12 +138,12 @@ class BucketReducer:
             **self._options(bucket),
         )
 
-        def finish(results: list[Tensor]) -> None:
+        def install(results: list[Tensor]) -> None:
             for tensor, result, (_, context) in zip(tensors, results, compressed, strict=True):
                 if result is not tensor:
                     tensor.copy_(self.compression.decompress(result, context))
 
-        return work.wait, finish
+        return work.wait, install
 
     def _options(self, bucket: str) -> dict[str, Any]:
         return {
@@ -167,7 +170,7 @@ class BucketReducer:
             gradient = gradient * self.prescale
         handle = sparse_all_reduce_async(self.group, gradient, self.op, f"{bucket}: {name}")
 
-        def finish(result: Tensor) -> None:
+        def install(result: Tensor) -> None:
             parameter.grad = result * self.postscale if self.postscale != 1.0 else result
 
-        return Reduction(handle.wait, finish)
+        return Reduction(handle.wait, install)

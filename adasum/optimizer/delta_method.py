@@ -48,7 +48,7 @@ def steps_by_parameter(kind: type[torch.optim.Optimizer]) -> bool:
 
     True for torch's own optimizers except LBFGS and Muon, and for subclasses that keep their step.
     """
-    return any(unwrap(known.step) is unwrap(kind.step) for known in _BY_PARAMETER)
+    return any(unwrap(each.step) is unwrap(kind.step) for each in _BY_PARAMETER)
 
 
 def _has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
@@ -74,7 +74,7 @@ class DeltaMethod(DistributedMixin):
     _adasum_buffers: DeltaBuffers
 
     def _prepare(self) -> None:
-        # What starts during backward has no bound.
+        # While backward runs nothing waits for a slot: every bucket may be in flight at once.
         self._adasum_buffers = DeltaBuffers(None if self._adasum_early else _MAX_IN_FLIGHT + 1)
 
     def synchronize(self) -> None:
@@ -139,21 +139,23 @@ class DeltaMethod(DistributedMixin):
         before, deltas = saved.views, fused.views
         if whole is None:
             torch._foreach_copy_(before, values)
-            with self._only(parameters):
-                self._local_step()
         else:
             before = [whole.pop(parameter) for parameter in parameters]
-        torch._foreach_copy_(deltas, values)
-        torch._foreach_sub_(deltas, before)
-        torch._foreach_copy_(values, before)
+        try:
+            if whole is None:
+                with self._only(parameters):
+                    self._local_step()
+            torch._foreach_copy_(deltas, values)
+            torch._foreach_sub_(deltas, before)
+        finally:
+            torch._foreach_copy_(values, before)
         reduction = self._adasum_settings.reducer.reduce_async(names, fused, bucket)
-        arrived = reduction.finish
 
-        def finish(result: Any) -> None:
-            arrived(result)
+        def install(result: Any) -> None:
+            reduction.install(result)
             torch._foreach_add_(values, deltas)
 
-        return [replace(reduction, finish=finish)]
+        return [replace(reduction, install=install)]
 
     @contextmanager
     def _only(self, parameters: Sequence[Tensor]) -> Iterator[None]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from adasum.observer import Observer
+from adasum.observer import Observer, require_observer
 from adasum.optimizer.backward_hooks import BackwardHooks, OptimizerOrderError
 from adasum.optimizer.bucket_reduction import BucketReducer, Reduction
 from adasum.optimizer.parameters import Named, PlanBuckets
@@ -34,14 +34,14 @@ class Settings:
 
     Attributes:
         reducer: Reduces each bucket.
-        buckets: Divides parameters into buckets.
+        plan_buckets: Divides parameters into buckets by size.
         passes: Backward passes of a step.
         sparse_as_dense: Whether sparse gradients are made dense first.
         one_rank: Whether this rank reduces with no other.
     """
 
     reducer: BucketReducer
-    buckets: PlanBuckets
+    plan_buckets: PlanBuckets
     passes: int
     sparse_as_dense: bool
     one_rank: bool
@@ -87,6 +87,16 @@ class DistributedMixin(_Base):
         Each time its gradients are reduced, and so is a loss returned as a floating-point tensor,
         so that optimizers that decide by the loss decide alike on every rank. By the delta method
         a closure sees this rank's data alone.
+
+        Args:
+            closure: Evaluates the model, calls backward and returns the loss.
+
+        Returns:
+            What the wrapped optimizer's step returns: the loss with a closure, else None.
+
+        Raises:
+            OptimizerOrderError: The call comes where gradients would be lost or stepped by twice.
+            CollectiveError: A reduction failed.
         """
         try:
             if closure is None:
@@ -117,7 +127,12 @@ class DistributedMixin(_Base):
             self._adasum_skip = False
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Accumulate `passes` backward passes from the next step on."""
+        """Accumulate `passes` backward passes from now on; to be called between two steps.
+
+        Raises:
+            ValueError: `passes` is not an int >= 1.
+            OptimizerOrderError: Gradients are being reduced.
+        """
         require_passes(passes)
         self._refuse_in_flight("set_backward_passes_per_step()")
         self._adasum_hooks.passes = passes
@@ -134,15 +149,27 @@ class DistributedMixin(_Base):
         super().zero_grad(*args, **kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Do as the wrapped optimizer; call it in the same order on every rank."""
+        """Do as the wrapped optimizer; call it in the same order on every rank.
+
+        The parameters have buckets by size of their own, reduced after all others.
+
+        Raises:
+            OptimizerOrderError: Gradients are being reduced.
+        """
         self._refuse_in_flight("add_param_group()")
         super().add_param_group(param_group)
         number = len(self.param_groups) - 1
         added = enumerate(self.param_groups[number]["params"])
-        self._adasum_hooks.add([(f"allreduce.noname.{number}.{i}", each) for i, each in added])
+        named = [(f"allreduce.noname.{number}.{i}", parameter) for i, parameter in added]
+        self._adasum_hooks.add(named, self._adasum_settings.plan_buckets(named))
 
     def set_observer(self, observer: Observer | None) -> None:
-        """Show an observer every reduction from now on; None ends it. The same on all ranks."""
+        """Show an observer every reduction from now on; None ends it. The same on all ranks.
+
+        Raises:
+            TypeError: It lacks a method of `adasum.observer.Observer`.
+        """
+        require_observer(observer)
         self._adasum_settings.reducer.observer = observer
 
     def average_state(self) -> None:
@@ -211,12 +238,20 @@ def wrap(
     optimizer: torch.optim.Optimizer,
     method: type[DistributedMixin],
     named: Sequence[Named],
+    buckets: Sequence[Sequence[Named]],
     settings: Settings,
 ) -> torch.optim.Optimizer:
     """Return an instance of a subclass of `method` and the optimizer's class.
 
     It shares the optimizer's __dict__: load_state_dict on either replaces state and param_groups
     for both.
+
+    Args:
+        optimizer: Left as it is, but for what is added to its __dict__.
+        method: One of the two methods.
+        named: (name, parameter) of every parameter, in registration order.
+        buckets: The same pairs, divided into buckets in the order of their reductions.
+        settings: What the method needs to know.
     """
     base = type(optimizer)
     wrapper: Any = object.__new__(type(base.__name__, (method, base), {}))
@@ -241,8 +276,8 @@ def wrap(
 
     wrapper._adasum_hooks = BackwardHooks(
         named,
+        buckets,
         start_bucket,
-        settings.buckets,
         passes=settings.passes,
         early=method._adasum_early and not settings.one_rank,
         final=method._adasum_final,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from functools import partial
 
@@ -95,9 +96,9 @@ def DistributedOptimizer(
     require("step_in_backward", step_in_backward, bool)
     if gradient_predivide_factor != 1.0 and op is not Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
-    if not gradient_predivide_factor > 0:
+    if not 0 < gradient_predivide_factor < math.inf:
         raise ValueError(
-            f"gradient_predivide_factor must be positive, not {gradient_predivide_factor!r}"
+            f"gradient_predivide_factor must be > 0 and finite, not {gradient_predivide_factor!r}"
         )
     kind = _method(optimizer, op, method, step_in_backward)
     members = default_group() if process_set is None else group_of(process_set)
@@ -112,14 +113,16 @@ def DistributedOptimizer(
         reducer.op = Sum
         reducer.prescale = 1.0 / gradient_predivide_factor
         reducer.postscale = gradient_predivide_factor / group.size
+    by_size = partial(plan_buckets, memory_size=memory_size, groups_size=groups_size)
     settings = Settings(
         reducer,
-        partial(plan_buckets, groups=groups, memory_size=memory_size, groups_size=groups_size),
+        by_size,
         backward_passes_per_step,
         sparse_as_dense,
         one_rank=members is None or members.size == 1,
     )
-    return wrap(optimizer, kind, name_parameters(optimizer, named_parameters), settings)
+    named = name_parameters(optimizer, named_parameters)
+    return wrap(optimizer, kind, named, by_size(named, groups), settings)
 
 
 def _method(

@@ -36,7 +36,7 @@ class GradientMethod(DistributedMixin):
 
         backward waits for what it started before it returns: where it produced every gradient, they
         are reduced without this call. A trainable parameter without a gradient contributes zeros
-        and receives the reduced gradient, so that ranks whose backward took different paths agree.
+        and receives the reduced gradient, so that all ranks have one, whatever path backward took.
         """
         self._adasum_synchronized_by_user = True
         self._adasum_hooks.synchronize()

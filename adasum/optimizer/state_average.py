@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from collectives import Group, Sum
 
-_Entry = tuple[int, str]
+# A parameter's number and a key of its state.
+_Entry: TypeAlias = tuple[int, str]
 
 
 def average_state(optimizer: torch.optim.Optimizer, group: Group) -> None:
     """Average every floating-point tensor of the state over the ranks that have it, in place.
 
-    Ranks that lack a tensor are given the average.
+    Ranks that lack a tensor are given the average. Collective over the group.
+
+    Raises:
+        ValueError: On every rank, where a tensor's shape, dtype or kind of device differs.
     """
     parameters = [p for each in optimizer.param_groups for p in each["params"]]
     mine = {
@@ -49,11 +53,8 @@ def average_state(optimizer: torch.optim.Optimizer, group: Group) -> None:
             mine[i, key] = torch.zeros(shape, dtype=getattr(torch, dtype), device=where)
             optimizer.state[parameters[i]][key] = mine[i, key]
     # Sums in half precision would lose the bits that the ranks have in common.
-    wide = [
-        mine[entry].to(torch.promote_types(mine[entry].dtype, torch.float32), copy=True)
-        for entry in entries
-    ]
-    wide = [value.contiguous() for value in wide]
+    copies = [mine[entry].clone(memory_format=torch.contiguous_format) for entry in entries]
+    wide = [each.to(torch.promote_types(each.dtype, torch.float32)) for each in copies]
     group.grouped_all_reduce(wide, Sum, name="average_state")
     for entry, total in zip(entries, wide, strict=True):
         mine[entry].copy_(total.div_(holders[entry]))

@@ -38,7 +38,7 @@ def train(op: str, kind: str, passes: int, steps: int, **options: Any) -> Tensor
 def process_job(rank: int, seed: int, bounds: tuple[int, ...]) -> dict[str, Any]:
     """Everything that one start of processes computes; the test checks the results."""
     hvd.init(timeout=60.0)
-    out: dict[str, Any] = {"place": (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())}
+    out: dict[str, Any] = {"locality": (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())}
     vectors = inputs(hvd.size(), seed, bounds[-1])
     for name, dtype in DTYPES.items():
         mine = [v.to(dtype) for v in vectors][rank]

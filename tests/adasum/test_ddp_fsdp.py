@@ -40,6 +40,7 @@ def test_ddp_and_fsdp_in_processes_equal_the_definition(replicas: int, shards: i
         ({"op": "Adasum"}, TypeError, "op must be Sum, Average or Adasum"),
         ({"algorithm": "bogus"}, ValueError, "bogus"),
         ({"timeout": 0.0}, ValueError, "timeout must be a positive number"),
+        ({"observer": 3}, TypeError, "observer must have before_reduction and after_reduction"),
     ],
 )
 def test_hook_state_with_a_bad_argument_raises_and_names_it(options, error, match):
@@ -73,3 +74,14 @@ def test_hook_state_without_names_numbers_the_parameters():
         "weight",
         "parameter 1 (2, 3)",
     ]
+
+
+def test_hook_state_shared_by_models_in_turn_names_each_ones_own_parameters():
+    state = HookState()
+    names = []
+    for _ in range(3):
+        # CPython gives a new parameter the identity of a dropped one.
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(3, 3))
+        names += [state.name_of(parameter) for parameter in model.parameters()]
+    shapes = [(2, 2), (2,), (3, 3), (3,)] * 3
+    assert names == [f"parameter {i} {shape}" for i, shape in enumerate(shapes)]

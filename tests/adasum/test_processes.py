@@ -30,7 +30,7 @@ def test_training_in_processes_equals_the_definition(size: int) -> None:
     ]
     vectors = inputs(size, size, BOUNDS[-1])
     for rank, result in enumerate(results):
-        assert result["place"] == (rank, size, rank, size)
+        assert result["locality"] == (rank, size, rank, size)
         for key, value in result.items():
             if isinstance(value, torch.Tensor):
                 assert torch.equal(value, results[0][key]), (

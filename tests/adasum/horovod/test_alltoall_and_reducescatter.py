@@ -108,6 +108,11 @@ def test_alltoall_and_reducescatter_on_threads_are_right(size: int) -> None:
         (lambda: hvd.reducescatter(torch.tensor(1.0)), ValueError, "first dimension"),
         (lambda: hvd.reducescatter(torch.arange(2)), TypeError, "int64"),
         (
+            lambda: hvd.reducescatter(torch.arange(2), op=hvd.Sum, postscale_factor=0.5),
+            TypeError,
+            "postscale_factor need floats, got torch.int64",
+        ),
+        (
             lambda: hvd.reducescatter(torch.ones(2, requires_grad=True), op=hvd.Adasum),
             NotImplementedError,
             "op=Adasum",

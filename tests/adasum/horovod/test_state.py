@@ -55,6 +55,8 @@ def test_broadcast_parameters_of_no_tensors_raises() -> None:
         refuse(torch.ones(2))
     with pytest.raises(TypeError, match="params must be a dict or a list, not int"):
         refuse(3)
+    with pytest.raises(TypeError, match=r"params\['parameter 0'\] must be a tensor, not tuple"):
+        refuse([("weight", torch.ones(2), 1)])
     with pytest.raises(ValueError, match="root_rank must be a rank from 0 to 0, got 1"):
         refuse([torch.ones(2)], 1)
 

@@ -51,7 +51,12 @@ def test_named_parameters_that_are_not_unique_and_complete_raise() -> None:
         ({"backward_passes_per_step": True}, ValueError, "backward_passes_per_step .* not True"),
         ({"gradient_predivide_factor": 2.0, "op": hvd.Sum}, ValueError, "op != Average"),
         ({"gradient_predivide_factor": 2.0, "op": hvd.Adasum}, ValueError, "op != Average"),
-        ({"gradient_predivide_factor": 0.0}, ValueError, "must be positive, not 0.0"),
+        ({"gradient_predivide_factor": 0.0}, ValueError, "must be > 0 and finite, not 0.0"),
+        (
+            {"gradient_predivide_factor": float("inf")},
+            ValueError,
+            "must be > 0 and finite, not inf",
+        ),
         ({"groups": 0}, ValueError, "groups must be at least 1, not 0"),
         ({"groups": 1.5}, ValueError, "groups must be a positive int or a list"),
         ({"groups": True}, ValueError, "groups must be a positive int or a list"),
@@ -330,8 +335,8 @@ def test_ranks_with_different_models_raise_the_mismatch_everywhere() -> None:
         (parameter.sum() + other.sum()).backward()
         with pytest.raises(hvd.CollectiveMismatchError) as e:
             optimizer.step()
-        # The step was undone: no rank is left with a bare difference.
-        # Nor does the second bucket, which the ranks agree on, arrive once it was.
+        # The step was undone: no rank is left with its own difference, nor with the result of the
+        # second bucket, whose shapes are equal.
         assert torch.equal(parameter.detach(), torch.ones(3 + group.rank))
         assert torch.equal(other.detach(), torch.ones(100_000))
         return str(e.value)
@@ -359,3 +364,33 @@ def test_two_optimizers_of_one_parameter_raise(op) -> None:
 
     one, other = collectives.run_threads(2, run)
     assert torch.equal(one[0], other[0])
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_delta_method_with_a_local_step_that_raises_leaves_parameters_alone(
+    in_backward: bool,
+) -> None:
+    def run(group: collectives.Group) -> None:
+        model = make_model()
+        start = flat(model)
+        first, *others = model.parameters()
+        # The first group is stepped before the second one's rate is found to be no number.
+        groups = [{"params": [first]}, {"params": others, "lr": "high"}]
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(groups, lr=0.1), op=hvd.Adasum, groups=1, step_in_backward=in_backward
+        )
+
+        def train() -> None:
+            loss_of(model, group.rank, 0).backward()
+            optimizer.step()
+
+        with pytest.raises(TypeError):
+            train()
+        assert torch.equal(flat(model), start)
+
+    collectives.run_threads(2, run)
+
+
+def test_set_observer_without_an_observers_methods_raises() -> None:
+    with pytest.raises(TypeError, match=r"before_reduction and after_reduction, not .*int"):
+        _construct().set_observer(3)

@@ -98,6 +98,23 @@ def test_param_group_added_after_backward_is_reduced_with_its_gradients() -> Non
     _equals_one_process(train, owned=slice(2, None))
 
 
+@pytest.mark.parametrize("size", [{"groups_size": 1}, {"memory_size": 1e-4}], ids=str)
+def test_param_group_added_later_is_divided_by_the_same_size(size: Any) -> None:
+    def run(group: collectives.Group) -> None:
+        model, added = make_model(), make_model()
+        optimizer: Any = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), **size)
+        optimizer.add_param_group({"params": list(added.parameters())})
+        starts: list[int] = []
+        start_bucket = optimizer._start_bucket
+        optimizer._start_bucket = lambda members, name: (
+            starts.append(len(members)) or start_bucket(members, name)
+        )
+        optimizer.step()
+        assert starts == [1] * 8
+
+    collectives.run_threads(SIZE, run)
+
+
 def test_parameter_unfrozen_after_its_bucket_was_sent_is_still_reduced() -> None:
     def run(group: collectives.Group) -> None:
         model = make_model()
