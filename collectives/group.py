@@ -95,6 +95,7 @@ class Group:
         Args:
             rates: None for a choice by size alone, the same in every run of the program.
         """
+        validation.instance("rates", rates, LinkRates | None, "LinkRates or None")
         self._runner.link_rates = rates
 
     def check_algorithm(self, algorithm: str, op: Reducer = Sum) -> None:
