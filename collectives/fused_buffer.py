@@ -59,7 +59,7 @@ class FusedBuffer:
         ]
         self.addresses = [tensor.data_ptr() for tensor in self.tensors]
         if self.layout.numel:
-            _known[_slots_key(self.tensors)] = self
+            _buffers[_slots_key(self.tensors)] = self
 
     def clear_padding(self) -> None:
         """Zero the padding, needed if the memory was used by another buffer."""
@@ -68,7 +68,7 @@ class FusedBuffer:
 
 
 # Buffers by address and sizes of their slots, so that finding one does not wait for the device.
-_known: weakref.WeakValueDictionary[_SlotsKey, FusedBuffer] = weakref.WeakValueDictionary()
+_buffers: weakref.WeakValueDictionary[_SlotsKey, FusedBuffer] = weakref.WeakValueDictionary()
 
 
 def buffer_of(tensors: Sequence[Tensor]) -> FusedBuffer | None:
@@ -83,7 +83,7 @@ def buffer_of(tensors: Sequence[Tensor]) -> FusedBuffer | None:
     validation.instance("tensors[0]", tensors[0], Tensor, "a torch.Tensor")
     if tensors[0].layout is not torch.strided:
         return None
-    found = _known.get(_slots_key(tensors))
+    found = _buffers.get(_slots_key(tensors))
     if found is None or found.addresses != [tensor.data_ptr() for tensor in tensors]:
         return None
     return found

@@ -49,9 +49,13 @@ class Group:
             hosts do not hold equal runs of ranks.
 
     Attributes:
+        transport: As given; so is `timeout`.
         rank: This rank's number.
         size: How many ranks there are.
-        hosts: A number for every rank's host.
+        local_rank: This rank's number on its host.
+        local_size: How many ranks are on this host.
+        topology: The nodes that algorithms see.
+        hosts: A number for every rank's host, the same on all ranks.
     """
 
     def __init__(
@@ -95,6 +99,7 @@ class Group:
         Args:
             rates: None for a choice by size alone, the same in every run of the program.
         """
+        validation.instance("rates", rates, LinkRates | None, "LinkRates or None")
         self._runner.link_rates = rates
 
     def check_algorithm(self, algorithm: str, op: Reducer = Sum) -> None:
@@ -200,7 +205,7 @@ class Group:
         return self._call(self._arguments.reduce(tensor, dst, op, name), async_op=async_op)
 
     def owners(self, numels: Sequence[int]) -> list[int]:
-        """Return each variable's owner: the rank with the least so far, the lowest of equals."""
+        """Return each tensor's owner: the rank with the fewest elements so far, the first such."""
         return owners(numels, self.size)
 
     def reduce_to_owners(

@@ -20,10 +20,10 @@ from collectives.reducers import Reducer, computes
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-def instance(argument: str, value: object, kinds: type | UnionType, words: str) -> None:
-    """Check that a value is of some type, which `words` name; True and False are no ints."""
+def instance(argument: str, value: object, kinds: type | UnionType, expected: str) -> None:
+    """Check that a value is of one of `kinds`, which errors call `expected`; a bool is no int."""
     if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
-        raise TypeError(f"{argument} must be {words}, got {type(value).__name__}")
+        raise TypeError(f"{argument} must be {expected}, got {type(value).__name__}")
 
 
 def tensor(argument: str, value: torch.Tensor, *, written: bool = True) -> None:
@@ -71,7 +71,7 @@ def tensors(argument: str, values: object, *, dense: bool = False) -> list[torch
 
 
 def integer(argument: str, value: int, least: int | None = None) -> None:
-    """Check an int, of at least so much."""
+    """Check an int; `least`: the smallest that is allowed, None for any."""
     instance(argument, value, int, "an int")
     if least is not None and value < least:
         rule = f"be at least {least}" if least else "not be negative"
@@ -104,14 +104,14 @@ def segments(values: object, numel: int) -> tuple[int, ...]:
         kind = type(values).__name__
         raise TypeError(f"segments must be a list or tuple of ints, got {kind}")
     try:
-        cuts = tuple(map(operator.index, values))
+        bounds = tuple(map(operator.index, values))
     except TypeError as error:
         raise TypeError(f"segments must be ints: {error}") from None
-    if not cuts or cuts[0] != 0 or cuts[-1] != numel:
+    if not bounds or bounds[0] != 0 or bounds[-1] != numel:
         raise ValueError(f"segments must start at 0 and end at the tensor's {numel} elements")
-    if any(b < a for a, b in pairwise(cuts)):
+    if any(b < a for a, b in pairwise(bounds)):
         raise ValueError("segments must not descend")
-    return cuts
+    return bounds
 
 
 def rank(argument: str, value: int, size: int) -> None:

@@ -27,6 +27,7 @@ class Work:
 
     `wait()` returns what the synchronous call would have returned, or raises what it would have
     raised. On CUDA it orders the current stream behind the collective instead of blocking the host.
+    The communication thread may refer to the tensors a moment longer, until it runs the next call.
     """
 
     def __init__(self) -> None:

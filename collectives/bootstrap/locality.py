@@ -68,7 +68,7 @@ def find_locality(
 
 
 def locality_on(hosts: Sequence[int], rank: int, topology: Topology | None = None) -> Locality:
-    """Return the locality of `rank` where the ranks are on these hosts, in natural order."""
+    """Return the locality of `rank` where the ranks are on these hosts."""
     local_ranks = [(hosts[:r].count(host), hosts.count(host)) for r, host in enumerate(hosts)]
     return Locality(*local_ranks[rank], tuple(hosts), topology or _topology_of(local_ranks))
 

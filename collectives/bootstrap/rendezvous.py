@@ -19,7 +19,7 @@ from collectives.transport.process_groups import first_line, run_beside
 
 # Seconds for a thread to leave torch's code, where torch takes longer than it was given: it may
 # lose a connection that it waited on, pause, and try another one for the whole time.
-_LEAVE = 5.0
+_LEAVE_SECONDS = 5.0
 # The address of the store that this process has opened, and the store.
 _opened: tuple[str, dist.Store] | None = None
 
@@ -139,7 +139,7 @@ def bounded(start: Callable[[], None], rank: int, timeout: float) -> None:
     thread, errors = run_beside(start, "collectives-start", timeout)
     if thread.is_alive():
         # An interpreter aborts where a thread leaves torch's code while it ends.
-        atexit.register(thread.join, _LEAVE)
+        atexit.register(thread.join, _LEAVE_SECONDS)
         raise CollectiveTimeoutError(
             f"rank {rank} could not start within {timeout:g} s: what listens at "
             f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} is not the store that rank 0 "

@@ -31,7 +31,7 @@ from kernels.cpu.dispatch import use_torch
 
 # What `BackendInfo.cpu_path` says where it is not torch.
 _COMPILED = "compiled"
-# Whether a group of several ranks was made that all computed so: this process has to go on.
+# Whether a group of this process was promised that it computes in compiled code.
 _promised = False
 _logger = logging.getLogger(__name__)
 # The connections that ranks make for each choice.
@@ -90,9 +90,17 @@ def connect(gloo: GlooTransport, timeout: float, start: Description) -> Transpor
 
 
 def _compute_alike(ranks: Sequence[Sequence[Any]], rank: int) -> None:
-    """ranks: what `BackendInfo.cpu_path` says there, and whether it has promised others "compiled".
+    """Let all ranks compute on CPU tensors in compiled code, or all by torch's functions.
 
-    Compiled code and torch's functions differ in last bits, and all ranks are to have the same.
+    The two differ in last bits, and all ranks are to have the same.
+
+    Args:
+        ranks: Of every rank `BackendInfo.cpu_path`, and whether another group was promised that it
+            computes in compiled code.
+        rank: This rank.
+
+    Raises:
+        TransportError: A rank cannot compute in compiled code, and another was promised to.
     """
     global _promised
     lacking = [i for i, (path, _) in enumerate(ranks) if path != _COMPILED]
@@ -117,7 +125,10 @@ def _compute_alike(ranks: Sequence[Sequence[Any]], rank: int) -> None:
 
 
 def _check_demand(choice: str, missing: Sequence[Sequence[list[int]]]) -> None:
-    """missing: with which ranks every rank has no connection, and with which no memory."""
+    """Raise TransportError where a rank lacks a connection that `choice` demands.
+
+    missing: with which ranks every rank has no connection, and with which no memory.
+    """
     for rank, (unreached, unshared) in enumerate(missing):
         if choice == "tcp" and unreached:
             raise TransportError(
@@ -133,7 +144,7 @@ def _check_demand(choice: str, missing: Sequence[Sequence[list[int]]]) -> None:
 
 
 def _check_gpus(reports: Sequence[Sequence[Any]]) -> None:
-    """reports: every rank's `_gpu_report`."""
+    """Raise TransportError where a rank cannot use NCCL. reports: every rank's `_gpu_report`."""
     first: dict[str, int] = {}
     for rank, (lack, gpu, shares) in enumerate(reports):
         if lack:

@@ -49,16 +49,16 @@ class Arguments:
         validation.tensor("tensor", tensor)
         if segments is not None:
             segments = validation.segments(segments, tensor.numel())
-        agreed = {**self._reduction([tensor], op, **options), "segments": segments}
-        return _call("all_reduce", options.get("name"), [tensor], op, agreed)
+        compared = {**self._reduction([tensor], op, **options), "segments": segments}
+        return _call("all_reduce", options.get("name"), [tensor], op, compared)
 
     def grouped_all_reduce(
         self, tensors: Sequence[Tensor], op: Reducer, **options: Unpack[ReductionOptions]
     ) -> Call:
         """Check and describe a grouped_all_reduce."""
         tensors = validation.tensor_list("tensors", tensors)
-        agreed = self._reduction(tensors, op, **options)
-        return _call("grouped_all_reduce", options.get("name"), tensors, op, agreed)
+        compared = self._reduction(tensors, op, **options)
+        return _call("grouped_all_reduce", options.get("name"), tensors, op, compared)
 
     def reduce(self, tensor: Tensor, dst: int, op: Reducer, name: str | None) -> Call:
         """Check and describe a reduce."""

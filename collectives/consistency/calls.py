@@ -27,13 +27,13 @@ from collectives.work import Work
 
 # Up to here the copy to shared memory is short beside what follows it.
 _BEGIN_BYTES = 2 * 1024 * 1024
-# Up to here a copy to undo a call with is cheaper than a negotiation of its own; beyond, that is
-# little beside the call.
+# Up to here a copy to undo a call with is cheaper than a negotiation of its own; beyond, a
+# negotiation costs little beside the call.
 _UNDO_BYTES = 256 * 1024
 
 
 class Calls:
-    """What carries out the calls of one rank."""
+    """Carries out the calls of one rank."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -48,7 +48,8 @@ class Calls:
     ) -> Any:
         """Negotiate `call` with the other ranks, then return what its operation returns, or a Work.
 
-        run: Instead of an operation, for a call that no rank can have joined.
+        run: What to do in place of an operation, for a call in which a rank that has joined cannot
+        take part.
         """
         description = call.description
         if not description.name:
@@ -56,7 +57,7 @@ class Calls:
 
         def work() -> Any:
             if run is not None:
-                self._negotiation.negotiate(description, self._label(description))
+                self._negotiation.negotiate(description, self._next_label(description))
                 return run()
             shared = self.plan(call)
             return self._finish(call, shared, self._signal(call, shared))
@@ -111,7 +112,7 @@ class Calls:
 
     def _signal(self, call: Call, shared: SharedMemoryAllReduce | None) -> str:
         """Do what a call can do before it waits; return what errors call it."""
-        label = self._label(call.description)
+        label = self._next_label(call.description)
         if shared is not None:
             shared.fill()
         self._negotiation.signal(call.description)
@@ -164,11 +165,14 @@ class Calls:
     def join(self, operators: Iterable[Reducer], device: torch.device | None) -> int:
         """Take part in the other ranks' calls, with zeros, until all ranks have joined.
 
-        Returns the rank that was the last to join, the highest of those that joined at once.
+        Arguments and result as for `Group.join`.
         """
-        known = {str(op): op for op in (Sum, Average, *operators)}
-        for op in known.values():
+        validation.instance("operators", operators, Iterable, "a list of Reducers")
+        validation.instance("device", device, torch.device | None, "a torch.device or None")
+        reducers = (Sum, Average, *operators)
+        for op in reducers:
             validation.reducer("operators", op)
+        by_name = {str(op): op for op in reducers}
         if device is None and torch.cuda.is_available():
             device = torch.device("cuda", torch.cuda.current_device())
         self.queue.check_thread("join")
@@ -176,22 +180,23 @@ class Calls:
         def work() -> int:
             if self._transport.size == 1:
                 return self._transport.rank
-            mine = Joined(self._count, known)
+            mine = Joined(self._count, by_name)
             while True:
-                outcome = self._negotiation.negotiate(mine, self._label("join"))
+                outcome = self._negotiation.negotiate(mine, self._next_label("join"))
                 if outcome.last is not None:
                     return outcome.last
                 assert outcome.call is not None
                 theirs = outcome.call
                 zeros = [each.zeros(device) for each in theirs.tensors]
-                op = known[theirs.options.get("op", str(Sum))]
+                op = by_name[theirs.options.get("op", str(Sum))]
                 label = f"{theirs} (call {self._count - 1}, joined)"
                 self._run(Call(theirs, zeros, op), label)
 
         answer: int = self.queue.run("join", work)
         return answer
 
-    def _label(self, call: Description | str) -> str:
+    def _next_label(self, call: Description | str) -> str:
+        """Count a call; return what errors call it."""
         if isinstance(call, Description):
             call = f"{call.kind} {call.name!r}" if call.name else call.kind
         label = f"{call} (call {self._count})"

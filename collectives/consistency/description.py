@@ -111,7 +111,7 @@ class Call(NamedTuple):
 
 
 def difference(calls: Mapping[int, Description]) -> str:
-    """Say how the first call that differs does so from the lowest rank's.
+    """Say how the lowest rank's call and the first one that is not like it differ.
 
     Args:
         calls: Two or more ranks' calls, not all alike, by rank.

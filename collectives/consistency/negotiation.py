@@ -15,11 +15,10 @@ from __future__ import annotations
 from collectives.consistency.description import Description
 from collectives.consistency.messages import Joined, Outcome, negotiate_by_messages
 from collectives.execution.context import CallContext, Workspace
-from collectives.transport.base import Transport, call_code
+from collectives.transport.base import MAX_CALL_NUMBER, Transport, call_code
 from collectives.transport.shared_memory.symmetric_memory import JOINED, RanksDiffer
 
 _SAME_CALL = Outcome()
-_MAX_NUMBER = (1 << 24) - 1
 
 
 class Negotiation:
@@ -49,9 +48,9 @@ class Negotiation:
         return self.wait(mine, label)
 
     def signal(self, mine: Description | Joined) -> None:
-        """Do the part of `negotiate` that never waits."""
-        # From 1: 0 is what messages carry of calls that the ranks are known to make alike.
-        self._calls = self._calls % _MAX_NUMBER + 1
+        """Do the first part of `negotiate`, which never waits."""
+        # From 1, so that no call's code is 0: messages with that are not compared.
+        self._calls = self._calls % MAX_CALL_NUMBER + 1
         memory = self._transport.symmetric_memory
         if memory is not None and self._transport.size > 1:
             memory.signal(mine.code if isinstance(mine, Description) else JOINED)
@@ -65,11 +64,11 @@ class Negotiation:
         return call_code(self._calls, mine.code)
 
     def flush(self, label: str) -> None:
-        """Drop all messages under way, on all ranks: one has met another call's code."""
+        """Drop all messages under way, on all ranks: one has received another call's code."""
         self._transport.flush(f"step 0 (the ranks differ) of {label}", self._timeout)
 
     def wait(self, mine: Description | Joined, label: str) -> Outcome:
-        """Do the rest of `negotiate`."""
+        """Do the rest of `negotiate`, after `signal`."""
         if self._transport.size == 1:
             return _SAME_CALL
         memory = self._transport.symmetric_memory

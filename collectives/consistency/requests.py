@@ -39,8 +39,8 @@ class Request:
     end of a request's life they must not be resized or given other memory (`resize_`, `set_`,
     `.data =`): a request holds them, and finds out nothing of it.
 
-    The group's communication thread carries it out from `start` on. What is left to begin when
-    `wait` is called, that thread does itself, which saves two thread switches.
+    The group's communication thread carries it out from `start` on. Where that has not begun when
+    `wait` is called, the thread that waits does it, which saves two thread switches.
     """
 
     def __init__(self, calls: Calls, call: Call, *, negotiate: bool = True) -> None:
@@ -60,12 +60,12 @@ class Request:
     def start(self, tensor: Tensor | Sequence[Tensor] | None = None) -> Work:
         """Start the collective.
 
-        Returns:
-            Its Work, for callbacks and for who else waits; `wait` has to be called in any case.
-
         Args:
             tensor: Another buffer from now on, of the same shape, dtype and device; for a grouped
                 request a list of them. Other ranks need not change theirs.
+
+        Returns:
+            Its Work, for callbacks and for who else waits; `wait` has to be called in any case.
 
         Raises:
             RuntimeError: Where it was started and not waited for, is closed, or has no buffer.
@@ -132,7 +132,7 @@ class Request:
         self._call, self._shared = self._call._replace(tensors=()), None
 
     def close(self) -> None:
-        """Let go of the buffers; it can not be started again. Other ranks need not close theirs.
+        """Let go of the buffers; it cannot be started again. Other ranks need not close theirs.
 
         Raises:
             RuntimeError: Where it was started and not waited for.

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 
 from collectives.execution.all_reduce import AllReduceOptions, Runner, call_span
-from collectives.execution.shared_memory_levels import Level, Part, pairs, tree_levels
+from collectives.execution.shared_memory_levels import Part, TreeLevel, pairs, tree_levels
 from collectives.execution.vectors import Vector, vector_of
 from collectives.reducers import Operands, Piece, Reducer
 from collectives.schedules import recursive_doubling, recursive_halving
@@ -104,7 +104,7 @@ class SharedMemoryAllReduce:
 
     def reduce(self, label: str) -> None:
         """Write the result to the tensors."""
-        vectors = self.memory.buffers(self.vector.numel, self.vector.dtype).vectors
+        vectors = self.memory.buffers(self.vector.numel, self.vector.dtype)
         address = vectors[0].data_ptr()
         with call_span(label, self.op, self.method, vectors[0]):
             if address not in self.bound:
@@ -192,7 +192,7 @@ class SharedMemoryAllReduce:
         return run
 
     def _bind_part(
-        self, vectors: Sequence[Tensor], level: Level, *, finish: bool
+        self, vectors: Sequence[Tensor], level: TreeLevel, *, finish: bool
     ) -> Callable[[str], None]:
         """Bind this rank's part of a level."""
         op, numel, size = self.op, self.vector.numel, len(vectors)
@@ -253,7 +253,7 @@ class _PartialSums:
     """Sums the table of a rank's part over all parts of its pair."""
 
     memory: SymmetricMemory
-    level: Level
+    level: TreeLevel
     part: Part
     timeout: float
     where: str = ""

@@ -32,7 +32,7 @@ class Part(NamedTuple):
     leaf: int
 
 
-class Level(NamedTuple):
+class TreeLevel(NamedTuple):
     """Pairs of vectors that are reduced at once.
 
     Attributes:
@@ -45,7 +45,7 @@ class Level(NamedTuple):
 
 
 @lru_cache
-def tree_levels(schedule: Schedule) -> tuple[Level, ...]:
+def tree_levels(schedule: Schedule) -> tuple[TreeLevel, ...]:
     """Return the levels of the tree that an all-reduce by recursive doubling or halving makes.
 
     With doubling each rank holds whole vectors: a pair's first rank reduces it for all.
@@ -68,7 +68,7 @@ def tree_levels(schedule: Schedule) -> tuple[Level, ...]:
                 if block > 1 or rank == left:
                     parts[rank] = Part(left, right, start * width, stop * width, leaf)
         if parts:
-            levels.append(Level(parts, block))
+            levels.append(TreeLevel(parts, block))
     return tuple(levels)
 
 

@@ -182,10 +182,10 @@ def _closed_line(size: int, shards: int, samples: int) -> list[BulkStep]:
     """Return both pipelines' steps; of many, some evenly spread ones that stand for the rest."""
     chunks = 4 * size
     steps = chunks + 2 * size - 3
-    cuts = np.linspace(0, steps, min(steps, samples) + 1).astype(np.int64)
+    bounds = np.linspace(0, steps, min(steps, samples) + 1).astype(np.int64)
     there, onward = np.arange(size - 1), np.array([size - 1, *range(size - 2)], dtype=np.int64)
     found = []
-    for begin, end in pairwise(cuts.tolist()):
+    for begin, end in pairwise(bounds.tolist()):
         step = (begin + end) // 2
         forth = there[(step - there >= 0) & (step - there < chunks)]
         behind = step - (size - 1) - np.arange(size - 1)

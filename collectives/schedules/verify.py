@@ -55,7 +55,7 @@ class _Expressions:
         if self.ranks[left] & self.ranks[right]:
             raise ScheduleError(f"{where}: a rank's contribution is counted twice")
         if max(self.phase[left], self.phase[right]) > phase:
-            raise ScheduleError(f"{where}: phase {phase} reduces the answer of a later phase")
+            raise ScheduleError(f"{where}: phase {phase} reduces the result of a later phase")
         node = self._nodes[left, right, phase] = len(self.ranks)
         shape = (phase, self.shape(left, phase), self.shape(right, phase))
         self._shapes.append(self._id(shape))
@@ -82,7 +82,7 @@ def verify(schedule: Schedule) -> Proof:
     Proved: every send has its receive in the same step and of the same chunks, and the reverse;
     no chunk is read before it is written, nor received into while it is being sent; every rank
     ends with every contribution exactly once where the collective says so; all ranks hold the same
-    expression tree for a chunk; no phase reduces what a later one answered; what a rank reduces in
+    expression tree for a chunk; no phase reduces the result of a later one; what a rank reduces in
     a step is equal or disjoint ranges; and every non-empty `group` holds the same whole operands,
     each chunk once, every rank's part of it in one range: a pair of them, or any number where the
     group is one rank. With whole_segments a group is one rank, which holds whole segments. A
@@ -107,13 +107,13 @@ def verify(schedule: Schedule) -> Proof:
         for step, reduced in zip(steps, reductions, strict=True):
             if reduced:
                 grouped[step.phase] = grouped.get(step.phase, True) and bool(step.group)
-    answers = _answers(schedule, state, expressions)
+    results = _results(schedule, state, expressions)
     if schedule.gathered:
         if grouped:
             raise ScheduleError(f"{schedule.name}: a gathered schedule reduces in a step")
         return Proof(count, phases=int(size > 1), one_tree=True, carries_adasum=True)
     last = max(grouped, default=-1)
-    one_tree = len({expressions.shape(answer, last) for answer in answers}) < 2
+    one_tree = len({expressions.shape(result, last) for result in results}) < 2
     return Proof(count, last + 1, one_tree, one_tree and grouped.get(last, True))
 
 
@@ -250,11 +250,11 @@ def _check_groups(
             )
 
 
-def _answers(schedule: Schedule, state: _State, expressions: _Expressions) -> set[int]:
+def _results(schedule: Schedule, state: _State, expressions: _Expressions) -> set[int]:
     """Check what every rank ends with; return the distinct expressions of the reduced chunks."""
     size, chunks, collective = schedule.size, schedule.chunks, schedule.collective
     everyone = (1 << size // schedule.replicas) - 1
-    answers: set[int] = set()
+    results: set[int] = set()
     if collective in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER) and chunks != size:
         raise ScheduleError(f"{schedule.name}: {collective.value} has one chunk a rank")
     for rank in [schedule.root] if collective is Collective.REDUCE else range(size):
@@ -273,7 +273,7 @@ def _answers(schedule: Schedule, state: _State, expressions: _Expressions) -> se
                 continue
             if expressions.ranks[value] != everyone:
                 raise ScheduleError(f"{where} misses a rank's contribution")
-            answers.add(value)
+            results.add(value)
             if collective is Collective.ALL_REDUCE and value != state[0][chunk]:
                 raise ScheduleError(f"{where} was computed in another order than on rank 0")
-    return answers
+    return results

@@ -15,7 +15,7 @@ from collectives.transport.shared_memory.symmetric_memory import SymmetricMemory
 
 # Of a code: the call's number above the hash.
 _HASH_BITS = 40
-_NUMBER_BITS = 24
+MAX_CALL_NUMBER = (1 << 24) - 1
 
 
 class Message(NamedTuple):
@@ -144,10 +144,10 @@ def call_code(number: int, digest: int) -> int:
     """Return the code, of 64 bits, for the messages of a call.
 
     Args:
-        number: How many calls the group has made before, the same on all ranks.
+        number: The call's, from 1 to MAX_CALL_NUMBER, the same on all ranks.
         digest: A hash of what is called, of which 40 bits are taken.
     """
-    return (number % (1 << _NUMBER_BITS)) << _HASH_BITS | digest & ((1 << _HASH_BITS) - 1)
+    return number << _HASH_BITS | digest & ((1 << _HASH_BITS) - 1)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

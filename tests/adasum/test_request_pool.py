@@ -51,6 +51,8 @@ def test_pool_after_wait_holds_no_buffer() -> None:
             reduction = start(pool, group, buffer, Adasum)
             reduction.wait()
             del buffer, reduction
+            # The communication thread may still be on its way out of that call, not of the next.
+            group.barrier()
             gc.collect()
             assert freed() is None
 

@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -131,6 +132,20 @@ def test_check_algorithm_that_cannot_carry_the_operator_raises(alone: Group) -> 
         alone.check_algorithm("unheard")
     with pytest.raises(TypeError, match="op must be a Reducer"):
         alone.check_algorithm("rd", "Sum")  # type: ignore[arg-type]
+
+
+def test_link_rates_and_join_of_other_types_raise_before_anything_is_sent() -> None:
+    def main(group: Group) -> float:
+        wrong: Any = torch.ones(1)
+        with pytest.raises(TypeError, match="rates must be LinkRates or None, got Tensor"):
+            group.set_link_rates(wrong)
+        with pytest.raises(TypeError, match=r"device must be a torch\.device or None, got Tensor"):
+            group.join(device=wrong)
+        with pytest.raises(TypeError, match="operators must be a list of Reducers, got Adasum"):
+            group.join(Adasum)  # type: ignore[arg-type]
+        return group.all_reduce(torch.ones(1)).item()  # type: ignore[union-attr]
+
+    assert run_threads(2, main, timeout=5.0) == [2.0, 2.0]
 
 
 def test_close_where_one_part_fails_closes_the_rest(

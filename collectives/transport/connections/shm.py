@@ -47,7 +47,7 @@ SLOTS = 4
 RING_BYTES = SLOTS * SLOT_BYTES
 # Up to here the kernel's two copies are as cheap as ours.
 INLINE_BYTES = 16 * 1024
-# Room for a window of the largest records, and the kernel's own bytes beside them.
+# Room for a largest record in every slot, and the kernel's own bytes beside them.
 SOCKET_BYTES = 2 * SLOTS * INLINE_BYTES
 # Pieces taken from the peer so far; bytes of the piece sent, 0 where there is none, with the kind
 # above them; the code.

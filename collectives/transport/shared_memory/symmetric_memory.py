@@ -38,7 +38,6 @@ import torch
 
 from collectives.errors import CollectiveTimeoutError, describe
 from collectives.transport.shared_memory import futex
-from collectives.transport.shared_memory.rank_buffers import MAX_VIEWS, RankBuffers
 
 Table = npt.NDArray[np.float64]
 # A cache line: a rank that posts does not take the line that others write.
@@ -48,19 +47,21 @@ _PAD = _PAD_BYTES // 8
 # row of a table. Memory only where it is written to.
 BUFFER_BYTES = 32 * 1024 * 1024
 TABLE_BYTES = 64 * 1024
+# Sizes and dtypes of buffers whose tensors are kept; making one costs some microseconds.
+_MAX_ENTRIES = 256
 # Words of a pad. The first two are those of calls, in turn; then how many barriers the rank has
 # come to, and its processors: a hash of which ones, and how many. Each word has a gate.
 _BARRIERS, _CORES, _WORDS = 2, 3, 4
-_LAST_BARRIER = 4
 # Above the code, which is never 0 in what was signalled: the call's number, from 1 to _NUMBERS.
 CODE_BITS = 56
 _NUMBERS = 255
 # What a rank that has joined signals: no code of a description, so that it agrees with nobody.
 JOINED = 0
-# Looks before sleeping, which may give way to another rank: some 20 us.
+# Checks before sleeping, after each of which another rank may have the processor: some 20 us.
 _SPINS = 30
-# Asleep no longer than this without a look whether a rank is gone; without futexes, between looks.
+# Asleep no longer than this without a check whether a rank is gone.
 _CHECK_SECONDS = 20e-3
+# Seconds between two checks where there are no futexes.
 _MIN_NAP, _MAX_NAP = 20e-6, 1e-3
 
 
@@ -123,7 +124,7 @@ class SymmetricMemory:
         )
         self._buffers = buffers.view(2, size, BUFFER_BYTES)
         self._tables: Table = tables.view(torch.float64).view(2, size, -1).numpy()
-        self._views: dict[tuple[int, int, torch.dtype], RankBuffers] = {}
+        self._views: dict[tuple[int, int, torch.dtype], Sequence[torch.Tensor]] = {}
         self._workers = 0
         self._barriers = 0
         self.rank = rank
@@ -150,24 +151,24 @@ class SymmetricMemory:
 
     def next_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return this rank's buffer of the next call, to be written before that is signalled."""
-        return self._all_buffers(self._calls + 1, numel, dtype).vectors[self.rank]
+        return self._all_buffers(self._calls + 1, numel, dtype)[self.rank]
 
-    def buffers(self, numel: int, dtype: torch.dtype) -> RankBuffers:
-        """Return all ranks' buffers of this call, to be used after `wait`.
+    def buffers(self, numel: int, dtype: torch.dtype) -> Sequence[torch.Tensor]:
+        """Return all ranks' buffers of this call, by rank, to be used after `wait`.
 
         Whoever writes to them sees to it that no other rank uses these elements.
         """
         return self._all_buffers(self._calls, numel, dtype)
 
-    def _all_buffers(self, call: int, numel: int, dtype: torch.dtype) -> RankBuffers:
+    def _all_buffers(self, call: int, numel: int, dtype: torch.dtype) -> Sequence[torch.Tensor]:
         key = call % 2, numel, dtype
         views = self._views.get(key)
         if views is None:
-            if len(self._views) >= MAX_VIEWS:
+            if len(self._views) >= _MAX_ENTRIES:
                 self._views.clear()
             with torch.inference_mode(False):
                 used = self._buffers[call % 2, :, : numel * dtype.itemsize]
-                views = self._views[key] = RankBuffers(used.view(dtype).unbind())
+                views = self._views[key] = used.view(dtype).unbind()
         return views
 
     def signal(self, code: int) -> None:
@@ -212,7 +213,7 @@ class SymmetricMemory:
         """
         if self._size > 1 and not self.all_signalled():
             word = self._calls % 2
-            self._until(self.all_signalled, word, step, timeout, word)
+            self._until(self.all_signalled, word, step, timeout)
         self._fence()
 
     def gather_rows(
@@ -236,63 +237,50 @@ class SymmetricMemory:
         self.barrier(step, timeout)
         return table
 
-    def barrier(self, step: str, timeout: float, times: int = 1, *, last: bool = False) -> None:
+    def barrier(self, step: str, timeout: float) -> None:
         """Return when all ranks have called it as often: what they wrote before can be read.
 
         Args:
             step: What an error calls this.
-            timeout: Seconds, for all `times`.
-            times: For so many calls at once, in none of which the others wait for this rank.
-            last: Whether it is the collective's last barrier, which ranks that leave out others
-                wait for; alike on all ranks.
+            timeout: Seconds.
+
+        Raises:
+            CollectiveTimeoutError: Naming the ranks that have not come in `timeout` seconds, or one
+                that is gone.
         """
-        seen = self._barriers
-        self._barriers += times
-        gate = _LAST_BARRIER if last else _BARRIERS
+        self._barriers += 1
         self._fence()
         self._mine[_BARRIERS] = self._barriers
         self._fence()
-        reached = self._reached()
-        while seen < reached:
-            # Others that go on from a barrier which this rank leaves out may have waited for it
-            # alone. They may have gone on before the gate says so: look again.
-            self._open(gate if reached >= self._barriers else _BARRIERS, reached)
-            seen = reached
-            if reached < self._barriers:
-                self._fence()
-                reached = self._reached()
-        if reached < self._barriers:
-            self._until(self._all_reached, _BARRIERS, step, timeout, gate)
+        if self._all_reached():
+            self._open(_BARRIERS, self._barriers)
+        else:
+            self._until(self._all_reached, _BARRIERS, step, timeout)
         self._fence()
 
-    def _reached(self) -> int:
-        """Return how many barriers all ranks have come to."""
-        return min(self._words[_BARRIERS].tolist())
-
     def _all_reached(self) -> bool:
-        return self._reached() >= self._barriers
+        """Whether all ranks have come to this barrier."""
+        return min(self._words[_BARRIERS].tolist()) >= self._barriers
 
-    def _open(self, gate: int, number: int) -> None:
-        """Wake those that wait at the gate. number: another one each time that they wait there."""
+    def _open(self, word: int, number: int) -> None:
+        """Wake those that wait at a word's gate. number: another one each time."""
         if futex.available:
-            self._gates[gate] = number & 0xFFFFFFFF
-            futex.wake(self._gates_at + 4 * gate)
+            self._gates[word] = number & 0xFFFFFFFF
+            futex.wake(self._gates_at + 4 * word)
 
-    def _sleep(self, there: Callable[[], bool], gate: int, waited: float, left: float) -> None:
+    def _sleep(self, there: Callable[[], bool], word: int, waited: float, left: float) -> None:
         """Sleep until the last rank has posted, or a while, no longer than `left` seconds."""
         if not futex.available:
             # Late by an eighth at most.
             time.sleep(min(max(waited / 8, _MIN_NAP), _MAX_NAP))
             return
-        number = self._gates[gate]
+        number = self._gates[word]
         self._fence()
         if not there():
-            futex.wait(self._gates_at + 4 * gate, number, min(_CHECK_SECONDS, left))
+            futex.wait(self._gates_at + 4 * word, number, min(_CHECK_SECONDS, left))
 
-    def _until(
-        self, there: Callable[[], bool], word: int, step: str, timeout: float, gate: int
-    ) -> None:
-        """Return once `there()`; of whatever else ends the wait the other ranks are told."""
+    def _until(self, there: Callable[[], bool], word: int, step: str, timeout: float) -> None:
+        """Return once `there()`; where anything else ends the wait tell the other ranks."""
         try:
             for _ in range(_SPINS if self.workers >= self._size else 0):
                 if there():
@@ -300,8 +288,8 @@ class SymmetricMemory:
                 os.sched_yield()
             start = time.monotonic()
             while not there():
-                # No rank leaves before all are there: one that is gone will never come. It may have
-                # been there, and the last of all, since the look.
+                # No rank leaves before all are there: one that is gone will never come, unless it
+                # has come, as the last of all, since `there()` was asked.
                 gone = self._peers.gone()
                 if gone is not None and not there():
                     raise CollectiveTimeoutError(
@@ -314,7 +302,7 @@ class SymmetricMemory:
                         f"rank {self.rank} got no answer from {self._late(word)} in {step} within "
                         f"{timeout:.3g} s"
                     )
-                self._sleep(there, gate, waited, timeout - waited)
+                self._sleep(there, word, waited, timeout - waited)
         except RanksDiffer:
             raise
         except BaseException as error:

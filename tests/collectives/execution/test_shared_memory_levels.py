@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from collectives.execution.shared_memory_levels import Level, pairs, tree_levels
+from collectives.execution.shared_memory_levels import TreeLevel, pairs, tree_levels
 from collectives.schedules import recursive_doubling, recursive_halving
 from collectives.schedules.algorithm import Order
 from collectives.schedules.folding import Fold
@@ -66,7 +66,7 @@ def _reductions(schedule: Schedule) -> Iterator[dict[int, tuple[int, int]]]:
             yield reduced
 
 
-def _covered(level: Level) -> dict[tuple[int, int], list[int]]:
+def _covered(level: TreeLevel) -> dict[tuple[int, int], list[int]]:
     found: dict[tuple[int, int], list[int]] = {}
     for part in level.parts.values():
         found.setdefault((part.left, part.right), []).extend(range(part.start, part.stop))

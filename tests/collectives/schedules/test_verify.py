@@ -173,7 +173,7 @@ def test_earlier_phases_may_reduce_in_any_order() -> None:
 
 
 def test_phases_do_not_descend() -> None:
-    with pytest.raises(ScheduleError, match="phase 0 reduces the answer of a later phase"):
+    with pytest.raises(ScheduleError, match="phase 0 reduces the result of a later phase"):
         verify(made(two_nodes(first=1, phase=0, grouped=False), 2))
 
 

@@ -22,7 +22,7 @@ from collectives.transport import (
     threads,
 )
 from collectives.transport.connections.shm import INLINE_BYTES, RING_BYTES
-from collectives.transport.shared_memory import futex, symmetric_memory
+from collectives.transport.shared_memory import futex
 from collectives.transport.shared_memory.symmetric_memory import (
     JOINED,
     RanksDiffer,
@@ -113,33 +113,6 @@ def test_gather_rows_returns_every_ranks_rows_by_place(kind: str) -> None:
                 memory.barrier("a step", TIMEOUT)
 
     together(*(lambda t=t: run(t) for t in ranks))
-
-
-@both
-def test_barriers_that_a_rank_leaves_out_do_not_wait_for_it(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The others do not wait for it, and it comes back with the last; nobody sleeps too long."""
-    monkeypatch.setattr(symmetric_memory, "_CHECK_SECONDS", 10.0)
-    ranks = transports(kind, 3)
-    done: list[int] = []
-    began = time.monotonic()
-
-    def run(transport: Any) -> None:
-        mine = memory_of(transport)
-        for call in range(20):
-            if transport.rank == call % 5 % 3:
-                time.sleep(0.02 * (call % 2))
-                mine.barrier("the end", TIMEOUT, 4, last=True)
-            else:
-                for _ in range(3):
-                    mine.barrier("a step", TIMEOUT)
-                done.append(call)
-                mine.barrier("the end", TIMEOUT, last=True)
-            assert done.count(call) == 2
-
-    together(*(lambda t=t: run(t) for t in ranks))
-    assert time.monotonic() - began < 8.0
 
 
 def test_workers_count_processors_in_common_once() -> None:
