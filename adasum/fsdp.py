@@ -158,5 +158,8 @@ class _OverShards(Reducer):
 
         self.op.reduce(replace(operands, sum_partials=sum_partials))
 
+    def prescale(self, dtype: torch.dtype, size: int) -> float:
+        return self.op.prescale(dtype, size)
+
     def finish(self, buffer: Tensor, size: int) -> None:
         self.op.finish(buffer, size)

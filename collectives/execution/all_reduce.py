@@ -83,6 +83,11 @@ class Runner:
 
     def all_reduce(self, flat: Tensor, op: Reducer, options: AllReduceOptions, label: str) -> None:
         """Reduce a 1-D tensor over all ranks, in place."""
+        prescale = options.prescale * op.prescale(flat.dtype, self.transport.size)
+        self._all_reduce(flat, op, options._replace(prescale=prescale), label)
+
+    def _all_reduce(self, flat: Tensor, op: Reducer, options: AllReduceOptions, label: str) -> None:
+        """Reduce as the options say, whose prescale holds the operator's."""
         size, algorithm, phases = self.transport.size, "one rank", AllReducePhases()
         if size > 1:
             spec = spec_for(options.specs, flat.numel())
@@ -111,8 +116,9 @@ class Runner:
             self.all_reduce(vector.tensors[0], op, options, label)
         else:
             buffer = self.packed.take(vector.numel, tensors[0])
-            vector.fill(buffer, options.prescale)
-            self.all_reduce(buffer, op, AllReduceOptions(options.specs, vector.segments), label)
+            prescale = op.prescale(buffer.dtype, self.transport.size)
+            vector.fill(buffer, options.prescale * prescale)
+            self._all_reduce(buffer, op, AllReduceOptions(options.specs, vector.segments), label)
             vector.store(buffer, options.postscale)
 
     def _choose(self, flat: Tensor, op: Reducer) -> AllReduceSpec:
