@@ -59,8 +59,8 @@ def init(
             - "nccl": CUDA tensors travel through cupy's NCCL on each rank's current device, CPU
               tensors as with "auto". Otherwise CUDA tensors travel over torch.distributed.
         calibrate: Whether to measure link rates, for a fraction of a second, by which "auto"
-            chooses the algorithm of Sum and Average. False chooses by size alone, the same in every
-            run. It must be the same on all ranks.
+            chooses the algorithm of Sum and Average of CPU tensors. False chooses by size alone,
+            the same in every run. It must be the same on all ranks.
 
     Returns:
         The default group.
@@ -90,7 +90,7 @@ def init(
     try:
         group = _over_gloo(gloo, timeout, Description("init", options=options))
         if calibrate and group.size > 1:
-            group.set_link_rates(measure_link_rates(group))
+            group.set_link_rates(measure_link_rates(group), "cpu")
     except BaseException:
         (group or gloo).close()
         raise

@@ -196,6 +196,11 @@ def _fold(
     operator(reduce(operator, first), last, out=out)
 
 
+def is_plain_sum(op: Reducer) -> bool:
+    """Return whether a library's sum can stand for `op`'s reductions, no subclass's."""
+    return type(op) in (SumReducer, AverageReducer)
+
+
 Sum = SumReducer()
 Average = AverageReducer()
 Max = MaxReducer()

@@ -5,8 +5,9 @@
     python -m collectives.cost --local 8 --host 0
 
 Rates are seconds and seconds a byte; unless given they are assumptions about H100 nodes, which the
-heading repeats. A two-level algorithm with Adasum averages inside nodes: that computes something
-else than Adasum over all ranks, so its time is no reason to prefer it.
+heading repeats. `nccl` is the price of NCCL's own sum. A two-level algorithm with Adasum averages
+inside nodes: that computes something else than Adasum over all ranks, so its time is no reason to
+prefer it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import replace
 
 from collectives import validation
 from collectives.cost import ASSUMED, OPS, Cost, LinkRates, Rate, estimate
+from collectives.cost.library import library_cost
 from collectives.schedules.spec import parse_general_int
 from collectives.schedules.topology import Topology
 
@@ -59,6 +61,8 @@ def table(
             (name, estimate(name, nbytes, rates, topology, op, segments))
             for name in names or algorithms(op, topology)
         ]
+        if op == "sum" and not names:
+            rows.append(("nccl", library_cost(nbytes, rates, topology)))
         for name, cost in sorted(rows, key=lambda row: row[1].seconds):
             cells = [
                 op,
