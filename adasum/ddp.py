@@ -47,6 +47,9 @@ class HookState:
         timeout: Seconds a step may wait for a peer, where the hook makes the group.
         named_parameters: The names that an observer is told, as model.named_parameters() gives
             them. Unless given, parameters are numbered in the order of their first reduction.
+        calibrate: Whether link rates are measured where the hook makes the group, for a fraction of
+            a second at the first reduction: `collectives.from_process_group`. It must be the same
+            on all ranks.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -65,18 +68,21 @@ class HookState:
         timeout: float = 300.0,
         *,
         named_parameters: Iterable[tuple[str, Tensor]] = (),
+        calibrate: bool = True,
     ) -> None:
         if not isinstance(op, Reducer):
             raise TypeError(f"op must be Sum, Average or Adasum, not {op!r}")
         if algorithm is not None:
             collectives.parse_all_reduce_spec(algorithm)
         validation.timeout(timeout)
+        validation.instance("calibrate", calibrate, bool, "a bool")
         require_observer(observer)
         self.op = op
         self.algorithm = algorithm
         self.process_group = process_group
         self.observer = observer
         self.timeout = timeout
+        self.calibrate = calibrate
         self._names = WeakIdKeyDictionary({each: name for name, each in named_parameters})
         self._num_named = len(self._names)
         self._requests = RequestPool()
@@ -96,7 +102,7 @@ class HookState:
                 "no ranks to reduce over: call adasum.init() or "
                 "torch.distributed.init_process_group() first, or pass process_group="
             )
-        return collectives.from_process_group(given, timeout=self.timeout)
+        return collectives.from_process_group(given, timeout=self.timeout, calibrate=self.calibrate)
 
     def start(
         self, buffer: Tensor, name: str, segments: Sequence[int], op: Reducer | None = None

@@ -71,7 +71,10 @@ def register_fsdp_hook(model: nn.Module, state: HookState) -> None:
     # The group of the replicas is made here, where all ranks are.
     _ = state.group
     for unit, group, mesh in found:
-        shards = collectives.from_process_group(mesh.get_group(), timeout=state.timeout)
+        # It sums dot products alone, whose order must not depend on a measurement.
+        shards = collectives.from_process_group(
+            mesh.get_group(), timeout=state.timeout, calibrate=False
+        )
         if hasattr(unit, "set_reduce_scatter_unused_params"):
             unit.set_reduce_scatter_unused_params(True, recurse=False)
         unit.set_all_reduce_hook(_Hook(group, state, shards))
@@ -154,9 +157,14 @@ class _OverShards(Reducer):
         def sum_partials(partials: Tensor) -> None:
             if operands.sum_partials is not None:
                 operands.sum_partials(partials)
-            self._shards.all_reduce(partials, Sum, name="dot products over shards")
+            # Not by `auto`: somebody else may have calibrated the group.
+            name = "dot products over shards"
+            self._shards.all_reduce(partials, Sum, name=name, algorithm="rd")
 
         self.op.reduce(replace(operands, sum_partials=sum_partials))
+
+    def prescale(self, dtype: torch.dtype, size: int) -> float:
+        return self.op.prescale(dtype, size)
 
     def finish(self, buffer: Tensor, size: int) -> None:
         self.op.finish(buffer, size)

@@ -93,14 +93,23 @@ class Group:
         """Number of hosts that the group's ranks are on, the same on every rank."""
         return len(set(self.hosts))
 
-    def set_link_rates(self, rates: LinkRates | None) -> None:
-        """Let `auto` choose by these measured costs, which must be the same on every rank.
+    def set_link_rates(self, rates: LinkRates | None, device: str | None = None) -> None:
+        """Let `auto` choose by these costs, which must be the same on every rank.
+
+        Without it tensors on GPUs have assumed rates (`collectives.cost.ASSUMED`), and those on the
+        host what `init` has measured, if anything.
 
         Args:
             rates: None for a choice by size alone, the same in every run of the program.
+            device: For tensors on "cpu" or "cuda" only; for both unless given.
         """
         validation.instance("rates", rates, LinkRates | None, "LinkRates or None")
-        self._runner.link_rates = rates
+        if device not in (None, "cpu", "cuda"):
+            raise ValueError(f"device must be 'cpu', 'cuda' or None, got {device!r}")
+        if device != "cuda":
+            self._runner.link_rates = rates
+        if device != "cpu":
+            self._runner.gpu_link_rates = rates
 
     def check_algorithm(self, algorithm: str, op: Reducer = Sum) -> None:
         """Raise ValueError where a specification cannot carry `op` on these ranks; sends nothing.
@@ -354,7 +363,8 @@ class Group:
             topology=locality.topology,
         )
         part.hosts = locality.hosts
-        part.set_link_rates(self._runner.link_rates)
+        part.set_link_rates(self._runner.link_rates, "cpu")
+        part.set_link_rates(self._runner.gpu_link_rates, "cuda")
         self._parts.append(part)
         part._whole = self
         return part

@@ -59,8 +59,8 @@ def init(
             - "nccl": CUDA tensors travel through cupy's NCCL on each rank's current device, CPU
               tensors as with "auto". Otherwise CUDA tensors travel over torch.distributed.
         calibrate: Whether to measure link rates, for a fraction of a second, by which "auto"
-            chooses the algorithm of Sum and Average. False chooses by size alone, the same in every
-            run. It must be the same on all ranks.
+            chooses the algorithm of Sum and Average of CPU tensors. False chooses by size alone,
+            the same in every run. It must be the same on all ranks.
 
     Returns:
         The default group.
@@ -81,22 +81,14 @@ def init(
     options = {"transport": transport_choice(transport), "calibrate": calibrate}
     # What it raises, and the second it may take, come before anybody waits.
     kernels.backend_info()
-    if not isinstance(calibrate, bool):
-        raise TypeError(f"calibrate must be a bool, got {type(calibrate).__name__}")
+    validation.instance("calibrate", calibrate, bool, "a bool")
     gloo = _gloo(process_group, timeout)
     if gloo is None:
         _group = Group(ThreadWorld(1).transport(0), timeout=timeout, local_rank=0, local_size=1)
         return _group
-    try:
-        group = _over_gloo(gloo, timeout, Description("init", options=options))
-        if calibrate and group.size > 1:
-            group.set_link_rates(measure_link_rates(group))
-    except BaseException:
-        (group or gloo).close()
-        raise
-    _group = group
+    _group = _over_gloo(gloo, timeout, Description("init", options=options))
     atexit.register(shutdown)
-    return group
+    return _group
 
 
 def _gloo(process_group: dist.ProcessGroup | None, timeout: float) -> GlooTransport | None:
@@ -143,7 +135,9 @@ def new_group(ranks: Sequence[int]) -> Group | None:
     return default_group().split(ranks)
 
 
-def from_process_group(process_group: dist.ProcessGroup, *, timeout: float = 300.0) -> Group:
+def from_process_group(
+    process_group: dist.ProcessGroup, *, timeout: float = 300.0, calibrate: bool = True
+) -> Group:
     """Return a group of the ranks of a torch.distributed process group, in its order.
 
     `init` is not needed. Exactly these ranks must call it. Messages travel over a process group of
@@ -153,10 +147,13 @@ def from_process_group(process_group: dist.ProcessGroup, *, timeout: float = 300
     Args:
         process_group: The process group.
         timeout: Seconds that any step of a collective may wait for a peer.
+        calibrate: Whether the call that makes the Group measures link rates, as in `init`.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
-        TypeError: `process_group` is not a process group that this rank is in.
+        TypeError: `process_group` is not a process group that this rank is in, or `calibrate` is
+            no bool.
+        CollectiveMismatchError: Ranks differ in `calibrate`. Raised on all ranks.
         ValueError: `timeout` is not a positive number of seconds.
     """
     _require_distributed()
@@ -164,6 +161,7 @@ def from_process_group(process_group: dist.ProcessGroup, *, timeout: float = 300
         raise RuntimeError("torch.distributed is not initialised: call init_process_group first")
     _check_process_group(process_group)
     validation.timeout(timeout)
+    validation.instance("calibrate", calibrate, bool, "a bool")
     group = _adopted.get(process_group)
     if group is None or group.closed:
         # What these raise comes before anybody waits.
@@ -171,7 +169,8 @@ def from_process_group(process_group: dist.ProcessGroup, *, timeout: float = 300
         kernels.backend_info()
         ranks = range(dist.get_world_size(process_group))
         own = subgroup(process_group, ranks, backend(dist.get_world_size()), timeout)
-        start = Description("from_process_group", options={"transport": choice})
+        options = {"transport": choice, "calibrate": calibrate}
+        start = Description("from_process_group", options=options)
         group = _over_gloo(GlooTransport(own, owned=True), timeout, start)
         if not _adopted:
             atexit.register(_close_adopted)
@@ -187,12 +186,20 @@ def _close_adopted() -> None:
 def _over_gloo(gloo: GlooTransport, timeout: float, start: Description) -> Group:
     whole = gloo.size == dist.get_world_size()
     local_rank, local_size = local_ranks() if whole else (None, None)
-    return Group(
-        connect(gloo, timeout, start),
-        timeout=timeout,
-        local_rank=local_rank,
-        local_size=local_size,
-    )
+    group = None
+    try:
+        group = Group(
+            connect(gloo, timeout, start),
+            timeout=timeout,
+            local_rank=local_rank,
+            local_size=local_size,
+        )
+        if start.options["calibrate"] and group.size > 1:
+            group.set_link_rates(measure_link_rates(group), "cpu")
+    except BaseException:
+        (group or gloo).close()
+        raise
+    return group
 
 
 def shutdown() -> None:

@@ -98,6 +98,10 @@ class Reducer:
         """
         return partial(self.reduce, operands)
 
+    def prescale(self, dtype: torch.dtype, size: int) -> float:
+        """Return the factor that every rank's buffer is multiplied by before it is reduced."""
+        return 1.0
+
     def finish(self, buffer: torch.Tensor, size: int) -> None:
         """Do what is left on the reduced buffer, element by element; it may come in parts."""
 
@@ -141,7 +145,12 @@ class SumReducer(Reducer):
 
 
 class AverageReducer(SumReducer):
-    """The sum divided once, at the end, by the number of ranks."""
+    """The sum divided once, at the end, by the number of ranks n.
+
+    float16 is divided by P before the sum, the least power of two not below n, and by n/P at the
+    end: the sum of what is finite cannot overflow, but for rounding beside the largest values. As
+    long as x/P is a normal number nothing is lost; below, up to log2 P bits of x.
+    """
 
     name = "Average"
 
@@ -152,9 +161,13 @@ class AverageReducer(SumReducer):
         if not computes(torch.div, dtype):
             raise TypeError(f"{self.name} needs divisions, which torch has not for {dtype}")
 
+    def prescale(self, dtype: torch.dtype, size: int) -> float:
+        return 0.5 ** (size - 1).bit_length() if dtype == torch.float16 else 1.0
+
     def finish(self, buffer: torch.Tensor, size: int) -> None:
-        if size > 1:
-            buffer.div_(size)
+        divisor = size * self.prescale(buffer.dtype, size)
+        if divisor != 1.0:
+            buffer.div_(divisor)
 
 
 class MaxReducer(Reducer):
@@ -181,6 +194,11 @@ def _fold(
     """Write the parts, joined by a binary operator from left to right, to `out`."""
     *first, last = parts
     operator(reduce(operator, first), last, out=out)
+
+
+def is_plain_sum(op: Reducer) -> bool:
+    """Return whether a library's sum can stand for `op`'s reductions, no subclass's."""
+    return type(op) in (SumReducer, AverageReducer)
 
 
 Sum = SumReducer()

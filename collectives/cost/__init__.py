@@ -9,6 +9,8 @@ The model: a schedule runs in lockstep, and a step ends when its messages have a
 reduced. What a rank sends in a step to one class of peers, in its node or on other nodes, takes
 alpha for every peer and beta for every byte; so does what it receives, at the same time. Source:
 Thakur, Rabenseifner and Gropp, IJHPCA 2005, for one peer a step; several are taken one by one.
+Before every step, those of Adasum's dot products too, the host spends `host` seconds: the model
+does not count on its being ahead of the device.
 """
 
 from __future__ import annotations

@@ -2,10 +2,12 @@
 
     python -m collectives.cost --nodes 128 --local 8 --bytes 256M
     python -m collectives.cost --nodes 2 --alpha 3e-6,20e-6 --beta 2e-12,1e-10 --op adasum
+    python -m collectives.cost --local 8 --host 0
 
 Rates are seconds and seconds a byte; unless given they are assumptions about H100 nodes, which the
-heading repeats. A two-level algorithm with Adasum averages inside nodes: that computes something
-else than Adasum over all ranks, so its time is no reason to prefer it.
+heading repeats. `nccl` is the price of NCCL's own sum. A two-level algorithm with Adasum averages
+inside nodes: that computes something else than Adasum over all ranks, so its time is no reason to
+prefer it.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from dataclasses import replace
 
 from collectives import validation
 from collectives.cost import ASSUMED, OPS, Cost, LinkRates, Rate, estimate
+from collectives.cost.library import library_cost
 from collectives.schedules.spec import parse_general_int
 from collectives.schedules.topology import Topology
 
@@ -58,6 +61,8 @@ def table(
             (name, estimate(name, nbytes, rates, topology, op, segments))
             for name in names or algorithms(op, topology)
         ]
+        if op == "sum" and not names:
+            rows.append(("nccl", library_cost(nbytes, rates, topology)))
         for name, cost in sorted(rows, key=lambda row: row[1].seconds):
             cells = [
                 op,
@@ -85,6 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, about in (("alpha", "seconds a message"), ("beta", "seconds a byte")):
         text = f"{about}: inside a node and between nodes, or one for both"
         parser.add_argument(f"--{name}", metavar="INTRA[,INTER]", help=text)
+    parser.add_argument("--host", type=float, metavar="SECONDS", help="of the host, a step")
     args = parser.parse_args(argv)
     try:
         topology, rates = _machine(args)
@@ -104,7 +110,9 @@ def _machine(args: argparse.Namespace) -> tuple[Topology, LinkRates]:
         if text := getattr(args, part):
             inside, between = _one_or_two(f"--{part}", text)
             intra, inter = intra._replace(**{part: inside}), inter._replace(**{part: between})
-    return Topology(args.nodes * args.local, args.local), replace(ASSUMED, intra=intra, inter=inter)
+    host = ASSUMED.host if args.host is None else args.host
+    rates = replace(ASSUMED, intra=intra, inter=inter, host=host)
+    return Topology(args.nodes * args.local, args.local), rates
 
 
 def _one_or_two(option: str, text: str) -> tuple[float, float]:
@@ -123,7 +131,7 @@ def _rates_line(rates: LinkRates) -> str:
     for name, value in vars(rates).items():
         if isinstance(value, Rate):
             parts.append(f"{name} {value.alpha * 1e6:.4g} µs + {_bandwidth(value.beta)}")
-    return f"{kind}: {', '.join(parts)}"
+    return f"{kind}: {', '.join(parts)}, host {rates.host * 1e6:.4g} µs a step"
 
 
 def _bandwidth(beta: float) -> str:

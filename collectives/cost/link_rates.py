@@ -48,6 +48,8 @@ class LinkRates:
         nic: Seconds a byte of the network adapter that all ranks of a node share, each way; None
             where every rank has its own.
         call: Seconds of a collective beside its steps.
+        host: Seconds that the host spends on a step before the device begins it. Nothing on a CPU,
+            where it is a part of alpha.
 
     Raises:
         ValueError: A number is negative or not finite.
@@ -59,6 +61,7 @@ class LinkRates:
     adasum: Rate
     nic: float | None = None
     call: float = 0.0
+    host: float = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -77,11 +80,14 @@ ASSUMED = LinkRates(
     inter=Rate(14e-6, 1 / 50e9),
     sum=Rate(3e-6, 3 / 3.35e12),
     adasum=Rate(7.5e-6, 7.5 / 3.35e12),
+    host=60e-6,
 )
 """Assumptions, not measurements: nodes of H100 GPUs, each with a 400 Gb/s adapter of its own.
 
 alpha: the latencies that NCCL's tuning tables give a hop of a ring over NVLink and over the network
 (protocol Simple). beta: the makers' figures, NVLink 4 at 450 GB/s each way and 400 Gb/s. sum: a
 kernel launch of 3 µs, and two reads and a write at the 3.35 TB/s of the data sheet. adasum: two and
-a half times that, for five units of traffic in two launches and their dot products.
+a half times that, for five units of traffic in two launches and their dot products. host: what one
+exchange through NCCL takes of the calling thread's processor time over stand-ins for CUDA and NCCL
+(tests/fakes; a loaded 2-core EPYC), without a driver's part and the wait for NCCL's thread.
 """

@@ -93,7 +93,8 @@ class Profile:
         """
         sizes = np.array([nbytes, DOTS_BYTES * segments])
         seconds = rates.call + sum(
-            each.times * _seconds(each, float(sizes[int(each.dots)]), rates) for each in self.rounds
+            each.times * (rates.host + _seconds(each, float(sizes[int(each.dots)]), rates))
+            for each in self.rounds
         )
         staged = [each.nodes[:, :, _REDUCE + 1].max() for each in self.rounds if not each.dots]
         intra, inter = (sizes @ self.total).tolist()

@@ -8,18 +8,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-from collectives.cost import LinkRates
+from collectives.cost import ASSUMED, LinkRates
 from collectives.cost.choice import choose
 from collectives.execution.context import CallContext, Workspace
 from collectives.execution.executor import execute
 from collectives.execution.phases import AllReducePhases, phases_of
 from collectives.execution.vectors import flatten, vector_of
 from collectives.execution.vendor import Libraries
-from collectives.reducers import Reducer, Sum
+from collectives.reducers import Reducer, Sum, is_plain_sum
 from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec, spec_for
 from collectives.schedules.topology import Topology
 from collectives.trace import span
 from collectives.transport.base import Transport
+from collectives.transport.nccl.communicators import DTYPES
+from collectives.transport.process_groups import has_nccl
 
 Tensor = torch.Tensor
 Specs = tuple[AllReduceSpec, ...]
@@ -57,7 +59,9 @@ class Runner:
         self.workspace = Workspace()
         self.packed = Workspace()
         self.libraries = Libraries(transport)
+        # What `auto` chooses by, of tensors on the host and on GPUs; None for size alone.
         self.link_rates: LinkRates | None = None
+        self.gpu_link_rates: LinkRates | None = ASSUMED
         # What the messages of the call that runs now carry.
         self.code = 0
 
@@ -83,6 +87,11 @@ class Runner:
 
     def all_reduce(self, flat: Tensor, op: Reducer, options: AllReduceOptions, label: str) -> None:
         """Reduce a 1-D tensor over all ranks, in place."""
+        prescale = options.prescale * op.prescale(flat.dtype, self.transport.size)
+        self._all_reduce(flat, op, options._replace(prescale=prescale), label)
+
+    def _all_reduce(self, flat: Tensor, op: Reducer, options: AllReduceOptions, label: str) -> None:
+        """Reduce as the options say, whose prescale holds the operator's."""
         size, algorithm, phases = self.transport.size, "one rank", AllReducePhases()
         if size > 1:
             spec = spec_for(options.specs, flat.numel())
@@ -111,20 +120,33 @@ class Runner:
             self.all_reduce(vector.tensors[0], op, options, label)
         else:
             buffer = self.packed.take(vector.numel, tensors[0])
-            vector.fill(buffer, options.prescale)
-            self.all_reduce(buffer, op, AllReduceOptions(options.specs, vector.segments), label)
+            prescale = op.prescale(buffer.dtype, self.transport.size)
+            vector.fill(buffer, options.prescale * prescale)
+            self._all_reduce(buffer, op, AllReduceOptions(options.specs, vector.segments), label)
             vector.store(buffer, options.postscale)
 
     def _choose(self, flat: Tensor, op: Reducer) -> AllReduceSpec:
-        """Return what `auto` stands for: by the measured costs where there are any.
+        """Return what `auto` stands for: by the link rates where there are any.
 
         The order of Adasum's partial sums must not depend on a measurement: a second run of the
         program has to give the same bits. Its choice is by size alone.
         """
-        if self.link_rates is None or op.needs_one_tree or flat.is_cuda:
+        rates = self.gpu_link_rates if flat.is_cuda else self.link_rates
+        if rates is None or op.needs_one_tree:
             return AllReduceSpec(op.algorithm(flat.nbytes, self.transport.size), 1, -1)
-        (spec,) = parse_all_reduce_spec(choose(op, flat.nbytes, self.link_rates, self.topology))
+        library = self._library_for(flat, op)
+        (spec,) = parse_all_reduce_spec(choose(op, flat.nbytes, rates, self.topology, library))
         return spec
+
+    def _library_for(self, flat: Tensor, op: Reducer) -> str | None:
+        """Return the name of NCCL's own all-reduce where `auto` may take it, alike on all ranks."""
+        dtype = flat.dtype.to_real() if flat.is_complex() else flat.dtype
+        if not flat.is_cuda or dtype not in DTYPES or not is_plain_sum(op):
+            return None
+        if self.transport.sums_on_gpu:
+            return "nccl"
+        group = self.transport.process_group
+        return None if group is None or not has_nccl(group) else "collective"
 
     def _run(
         self,

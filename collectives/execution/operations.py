@@ -56,6 +56,12 @@ class Operation:
         """Number of ranks."""
         return self.runner.transport.size
 
+    def prescale(self, flat: Tensor) -> None:
+        """Multiply by what the operator wants before it reduces."""
+        factor = self.op.prescale(flat.dtype, self.size)
+        if factor != 1.0:
+            flat.mul_(factor)
+
     def execute(
         self, schedule: Schedule, flat: Tensor, op: Reducer, bounds: Sequence[int] | None = None
     ) -> None:
@@ -89,6 +95,7 @@ def _reduce(call: Operation) -> Tensor:
 
 def _reduce_onto(call: Operation, tensor: Tensor, dst: int) -> None:
     flat = flatten(tensor)
+    call.prescale(flat)
     call.execute(ring.reduce(call.size, dst), flat, call.op)
     if call.rank == dst:
         call.op.finish(flat, call.size)
@@ -129,6 +136,7 @@ def _reduce_scatter(call: Operation) -> Tensor:
         options = AllReduceOptions(parse_all_reduce_spec("auto"))
         call.runner.all_reduce(flat, op, options, call.label)
     else:
+        call.prescale(flat)
         call.execute(ring.reduce_scatter(size), flat, op, bounds)
     piece = flat[bounds[rank] : bounds[rank + 1]].clone()
     if not op.needs_one_tree:

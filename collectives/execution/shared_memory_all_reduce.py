@@ -100,7 +100,8 @@ class SharedMemoryAllReduce:
 
     def fill(self) -> None:
         """Copy the tensors to this rank's buffer of the call to be signalled next."""
-        self.vector.fill(self.memory.next_buffer(self.vector.numel, self.vector.dtype))
+        buffer = self.memory.next_buffer(self.vector.numel, self.vector.dtype)
+        self.vector.fill(buffer, self.op.prescale(buffer.dtype, self.runner.transport.size))
 
     def reduce(self, label: str) -> None:
         """Write the result to the tensors."""

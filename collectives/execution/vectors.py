@@ -42,11 +42,13 @@ class Vector:
         return self.numel * self.dtype.itemsize
 
     def fill(self, buffer: Tensor, scale: float = 1.0) -> None:
-        """Copy the vector to `buffer`; scale: a factor, for several tensors only."""
-        if self.layout is None:
+        """Copy the vector to `buffer` and scale it there."""
+        if self.layout is not None:
+            kernels.pack(self.tensors, layout=self.layout, scale=scale, out=buffer)
+        elif scale == 1.0:
             buffer.copy_(self.tensors[0])
         else:
-            kernels.pack(self.tensors, layout=self.layout, scale=scale, out=buffer)
+            torch.mul(self.tensors[0], scale, out=buffer)
 
     def store(self, result: Tensor, scale: float) -> None:
         """Copy `result` to the tensors and scale them."""

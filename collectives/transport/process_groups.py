@@ -85,6 +85,11 @@ def _nccl_of(process_group: dist.ProcessGroup) -> Any:
     return backend if isinstance(backend, dist.ProcessGroupNCCL) else None
 
 
+def has_nccl(process_group: dist.ProcessGroup) -> bool:
+    """Return whether a process group reduces CUDA tensors by NCCL."""
+    return "cuda:nccl" in dist.get_backend_config(process_group)
+
+
 def extend_timeout(process_group: dist.ProcessGroup) -> None:
     """Give operations of torch's own NCCL a minute more than the group's timeout.
 

@@ -48,8 +48,10 @@ def test_sums_and_averages_of_every_kind_are_within_bounds(size: int) -> None:
         want, reach = terms[dtype].sum(0) / scale, np.abs(terms[dtype]).sum(0) / scale
         # n - 1 additions and a division, each half a unit of a partial sum no larger than the sum
         # of the sizes; twice that for products of such errors. Additions of subnormals are exact,
-        # and the division rounds them by half a spacing.
+        # and the division rounds them by half a spacing. Averages of float16 divide by P, the least
+        # power of two not below n, before the sum: half a spacing for each term, n / P of one.
         info = torch.finfo(dtype)
-        bound = size * info.eps * reach + info.smallest_normal * info.eps
+        power = 1 / op.prescale(dtype, size)
+        bound = size * info.eps * reach + (power + 1) / 2 * info.smallest_normal * info.eps
         assert got.size == len(FINITE) * NUMEL
         assert (np.abs(got - want) <= bound).all(), (algorithm, dtype, op)

@@ -44,8 +44,8 @@ def _init(**options: Any) -> None:
         adasum.shutdown()
 
 
-def _from_process_group(process_group: Any, timeout: Any) -> None:
-    collectives.from_process_group(process_group, timeout=timeout).close()
+def _from_process_group(process_group: Any, timeout: Any, **options: Any) -> None:
+    collectives.from_process_group(process_group, timeout=timeout, **options).close()
 
 
 @contextmanager
@@ -103,6 +103,7 @@ SIGNATURES: dict[str, tuple[Any, list[Strategy], dict[str, Strategy]]] = {
             "process_group": value(None),
             "timeout": value(1.0, 0, -1),
             "named_parameters": value((), [("a", torch.ones(1))]),
+            "calibrate": value(True, False),
         },
     ),
     "ProcessSet": (ProcessSet, [value([0], [0, 1], [])], {}),
@@ -110,7 +111,7 @@ SIGNATURES: dict[str, tuple[Any, list[Strategy], dict[str, Strategy]]] = {
     "from_process_group": (
         _from_process_group,
         [value(None), value(1.0, 5, 0)],
-        {},
+        {"calibrate": value(True, False)},
     ),
     "init": (
         _init,

@@ -92,6 +92,15 @@ def check_all_reduce(group: Group) -> None:
             close(mine, terms, 1.5 / group.size)
 
 
+def check_float16_average(group: Group) -> None:
+    """Of the largest exact sums, by a library too."""
+    library = [] if group.transport.process_group is None else ["collective", "collective/rechd"]
+    for name in [None, *SCHEDULES, *library]:
+        mine = torch.full((1021,), 40000.0, dtype=torch.float16)
+        group.all_reduce(mine, Average, algorithm=name)
+        close(mine, [torch.full((1021,), 40000.0)] * group.size, 1 / group.size)
+
+
 def check_large_all_reduce(group: Group) -> None:
     terms = inputs(group, (200_003,), torch.float32, 77)
     for name in [None, *SCHEDULES]:

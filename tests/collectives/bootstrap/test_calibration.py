@@ -13,6 +13,7 @@ from collectives.bootstrap import calibration
 from collectives.bootstrap.calibration import _ring, calibrate, fit
 from collectives.cost import LinkRates, Rate, estimate
 from collectives.cost.choice import candidates, choose
+from collectives.reducers import Max
 from collectives.schedules.topology import Topology
 
 
@@ -80,6 +81,8 @@ def test_candidates_have_one_mathematics() -> None:
     assert candidates(Adasum, one) == candidates(Adasum, two) == ("rd", "vhdd")
     assert candidates(collectives.Sum, one) == ("rd", "rechd", "xring")
     assert candidates(collectives.Average, Topology(8, 1)) == ("rd", "rechd", "xring")
+    # The inner of two levels adds, which is not everybody's reduction.
+    assert candidates(Max, two) == ("rd", "rechd", "xring")
     assert "xring#4" in candidates(collectives.Sum, two)
     assert "xring/rechd" in candidates(collectives.Sum, two)
 

@@ -208,6 +208,26 @@ def test_bytes_beyond_the_knee_take_another_time() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("text", "op", "steps"),
+    [
+        ("xring", "sum", 14),
+        ("rechd", "sum", 6),
+        ("rd", "sum", 3),
+        ("rechd/xring", "sum", 2 * 2 + 2),
+        # Three levels of dot products take one step, two and three.
+        ("vhdd", "adasum", 6 + 1 + 2 + 3),
+    ],
+)
+def test_every_step_costs_the_host(text: str, op: str, steps: int) -> None:
+    topology = Topology(8, 4)
+    free, busy = (
+        estimate(text, 1 << 20, replace(SHARED, host=host), topology, op) for host in (0.0, 1e-3)
+    )
+    assert busy.seconds - free.seconds == pytest.approx(1e-3 * steps)
+    assert busy.steps == free.steps
+
+
 def test_other_schedules_can_be_walked() -> None:
     topology = Topology(6, 3)
     for steps in (ring.reduce_scatter(6), ring.all_gather(6), binomial_tree.broadcast(6, 2)):
@@ -272,19 +292,23 @@ def test_command_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[0] == "4 nodes of 8 ranks, 1 MiB a rank"
     assert lines[1].startswith("assumed: intra 3.4 µs + 450 GB/s")
     sums = [line for line in lines if line.startswith("| sum |")]
-    assert len(sums) == 15
+    assert len(sums) == 16 and any("| nccl |" in line for line in sums)
     assert any("| rechd/rechd |" in line for line in sums)
 
     main([*command, "--alpha", "1e-6", "--beta", "0,0", "--algorithms", "rd"])
     out = capsys.readouterr().out
-    # Five steps of 1 µs and a launch of 3 µs each; to sum 1 MiB takes 0.94 µs.
-    assert "given: " in out and "| sum | rd | 24.7 µs | 5 |" in out
+    # Five steps of 1 µs, a launch of 3 µs and the host's 60 µs each; to sum 1 MiB takes 0.94 µs.
+    assert "given: " in out and "| sum | rd | 325 µs | 5 |" in out
+    main([*command, "--alpha", "1e-6", "--beta", "0,0", "--algorithms", "rd", "--host", "0"])
+    out = capsys.readouterr().out
+    assert ", host 0 µs a step" in out and "| sum | rd | 24.7 µs | 5 |" in out
 
     for wrong, text in (
         (["--bytes", "1x"], "'1x' is not a positive integer"),
         (["--alpha", "1,2,3"], "--alpha must be one or two numbers"),
         (["--nodes", "-2"], "--nodes must be at least 1"),
         (["--nodes", "0"], "--nodes must be at least 1"),
+        (["--host", "-1"], "host must be finite seconds and not negative"),
         (["--algorithms", "bogus"], "bogus"),
     ):
         with pytest.raises(SystemExit):

@@ -1,0 +1,94 @@
+"""The price of NCCL's own all-reduce, which has no schedule here.
+
+It is one launch, whose steps cost the host nothing, and reduces what it receives as it arrives. The
+hops are those of NCCL's own tuning (its src/graph/tuning.cc), which takes the better of:
+
+- rings, one for each rank of a node: 2 (n - 1) hops, of which 2 a node cross the network. Each rank
+  passes on 2 (n - 1) / n of the buffer; so does each node, by all of its ranks together.
+- two trees of nodes, with a chain of ranks in each: 2 (local - 1) hops in a node and 2 log2(nodes)
+  between nodes. A rank passes the buffer up and down; nodes exchange 2 (nodes - 1) / nodes of it.
+  Source: Sanders, Speck and Traeff, Parallel Computing 2009.
+
+The slower of the two links sets the pace. NCCL gives trees 92 % of a ring's bandwidth; here they
+have all of it, as the rates of schedules are not derated either.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from collectives.cost.link_rates import LinkRates
+from collectives.cost.profiles import Cost
+from collectives.schedules.topology import Topology
+
+
+def library_cost(nbytes: float, rates: LinkRates, topology: Topology) -> Cost:
+    """Return the cost of a library's own sum over all ranks.
+
+    Args:
+        nbytes: Length of each rank's buffer.
+        rates: The machine; `sum.alpha` is the launch.
+        topology: Where the ranks are.
+    """
+    if topology.size == 1:
+        return Cost(rates.call, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    costs = [way(nbytes, rates, topology) for way in (_ring, _trees)]
+    return min(costs, key=lambda cost: cost.seconds)
+
+
+def least_seconds(nbytes: float, rates: LinkRates, topology: Topology) -> float:
+    """Return less than any schedule takes: log2 n steps, and the least bytes on either link.
+
+    To walk the schedules of thousands of ranks takes seconds, which this saves.
+    """
+    local, nodes = topology.local_size, topology.num_nodes
+    within, between = (2 * (count - 1) / count * nbytes for count in (local, nodes))
+    steps = (topology.size - 1).bit_length()
+    step = rates.host + min(rates.intra.alpha, rates.inter.alpha)
+    return rates.call + steps * step + _transfer(within, between, rates, local)
+
+
+def _ring(nbytes: float, rates: LinkRates, topology: Topology) -> Cost:
+    size, local, nodes = topology.size, topology.local_size, topology.num_nodes
+    hops = 2 * (size - 1)
+    moved = hops / size * nbytes
+    # With one rank a node all hops cross.
+    crossing = hops if local == 1 else 2 * nodes if nodes > 1 else 0
+    within = moved if local > 1 else 0.0
+    between = moved if nodes > 1 else 0.0
+    total = (size * moved - nodes * between, nodes * between)
+    return _cost(hops - crossing, crossing, within, between, total, rates, local)
+
+
+def _trees(nbytes: float, rates: LinkRates, topology: Topology) -> Cost:
+    local, nodes = topology.local_size, topology.num_nodes
+    # The ends of a chain pass the buffer on in one direction only.
+    within = min(local - 1, 2) * nbytes
+    between = 2 * (nodes - 1) / nodes * nbytes
+    hops, crossing = 2 * (local - 1), 2 * (nodes - 1).bit_length()
+    total = (hops * nodes * nbytes, nodes * between)
+    return _cost(hops, crossing, within, between, total, rates, local)
+
+
+def _cost(
+    inside: int,
+    crossing: int,
+    within: float,
+    between: float,
+    total: tuple[float, float],
+    rates: LinkRates,
+    local: int,
+) -> Cost:
+    seconds = rates.call + rates.host + rates.sum.alpha
+    seconds += inside * rates.intra.alpha + crossing * rates.inter.alpha
+    seconds += _transfer(within, between, rates, local)
+    return Cost(seconds, 1, *total, within, between, 0.0)
+
+
+def _transfer(within: float, between: float, rates: LinkRates, local: int) -> float:
+    """Return the time of what a rank passes on inside its node and its node to others."""
+    intra, inter = (
+        rate.seconds(np.zeros(1), np.array([nbytes])).item()
+        for rate, nbytes in ((rates.intra, within), (rates.inter, between / local))
+    )
+    return float(max(intra, inter, (rates.nic or 0.0) * between))

@@ -1,0 +1,163 @@
+"""What `auto` takes of CUDA tensors: a library's own sum where there is one for the dtype.
+
+Over the stand-ins for CUDA and NCCL; no GPU needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent import futures
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from adasum import Adasum
+from collectives import Average, Group, Reducer, Sum
+from collectives.cost import ASSUMED
+from collectives.execution import all_reduce
+from collectives.execution.all_reduce import Runner
+from collectives.reducers import Max, SumReducer
+from collectives.schedules.topology import Topology
+from collectives.transport import ThreadWorld
+from collectives.transport.nccl import transport as nccl
+from tests.collectives.transport import streams
+from tests.collectives.transport.streams import on_gpu
+from tests.collectives.transport.streams_nccl import Nccl
+
+BUCKET = 25 << 20
+ADDED = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64]
+
+
+class _Tensor(SimpleNamespace):
+    """What a choice looks at, of a tensor on a GPU that would be too large for a test."""
+
+    def is_complex(self) -> bool:
+        return bool(self.dtype.is_complex)
+
+
+def tensor(nbytes: int, dtype: torch.dtype = torch.float32, *, is_cuda: bool = True) -> Any:
+    return _Tensor(nbytes=nbytes, dtype=dtype, is_cuda=is_cuda)
+
+
+def runner(size: int, *, sums: bool = True, group: object = None, local: int = 0) -> Runner:
+    transport: Any = SimpleNamespace(size=size, rank=0, sums_on_gpu=sums, process_group=group)
+    return Runner(transport, Topology(size, local or min(size, 8)), 1.0)
+
+
+def chosen(of: Runner, what: Any, op: Reducer = Sum) -> str:
+    return str(of._choose(what, op))
+
+
+@pytest.mark.parametrize("size", [2, 3, 8, 64, 8192])
+def test_bucket_goes_to_nccl(size: int) -> None:
+    of = runner(size, local=1 if size == 3 else 0)
+    for dtype in [*ADDED, torch.int8, torch.uint8]:
+        assert chosen(of, tensor(BUCKET, dtype)) == "nccl"
+    for dtype in (torch.float16, torch.bfloat16, torch.complex64):
+        assert chosen(of, tensor(BUCKET, dtype), Average) == "nccl"
+
+
+def test_what_no_library_takes_goes_by_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Doubled(SumReducer):
+        """Reduces in a way of its own."""
+
+    of = runner(64)
+    cpu = Runner(of.transport, of.topology, 1.0)
+    cpu.link_rates = ASSUMED
+    without = runner(64, sums=False)
+    answers = {
+        "dtype": chosen(of, tensor(BUCKET, torch.int16)),
+        "maximum": chosen(of, tensor(BUCKET), Max),
+        "operator of the user's": chosen(of, tensor(BUCKET), Doubled()),
+        "on the host": chosen(cpu, tensor(BUCKET, is_cuda=False)),
+        "no library": chosen(without, tensor(BUCKET)),
+    }
+    for name, answer in answers.items():
+        of_sums = name not in ("maximum", "operator of the user's")
+        assert answer == ("rechd/rd" if of_sums else "rechd"), name
+    for nbytes, schedule in ((1 << 10, "rd"), (BUCKET, "vhdd")):
+        assert chosen(of, tensor(nbytes), Adasum) == schedule
+
+
+@pytest.mark.parametrize(
+    ("config", "answer"), [("cpu:gloo,cuda:nccl", "collective"), ("cpu:gloo,cuda:gloo", "rd")]
+)
+def test_bucket_goes_to_the_process_groups_nccl(
+    monkeypatch: pytest.MonkeyPatch, config: str, answer: str
+) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    assert chosen(runner(8, sums=False, group=object()), tensor(BUCKET)) == answer
+
+
+def test_link_rates_of_the_device_choose() -> None:
+    def on(group: Group, device: str) -> str:
+        return chosen(group._runner, tensor(BUCKET, is_cuda=device == "cuda"))
+
+    transport: Any = ThreadWorld(1).transport(0)
+    group = Group(transport, timeout=1.0, local_rank=0, local_size=1)
+    group._runner.transport = runner(64).transport
+    group._runner.topology = Topology(64, 8)
+    assert (on(group, "cpu"), on(group, "cuda")) == ("xring", "nccl")
+    group.set_link_rates(ASSUMED, "cpu")
+    assert (on(group, "cpu"), on(group, "cuda")) == ("rechd/rd", "nccl")
+    group.set_link_rates(None, "cuda")
+    assert (on(group, "cpu"), on(group, "cuda")) == ("rechd/rd", "xring")
+    group.set_link_rates(ASSUMED)
+    assert (on(group, "cpu"), on(group, "cuda")) == ("rechd/rd", "nccl")
+    group.set_link_rates(None)
+    assert (on(group, "cpu"), on(group, "cuda")) == ("xring", "xring")
+    with pytest.raises(ValueError, match="device must be 'cpu', 'cuda' or None, got 'gpu'"):
+        group.set_link_rates(None, "gpu")
+    group.close()
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Group], Any]], list[Any]]:
+    """Return what runs a function on three ranks over the stand-ins, and returns its answers."""
+    streams.install(monkeypatch)
+    fake = Nccl()
+    monkeypatch.setattr(nccl, "load_nccl", lambda: fake)
+
+    def run(work: Callable[[Group], Any]) -> list[Any]:
+        world, store = ThreadWorld(3), dist.HashStore()
+
+        def rank_main(rank: int) -> Any:
+            device = torch.device("cuda", 0)
+            transport = nccl.NcclTransport(world.transport(rank), store, device, timeout=20.0)
+            group = Group(transport, timeout=20.0, local_rank=rank, local_size=3)
+            try:
+                return work(group)
+            finally:
+                group.close()
+
+        with futures.ThreadPoolExecutor(3) as pool:
+            return list(pool.map(rank_main, range(3)))
+
+    return run
+
+
+@pytest.mark.parametrize("op", [Sum, Average], ids=str)
+def test_all_reduce_by_auto_is_ncclis_own(
+    run: Any, op: Reducer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[str] = []
+    choose = all_reduce.choose
+
+    def noted(*arguments: Any) -> str:
+        taken.append(choose(*arguments))
+        return taken[-1]
+
+    monkeypatch.setattr(all_reduce, "choose", noted)
+
+    def work(group: Group) -> list[torch.Tensor]:
+        mine = on_gpu(torch.full((5000,), 1.0 + group.rank))
+        group.all_reduce(mine, op)
+        return [streams.plain(mine)]
+
+    expected = torch.full((5000,), 6.0 if op is Sum else 2.0)
+    for results in run(work):
+        assert all(torch.equal(result, expected) for result in results)
+    assert taken == ["nccl"] * 3
