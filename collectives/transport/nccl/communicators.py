@@ -26,7 +26,7 @@ import torch
 from torch import cuda
 
 from collectives.errors import TransportError
-from collectives.transport.nccl.pending import Pending
+from collectives.transport.nccl import pending
 
 T = TypeVar("T")
 _Job = tuple["futures.Future[Any]", Callable[[], Any]]
@@ -38,7 +38,6 @@ DTYPES = {
 }
 _CLOSE_SECONDS = 5.0
 _ABORT_SECONDS = 3.0
-_CHECK_SECONDS = 1.0
 _STATUS = {
     7: "ncclInProgress: communicators must block, unset NCCL_COMM_BLOCKING",
     8: "ncclTimeout",
@@ -96,8 +95,8 @@ def translate_errors(nccl: Any, step: str) -> Iterator[None]:
 class Communicators:
     """A rank's communicator on one device and the parts split from it, used from one thread.
 
-    The thread never keeps the process from ending. While it has nothing to call it checks whether
-    a step of `pending` is late.
+    The thread never keeps the process from ending. While it has nothing to call it looks at the
+    steps that `watch` was given.
 
     Args:
         nccl: The module `cupy.cuda.nccl`.
@@ -107,7 +106,7 @@ class Communicators:
 
     def __init__(self, nccl: Any, device: torch.device, name: str) -> None:
         self.nccl = nccl
-        self.pending = Pending()
+        self._pending: pending.Pending | None = None
         self._made: list[Any] = []
         # Held to add a communicator or to begin the end of all; by one thread twice where what it
         # does meanwhile collects the transport, which closes this.
@@ -117,6 +116,10 @@ class Communicators:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, args=(device,), name=name, daemon=True)
         self._thread.start()
+
+    def watch(self, steps: pending.Pending) -> None:
+        """Look at these steps now and then, from the thread that calls NCCL."""
+        self._pending = steps
 
     def call(self, job: Callable[[], T], timeout: float) -> T:
         """Return what `job` returns; futures.TimeoutError where it takes over `timeout` s."""
@@ -146,6 +149,9 @@ class Communicators:
         """Call a job between groupStart and groupEnd."""
 
         def run() -> None:
+            if self._ended:
+                # While this waited for its turn behind what has ended all.
+                raise TransportError("the NCCL communicators were ended")
             self.nccl.groupStart()
             try:
                 job()
@@ -163,8 +169,8 @@ class Communicators:
         for made in self._made:
             made.check_async_error()
 
-    def abort(self) -> None:
-        """End all communicators and what they have under way; returns within 3 s.
+    def abort(self) -> str:
+        """End all communicators and what they have under way; returns within 3 s how that went.
 
         An abort waits for other ranks of the host to abort too, and some never will; it may also
         find the thread inside a call that the abort is to end. So it runs beside both.
@@ -179,6 +185,7 @@ class Communicators:
         for thread in threads:
             thread.join(max(deadline - time.monotonic(), 0.0))
         self._jobs.put(None)
+        return "its NCCL communicator was aborted"
 
     def _begin_end(self) -> list[Any]:
         """Return all communicators once; what comes later aborts itself."""
@@ -222,11 +229,12 @@ class Communicators:
         cuda.set_device(device)
         while True:
             try:
-                item = self._jobs.get(timeout=_CHECK_SECONDS)
+                item = self._jobs.get(timeout=pending.CHECK_SECONDS)
             except queue.Empty:
                 # CUDA's errors reach the host's thread, too.
                 with suppress(RuntimeError):
-                    self.pending.check(self.abort)
+                    if self._pending is not None:
+                        self._pending.watch()
                 continue
             if item is None:
                 return
