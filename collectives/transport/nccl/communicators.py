@@ -108,8 +108,8 @@ class Communicators:
         self.nccl = nccl
         self._pending: pending.Pending | None = None
         self._made: list[Any] = []
-        # Held to add a communicator or to begin the end of all; by one thread twice where what it
-        # does meanwhile collects the transport, which closes this.
+        # Held to add, to ask or to begin to end the communicators; by one thread twice where what
+        # it does meanwhile collects the transport, which closes this.
         self._lock = threading.RLock()
         self._process = os.getpid()
         self._ended = False
@@ -165,9 +165,13 @@ class Communicators:
         self.call(run, timeout)
 
     def check(self) -> None:
-        """Raise an asynchronous error of any of the communicators."""
-        for made in self._made:
-            made.check_async_error()
+        """Raise an asynchronous error of any of the communicators, unless they are being ended.
+
+        The lock keeps others from beginning to free one meanwhile; NCCL answers at once.
+        """
+        with self._lock:
+            for made in () if self._ended else self._made:
+                made.check_async_error()
 
     def abort(self) -> str:
         """End all communicators and what they have under way; returns within 3 s how that went.

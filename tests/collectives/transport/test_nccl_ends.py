@@ -283,6 +283,42 @@ def test_a_communicator_that_comes_while_all_are_aborted_is_aborted_once(
     assert all_good(machine.run(1, work)) == [1]
 
 
+@pytest.mark.parametrize("end", ["abort", "close"])
+def test_no_communicator_is_asked_for_errors_once_its_end_has_begun(
+    machine: Machine, end: str
+) -> None:
+    """NCCL frees it then, in another thread than the one that asks."""
+
+    def work(transport: nccl.NcclTransport) -> list[str]:
+        communicators = transport._communicators
+        happened: list[str] = []
+        asked, free = threading.Event(), threading.Event()
+        real = communicators._made[0]
+
+        class Slow:
+            def check_async_error(self) -> None:
+                asked.set()
+                free.wait(0.3)
+                happened.append("answered")
+
+            def end(self) -> None:
+                happened.append("freed")
+                getattr(real, "abort" if end == "abort" else "destroy")()
+
+            abort = destroy = end
+
+        communicators._made[0] = Slow()
+        asking = threading.Thread(target=communicators.check)
+        asking.start()
+        assert asked.wait(20.0)
+        getattr(communicators, end)()
+        asking.join(20.0)
+        communicators.check()
+        return happened
+
+    assert all_good(machine.run(1, work)) == [["answered", "freed"]]
+
+
 def test_what_fails_after_a_late_step_was_ended_names_the_step(machine: Machine) -> None:
     """NCCL says then no more than that its argument, the communicator, is invalid."""
 
