@@ -62,9 +62,9 @@ class Runner:
         self.code = 0
 
     def check(self, specs: Specs, op: Reducer, tensors: Sequence[Tensor]) -> None:
-        """Raise ValueError where one of the ranges cannot reduce such tensors here."""
-        devices = {tensor.device for tensor in tensors}
-        on_gpu = any(device.type == "cuda" for device in devices)
+        """Raise ValueError or TypeError where one of the ranges cannot reduce such tensors here."""
+        kinds = {(tensor.device, tensor.dtype) for tensor in tensors}
+        on_gpu = any(device.type == "cuda" for device, _ in kinds)
         for spec in specs:
             if spec.outer == "auto":
                 continue
@@ -74,8 +74,8 @@ class Runner:
                     f"algorithm {spec} reduces on the host, which no CUDA graph can hold: use psgpu"
                 )
             if phases.library is not None:
-                for device in devices:
-                    self.libraries.check(phases.library, device)
+                for device, dtype in kinds:
+                    self.libraries.check(phases.library, device, dtype)
 
     def context(self, label: str) -> CallContext:
         """Return what a call's steps have in common. label: what an error calls it."""

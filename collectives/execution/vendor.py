@@ -19,6 +19,7 @@ from collectives.errors import CollectiveError, CollectiveTimeoutError
 from collectives.execution.context import CallContext
 from collectives.schedules.partition import split_bounds
 from collectives.transport.base import Transport
+from collectives.transport.nccl.communicators import DTYPES
 from collectives.transport.process_groups import extend_timeout, first_line, leave, subgroup
 
 
@@ -30,8 +31,18 @@ class Libraries:
         self._process_group: dist.ProcessGroup | None = transport.process_group
         self._of_node: dist.ProcessGroup | None = None
 
-    def check(self, name: str, device: torch.device) -> None:
-        """Raise ValueError, before anything is sent, where `name` cannot sum on `device`."""
+    def check(self, name: str, device: torch.device, dtype: torch.dtype) -> None:
+        """Raise, before anything is sent, where `name` cannot sum such tensors.
+
+        Raises:
+            ValueError: Not on this device.
+            TypeError: Not of this dtype.
+        """
+        if dtype.to_real() not in DTYPES:
+            raise TypeError(
+                f"algorithm {name!r} is a library's own sum, which cannot add {dtype}: "
+                "use 'xring', 'rechd' or 'rd', or convert"
+            )
         if name == "nccl":
             if device.type != "cuda":
                 raise ValueError(

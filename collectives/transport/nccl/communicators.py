@@ -31,7 +31,7 @@ from collectives.transport.nccl import pending
 T = TypeVar("T")
 _Job = tuple["futures.Future[Any]", Callable[[], Any]]
 
-# What NCCL adds.
+# What NCCL adds, and gloo: no other integers, no bools, no 8-bit floats.
 DTYPES = {
     getattr(torch, name): f"NCCL_{name.upper()}"
     for name in ["float16", "bfloat16", "float32", "float64", "int8", "uint8", "int32", "int64"]
