@@ -19,7 +19,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -36,6 +35,8 @@ DTYPES = {
     getattr(torch, name): f"NCCL_{name.upper()}"
     for name in ["float16", "bfloat16", "float32", "float64", "int8", "uint8", "int32", "int64"]
 }
+# The first whose unique ids are bytes.
+_CUPY_VERSION = [14, 2]
 _CLOSE_SECONDS = 5.0
 _ABORT_SECONDS = 3.0
 _STATUS = {
@@ -49,9 +50,10 @@ def load_nccl() -> Any:
 
     Raises:
         RuntimeError: torch sees no GPU.
-        ImportError: cupy or NCCL's library is missing or too old; says what to install.
+        ImportError: cupy or NCCL's library is missing, too old or of another CUDA than torch; says
+            what to install.
     """
-    major = "12" if (torch.version.cuda or "").startswith("12.") else "13"
+    major = 12 if (torch.version.cuda or "").startswith("12.") else 13
     if not cuda.is_available():
         raise RuntimeError(
             "NCCL needs a GPU that torch sees: install a CUDA build of torch and NVIDIA's driver, "
@@ -60,22 +62,25 @@ def load_nccl() -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            from cupy.cuda import nccl
+            import cupy
+            from cupy.cuda import nccl, runtime
     except ImportError as error:
         raise ImportError(
             f'NCCL is called through cupy ({error}): pip install "adasum[cuda{major}]"'
         ) from None
+    if [int(part) for part in cupy.__version__.split(".")[:2]] < _CUPY_VERSION:
+        raise ImportError(
+            f'cupy {cupy.__version__} is too old: pip install "cupy-cuda{major}x>=14.2"'
+        )
+    cupys = runtime.runtimeGetVersion() // 1000
+    if cupys != major:
+        raise ImportError(
+            f"cupy is built for CUDA {cupys} and torch for CUDA {torch.version.cuda}: "
+            f'pip uninstall cupy-cuda{cupys}x, then pip install "adasum[cuda{major}]"'
+        )
     if not nccl.available:
         raise ImportError(f"cupy found no NCCL library: pip install nvidia-nccl-cu{major}")
-    if not _is_new_enough(nccl):
-        raise ImportError(f'cupy is too old: pip install "cupy-cuda{major}x>=14.2"')
     return nccl
-
-
-@cache
-def _is_new_enough(nccl: Any) -> bool:
-    """Asked once: behind every id NCCL leaves a thread that listens for ranks to come."""
-    return isinstance(nccl.get_unique_id(), bytes)
 
 
 @contextmanager

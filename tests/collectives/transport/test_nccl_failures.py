@@ -213,24 +213,29 @@ def test_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ImportError, match=r'pip install "adasum\[cuda12\]"') as no_cupy:
         communicators.load_nccl()
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    package, module = ModuleType("cupy"), ModuleType("cupy.cuda")
+    package: Any = ModuleType("cupy")
+    module: Any = ModuleType("cupy.cuda")
     monkeypatch.setitem(sys.modules, "cupy", package)
     monkeypatch.setitem(sys.modules, "cupy.cuda", module)
-    module.nccl = SimpleNamespace(available=False)  # type: ignore[attr-defined]
+    package.__version__, major = "14.1.0", 12
+    module.nccl = SimpleNamespace(available=False)
+    module.runtime = SimpleNamespace(runtimeGetVersion=lambda: 1000 * major + 90)
+    with pytest.raises(ImportError, match=r'cupy 14.1.0 is .* "cupy-cuda13x>=14\.2"') as too_old:
+        communicators.load_nccl()
+    package.__version__ = "14.2.0rc1"
+    with pytest.raises(
+        ImportError, match=r"CUDA 12 and torch for CUDA 13.0: .*cupy-cuda12x.*adasum\[cuda13\]"
+    ) as other_cuda:
+        communicators.load_nccl()
+    major = 13
     with pytest.raises(ImportError, match="pip install nvidia-nccl-cu13") as no_library:
         communicators.load_nccl()
-    old: Any = ModuleType("cupy.cuda.nccl")
-    old.available, old.get_unique_id = True, lambda: (0,) * 128
-    module.nccl = old  # type: ignore[attr-defined]
-    with pytest.raises(ImportError, match=r'pip install "cupy-cuda13x>=14\.2"') as too_old:
-        communicators.load_nccl()
-    for caught in (none, no_cupy, no_library, too_old):
+    for caught in (none, no_cupy, no_library, too_old, other_cuda):
         assert "\n" not in str(caught.value)
-    module.nccl = FakeNccl()  # type: ignore[attr-defined]
-    for _ in range(2):
-        assert communicators.load_nccl() is module.nccl
+    module.nccl = FakeNccl()
+    assert communicators.load_nccl() is module.nccl
     # Each id costs a thread and a socket for good.
-    assert module.nccl.get_unique_id()[0] == 1
+    assert module.nccl.get_unique_id()[0] == 0
 
 
 EXIT = """
