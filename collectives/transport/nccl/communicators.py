@@ -39,6 +39,7 @@ DTYPES = {
 _CUPY_VERSION = [14, 2]
 _CLOSE_SECONDS = 5.0
 _ABORT_SECONDS = 3.0
+_ABORTED = "its NCCL communicator was aborted"
 _STATUS = {
     7: "ncclInProgress: communicators must block, unset NCCL_COMM_BLOCKING",
     8: "ncclTimeout",
@@ -97,34 +98,56 @@ def translate_errors(nccl: Any, step: str) -> Iterator[None]:
         raise TransportError(f"NCCL failed in {step}: status {error.args[0]}, {text}") from error
 
 
-class Communicators:
-    """A rank's communicator on one device and the parts split from it, used from one thread.
+class CallingThread:
+    """The thread that calls NCCL for one device, and the stream that all its work goes to.
 
-    The thread never keeps the process from ending. While it has nothing to call it looks at the
-    steps that `watch` was given.
+    All communicators that share it are so used one after the other, on the host and on the GPU, as
+    NCCL demands of those of one device. It never keeps the process from ending. While it has
+    nothing to call it looks at the steps under way. A call that does not return in time is left
+    behind with its thread, and another thread goes on.
 
     Args:
-        nccl: The module `cupy.cuda.nccl`.
-        device: The communicators' GPU.
+        device: The GPU.
         name: The thread's name.
+
+    Attributes:
+        stream: The communication stream.
     """
 
-    def __init__(self, nccl: Any, device: torch.device, name: str) -> None:
-        self.nccl = nccl
-        self._pending: pending.Pending | None = None
-        self._made: list[Any] = []
-        # Held to add, to ask or to begin to end the communicators; by one thread twice where what
-        # it does meanwhile collects the transport, which closes this.
-        self._lock = threading.RLock()
-        self._process = os.getpid()
-        self._ended = False
+    def __init__(self, device: torch.device, name: str) -> None:
+        self.stream = cuda.Stream(device)
+        self._device = device
+        self._name = name
+        self._users = 0
+        self._watched: list[pending.Pending] = []
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, args=(device,), name=name, daemon=True)
-        self._thread.start()
+        # Held by one thread twice where what it does meanwhile collects a transport.
+        self._lock = threading.RLock()
+        self._thread: threading.Thread | None = None
+
+    def join(self) -> None:
+        """Keep the thread running until `leave`."""
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                self._start()
+
+    def leave(self, steps: pending.Pending | None) -> None:
+        """Need the thread no more, and look no more at these steps."""
+        with self._lock:
+            self._users -= 1
+            if steps in self._watched:
+                self._watched.remove(steps)
+        self._jobs.put(None)
 
     def watch(self, steps: pending.Pending) -> None:
-        """Look at these steps now and then, from the thread that calls NCCL."""
-        self._pending = steps
+        """Look at these steps now and then."""
+        with self._lock:
+            self._watched.append(steps)
+
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread is not None and self._thread.is_alive()
 
     def call(self, job: Callable[[], T], timeout: float) -> T:
         """Return what `job` returns; futures.TimeoutError where it takes over `timeout` s."""
@@ -132,7 +155,70 @@ class Communicators:
             return job()
         future: futures.Future[T] = futures.Future()
         self._jobs.put((future, job))
-        return future.result(timeout)
+        try:
+            return future.result(timeout)
+        except futures.TimeoutError:
+            # Not begun: it never will be. Else others must not wait behind it.
+            if not future.cancel():
+                with self._lock:
+                    self._start()
+            raise
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        cuda.set_device(self._device)
+        while self._users and threading.current_thread() is self._thread:
+            try:
+                item = self._jobs.get(timeout=pending.CHECK_SECONDS)
+            except queue.Empty:
+                for steps in [*self._watched]:
+                    # CUDA's errors reach the host's thread, too.
+                    with suppress(RuntimeError):
+                        steps.watch()
+                continue
+            if item is None:
+                continue
+            future, job = item
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(job())
+                except BaseException as error:  # noqa: BLE001 - raised by whoever waits
+                    future.set_exception(error)
+            # Neither the job nor what it holds may live on while the next one is waited for.
+            del item, future, job
+
+
+class Communicators:
+    """A rank's communicator on one device and the parts split from it, used from one thread.
+
+    Args:
+        nccl: The module `cupy.cuda.nccl`.
+        thread: What calls NCCL.
+    """
+
+    def __init__(self, nccl: Any, thread: CallingThread) -> None:
+        self.nccl = nccl
+        self.thread = thread
+        self._steps: pending.Pending | None = None
+        self._made: list[Any] = []
+        # Held to add, to ask or to begin to end the communicators; by one thread twice where what
+        # it does meanwhile collects the transport, which closes this.
+        self._lock = threading.RLock()
+        self._process = os.getpid()
+        self._ended = False
+        thread.join()
+
+    def watch(self, steps: pending.Pending) -> None:
+        """Look at these steps now and then, from the thread that calls NCCL."""
+        self._steps = steps
+        self.thread.watch(steps)
+
+    def call(self, job: Callable[[], T], timeout: float) -> T:
+        """Return what `job` returns, called by the thread: `CallingThread.call`."""
+        return self.thread.call(job, timeout)
 
     def make(self, job: Callable[[], Any], timeout: float) -> Any:
         """Call a job that makes a communicator, which is ended with the others."""
@@ -184,22 +270,25 @@ class Communicators:
         An abort waits for other ranks of the host to abort too, and some never will; it may also
         find the thread inside a call that the abort is to end. So it runs beside both.
         """
+        made = self._begin_end()
+        if made is None:
+            return _ABORTED
         deadline = time.monotonic() + _ABORT_SECONDS
         threads = []
-        for communicator in self._begin_end():
+        for communicator in made:
             _keep_for_ever(communicator)
             thread = threading.Thread(target=communicator.abort, name="nccl-abort", daemon=True)
             thread.start()
             threads.append(thread)
         for thread in threads:
             thread.join(max(deadline - time.monotonic(), 0.0))
-        self._jobs.put(None)
-        return "its NCCL communicator was aborted"
+        self.thread.leave(self._steps)
+        return _ABORTED
 
-    def _begin_end(self) -> list[Any]:
-        """Return all communicators once; what comes later aborts itself."""
+    def _begin_end(self) -> list[Any] | None:
+        """Return all communicators once, None afterwards; what comes later aborts itself."""
         with self._lock:
-            every = [] if self._ended else [*self._made]
+            every = None if self._ended else [*self._made]
             self._ended = True
         return every
 
@@ -213,9 +302,9 @@ class Communicators:
             for communicator in self._made:
                 _keep_for_ever(communicator)
             return
-        if self._ended:
-            return
         made = self._begin_end()
+        if made is None:
+            return
 
         def run() -> None:
             # The newest first; each is destroyed also where another one fails.
@@ -232,28 +321,7 @@ class Communicators:
             if not isinstance(error, futures.TimeoutError):
                 raise
         finally:
-            self._jobs.put(None)
-
-    def _serve(self, device: torch.device) -> None:
-        cuda.set_device(device)
-        while True:
-            try:
-                item = self._jobs.get(timeout=pending.CHECK_SECONDS)
-            except queue.Empty:
-                # CUDA's errors reach the host's thread, too.
-                with suppress(RuntimeError):
-                    if self._pending is not None:
-                        self._pending.watch()
-                continue
-            if item is None:
-                return
-            future, job = item
-            try:
-                future.set_result(job())
-            except BaseException as error:  # noqa: BLE001 - raised by whoever waits
-                future.set_exception(error)
-            # Neither the job nor what it holds may live on while the next one is waited for.
-            del item, future, job
+            self.thread.leave(self._steps)
 
 
 def _keep_for_ever(communicator: Any) -> None:

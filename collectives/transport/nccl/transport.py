@@ -26,6 +26,7 @@ from collectives.errors import CollectiveError, TransportError
 from collectives.transport.base import Messages, Transport
 from collectives.transport.nccl.communicators import (
     DTYPES,
+    CallingThread,
     Communicators,
     load_nccl,
     translate_errors,
@@ -43,14 +44,15 @@ class NcclTransport(Transport):
     returns. A step that is late, a peer that is gone and what NCCL reports are noticed beside the
     host's thread (pending.py), and raised by `check_streams` and by the next exchange. What is
     captured in a CUDA graph is not watched: capture on all ranks alike, after a first run outside
-    (NCCL connects ranks at their first message). As NCCL demands, let no other communicator of the
-    device be busy in another thread meanwhile.
+    (NCCL connects ranks at their first message). Transports that were split from one another work
+    one after the other; of torch's communicators on the device see docs/groups.md.
 
     Args:
         host: Carries CPU tensors between the same ranks.
         store: Through which rank 0's NCCL id reaches the others.
         device: This rank's GPU, the current one unless given.
         timeout: Seconds that making it may take.
+        thread: What calls NCCL, with others of the same device; one of its own unless given.
 
     Raises:
         ImportError: Something has to be installed; says what.
@@ -71,6 +73,7 @@ class NcclTransport(Transport):
         device: torch.device | None = None,
         *,
         timeout: float,
+        thread: CallingThread | None = None,
     ) -> None:
         nccl = load_nccl()
         self.device = device or torch.device("cuda", cuda.current_device())
@@ -87,8 +90,9 @@ class NcclTransport(Transport):
         self._store = dist.PrefixStore(f"adasum/nccl/{count}", store)
         self._closed = False
         self._parts: dict[tuple[int, ...], Any] = {}
-        self._stream = cuda.Stream(self.device)
-        self._communicators = made = Communicators(nccl, self.device, f"nccl-{self.rank}")
+        thread = thread or CallingThread(self.device, f"nccl-{self.rank}")
+        self._stream = thread.stream
+        self._communicators = made = Communicators(nccl, thread)
 
         def check(step: str) -> None:
             with translate_errors(nccl, step):
@@ -211,11 +215,13 @@ class NcclTransport(Transport):
     def split(self, ranks: Sequence[int], timeout: float) -> NcclTransport:
         """Return a transport with communicators of its own on the same device.
 
-        As NCCL demands, work on the two must not be under way at once, unless all ranks start it
-        in one order.
+        Both call NCCL from one thread, for one stream, so that their work is under way one after
+        the other. So all ranks have to start it in one order.
         """
         store = dist.PrefixStore(f"ranks {tuple(ranks)}", self._store)
-        return NcclTransport(self._host.split(ranks, timeout), store, self.device, timeout=timeout)
+        host = self._host.split(ranks, timeout)
+        thread = self._communicators.thread
+        return NcclTransport(host, store, self.device, timeout=timeout, thread=thread)
 
     def abort(self, reason: str) -> None:
         """End the communicators, with what is under way, and tell the peers why over `host`."""

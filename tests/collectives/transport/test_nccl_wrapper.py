@@ -10,6 +10,7 @@ import gc
 import importlib
 import importlib.util
 import inspect
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -199,6 +200,43 @@ def test_split(machine: Machine) -> None:
 
     all_good(machine.run(3, work))
     assert machine.nccl.destroyed and not machine.nccl.aborted
+
+
+def test_parts_of_a_transport_work_one_after_the_other(machine: Machine) -> None:
+    """One thread calls NCCL for all communicators of the device, and one stream takes their work.
+
+    It outlives the part, and ends with the last.
+    """
+
+    def work(transport: nccl.NcclTransport) -> None:
+        part = transport.split([1, 0], 10.0)
+        assert part._communicators.thread is (thread := transport._communicators.thread)
+        assert part._stream is transport._stream
+        for each in (transport, part, transport):
+            got = full(3, 0.0)
+            swap(each, full(3, 1.0 + each.rank), got, "a swap")
+            assert machine.read(got)[0] == 2.0 - each.rank
+        part.close()
+        swap(transport, full(3, 1.0), full(3, 0.0), "a swap")
+        assert thread.is_alive()
+
+    all_good(machine.run(2, work))
+
+
+def test_a_call_that_never_returns_does_not_hold_up_the_other_communicators(
+    machine: Machine,
+) -> None:
+    def work(transport: nccl.NcclTransport) -> int:
+        call, ended = transport._communicators.call, threading.Event()
+        with pytest.raises(futures.TimeoutError):
+            call(lambda: ended.wait(30.0), 0.1)
+        answer = call(lambda: 7, 10.0)
+        ended.set()
+        # What such a call was of is not used again.
+        transport.abort("it was stuck")
+        return answer
+
+    assert all_good(machine.run(1, work)) == [7]
 
 
 def test_captured_once_and_replayed(machine: Machine) -> None:
