@@ -17,7 +17,7 @@ from collectives import validation
 from collectives.bootstrap.calibration import calibrate as measure_link_rates
 from collectives.bootstrap.launchers import backend, local_ranks, world_size
 from collectives.bootstrap.rendezvous import start_torch_distributed
-from collectives.bootstrap.transport_selection import connect, transport_choice
+from collectives.bootstrap.transport_selection import check_alone, connect, transport_choice
 from collectives.consistency.description import Description
 from collectives.errors import CollectiveTimeoutError
 from collectives.group import Group
@@ -84,6 +84,7 @@ def init(
     validation.instance("calibrate", calibrate, bool, "a bool")
     gloo = _gloo(process_group, timeout)
     if gloo is None:
+        check_alone(transport_choice(transport))
         _group = Group(ThreadWorld(1).transport(0), timeout=timeout, local_rank=0, local_size=1)
         return _group
     _group = _over_gloo(gloo, timeout, Description("init", options=options))

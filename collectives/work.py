@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from collectives.errors import TransportError
+from collectives.errors import CollectiveError, TransportError
 
 # How often whoever waits looks whether there still is a thread that could end the wait.
 _CHECK_SECONDS = 1.0
@@ -26,7 +26,9 @@ class Work:
     """A collective under way.
 
     `wait()` returns what the synchronous call would have returned, or raises what it would have
-    raised. On CUDA it orders the current stream behind the collective instead of blocking the host.
+    raised. On CUDA it orders the current stream behind the collective instead of blocking the host;
+    what ends a collective after that, such as a rank that never comes, is raised by later waits and
+    by the group's next call.
     The communication thread may refer to the tensors a moment longer, until it runs the next call.
     """
 
@@ -63,11 +65,24 @@ class Work:
             # the caller does with it.
             for tensor in _on_cuda(self._result):
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
+            if self._worker is not None:
+                self._worker.check_streams()
         return self._result
 
     def is_completed(self) -> bool:
         """Whether `wait()` would return or raise without waiting."""
-        return self._ended and all(event.query() for _, event in self._events)
+        return self._ended and (
+            all(event.query() for _, event in self._events) or self._streams_failed()
+        )
+
+    def _streams_failed(self) -> bool:
+        """Whether wait() would raise what ended the collective on its stream."""
+        try:
+            if self._worker is not None:
+                self._worker.check_streams()
+        except CollectiveError:
+            return True
+        return False
 
     def has_ended(self) -> bool:
         """Whether the collective has ended on the host, well or not."""
@@ -131,10 +146,15 @@ class Worker:
 
     A synchronous call runs in the caller's thread when nothing is queued, which saves two thread
     switches; otherwise it takes its turn in the queue.
+
+    Args:
+        name: The communication thread's.
+        check_streams: Raises what ended collectives after they were put on a stream, if anything.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, check_streams: Callable[[], None] = lambda: None) -> None:
         self._name = name
+        self.check_streams = check_streams
         # Each collective in the queue, with what runs it.
         self._jobs: deque[tuple[Work, Callable[[], None]]] = deque()
         self._wake = threading.Event()

@@ -65,6 +65,7 @@ def connect(gloo: GlooTransport, timeout: float, start: Description) -> Transpor
         TransportError: On all ranks, where what they ask for cannot be had.
     """
     if gloo.size == 1:
+        check_alone(start.options["transport"])
         return gloo
     call = CallContext(gloo, "the negotiation of start-up", timeout, Workspace())
     negotiate_by_messages(start, call)
@@ -87,6 +88,12 @@ def connect(gloo: GlooTransport, timeout: float, start: Description) -> Transpor
             host = NcclTransport(host, store, timeout=timeout)
         failed.pop_all()
     return host
+
+
+def check_alone(choice: str) -> None:
+    """Raise TransportError where a rank that is alone asks for what its machine cannot do."""
+    if choice == "nccl":
+        _check_gpus([_gpu_report()])
 
 
 def _compute_alike(ranks: Sequence[Sequence[Any]], rank: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -66,9 +66,9 @@ class Runner:
         self.code = 0
 
     def check(self, specs: Specs, op: Reducer, tensors: Sequence[Tensor]) -> None:
-        """Raise ValueError where one of the ranges cannot reduce such tensors here."""
-        devices = {tensor.device for tensor in tensors}
-        on_gpu = any(device.type == "cuda" for device in devices)
+        """Raise ValueError or TypeError where one of the ranges cannot reduce such tensors here."""
+        kinds = {(tensor.device, tensor.dtype) for tensor in tensors}
+        on_gpu = any(device.type == "cuda" for device, _ in kinds)
         for spec in specs:
             if spec.outer == "auto":
                 continue
@@ -78,8 +78,8 @@ class Runner:
                     f"algorithm {spec} reduces on the host, which no CUDA graph can hold: use psgpu"
                 )
             if phases.library is not None:
-                for device in devices:
-                    self.libraries.check(phases.library, device)
+                for device, dtype in kinds:
+                    self.libraries.check(phases.library, device, dtype)
 
     def context(self, label: str) -> CallContext:
         """Return what a call's steps have in common. label: what an error calls it."""
@@ -157,18 +157,19 @@ class Runner:
         label: str,
     ) -> None:
         call, on_host = self.context(label), phases.host and flat.is_cuda
-        with nullcontext() if on_host else self.transport.deferred():
-            # NCCL's own sum inside the nodes works on the GPUs.
-            buffer = _on_host(flat) if on_host and phases.library != "nccl" else flat
-            if phases.library is not None:
-                self._run_library(phases, buffer, call)
-            if phases.schedule is not None:
-                if on_host and buffer is flat:
-                    buffer = _on_host(flat)
-                reducers = (Sum, op) if phases.two_levels else op
-                execute(phases.schedule, buffer, reducers, call, segments=segments)
-            if buffer is not flat:
-                flat.copy_(buffer)
+        # NCCL's own sum inside the nodes works on the GPUs.
+        buffer = _on_host(flat) if on_host and phases.library != "nccl" else flat
+        if phases.library is not None:
+            self._run_library(phases, buffer, call)
+        if phases.schedule is not None:
+            if on_host and buffer is flat:
+                # The copy waits for that sum, or for what ended it.
+                buffer = _on_host(flat)
+                self.transport.check_streams()
+            reducers = (Sum, op) if phases.two_levels else op
+            execute(phases.schedule, buffer, reducers, call, segments=segments)
+        if buffer is not flat:
+            flat.copy_(buffer)
 
     def _run_library(self, phases: AllReducePhases, buffer: Tensor, call: CallContext) -> None:
         ranks = None

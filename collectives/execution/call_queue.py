@@ -29,7 +29,7 @@ class CallQueue:
     def __init__(self, transport: Transport, timeout: float) -> None:
         self._transport = transport
         self._timeout = timeout
-        self._worker = Worker(f"collectives-{transport.rank}")
+        self._worker = Worker(f"collectives-{transport.rank}", transport.check_streams)
         self._failure: BaseException | None = None
         self._unnamed_from: Callable[[], threading.Thread | None] = lambda: None
         self._process = os.getpid()
@@ -101,6 +101,8 @@ class CallQueue:
                     f"{kind}: this group is unusable since an earlier failure: {cause}"
                 ) from self._failure
             try:
+                # What an earlier call left on a stream may have ended meanwhile.
+                self._transport.check_streams()
                 return function()
             except CollectiveMismatchError:
                 raise

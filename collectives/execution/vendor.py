@@ -15,19 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from collectives.errors import CollectiveTimeoutError
+from collectives.errors import CollectiveError, CollectiveTimeoutError
 from collectives.execution.context import CallContext
 from collectives.schedules.partition import split_bounds
 from collectives.transport.base import Transport
-from collectives.transport.nccl.pending import Posted, arrives
-from collectives.transport.nccl.torch_nccl import behind
-from collectives.transport.process_groups import (
-    abort_nccl,
-    extend_timeout,
-    first_line,
-    leave,
-    subgroup,
-)
+from collectives.transport.nccl.communicators import DTYPES
+from collectives.transport.process_groups import extend_timeout, first_line, leave, subgroup
 
 
 class Libraries:
@@ -38,8 +31,18 @@ class Libraries:
         self._process_group: dist.ProcessGroup | None = transport.process_group
         self._of_node: dist.ProcessGroup | None = None
 
-    def check(self, name: str, device: torch.device) -> None:
-        """Raise ValueError, before anything is sent, where `name` cannot sum on `device`."""
+    def check(self, name: str, device: torch.device, dtype: torch.dtype) -> None:
+        """Raise, before anything is sent, where `name` cannot sum such tensors.
+
+        Raises:
+            ValueError: Not on this device.
+            TypeError: Not of this dtype.
+        """
+        if dtype.to_real() not in DTYPES:
+            raise TypeError(
+                f"algorithm {name!r} is a library's own sum, which cannot add {dtype}: "
+                "use 'xring', 'rechd' or 'rd', or convert"
+            )
         if name == "nccl":
             if device.type != "cuda":
                 raise ValueError(
@@ -85,29 +88,24 @@ class Libraries:
     ) -> None:
         group = self._process_group if ranks is None else self._node_group(ranks, call.timeout)
         where = f"rank {self._transport.rank}: torch.distributed's all_reduce in {call.label}"
-        start, late = time.monotonic(), False
+        start = time.monotonic()
         try:
             works: list[Any] = [
                 dist.all_reduce(piece, group=group, async_op=True) for piece in pieces
             ]
             if device.type == "cuda":
-                event = behind(works, device)
-                late = event is not None and not arrives(
-                    Posted(event, (), call.label, call.timeout), start
-                )
-            else:
-                for work in works:
-                    left = max(start + call.timeout - time.monotonic(), 1e-3)
-                    work.wait(timedelta(seconds=left))
+                assert group is not None
+                self._transport.follow(works, group, device, call.label, call.timeout)
+                return
+            for work in works:
+                left = max(start + call.timeout - time.monotonic(), 1e-3)
+                work.wait(timedelta(seconds=left))
+        except CollectiveError:
+            raise
         except RuntimeError as error:
             raise CollectiveTimeoutError(
                 f"{where} failed or took over {call.timeout:g} s: {first_line(error)}"
             ) from error
-        if late:
-            assert group is not None
-            raise CollectiveTimeoutError(
-                f"{where} took over {call.timeout:g} s: {abort_nccl(group)}"
-            )
 
     def close(self) -> None:
         """Leave the process group of this node."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -69,6 +68,10 @@ class Transport(ABC):
     ) -> None:
         """Post all messages at once; return when all have arrived and the sent ones may be reused.
 
+        For CUDA tensors: on the current stream. The host does not wait for messages between GPUs
+        (but for the oldest of too many): one that never comes is an error of `check_streams`, and
+        of the next exchange.
+
         Args:
             sends: What this rank sends.
             recvs: Where what it receives is written.
@@ -91,9 +94,50 @@ class Transport(ABC):
         self.exchange(sends, recvs, step, timeout)
         return lambda: None
 
-    def deferred(self) -> AbstractContextManager[None]:
-        """Within, the host need not wait for messages between GPUs; it does so on leaving."""
-        return nullcontext()
+    def check_streams(self) -> None:
+        """Raise what ended messages or sums that were left on the streams, if anything did.
+
+        What they would have written is then undefined.
+
+        Raises:
+            CollectiveTimeoutError: A peer was gone or too slow; names the peer and the step.
+            TransportError: The transport itself failed.
+        """
+        return
+
+    def follow(
+        self,
+        works: Sequence[dist.Work],
+        process_group: dist.ProcessGroup,
+        device: torch.device,
+        step: str,
+        timeout: float,
+    ) -> None:
+        """Put the current stream behind works of torch's own NCCL, and watch them as messages.
+
+        Args:
+            works: What torch.distributed returned.
+            process_group: Of which group they are: some of the ranks.
+            device: Of their tensors.
+            step: What an error calls them.
+            timeout: In seconds.
+        """
+        raise TransportError(f"{self!r}: it has no process group")
+
+    def ask(self, peers: Transport) -> None:
+        """Find out from `peers`, between the same ranks, which of them is gone."""
+        return
+
+    def gone(self, peers: Collection[int] | None = None) -> int | None:
+        """Return a rank whose end is closed, of `peers` where given; None where none is known.
+
+        The only one of a transport's methods that any thread may call at any time.
+        """
+        return None
+
+    def why_gone(self, peer: int) -> str:
+        """Say why the end of a rank that is gone was closed."""
+        return f"rank {peer} has ended"
 
     def flush(self, step: str, timeout: float) -> None:
         """Forget all messages that are under way, on all ranks, so that they can go on.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from datetime import timedelta
 
 import torch
@@ -85,13 +84,28 @@ class GlooTransport(Transport):
                 f"{waited:.1f} s of {timeout:g} s): {first_line(error)}"
             ) from error
 
-    def deferred(self) -> AbstractContextManager[None]:
-        """Put off waiting for CUDA messages to the end: `TorchNccl.deferred`."""
-        return self._nccl.deferred()
+    def check_streams(self) -> None:
+        """Raise what ended CUDA messages under way: `Transport.check_streams`."""
+        self._nccl.pending.raise_error()
+
+    def follow(
+        self,
+        works: Sequence[dist.Work],
+        process_group: dist.ProcessGroup,
+        device: torch.device,
+        step: str,
+        timeout: float,
+    ) -> None:
+        """Watch works of torch's NCCL: `Transport.follow`."""
+        self._nccl.follow(works, process_group, device, step, timeout)
+
+    def ask(self, peers: Transport) -> None:
+        """Find out from `peers` who is gone, which gloo does not tell."""
+        self._nccl.ask(peers)
 
     def abort(self, reason: str) -> None:
         """End the CUDA messages under way. Those over gloo end by their timeouts."""
-        self._nccl.abort()
+        self._nccl.abort(reason)
 
     def split(self, ranks: Sequence[int], timeout: float) -> GlooTransport:
         """Make a process group of some of the ranks."""
@@ -99,6 +113,9 @@ class GlooTransport(Transport):
         return GlooTransport(part, owned=True)
 
     def close(self) -> None:
-        """Destroy the process group, if it is owned."""
-        if self._owned:
-            leave(self.process_group)
+        """Wait for CUDA messages under way; destroy the process group, if it is owned."""
+        try:
+            self._nccl.close()
+        finally:
+            if self._owned:
+                leave(self.process_group)

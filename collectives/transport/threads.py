@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -146,13 +146,9 @@ class ThreadTransport(Transport):
                 f"rank {self.rank} waited {timeout:g} s for rank {peer} in {step}"
             )
 
-    def gone(self) -> int | None:
-        """Return a rank that has ended, if any."""
-        return min(self._world.ended, default=None)
-
-    def why_gone(self, peer: int) -> str:
-        """Say that a rank has ended."""
-        return f"rank {peer} has ended"
+    def gone(self, peers: Collection[int] | None = None) -> int | None:
+        """Return a rank that has ended, if any: `Transport.gone`."""
+        return next((r for r in sorted(self._world.ended) if peers is None or r in peers), None)
 
     def abort(self, reason: str) -> None:
         """Withdraw from the call; the other threads' waits are bounded as well."""

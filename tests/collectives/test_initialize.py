@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 import collectives
+from collectives import TransportError
+from collectives.bootstrap.transport_selection import connect
+from collectives.consistency.description import Description
 
 
 @pytest.fixture(autouse=True)
@@ -28,3 +33,25 @@ def test_init_after_close_opens_a_new_group() -> None:
     assert opened is not closed and collectives.init() is opened
     assert collectives.default_group() is opened
     assert torch.equal(collectives.default_group().all_reduce(torch.ones(3)), torch.ones(3))
+
+
+@pytest.mark.parametrize("by", ["argument", "environment"])
+def test_nccl_that_is_missing_is_an_error_of_one_rank_too(
+    by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would else be found out where the program first runs on several."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("ADASUM_TRANSPORT", "nccl" if by == "environment" else "auto")
+    with pytest.raises(TransportError, match='"nccl": rank 0: NCCL needs a GPU that torch sees'):
+        collectives.init(transport="nccl" if by == "argument" else None)
+    assert not collectives.is_initialized()
+
+
+def test_nccl_that_is_missing_is_an_error_of_a_process_group_of_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    gloo: Any = SimpleNamespace(size=1)
+    with pytest.raises(TransportError, match='"nccl": rank 0: NCCL needs a GPU'):
+        connect(gloo, 1.0, Description("init", options={"transport": "nccl"}))
+    assert connect(gloo, 1.0, Description("init", options={"transport": "auto"})) is gloo

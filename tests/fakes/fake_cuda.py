@@ -31,7 +31,7 @@ class DeviceTensor(torch.Tensor):
         return torch.device("cuda", 0)
 
     def record_stream(self, stream: FakeStream) -> None:  # type: ignore[override]
-        stream.kept.add(self.data_ptr())
+        stream.kept[self.data_ptr()] = self
 
 
 def device_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -49,7 +49,8 @@ class FakeStream:
         self.cuda_stream = next(self._handles)
         self.by_handle[self.cuda_stream] = self
         self.capture: FakeGraph | None = None
-        self.kept: set[int] = set()
+        # By address. Held, as torch's allocator holds memory until the stream is done with it.
+        self.kept: dict[int, torch.Tensor] = {}
         self._work: queue.SimpleQueue[_Op | None] = queue.SimpleQueue()
         threading.Thread(target=self._loop, daemon=True).start()
 

@@ -288,6 +288,8 @@ class _Communicator:
         self._grouped(stream, "all", run)
 
     def check_async_error(self) -> None:
+        if self.ended:
+            self.nccl.complain("an ended communicator was asked for errors")
         if self.rank in self._clique.errors:
             raise NcclError(self._clique.errors[self.rank])
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from collectives.errors import CollectiveError
 from collectives.execution.context import Workspace
 from collectives.transport import Message, ThreadWorld
 from collectives.transport.nccl import communicators, pending
@@ -75,7 +76,7 @@ def make_machine(monkeypatch: pytest.MonkeyPatch, fake: FakeNccl) -> Iterator[Ma
     monkeypatch.setattr(nccl, "load_nccl", lambda: fake)
     monkeypatch.setattr(communicators, "_ABORT_SECONDS", 0.1)
     monkeypatch.setattr(communicators, "_CLOSE_SECONDS", CLOSE_SECONDS)
-    monkeypatch.setattr(communicators, "_CHECK_SECONDS", 0.05)
+    monkeypatch.setattr(pending, "CHECK_SECONDS", 0.05)
     monkeypatch.setattr(pending, "GRACE_SECONDS", 0.1)
     yield Machine(fake, cuda)
     fake.end()
@@ -99,6 +100,18 @@ def swap(transport: nccl.NcclTransport, mine: torch.Tensor, got: torch.Tensor, s
     """One of two ranks sends `mine` and receives `got`."""
     peer = 1 - transport.rank
     transport.exchange([Message(peer, mine)], [Message(peer, got)], step, 10.0)
+
+
+def told(check: Callable[[], None]) -> CollectiveError:
+    """What a transport's `check_streams` raises, as soon as it does."""
+    end = time.monotonic() + 20.0
+    while time.monotonic() < end:
+        try:
+            check()
+        except CollectiveError as error:
+            return error
+        time.sleep(0.01)
+    raise AssertionError("nothing has ended the steps")
 
 
 class DeviceWorkspace(Workspace):

@@ -113,7 +113,7 @@ def check_order_of_streams(transport: NcclTransport) -> None:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     sums = []
-    with torch.cuda.stream(stream), transport.deferred():
+    with torch.cuda.stream(stream):
         for turn in range(3):
             torch.cuda._sleep(20_000_000)
             mine.fill_(10.0 * turn + transport.rank)
@@ -339,8 +339,11 @@ def told_of_a_silent_peer(transport: Transport, device: torch.device) -> tuple[s
         time.sleep(SHORT + 6.0)
         return "", 0.0
     begin = time.monotonic()
+    transport.exchange([message], [got], "step 1", SHORT)
+    # The host goes on, and CUDA blocks it until the step has been ended.
+    torch.cuda.synchronize()
     with pytest.raises(CollectiveTimeoutError) as caught:
-        transport.exchange([message], [got], "step 1", SHORT)
+        transport.check_streams()
     return str(caught.value), time.monotonic() - begin
 
 

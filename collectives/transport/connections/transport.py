@@ -12,9 +12,10 @@ import select
 import time
 import weakref
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
+import torch.distributed as dist
 
 from collectives.errors import CollectiveTimeoutError, TransportError, describe
 from collectives.transport.base import Message, Messages, Transport, as_bytes
@@ -84,6 +85,7 @@ class ConnectionTransport(Transport):
             self.symmetric_memory = SymmetricMemory(
                 memory, self.rank, self.size, self, cores=_cores()
             )
+        other.ask(self)
         _transports.add(self)
 
     def __repr__(self) -> str:
@@ -123,9 +125,20 @@ class ConnectionTransport(Transport):
                 timeout = max(start + timeout - time.monotonic(), 0.0)
             self._run(list(active.values()), step, timeout, code)
 
-    def deferred(self) -> AbstractContextManager[None]:
-        """Put off what `other` may; messages over connections are waited for at once."""
-        return self._other.deferred()
+    def check_streams(self) -> None:
+        """Raise what ended messages of `other`: `Transport.check_streams`."""
+        self._other.check_streams()
+
+    def follow(
+        self,
+        works: Sequence[dist.Work],
+        process_group: dist.ProcessGroup,
+        device: torch.device,
+        step: str,
+        timeout: float,
+    ) -> None:
+        """Let `other` watch works of torch's NCCL: `Transport.follow`."""
+        self._other.follow(works, process_group, device, step, timeout)
 
     def flush(self, step: str, timeout: float) -> None:
         """Drop all messages under way over connections: `Transport.flush`."""
@@ -174,15 +187,16 @@ class ConnectionTransport(Transport):
             for connection in self._connections.values():
                 connection.probe(code)
 
-    def gone(self) -> int | None:
-        """Return a peer whose end is closed, if any."""
+    def gone(self, peers: Collection[int] | None = None) -> int | None:
+        """Return a peer whose end is closed, if any: `Transport.gone`."""
         if self._unusable:
             raise TransportError(f"the connections cannot be used: {self._unusable}")
+        asked = self._connections.keys() if peers is None else self._connections.keys() & {*peers}
         hang_ups = select.poll()
-        for connection in self._connections.values():
-            hang_ups.register(connection, 0)
+        for peer in asked:
+            hang_ups.register(self._connections[peer], 0)
         closed = {fd for fd, _ in hang_ups.poll(0)}
-        return next((p for p, each in self._connections.items() if each.fileno() in closed), None)
+        return next((p for p in asked if self._connections[p].fileno() in closed), None)
 
     def why_gone(self, peer: int) -> str:
         """Say why the end of a peer that is gone was closed."""

@@ -1,21 +1,33 @@
-"""Steps that are on the streams while the host goes on, and whether one of them is late."""
+"""Steps that are on the streams while the host goes on, and what ends those that cannot end.
+
+The host puts a step on a stream and returns. Nobody but `Pending` then knows that it is under way:
+it is asked by the host's thread, and looks by itself now and then in another thread, which goes on
+while CUDA blocks the host's. A step that waits for a rank that is gone ends with its communicator
+alone, so `Pending` aborts that, and keeps why for whoever asks: the next call, and a Work's wait().
+"""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from typing import NamedTuple
 
 from torch import cuda
 
+from collectives.errors import CollectiveError, CollectiveTimeoutError, TransportError
+
 # Beyond these the host waits for the first: CUDA lets whoever launches more than about a thousand
 # things wait, without a limit, for a stream that waits for a rank.
 MAX_PENDING = 64
-_SPIN_SECONDS = 2e-3
-_PAUSE_SECONDS = 2e-4
-# How long the host has to notice by itself that a step is late, before it counts as blocked.
+# How often steps under way are looked at beside the host.
+CHECK_SECONDS = 0.25
+# What a rank has sent before it ended may still be arriving for so long.
 GRACE_SECONDS = 1.0
+_PAUSE_SECONDS = 2e-4
 
 
 class Posted(NamedTuple):
@@ -25,85 +37,214 @@ class Posted(NamedTuple):
     peers: tuple[int, ...]
     step: str
     timeout: float
-
-
-def arrives(posted: Posted, start: float, check: Callable[[], None] | None = None) -> bool:
-    """Wait on the host; return False where the step takes over its timeout.
-
-    Args:
-        posted: The step.
-        start: When its timeout begins, of time.monotonic().
-        check: Called whenever the event has been asked; raises what else ends the wait.
-    """
-    while True:
-        # In this order: a step that NCCL has aborted may end, too.
-        done = posted.event.query()
-        if check is not None:
-            check()
-        waited = time.monotonic() - start
-        if done or waited > posted.timeout:
-            return done
-        time.sleep(0.0 if waited < _SPIN_SECONDS else _PAUSE_SECONDS)
+    since: float
 
 
 class Pending:
-    """The steps that the host has put on the streams and does not wait for yet, in their order.
+    """The steps that a transport has put on streams and that have not ended as far as is known.
+
+    The time of a step begins when it is put on a stream, and not before those ahead of it are known
+    to have come. No event is asked but by the host's thread while it posts or waits outside of a
+    capture, or where a step is late or a peer is gone: that would end the capture of a CUDA graph
+    in any thread. So a step behind one that nobody has asked for may take up to twice its timeout.
+
+    Args:
+        rank: This rank, for errors.
+        end: Aborts all that is under way, in bounded time; returns how that went.
+        gone: Returns one of some ranks (of all for None) that has ended; None where none has.
+        check: Raises NCCL's asynchronous error, if any, for the step it is given.
 
     Attributes:
-        items: The steps.
-        deferring: Whether steps are put off now.
-        late: The step that took too long while the host was blocked in CUDA, as by what waits for
-            the whole device. That ends only with the step, so the communicators were aborted.
+        items: The steps, in their order.
+        error: What ended them. Nothing can be put on the streams afterwards.
     """
 
-    def __init__(self) -> None:
-        self.items: list[Posted] = []
-        self.deferring = False
-        self.late: Posted | None = None
-        self._first: Posted | None = None
-        self._since = 0.0
+    def __init__(
+        self,
+        rank: int,
+        end: Callable[[], str],
+        gone: Callable[[Collection[int] | None], int | None] = lambda peers: None,
+        check: Callable[[str], None] = lambda step: None,
+    ) -> None:
+        self.items: deque[Posted] = deque()
+        self.error: CollectiveError | None = None
+        self._rank = rank
+        self._end = end
+        self._gone = gone
+        self._check = check
+        self._told = False
+        # When the last step that was the first under way was known to have come.
+        self._passed = 0.0
+        # A peer that is gone, and since when it is known.
+        self._suspect: tuple[int, float] | None = None
+        # Held while all is ended: until then an event that comes may be of an aborted step.
+        self._lock = threading.RLock()
 
-    @contextmanager
-    def deferred(self, wait: Callable[[Posted, float], None]) -> Iterator[None]:
-        """Let steps within be put off; leaving waits for all that were, one after the other.
+    def add(self, posted: Posted) -> None:
+        """Take note of a step; wait for the first ones where there are too many."""
+        with self._lock:
+            self.items.append(posted)
+        self.settle(MAX_PENDING)
 
-        Args:
-            wait: Waits for one, its timeout from then on, or raises. Of several contexts, one in
-                another, the outermost alone counts.
+    def settle(self, most: int = 0) -> None:
+        """Wait on the host until at most `most` steps are under way; raise what ended them."""
+        while self._too_many(most):
+            time.sleep(_PAUSE_SECONDS)
+
+    def _too_many(self, most: int) -> bool:
+        with self._lock:
+            self._drop_done()
+            self.raise_error()
+            if len(self.items) <= most:
+                return False
+            first = self.items[0]
+            if self._is_late(first):
+                self.late(first.peers, first.step, first.timeout)
+                self.raise_error()
+            return True
+
+    def is_idle(self) -> bool:
+        """Whether all has come; asks CUDA."""
+        with self._lock:
+            self._drop_done()
+            return not self.items
+
+    def finish(self) -> None:
+        """Wait for all steps before what carries them is closed.
+
+        Raises what ended them, unless somebody was told before.
         """
-        if self.deferring:
-            yield
+        if not self._told:
+            self.settle()
+
+    def raise_error(self) -> None:
+        """Raise what ended the steps, if anything did."""
+        # Where all is being ended now, not before that is done.
+        with self._lock:
+            if self.error is not None:
+                raise self.failure()
+
+    def failure(self) -> CollectiveError:
+        """Return what ended the steps, to be raised: a new error, for several threads may."""
+        assert self.error is not None
+        self._told = True
+        made = type(self.error)(str(self.error))
+        made.__cause__ = self.error
+        return made
+
+    def check_usable(self, step: str) -> None:
+        """Raise what ended the steps if nobody was told yet, else that no others can be posted."""
+        if self._told:
+            raise TransportError(
+                f"{step}: this NCCL transport is unusable since {self.error}"
+            ) from self.error
+        self.raise_error()
+
+    def fail(self, say: Callable[[str], CollectiveError]) -> None:
+        """End all steps and keep the error, which may say how that went. The first one counts."""
+        with self._lock:
+            if self.error is None:
+                self.error = say(self._end())
+                self.items.clear()
+
+    def abort(self, say: Callable[[str], CollectiveError]) -> None:
+        """End all steps for whoever knows why, and raises that: `finish` need not."""
+        self.fail(say)
+        self._told = True
+
+    def late(self, peers: tuple[int, ...], step: str, timeout: float) -> None:
+        """End all steps: one took over its timeout."""
+        names = f"rank {peers[0]}" if len(peers) == 1 else f"one of the ranks {peers}"
+        said = f"rank {self._rank} got no answer from {names if peers else 'the other ranks'} in"
+        said = f"{said} {step} (stopped after {timeout:g} s)"
+        self.fail(lambda how: CollectiveTimeoutError(f"{said}: {how}"))
+
+    def watch(self) -> None:
+        """End all where the first step is late, a peer of its is gone, or NCCL has failed.
+
+        Called now and then beside the host's thread.
+        """
+        with self._lock:
+            first = self.items[0] if self.items else None
+        if first is None or self.error is not None:
             return
-        self.deferring = True
         try:
-            yield
-            self._settle(0, wait)
-        finally:
-            self.deferring = False
-
-    def put_off(self, posted: Posted, wait: Callable[[Posted, float], None]) -> None:
-        """Add a step; wait for the first ones where there are too many."""
-        self.items.append(posted)
-        self._settle(MAX_PENDING, wait)
-
-    def _settle(self, most: int, wait: Callable[[Posted, float], None]) -> None:
-        while len(self.items) > most:
-            wait(self.items[0], time.monotonic())
-            del self.items[0]
-
-    def check(self, abort: Callable[[], None]) -> None:
-        """Abort where one step has been the first under way for too long. Called now and then."""
-        # The host's thread takes steps away and adds others meanwhile.
-        items = [*self.items]
-        if self._first not in items:
-            self._first, self._since = next(iter(items), None), time.monotonic()
-        first = self._first
-        if first is None or time.monotonic() - self._since <= first.timeout + GRACE_SECONDS:
+            self._check(first.step)
+        except TransportError as error:
+            failure = error
+            self.fail(lambda how: failure)
             return
-        # Not before: no event may be asked while a thread captures a graph.
-        under_way = next((item for item in items if not item.event.query()), None)
-        if under_way is not first:
-            self._first, self._since = under_way, time.monotonic()
+        peer = self._gone_peer(first)
+        if peer is None and not self._is_late(first):
             return
-        self.late = first
-        abort()
+        with self._lock:
+            # Where the first has come the next one's time begins.
+            if self._drop_done() or self.error is not None:
+                return
+            if peer is None:
+                self.late(first.peers, first.step, first.timeout)
+                return
+            said = f"rank {self._rank} got no answer from rank {peer} in {first.step}"
+            self.fail(lambda how: CollectiveTimeoutError(f"{said}: rank {peer} has ended; {how}"))
+
+    def _gone_peer(self, first: Posted) -> int | None:
+        """Return a peer of this step that has been gone for longer than its messages take."""
+        peer = None
+        # The host's thread may close its connections now; that ends this, too.
+        with suppress(CollectiveError, ValueError, OSError):
+            peer = self._gone(first.peers or None)
+        if peer is None:
+            self._suspect = None
+        elif self._suspect is None or self._suspect[0] != peer:
+            self._suspect = peer, time.monotonic()
+        elif time.monotonic() - self._suspect[1] > GRACE_SECONDS:
+            return peer
+        return None
+
+    def _is_late(self, first: Posted) -> bool:
+        return time.monotonic() - max(first.since, self._passed) > first.timeout
+
+    def _drop_done(self) -> bool:
+        """Forget the first steps that have come; return whether there were any."""
+        any_done = False
+        while self.items and self.items[0].event.query():
+            self.items.popleft()
+            self._passed, any_done = time.monotonic(), True
+        return any_done
+
+
+class Watchdog:
+    """A thread that looks at the steps under way, for a library whose calls have none of their own.
+
+    It never keeps the process from ending, and ends when `owner` is collected.
+
+    Args:
+        pending: The steps.
+        owner: What puts them on streams.
+        name: The thread's name.
+    """
+
+    def __init__(self, pending: Pending, owner: object, name: str) -> None:
+        self._pending = pending
+        self._name = name
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        weakref.finalize(owner, self._stopped.set)
+
+    def start(self) -> None:
+        """Start it where it does not run."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+
+    def stop(self) -> None:
+        """End it."""
+        self._stopped.set()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(CHECK_SECONDS):
+            # CUDA's errors reach the host's thread, too.
+            with suppress(RuntimeError):
+                self._pending.watch()

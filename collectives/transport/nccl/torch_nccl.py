@@ -7,25 +7,26 @@ there is one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
-from typing import Any
+import time
+import weakref
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
 from torch import cuda
 
-from collectives.errors import CollectiveTimeoutError, TransportError
-from collectives.transport.base import Messages
-from collectives.transport.nccl.pending import Pending, Posted, arrives
+from collectives.errors import CollectiveError, TransportError
+from collectives.transport.base import Messages, Transport
+from collectives.transport.nccl.pending import Pending, Posted, Watchdog
 from collectives.transport.process_groups import abort_nccl, first_line
 
 
 class TorchNccl:
-    """Exchanges CUDA tensors over a process group and waits on the host, each step its timeout.
+    """Puts messages of CUDA tensors over a process group on the stream, and watches them.
 
-    torch would let the stream alone wait, and end the process long after a rank was gone. Within
-    `deferred()` steps are put on the stream and waited for at the end. Nothing waits while the
+    torch would end the process long after a rank was gone. Here a step's own timeout, and a peer's
+    end, abort what is under way before, and are errors (pending.py). Nothing is watched while the
     stream is captured in a CUDA graph, which has to come after a first exchange outside. That one
     connects all ranks of the group, so every rank has to make it, if with empty messages; torch
     sets it no limit where a rank is gone by then.
@@ -33,19 +34,30 @@ class TorchNccl:
     Args:
         process_group: What the messages travel on.
         rank: This rank, for errors.
+
+    Attributes:
+        pending: The steps under way.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, rank: int) -> None:
         self._process_group = process_group
-        self._rank = rank
         self._connected: set[torch.device] = set()
-        self._pending = Pending()
+        # Of what is under way, in the order in which it was first used.
+        groups = self._groups = [process_group]
+        asked = self._asked = _Asked()
+        self.pending = Pending(rank, lambda: _abort(groups), asked.gone)
+        self._watchdog = Watchdog(self.pending, self, f"nccl-watch-{rank}")
+
+    def ask(self, peers: Transport) -> None:
+        """Find out from `peers`, as long as it lives, which rank is gone."""
+        self._asked.peers = weakref.ref(peers)
 
     def exchange(self, sends: Messages, recvs: Messages, step: str, timeout: float) -> None:
         """Exchange a step's messages: `Transport.exchange`."""
         both = [*recvs, *sends]
         if not both:
             return
+        self.pending.check_usable(step)
         device = both[0].tensor.device
         peers = tuple(sorted({peer for peer, tensor in both if tensor.numel()}))
         try:
@@ -58,29 +70,60 @@ class TorchNccl:
                 for peer, tensor in messages
                 if tensor.numel()
             ]
-            event = behind(dist.batch_isend_irecv(ops), device)
+            self._put(dist.batch_isend_irecv(ops), device, peers, step, timeout)
+        except CollectiveError:
+            raise
         except RuntimeError as error:
             raise TransportError(f"NCCL failed in {step}: {first_line(error)}") from error
-        if event is None:
-            return
-        with self.deferred():
-            self._pending.put_off(Posted(event, peers, step, timeout), self._await)
 
-    def deferred(self) -> AbstractContextManager[None]:
-        """Put off waiting within; leaving waits for all steps, each up to its timeout."""
-        return self._pending.deferred(self._await)
+    def follow(
+        self,
+        works: Sequence[dist.Work],
+        process_group: dist.ProcessGroup,
+        device: torch.device,
+        step: str,
+        timeout: float,
+    ) -> None:
+        """Put the current stream behind works, and watch them: `Transport.follow`."""
+        if process_group not in self._groups:
+            self._groups.append(process_group)
+        self._put(works, device, (), step, timeout)
 
-    def abort(self) -> None:
+    def _put(
+        self,
+        works: Sequence[dist.Work],
+        device: torch.device,
+        peers: tuple[int, ...],
+        step: str,
+        timeout: float,
+    ) -> None:
+        start = time.monotonic()
+        for work in works:
+            # The stream waits; the host does not.
+            work.wait()
+        with cuda.device(device):
+            if cuda.is_current_stream_capturing():
+                return
+            event = cuda.current_stream(device).record_event()
+        self._watchdog.start()
+        self.pending.add(Posted(event, peers, step, timeout, start))
+
+    def abort(self, reason: str) -> None:
         """End what an error left under way, for which peers may never come.
 
         Else the GPU would wait for them, and whoever closes the process group for the GPU.
         """
-        under_way = [*self._pending.items]
-        self._pending.items.clear()
         # CUDA itself may have failed: the error that brought this about is the one to raise.
         with suppress(RuntimeError):
-            if not all(posted.event.query() for posted in under_way):
-                abort_nccl(self._process_group)
+            if not self.pending.is_idle():
+                self.pending.abort(lambda how: TransportError(f"{reason} ({how})"))
+
+    def close(self) -> None:
+        """Wait for what is under way; raise what ended it where nobody was told before."""
+        try:
+            self.pending.finish()
+        finally:
+            self._watchdog.stop()
 
     def _connect(self, device: torch.device) -> None:
         """Let torch make its communicator: one of all ranks, whoever has messages."""
@@ -89,24 +132,18 @@ class TorchNccl:
         self._process_group.allreduce([torch.zeros(1, device=device)]).wait()
         self._connected.add(device)
 
-    def _await(self, posted: Posted, start: float) -> None:
-        if arrives(posted, start):
-            return
-        self._pending.items.clear()
-        reason = abort_nccl(self._process_group)
-        names = f"rank {posted.peers[0]}" if len(posted.peers) == 1 else f"ranks {posted.peers}"
-        raise CollectiveTimeoutError(
-            f"rank {self._rank} got no answer from {names} in {posted.step} (stopped after "
-            f"{posted.timeout:g} s): {reason}"
-        )
+
+class _Asked:
+    """Whom the watchdog asks which rank is gone; it must keep none of them alive."""
+
+    def __init__(self) -> None:
+        self.peers: weakref.ref[Transport] | None = None
+
+    def gone(self, peers: Collection[int] | None) -> int | None:
+        transport = self.peers() if self.peers is not None else None
+        return None if transport is None else transport.gone(peers)
 
 
-def behind(works: Sequence[Any], device: torch.device) -> cuda.Event | None:
-    """Put the current stream behind the works; return an event there, None in a capture."""
-    for work in works:
-        # The stream waits; the host does not.
-        work.wait()
-    with cuda.device(device):
-        if cuda.is_current_stream_capturing():
-            return None
-        return cuda.current_stream(device).record_event()
+def _abort(groups: Sequence[dist.ProcessGroup]) -> str:
+    """Abort torch's NCCL in all of the groups; return how that went."""
+    return "; ".join({abort_nccl(group): None for group in groups})

@@ -12,25 +12,26 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent import futures
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import cuda
 
-from collectives.errors import CollectiveError, CollectiveTimeoutError, TransportError
+from collectives.errors import CollectiveError, TransportError
 from collectives.transport.base import Messages, Transport
 from collectives.transport.nccl.communicators import (
     DTYPES,
+    CallingThread,
     Communicators,
     load_nccl,
     translate_errors,
 )
-from collectives.transport.nccl.pending import Posted, arrives
+from collectives.transport.nccl.pending import Pending, Posted
 from collectives.transport.shared_memory.symmetric_memory import SymmetricMemory
 
 
@@ -39,17 +40,19 @@ class NcclTransport(Transport):
 
     Making one is a collective of all ranks of `host`.
 
-    `exchange` waits on the host for its messages, so that a timeout is an error of the step that
-    caused it. Within `deferred()` steps are only put on the streams and are waited for at the end.
-    While the caller's stream is captured in a CUDA graph nothing waits at all: capture on all ranks
-    alike, after a first run outside (NCCL connects ranks at their first message). As NCCL demands,
-    let no other communicator of the device be busy in another thread meanwhile.
+    `exchange` puts messages on the communication stream, the caller's stream behind them, and
+    returns. A step that is late, a peer that is gone and what NCCL reports are noticed beside the
+    host's thread (pending.py), and raised by `check_streams` and by the next exchange. What is
+    captured in a CUDA graph is not watched: capture on all ranks alike, after a first run outside
+    (NCCL connects ranks at their first message). Transports that were split from one another work
+    one after the other; of torch's communicators on the device see docs/groups.md.
 
     Args:
         host: Carries CPU tensors between the same ranks.
         store: Through which rank 0's NCCL id reaches the others.
         device: This rank's GPU, the current one unless given.
         timeout: Seconds that making it may take.
+        thread: What calls NCCL, with others of the same device; one of its own unless given.
 
     Raises:
         ImportError: Something has to be installed; says what.
@@ -70,6 +73,7 @@ class NcclTransport(Transport):
         device: torch.device | None = None,
         *,
         timeout: float,
+        thread: CallingThread | None = None,
     ) -> None:
         nccl = load_nccl()
         self.device = device or torch.device("cuda", cuda.current_device())
@@ -84,11 +88,18 @@ class NcclTransport(Transport):
         # Each rank counts for itself, and all make their communicators in one order.
         count = store.add(f"adasum/nccl/made-by-{self.rank}", 1)
         self._store = dist.PrefixStore(f"adasum/nccl/{count}", store)
-        self._failure: BaseException | None = None
+        self._closed = False
         self._parts: dict[tuple[int, ...], Any] = {}
-        self._stream = cuda.Stream(self.device)
-        self._communicators = Communicators(nccl, self.device, f"nccl-{self.rank}")
-        self._pending = self._communicators.pending
+        thread = thread or CallingThread(self.device, f"nccl-{self.rank}")
+        self._stream = thread.stream
+        self._communicators = made = Communicators(nccl, thread)
+
+        def check(step: str) -> None:
+            with translate_errors(nccl, step):
+                made.check()
+
+        self._pending = Pending(self.rank, made.abort, host.gone, check)
+        made.watch(self._pending)
         # Runs at the latest when the interpreter exits.
         self._close = weakref.finalize(self, self._communicators.close)
         self._whole = self._join(timeout)
@@ -177,37 +188,60 @@ class NcclTransport(Transport):
 
         self._start(post, [flat], peers, step, timeout)()
 
-    def deferred(self) -> AbstractContextManager[None]:
-        """Put off waiting within; leaving waits for all steps, each up to its timeout.
+    def check_streams(self) -> None:
+        """Raise what ended messages and sums under way, over NCCL or torch's."""
+        self._pending.raise_error()
+        self._host.check_streams()
 
-        No more than 64 are under way at once. One that is late while the host is blocked inside
-        CUDA is noticed all the same, and ends the communicators. What a step received may be used
-        on the caller's stream at once, as without this.
-        """
-        return self._pending.deferred(self._await)
+    def follow(
+        self,
+        works: Sequence[dist.Work],
+        process_group: dist.ProcessGroup,
+        device: torch.device,
+        step: str,
+        timeout: float,
+    ) -> None:
+        """Watch works of torch's NCCL: `Transport.follow`."""
+        self._host.follow(works, process_group, device, step, timeout)
+
+    def gone(self, peers: Collection[int] | None = None) -> int | None:
+        """Return a rank whose end is closed, as the host's transport knows it."""
+        return self._host.gone(peers)
+
+    def why_gone(self, peer: int) -> str:
+        """Say why the end of a rank that is gone was closed."""
+        return self._host.why_gone(peer)
 
     def split(self, ranks: Sequence[int], timeout: float) -> NcclTransport:
         """Return a transport with communicators of its own on the same device.
 
-        As NCCL demands, work on the two must not be under way at once, unless all ranks start it
-        in one order.
+        Both call NCCL from one thread, for one stream, so that their work is under way one after
+        the other. So all ranks have to start it in one order.
         """
         store = dist.PrefixStore(f"ranks {tuple(ranks)}", self._store)
-        return NcclTransport(self._host.split(ranks, timeout), store, self.device, timeout=timeout)
+        host = self._host.split(ranks, timeout)
+        thread = self._communicators.thread
+        return NcclTransport(host, store, self.device, timeout=timeout, thread=thread)
 
     def abort(self, reason: str) -> None:
         """End the communicators, with what is under way, and tell the peers why over `host`."""
-        self._failure = self._failure or TransportError(reason)
         with ExitStack() as stack:
-            stack.callback(self._end)
+            stack.callback(self._pending.abort, lambda how: TransportError(reason))
             self._host.abort(reason)
 
     def close(self) -> None:
-        """Destroy the communicators, in bounded time also when ranks are gone; close `host`."""
-        self._failure = self._failure or TransportError("it was closed")
+        """Wait for what is under way, destroy the communicators and close `host`.
+
+        In bounded time also when ranks are gone. Raises what ended messages under way where nobody
+        was told before; all is closed by then.
+        """
+        if self._closed:
+            return
+        self._closed = True
         with ExitStack() as stack:
             stack.callback(self._host.close)
-            self._close()
+            stack.callback(self._close)
+            self._pending.finish()
 
     def _start(
         self,
@@ -224,7 +258,7 @@ class NcclTransport(Transport):
         self._check_usable(step)
         start = time.monotonic()
         with cuda.device(self.device):
-            posted = Posted(cuda.Event(), peers, step, timeout)
+            event = cuda.Event()
             caller = cuda.current_stream(self.device)
             capturing = cuda.is_current_stream_capturing()
             self._stream.wait_event(caller.record_event())
@@ -232,70 +266,37 @@ class NcclTransport(Transport):
                 # In a graph the order of the streams alone keeps memory from being used again.
                 for tensor in tensors:
                     tensor.record_stream(self._stream)
-            self._bounded(lambda: self._communicators.group(post, timeout), posted)
-            posted.event.record(self._stream)
-        deferred = self._pending.deferring
-        if deferred and not capturing:
-            self._pending.put_off(posted, self._await)
+            group = self._communicators.group
+            self._bounded(lambda: group(post, timeout), peers, step, timeout)
+            event.record(self._stream)
+        if not capturing:
+            self._pending.add(Posted(event, peers, step, timeout, start))
 
         def wait() -> None:
             with cuda.device(self.device):
-                caller.wait_event(posted.event)
-            if not deferred and not capturing:
-                self._await(posted, start)
+                caller.wait_event(event)
 
         return wait
 
-    def _await(self, posted: Posted, start: float) -> None:
-        """Wait on the host, its timeout from `start`, watching for NCCL's errors."""
-
-        def check() -> None:
-            self._bounded(self._communicators.check, posted)
-            self._check_late()
-
-        if not arrives(posted, start, check):
-            self._fail(self._too_slow(posted))
-
-    def _bounded(self, job: Callable[[], Any], posted: Posted) -> Any:
+    def _bounded(
+        self, job: Callable[[], Any], peers: tuple[int, ...], step: str, timeout: float
+    ) -> Any:
         """Return what `job` returns; any failure of NCCL's ends the communicators."""
         try:
-            with translate_errors(self._nccl, posted.step):
+            with translate_errors(self._nccl, step):
                 return job()
         except futures.TimeoutError:
-            self._fail(self._too_slow(posted))
+            self._pending.late(peers, step, timeout)
         except TransportError as error:
-            self._check_late()
-            self._fail(error)
-
-    def _fail(self, error: CollectiveError) -> NoReturn:
-        self._failure = error
-        self._end()
-        raise error
-
-    def _end(self) -> None:
-        self._pending.items.clear()
-        self._communicators.abort()
-
-    def _too_slow(self, posted: Posted) -> CollectiveTimeoutError:
-        peers = posted.peers
-        names = f"rank {peers[0]}" if len(peers) == 1 else f"one of the ranks {peers}"
-        return CollectiveTimeoutError(
-            f"rank {self.rank} got no answer from {names} in {posted.step} (stopped after "
-            f"{posted.timeout:g} s; its NCCL communicator was aborted)"
-        )
-
-    def _check_late(self) -> None:
-        """Raise what NCCL's thread found while this one was blocked in CUDA."""
-        late = self._pending.late
-        if late is not None and self._failure is None:
-            self._fail(self._too_slow(late))
+            failure: CollectiveError = error
+            self._pending.fail(lambda how: failure)
+        # What was found first: this may have failed because that has ended all.
+        raise self._pending.failure()
 
     def _check_usable(self, step: str) -> None:
-        self._check_late()
-        if self._failure is not None:
-            raise TransportError(
-                f"{step}: this NCCL transport is unusable since {self._failure}"
-            ) from self._failure
+        if self._closed:
+            raise TransportError(f"{step}: this NCCL transport was closed")
+        self._pending.check_usable(step)
 
     def _part(self, ranks: tuple[int, ...] | None, step: str, timeout: float) -> Any:
         """Return the communicator of some ranks, split from the whole one at its first use."""
@@ -330,7 +331,8 @@ class NcclTransport(Transport):
         try:
             self._store.wait(["all"], timedelta(seconds=timeout))
         except RuntimeError:
-            self._fail(self._too_slow(Posted(cuda.Event(), (0,), step, timeout)))
+            self._pending.late((0,), step, timeout)
+            raise self._pending.failure() from None
         unique_id = self._store.get("all")
         left = max(deadline - time.monotonic(), 0.1)
         return self._with_all(lambda: self._communicators.make(join, left), step, timeout)
@@ -338,7 +340,7 @@ class NcclTransport(Transport):
     def _with_all(self, job: Callable[[], Any], step: str, timeout: float) -> Any:
         """Return what a job returns in which all ranks take part, on the host alone."""
         others = tuple(r for r in range(self.size) if r != self.rank)
-        return self._bounded(job, Posted(cuda.Event(), others, step, timeout))
+        return self._bounded(job, others, step, timeout)
 
 
 def _on_gpu(sends: Messages, recvs: Messages) -> bool:

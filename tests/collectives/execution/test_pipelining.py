@@ -255,13 +255,12 @@ def test_sum_in_parts_on_streams_is_the_sum(machine: Machine, name: str, size: i
 
     def work(transport: Any) -> torch.Tensor:
         buffer = device_tensor(inputs[transport.rank].clone())
-        with transport.deferred():
-            execute(
-                one_level(name, 1, Topology(size, size)),
-                buffer,
-                OnStream(),
-                CallContext(transport, "a test", 20.0, DeviceWorkspace()),
-            )
+        execute(
+            one_level(name, 1, Topology(size, size)),
+            buffer,
+            OnStream(),
+            CallContext(transport, "a test", 20.0, DeviceWorkspace()),
+        )
         return machine.read(buffer)
 
     answers = all_good(machine.run(size, work))

@@ -11,14 +11,16 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
-from collectives import CollectiveTimeoutError, TransportError
+from collectives import CollectiveTimeoutError, TransportError, Work
+from collectives.execution.call_queue import CallQueue
 from collectives.transport import Message
 from collectives.transport.nccl import pending
 from collectives.transport.nccl import transport as nccl
 from tests.fakes.fake_cuda import FakeEvent
 from tests.fakes.fake_nccl import FakeNccl, NcclError
-from tests.fakes.nccl_machine import Machine, all_good, full, make_machine, swap
+from tests.fakes.nccl_machine import Machine, all_good, full, make_machine, swap, told
 
 TIMEOUT = 0.3
 
@@ -28,42 +30,152 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     yield from make_machine(monkeypatch, FakeNccl())
 
 
-def told(
+def said(
     machine: Machine, steps: Callable[[nccl.NcclTransport, Message], None]
 ) -> tuple[str, float]:
-    """What rank 0's steps raise where the peer posts nothing after step 0, and after how long."""
+    """What rank 0 is told of its steps where the peer posts nothing after step 0, and when."""
     done = threading.Event()
 
     def work(transport: nccl.NcclTransport) -> tuple[str, float]:
-        mine = full(3, 1.0)
-        swap(transport, mine, full(3, 0.0), "step 0")
+        mine, got = full(3, 1.0), full(3, 0.0)
+        swap(transport, mine, got, "step 0")
+        machine.read(got)
         if transport.rank == 1:
             assert done.wait(60.0)
             return "", 0.0
         start = time.monotonic()
         try:
             steps(transport, Message(1, mine))
+            return str(told(transport.check_streams)), time.monotonic() - start
         except CollectiveTimeoutError as error:
             return str(error), time.monotonic() - start
         finally:
             done.set()
-        return "no error", 0.0
 
     text, waited = all_good(machine.run(2, work))[0]
     return text, waited
 
 
-def test_a_deferred_step_is_late_while_the_host_is_held_up(machine: Machine) -> None:
-    """As by what waits for the whole device, which ends with the step: nobody else ends that."""
+@pytest.mark.parametrize("blocked", [False, True])
+def test_a_step_is_late_whatever_the_host_does(machine: Machine, blocked: bool) -> None:
+    """It goes on, or CUDA blocks it until the step ends: nobody else would end that."""
 
     def steps(transport: nccl.NcclTransport, message: Message) -> None:
-        with transport.deferred():
-            transport.exchange([message], [], "step 1", TIMEOUT)
+        for step in (1, 2):
+            transport.exchange([message], [], f"step {step}", TIMEOUT)
+        if blocked:
             machine.cuda.current_stream().synchronize()
 
-    text, waited = told(machine, steps)
-    assert "got no answer from rank 1 in step 1 " in text
+    text, waited = said(machine, steps)
+    assert "got no answer from rank 1 in step 1 (stopped after 0.3 s)" in text
     assert TIMEOUT <= waited < TIMEOUT + 5.0
+
+
+@pytest.mark.parametrize("leaves", [1, 2])
+def test_a_peer_that_is_gone_ends_the_wait_at_once(machine: Machine, leaves: int) -> None:
+    """Not another rank, which may have been done before this one."""
+    done = threading.Event()
+
+    def work(transport: nccl.NcclTransport) -> str:
+        if transport.rank == leaves:
+            transport._host.close()
+        if transport.rank > 0:
+            assert done.wait(60.0)
+            return ""
+        try:
+            transport.exchange([Message(1, full(3, 1.0))], [], "step 1", 1.0 if leaves == 2 else 60)
+            start = time.monotonic()
+            error = str(told(transport.check_streams))
+            assert time.monotonic() - start < 20.0
+            return error
+        finally:
+            done.set()
+
+    text = all_good(machine.run(3, work))[0]
+    cause = ": rank 1 has ended; its NCCL comm" if leaves == 1 else "(stopped after 1 s)"
+    assert "rank 0 got no answer from rank 1 in step 1" in text and cause in text
+
+
+def test_no_event_is_asked_while_a_step_is_neither_late_nor_its_peer_gone(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That would end the capture of a CUDA graph in any thread."""
+    asked: list[threading.Thread] = []
+    query = FakeEvent.query
+
+    def noted(event: FakeEvent) -> bool:
+        asked.append(threading.current_thread())
+        return query(event)
+
+    monkeypatch.setattr(FakeEvent, "query", noted)
+
+    def work(transport: nccl.NcclTransport) -> None:
+        swap(transport, full(3, 1.0), full(3, 0.0), "step 0")
+        time.sleep(0.5)
+        assert not any(thread.name.startswith("nccl") for thread in asked)
+
+    all_good(machine.run(2, work))
+
+
+def test_a_work_asks_what_became_of_its_collective(machine: Machine) -> None:
+    """Also one that had ended on the host before; the call that comes next is told as well."""
+    done = threading.Event()
+
+    def work(transport: nccl.NcclTransport) -> None:
+        if transport.rank == 1:
+            assert done.wait(60.0)
+            return
+        queue = CallQueue(transport, 20.0)
+        message = Message(1, full(3, 1.0))
+
+        def call() -> None:
+            transport.exchange([message], [], "step 1", TIMEOUT)
+
+        def on_stream() -> None:
+            flight.run(call)
+            flight._events.append((machine.nccl, machine.cuda.current_stream().record_event()))
+
+        flight = Work()
+        flight._worker = queue._worker
+        on_stream()
+        assert flight.has_ended() and not flight.is_completed()
+        told(transport.check_streams)
+        assert flight.is_completed()
+        for _ in range(2):
+            with pytest.raises(CollectiveTimeoutError, match="from rank 1 in step 1"):
+                flight.wait()
+        with pytest.raises(CollectiveTimeoutError, match="from rank 1 in step 1"):
+            queue.run("barrier", lambda: None)
+        with pytest.raises(TransportError, match=r"barrier: this group is unusable .* step 1"):
+            queue.run("barrier", lambda: None)
+        queue.close()
+        done.set()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "current_stream", machine.cuda.current_stream)
+        all_good(machine.run(2, work))
+
+
+@pytest.mark.parametrize("told_before", [False, True])
+def test_close_raises_what_ended_the_steps_unless_somebody_was_told(
+    machine: Machine, told_before: bool
+) -> None:
+    done = threading.Event()
+
+    def work(transport: nccl.NcclTransport) -> None:
+        if transport.rank == 1:
+            assert done.wait(60.0)
+            return
+        transport.exchange([Message(1, full(3, 1.0))], [], "step 1", TIMEOUT)
+        if told_before:
+            told(transport.check_streams)
+            transport.close()
+        else:
+            with pytest.raises(CollectiveTimeoutError, match="from rank 1 in step 1"):
+                transport.close()
+        done.set()
+
+    all_good(machine.run(2, work))
 
 
 def test_an_error_of_cudas_does_not_end_the_thread_of_nccl(machine: Machine) -> None:
@@ -78,9 +190,11 @@ def test_an_error_of_cudas_does_not_end_the_thread_of_nccl(machine: Machine) -> 
 
     def work(transport: nccl.NcclTransport) -> int:
         communicators = transport._communicators
-        communicators.pending.items.append(pending.Posted(Failed(), (0,), "a step", 0.0))
+        failed = pending.Posted(Failed(), (0,), "a step", 0.0, time.monotonic())
+        transport._pending.items.append(failed)
         while len(asked) < 2:
             time.sleep(0.01)
+        transport._pending.items.clear()
         return communicators.call(lambda: 7, 10.0)
 
     assert all_good(machine.run(1, work)) == [7]
@@ -92,27 +206,12 @@ def test_the_host_does_not_run_far_ahead(machine: Machine, monkeypatch: pytest.M
     posted = []
 
     def steps(transport: nccl.NcclTransport, message: Message) -> None:
-        with transport.deferred():
-            for step in range(1, 100):
-                posted.append(step)
-                transport.exchange([message], [], f"step {step}", TIMEOUT)
+        for step in range(1, 100):
+            posted.append(step)
+            transport.exchange([message], [], f"step {step}", TIMEOUT)
 
-    assert "got no answer from rank 1 in step 1 " in told(machine, steps)[0]
+    assert "got no answer from rank 1 in step 1 " in said(machine, steps)[0]
     assert posted == [1, 2, 3, 4, 5]
-
-
-def test_after_an_error_within_deferred_steps_are_waited_for_again(machine: Machine) -> None:
-    def fail(transport: nccl.NcclTransport, message: Message) -> None:
-        transport.exchange([message], [], "step 1", TIMEOUT)
-        raise KeyError("ours")
-
-    def steps(transport: nccl.NcclTransport, message: Message) -> None:
-        with pytest.raises(KeyError, match="ours"), transport.deferred():
-            fail(transport, message)
-        with transport.deferred():
-            """What was left under way is first."""
-
-    assert "got no answer from rank 1 in step 1 " in told(machine, steps)[0]
 
 
 def test_a_rank_that_gives_up_tells_the_others_and_ends_its_communicators(machine: Machine) -> None:
@@ -123,12 +222,24 @@ def test_a_rank_that_gives_up_tells_the_others_and_ends_its_communicators(machin
         transport._host.abort = told.append  # type: ignore[attr-defined]
         swap(transport, full(3, 1.0), full(3, 0.0), "step 0")
         transport.abort("it was interrupted")
+        with pytest.raises(TransportError, match="it was interrupted"):
+            transport.check_streams()
         with pytest.raises(TransportError, match=r"step 1: .* since it was interrupted"):
             transport.exchange([], [Message(1 - transport.rank, full(3, 0.0))], "step 1", 10.0)
         return told
 
     assert all_good(machine.run(2, work)) == [["it was interrupted"]] * 2
     assert machine.nccl.aborted == {0, 1}
+
+
+def test_close_after_an_abort_says_nothing_new(machine: Machine) -> None:
+    """Whoever gives up raises why."""
+
+    def work(transport: nccl.NcclTransport) -> None:
+        transport.abort("it was interrupted")
+        transport.close()
+
+    all_good(machine.run(1, work))
 
 
 def test_nothing_is_collected_in_a_forked_child(machine: Machine) -> None:
@@ -172,14 +283,48 @@ def test_a_communicator_that_comes_while_all_are_aborted_is_aborted_once(
     assert all_good(machine.run(1, work)) == [1]
 
 
+@pytest.mark.parametrize("end", ["abort", "close"])
+def test_no_communicator_is_asked_for_errors_once_its_end_has_begun(
+    machine: Machine, end: str
+) -> None:
+    """NCCL frees it then, in another thread than the one that asks."""
+
+    def work(transport: nccl.NcclTransport) -> list[str]:
+        communicators = transport._communicators
+        happened: list[str] = []
+        asked, free = threading.Event(), threading.Event()
+        real = communicators._made[0]
+
+        class Slow:
+            def check_async_error(self) -> None:
+                asked.set()
+                free.wait(0.3)
+                happened.append("answered")
+
+            def end(self) -> None:
+                happened.append("freed")
+                getattr(real, "abort" if end == "abort" else "destroy")()
+
+            abort = destroy = end
+
+        communicators._made[0] = Slow()
+        asking = threading.Thread(target=communicators.check)
+        asking.start()
+        assert asked.wait(20.0)
+        getattr(communicators, end)()
+        asking.join(20.0)
+        communicators.check()
+        return happened
+
+    assert all_good(machine.run(1, work)) == [["answered", "freed"]]
+
+
 def test_what_fails_after_a_late_step_was_ended_names_the_step(machine: Machine) -> None:
     """NCCL says then no more than that its argument, the communicator, is invalid."""
 
     def work(transport: nccl.NcclTransport) -> str:
-        posted = pending.Posted(FakeEvent(), (1,), "step 7", 3.0)
-
         def post() -> None:
-            transport._communicators.pending.late = posted
+            transport._pending.late((1,), "step 7", 3.0)
             raise NcclError(4)
 
         with pytest.raises(CollectiveTimeoutError) as caught:
@@ -206,7 +351,9 @@ def test_a_destroy_that_fails_leaves_nothing_else_open(machine: Machine) -> None
         transport._host.close = lambda: ended.append("host")  # type: ignore[method-assign]
         with pytest.raises(TransportError, match=r"NCCL failed in close: NCCL_ERROR_SYSTEM_ERROR"):
             transport.close()
-        communicators._thread.join(10.0)
-        return [*ended, "thread" if not communicators._thread.is_alive() else "thread runs"]
+        end = time.monotonic() + 10.0
+        while communicators.thread.is_alive() and time.monotonic() < end:
+            time.sleep(0.01)
+        return [*ended, "thread runs" if communicators.thread.is_alive() else "thread"]
 
     assert all_good(machine.run(1, work, close=False)) == [["whole", "host", "thread"]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent import futures
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from adasum.optimizer.bucket_reduction import BucketReducer, Reduction
 from collectives import Average, FusedBuffer, Group, Reducer, Sum, Work
 from collectives.bootstrap import calibration
 from collectives.execution import pipelining
+from collectives.execution.vendor import Libraries
 from collectives.reducers import SumReducer
 from collectives.schedules.registry import SCHEDULES
 from collectives.schedules.spec import OUTER
@@ -341,6 +343,36 @@ def test_what_runs_on_the_host_is_refused_in_a_capture() -> None:
         tensor.add_(1.0)
 
     assert run(work) == []
+
+
+@pytest.mark.parametrize("algorithm", ["nccl", "nccl/xring", "rd:16:nccl", "collective"])
+@pytest.mark.parametrize("dtype", [torch.int16, torch.bool, torch.float8_e4m3fn])
+def test_a_dtype_that_a_librarys_sum_cannot_take_is_refused_before_anything_is_sent(
+    dtype: torch.dtype, algorithm: str
+) -> None:
+    """In the library it is an error that leaves the group unusable."""
+
+    def work(group: Group) -> None:
+        tensors = [mine(group), on_gpu(torch.zeros(NUMEL).to(dtype))]
+        with pytest.raises(TypeError, match=f"{dtype}"):
+            group.all_reduce(tensors[1], algorithm=algorithm)
+        with pytest.raises((TypeError, ValueError), match=f"{dtype}|no process group"):
+            group.grouped_all_reduce(tensors, algorithm=algorithm)
+        group.all_reduce(tensors[0], algorithm="nccl")
+        tensors[0].add_(1.0)
+
+    assert run(work) == []
+
+
+@pytest.mark.parametrize("name", ["nccl", "collective"])
+def test_dtypes_that_a_librarys_sum_can_take(name: str) -> None:
+    transport: Any = SimpleNamespace(sums_on_gpu=True, process_group=object())
+    libraries = Libraries(transport)
+    for dtype in (torch.bfloat16, torch.uint8, torch.int64, torch.complex64, torch.complex128):
+        libraries.check(name, streams.DEVICE, dtype)
+    for dtype in (torch.int16, torch.uint32, torch.bool, torch.float8_e5m2):
+        with pytest.raises(TypeError, match=f"'{name}' .* cannot add {dtype}: use 'xring'"):
+            libraries.check(name, streams.DEVICE, dtype)
 
 
 def test_an_error_of_cudas_before_the_call_is_raised_by_wait(

@@ -5,11 +5,11 @@ No GPU needed. With one: tests/processes/test_torch_nccl.py.
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +27,7 @@ from collectives.transport.nccl import pending, torch_nccl
 from collectives.transport.nccl.torch_nccl import TorchNccl
 from tests.fakes.fake_cuda import FakeCuda, FakeEvent, FakeGraph, FakeStream, device_tensor
 from tests.fakes.fake_torch import FakeGroup, FakeTorch, FakeWork
+from tests.fakes.nccl_machine import told
 
 TIMEOUT = 0.3
 
@@ -36,6 +37,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTorch]:
     cuda = FakeCuda()
     found = FakeTorch(cuda)
     monkeypatch.setattr(torch_nccl, "cuda", cuda)
+    monkeypatch.setattr(pending, "CHECK_SECONDS", 0.05)
+    monkeypatch.setattr(pending, "GRACE_SECONDS", 0.1)
     monkeypatch.setattr(torch_nccl, "dist", found)
     zeros = SimpleNamespace(zeros=lambda numel, device: full(0.0))
     monkeypatch.setattr(torch_nccl, "torch", zeros, raising=False)
@@ -55,10 +58,6 @@ def ranks(fake: FakeTorch, size: int, work: Callable[[TorchNccl, int], Any]) -> 
         return list(pool.map(lambda rank: work(of(fake, rank), rank), range(size)))
 
 
-def _deferred(nccl: TorchNccl, deferred: bool) -> AbstractContextManager[None]:
-    return nccl.deferred() if deferred else nullcontext()
-
-
 def full(value: float) -> torch.Tensor:
     return device_tensor(torch.full((3,), value))
 
@@ -72,8 +71,7 @@ def read(fake: FakeTorch, tensor: torch.Tensor) -> torch.Tensor:
     return copy
 
 
-@pytest.mark.parametrize("deferred", [False, True])
-def test_messages_are_behind_and_before_the_callers_work(fake: FakeTorch, deferred: bool) -> None:
+def test_messages_are_behind_and_before_the_callers_work(fake: FakeTorch) -> None:
     """What is sent is written late on the caller's stream; what came is there for it at once."""
 
     def work(nccl: TorchNccl, rank: int) -> torch.Tensor:
@@ -83,48 +81,40 @@ def test_messages_are_behind_and_before_the_callers_work(fake: FakeTorch, deferr
             time.sleep(0.05)
             mine.as_subclass(torch.Tensor).fill_(float(rank))
 
-        def exchange() -> torch.Tensor:
-            empty = Message(1 - rank, device_tensor(torch.empty(0)))
-            sends, recvs = [Message(1 - rank, mine), empty], [Message(1 - rank, got), empty]
-            fake.cuda.current_stream().put(write)
-            nccl.exchange(sends, recvs, "step 0", 20.0)
-            nccl.exchange([empty], [], "step 1", 20.0)
-            return read(fake, got)
-
-        # Within one another, as a reduction's phases are.
-        with _deferred(nccl, deferred), _deferred(nccl, deferred):
-            return exchange()
+        empty = Message(1 - rank, device_tensor(torch.empty(0)))
+        sends, recvs = [Message(1 - rank, mine), empty], [Message(1 - rank, got), empty]
+        fake.cuda.current_stream().put(write)
+        nccl.exchange(sends, recvs, "step 0", 20.0)
+        nccl.exchange([empty], [], "step 1", 20.0)
+        return read(fake, got)
 
     assert [came.tolist() for came in ranks(fake, 2, work)] == [[1.0] * 3, [0.0] * 3]
 
 
-@pytest.mark.parametrize("deferred", [False, True])
-def test_a_silent_peer(fake: FakeTorch, deferred: bool) -> None:
+def test_a_silent_peer(fake: FakeTorch) -> None:
     """The error names the first step that is late; torch has aborted the communicator by then."""
     nccl = of(fake, 0)
-
-    def steps() -> None:
-        nccl.exchange([Message(1, full(1.0))], [], "step 1", TIMEOUT)
-        nccl.exchange([], [Message(1, full(0.0))], "step 2 (rd) of 'w'", TIMEOUT)
-        assert deferred and time.monotonic() - start < TIMEOUT, "this one should have waited"
-        nccl.exchange([], [Message(2, full(0.0))], "step 3", TIMEOUT)
-
     start = time.monotonic()
-    with pytest.raises(CollectiveTimeoutError) as caught, _deferred(nccl, deferred):
-        steps()
-    assert str(caught.value) == (
+    nccl.exchange([Message(1, full(1.0))], [], "step 1", TIMEOUT)
+    nccl.exchange([], [Message(1, full(0.0))], "step 2 (rd) of 'w'", TIMEOUT)
+    nccl.exchange([], [Message(2, full(0.0))], "step 3", TIMEOUT)
+    assert time.monotonic() - start < TIMEOUT, "nothing should have waited"
+    error = told(nccl.pending.raise_error)
+    assert isinstance(error, CollectiveTimeoutError)
+    assert str(error) == (
         "rank 0 got no answer from rank 1 in step 2 (rd) of 'w' (stopped after 0.3 s): "
         "NCCL was aborted"
     )
-    # Two steps, the first of which ends at once, and slow threads.
-    assert TIMEOUT <= time.monotonic() - start < TIMEOUT + 5.0
     assert fake.aborted == {0}
+    with pytest.raises(TransportError, match=r"step 4: .* unusable since rank 0 got no answer"):
+        nccl.exchange([Message(1, full(1.0))], [], "step 4", TIMEOUT)
 
 
 def test_several_peers_are_named(fake: FakeTorch) -> None:
     recvs = [Message(peer, full(0.0)) for peer in (2, 1)]
-    with pytest.raises(CollectiveTimeoutError, match=r"no answer from ranks \(1, 2\) in step 7"):
-        of(fake, 0).exchange([], recvs, "step 7", TIMEOUT)
+    nccl = of(fake, 0)
+    nccl.exchange([], recvs, "step 7", TIMEOUT)
+    assert "no answer from one of the ranks (1, 2) in step 7" in str(told(nccl.pending.raise_error))
 
 
 def test_so_many_steps_are_under_way_at_once(
@@ -139,25 +129,20 @@ def test_so_many_steps_are_under_way_at_once(
             posted.append(step)
             nccl.exchange([], [Message(1, full(0.0))], f"step {step}", TIMEOUT)
 
-    with pytest.raises(CollectiveTimeoutError, match="in step 0 "), nccl.deferred():
+    with pytest.raises(CollectiveTimeoutError, match="in step 0 "):
         steps()
     assert posted == [0, 1, 2]
 
 
-def test_after_an_error_within_deferred_steps_are_waited_for_again(fake: FakeTorch) -> None:
+def test_a_watchdog_ends_with_what_it_watches(fake: FakeTorch) -> None:
     nccl = of(fake, 0)
-
-    def steps() -> None:
-        nccl.exchange([], [Message(1, full(0.0))], "step 0", TIMEOUT)
-        raise KeyError("ours")
-
-    with pytest.raises(KeyError, match="ours"), nccl.deferred():
-        steps()
-    # It stands before all later ones.
-    with pytest.raises(CollectiveTimeoutError, match="in step 0 "):
-        nccl.exchange([], [Message(1, full(0.0))], "step 1", TIMEOUT)
-    with nccl.deferred():
-        """Nothing is left to wait for."""
+    nccl.exchange([Message(1, full(1.0))], [], "step 1", TIMEOUT)
+    thread = nccl._watchdog._thread
+    assert thread is not None and thread.is_alive()
+    del nccl
+    gc.collect()
+    thread.join(20.0)
+    assert not thread.is_alive()
 
 
 def test_nothing_waits_in_a_capture(fake: FakeTorch) -> None:
@@ -166,8 +151,7 @@ def test_nothing_waits_in_a_capture(fake: FakeTorch) -> None:
     nccl.exchange([Message(1, full(4.0))], [], "step 0", TIMEOUT)
     fake.lines[0, 1].get(timeout=20.0)
     graph = FakeGraph(fake.cuda.current_stream())
-    with nccl.deferred():
-        nccl.exchange([Message(1, full(4.0))], [], "step 1", TIMEOUT)
+    nccl.exchange([Message(1, full(4.0))], [], "step 1", TIMEOUT)
     graph.end()
     assert fake.lines[0, 1].empty()
     graph.replay()
@@ -224,32 +208,37 @@ class Told(Connection):
 
 
 def _connected(
-    gloo: GlooTransport, monkeypatch: pytest.MonkeyPatch, told: list[str]
+    gloo: GlooTransport,
+    monkeypatch: pytest.MonkeyPatch,
+    farewells: list[str],
+    ended: Sequence[int] = (),
 ) -> ConnectionTransport:
     """The transport that ranks of one host have, with one connection."""
-    opened = {1: Told(told)}, None
+    opened = {1: Told(farewells)}, None
     monkeypatch.setattr(connections, "open_connections", lambda *_, **__: opened)
-    return ConnectionTransport(gloo, TIMEOUT)
+    mixed = ConnectionTransport(gloo, TIMEOUT)
+    mixed.gone = lambda peers=None: 1 if ended and 1 in peers else None  # type: ignore[method-assign]
+    return mixed
 
 
-def test_cuda_messages_of_a_mixed_transport_are_deferred(
-    fake: FakeTorch, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("ended", [(), (1,)])
+def test_a_mixed_transport_tells_what_became_of_cuda_messages(
+    fake: FakeTorch, monkeypatch: pytest.MonkeyPatch, ended: Sequence[int]
 ) -> None:
-    """Through the transport that ranks of one host have, with connections for CPU tensors."""
+    """The transport that ranks of one host have, whose connections show who is gone."""
     gloo, _ = _transport(fake, monkeypatch, owned=False)
-    mixed = _connected(gloo, monkeypatch, [])
+    mixed = _connected(gloo, monkeypatch, [], ended)
     message = Message(1, device_tensor(torch.zeros(3)))
     # DeviceTensor says its device alone: what it is, too, the transport asks a connection for.
     monkeypatch.setattr(type(message.tensor), "is_cpu", False, raising=False)
-    left = []
-
-    def steps() -> None:
-        mixed.exchange([], [message], "step 5", TIMEOUT)
-        left.append(time.monotonic())
-
-    with pytest.raises(CollectiveTimeoutError, match="in step 5 "), mixed.deferred():
-        steps()
-    assert len(left) == 1 and time.monotonic() - left[0] >= TIMEOUT
+    start = time.monotonic()
+    mixed.exchange([], [message], "step 5", 60.0 if ended else TIMEOUT)
+    mixed.check_streams()
+    text = str(told(mixed.check_streams))
+    assert "no answer from rank 1 in step 5" in text
+    assert ("rank 1 has ended; NCCL was aborted" in text) == bool(ended)
+    assert time.monotonic() - start < 20.0
+    mixed.close()
 
 
 def test_a_rank_without_messages_connects_too(fake: FakeTorch) -> None:
@@ -306,39 +295,42 @@ def test_what_another_error_leaves_under_way_is_ended(
 ) -> None:
     """Through the transport that ranks of one host have; not where it has come meanwhile."""
     gloo, _ = _transport(fake, monkeypatch, owned=False)
-    told: list[str] = []
-    mixed = _connected(gloo, monkeypatch, told)
+    farewells: list[str] = []
+    mixed = _connected(gloo, monkeypatch, farewells)
     got = full(0.0)
     monkeypatch.setattr(type(got), "is_cpu", False, raising=False)
-
-    def interrupted() -> None:
-        mixed.exchange([], [Message(1, got)], "step 5", TIMEOUT)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt), mixed.deferred():
-        interrupted()
+    mixed.exchange([], [Message(1, got)], "step 5", 20.0)
     if comes:
         fake.lines[1, 0].put(torch.ones(3))
         read(fake, got)
     mixed.abort("interrupted")
-    assert told == ["interrupted"]
+    assert farewells == ["interrupted"]
     assert fake.aborted == (set() if comes else {0})
+    if not comes:
+        with pytest.raises(TransportError, match=r"interrupted \(NCCL was aborted\)"):
+            mixed.check_streams()
 
 
-def test_librarys_sum_that_is_late(fake: FakeTorch, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own all-reduce is waited for as messages are."""
-    group = FakeGroup(fake, 0)
+@pytest.mark.parametrize("of_node", [False, True])
+def test_librarys_sum_that_is_late(
+    fake: FakeTorch, monkeypatch: pytest.MonkeyPatch, of_node: bool
+) -> None:
+    """torch's own all-reduce is left on the stream and watched as messages are.
+
+    What is aborted is its process group, too, which is another inside a node.
+    """
+    gloo, _ = _transport(fake, monkeypatch, owned=False)
     never = FakeEvent()
     monkeypatch.setattr(
         torch.distributed, "all_reduce", lambda piece, **_: FakeWork(fake, 0, never)
     )
     flat = full(1.0)
-    monkeypatch.setattr(type(flat), "is_cuda", True, raising=False)
-    transport: Any = SimpleNamespace(process_group=group, rank=0)
-    libraries, call = Libraries(transport), CallContext(transport, "step 2", TIMEOUT, Workspace())
-    with pytest.raises(
-        CollectiveTimeoutError, match=r"in step 2 took over 0.3 s: NCCL was aborted"
-    ):
-        libraries.all_reduce("collective", 1, flat, None, call)
-    assert fake.aborted == {0}
+    libraries, call = Libraries(gloo), CallContext(gloo, "step 2", TIMEOUT, Workspace())
+    if of_node:
+        libraries._of_node = FakeGroup(fake, 7)  # type: ignore[assignment]
+    libraries.all_reduce("collective", 1, flat, (0, 1) if of_node else None, call)
+    error = told(gloo.check_streams)
+    assert isinstance(error, CollectiveTimeoutError)
+    assert "no answer from the other ranks in step 2 (stopped after 0.3 s): NCCL" in str(error)
+    assert fake.aborted == ({0, 7} if of_node else {0})
     never._done.set()
