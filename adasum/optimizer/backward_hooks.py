@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from adasum.optimizer.bucket_reduction import Reduction
 from adasum.optimizer.parameters import Named, by_kind
+from collectives import CollectiveError, TransportError
 from collectives.trace import span
 
 # Not public, but the only way to be called when backward ends; torch's DDP uses it too.
@@ -178,7 +179,8 @@ class BackwardHooks:
                 try:
                     reduction.wait_for_result()
                 except Exception as other:  # noqa: BLE001 - told along with the first
-                    _add_note(error, f"after it: {type(other).__name__}: {other}")
+                    if other is not error:
+                        _add_note(error, f"after it: {type(other).__name__}: {other}")
             raise
 
     def _unhooked(self) -> list[Named]:
@@ -264,8 +266,15 @@ class BackwardHooks:
         self._start(members, bucket.name)
 
     def _start(self, members: Sequence[Named], name: str) -> None:
-        if members:
+        if not members:
+            return
+        try:
             self._in_flight += self._start_bucket(members, name)
+        except TransportError as error:
+            # The group failed in a bucket before this one, of which nobody has been told yet.
+            if self._in_flight and isinstance(error.__cause__, CollectiveError):
+                raise error.__cause__ from None
+            raise
 
 
 def _hook(owner: weakref.ref[BackwardHooks]) -> Callable[[Tensor], None]:

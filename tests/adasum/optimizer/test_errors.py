@@ -12,6 +12,9 @@ import torch
 import adasum as hvd
 import collectives
 from adasum import DistributedOptimizer, OptimizerOrderError
+from adasum.optimizer.backward_hooks import BackwardHooks
+from adasum.optimizer.bucket_reduction import Reduction
+from collectives import CollectiveTimeoutError, TransportError
 from tests.adasum.definition import flat, loss_of, make_model
 from tests.adasum.jobs import OPS
 from tests.adasum.trainings import WAYS
@@ -389,6 +392,30 @@ def test_delta_method_with_a_local_step_that_raises_leaves_parameters_alone(
         assert torch.equal(flat(model), start)
 
     collectives.run_threads(2, run)
+
+
+def test_bucket_that_cannot_start_raises_what_ended_the_one_before() -> None:
+    """The communication thread may find that a rank is gone while the next bucket starts."""
+    lost = CollectiveTimeoutError("rank 0 got no answer from rank 1")
+
+    def wait() -> None:
+        raise lost
+
+    def start(members: Any, name: str) -> list[Reduction]:
+        if name.startswith("bucket 0"):
+            return [Reduction(wait, lambda result: None)]
+        raise TransportError(f"{name}: this group is unusable since an earlier failure") from lost
+
+    named = [(name, torch.nn.Parameter(torch.ones(1))) for name in "ab"]
+    hooks = BackwardHooks(
+        named, [[each] for each in named], start, passes=1, early=True, final=False
+    )
+    with pytest.raises(CollectiveTimeoutError, match="got no answer from rank 1"):
+        hooks.synchronize()
+    assert not hooks.busy
+    hooks.restart()
+    with pytest.raises(CollectiveTimeoutError, match="got no answer from rank 1"):
+        sum(parameter for _, parameter in named).backward()
 
 
 def test_set_observer_without_an_observers_methods_raises() -> None:
