@@ -19,7 +19,7 @@ from collectives.errors import CollectiveError, TransportError
 # How often whoever waits looks whether there still is a thread that could end the wait.
 _CHECK_SECONDS = 1.0
 # The communication thread looks for jobs so often after one, before it sleeps until it is woken.
-_LOOK_SECONDS, _LOOKS = 5e-3, 10
+_POLL_SECONDS, _MAX_POLLS = 5e-3, 10
 
 
 class Work:
@@ -289,17 +289,17 @@ class Worker:
         # BLAS in a new thread would start as many of its own as there are processors, whatever the
         # caller set: ranks that share a host then wait for each other's.
         torch.set_num_threads(threads)
-        looks = 0
+        polls = 0
         while self._jobs or not self._closed:
-            self._standing_by = looks < _LOOKS
+            self._standing_by = polls < _MAX_POLLS
             # Who has not seen the line above has queued a job before this one.
             if not self._jobs:
-                looks += 1
-                if self._wake.wait(_LOOK_SECONDS if self._standing_by else None):
-                    looks = 0
+                polls += 1
+                if self._wake.wait(_POLL_SECONDS if self._standing_by else None):
+                    polls = 0
             self._wake.clear()
             while self._jobs:
-                looks = 0
+                polls = 0
                 try:
                     with self._running:
                         self._run_next()

@@ -1,4 +1,4 @@
-"""What the GPU and the CPU path compute in, so that their answers differ in rounding alone."""
+"""What the GPU and the CPU path compute in, so that their results differ in rounding alone."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Findings(NamedTuple):
                 yield name, tensor
 
     def check(self, device: torch.device, *written: torch.dtype) -> None:
-        """Check dtypes and places.
+        """Check dtypes and devices.
 
         Args:
             device: Of the other arguments.

@@ -5,8 +5,8 @@ functions make the checks that need no addresses while torch traces, and call th
 which needs addresses, is checked when the operator runs. What an operator writes is in its schema,
 so that torch copies and orders it rightly.
 
-The operators are no public door. One whose schema changes takes a new name: torch's cache of
-compiled graphs on disk knows an operator by its name alone.
+The operators are not part of the public interface. One whose schema changes takes a new name:
+torch's cache of compiled graphs on disk knows an operator by its name alone.
 """
 
 from __future__ import annotations

@@ -29,8 +29,7 @@ def tracing() -> bool:
     """Whether the call is read rather than run: by torch.compile, export or a dispatch mode.
 
     make_fx, aot_function and FakeTensorMode are dispatch modes. Under one that does run the call,
-    a counting one say, the operator gives the same bits. What recognises known calls cannot ask
-    instead: inside make_fx a tensor looks to torch's guards as outside.
+    a counting one say, the operator gives the same bits.
     """
     return is_compiling() or is_in_torch_dispatch_mode()
 

@@ -193,8 +193,9 @@ def _columns(step: BulkStep, size: int, local: int, in_pairs: bool) -> Iterator[
     source, target, *rest = np.broadcast_arrays(*step[:4])
     share, ways = rest[0].astype(float), rest[1]
     one_source, one_target = np.divmod(np.unique(source * size + target), size)
-    within, met = source // local == target // local, one_source // local == one_target // local
-    for start, messages, pairs in ((_INTRA, within, met), (_INTER, ~within, ~met)):
+    within = source // local == target // local
+    one_within = one_source // local == one_target // local
+    for start, messages, pairs in ((_INTRA, within, one_within), (_INTER, ~within, ~one_within)):
         for way, ranks, ends in ((0, source, one_source), (2, target, one_target)):
             yield start + way, _by_rank(ends[pairs], np.ones(int(pairs.sum())), size)
             yield start + way + 1, _by_rank(ranks[messages], share[messages], size)

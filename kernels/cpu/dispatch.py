@@ -25,7 +25,7 @@ _FAR = 2**40
 
 
 class _State:
-    """found: the compiled functions, or why torch's are used; None until it is known."""
+    """found: the compiled functions, or why torch's are used; None until it is looked for."""
 
     def __init__(self) -> None:
         # Of a thread, whose signal handlers may call this, too.

@@ -20,8 +20,8 @@ typedef int read_tensor(void *object, struct tensor *tensor);
 void *PyList_GetItem(void *list, intptr_t index);
 
 /* Whether `count` tensors are contiguous, in memory, on this device and of these shapes: their
- * number, and of each one its dimensions and its sizes. Where they lie goes to `addresses`, what they hold to `dtypes`:
- * DLPack's code times 256 and bits. */
+ * number, and of each one its dimensions and its sizes. Where they lie goes to `addresses`, what
+ * they hold to `dtypes`: DLPack's code times 256 and bits. */
 int64_t read_list(read_tensor *read, void *list, int64_t count, int64_t device_type, int64_t device,
                   const int64_t *shapes, uint64_t *addresses, int64_t *dtypes)
 {

@@ -95,8 +95,8 @@ class DeviceTables:
                     table = self._room(device)[key] = make(None)
                 return table
             seen, pinned = self._seen[device], self._pinned[device]
-            known = key in (pinned if table is None else seen)
-            if not known and len(seen) + len(pinned) >= self._graph_limit:
+            counted = key in (pinned if table is None else seen)
+            if not counted and len(seen) + len(pinned) >= self._graph_limit:
                 raise RuntimeError(
                     f"CUDA graphs have captured calls on {self._graph_limit} lists of tensors "
                     "or segments, whose tables stay: make a plan before the capture, and keep "

@@ -164,7 +164,7 @@ def test_wait_raises_where_the_communication_thread_has_ended(worker, monkeypatc
 
 def test_calls_after_a_pause_wake_the_thread(worker, monkeypatch):
     """It has stopped looking for them by itself."""
-    monkeypatch.setattr(collectives.work, "_LOOKS", 1)
+    monkeypatch.setattr(collectives.work, "_MAX_POLLS", 1)
     for number in range(3):
         assert done(worker.begin(lambda: None, lambda n=number: n)) == number
         time.sleep(0.05)
