@@ -277,6 +277,10 @@ def test_a_communicator_that_comes_while_all_are_aborted_is_aborted_once(
 
         communicators._made = Made(communicators._made)
         communicators.make(Late, 10.0)
+        end = time.monotonic() + 10.0
+        while not aborted and time.monotonic() < end:
+            time.sleep(0.01)
+        # A second one would follow at once.
         time.sleep(0.3)
         return len(aborted)
 
