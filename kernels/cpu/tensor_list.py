@@ -109,5 +109,6 @@ def read(
         ):
             return at, of
     except RuntimeError:
+        # torch cannot read one of them: the caller's own checks say which, and why.
         pass
     return None

@@ -152,6 +152,7 @@ class Connection(ABC):
         except PeerGone as gone:
             return gone
         except OSError:
+            # Nothing is left to read: it ended without a farewell.
             pass
         return PeerGone(self.peer)
 
