@@ -1,10 +1,9 @@
-"""The compiled CPU path: how it comes to be, what is used where it cannot, what it writes."""
+"""The compiled CPU path: what is used where it cannot be, and what it writes."""
 
 from __future__ import annotations
 
 import os
 import shutil
-import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,136 +17,9 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_map
 
 import kernels
-from kernels.cpu import build, dispatch, native
+from kernels.cpu import dispatch, native
 from tests.kernels.cases import DTYPES, bits, random
-
-
-@pytest.fixture
-def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Nothing looked for yet, in a home of its own; the folder of the cache."""
-    monkeypatch.setattr(dispatch, "_state", dispatch._State())
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv("ADASUM_CPU_KERNELS", raising=False)
-    return tmp_path / "cache" / "adasum"
-
-
-@pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file that is compiled here."""
-    need_compiled()
-    home = tmp_path_factory.mktemp("home")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(home))
-        native.build()
-    (made,) = (home / "adasum").iterdir()
-    return made
-
-
-@pytest.fixture
-def built(library: Path, fresh: Path) -> Path:
-    """The folder of a cache that holds what was compiled before, of which nothing is loaded."""
-    fresh.mkdir(mode=0o700, parents=True)
-    shutil.copy2(library, fresh)
-    return fresh
-
-
-def need_compiled() -> None:
-    if why_not := kernels.backend_info().why_torch:
-        pytest.skip(f"no compiled CPU path: {why_not}")
-
-
-def works() -> bool:
-    a, b = (random(1000, torch.float32, "cpu", seed) for seed in (1, 2))
-    return torch.equal(kernels.scaled_add(a, b, alpha=0.5, beta=2.0), a * 0.5 + b * 2.0)
-
-
-def script(path: Path, text: str) -> str:
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
-    return str(path)
-
-
-def test_it_is_compiled_once(fresh: Path) -> None:
-    need_compiled()
-    assert kernels.backend_info().cpu_path == "compiled" and works()
-    made = {path: path.stat().st_mtime_ns for path in fresh.iterdir()}
-    assert sorted(path.name.partition("-")[0] for path in made) == ["native"]
-    assert stat.S_IMODE(fresh.stat().st_mode) == 0o700
-    code = "import kernels; print(kernels.backend_info().cpu_path)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout.strip() == "compiled"
-    assert {path: path.stat().st_mtime_ns for path in fresh.iterdir()} == made
-
-
-def cut(whole: bytes) -> bytes:
-    return whole[: len(whole) // 2]
-
-
-def zero_a_page(whole: bytes) -> bytes:
-    return whole[:4096] + bytes(4096) + whole[8192:]
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        cut,
-        zero_a_page,
-        *(
-            pytest.param(lambda whole, length=length: whole[:length], marks=pytest.mark.slow)
-            for length in (0, 100)
-        ),
-    ],
-)
-def test_what_is_damaged_is_made_anew(built: Path, damage: Callable[[bytes], bytes]) -> None:
-    """Loading it could end the process."""
-    wholes = {path: path.read_bytes() for path in built.iterdir()}
-    for path, whole in wholes.items():
-        path.write_bytes(damage(whole))
-    assert kernels.backend_info().cpu_path == "compiled" and works()
-    assert {path: path.stat().st_size for path in built.iterdir()} == {
-        path: len(whole) for path, whole in wholes.items()
-    }
-
-
-def test_a_file_of_others_is_not_loaded(built: Path) -> None:
-    old = {path: path.stat().st_ino for path in built.iterdir()}
-    for path in old:
-        path.chmod(0o777)
-    assert kernels.backend_info().cpu_path == "compiled"
-    assert len(old) == 1 and all(path.stat().st_ino != inode for path, inode in old.items())
-
-
-def test_what_a_group_may_write_to_is_compiled_once(
-    fresh: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As with Debian's other usual umask: what others may write to is not loaded."""
-    before = os.umask(0o002)
-    try:
-        need_compiled()
-        old = {path: path.stat().st_ino for path in fresh.iterdir()}
-        monkeypatch.setattr(dispatch, "_state", dispatch._State())
-        assert kernels.backend_info().cpu_path == "compiled"
-    finally:
-        os.umask(before)
-    assert {path: path.stat().st_ino for path in fresh.iterdir()} == old and len(old) == 1
-
-
-def test_what_is_there_needs_no_compiler(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(built))
-    real = os.access
-    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and real(path, mode))
-    assert kernels.backend_info().cpu_path == "compiled" and works()
-
-
-@pytest.mark.usefixtures("library", "fresh")
-def test_a_full_disk_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(path: Path) -> None:
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(build, "_seal", full)
-    assert kernels.backend_info().cpu_path.endswith("No space left on device") and works()
+from tests.kernels.cpu.cases import need_compiled, works
 
 
 @pytest.mark.usefixtures("library", "fresh")
@@ -220,61 +92,6 @@ def test_wrappers_are_asked_for_what_they_stand_for() -> None:
         assert torch.equal(kernels.scaled_add(b, wrapper), b + a)
 
 
-def test_a_folder_that_others_may_write_to_is_not_used(fresh: Path) -> None:
-    fresh.mkdir(parents=True)
-    fresh.chmod(0o777)
-    need_compiled()
-    assert works() and not list(fresh.iterdir())
-
-
-def test_a_home_that_is_no_folder(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for home in ("/dev/null", "relative"):
-        monkeypatch.setattr(dispatch, "_state", dispatch._State())
-        monkeypatch.setenv("XDG_CACHE_HOME", home)
-        need_compiled()
-        assert works()
-    assert not Path("relative").exists()
-
-
-@pytest.mark.parametrize(
-    ("compiler", "reason"),
-    [
-        ("", "a C compiler is not on the PATH: install gcc"),
-        ('no-such-compiler "', "$CC is no command: No closing quotation"),
-        ("no-such-compiler -O1", "$CC, no-such-compiler, is not on the PATH"),
-        ("echo what; exit 3", "failed: exit status 3"),
-        ("echo what >&2; exit 3", "failed: what"),
-        ("sleep 30", "took over 0 s"),
-        ("exit 0", "could not be compiled and loaded"),
-        ("printf 'caf\\351' >&2; exit 3", "failed: caf\ufffd"),
-    ],
-)
-def test_torch_takes_over(
-    fresh: Path, monkeypatch: pytest.MonkeyPatch, compiler: str, reason: str
-) -> None:
-    monkeypatch.setattr(native, "_flags_here", lambda: ())
-    monkeypatch.setattr(build, "_SECONDS", 0.3)
-    if compiler.startswith("no-such"):
-        monkeypatch.setenv("CC", compiler)
-    elif compiler:
-        # With an argument of its own, as "ccache gcc" has.
-        path = fresh.parent.parent / "compiler"
-        monkeypatch.setenv("CC", f"{script(path, compiler)} -pipe")
-    else:
-        monkeypatch.delenv("CC", raising=False)
-        monkeypatch.setenv("PATH", str(fresh))
-    assert (
-        kernels.backend_info().cpu_path.startswith("torch: ")
-        and reason in kernels.backend_info().cpu_path
-    )
-    assert works()
-    assert not (fresh.exists() and list(fresh.iterdir()))
-    monkeypatch.setattr(dispatch, "_state", dispatch._State())
-    monkeypatch.setenv("ADASUM_CPU_KERNELS", "native")
-    with pytest.raises(RuntimeError, match="ADASUM_CPU_KERNELS=native: "):
-        works()
-
-
 @pytest.mark.parametrize(
     ("system", "machine", "capability"),
     [("Linux", "ppc64le", "VSX"), ("Darwin", "x86_64", "AVX2"), ("Linux", "x86_64", "DEFAULT")],
@@ -305,12 +122,6 @@ def test_torch_can_be_demanded(fresh: Path) -> None:
     dispatch.use_torch("of a reason")
     assert kernels.backend_info().cpu_path == "torch: of a reason" and works()
     assert not fresh.exists()
-
-
-def test_without_its_source(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_SOURCES", [fresh / "native.c"])
-    monkeypatch.setattr(native, "_flags_here", lambda: ())
-    assert "native.c could not be compiled" in kernels.backend_info().cpu_path and works()
 
 
 def test_autograd_sees_what_is_written() -> None:
