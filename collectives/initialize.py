@@ -262,23 +262,10 @@ def run_threads(
         BaseException: The first rank's error, after all threads have ended. The other ranks'
             collectives fail once they need a rank that has ended.
     """
-    validation.integer("size", size)
-    validation.timeout(timeout)
-    world = ThreadWorld(size)
-    topology = Topology(size, size if local_size is None else local_size)
+    groups = _thread_groups(size, timeout, size if local_size is None else local_size)
     results: dict[int, T] = {}
     errors: list[BaseException] = []
     cores = torch.get_num_threads()
-    groups = [
-        Group(
-            world.transport(rank),
-            timeout=timeout,
-            local_rank=topology.local_rank_of(rank),
-            local_size=topology.local_size,
-            topology=topology,
-        )
-        for rank in range(size)
-    ]
 
     def main(group: Group) -> None:
         _thread.group = group
@@ -304,3 +291,20 @@ def run_threads(
     if errors:
         raise next((e for e in errors if not isinstance(e, CollectiveTimeoutError)), errors[0])
     return [results[rank] for rank in range(size)]
+
+
+def _thread_groups(size: int, timeout: float, local_size: int) -> list[Group]:
+    """Return the groups of ranks that are threads, by rank."""
+    validation.integer("size", size)
+    validation.timeout(timeout)
+    world, topology = ThreadWorld(size), Topology(size, local_size)
+    return [
+        Group(
+            world.transport(rank),
+            timeout=timeout,
+            local_rank=topology.local_rank_of(rank),
+            local_size=local_size,
+            topology=topology,
+        )
+        for rank in range(size)
+    ]

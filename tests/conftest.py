@@ -13,7 +13,7 @@ from tests.ptx_emulator.driver import emulated
 # Files and folders that take longest. Two workers take files in turn: one that is long and last
 # leaves the other worker without work.
 LONGEST = (
-    "kernels/test_torch_compile.py",
+    "kernels/torch_compile/test_values.py",
     "kernels/test_reduction.py",
     "kernels/cpu/test_native.py",
     "kernels/test_projection.py",

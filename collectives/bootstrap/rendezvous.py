@@ -8,7 +8,8 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -164,7 +165,7 @@ def wait_for_ranks(store: dist.Store, rank: int, size: int, timeout: float) -> d
     tokens = [f"adasum: rank {peer}" for peer in range(size)]
     names: list[str] = []
     pause = 0.001
-    try:
+    with _ended_store_is_a_timeout(rank):
         store.set(tokens[rank], secrets.token_hex(16))
         while True:
             # The oldest first: a rank that is done with this start may have begun another.
@@ -184,15 +185,22 @@ def wait_for_ranks(store: dist.Store, rank: int, size: int, timeout: float) -> d
             pause = min(2 * pause, 0.1)
         said = _confirmations(names[-1], size) if names else tokens
         missing = [peer for peer, key in enumerate(said) if not store.check([key])]
+    late = ", ".join(f"rank {peer}" for peer in missing)
+    raise CollectiveTimeoutError(
+        f"rank {rank} could not start: {late or 'another rank'} did not come within {timeout:.3g} s"
+    )
+
+
+@contextmanager
+def _ended_store_is_a_timeout(rank: int) -> Iterator[None]:
+    """Raise the errors of a store that has ended as a CollectiveTimeoutError that says so."""
+    try:
+        yield
     except dist.DistError as error:
         raise CollectiveTimeoutError(
             f"rank {rank} could not start: the store, which rank 0 or torchrun keeps, has ended "
             f"(look at rank 0's own error): {first_line(error)}"
         ) from error
-    late = ", ".join(f"rank {peer}" for peer in missing)
-    raise CollectiveTimeoutError(
-        f"rank {rank} could not start: {late or 'another rank'} did not come within {timeout:.3g} s"
-    )
 
 
 def _confirmations(name: str, size: int) -> list[str]:

@@ -51,42 +51,16 @@ def all_reduce(topology: Topology, inner: ScatterGather | None, outer: Schedule)
         raise ValueError(f"outer is of {outer.size} ranks, the topology has {nodes} nodes")
     if outer.gathered:
         raise ValueError(f"outer is {outer.name}, which reduces whole buffers, not regions")
-    regions = {owner: region for region, owner in enumerate(node.owners)}
-    owners = tuple(sorted(regions))
-
-    def inside(rank: int, steps: Iterable[Step]) -> Iterator[Step]:
-        first = rank - rank % local_size
-        for step in steps:
-            yield Step(
-                sends=_mapped(step.sends, first, 1, 0, outer.chunks),
-                recvs=_mapped(step.recvs, first, 1, 0, outer.chunks),
-            )
-
-    def across(rank: int) -> Iterator[Step]:
-        at, local = divmod(rank, local_size)
-        region = regions.get(local)
-        if region is None:
-            yield from (IDLE for _ in outer.steps(at))
-            return
-        start = region * node.width * outer.chunks
-        for step in outer.steps(at):
-            group = tuple(w * local_size + owner for w in step.group for owner in owners)
-            yield Step(
-                sends=_mapped(step.sends, local, local_size, start, node.width),
-                recvs=_mapped(step.recvs, local, local_size, start, node.width),
-                # Each owner of a node's regions holds whole segments by itself.
-                group=(rank,) if group and outer.whole_segments else group,
-                phase=1,
-            )
 
     def steps(rank: int) -> Iterator[Step]:
         local = rank % local_size
+        first = rank - local
         if inner is None and nodes == 1:
             return
         if inner is not None:
-            yield from inside(rank, inner.scatter(local))
-        yield from across(rank)
-        yield from inside(rank, node.gather(local))
+            yield from _inside(inner.scatter(local), first, outer.chunks)
+        yield from _across(node, outer, rank)
+        yield from _inside(node.gather(local), first, outer.chunks)
 
     return Schedule(
         f"{inner.name if inner else 'library'}/{outer.name}",
@@ -97,6 +71,36 @@ def all_reduce(topology: Topology, inner: ScatterGather | None, outer: Schedule)
         whole_segments=outer.whole_segments,
         replicas=1 if inner else local_size,
     )
+
+
+def _inside(steps: Iterable[Step], first: int, width: int) -> Iterator[Step]:
+    """Yield the steps of a node whose first rank is `first`, in chunks `width` times smaller."""
+    for step in steps:
+        yield Step(
+            sends=_mapped(step.sends, first, 1, 0, width),
+            recvs=_mapped(step.recvs, first, 1, 0, width),
+        )
+
+
+def _across(node: ScatterGather, outer: Schedule, rank: int) -> Iterator[Step]:
+    """Yield a rank's steps of `outer`: on the region that it owns, or idle where it owns none."""
+    at, local = divmod(rank, node.size)
+    regions = {owner: region for region, owner in enumerate(node.owners)}
+    region = regions.get(local)
+    if region is None:
+        yield from (IDLE for _ in outer.steps(at))
+        return
+    owners = sorted(regions)
+    start = region * node.width * outer.chunks
+    for step in outer.steps(at):
+        group = tuple(w * node.size + owner for w in step.group for owner in owners)
+        yield Step(
+            sends=_mapped(step.sends, local, node.size, start, node.width),
+            recvs=_mapped(step.recvs, local, node.size, start, node.width),
+            # Each owner of a node's regions holds whole segments by itself.
+            group=(rank,) if group and outer.whole_segments else group,
+            phase=1,
+        )
 
 
 def _mapped(

@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels.gpu import launcher
 from kernels.gpu.device_tables import TABLES, upload
 
-# So many partials at most, beside two a segment: the last program to arrive adds them up alone.
+# The most partials, apart from two a segment: the last program to arrive adds them up alone.
 _MAX_CHUNKS = 2048
 
 

@@ -18,7 +18,7 @@ from kernels.gpu.launcher import Kernel, Launch, jit, tl
 from kernels.gpu.tiles import load_tile, part_of, report, rescale, store_tile
 from kernels.layout import PackedList
 
-# float32's; beyond it a factor is infinite.
+# Of float32, in which a larger factor is infinite.
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -69,7 +69,8 @@ def _copy_kernel(
     """
     tile = tl.program_id(0).to(tl.int64)
     index = tile
-    # Of many small tensors each is a tile, and what to wait for is most of their time.
+    # Where every tensor is one tile this load is left out: for many small tensors the loads that
+    # follow from one another are most of the time.
     if tl.num_programs(0) != tensor_count:
         index = tl.load(table + tile)
     row = table + tl.num_programs(0) + 4 * index
@@ -120,14 +121,15 @@ class Copies:
     def __init__(self, call: Call, table: AddressTable) -> None:
         assert call.packed is not None
         self._call, self._packed, device = call, call.packed, call.out.device
-        # By whether there is a scale at all, and is finite in float32 and in float64.
+        # The key says whether there is a scale, and whether it is finite in float32 and in float64.
         self._launches: dict[tuple[bool, bool, bool], list[Launch]] = {}
         # Those of one dtype follow each other.
         order = list(itertools.chain.from_iterable(call.packed.kinds.values()))
         if order:
             ordered = array("Q", [call.addresses[i] for i in order])
             self._addresses = table.write(ordered, device)
-        # Now: the first run may be captured, and a table uploaded there is filled by replays alone.
+        # Uploaded now: the first run may be captured, and a table that is uploaded in a capture is
+        # filled by replays alone.
         self._tables = [
             _table(call.packed, chosen, self._block(dtype)[0], device)
             for dtype, chosen in call.packed.kinds.items()

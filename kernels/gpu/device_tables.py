@@ -1,8 +1,8 @@
 """Memory on a device that kernels read or write beside tensors: tables and scratch.
 
-A table is found again by its whole content, so that uploading is not repeated. What is kept is
-bounded: where a device's part is full, the device is brought to rest and its part is dropped, but
-for tables that a CUDA graph may read at every replay. Those are bounded by an error.
+A table is looked up by its whole content, so that none is uploaded twice. What is kept is bounded:
+when a device has its limit of tables, the device is synchronized and they are dropped, except those
+that a CUDA graph may read at each replay. Too many of those are an error.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def _is_capturing(device: torch.device) -> bool:
 def upload(
     values: np.ndarray, device: torch.device, pinned: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Copy int64 `values` to `device`; returns (device tensor, host tensor), both to be kept.
+    """Copy int64 `values` to `device`; return (device tensor, host tensor), both to be kept.
 
-    Outside graph capture the copy goes through a stream of its own and is complete on return, so
-    that every stream may read it and no earlier work is waited for. Inside, it becomes part of the
-    graph, which reads the pinned host tensor again at each replay, and writes device memory of its
-    own before each use, which the stream's later work in the graph may have once it is let go.
+    Outside graph capture the copy goes through a stream of its own and is complete on return: every
+    stream may read it, and no earlier work is waited for. Inside, the copy becomes part of the
+    graph: each replay reads the pinned host tensor again and fills the device tensor, which lies in
+    the graph's own memory. Once that tensor is let go, later work of the graph may use its memory.
 
     Args:
         values: What to copy.
@@ -58,10 +58,11 @@ class DeviceTables:
     """Tables by their content.
 
     Args:
-        limit: The most that a device has of those no graph has seen.
-        graph_limit: The most that graphs read of one device's, different in content. Nothing tells
-            when a graph is gone, so these stay: tables that were there before the capture, and the
-            host's part of those made in it, which all graphs that make the same share.
+        limit: How many a device may have that no graph reads.
+        graph_limit: How many tables of different content a device may have that graphs read.
+            Nothing tells when a graph is gone, so these stay: tables that were there before the
+            capture, and of those made in it the host tensor, which all graphs that make the same
+            table share.
     """
 
     def __init__(self, limit: int = 512, graph_limit: int = 4096) -> None:
@@ -111,7 +112,7 @@ class DeviceTables:
             return table
 
     def _room(self, device: torch.device) -> dict[Hashable, Any]:
-        """The tables of a device, one fewer than the limit at most."""
+        """Return the tables of a device, after dropping them where there is no room for one."""
         tables = self._tables[device]
         if len(tables) - len(self._seen[device]) >= self._limit:
             if device.type == "cuda":
@@ -124,7 +125,7 @@ TABLES = DeviceTables()
 
 
 class AddressTable:
-    """int64 addresses in device memory, of one plan; rewritten when its tensors are others."""
+    """int64 addresses in device memory, of one plan; rewritten when the plan is rebound."""
 
     def __init__(self) -> None:
         self._table: Tensor | None = None
@@ -133,8 +134,8 @@ class AddressTable:
     def write(self, addresses: array[int], device: torch.device) -> Tensor:
         """Return the table of these addresses.
 
-        The first are looked up among all tables. Others take their place in memory of the plan's
-        own, after what the current stream has been given so far.
+        The first addresses are looked up among all tables. Later ones are written to memory that is
+        the plan's own, in the order of the current stream.
 
         Raises:
             RuntimeError: A graph is being captured, which would write them at each replay.
@@ -161,9 +162,9 @@ class AddressTable:
 
 
 class Scratch:
-    """Memory that a launch needs while it runs, one piece per stream.
+    """Memory that a launch needs while it runs: one pair of tensors for each stream.
 
-    Launches of one stream follow each other. In a CUDA graph the memory is the graph's own.
+    Launches on one stream follow each other and may share it. A CUDA graph has its own.
     """
 
     def __init__(self, limit: int = 64) -> None:
@@ -176,7 +177,7 @@ class Scratch:
         """Return float64 and int64 memory, the latter zero before its first use.
 
         Args:
-            use: What decides how counters are left behind.
+            use: Tells kernels apart that leave the counters in different states.
             device: Where it lies.
             stream: The current one.
             floats: How many float64 there are at least.

@@ -26,13 +26,13 @@ except ImportError:
 # True while tests run the compiled kernels on CPU tensors: tests/ptx_emulator.
 _emulated = False
 _NOTHING = nullcontext()
-# Held by the thread that compiles a kernel, in which Triton's hooks, a signal's handler or what is
-# collected meanwhile may launch another one.
+# Held while a kernel is compiled. Reentrant, because Triton's hooks, a signal handler or a
+# finalizer may launch another kernel in the same thread meanwhile.
 _compiling = threading.RLock()
 _DOUBLE, _INT64 = struct.Struct("<d"), struct.Struct("<q")
 
-# Of every kernel. Sums of products need more registers without it, and Triton's default is about to
-# change; the others' code is the same.
+# Of every kernel: without it sums of products need more registers. Written out, because Triton's
+# default is about to change; the code of kernels without such sums does not depend on it.
 OPTIONS = {"enable_fp_fusion": True}
 
 
@@ -66,11 +66,12 @@ class Launch:
 class Kernel:
     """A kernel to launch: `@Kernel` in the place of `@triton.jit`.
 
-    Its compiled code follows from constants and device alone, which must tell the dtypes of its
-    pointers too: alignment is nothing to Triton (kernels test it, or a constant tells it), and an
-    integer is as wide as its annotation says. So no number of elements and no scale compiles anew,
-    and the code is found by the constants, where Triton would look at every argument again each
-    time. Triton's knobs for compiling count when a variant is first bound, its launch hooks always.
+    Its compiled code depends on the constants and the device alone, so the constants must also tell
+    the dtypes of its pointers. Triton is kept from specialising on alignment, which kernels test or
+    a constant tells, and on integers, which are as wide as their annotation says. So another number
+    of elements or another scale compiles nothing, and the code is looked up by the constants, where
+    Triton would inspect every argument at each launch. Triton's settings for compiling take effect
+    when a variant is first bound, its launch hooks always.
     """
 
     def __init__(self, fn: Callable[..., Any]) -> None:
@@ -120,16 +121,16 @@ class Kernel:
     def _compile(
         self, programs: int, arguments: tuple[Tensor | int | Findings, ...], given: dict[str, Any]
     ) -> Any:
-        """What Triton compiles, once and ready for launches; None from its interpreter.
+        """Return what Triton compiles, loaded on the GPU; None under its interpreter.
 
-        Threads that come together wait for the first of them. Nothing is launched meanwhile, since
-        a launch may have to wait for other threads' work on the GPU.
+        Threads that come at once wait for the first of them. Nothing is launched while the lock is
+        held, since a launch may have to wait for other threads' work on the GPU.
         """
         alike = [_unaligned(one) if isinstance(one, Findings) else one for one in arguments]
         with _compiling:
             compiled = self.function.warmup(*alike, grid=(programs,), **given)
-        # While triton.AsyncCompileMode is on: what compiles it, maybe behind others in a thread
-        # that waits for this lock.
+        # Under triton.AsyncCompileMode it is a future. Awaited without the lock, for which the
+        # thread that compiles may be waiting.
         if hasattr(compiled, "result"):
             compiled = compiled.result()
         if compiled is not None:
@@ -144,20 +145,23 @@ def _kind(findings: Findings) -> tuple[torch.dtype | None, ...]:
 
 
 def _unaligned(findings: Findings) -> Findings:
-    """Others of the same dtypes: Triton looks at addresses inside a tuple, whatever it is told."""
+    """Return unaligned tensors of the same dtypes: Triton always specialises on what is in a tuple.
+
+    Code that is compiled for an unaligned address is right for every address.
+    """
     dtypes = _kind(findings)
     made = [None if one is None else torch.empty(2, dtype=one, device="cpu")[1:] for one in dtypes]
     return Findings(*made)
 
 
 def current_stream() -> int:
-    """The handle of the current stream on the current device."""
+    """Return the handle of the current stream on the current device."""
     driver = triton.runtime.driver.active
     return int(driver.get_current_stream(driver.get_current_device()))
 
 
 def _in_triton(value: Hashable) -> Any:
-    """A constant as Triton takes it: a dtype of torch's is one of Triton's by the same name."""
+    """Return a constant as Triton takes it: a dtype of torch's becomes Triton's of that name."""
     if isinstance(value, torch.dtype):
         return getattr(tl, str(value).removeprefix("torch."))
     return value
@@ -168,7 +172,11 @@ constexpr_function: Any = triton.constexpr_function if triton else lambda fn: fn
 
 
 def on_triton(tensor: Tensor) -> bool:
-    """Whether work on `tensor` goes to Triton; ImportError for a CUDA tensor without Triton."""
+    """Return whether work on `tensor` goes to Triton.
+
+    Raises:
+        ImportError: It is a CUDA tensor, and Triton is not installed.
+    """
     if not tensor.is_cuda:
         return _emulated
     if triton is None:
@@ -188,18 +196,18 @@ def nothing(*_: float) -> None:
 
 
 def float_bits(value: float) -> int:
-    """The bits of a float64 as a signed integer: Triton would pass a float as float32."""
+    """Return the bits of a float64 as a signed integer: Triton would pass a float as float32."""
     return int(_INT64.unpack(_DOUBLE.pack(value))[0])
 
 
 def power_of_two_above(value: int) -> int:
-    """Smallest power of two that is not below `value`."""
+    """Return the smallest power of two that is not below `value`."""
     return 1 << max(0, value - 1).bit_length()
 
 
 @functools.lru_cache
 def block_of(numel: int, itemsize: int) -> tuple[int, int]:
-    """(elements a tile, warps) of an elementwise kernel, from size and dtype alone.
+    """Return (elements a tile, warps) of an elementwise kernel, from size and dtype alone.
 
     128 threads with up to eight 16-byte accesses each; less for small inputs, to use more cores.
     """
@@ -217,6 +225,6 @@ class Chip(NamedTuple):
 
 @functools.cache
 def chip_of(device: torch.device) -> Chip:
-    """The GPU's."""
+    """Return what launchers ask of this GPU."""
     properties = torch.cuda.get_device_properties(device)
     return Chip(properties.multi_processor_count, properties.L2_cache_size)

@@ -20,7 +20,7 @@ from kernels.gpu.tiles import (
     whole_vectors,
 )
 
-# Registers a thread of the one-launch kernel: it tells how many programs are resident at once.
+# Registers of a thread of the one-launch kernel, from which follows how many programs are resident.
 REGISTERS = 128
 # The low bits of a segment's counter in the one-launch kernel; a segment has fewer chunks.
 CHUNKS_COUNTED = (1 << 20) - 1 if tl is None else tl.constexpr((1 << 20) - 1)
@@ -85,11 +85,12 @@ def _one_launch_kernel(
     Program p takes the chunks p, p + programs, ... The last one stays in its registers; those
     before it, if any, are read again afterwards, backwards, from L2.
 
-    Protocol: as in `arrive`, a program counts its chunks in, those of one segment that follow each
-    other at once. Whoever completes a segment has stored its row behind the partials, and counts
-    the segment (release) in the counter behind the segments'. All wait for all segments (acquire).
-    That counter only ever rises, by their number at each launch; how many launches there have been
-    is in the upper bits of the segments' counters, whose lower bits are zero between launches.
+    Protocol: as in `arrive`, a program adds its chunks to their segment's counter, those that
+    follow each other in one segment at once. The program that completes a segment has stored its
+    row behind the partials. It then adds one (release) to the counter of complete segments, which
+    lies behind the segments' own. All programs wait until that counter has all segments (acquire).
+    It only ever rises, by their number at each launch. How many launches there have been is in the
+    upper bits of the segments' counters, whose lower bits are zero between launches.
     All programs must be resident at once, which a cooperative launch grants. No element of `out` is
     written before all of a and b have been read, of which it may be one.
     """

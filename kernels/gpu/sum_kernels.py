@@ -48,7 +48,7 @@ def _sum_kernel(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One tile of all tensors; every read of it comes before its write, so `out` may be one."""
+    """One tile of all tensors; all its reads come before its write, so `out` may be one of them."""
     BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
     OUT_BYTES: tl.constexpr = OUT.primitive_bitwidth // 8
     # A multiple of 16 bytes in the narrower dtype is one in the wider.

@@ -1,6 +1,6 @@
 """Device functions that kernels share, a tile at a time.
 
-Loads and stores of 16 bytes, conversions, what is reported of values written, exact powers of two,
+Loads and stores of 16 bytes, conversions, findings about the values written, exact powers of two,
 dot products and their partial sums.
 """
 
@@ -30,11 +30,12 @@ def vector_pointer(address, DTYPE: tl.constexpr):
 def scalar_pointer(address, DTYPE: tl.constexpr):
     """Pointer to DTYPE at an int64 `address` of which nothing is known.
 
-    Accesses to tiles of one shape share a layout. Where one of them may take 16 bytes a thread, all
-    leave as much between neighbouring threads, and elements taken one by one then fill an eighth
-    of the sectors that a warp asks for. So no pointer of the scalar way may carry a hint, and where
-    a kernel has both ways, the scalar one goes by parts of a tile, another shape. In a loop that
-    stays one: the registers it takes would be taken from the vector way, too.
+    Triton gives all accesses to tiles of one shape one layout. If one of them may move 16 bytes a
+    thread, neighbouring threads are 16 bytes apart in all of them, and accesses of single elements
+    then use as little as an eighth of each sector. So no pointer of the scalar path may carry a
+    hint, and in a kernel with both paths the scalar one works on parts of a tile, which are another
+    shape. The loop over parts must not be unrolled: that would take more registers, of which the
+    vector path would then have fewer.
     """
     return address.to(tl.pointer_type(DTYPE))
 
@@ -84,7 +85,7 @@ def load_tile(
 
 @jit
 def store_tile(address, count, x, VECTORS: tl.constexpr, EVICT: tl.constexpr = _NORMAL):
-    """The twin of `load_tile`, of elements x in their own dtype."""
+    """Store the first `count` elements of x at `address`, in their own dtype; see `load_tile`."""
     i = tl.arange(0, x.shape[0])
     if VECTORS:
         inside = i < vector_count(count, 128 // x.dtype.primitive_bitwidth)
@@ -106,8 +107,8 @@ def whole_vectors(start, length, VECTOR: tl.constexpr):
 def edge_pointer(address, before, inner, DTYPE: tl.constexpr):
     """Pointers [THREADS] to the elements at `address` that are before or after its whole vectors.
 
-    There are length - inner of them, less than two vectors. A thread has one, so that in place none
-    loads what another has stored.
+    There are length - inner of them, fewer than two vectors. Each thread has one at most: where the
+    output is an input, no thread loads what another has stored.
     """
     j = tl.arange(0, THREADS)
     return scalar_pointer(address, DTYPE) + tl.where(j < before, j, j + inner)
@@ -132,7 +133,7 @@ def convert(x, DTYPE: tl.constexpr):
 
 @jit
 def report(x, findings):
-    """The epilogue of every kernel that writes: what `findings` asks of a tile to be stored."""
+    """Write what `findings` asks of a tile to be stored: the epilogue of all kernels that write."""
     if findings.found_inf is not None:
         _flag_non_finite(x, findings.found_inf)
     if findings.max_abs is not None:
@@ -159,8 +160,9 @@ def _raise_max_abs(x, max_abs):
 def _flag_non_finite(x, found_inf):
     """Set the float32 at `found_inf` to 1 if any element of the tile is Inf or NaN.
 
-    Every program that stores stores the same value, so no atomic is needed. No x - x != 0: fused
-    with the product that x is, the difference of a finite one is its rounding error.
+    All programs that store write the same value, so no atomic is needed. A test for x - x != 0
+    would be wrong: where x is a product, the compiler may fuse the two, and what is left of a
+    finite x is its rounding error.
     """
     x = convert(x, tl.float32) if x.dtype != tl.float64 else x
     bad = tl.max(tl.where(tl.abs(x) < float("inf"), 0, 1), axis=0)

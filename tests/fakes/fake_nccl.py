@@ -55,7 +55,7 @@ class _Clique:
         self.module = module
         self.changed = threading.Condition()
         self.arrived: dict[str, dict[int, Any]] = defaultdict(dict)
-        self.letters: dict[tuple[int, int], list[_Letter]] = defaultdict(list)
+        self.letters: dict[tuple[int, int], list[_Letter]] = {}
         self.errors: dict[int, int] = {}
 
     def meet(self, what: str, rank: int, word: Any, give_up: Callable[[], bool]) -> dict[int, Any]:
@@ -233,7 +233,8 @@ class _Communicator:
             raise NcclError(status)
         if datatype != self.nccl.NCCL_UINT8 or not 0 <= peer < self._clique.size or count < 1:
             raise NcclError(4)
-        letters = self._clique.letters[self.rank, peer]
+        # Not a defaultdict, which may make two lists where sender and receiver ask at once.
+        letters = self._clique.letters.setdefault((self.rank, peer), [])
 
         def op() -> None:
             letter = _Letter(ctypes.string_at(sendbuf, count))
@@ -246,7 +247,7 @@ class _Communicator:
     def recv(self, recvbuf: int, count: int, datatype: int, peer: int, stream: int) -> None:
         if datatype != self.nccl.NCCL_UINT8 or not 0 <= peer < self._clique.size or count < 1:
             raise NcclError(4)
-        letters = self._clique.letters[peer, self.rank]
+        letters = self._clique.letters.setdefault((peer, self.rank), [])
 
         def op() -> None:
             while not letters and self._waits():

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tests.fakes.fake_cuda import FakeCuda, FakeEvent, FakeStream
+from tests.fakes.lines import Lines
 
 
 class FakeTorch:
@@ -27,7 +28,7 @@ class FakeTorch:
         self.refuse = ""
         self.aborted: set[int] = set()
         self.connected: list[int] = []
-        self.lines: dict[Any, queue.SimpleQueue[torch.Tensor]] = defaultdict(queue.SimpleQueue)
+        self.lines = Lines()
         self._streams: dict[int, FakeStream] = defaultdict(FakeStream)
 
     def P2POp(self, op: str, tensor: torch.Tensor, *, group: FakeGroup, group_peer: int) -> Any:

@@ -86,7 +86,7 @@ def test_a_start_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     bounded(lambda: None, 2, 10.0)
 
 
-# Torch gives up after a second, in the middle of an exit that takes two.
+# Torch gives up after half a second, in the middle of an exit that takes one.
 _LATE_START = """
 import time
 from datetime import timedelta
@@ -95,10 +95,10 @@ from collectives.bootstrap.rendezvous import bounded
 
 class Slow:
     def __del__(self, sleep=time.sleep):
-        sleep(2.0)
+        sleep(1.0)
 
 slow = Slow()
-bounded(lambda: dist.HashStore().wait(["never"], timedelta(seconds=1)), 1, 0.4)
+bounded(lambda: dist.HashStore().wait(["never"], timedelta(seconds=0.5)), 1, 0.2)
 """
 
 
@@ -109,7 +109,7 @@ def test_torch_may_be_late_while_the_rank_ends() -> None:
         [sys.executable, "-c", _LATE_START], env=env, capture_output=True, text=True, timeout=60
     )
     assert ended.returncode == 1, ended.stderr[-3000:]
-    assert "rank 1 could not start within 0.4 s" in ended.stderr
+    assert "rank 1 could not start within 0.2 s" in ended.stderr
 
 
 def test_the_store_at_an_address(monkeypatch: pytest.MonkeyPatch) -> None:

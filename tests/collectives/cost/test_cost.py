@@ -79,8 +79,15 @@ def test_profiles_of_all_algorithms_agree_with_a_walk(op: str) -> None:
     assert compared > 120
 
 
-@pytest.mark.parametrize("nodes", [2, 3, 6])
-@pytest.mark.parametrize("local_size", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("nodes", "local_size"),
+    [
+        # Of more than twelve ranks a walk takes long.
+        pytest.param(nodes, local, marks=() if nodes * local <= 12 else pytest.mark.slow)
+        for nodes in (2, 3, 6)
+        for local in (2, 3, 4)
+    ],
+)
 def test_profiles_of_every_pair_agree_with_a_walk(nodes: int, local_size: int) -> None:
     topology = Topology(nodes * local_size, local_size, tuple(reversed(range(local_size))))
     for inner in (*(set(INNER) - LIBRARIES), "xring#2", "pscpu#2"):
@@ -242,7 +249,9 @@ def test_one_rank_costs_nothing() -> None:
             assert _flat(text, 1, 1e6) == 0
 
 
-@pytest.mark.parametrize("size", [1 << 12, pytest.param(1 << 16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "size", [1 << 10, *(pytest.param(1 << levels, marks=pytest.mark.slow) for levels in (12, 16))]
+)
 def test_many_ranks_take_logarithmic_steps_and_all_bytes(size: int) -> None:
     nbytes, levels = float(1 << 28), size.bit_length() - 1
     topology = Topology(size, 8)

@@ -126,7 +126,8 @@ class Machine:
 
 
 def _join(mine: _Clock, other: _Clock) -> None:
-    for stream, time in other.items():
+    # A copy: a thread of another rank may add to it meanwhile.
+    for stream, time in other.copy().items():
         mine[stream] = max(time, mine.get(stream, 0))
 
 

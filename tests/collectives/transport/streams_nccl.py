@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import queue
 import threading
-from collections import defaultdict
-from typing import Any
 
 import torch
 
 from tests.collectives.transport.streams import Stream, machine
+from tests.fakes.lines import Lines
 
 
 class Nccl:
@@ -23,7 +21,7 @@ class Nccl:
     def __init__(self) -> None:
         self._ids = itertools.count()
         self._thread = threading.local()
-        self._lines: dict[Any, queue.SimpleQueue[bytes]] = defaultdict(queue.SimpleQueue)
+        self._lines = Lines()
 
     def get_unique_id(self) -> bytes:
         return next(self._ids).to_bytes(4, "little") * 32

@@ -272,16 +272,18 @@ def test_a_communicator_that_comes_while_all_are_aborted_is_aborted_once(
             def append(self, made: object) -> None:
                 super().append(made)
                 if isinstance(made, Late):
-                    threading.Thread(target=communicators.abort).start()
-                    time.sleep(0.1)
+                    abort.start()
+                    # It waits for the lock that is held here; without the lock it ends.
+                    abort.join(0.1)
 
+        abort = threading.Thread(target=communicators.abort)
         communicators._made = Made(communicators._made)
         communicators.make(Late, 10.0)
-        end = time.monotonic() + 10.0
-        while not aborted and time.monotonic() < end:
-            time.sleep(0.01)
-        # A second one would follow at once.
-        time.sleep(0.3)
+        # Now every abort has begun, in a thread of its own if not in make.
+        abort.join(20.0)
+        for thread in threading.enumerate():
+            if thread.name == "nccl-abort":
+                thread.join(20.0)
         return len(aborted)
 
     assert all_good(machine.run(1, work)) == [1]

@@ -257,7 +257,7 @@ def rank(r):
         transport.exchange([message], [message], "a step", 1000.0)
 for r in range(2):
     threading.Thread(target=rank, args=(r,), daemon=True).start()
-while len(kept) < 2 or not any(clique.letters[1, 0] for clique in fake.cliques.values()):
+while len(kept) < 2 or not any(clique.letters.get((1, 0)) for clique in fake.cliques.values()):
     time.sleep(0.01)
 print("ending", flush=True)
 """

@@ -1,0 +1,263 @@
+"""Calls of DistributedOptimizer in the wrong order, and steps that raise: what is left of both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import adasum as hvd
+import collectives
+from adasum import DistributedOptimizer, OptimizerOrderError
+from adasum.optimizer.backward_hooks import BackwardHooks
+from adasum.optimizer.bucket_reduction import Reduction
+from collectives import CollectiveTimeoutError, TransportError
+from tests.adasum.definition import flat, loss_of, make_model
+from tests.adasum.jobs import OPS
+from tests.adasum.trainings import WAYS
+
+
+def _sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("op", sorted(OPS))
+def test_too_many_backward_passes_raise_and_name_the_parameter(op: str, size: int) -> None:
+    def run(group: collectives.Group) -> None:
+        model = make_model()
+        optimizer = DistributedOptimizer(
+            _sgd(model), model.named_parameters(), op=OPS[op], backward_passes_per_step=2
+        )
+        for turn in range(2):
+            loss_of(model, group.rank, 0, turn).backward()
+        with pytest.raises(AssertionError, match=r"of 2\.\w+ .* backward_passes_per_step=2") as e:
+            loss_of(model, group.rank, 0, 2).backward()
+        assert isinstance(e.value, OptimizerOrderError)
+        optimizer.step()
+        optimizer.set_backward_passes_per_step(1)
+        loss_of(model, group.rank, 1).backward()
+        with pytest.raises(OptimizerOrderError, match="backward_passes_per_step=1"):
+            loss_of(model, group.rank, 1).backward()
+        optimizer.step()
+        with pytest.raises(ValueError, match="not -1"):
+            optimizer.set_backward_passes_per_step(-1)
+
+    collectives.run_threads(size, run)
+
+
+def test_zero_grad_after_an_interrupted_backward_raises() -> None:
+    def run(group: collectives.Group) -> None:
+        model = make_model()
+        optimizer: Any = DistributedOptimizer(_sgd(model), groups=4)
+        broken = model[0].weight.register_hook(lambda gradient: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loss_of(model, group.rank, 0).backward()
+        with pytest.raises(OptimizerOrderError, match=r"zero_grad\(\) was called after"):
+            optimizer.zero_grad()
+        with pytest.raises(OptimizerOrderError, match=r"add_param_group\(\) was called after"):
+            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+        with (
+            optimizer.skip_synchronize(),
+            pytest.raises(OptimizerOrderError, match=r"needs synchronize\(\)"),
+        ):
+            optimizer.step()
+        optimizer.synchronize()
+        optimizer.zero_grad()
+        broken.remove()
+        loss_of(model, group.rank, 1).backward()
+        optimizer.step()
+
+    collectives.run_threads(2, run)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_step_after_an_interrupted_backward_keeps_ranks_equal(way: str) -> None:
+    """It steps by the gradients it has, so that the models stay equal."""
+
+    def run(group: collectives.Group) -> torch.Tensor:
+        model = make_model()
+        op, options = WAYS[way]
+        optimizer: Any = DistributedOptimizer(_sgd(model), op=getattr(hvd, op), groups=4, **options)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = loss_of(model, group.rank, step)
+            if group.rank == 0 and step == 1:
+                broken = model[0].weight.register_hook(lambda gradient: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    loss.backward()
+                broken.remove()
+            else:
+                loss.backward()
+            optimizer.step()
+        return flat(model)
+
+    results = collectives.run_threads(2, run)
+    assert torch.equal(results[0], results[1])
+
+
+def test_backward_after_the_wrapper_was_dropped_raises() -> None:
+    def run(group: collectives.Group) -> None:
+        model = make_model()
+        plain = _sgd(model)
+        DistributedOptimizer(plain)
+        with pytest.raises(OptimizerOrderError, match="was dropped, and the one given"):
+            loss_of(model, group.rank, 0).backward()
+        plain.zero_grad()
+
+    collectives.run_threads(2, run)
+
+
+def test_batch_left_out_by_zero_grad_changes_nothing() -> None:
+    """zero_grad() after backward begins the step anew, as with a plain optimizer."""
+
+    def run(group: collectives.Group, op: Any, passed_over: bool) -> torch.Tensor:
+        model = make_model()
+        optimizer: Any = DistributedOptimizer(_sgd(model), op=op)
+        if passed_over:
+            loss_of(model, group.rank, 7).backward()
+            optimizer.zero_grad()
+        loss_of(model, group.rank, 0).backward()
+        optimizer.step()
+        return flat(model)
+
+    for op in OPS.values():
+        results = [
+            collectives.run_threads(2, lambda group, op=op, over=over: run(group, op, over))
+            for over in (False, True)
+        ]
+        assert torch.equal(results[0][0], results[1][0])
+        assert torch.equal(results[1][0], results[1][1])
+
+
+def test_backward_after_synchronize_raises() -> None:
+    def run(group: collectives.Group) -> None:
+        model = make_model()
+        optimizer: Any = DistributedOptimizer(
+            _sgd(model), model.named_parameters(), backward_passes_per_step=2
+        )
+        loss_of(model, group.rank, 0).backward()
+        optimizer.synchronize()
+        with pytest.raises(OptimizerOrderError, match=r"2\.\w+ was computed after synchronize"):
+            loss_of(model, group.rank, 0, 1).backward()
+
+    collectives.run_threads(2, run)
+
+
+def test_step_after_synchronize_warns_and_reduces_once() -> None:
+    def run(group: collectives.Group) -> torch.Tensor:
+        parameter = torch.nn.Parameter(torch.zeros(2))
+        optimizer: Any = DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), op=hvd.Sum)
+        parameter.sum().backward()
+        optimizer.synchronize()
+        optimizer.step()
+        return parameter.detach()
+
+    with pytest.warns(UserWarning, match="without optimizer.skip_synchronize"):
+        results = collectives.run_threads(2, run)
+    assert torch.equal(results[0], torch.full((2,), -2.0))
+
+
+def test_closure_within_skip_synchronize_raises() -> None:
+    def run(group: collectives.Group) -> None:
+        optimizer: Any = DistributedOptimizer(_sgd(make_model()))
+        with optimizer.skip_synchronize(), pytest.raises(ValueError, match="skip_synchronize"):
+            optimizer.step(lambda: 0.0)
+
+    collectives.run_threads(1, run)
+
+
+def test_grad_scaler_with_unreached_parameters_raises() -> None:
+    def run(group: collectives.Group) -> None:
+        model = make_model().float()
+        unused = torch.nn.Parameter(torch.ones(2))
+        optimizer: Any = DistributedOptimizer(
+            torch.optim.SGD([unused, *model.parameters()], lr=0.1)
+        )
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(model(torch.ones(1, 6)).sum()).backward()
+        with pytest.raises(OptimizerOrderError, match=r"synchronize\(\) before scaler"):
+            scaler.step(optimizer)
+        optimizer.synchronize()
+
+    collectives.run_threads(2, run)
+
+
+def test_step_that_raises_does_not_change_the_next_scale() -> None:
+    """GradScaler takes grad_scale and found_inf away from a step that returns, not from this one.
+
+    The scale is a power of two, so that dividing by it gives the plain step's bits.
+    """
+
+    def run(group: collectives.Group, scale: float) -> torch.Tensor:
+        model = make_model().float()
+        optimizer: Any = DistributedOptimizer(_sgd(model), op=hvd.Sum)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=scale > 1)
+        scaler.scale(model[0](torch.full((1, 6), group.rank + 1.0)).sum()).backward()
+        if scale > 1:
+            with pytest.raises(OptimizerOrderError, match="not all reduced yet"):
+                scaler.step(optimizer)
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+        # Without unscale_ the step itself divides by what it finds.
+        optimizer.zero_grad()
+        scaler.scale(model(torch.full((1, 6), group.rank + 1.0)).sum()).backward()
+        scaler.step(optimizer)
+        return flat(model)
+
+    plain = collectives.run_threads(2, lambda group: run(group, 1.0))
+    scaled = collectives.run_threads(2, lambda group: run(group, 8.0))
+    assert torch.equal(plain[0], scaled[0])
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_delta_method_with_a_local_step_that_raises_leaves_parameters_alone(
+    in_backward: bool,
+) -> None:
+    def run(group: collectives.Group) -> None:
+        model = make_model()
+        start = flat(model)
+        first, *others = model.parameters()
+        # The first group is stepped before the second one's rate is found to be no number.
+        groups = [{"params": [first]}, {"params": others, "lr": "high"}]
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(groups, lr=0.1), op=hvd.Adasum, groups=1, step_in_backward=in_backward
+        )
+
+        def train() -> None:
+            loss_of(model, group.rank, 0).backward()
+            optimizer.step()
+
+        with pytest.raises(TypeError):
+            train()
+        assert torch.equal(flat(model), start)
+
+    collectives.run_threads(2, run)
+
+
+def test_bucket_that_cannot_start_raises_what_ended_the_one_before() -> None:
+    """The communication thread may find that a rank is gone while the next bucket starts."""
+    lost = CollectiveTimeoutError("rank 0 got no answer from rank 1")
+
+    def wait() -> None:
+        raise lost
+
+    def start(members: Any, name: str) -> list[Reduction]:
+        if name.startswith("bucket 0"):
+            return [Reduction(wait, lambda result: None)]
+        raise TransportError(f"{name}: this group is unusable since an earlier failure") from lost
+
+    named = [(name, torch.nn.Parameter(torch.ones(1))) for name in "ab"]
+    hooks = BackwardHooks(
+        named, [[each] for each in named], start, passes=1, early=True, final=False
+    )
+    with pytest.raises(CollectiveTimeoutError, match="got no answer from rank 1"):
+        hooks.synchronize()
+    assert not hooks.busy
+    hooks.restart()
+    with pytest.raises(CollectiveTimeoutError, match="got no answer from rank 1"):
+        sum(parameter for _, parameter in named).backward()
