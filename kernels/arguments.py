@@ -8,8 +8,9 @@ from __future__ import annotations
 import itertools
 import operator
 from array import array
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,10 +30,12 @@ from kernels.validation import (
 )
 
 FUNCTIONS = ("pack", "unpack", "sum_n", "scaled_add", "dot_and_norms", "combine", "adasum")
+_NO_FINDINGS = Findings()
 EMPTY = "tensors is empty: pass at least one tensor to sum"
 
 
-class Call(NamedTuple):
+@dataclass
+class Call:
     """A function's arguments, checked: what plans, operators and both backends take.
 
     Attributes:
@@ -45,20 +48,21 @@ class Call(NamedTuple):
         dots: Of `combine`.
         packed: Of `pack` and `unpack`.
         cooperative: Of `adasum`: whether one cooperative launch may do it.
-        addresses: Where the inputs lie, as uint64, once the call is bound to memory.
         rebound: Whether `Plan.rebind` was given the tensors, as its `tensors` and `out`.
+        addresses: Where the inputs lie, as uint64, once the call is bound to memory.
     """
 
     function: str
     inputs: list[Tensor]
     out: Tensor
     bounds: tuple[int, ...]
-    findings: Findings = Findings()
+    findings: Findings = _NO_FINDINGS
     dots: Tensor | None = None
     packed: PackedList | None = None
     cooperative: bool = True
-    addresses: array[int] = tensor_list.UNREAD
     rebound: bool = False
+    # The same for all: dynamo makes no array.
+    addresses: array[int] = field(default_factory=lambda: tensor_list.UNREAD)
 
     @property
     def out_name(self) -> str:
@@ -70,12 +74,10 @@ class Call(NamedTuple):
         in_list = self.rebound or self.function in ("pack", "unpack", "sum_n")
         return f"tensors[{i}]" if in_list else "ab"[i]
 
-    def others(self) -> Iterator[tuple[str, Tensor]]:
+    def others(self) -> list[tuple[str, Tensor]]:
         """Name and tensor of all but the inputs."""
-        yield from self.findings.given()
-        yield self.out_name, self.out
-        if self.dots is not None:
-            yield "dots", self.dots
+        dots = [] if self.dots is None else [("dots", self.dots)]
+        return [*self.findings.given(), (self.out_name, self.out), *dots]
 
     @property
     def dtypes(self) -> list[torch.dtype]:
@@ -102,7 +104,7 @@ class Call(NamedTuple):
     def written(self) -> list[Tensor]:
         """The tensors that it writes."""
         main = self.inputs if self.function == "unpack" else [self.out]
-        return [*main, *(one for _, one in self.findings.given())]
+        return [*main, *[one for one in self.findings if one is not None]]
 
 
 def check_pack(
@@ -222,17 +224,23 @@ def check_equals(tensors: object) -> tuple[list[Tensor], array[int]]:
 
 
 def _check_target(
-    out: object | None, like_name: str, like: Tensor, dtype: torch.dtype | None
+    out: object | None,
+    like_name: str,
+    like: Tensor,
+    dtype: torch.dtype | None = None,
+    *,
+    any_dtype: bool = True,
 ) -> Tensor:
     """Return the output of an elementwise function, made where it is None.
 
-    dtype: of the output, None for that of `out` or, without one, of `like`.
+    dtype: of the output, None for that of `out` or, without one, of `like`. any_dtype: whether
+    `out` may have another than `like`.
     """
     if dtype is not None:
         check_dtype("dtype", dtype)
     if out is None:
         return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
-    target = check_writable("out", check_like("out", out, like_name, like, any_dtype=True))
+    target = check_writable("out", check_like("out", out, like_name, like, any_dtype=any_dtype))
     if dtype is not None and target.dtype != dtype:
         raise TypeError(f"out has dtype {target.dtype} but dtype is {dtype}: drop one of them")
     return target
@@ -242,9 +250,7 @@ def _check_pair(a: object, b: object, out: object | None) -> tuple[list[Tensor],
     """Return two equal inputs and their output, made where it is None."""
     left = check_tensor("a", a)
     inputs = [left, check_like("b", b, "a", left)]
-    if out is not None:
-        check_like("out", out, "a", left)
-    return inputs, _check_target(out, "a", left, None)
+    return inputs, _check_target(out, "a", left, any_dtype=False)
 
 
 def _all_rise(bounds: tuple[Any, ...], numel: int) -> bool:
@@ -292,7 +298,7 @@ def check_dots(dots: object, count: int, like: Tensor) -> Tensor:
     checked = check_tensor("dots", dots)
     if checked.dtype != torch.float64:
         raise TypeError(f"dots has dtype {checked.dtype}: pass what dot_and_norms returns, float64")
-    if tuple(checked.shape) != (count, 3):
+    if checked.shape != (count, 3):
         raise ValueError(
             f"dots has shape {tuple(checked.shape)} but segments ask for {(count, 3)}: "
             "call dot_and_norms with the same segments"

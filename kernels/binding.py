@@ -28,23 +28,23 @@ _PAIRS_ON_TRITON: dict[str, Callable[[Call], Run]] = {
 }
 
 
-def bind(call: Call, table: AddressTable) -> tuple[Call, Run]:
+def bind(call: Call, table: AddressTable) -> Run:
     """Bind a call to the memory of its tensors.
 
     Args:
-        call: Checked. Its addresses are those of its inputs, or none where they are to be read.
+        call: Checked. Its addresses are those of its inputs, or none and are then read.
         table: Of these addresses in device memory, where there is one.
 
     Returns:
-        The call with its addresses, and what runs it any number of times, with its scalars.
+        What runs the call any number of times, with its scalars.
 
     Raises:
         ValueError: What is written shares memory with anything else.
     """
     if len(call.addresses) != len(call.inputs):
-        call = call._replace(addresses=array("Q", map(Tensor.data_ptr, call.inputs)))
+        call.addresses = array("Q", map(Tensor.data_ptr, call.inputs))
     check_memory(call)
-    return call, call.findings.reset_before(_bound(call, table))
+    return call.findings.reset_before(_bound(call, table))
 
 
 def _bound(call: Call, table: AddressTable) -> Run:
@@ -59,7 +59,7 @@ def _bound(call: Call, table: AddressTable) -> Run:
 def check_memory(call: Call) -> None:
     """Raise ValueError for overlap; what is written element by element may be what is read."""
     largest = call.inputs[0].numel() if call.packed is None else call.packed.layout.largest
-    others = list(call.others())
+    others = call.others()
     for (name, tensor), (other_name, other) in itertools.combinations(others, 2):
         check_no_overlap(name, tensor, other_name, other)
     for name, tensor in others:

@@ -7,7 +7,7 @@ kernels/cpu/native.c and in kernels/cpu/torch_fallback.py finds its value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -34,11 +34,10 @@ class Findings(NamedTuple):
     found_inf: Tensor | None = None
     max_abs: Tensor | None = None
 
-    def given(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and tensor of those asked for."""
-        for name, tensor in zip(self._fields, self, strict=True):
-            if tensor is not None:
-                yield name, tensor
+    def given(self) -> list[tuple[str, Tensor]]:
+        """Return the name and tensor of those asked for."""
+        named = zip(self._fields, self, strict=False)
+        return [(name, tensor) for name, tensor in named if tensor is not None]
 
     def check(self, device: torch.device, *written: torch.dtype) -> None:
         """Check dtypes and devices.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu import tensor_list
-from kernels.validation import DTYPES, check_dtype, check_tensors, read_list, tracing
+from kernels.validation import DTYPES, check_dtype, check_each, check_tensors, read_list, tracing
 
 CUDA_ALIGNMENT = 256
 CPU_ALIGNMENT = 64
@@ -142,7 +142,7 @@ def layout_of(
     )
 
 
-@dataclass(frozen=True)
+@dataclass
 class PackedList:
     """A list of tensors that has passed `check_packed`: its layout and each tensor's dtype."""
 
@@ -187,7 +187,7 @@ def check_packed(
         found = tensor_list.read(given, layout.rows) if many else None
         if found and (dtypes := tensor_list.dtypes(found[1])):
             return given, PackedList(layout, dtypes), found[0]
-        shapes = tuple([tensor.shape for tensor in check_tensors("tensors", given)])
+        shapes = tuple([tensor.shape for tensor in check_each("tensors", given)])
         if shapes != layout.shapes:
             raise ValueError(
                 f"layout holds {len(layout.shapes)} tensors of other shapes than the "

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -100,7 +101,9 @@ class Plan:
             # The buffer that is unpacked is only read.
             if call.function != "unpack":
                 check_writable("out", out)
-        fresh = call._replace(inputs=inputs, out=target, addresses=addresses, rebound=True)
+        changed = {"inputs": inputs, "out": target, "addresses": addresses, "rebound": True}
+        # In half the time of `replace`.
+        fresh = Call(**{**vars(call), **changed})
         if self._moves and found and target is self.out:
             check_memory(fresh)
             call.inputs[:], call.addresses[:] = inputs, addresses
@@ -115,7 +118,7 @@ class Plan:
         """
         if self._in_place is not None:
             self.out = self.out.new_empty(0)
-            self._call = self._call._replace(out=self.out)
+            self._call = replace(self._call, out=self.out)
         if not self._moves:
             self._bound = _released
         self._call.inputs.clear()
@@ -167,8 +170,8 @@ class Plan:
         # call's own list and array: others like them may take their place there.
         in_own = self._in_place is None and not launcher.on_triton(call.out)
         self._moves = in_own and len(call.addresses) > 0
-        bound, self._bound = bind(call, self._table)
-        self._call, self._run = bound._replace(rebound=False), self._bound
+        self._run = self._bound = bind(call, self._table)
+        call.rebound, self._call = False, call
         self.out = call.out
         self._others_seen = [_place(one) for _, one in call.others()]
 

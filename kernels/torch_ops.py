@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from kernels.arguments import FUNCTIONS, Call
 from kernels.binding import bind
@@ -59,11 +60,10 @@ def run(call: Call, *scalars: float) -> Any:
 
 
 def _run_at_once(call: Call, *scalars: float) -> None:
-    _, launch = bind(call, AddressTable())
-    launch(*scalars)
+    bind(call, AddressTable())(*scalars)
     # Without it a backward pass that had saved one of them would use the new values in silence.
     # Those made in inference mode have no version, which torch knows.
-    torch.autograd.graph.increment_version(call.written)
+    increment_version(call.written)
 
 
 def _run_operator(

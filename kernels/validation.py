@@ -41,11 +41,6 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
         raise TypeError(f"{name} {has} {dtype}, which is not supported: convert to {_NAMES}")
 
 
-def _is_negative(tensor: Tensor) -> bool:
-    """Whether the memory holds the values' negatives; dynamo cannot read that, nor makes it."""
-    return not is_compiling() and tensor.is_neg()
-
-
 def check_tensor(name: str, tensor: object) -> Tensor:
     """Return `tensor` if a kernel can read it: dense, contiguous, supported dtype, CPU or CUDA.
 
@@ -56,8 +51,10 @@ def check_tensor(name: str, tensor: object) -> Tensor:
         and tensor.dtype in _SUPPORTED
         and tensor.layout is torch.strided
         and (tensor.is_cpu or tensor.is_cuda)
-        and not (tensor.is_nested or _is_negative(tensor))
+        and not tensor.is_nested
         and tensor.is_contiguous()
+        # Whether memory holds the values' negatives dynamo cannot read, nor makes any that does.
+        and (is_compiling() or not tensor.is_neg())
     ):
         return tensor
     if not isinstance(tensor, Tensor):
@@ -67,7 +64,7 @@ def check_tensor(name: str, tensor: object) -> Tensor:
         raise ValueError(f"{name} is {tensor.layout}, not dense: call .to_dense() first")
     if tensor.is_nested:
         raise ValueError(f"{name} is a nested tensor: pass its parts, {name}.unbind()")
-    if _is_negative(tensor):
+    if not is_compiling() and tensor.is_neg():
         raise ValueError(f"{name} is a negative view: pass {name}.resolve_neg()")
     if tensor.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{name} is on {tensor.device}: move it to the CPU or a CUDA device")
@@ -96,7 +93,10 @@ def read_list(name: str, tensors: object) -> list[Any]:
     What is used is what was checked, whatever the list says later: another thread may change it,
     and a Sequence of one's own may make its tensors anew.
     """
-    if isinstance(tensors, Tensor) or not isinstance(tensors, Sequence):
+    # What a list is takes less time to tell than what a Sequence is.
+    if not isinstance(tensors, (list, tuple)) and (
+        isinstance(tensors, Tensor) or not isinstance(tensors, Sequence)
+    ):
         kind = type(tensors).__name__
         raise TypeError(f"{name} must be a list or tuple of tensors, not {kind}")
     return list(tensors)
@@ -122,20 +122,19 @@ def all_sound(tensors: Sequence[Any]) -> bool:
     )
 
 
-def same_device(tensor: Tensor, other: Tensor) -> bool:
-    """Whether two CPU or CUDA tensors lie on one device; cheaper than comparing `.device`."""
-    return tensor.is_cpu == other.is_cpu and tensor.get_device() == other.get_device()
-
-
 def check_tensors(name: str, tensors: object) -> list[Tensor]:
     """Return the list form of a sequence of readable tensors that all lie on one device."""
-    given = read_list(name, tensors)
-    # dynamo cannot read the fast path.
-    if not tracing() and all_sound(given):
+    return check_each(name, read_list(name, tensors))
+
+
+def check_each(name: str, given: list[Any]) -> list[Tensor]:
+    """`check_tensors` of what `read_list` returned."""
+    # One is checked sooner by itself, and dynamo cannot read the fast path.
+    if len(given) != 1 and not tracing() and all_sound(given):
         return given
     checked = [check_tensor(f"{name}[{i}]", tensor) for i, tensor in enumerate(given)]
-    for i, tensor in enumerate(checked):
-        if not same_device(tensor, checked[0]):
+    for i, tensor in enumerate(checked[1:], 1):
+        if tensor.device != checked[0].device:
             raise ValueError(
                 f"{name}[{i}] is on {tensor.device} but {name}[0] is on {checked[0].device}: "
                 "move all to one device"
@@ -152,7 +151,7 @@ def check_like(
         raise TypeError(
             f"{name} has dtype {checked.dtype} but {like_name} has {like.dtype}: convert one"
         )
-    if not same_device(checked, like):
+    if checked.device != like.device:
         raise ValueError(
             f"{name} is on {checked.device} but {like_name} is on {like.device}: move one"
         )
@@ -197,7 +196,7 @@ def check_all_writable(name: str, tensors: Sequence[Tensor]) -> None:
 def byte_range(tensor: Tensor) -> tuple[int, int]:
     """First address and the one past the last of a contiguous tensor."""
     start = tensor.data_ptr()
-    return start, start + tensor.numel() * tensor.element_size()
+    return start, start + tensor.nbytes
 
 
 def check_no_overlap(name: str, written: Tensor, other_name: str, other: Tensor) -> None:
@@ -217,9 +216,11 @@ def check_disjoint(name: str, addresses: array[int], sizes: array[int]) -> None:
         sizes: Their bytes, as uint64.
     """
     if len(addresses) > _FEW:
-        starts, ends = _numbers(addresses), _numbers(addresses) + _numbers(sizes)
-        order = starts.argsort()
-        if (ends[order][:-1] <= starts[order][1:]).all():
+        starts, ends = _numbers(addresses).copy(), _numbers(addresses) + _numbers(sizes)
+        # Apart, the tensors end in the order in which they start.
+        starts.sort()
+        ends.sort()
+        if (ends[:-1] <= starts[1:]).all():
             return
     last, owner = 0, 0
     for start, size, i in sorted(zip(addresses, sizes, range(len(sizes)), strict=True)):

@@ -6,6 +6,7 @@ All functions take one argument, a struct: to pass as many with ctypes takes fou
 from __future__ import annotations
 
 import ctypes
+import operator
 import platform
 from array import array
 from collections.abc import Callable
@@ -71,9 +72,10 @@ _FIELDS = {
 _ROWS = "\n".join(f"    {kind} {name};" for name, kind in _FIELDS.items())
 # What native.c includes.
 HEADERS = {"task.h": f"struct task {{\n{_ROWS}\n}};\n"}
-
-
 _THREADS = list(_FIELDS).index("threads")
+_in_order = operator.itemgetter(*_FIELDS)
+_WITH_PARTIALS = ("dot_and_norms", "adasum")
+_NONE = array("q")
 
 
 class Library:
@@ -96,21 +98,22 @@ class Library:
         """
         name, (found_inf, max_abs) = call.function, call.findings
         if call.packed is None:
-            numels, bounds = array("q"), array("q", call.bounds)
+            numels, bounds = _NONE, array("q", call.bounds)
         else:
             numels, bounds = call.packed.layout.in_c
         segments = len(bounds) - 1
-        coefficients, largest = array("d", bytes(16 * max(1, segments))), array("d", (0.0,))
         codes = array("q", map(_CODES.__getitem__, call.dtypes))
-        partials = own_dots = array("d")
-        out = dots = call.out.data_ptr()
-        if name in ("dot_and_norms", "adasum"):
-            partials = array("d", bytes(24 * (bounds[-1] // BLOCK + segments)))
+        # One after the other: coefficients, the largest value, dots of its own, partials.
+        largest = 2 * max(1, segments)
+        rows = segments + bounds[-1] // BLOCK + segments if name in _WITH_PARTIALS else 0
+        scratch = array("d", bytes(8 * (largest + 1 + 3 * rows)))
+        start = _address(scratch)
+        own_dots = start + 8 * (largest + 1)
+        out = call.out.data_ptr()
         if call.dots is not None:
             dots = call.dots.data_ptr()
-        elif name == "adasum":
-            own_dots = array("d", bytes(24 * segments))
-            dots = _address(own_dots)
+        else:
+            dots = own_dots if name == "adasum" else out
         fields = {
             "tensors": _address(call.addresses),
             "dtypes": _address(codes),
@@ -121,25 +124,25 @@ class Library:
             "segments": segments,
             "numels": _address(numels),
             "packing": call.packing,
-            "coefficients": _address(coefficients),
-            "partials": _address(partials),
+            "coefficients": start,
+            "partials": own_dots + 24 * segments,
             "dots": dots,
             "found_inf": 0 if found_inf is None else found_inf.data_ptr(),
-            "largest": 0 if max_abs is None else _address(largest),
+            "largest": 0 if max_abs is None else start + 8 * largest,
             "threads": 1,
             **self._team,
         }
-        task = array("Q", map(fields.__getitem__, _FIELDS))
-        arrays = call.addresses, codes, bounds, numels, partials, own_dots
+        task = array("Q", _in_order(fields))
+        arrays = call.addresses, codes, bounds, numels
         function, reference = self._functions[name], _address(task)
 
         # `kept`: the arrays live as long as what runs.
         def run(first: float = 1.0, second: float = 1.0, kept: object = arrays) -> None:
-            coefficients[0], coefficients[1] = first, second
-            task[_THREADS], largest[0] = torch.get_num_threads(), 0.0
+            scratch[0], scratch[1], scratch[largest] = first, second, 0.0
+            task[_THREADS] = torch.get_num_threads()
             function(reference)
             if max_abs is not None:
-                max_abs.detach().fill_(largest[0])
+                max_abs.detach().fill_(scratch[largest])
 
         return run
 

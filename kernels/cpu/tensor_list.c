@@ -18,18 +18,30 @@ typedef int read_tensor(void *object, struct tensor *tensor);
 
 /* Of CPython's stable ABI, whose headers are not everywhere. */
 void *PyList_GetItem(void *list, intptr_t index);
+void *PyObject_Type(void *object);
+void Py_DecRef(void *object);
 
-/* Whether `count` tensors are contiguous, in memory, on this device and of these shapes: their
- * number, and of each one its dimensions and its sizes. Where they lie goes to `addresses`, what
- * they hold to `dtypes`: DLPack's code times 256 and bits. */
-int64_t read_list(read_tensor *read, void *list, int64_t count, int64_t device_type, int64_t device,
-                  const int64_t *shapes, uint64_t *addresses, int64_t *dtypes)
+/* Whether the object is of one of two types. */
+static int has_type(void *object, void *const *types)
+{
+    void *type = PyObject_Type(object);
+    Py_DecRef(type);
+    return type == types[0] || type == types[1];
+}
+
+/* Whether `count` objects are tensors of one of two types, contiguous, in memory, on this device
+ * and of these shapes: their number, and of each one its dimensions and its sizes. Where they lie
+ * goes to `addresses`, what they hold to `dtypes`: DLPack's code times 256 and bits. */
+int64_t read_list(read_tensor *read, void *list, int64_t count, void *const *types,
+                  int64_t device_type, int64_t device, const int64_t *shapes, uint64_t *addresses,
+                  int64_t *dtypes)
 {
     if (*shapes++ != count)
         return 0;
     for (int64_t i = 0; i < count; i++) {
+        void *object = PyList_GetItem(list, i);
         struct tensor t;
-        if (read(PyList_GetItem(list, i), &t) || t.device_type != device_type ||
+        if (!has_type(object, types) || read(object, &t) || t.device_type != device_type ||
             t.device != device || t.dims != *shapes++)
             return 0;
         int64_t step = 1;

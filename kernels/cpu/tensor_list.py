@@ -35,6 +35,8 @@ _CODES = {
     torch.float64: 2 * 256 + 64,
 }
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
+_PLAIN: list[Any] = [*PLAIN]
+_TYPES = (ctypes.py_object * 2)(*_PLAIN)
 _Reader = Callable[..., int]
 
 
@@ -52,9 +54,12 @@ def _reader() -> _Reader | None:
         return None
     if ctypes.c_uint32.from_buffer(words).value != 1:
         return None
-    numbers, pointers = (ctypes.c_int64,) * 3, (ctypes.c_void_p,) * 3
-    library.read_list.argtypes = (ctypes.c_void_p, ctypes.py_object, *numbers, *pointers)
-    library.read_list.restype = ctypes.c_int64
+    number, pointer = ctypes.c_int64, ctypes.c_void_p
+    library.read_list.argtypes = (
+        *(pointer, ctypes.py_object, number, pointer),
+        *(number, number, pointer, pointer, pointer),
+    )
+    library.read_list.restype = number
     return functools.partial(library.read_list, words[_DLTENSOR_FROM_PYOBJECT])
 
 
@@ -96,15 +101,15 @@ def read(
         plain and in memory, or is a negative view; or no C can tell.
     """
     reader, count = _reader(), len(tensors)
-    if reader is None or not count or not PLAIN.issuperset(map(type, tensors)):
+    if reader is None or not count or type(tensors[0]) not in PLAIN:
         return None
     device = device or tensors[0].device
     where = _DEVICES.get(device.type, 0), device.index or 0
-    at, of = array("Q", bytes(8 * count)), array("q", bytes(8 * count))
+    at, of = array("Q", (0,)) * count, array("q", (0,)) * count
     into = at.buffer_info()[0], of.buffer_info()[0]
     try:
         # A negative view is told from others by no DLPack.
-        if reader(tensors, count, *where, shapes.buffer_info()[0], *into) and not any(
+        if reader(tensors, count, _TYPES, *where, shapes.buffer_info()[0], *into) and not any(
             map(Tensor.is_neg, tensors)
         ):
             return at, of

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -136,8 +137,8 @@ def combine(call: Call) -> None:
 def adasum(call: Call) -> None:
     """`combine` of the tensors' `dot_and_norms`."""
     dots = torch.empty(len(call.bounds) - 1, 3, dtype=torch.float64, device="cpu")
-    dot_and_norms(call._replace(out=dots))
-    combine(call._replace(dots=dots))
+    dot_and_norms(replace(call, out=dots))
+    combine(replace(call, dots=dots))
 
 
 def _coefficient(dot: float, norm: float) -> float:

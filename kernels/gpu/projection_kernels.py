@@ -9,6 +9,7 @@ never from the device: the one-launch and the two-launch path cut alike.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -260,8 +261,8 @@ def adasum(call: Call) -> Callable[[], None]:
 def _in_two(call: Call) -> Callable[[], None]:
     count, device = len(call.bounds) - 1, call.out.device
     dots = torch.empty(count, 3, dtype=torch.float64, device=device)
-    first = dot_and_norms(call._replace(out=dots))
-    second = combine(call._replace(dots=dots))
+    first = dot_and_norms(replace(call, out=dots))
+    second = combine(replace(call, dots=dots))
 
     def run() -> None:
         first()
