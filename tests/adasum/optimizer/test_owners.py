@@ -1,0 +1,393 @@
+"""mode="owners": the bits of the all-reduce run, with each state on one rank."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import adasum as hvd
+import collectives
+from adasum import DistributedOptimizer
+from tests.adasum import trainings
+from tests.adasum.definition import (
+    OPTIMIZERS,
+    flat,
+    loss_of,
+    make_model,
+    relative_error,
+    trajectory_tolerance,
+)
+from tests.adasum.jobs import OPS
+
+STEPS = 4
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+def _two_groups(make: Make, model: torch.nn.Sequential) -> torch.optim.Optimizer:
+    """An optimizer with a group for each layer, and another rate for each."""
+    optimizer = make([{"params": [*layer.parameters()]} for layer in (model[2], model[0])])
+    optimizer.param_groups[1]["lr"] *= 0.5
+    return optimizer
+
+
+def _train(make: Make, dtype: torch.dtype = torch.float64, **options: Any) -> Tensor:
+    """Parameters [STEPS, P] of two groups, whose rates two schedules change."""
+    model = make_model().to(dtype)
+    optimizer: Any = DistributedOptimizer(
+        _two_groups(make, model), model.named_parameters(), **options
+    )
+    rates = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, [lambda step: 0.9**step, lambda step: 1.0 / (1 + step)]
+    )
+    rows = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(100 * hvd.rank() + step)
+        model(torch.randn(4, 6, generator=generator).to(dtype)).square().sum().backward()
+        optimizer.step()
+        rates.step()
+        rows.append(flat(model))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("op", sorted(OPS))
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_owners_under_rd_and_rechd_give_the_bits_of_the_all_reduce_run(size: int, op: str) -> None:
+    """Adasum by the gradient method under the same names. What "auto" reduces has rechd's bits."""
+    fixed: dict[str, Any] = {"method": "gradient"} if op == "Adasum" else {}
+    for kind, dtype in itertools.product(OPTIMIZERS, (torch.float32, torch.float64)):
+
+        def job(_: Any, algorithm: str, kind: str = kind, dtype: Any = dtype) -> list[Tensor]:
+            make, names = OPTIMIZERS[kind], {"op": OPS[op], "algorithm": algorithm}
+            names_owners = {"op": OPS[op], "mode": "owners"}
+            return [
+                _train(make, dtype, **names, **fixed),
+                _train(make, dtype, **names_owners, algorithm=algorithm),
+                _train(make, dtype, **names_owners, algorithm=None if op != "Adasum" else "rechd"),
+            ]
+
+        for algorithm in ("rd", "rechd"):
+            answers = collectives.run_threads(size, lambda g, a=algorithm: job(g, a))
+            want = answers[0][0]
+            assert want.isfinite().all()
+            for mine in answers:
+                assert torch.equal(mine[1], want), (kind, dtype, algorithm)
+                if op != "Adasum" or algorithm == "rechd":
+                    assert torch.equal(mine[2], want), (kind, dtype)
+
+
+@pytest.mark.parametrize("algorithm", ["xring", "pscpu", "rechd/rd"])
+def test_owners_under_another_algorithm_give_the_bits_of_its_all_reduce(algorithm: str) -> None:
+    def job(_: Any) -> list[Tensor]:
+        make = OPTIMIZERS["adam"]
+        return [
+            _train(make, algorithm=algorithm),
+            _train(make, algorithm=algorithm, mode="owners"),
+            _train(make, mode="owners"),
+        ]
+
+    for all_reduced, owned, by_default in collectives.run_threads(4, job, local_size=2):
+        assert torch.equal(owned, all_reduced)
+        assert relative_error(by_default, all_reduced) <= trajectory_tolerance(STEPS)
+
+
+# Those that clip need optimizer.clip_grad_norm_, and a checkpoint needs consolidate_state_dict.
+_ALIKE = [
+    trainings.groups,
+    trainings.accumulation,
+    trainings.compressed,
+    trainings.closures,
+    trainings.autocast,
+    trainings.unused_parameters,
+    trainings.frozen_shared_and_added,
+    trainings.two_optimizers,
+    trainings.predivided,
+    trainings.process_sets,
+    trainings.sparse,
+]
+
+
+@pytest.mark.parametrize("size", [3, pytest.param(5, marks=pytest.mark.slow)])
+def test_trainings_of_every_kind_give_the_bits_of_the_all_reduce_run(size: int) -> None:
+    def wrap(kind: Any, model: torch.nn.Module, **options: Any) -> Any:
+        make = OPTIMIZERS[kind] if isinstance(kind, str) else kind
+        return DistributedOptimizer(
+            make(model.parameters()), model.named_parameters(), algorithm="rechd", **options
+        )
+
+    def job(_: Any) -> None:
+        for training in _ALIKE:
+            want = training(wrap)
+            got = training(lambda *args, **options: wrap(*args, mode="owners", **options))
+            assert want.isfinite().all() and torch.equal(got, want), training.__name__
+
+    collectives.run_threads(size, job)
+
+
+def _bytes(state: Any) -> int:
+    return sum(value.nbytes for each in state.values() for value in each.values())
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.Adagrad])
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_state_of_a_rank_is_its_share_and_the_largest_at_most(size: int, kind: Any) -> None:
+    """Adagrad makes its state when it is made. A step counter of 4 bytes is not in the balance."""
+
+    def job(group: collectives.Group) -> tuple[int, int, int]:
+        layers = [torch.nn.Linear(n, 7) for n in (3, 50, 9, 20, 1, 33)]
+        frozen = torch.nn.Linear(500, 7).requires_grad_(False)
+        model = torch.nn.ModuleList([frozen, *layers])
+        trained = [p for p in model.parameters() if p.requires_grad]
+
+        def step(optimizer: torch.optim.Optimizer) -> int:
+            for parameter in trained:
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            return _bytes({p: optimizer.state[p] for p in trained if p in optimizer.state})
+
+        whole = step(kind(model.parameters()))
+        owned = step(DistributedOptimizer(kind(model.parameters()), mode="owners"))
+        return whole, owned, len(trained)
+
+    answers = collectives.run_threads(size, job)
+    whole, _, count = answers[0]
+    copies = 2 if kind is torch.optim.Adam else 1
+    largest = copies * 50 * 7 * 4 + 4
+    assert sum(owned for _, owned, _ in answers) == whole
+    for _, owned, _ in answers:
+        assert owned <= (whole - 4 * count) / size + largest + 4 * count
+
+
+def test_gradients_after_synchronize_are_the_owners_alone() -> None:
+    def job(group: collectives.Group) -> list[Tensor | None]:
+        wanted = make_model()
+        plain: Any = DistributedOptimizer(OPTIMIZERS["sgd"](wanted.parameters()), algorithm="rechd")
+        loss_of(wanted, group.rank, 0).backward()
+        model = make_model()
+        optimizer: Any = DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()), mode="owners")
+        loss_of(model, group.rank, 0).backward()
+        optimizer.synchronize()
+        for parameter, other in zip(model.parameters(), wanted.parameters(), strict=True):
+            assert parameter.grad is None or torch.equal(parameter.grad, other.grad)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        plain.step()
+        assert torch.equal(flat(model), flat(wanted))
+        return [p.grad for p in model.parameters()]
+
+    rows = collectives.run_threads(3, job)
+    for column in zip(*rows, strict=True):
+        assert sum(gradient is not None for gradient in column) == 1
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+@pytest.mark.parametrize("size", [1, 3, 5])
+def test_clip_grad_norm_clips_by_the_norm_over_all_owners(size: int, norm_type: float) -> None:
+    def job(group: collectives.Group, mode: str | None) -> tuple[Tensor, Tensor]:
+        model = make_model()
+        optimizer: Any = DistributedOptimizer(
+            OPTIMIZERS["momentum"](model.parameters()), mode=mode, algorithm="rechd"
+        )
+        norms = []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model, group.rank, step).backward()
+            if mode is None:
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type)
+            else:
+                norm = optimizer.clip_grad_norm_(0.1, norm_type)
+            norms.append(norm)
+            optimizer.step()
+        return flat(model), torch.stack(norms)
+
+    want, norms = collectives.run_threads(size, lambda group: job(group, None))[0]
+    answers = collectives.run_threads(size, lambda group: job(group, "owners"))
+    for got, theirs in answers:
+        assert torch.equal(got, answers[0][0]) and torch.equal(theirs, answers[0][1])
+        assert relative_error(got, want) <= trajectory_tolerance(STEPS)
+        # The sum of 53 squares in another order, here at every step after other roundings.
+        assert relative_error(theirs, norms) <= trajectory_tolerance(STEPS)
+
+
+def test_clip_grad_norm_of_sparse_half_and_missing_gradients_clips() -> None:
+    def job(group: collectives.Group, mode: str | None) -> Tensor:
+        weights = torch.randn(7, 3, generator=torch.Generator().manual_seed(0))
+        table = torch.nn.Embedding.from_pretrained(weights, freeze=False, sparse=True)
+        half = torch.nn.Linear(3, 2).half()
+        with torch.no_grad():
+            half.weight.fill_(0.25)
+            half.bias.zero_()
+        model = torch.nn.ModuleList([table, half])
+        optimizer: Any = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.5), mode=mode, algorithm="rechd"
+        )
+        half(table(torch.tensor([1, 2 + group.rank])).half()).float().square().sum().backward()
+        norm = optimizer.clip_grad_norm_(0.125)
+        optimizer.step()
+        return torch.cat(
+            [norm.float().reshape(1), *(p.float().reshape(-1) for p in model.parameters())]
+        )
+
+    want = collectives.run_threads(2, lambda group: job(group, None))[0]
+    for got in collectives.run_threads(2, lambda group: job(group, "owners")):
+        # Half-precision norms and updates round once each.
+        assert relative_error(got, want) <= 4 * torch.finfo(torch.float16).eps
+    with pytest.raises(ValueError, match="norm_type must be above 0"):
+        collectives.run_threads(1, lambda group: _owned(make_model()).clip_grad_norm_(1.0, 0.0))
+
+
+def _owned(model: torch.nn.Module, kind: str = "adam", **options: Any) -> Any:
+    return DistributedOptimizer(
+        OPTIMIZERS[kind](model.parameters()), model.named_parameters(), mode="owners", **options
+    )
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_grad_scaler_on_a_non_finite_gradient_of_one_rank_skips_on_all(size: int) -> None:
+    """With five ranks one of them owns nothing; all scales stay equal."""
+
+    def job(group: collectives.Group, mode: str | None) -> Tensor:
+        model = make_model().float()
+        optimizer: Any = DistributedOptimizer(
+            OPTIMIZERS["adamw"](model.parameters()), mode=mode, algorithm="rechd"
+        )
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        rows = []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss = model(torch.full((2, 6), 0.1 * (group.rank + 1 + step))).square().mean()
+            factor = float("inf") if step == 1 and group.rank == size - 1 else 1.0
+            hook = model[2].bias.register_hook(lambda g, factor=factor: g * factor)
+            before = flat(model)
+            scaler.scale(loss).backward()
+            hook.remove()
+            if step != 2:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            assert torch.equal(before, flat(model)) == (step == 1)
+            assert scaler.get_scale() == (8.0 if step == 0 else 4.0)
+            rows.append(flat(model))
+        return torch.stack(rows)
+
+    want = collectives.run_threads(size, lambda group: job(group, None))[0]
+    for got in collectives.run_threads(size, lambda group: job(group, "owners")):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_non_finite_gradient_without_a_scaler_stays_in_its_parameter(size: int) -> None:
+    def job(group: collectives.Group, mode: str | None) -> Tensor:
+        model = make_model()
+        optimizer: Any = DistributedOptimizer(
+            OPTIMIZERS["sgd"](model.parameters()), mode=mode, algorithm="rechd"
+        )
+        if group.rank == 0:
+            model[2].bias.register_hook(lambda gradient: gradient * float("nan"))
+        loss_of(model, group.rank, 0).backward()
+        if mode is not None:
+            norm = optimizer.clip_grad_norm_(1e30)
+            assert norm.isnan()
+            with pytest.raises(RuntimeError, match="cannot be clipped"):
+                optimizer.clip_grad_norm_(1e30, error_if_nonfinite=True)
+            optimizer.zero_grad()
+            loss_of(model, group.rank, 0).backward()
+        optimizer.step()
+        return flat(model)
+
+    want = collectives.run_threads(size, lambda group: job(group, None))[0]
+    assert want.isnan().sum() == 3
+    for got in collectives.run_threads(size, lambda group: job(group, "owners")):
+        assert torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0))
+
+
+def test_observer_sees_the_whole_gradients_and_changes_no_bits() -> None:
+    class Sees:
+        def __init__(self) -> None:
+            self.rows: list[Tensor] = []
+
+        def before_reduction(self, names: Any, tensors: Any) -> None:
+            pass
+
+        def after_reduction(self, token: Any, tensors: Any) -> None:
+            self.rows.append(torch.cat([each.reshape(-1) for each in tensors]).clone())
+
+    def job(group: collectives.Group, watched: bool) -> tuple[Tensor, list[Tensor]]:
+        model = make_model()
+        optimizer, observer = _owned(model), Sees()
+        for step in range(STEPS):
+            # On and off between steps.
+            optimizer.set_observer(observer if watched and step != 1 else None)
+            optimizer.zero_grad()
+            loss_of(model, group.rank, step).backward()
+            optimizer.step()
+        return flat(model), observer.rows
+
+    plain = collectives.run_threads(3, lambda group: job(group, False))
+    for got, rows in collectives.run_threads(3, lambda group: job(group, True)):
+        assert torch.equal(got, plain[0][0])
+        assert len(rows) == STEPS - 1
+    rows_of = [rows for _, rows in collectives.run_threads(3, lambda group: job(group, True))]
+    for mine in zip(*rows_of, strict=True):
+        assert torch.equal(mine[0], mine[1]) and torch.equal(mine[0], mine[2])
+
+
+def test_join_while_others_train_is_an_error_on_every_rank() -> None:
+    """Nobody would step what the rank that joined owns."""
+
+    def job(group: collectives.Group) -> None:
+        model = make_model()
+        optimizer = _owned(model)
+        loss_of(model, group.rank, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = loss_of(model, group.rank, 1)
+        with pytest.raises(collectives.CollectiveMismatchError, match="while rank 0 has joined"):
+            (hvd.join if group.rank == 0 else loss.backward)()
+
+    collectives.run_threads(2, job)
+
+
+def test_owners_with_what_does_not_go_together_raises() -> None:
+    def job(group: collectives.Group) -> None:
+        parameters = list(make_model().parameters())
+
+        def wrapped(**options: Any) -> Any:
+            return DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), **options)
+
+        for op in OPS.values():
+            with pytest.raises(ValueError, match="mode='owners' and method='delta' exclude"):
+                wrapped(op=op, mode="owners", method="delta")
+        with pytest.raises(ValueError, match="mode='owners' and step_in_backward=True exclude"):
+            wrapped(op=hvd.Adasum, mode="owners", step_in_backward=True)
+        with pytest.raises(ValueError, match="mode must be 'owners' or None, not 'owner'"):
+            wrapped(mode="owner")
+        with pytest.raises(ValueError, match="by itself, which LBFGS does not"):
+            DistributedOptimizer(torch.optim.LBFGS(parameters), mode="owners")
+        optimizer = wrapped(mode="owners")
+        with pytest.raises(RuntimeError, match=r"average_state\(\) makes no sense"):
+            optimizer.average_state()
+        with pytest.raises(ValueError, match="to must be"):
+            optimizer.consolidate_state_dict(to=2)
+
+    collectives.run_threads(2, job)
+
+
+def test_grad_scaler_on_a_gradient_spoilt_after_its_reduction_skips_on_all() -> None:
+    def job(group: collectives.Group) -> bool:
+        model = make_model().float()
+        optimizer = _owned(model, "sgd")
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        before = flat(model)
+        scaler.scale(model(torch.ones(2, 6)).sum()).backward()
+        if model[2].bias.grad is not None:
+            model[2].bias.grad.fill_(float("inf"))
+        scaler.step(optimizer)
+        return torch.equal(before, flat(model))
+
+    assert all(collectives.run_threads(2, job))
