@@ -115,6 +115,8 @@ class GradientMethod(DistributedMixin):
         """Return the norm of all gradients that this rank has."""
         gradients = [p.grad.detach() for _, p in self._adasum_hooks.named if p.grad is not None]
         values = [each.coalesce().values() if each.is_sparse else each for each in gradients]
+        # Of no elements there is no largest.
+        values = [each for each in values if each.numel()]
         return torch.nn.utils.get_total_norm(values, norm_type, foreach=foreach)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:

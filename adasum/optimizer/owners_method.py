@@ -133,33 +133,30 @@ class OwnersMethod(GradientMethod):
         self._adasum_witness = self._adasum_mark = None
         if not self._adasum_reduced:
             return
-        mine: list[Tensor] = []
+        usable: list[Tensor] = []
         foreign: list[Tensor] = []
         for parameter in self._adasum_reduced:
             if not self._is_mine(parameter):
                 parameter.grad = None
                 foreign.append(parameter)
-            elif parameter.grad is not None:
-                mine.append(parameter.grad)
-        usable = [each for each in mine if _may_be_marked(each)]
+            elif parameter.grad is not None and _may_be_marked(parameter.grad):
+                usable.append(parameter.grad)
         if not usable and foreign:
             # GradScaler wants to see a gradient on every rank.
             self._adasum_witness = witness = max(foreign, key=lambda each: bool(each.numel()))
             witness.grad = torch.zeros_like(witness)
             usable = [each for each in (witness.grad,) if _may_be_marked(each)]
-        self._mark_non_finite(mine, usable)
+        self._mark_non_finite(usable)
 
-    def _mark_non_finite(self, mine: Sequence[Tensor], usable: Sequence[Tensor]) -> None:
+    def _mark_non_finite(self, usable: Sequence[Tensor]) -> None:
         """Where a rank has a non-finite gradient, put a NaN into a usable one of this rank's.
 
         GradScaler looks at this rank's gradients alone, and its next scale must be the same on all
         ranks. Nothing here waits for a GPU.
         """
         device = next(iter(self._adasum_reduced)).device
-        found = torch.zeros(1, dtype=torch.float32, device=device)
-        for gradient in mine:
-            values = gradient.coalesce().values() if gradient.is_sparse else gradient
-            found += (~values.isfinite().all()).to(device)
+        finite = super()._total_norm(math.inf, None).isfinite()
+        found = (~finite).to(device, torch.float32).reshape(1)
         self._group.all_reduce(found, Max, name="non-finite gradients")
         if usable:
             element = usable[0][(0,) * usable[0].dim()]
