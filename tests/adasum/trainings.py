@@ -284,7 +284,7 @@ _AFTER_BACKWARD = tuple(way for way in WAYS if way != "in backward")
 LINES: dict[Callable[[Wrap], Tensor], tuple[str, ...]] = {
     groups: tuple(ALL_WAYS),
     accumulation: _EVERY,
-    compressed: _EVERY,
+    compressed: (*_EVERY, "local steps"),
     closures: _EVERY,
     line_search: _AFTER_BACKWARD,
     clipped: _AFTER_BACKWARD,
@@ -294,8 +294,8 @@ LINES: dict[Callable[[Wrap], Tensor], tuple[str, ...]] = {
     frozen_shared_and_added: _EVERY,
     two_optimizers: _EVERY,
     predivided: ("average",),
-    process_sets: _EVERY,
-    sparse: ("sum", "average", "delta", "in backward"),
+    process_sets: (*_EVERY, "local steps"),
+    sparse: ("sum", "average", "delta", "in backward", "local steps"),
     resumed: _EVERY,
     resumed_from_one_rank: _EVERY,
 }

