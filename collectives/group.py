@@ -229,7 +229,7 @@ class Group:
     ) -> list[int] | Work:
         """Reduce each tensor onto its owner alone, in place; return the owners.
 
-        Op and other ranks' tensors as in reduce.
+        Op as in reduce. What the other ranks' tensors hold afterwards has no meaning.
 
         Args:
             tensors: What is reduced.

@@ -157,14 +157,16 @@ class _Pieces:
         call: The call.
         vector: The tensors in `to_owners.order` of their owners.
         bounds: Boundaries of the owners' pieces, in that order.
+        mine: Which of the vector's tensors this rank owns.
     """
 
     call: Operation
     vector: Vector
     bounds: Sequence[int]
+    mine: slice
 
     def reduce(self) -> None:
-        """Reduce each piece onto its owner; the others hold partial results."""
+        """Reduce each piece onto its owner; what the others hold afterwards has no meaning."""
         call, vector = self.call, self.vector
         flat = self._buffer()
         if vector.layout is None:
@@ -174,17 +176,21 @@ class _Pieces:
         self._execute(to_owners.reduce_scatter(call.size), flat)
         mine = to_owners.order(call.size).index(call.rank)
         call.finish(flat[self.bounds[mine] : self.bounds[mine + 1]])
-        if vector.layout is not None:
-            vector.store(flat, 1.0)
+        slots, tensors = self._slots(flat), vector.tensors
+        _copy(slots[self.mine], tensors[self.mine])
 
     def broadcast(self) -> None:
         """Copy each piece from its owner to every rank."""
         flat = self._buffer()
-        if self.vector.layout is not None:
-            self.vector.fill(flat)
+        slots, tensors, mine = self._slots(flat), list(self.vector.tensors), self.mine
+        _copy(tensors[mine], slots[mine])
         self._execute(to_owners.all_gather(self.call.size), flat)
-        if self.vector.layout is not None:
-            self.vector.store(flat, 1.0)
+        del slots[mine], tensors[mine]
+        _copy(slots, tensors)
+
+    def _slots(self, flat: Tensor) -> list[Tensor]:
+        """Return where the tensors lie in the buffer; nowhere if they are it."""
+        return [] if self.vector.layout is None else self.vector.layout.views(flat)
 
     def _buffer(self) -> Tensor:
         if self.vector.layout is None:
@@ -194,6 +200,11 @@ class _Pieces:
     def _execute(self, schedule: Schedule, flat: Tensor) -> None:
         ranks = to_owners.order(self.call.size)
         self.call.execute(schedule, flat, self.call.op, self.bounds, ranks)
+
+
+def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    if sources and targets:
+        torch._foreach_copy_(list(targets), list(sources))
 
 
 def _in_pieces(call: Operation, chosen: Sequence[int]) -> Iterator[_Pieces]:
@@ -208,17 +219,19 @@ def _in_pieces(call: Operation, chosen: Sequence[int]) -> Iterator[_Pieces]:
         places, tensors = zip(*entries, strict=True)
         vector = vector_of(tensors, None)
         if vector is not None:
-            yield _Pieces(call, vector, _bounds(call.size, places, vector))
+            yield _pieces(call, vector, places)
             continue
         for place, tensor in entries:
-            alone = Vector([flatten(tensor)], tensor.numel(), None)
-            yield _Pieces(call, alone, _bounds(call.size, [place], alone))
+            yield _pieces(call, Vector([flatten(tensor)], tensor.numel(), None), [place])
 
 
-def _bounds(size: int, places: Sequence[int], vector: Vector) -> list[int]:
-    """Return the boundaries of the owners' pieces; `places` are the owners', in ascending order."""
+def _pieces(call: Operation, vector: Vector, places: Sequence[int]) -> _Pieces:
+    """Divide a vector by the places of its tensors' owners, which are in ascending order."""
     segments = (0, vector.numel) if vector.segments is None else vector.segments
-    return [segments[bisect_left(places, place)] for place in range(size)] + [vector.numel]
+    firsts = [bisect_left(places, place) for place in range(call.size + 1)]
+    mine = to_owners.order(call.size).index(call.rank)
+    bounds = [segments[first] for first in firsts]
+    return _Pieces(call, vector, bounds, slice(firsts[mine], firsts[mine + 1]))
 
 
 def _broadcast(call: Operation) -> Tensor:
