@@ -13,7 +13,7 @@ import collectives
 from adasum import DistributedOptimizer
 from tests.adasum.definition import OPTIMIZERS, flat, loss_of, make_model
 
-STEPS, STOP, BATCHES = 4, 2, 6
+STEPS, STOP = 4, 2
 Checkpoint = tuple[dict[str, Any], dict[str, Any]]
 
 
@@ -29,9 +29,8 @@ def _make(mode: str | None = "owners", seed: int = 0) -> tuple[torch.nn.Sequenti
 
 
 def _step(model: torch.nn.Module, optimizer: Any, step: int) -> None:
-    """Every rank has the same batches, so that the number of ranks does not matter to the sum."""
     optimizer.zero_grad()
-    loss_of(model, 0, step).backward()
+    loss_of(model, hvd.rank(), step).backward()
     optimizer.step()
 
 
@@ -40,6 +39,8 @@ def _same(one: Any, other: Any) -> bool:
         return torch.equal(one, other) and one.dtype == other.dtype
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
     return bool(one == other)
 
 
@@ -73,17 +74,13 @@ def _train(size: int, mode: str | None, start: Checkpoint | None = None) -> Chec
     return answers[0]
 
 
-@pytest.mark.parametrize("sizes", [(2, 2), (2, 4), (4, 1), (1, 2)])
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 3), (3, 2), (4, 1), (1, 5)])
 def test_checkpoint_loaded_on_any_number_of_ranks_goes_on_with_the_same_bits(
     sizes: tuple[int, int],
 ) -> None:
-    """Powers of two, on which the Average of equal gradients is exact."""
     middle = _train(sizes[0], "owners")
-    assert _same(middle[1], _train(sizes[0], None)[1])
-    wanted = _train(1, None, _train(1, None))
-    for mode in ("owners", None):
-        assert _same(_train(sizes[1], mode, middle)[0], wanted[0])
-        assert _same(_train(sizes[1], mode, middle)[1], wanted[1])
+    assert _same(middle, _train(sizes[0], None))
+    assert _same(_train(sizes[1], "owners", middle), _train(sizes[1], None, middle))
     plain = make_model()
     OPTIMIZERS["adamw"](plain.parameters()).load_state_dict(middle[1])
 
