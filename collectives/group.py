@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 
 from collectives import validation
 from collectives.bootstrap.locality import find_locality, locality_on
-from collectives.consistency.arguments import Arguments, ReductionOptions
+from collectives.consistency.arguments import Arguments, OwnersOptions, ReductionOptions
 from collectives.consistency.calls import Calls
 from collectives.consistency.description import Call, Description
 from collectives.consistency.requests import Request
@@ -18,6 +18,7 @@ from collectives.cost import LinkRates
 from collectives.execution.all_reduce import Runner
 from collectives.owners import owners
 from collectives.reducers import Reducer, Sum
+from collectives.schedules import to_owners
 from collectives.schedules.spec import parse_all_reduce_spec
 from collectives.schedules.topology import Topology
 from collectives.transport.base import Transport
@@ -218,19 +219,66 @@ class Group:
         return owners(numels, self.size)
 
     def reduce_to_owners(
-        self, tensors: Sequence[Tensor], op: Reducer = Sum, *, name: str | None = None
-    ) -> list[int]:
+        self,
+        tensors: Sequence[Tensor],
+        op: Reducer = Sum,
+        *,
+        owners: Sequence[int] | None = None,
+        async_op: bool = False,
+        **options: Unpack[OwnersOptions],
+    ) -> list[int] | Work:
         """Reduce each tensor onto its owner alone, in place; return the owners.
 
-        Owners are chosen by bytes, in list order. Arguments and other ranks' tensors as in reduce.
+        Op as in reduce. What the other ranks' tensors hold afterwards has no meaning.
+
+        Args:
+            tensors: What is reduced.
+            op: As in reduce.
+            owners: The rank that owns each tensor. Then tensors of one dtype and device travel
+                together, packed, in log n steps, and the results have the bits of an all-reduce by
+                rd or rechd; those in a FusedBuffer, sorted by `owners_order`, are not packed.
+                Unless given, owners are chosen by bytes, in list order, and tensors are reduced one
+                after another, with no extra memory but an n-th of one.
+            async_op: See the class.
+            **options: `name`, `prescale` and `postscale`, as in all_reduce.
         """
-        return self._call(self._arguments.reduce_to_owners(tensors, op, name))
+        call = self._arguments.reduce_to_owners(tensors, op, owners, **options)
+        return self._call(call, async_op=async_op)
+
+    def reduce_to_owners_init(
+        self,
+        tensors: Sequence[Tensor],
+        op: Reducer = Sum,
+        *,
+        owners: Sequence[int] | None = None,
+        negotiate: bool = True,
+        **options: Unpack[OwnersOptions],
+    ) -> Request:
+        """Make, with all ranks, a `reduce_to_owners` that is started any number of times.
+
+        Arguments as reduce_to_owners; negotiate as for all_reduce_init.
+        """
+        call = self._arguments.reduce_to_owners(tensors, op, owners, **options)
+        return Request(self._call, call, negotiate=negotiate)
+
+    def owners_order(self) -> tuple[int, ...]:
+        """Return the ranks in the order in which reduce_to_owners wants their tensors in memory."""
+        return to_owners.order(self.size)
 
     def broadcast_from_owners(
-        self, tensors: Sequence[Tensor], *, name: str | None = None
-    ) -> list[Tensor]:
-        """Copy each tensor to every rank, in place, from the owner that reduce_to_owners chose."""
-        return self._call(self._arguments.broadcast_from_owners(tensors, name))
+        self,
+        tensors: Sequence[Tensor],
+        *,
+        owners: Sequence[int] | None = None,
+        name: str | None = None,
+        async_op: bool = False,
+    ) -> list[Tensor] | Work:
+        """Copy each tensor to every rank, in place, from its owner, and return them as a list.
+
+        Owners are those that reduce_to_owners was given, or else chose.
+        """
+        call = self._arguments.broadcast_from_owners(tensors, owners, name)
+        return self._call(call, async_op=async_op)
 
     def reduce_scatter(
         self,

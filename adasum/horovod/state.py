@@ -89,6 +89,10 @@ def broadcast_optimizer_state(
         tensors.append(torch.empty_like(like, device=device))
         return tensors[-1]
 
+    # The optimizer of mode="owners", whose state is spread over the ranks.
+    consolidate = getattr(optimizer, "consolidate_state_dict", None)
+    if consolidate is not None:
+        consolidate(to=root)
     is_root = group.rank == root
     sent = [_map_tensors(take_out, optimizer.state_dict()), devices] if is_root else None
     received, devices = broadcast_object(sent, root_rank, None, process_set)
@@ -100,8 +104,10 @@ def broadcast_optimizer_state(
     optimizer.load_state_dict(received)
     # load_state_dict casts state to the parameter's dtype, and the root's bits are wanted.
     for index, state in received["state"].items():
-        move = partial(_move, parameters[index].device)
-        optimizer.state[parameters[index]] = _map_tensors(move, state)
+        # It may have kept no more than this rank's part.
+        if parameters[index] in optimizer.state:
+            move = partial(_move, parameters[index].device)
+            optimizer.state[parameters[index]] = _map_tensors(move, state)
 
 
 def _move(device: torch.device, tensor: Tensor) -> Tensor:

@@ -57,6 +57,8 @@ class BackwardHooks:
         early: Start buckets while backward runs, and not only in `synchronize`.
         final: Let backward return only when what it started is done, so that the gradients it
             leaves are final.
+        finish: Called when all buckets of a step are reduced, at the same point on every rank, so
+            that it may call collectives.
     """
 
     def __init__(
@@ -68,11 +70,13 @@ class BackwardHooks:
         passes: int,
         early: bool,
         final: bool,
+        finish: Callable[[], None] = lambda: None,
     ) -> None:
         self.passes = passes
         self._start_bucket = start_bucket
         self._early = early
         self._final = final
+        self._finish = finish
         self._lock = threading.RLock()
         self._names: dict[Tensor, str] = {}
         self._counts: dict[Tensor, int] = {}
@@ -143,6 +147,7 @@ class BackwardHooks:
         # waits for may differ between the ranks.
         while self._done:
             self._done.pop(0).notify_observer()
+        self._finish()
         self.synchronized = True
 
     def wait(self) -> None:

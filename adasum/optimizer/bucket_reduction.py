@@ -15,6 +15,7 @@ from adasum.observer import Observer
 from adasum.sparse import sparse_all_reduce_async
 from collectives import Average, FusedBuffer, Group, Reducer, Request, Sum
 
+Owners: TypeAlias = Sequence[int] | None
 _WaitAndInstall: TypeAlias = tuple[Callable[[], Any], Callable[[Any], None]]
 
 
@@ -62,10 +63,16 @@ class BucketReducer:
     _cast_buffers: WeakKeyDictionary[FusedBuffer, FusedBuffer] = field(
         default_factory=WeakKeyDictionary
     )
-    _requests: WeakKeyDictionary[FusedBuffer, Request] = field(default_factory=WeakKeyDictionary)
+    _requests: WeakKeyDictionary[FusedBuffer, tuple[Owners, Request]] = field(
+        default_factory=WeakKeyDictionary
+    )
 
     def reduce_async(
-        self, names: Sequence[str], tensors: Sequence[Tensor] | FusedBuffer, bucket: str
+        self,
+        names: Sequence[str],
+        tensors: Sequence[Tensor] | FusedBuffer,
+        bucket: str,
+        owners: Owners = None,
     ) -> Reduction:
         """Start reducing a bucket's tensors in place, all in one group.
 
@@ -74,6 +81,7 @@ class BucketReducer:
             tensors: Those that are not contiguous are sent as copies. A buffer is reduced by a
                 request that is made the first time and started at every call.
             bucket: The bucket's name.
+            owners: The ranks that get the tensors' results, one for each; all ranks unless given.
         """
         fused: FusedBuffer | None = None
         if isinstance(tensors, FusedBuffer):
@@ -89,11 +97,13 @@ class BucketReducer:
 
         dtype = cast_dtype(self.compression, targets[0].dtype)
         if fused is not None and (dtype is not None or self.compression is Compression.none):
-            return Reduction(*self._start_buffer(fused, dtype, bucket), notify_observer)
-        return Reduction(*self._start_tensors(targets, bucket), notify_observer)
+            started = self._start_buffer(fused, dtype, bucket, owners)
+        else:
+            started = self._start_tensors(targets, bucket, owners)
+        return Reduction(*started, notify_observer)
 
     def _start_buffer(
-        self, fused: FusedBuffer, dtype: torch.dtype | None, bucket: str
+        self, fused: FusedBuffer, dtype: torch.dtype | None, bucket: str, owners: Owners
     ) -> _WaitAndInstall:
         """Start the buffer's request; unless `dtype` is None, that of its copy cast to `dtype`.
 
@@ -105,13 +115,19 @@ class BucketReducer:
                 self._cast_buffers[fused] = FusedBuffer([each.to(dtype) for each in fused.tensors])
             sent = self._cast_buffers[fused]
             torch._foreach_copy_(sent.tensors, fused.tensors)
-        if sent not in self._requests:
+        kept, request = self._requests.get(sent, (owners, None))
+        if request is None or kept != owners:
             # Not negotiated with the other ranks, which may have joined, or see the buffer for the
             # first time.
-            self._requests[sent] = self.group.grouped_all_reduce_init(
-                sent.tensors, self.op, negotiate=False, **self._options(bucket)
-            )
-        request = self._requests[sent]
+            if owners is None:
+                request = self.group.grouped_all_reduce_init(
+                    sent.tensors, self.op, negotiate=False, **self._options(bucket)
+                )
+            else:
+                request = self.group.reduce_to_owners_init(
+                    sent.tensors, self.op, owners=owners, negotiate=False, **self._scaled(bucket)
+                )
+            self._requests[sent] = owners, request
         request.start()
 
         def wait() -> None:
@@ -128,30 +144,34 @@ class BucketReducer:
 
         return wait, install
 
-    def _start_tensors(self, tensors: Sequence[Tensor], bucket: str) -> _WaitAndInstall:
-        """Start a grouped all-reduce of the tensors, each compressed by itself."""
+    def _start_tensors(
+        self, tensors: Sequence[Tensor], bucket: str, owners: Owners
+    ) -> _WaitAndInstall:
+        """Start reducing the tensors, each compressed by itself."""
         compressed = [self.compression.compress(tensor) for tensor in tensors]
-        work: Any = self.group.grouped_all_reduce(
-            [sent.contiguous() for sent, _ in compressed],
-            self.op,
-            async_op=True,
-            **self._options(bucket),
-        )
+        sent = [each.contiguous() for each, _ in compressed]
+        work: Any
+        if owners is None:
+            work = self.group.grouped_all_reduce(
+                sent, self.op, async_op=True, **self._options(bucket)
+            )
+        else:
+            work = self.group.reduce_to_owners(
+                sent, self.op, owners=owners, async_op=True, **self._scaled(bucket)
+            )
 
-        def install(results: list[Tensor]) -> None:
-            for tensor, result, (_, context) in zip(tensors, results, compressed, strict=True):
+        def install(_: Any) -> None:
+            for tensor, result, (_, context) in zip(tensors, sent, compressed, strict=True):
                 if result is not tensor:
                     tensor.copy_(self.compression.decompress(result, context))
 
         return work.wait, install
 
     def _options(self, bucket: str) -> dict[str, Any]:
-        return {
-            "algorithm": self.algorithm,
-            "name": bucket,
-            "prescale": self.prescale,
-            "postscale": self.postscale,
-        }
+        return {"algorithm": self.algorithm, **self._scaled(bucket)}
+
+    def _scaled(self, bucket: str) -> dict[str, Any]:
+        return {"name": bucket, "prescale": self.prescale, "postscale": self.postscale}
 
     def reduce_sparse_async(self, name: str, parameter: Tensor, bucket: str) -> Reduction:
         """Start reducing a sparse gradient, which `wait` replaces; it is sent uncompressed.

@@ -21,10 +21,9 @@ from adasum.optimizer.bucket_buffers import DeltaBuffers
 from adasum.optimizer.bucket_reduction import Reduction
 from adasum.optimizer.distributed_mixin import DistributedMixin
 from adasum.optimizer.parameters import Named
-from collectives import Sum
 
 # One bucket's reduction hides the next one's step; more would only hold more memory.
-_MAX_IN_FLIGHT = 2
+MAX_IN_FLIGHT = 2
 # Those of torch's optimizers whose step treats every parameter by itself.
 _BY_PARAMETER = (
     torch.optim.ASGD,
@@ -75,7 +74,7 @@ class DeltaMethod(DistributedMixin):
 
     def _prepare(self) -> None:
         # While backward runs nothing waits for a slot: every bucket may be in flight at once.
-        self._adasum_buffers = DeltaBuffers(None if self._adasum_early else _MAX_IN_FLIGHT + 1)
+        self._adasum_buffers = DeltaBuffers(None if self._adasum_early else MAX_IN_FLIGHT + 1)
 
     def synchronize(self) -> None:
         """Do nothing: gradients stay this rank's own, and the step's differences are reduced.
@@ -91,7 +90,7 @@ class DeltaMethod(DistributedMixin):
             return None
         self._adasum_buffers.restart()
         if closure is None and steps_by_parameter(self._adasum_base) and not _has_step_hooks(self):
-            self._adasum_hooks.synchronize(max_in_flight=_MAX_IN_FLIGHT)
+            self._adasum_hooks.synchronize(max_in_flight=MAX_IN_FLIGHT)
             return None
         return self._step_as_a_whole(closure)
 
@@ -100,11 +99,11 @@ class DeltaMethod(DistributedMixin):
             self._adasum_before = {
                 parameter: parameter.clone()
                 for _, parameter in self._adasum_hooks.named
-                if _steps(parameter)
+                if may_step(parameter)
             }
         try:
             result = self._local_step(closure)
-            self._adasum_hooks.synchronize(max_in_flight=_MAX_IN_FLIGHT)
+            self._adasum_hooks.synchronize(max_in_flight=MAX_IN_FLIGHT)
             return result
         finally:
             with torch.no_grad():
@@ -112,22 +111,13 @@ class DeltaMethod(DistributedMixin):
                     parameter.copy_(before)
             self._adasum_before = None
 
-    def _any_rank_skips(self) -> bool:
-        """Return whether, under GradScaler, any rank's gradients hold a non-finite value."""
-        found = self.__dict__.get("found_inf")
-        if found is None:
-            return False
-        total = torch.as_tensor(found, dtype=torch.float32).reshape(1).clone()
-        self._adasum_settings.reducer.group.all_reduce(total, Sum, name="found_inf")
-        return bool(total.item())
-
     @torch.no_grad()
     def _start_bucket(self, members: Sequence[Named], bucket: str) -> list[Reduction]:
         whole = self._adasum_before
         stepping = [
             (name, parameter)
             for name, parameter in members
-            if (_steps(parameter) if whole is None else parameter in whole)
+            if (may_step(parameter) if whole is None else parameter in whole)
         ]
         if not stepping:
             return []
@@ -211,7 +201,7 @@ class DeltaMethodInBackward(DeltaMethod):
         return super()._start_bucket(members, bucket)
 
 
-def _steps(parameter: Tensor) -> bool:
+def may_step(parameter: Tensor) -> bool:
     """Return whether the optimizer may step the parameter.
 
     It does by any gradient, one left over from before the parameter was frozen included.

@@ -16,6 +16,7 @@ from adasum.optimizer.backward_hooks import BackwardHooks, OptimizerOrderError
 from adasum.optimizer.bucket_reduction import BucketReducer, Reduction
 from adasum.optimizer.parameters import Named, PlanBuckets
 from adasum.optimizer.state_average import average_state
+from collectives import Sum
 
 # What GradScaler sets on an optimizer for the time of a step.
 _SCALER_STATE = ("grad_scale", "found_inf")
@@ -38,6 +39,7 @@ class Settings:
         passes: Backward passes of a step.
         sparse_as_dense: Whether sparse gradients are made dense first.
         one_rank: Whether this rank reduces with no other.
+        local_steps: Steps between two reductions.
     """
 
     reducer: BucketReducer
@@ -45,6 +47,7 @@ class Settings:
     passes: int
     sparse_as_dense: bool
     one_rank: bool
+    local_steps: int = 1
 
 
 class DistributedMixin(_Base):
@@ -69,6 +72,9 @@ class DistributedMixin(_Base):
     def _start_bucket(self, members: Sequence[Named], bucket: str) -> list[Reduction]:
         """Start reducing the members of a bucket."""
         raise NotImplementedError
+
+    def _finish_reductions(self) -> None:
+        """Do what is left when all buckets are reduced."""
 
     def _take_step(self, closure: Callable[[], Any] | None) -> Any:
         """Reduce and step, in the method's order; the closure is `step`'s, through `_evaluate`."""
@@ -194,6 +200,15 @@ class DistributedMixin(_Base):
                 "optimizer.synchronize(): the gradients are being reduced"
             )
 
+    def _any_rank_skips(self) -> bool:
+        """Return whether, under GradScaler, any rank's gradients hold a non-finite value."""
+        found = self.__dict__.get("found_inf")
+        if found is None:
+            return False
+        total = torch.as_tensor(found, dtype=torch.float32).reshape(1).clone()
+        self._adasum_settings.reducer.group.all_reduce(total, Sum, name="found_inf")
+        return bool(total.item())
+
     def _densify(self, named: Sequence[Named]) -> None:
         """Make gradients dense where `sparse_as_dense` asks for it, on one rank too."""
         if self._adasum_settings.sparse_as_dense:
@@ -274,6 +289,11 @@ def wrap(
         target._densify(members)
         return target._start_bucket(members, name)
 
+    def finish() -> None:
+        target: Any = reference()
+        if target is not None and not settings.one_rank:
+            target._finish_reductions()
+
     wrapper._adasum_hooks = BackwardHooks(
         named,
         buckets,
@@ -281,6 +301,7 @@ def wrap(
         passes=settings.passes,
         early=method._adasum_early and not settings.one_rank,
         final=method._adasum_final,
+        finish=finish,
     )
     _keep_scheduler_patch(wrapper)
     return wrapper

@@ -15,6 +15,8 @@ from adasum.optimizer.bucket_reduction import BucketReducer
 from adasum.optimizer.delta_method import DeltaMethod, DeltaMethodInBackward, steps_by_parameter
 from adasum.optimizer.distributed_mixin import DistributedMixin, Settings, require_passes, wrap
 from adasum.optimizer.gradient_method import GradientMethod
+from adasum.optimizer.local_steps import LocalStepsMethod
+from adasum.optimizer.owners_method import OwnersMethod
 from adasum.optimizer.parameters import Groups, Named, name_parameters, plan_buckets
 from adasum.reducer import Adasum
 from collectives import Average, Reducer, Sum, default_group
@@ -32,7 +34,9 @@ def DistributedOptimizer(
     process_set: ProcessSet | None = None,
     *,
     algorithm: str | None = None,
-    method: str = "delta",
+    mode: str | None = None,
+    local_steps: int = 1,
+    method: str | None = None,
     step_in_backward: bool = False,
     memory_size: float | None = None,
     groups_size: int | None = None,
@@ -62,8 +66,17 @@ def DistributedOptimizer(
         process_set: Reduces over its ranks alone; on other ranks the optimizer is the plain one.
         algorithm: As `collectives` takes it: "vhdd", or "rechd/vhdd" for an average within each
             node and Adasum across nodes (then scale the learning rate by local_size()).
+        mode: "owners" keeps each parameter's optimizer state on one rank, its owner: gradients are
+            reduced onto the owners, who step and broadcast the parameters (ZeRO's stage 1). By Sum
+            and Average gradients go to the owners alone, with the bits of rd and rechd, unless
+            another algorithm is asked for. The optimizer must step each parameter by itself. None
+            keeps the state on every rank.
+        local_steps: So many steps a rank takes of its own before their difference is reduced, with
+            Adasum or Average; the optimizer's `reduce_local_steps()` reduces before that. 1 reduces
+            at every step.
         method: With Adasum, "gradient" reduces the gradients instead of the steps, as the DDP hook
-            does: one optimizer state for all ranks, and clipping sees the reduced gradient.
+            does: one optimizer state for all ranks, and clipping sees the reduced gradient. "delta"
+            unless given, and "gradient" with mode="owners".
         step_in_backward: With Adasum's delta method, takes each bucket's local step and starts
             reducing its difference while backward runs; nothing can be done to gradients before
             step() then.
@@ -100,7 +113,8 @@ def DistributedOptimizer(
         raise ValueError(
             f"gradient_predivide_factor must be > 0 and finite, not {gradient_predivide_factor!r}"
         )
-    kind = _method(optimizer, op, method, step_in_backward)
+    _check_local_steps(local_steps, op, method, mode, step_in_backward, backward_passes_per_step)
+    kind = _method(optimizer, op, method, mode, step_in_backward, local_steps)
     members = default_group() if process_set is None else group_of(process_set)
     group = members or default_group()
     if algorithm is not None:
@@ -120,16 +134,60 @@ def DistributedOptimizer(
         backward_passes_per_step,
         sparse_as_dense,
         one_rank=members is None or members.size == 1,
+        local_steps=local_steps,
     )
     named = name_parameters(optimizer, named_parameters)
     return wrap(optimizer, kind, named, by_size(named, groups), settings)
 
 
+def _check_local_steps(
+    local_steps: int,
+    op: Reducer,
+    method: str | None,
+    mode: str | None,
+    step_in_backward: bool,
+    backward_passes_per_step: int,
+) -> None:
+    """Raise ValueError where local steps do not go together with another argument."""
+    if isinstance(local_steps, bool) or not isinstance(local_steps, int) or local_steps < 1:
+        raise ValueError(f"local_steps must be an int >= 1, not {local_steps!r}")
+    if local_steps == 1:
+        return
+    steps = f"local_steps={local_steps}"
+    if mode is not None:
+        raise ValueError(
+            f"{steps} and mode={mode!r} exclude each other: local steps need every parameter's "
+            "state on every rank"
+        )
+    if backward_passes_per_step > 1:
+        raise ValueError(
+            f"{steps} and backward_passes_per_step={backward_passes_per_step} exclude each other: "
+            "between reductions call backward() and step() as with a plain optimizer"
+        )
+    if op is Sum:
+        raise ValueError(f"{steps} needs op=Adasum or op=Average: a Sum of steps overshoots")
+    if method == "gradient" or step_in_backward:
+        other = "step_in_backward=True" if step_in_backward else "method='gradient'"
+        raise ValueError(f"{steps} and {other} exclude each other: local steps reduce differences")
+
+
 def _method(
-    optimizer: torch.optim.Optimizer, op: Reducer, method: str, step_in_backward: bool
+    optimizer: torch.optim.Optimizer,
+    op: Reducer,
+    method: str | None,
+    mode: str | None,
+    step_in_backward: bool,
+    local_steps: int,
 ) -> type[DistributedMixin]:
-    if method not in ("delta", "gradient"):
+    if method not in (None, "delta", "gradient"):
         raise ValueError(f"method must be 'delta' or 'gradient', not {method!r}")
+    if mode not in (None, "owners"):
+        raise ValueError(f"mode must be 'owners' or None, not {mode!r}")
+    if mode is not None:
+        _check_owners(optimizer, method, step_in_backward)
+        return OwnersMethod
+    if local_steps > 1:
+        return LocalStepsMethod
     if op is not Adasum or method == "gradient":
         if step_in_backward:
             raise ValueError("step_in_backward needs op=Adasum and method='delta'")
@@ -142,3 +200,20 @@ def _method(
             f"{type(optimizer).__name__} is not: pass step_in_backward=False"
         )
     return DeltaMethodInBackward
+
+
+def _check_owners(
+    optimizer: torch.optim.Optimizer, method: str | None, step_in_backward: bool
+) -> None:
+    """Raise ValueError where mode="owners" does not go together with another argument."""
+    if method == "delta" or step_in_backward:
+        other = "step_in_backward=True" if step_in_backward else "method='delta'"
+        raise ValueError(
+            f"mode='owners' and {other} exclude each other: owners step by reduced gradients, "
+            "which is method='gradient'"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            f"mode='owners' needs an optimizer that steps each parameter by itself, which "
+            f"{type(optimizer).__name__} does not: pass mode=None"
+        )

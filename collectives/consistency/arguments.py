@@ -27,6 +27,14 @@ class ReductionOptions(TypedDict, total=False):
     postscale: float
 
 
+class OwnersOptions(TypedDict, total=False):
+    """What a reduction to owners may be given by name; as for an all-reduce."""
+
+    name: str | None
+    prescale: float
+    postscale: float
+
+
 class Arguments:
     """One group's checks.
 
@@ -67,18 +75,30 @@ class Arguments:
         self._onto_single_ranks([tensor], op)
         return _call("reduce", name, [tensor], op, {"op": str(op), "dst": dst})
 
-    def reduce_to_owners(self, tensors: Sequence[Tensor], op: Reducer, name: str | None) -> Call:
+    def reduce_to_owners(
+        self,
+        tensors: Sequence[Tensor],
+        op: Reducer,
+        owners: Sequence[int] | None = None,
+        **options: Unpack[OwnersOptions],
+    ) -> Call:
         """Check and describe a reduce_to_owners."""
         tensors = validation.tensor_list("tensors", tensors)
-        self._onto_single_ranks(tensors, op)
-        return _call("reduce_to_owners", name, tensors, op, {"op": str(op)})
+        compared = {
+            **self._onto_single_ranks(tensors, op, **options),
+            "owners": self._owners(owners, len(tensors)),
+        }
+        return _call("reduce_to_owners", options.get("name"), tensors, op, compared)
 
-    def broadcast_from_owners(self, tensors: Sequence[Tensor], name: str | None) -> Call:
+    def broadcast_from_owners(
+        self, tensors: Sequence[Tensor], owners: Sequence[int] | None, name: str | None
+    ) -> Call:
         """Check and describe a broadcast_from_owners."""
         tensors = validation.tensor_list("tensors", tensors)
         for tensor in tensors:
             self._transport.check_device(tensor.device)
-        return _call("broadcast_from_owners", name, tensors)
+        compared = {"owners": self._owners(owners, len(tensors))}
+        return _call("broadcast_from_owners", name, tensors, options=compared)
 
     def reduce_scatter(self, tensor: Tensor, op: Reducer, by_rows: bool, name: str | None) -> Call:
         """Check and describe a reduce_scatter."""
@@ -119,10 +139,25 @@ class Arguments:
         _check_rows(tensor)
         self._transport.check_device(tensor.device)
 
-    def _onto_single_ranks(self, tensors: Sequence[Tensor], op: Reducer) -> None:
-        self._reduction(tensors, op)
+    def _onto_single_ranks(
+        self, tensors: Sequence[Tensor], op: Reducer, **options: Unpack[OwnersOptions]
+    ) -> dict[str, Any]:
+        compared = self._reduction(tensors, op, **options)
         if op.needs_one_tree:
             raise ValueError(f"op {op} needs all ranks: use all_reduce")
+        del compared["algorithm"]
+        return compared
+
+    def _owners(self, owners: Sequence[int] | None, count: int) -> list[int] | None:
+        """Check that there is one owner for each of `count` tensors, where owners are given."""
+        if owners is None:
+            return None
+        validation.instance("owners", owners, list | tuple, "a list of ranks, or None")
+        if len(owners) != count:
+            raise ValueError(f"owners must be one rank for each of {count} tensors: {owners}")
+        for i, owner in enumerate(owners):
+            validation.rank(f"owners[{i}]", owner, self._transport.size)
+        return list(owners)
 
     def _reduction(
         self,

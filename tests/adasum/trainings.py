@@ -27,6 +27,12 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "gradient": ("Adasum", {"method": "gradient"}),
     "in backward": ("Adasum", {"step_in_backward": True}),
 }
+# These have tests of their own, beside some that they share.
+ALL_WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    **WAYS,
+    "owners": ("Average", {"mode": "owners"}),
+    "local steps": ("Adasum", {"local_steps": 2}),
+}
 Wrap = Callable[..., Any]
 
 
@@ -35,7 +41,7 @@ def _lbfgs(parameters: Any) -> torch.optim.Optimizer:
 
 
 def _wrap(way: str) -> Wrap:
-    op, fixed = WAYS[way]
+    op, fixed = ALL_WAYS[way]
 
     def wrap(kind: Any, model: torch.nn.Module, **options: Any) -> Any:
         make = OPTIMIZERS[kind] if isinstance(kind, str) else kind
@@ -276,20 +282,20 @@ def _interrupted(wrap: Wrap, stop: int | None, averaged: bool) -> Tensor:
 _EVERY = tuple(WAYS)
 _AFTER_BACKWARD = tuple(way for way in WAYS if way != "in backward")
 LINES: dict[Callable[[Wrap], Tensor], tuple[str, ...]] = {
-    groups: _EVERY,
+    groups: tuple(ALL_WAYS),
     accumulation: _EVERY,
-    compressed: _EVERY,
+    compressed: (*_EVERY, "local steps"),
     closures: _EVERY,
     line_search: _AFTER_BACKWARD,
     clipped: _AFTER_BACKWARD,
     scaled: _AFTER_BACKWARD,
     autocast: _EVERY,
-    unused_parameters: _EVERY,
+    unused_parameters: tuple(ALL_WAYS),
     frozen_shared_and_added: _EVERY,
     two_optimizers: _EVERY,
     predivided: ("average",),
-    process_sets: _EVERY,
-    sparse: ("sum", "average", "delta", "in backward"),
+    process_sets: (*_EVERY, "local steps"),
+    sparse: ("sum", "average", "delta", "in backward", "local steps"),
     resumed: _EVERY,
     resumed_from_one_rank: _EVERY,
 }

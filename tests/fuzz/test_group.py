@@ -46,6 +46,7 @@ def _signatures(look: Look) -> dict[str, tuple[list[Strategy], dict[str, Strateg
     named = {"name": name}
     waits = {"async_op": st.sampled_from((constant(False), constant(True), constant(1)))}
     ranks = value(0, 1)
+    owners = value(None, [0], [1, 0], [0, 1, 1], [2, 0], [True], "01")
     counts = sometimes(
         st.sampled_from([constant(each) for each in ODD_VALUES]),
         st.lists(st.integers(-1, 4), min_size=1, max_size=3).map(constant)
@@ -68,15 +69,16 @@ def _signatures(look: Look) -> dict[str, tuple[list[Strategy], dict[str, Strateg
         "all_to_all": ([a], {"splits": counts, **named, **waits}),
         "barrier": ([], named),
         "broadcast": ([a], {"root": ranks, **named, **waits}),
-        "broadcast_from_owners": ([many], named),
+        "broadcast_from_owners": ([many], {"owners": owners, **named, **waits}),
         "grouped_all_reduce": (
             [many],
             {"op": op, "algorithm": algorithm, **scales, **named, **waits},
         ),
         "owners": ([value([3, 4], [2**40], [-1], [True])], {}),
+        "owners_order": ([], {}),
         "reduce": ([a], {"dst": ranks, "op": op, **named, **waits}),
         "reduce_scatter": ([a], {"op": op, "by_rows": value(False, True), **named, **waits}),
-        "reduce_to_owners": ([many], {"op": op, **named}),
+        "reduce_to_owners": ([many], {"op": op, "owners": owners, **scales, **named, **waits}),
         "split": ([value([0], [1, 0], (0, 1), [2], [0, 0], [])], {}),
     }
 

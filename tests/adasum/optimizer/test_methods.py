@@ -10,7 +10,7 @@ import torch
 import adasum as hvd
 import collectives
 from adasum import DistributedOptimizer, OptimizerOrderError
-from adasum.optimizer.delta_method import _MAX_IN_FLIGHT, steps_by_parameter
+from adasum.optimizer.delta_method import MAX_IN_FLIGHT, steps_by_parameter
 from tests.adasum.definition import (
     OPTIMIZERS,
     flat,
@@ -138,7 +138,7 @@ def test_delta_method_copies_only_the_buckets_in_flight() -> None:
         optimizer.step()
         assert observer.calls == 12
         assert observer.names == [f"allreduce.noname.0.{i}" for i in reversed(range(12))]
-        assert observer.most <= _MAX_IN_FLIGHT + 1
+        assert observer.most <= MAX_IN_FLIGHT + 1
 
     collectives.run_threads(2, run)
 

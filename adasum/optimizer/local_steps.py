@@ -1,0 +1,122 @@
+"""Local steps: ranks step by themselves, and the difference of several steps is reduced.
+
+Sources: Stich, "Local SGD converges fast and communicates little", arXiv 1805.09767; with Adasum in
+the place of the average, the delta method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adasum.optimizer.delta_method import MAX_IN_FLIGHT, DeltaMethod, may_step
+
+_KEY = "local_steps"
+
+
+class LocalStepsMethod(DeltaMethod):
+    """The delta method with several local steps between two reductions.
+
+    Beside the buckets in flight it keeps a copy of the model, as the last reduction left it.
+    """
+
+    # The parameters' values since the last reduction; of those that may have changed since.
+    _adasum_start: dict[Tensor, Tensor]
+    _adasum_taken = 0
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        self._adasum_start = {}
+
+    def synchronize(self) -> None:
+        """Do nothing: gradients stay this rank's own. See `reduce_local_steps`."""
+
+    def _take_step(self, closure: Callable[[], Any] | None) -> Any:
+        if self._adasum_settings.one_rank:
+            return self._local_step(closure)
+        self._remember_start()
+        result = self._local_step(closure)
+        self._adasum_taken += 1
+        if self._adasum_taken >= self._adasum_settings.local_steps:
+            self._reduce_difference()
+        return result
+
+    def reduce_local_steps(self) -> None:
+        """Reduce now what the steps since the last reduction have changed; collective.
+
+        For the end of training, before an evaluation or a checkpoint: afterwards parameters are
+        equal on all ranks, and the next reduction is `local_steps` steps away.
+        """
+        if self._adasum_settings.one_rank:
+            return
+        self._remember_start()
+        self._reduce_difference()
+        self._adasum_hooks.restart()
+
+    @torch.no_grad()
+    def _remember_start(self) -> None:
+        """Copy the parameters that may step from now on."""
+        for _, parameter in self._adasum_hooks.named:
+            if parameter not in self._adasum_start and may_step(parameter):
+                self._adasum_start[parameter] = parameter.detach().clone()
+
+    def _reduce_difference(self) -> None:
+        self._adasum_buffers.restart()
+        self._adasum_before = dict(self._adasum_start)
+        try:
+            self._adasum_hooks.synchronize(max_in_flight=MAX_IN_FLIGHT)
+        finally:
+            with torch.no_grad():
+                # After an error in a bucket: those behind it have not been reduced.
+                for parameter, before in self._adasum_before.items():
+                    parameter.copy_(before)
+                self._adasum_before = None
+                for parameter, start in self._adasum_start.items():
+                    start.copy_(parameter)
+            self._adasum_taken = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state; between two reductions also how far this rank is from one.
+
+        Under "local_steps": the number of steps since the last reduction, and the values of the
+        parameters at that time, by number. Between two reductions each rank's state_dict is its
+        own, and so are its parameters.
+        """
+        packed = super().state_dict()
+        if self._adasum_taken:
+            numbers = {parameter: i for i, parameter in enumerate(self._parameters())}
+            start = {numbers[each]: value for each, value in self._adasum_start.items()}
+            packed[_KEY] = {"taken": self._adasum_taken, "start": start}
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state_dict, and go on as far from the next reduction as it was.
+
+        Load the model's parameters of the same rank and the same time, too.
+        """
+        super().load_state_dict(state_dict)
+        saved = state_dict.get(_KEY, {"taken": 0, "start": {}})
+        parameters = self._parameters()
+        self._adasum_taken = saved["taken"]
+        self._adasum_start = {
+            parameters[number]: torch.empty_like(parameters[number]).copy_(value).detach()
+            for number, value in saved["start"].items()
+        }
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Accept 1 alone.
+
+        Raises:
+            ValueError: `passes` is another number.
+        """
+        if passes != 1:
+            raise ValueError(
+                f"local_steps={self._adasum_settings.local_steps} and backward_passes_per_step="
+                f"{passes!r} exclude each other"
+            )
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]

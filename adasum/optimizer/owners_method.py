@@ -1,0 +1,314 @@
+"""mode="owners": each parameter is stepped, and its optimizer state kept, by one rank alone.
+
+Sources: TensorFlow's parameter servers; Rajbhandari et al., "ZeRO: memory optimizations toward
+training trillion parameter models", arXiv 1910.02054, stage 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adasum.optimizer.backward_hooks import OptimizerOrderError
+from adasum.optimizer.bucket_reduction import Owners, Reduction
+from adasum.optimizer.gradient_method import GradientMethod
+from adasum.optimizer.owned_state import gather_states
+from adasum.optimizer.parameters import Named
+from collectives import Group, Sum
+from collectives.owners import owners
+from collectives.reducers import Max
+from collectives.schedules.spec import parse_all_reduce_spec
+
+
+def reduces_to_owners(algorithm: str | None) -> bool:
+    """Return whether the gradients of a sum go to their owners alone.
+
+    They do by rechd's steps. By another algorithm that was asked for they are all-reduced.
+    """
+    specs = parse_all_reduce_spec(algorithm or "auto")
+    return all(each.inner is None and each.outer in ("auto", "rd", "rechd") for each in specs)
+
+
+class OwnersMethod(GradientMethod):
+    """Reduces each gradient onto its parameter's owner, which steps and broadcasts the parameter.
+
+    After `synchronize` the gradients of parameters that this rank does not own are None, so that
+    the wrapped optimizer leaves them out.
+    """
+
+    _adasum_owners: dict[Tensor, int]
+    # Of the parameters in `_adasum_owners`, in its order.
+    _adasum_loads: list[int]
+    # The parameters that were reduced in some step, and so may change, with their buckets.
+    _adasum_reduced: dict[Tensor, str]
+    # Every parameter's state by number, where this rank has it: until the next step.
+    _adasum_whole_state: Mapping[int, Any] | None = None
+    # Whether ranks have states that others lack.
+    _adasum_scattered = False
+    # A gradient that stands for a parameter of another rank.
+    _adasum_witness: Tensor | None = None
+    # An element of a gradient, what it holds without the mark, and whether it is marked.
+    _adasum_mark: tuple[Tensor, Tensor, Tensor] | None = None
+    # The ranks' places in a buffer.
+    _adasum_places: Mapping[int, int]
+    # Whether gradients go to their owners alone.
+    _adasum_to_owners: bool
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        self._adasum_owners, self._adasum_loads, self._adasum_reduced = {}, [], {}
+        if self._adasum_settings.one_rank:
+            return
+        reducer = self._adasum_settings.reducer
+        self._adasum_to_owners = not reducer.op.needs_one_tree and reduces_to_owners(
+            reducer.algorithm
+        )
+        if self._adasum_to_owners:
+            # While an observer watches, gradients are all-reduced, to the same bits.
+            reducer.algorithm = "rechd"
+        self._adasum_places = {rank: i for i, rank in enumerate(self._group.owners_order())}
+        self._adasum_scattered = bool(self.state)
+        self._assign_owners()
+
+    @property
+    def _group(self) -> Group:
+        return self._adasum_settings.reducer.group
+
+    def _parameters(self) -> list[Tensor]:
+        """Return all parameters, in the order of their numbers in a state_dict."""
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _assign_owners(self) -> None:
+        """Give the parameters that have none an owner, and drop the states of other ranks' ones.
+
+        Trainable ones first: with a state of k bytes for each of theirs, no rank has more than an
+        n-th of all state and that of the largest.
+        """
+        new = [each for each in self._parameters() if each not in self._adasum_owners]
+        new.sort(key=lambda parameter: not parameter.requires_grad)
+        self._adasum_loads += [parameter.nbytes for parameter in new]
+        ranks = owners(self._adasum_loads, self._group.size)
+        known = [*self._adasum_owners, *new]
+        self._adasum_owners = dict(zip(known, ranks, strict=True))
+        self._drop_foreign_states()
+
+    def _drop_foreign_states(self) -> None:
+        for parameter in self._adasum_owners:
+            if not self._is_mine(parameter):
+                self.state.pop(parameter, None)
+
+    def _is_mine(self, parameter: Tensor) -> bool:
+        return self._adasum_owners[parameter] == self._group.rank
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Do as the wrapped optimizer, and give the parameters owners."""
+        super().add_param_group(param_group)
+        if not self._adasum_settings.one_rank:
+            self._assign_owners()
+
+    def _sorted(self, members: list[Named]) -> list[Named]:
+        if not self._adasum_to_owners:
+            return members
+        return sorted(members, key=lambda each: self._adasum_places[self._adasum_owners[each[1]]])
+
+    def _owners_of(self, parameters: Sequence[Tensor]) -> Owners:
+        if not self._adasum_to_owners or self._adasum_settings.reducer.observer is not None:
+            return None
+        return [self._adasum_owners[parameter] for parameter in parameters]
+
+    def _start_bucket(self, members: Sequence[Named], bucket: str) -> list[Reduction]:
+        started = super()._start_bucket(members, bucket)
+        for _, parameter in members:
+            if parameter.requires_grad or self._adasum_hooks.reached(parameter):
+                self._adasum_reduced.setdefault(parameter, bucket)
+        return started
+
+    @torch.no_grad()
+    def _finish_reductions(self) -> None:
+        """Keep this rank's own gradients, and let every rank see a non-finite one of any."""
+        self._adasum_witness = self._adasum_mark = None
+        if not self._adasum_reduced:
+            return
+        usable: list[Tensor] = []
+        foreign: list[Tensor] = []
+        for parameter in self._adasum_reduced:
+            if not self._is_mine(parameter):
+                parameter.grad = None
+                foreign.append(parameter)
+            elif parameter.grad is not None and _may_be_marked(parameter.grad):
+                usable.append(parameter.grad)
+        if not usable and foreign:
+            # GradScaler wants to see a gradient on every rank.
+            self._adasum_witness = witness = max(foreign, key=lambda each: bool(each.numel()))
+            witness.grad = torch.zeros_like(witness)
+            usable = [each for each in (witness.grad,) if _may_be_marked(each)]
+        self._mark_non_finite(usable)
+
+    def _mark_non_finite(self, usable: Sequence[Tensor]) -> None:
+        """Where a rank has a non-finite gradient, put a NaN into a usable one of this rank's.
+
+        GradScaler looks at this rank's gradients alone, and its next scale must be the same on all
+        ranks. Nothing here waits for a GPU.
+        """
+        device = next(iter(self._adasum_reduced)).device
+        finite = super()._total_norm(math.inf, None).isfinite()
+        found = (~finite).to(device, torch.float32).reshape(1)
+        self._group.all_reduce(found, Max, name="non-finite gradients")
+        if usable:
+            element = usable[0][(0,) * usable[0].dim()]
+            marked = found[0].to(element.device) > 0
+            self._adasum_mark = element, element.clone(), marked
+            element.masked_fill_(marked, float("nan"))
+
+    @torch.no_grad()
+    def _unmark(self) -> None:
+        """Undo the mark, and drop the witness."""
+        if self._adasum_mark is not None:
+            element, value, marked = self._adasum_mark
+            # What is not marked may have been clipped since.
+            element.copy_(torch.where(marked, value, element))
+        if self._adasum_witness is not None:
+            self._adasum_witness.grad = None
+        self._adasum_witness = self._adasum_mark = None
+
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        loss = super()._evaluate(closure)
+        self._unmark()
+        return loss
+
+    def _local_step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if self._adasum_settings.one_rank:
+            return super()._local_step(closure)
+        if self._any_rank_skips():
+            return None
+        if "found_inf" in self.__dict__:
+            # There is no mark, and what GradScaler has unscaled must stay.
+            self._adasum_mark = None
+        self._unmark()
+        self._adasum_whole_state, self._adasum_scattered = None, True
+        result = super()._local_step(closure)
+        self._broadcast_parameters()
+        return result
+
+    @torch.no_grad()
+    def _broadcast_parameters(self) -> None:
+        """Give every rank the parameters that their owners have stepped."""
+        buckets: dict[str, list[Tensor]] = {}
+        for parameter, bucket in self._adasum_reduced.items():
+            buckets.setdefault(bucket, []).append(parameter)
+        started = []
+        for bucket, parameters in buckets.items():
+            targets = [parameter.detach() for parameter in parameters]
+            sent = [target.contiguous() for target in targets]
+            ranks = [self._adasum_owners[parameter] for parameter in parameters]
+            name = f"parameters of {bucket}"
+            work: Any = self._group.broadcast_from_owners(
+                sent, owners=ranks, name=name, async_op=True
+            )
+            started.append((work, targets, sent))
+        for work, targets, sent in started:
+            work.wait()
+            for target, result in zip(targets, sent, strict=True):
+                if result is not target:
+                    target.copy_(result)
+
+    def _total_norm(self, norm_type: float, foreach: bool | None) -> Tensor:
+        """Return the norm of all owners' gradients."""
+        mine = super()._total_norm(norm_type, foreach)
+        if self._adasum_settings.one_rank:
+            return mine
+        # A rank without gradients has a zero on the CPU.
+        total = mine.to(self._parameters()[0].device, torch.float64).reshape(1)
+        if norm_type == math.inf:
+            self._group.all_reduce(total, Max, name="norm of the gradients")
+        else:
+            total.pow_(norm_type)
+            self._group.all_reduce(total, Sum, name="norm of the gradients")
+            total.pow_(1.0 / norm_type)
+        widest = max((p.dtype for p in self._parameters()), key=lambda dtype: dtype.itemsize)
+        return total[0].to(torch.promote_types(widest.to_real(), torch.float32))
+
+    def consolidate_state_dict(self, to: int | None = 0) -> None:
+        """Gather every parameter's state, so that `state_dict()` is whole; collective.
+
+        Until the next step. The states are copies on the CPU, made one parameter after another:
+        beside them a rank needs no more memory than for the largest.
+
+        Args:
+            to: The rank whose state_dict is wanted, its number among the ranks that reduce
+                together; None for every rank.
+
+        Raises:
+            ValueError: `to` is no such rank.
+            TypeError: On every rank, where a state holds something that cannot be sent.
+        """
+        self._refuse_in_flight("consolidate_state_dict()")
+        if self._adasum_settings.one_rank:
+            return
+        whole = gather_states(
+            self._group,
+            [(self._adasum_owners[each], self.state.get(each, {})) for each in self._parameters()],
+            to,
+            self._adasum_whole_state,
+        )
+        if whole is not None:
+            self._adasum_whole_state = whole
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all parameters, and the parameter groups; not collective.
+
+        Raises:
+            RuntimeError: This rank has not the state of other ranks' parameters: where a step was
+                taken, `consolidate_state_dict()` has to be called on all ranks before.
+        """
+        packed = super().state_dict()
+        if self._adasum_settings.one_rank:
+            return packed
+        if self._adasum_whole_state is not None:
+            packed["state"] = {**packed["state"], **self._adasum_whole_state}
+        elif self._adasum_scattered:
+            raise RuntimeError(
+                "mode='owners' keeps each parameter's state on one rank: call "
+                f"optimizer.consolidate_state_dict(to={self._group.rank}) on every rank before "
+                "optimizer.state_dict() on this one"
+            )
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a whole state_dict, of any number of ranks, and keep this rank's part.
+
+        Every rank loads it, or the root of a broadcast_optimizer_state.
+        """
+        self._refuse_in_flight("load_state_dict()")
+        if self._adasum_settings.one_rank:
+            super().load_state_dict(state_dict)
+            return
+        states = state_dict["state"]
+        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+        parameters = self._parameters()
+        foreign = {
+            number
+            for number, parameter in zip(saved, parameters, strict=False)
+            if not self._is_mine(parameter)
+        }
+        mine = {key: value for key, value in states.items() if key not in foreign}
+        super().load_state_dict({**state_dict, "state": mine})
+        # For a state_dict() or a broadcast before the next step.
+        self._adasum_whole_state = {i: states[key] for i, key in enumerate(saved) if key in states}
+        self._adasum_scattered = bool(states)
+
+    def average_state(self) -> None:
+        """Raise OptimizerOrderError: every state is on one rank alone."""
+        raise OptimizerOrderError(
+            "average_state() makes no sense with mode='owners', where no two ranks have a state "
+            "of the same parameter: call consolidate_state_dict()"
+        )
+
+
+def _may_be_marked(gradient: Tensor) -> bool:
+    """Return whether an element can be overwritten: one that autograd records must not be."""
+    return gradient.layout is torch.strided and gradient.numel() > 0 and not gradient.requires_grad

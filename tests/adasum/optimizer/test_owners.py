@@ -1,0 +1,235 @@
+"""mode="owners": the bits of the all-reduce run, with each state on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import adasum as hvd
+import collectives
+from adasum import DistributedOptimizer
+from tests.adasum import trainings
+from tests.adasum.definition import (
+    OPTIMIZERS,
+    flat,
+    loss_of,
+    make_model,
+    relative_error,
+    trajectory_tolerance,
+)
+from tests.adasum.jobs import OPS
+
+STEPS = 4
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+def _two_groups(make: Make, model: torch.nn.Sequential) -> torch.optim.Optimizer:
+    """An optimizer with a group for each layer, and another rate for each."""
+    optimizer = make([{"params": [*layer.parameters()]} for layer in (model[2], model[0])])
+    optimizer.param_groups[1]["lr"] *= 0.5
+    return optimizer
+
+
+def _train(make: Make, dtype: torch.dtype = torch.float64, **options: Any) -> Tensor:
+    """Parameters [STEPS, P] of two groups, whose rates two schedules change."""
+    model = make_model().to(dtype)
+    optimizer: Any = DistributedOptimizer(
+        _two_groups(make, model), model.named_parameters(), **options
+    )
+    rates = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, [lambda step: 0.9**step, lambda step: 1.0 / (1 + step)]
+    )
+    rows = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(100 * hvd.rank() + step)
+        model(torch.randn(4, 6, generator=generator).to(dtype)).square().sum().backward()
+        optimizer.step()
+        rates.step()
+        rows.append(flat(model))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("op", sorted(OPS))
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_owners_under_rd_and_rechd_give_the_bits_of_the_all_reduce_run(size: int, op: str) -> None:
+    """Adasum by the gradient method under the same names. Sums without a name have rechd's bits."""
+    reduced = {"op": OPS[op], **({"method": "gradient"} if op == "Adasum" else {})}
+    owned = {"op": OPS[op], "mode": "owners"}
+    dtype = torch.float64 if size == 4 else torch.float32
+
+    def job(_: Any) -> None:
+        for kind, make in OPTIMIZERS.items():
+            for algorithm in ("rd", "rechd"):
+                want = _train(make, dtype, algorithm=algorithm, **reduced)
+                assert want.isfinite().all()
+                got = _train(make, dtype, algorithm=algorithm, **owned)
+                assert torch.equal(got, want), (kind, algorithm)
+        if op != "Adasum":
+            assert torch.equal(_train(make, dtype, **owned), want)
+
+    collectives.run_threads(size, job)
+
+
+@pytest.mark.parametrize("algorithm", ["xring", "pscpu", "rechd/rd"])
+def test_owners_under_another_algorithm_give_the_bits_of_its_all_reduce(algorithm: str) -> None:
+    def job(_: Any) -> list[Tensor]:
+        make = OPTIMIZERS["adam"]
+        return [
+            _train(make, algorithm=algorithm),
+            _train(make, algorithm=algorithm, mode="owners"),
+            _train(make, mode="owners"),
+        ]
+
+    for all_reduced, owned, by_default in collectives.run_threads(4, job, local_size=2):
+        assert torch.equal(owned, all_reduced)
+        assert relative_error(by_default, all_reduced) <= trajectory_tolerance(STEPS)
+
+
+# Those that clip need optimizer.clip_grad_norm_, and a checkpoint needs consolidate_state_dict.
+_ALIKE = [
+    trainings.groups,
+    trainings.accumulation,
+    trainings.compressed,
+    trainings.closures,
+    trainings.autocast,
+    trainings.unused_parameters,
+    trainings.frozen_shared_and_added,
+    trainings.two_optimizers,
+    trainings.predivided,
+    trainings.process_sets,
+    trainings.sparse,
+]
+
+
+@pytest.mark.parametrize("size", [3, pytest.param(5, marks=pytest.mark.slow)])
+def test_trainings_of_every_kind_give_the_bits_of_the_all_reduce_run(size: int) -> None:
+    def wrap(kind: Any, model: torch.nn.Module, **options: Any) -> Any:
+        make = OPTIMIZERS[kind] if isinstance(kind, str) else kind
+        return DistributedOptimizer(
+            make(model.parameters()), model.named_parameters(), algorithm="rechd", **options
+        )
+
+    def job(_: Any) -> None:
+        for training in _ALIKE:
+            want = training(wrap)
+            got = training(lambda *args, **options: wrap(*args, mode="owners", **options))
+            assert want.isfinite().all() and torch.equal(got, want), training.__name__
+
+    collectives.run_threads(size, job)
+
+
+def _bytes(state: Any) -> int:
+    return sum(value.nbytes for each in state.values() for value in each.values())
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.Adagrad])
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_state_of_a_rank_is_its_share_and_the_largest_at_most(size: int, kind: Any) -> None:
+    """Adagrad makes its state when it is made. A step counter of 4 bytes is not in the balance."""
+
+    def job(group: collectives.Group) -> tuple[int, int, int]:
+        layers = [torch.nn.Linear(n, 7) for n in (3, 50, 9, 20, 1, 33)]
+        frozen = torch.nn.Linear(500, 7).requires_grad_(False)
+        model = torch.nn.ModuleList([frozen, *layers])
+        trained = [p for p in model.parameters() if p.requires_grad]
+
+        def step(optimizer: torch.optim.Optimizer) -> int:
+            for parameter in trained:
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            return _bytes({p: optimizer.state[p] for p in trained if p in optimizer.state})
+
+        whole = step(kind(model.parameters()))
+        owned = step(DistributedOptimizer(kind(model.parameters()), mode="owners"))
+        return whole, owned, len(trained)
+
+    answers = collectives.run_threads(size, job)
+    whole, _, count = answers[0]
+    copies = 2 if kind is torch.optim.Adam else 1
+    largest = copies * 50 * 7 * 4 + 4
+    assert sum(owned for _, owned, _ in answers) == whole
+    for _, owned, _ in answers:
+        assert owned <= (whole - 4 * count) / size + largest + 4 * count
+
+
+def _owned(model: torch.nn.Module, kind: str = "adam", **options: Any) -> Any:
+    return DistributedOptimizer(
+        OPTIMIZERS[kind](model.parameters()), model.named_parameters(), mode="owners", **options
+    )
+
+
+def test_observer_sees_the_whole_gradients_and_changes_no_bits() -> None:
+    class Sees:
+        def __init__(self) -> None:
+            self.rows: list[Tensor] = []
+
+        def before_reduction(self, names: Any, tensors: Any) -> None:
+            pass
+
+        def after_reduction(self, token: Any, tensors: Any) -> None:
+            self.rows.append(torch.cat([each.reshape(-1) for each in tensors]).clone())
+
+    def job(group: collectives.Group, watched: bool) -> tuple[Tensor, list[Tensor]]:
+        model = make_model()
+        optimizer, observer = _owned(model), Sees()
+        for step in range(STEPS):
+            # On and off between steps.
+            optimizer.set_observer(observer if watched and step != 1 else None)
+            optimizer.zero_grad()
+            loss_of(model, group.rank, step).backward()
+            optimizer.step()
+        return flat(model), observer.rows
+
+    plain = collectives.run_threads(3, lambda group: job(group, False))
+    for got, rows in collectives.run_threads(3, lambda group: job(group, True)):
+        assert torch.equal(got, plain[0][0])
+        assert len(rows) == STEPS - 1
+    rows_of = [rows for _, rows in collectives.run_threads(3, lambda group: job(group, True))]
+    for mine in zip(*rows_of, strict=True):
+        assert torch.equal(mine[0], mine[1]) and torch.equal(mine[0], mine[2])
+
+
+def test_join_while_others_train_is_an_error_on_every_rank() -> None:
+    """Nobody would step what the rank that joined owns."""
+
+    def job(group: collectives.Group) -> None:
+        model = make_model()
+        optimizer = _owned(model)
+        loss_of(model, group.rank, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = loss_of(model, group.rank, 1)
+        with pytest.raises(collectives.CollectiveMismatchError, match="while rank 0 has joined"):
+            (hvd.join if group.rank == 0 else loss.backward)()
+
+    collectives.run_threads(2, job)
+
+
+def test_owners_with_what_does_not_go_together_raises() -> None:
+    def job(group: collectives.Group) -> None:
+        parameters = list(make_model().parameters())
+
+        def wrapped(**options: Any) -> Any:
+            return DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), **options)
+
+        for op in OPS.values():
+            with pytest.raises(ValueError, match="mode='owners' and method='delta' exclude"):
+                wrapped(op=op, mode="owners", method="delta")
+        with pytest.raises(ValueError, match="mode='owners' and step_in_backward=True exclude"):
+            wrapped(op=hvd.Adasum, mode="owners", step_in_backward=True)
+        with pytest.raises(ValueError, match="mode must be 'owners' or None, not 'owner'"):
+            wrapped(mode="owner")
+        with pytest.raises(ValueError, match="by itself, which LBFGS does not"):
+            DistributedOptimizer(torch.optim.LBFGS(parameters), mode="owners")
+        optimizer = wrapped(mode="owners")
+        with pytest.raises(RuntimeError, match=r"average_state\(\) makes no sense"):
+            optimizer.average_state()
+        with pytest.raises(ValueError, match="to must be"):
+            optimizer.consolidate_state_dict(to=2)
+
+    collectives.run_threads(2, job)

@@ -1,0 +1,180 @@
+"""mode="owners": gradients are on their owners; norms and non-finite values are every rank's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import collectives
+from adasum import DistributedOptimizer
+from tests.adasum.definition import (
+    OPTIMIZERS,
+    flat,
+    loss_of,
+    make_model,
+    relative_error,
+    trajectory_tolerance,
+)
+
+STEPS = 4
+
+
+def _owned(model: torch.nn.Module, kind: str = "adam", **options: Any) -> Any:
+    return DistributedOptimizer(
+        OPTIMIZERS[kind](model.parameters()), model.named_parameters(), mode="owners", **options
+    )
+
+
+def test_gradients_after_synchronize_are_the_owners_alone() -> None:
+    def job(group: collectives.Group) -> list[Tensor | None]:
+        wanted = make_model()
+        plain: Any = DistributedOptimizer(OPTIMIZERS["sgd"](wanted.parameters()), algorithm="rechd")
+        loss_of(wanted, group.rank, 0).backward()
+        model = make_model()
+        optimizer: Any = DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()), mode="owners")
+        loss_of(model, group.rank, 0).backward()
+        optimizer.synchronize()
+        for parameter, other in zip(model.parameters(), wanted.parameters(), strict=True):
+            assert parameter.grad is None or torch.equal(parameter.grad, other.grad)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        plain.step()
+        assert torch.equal(flat(model), flat(wanted))
+        return [p.grad for p in model.parameters()]
+
+    rows = collectives.run_threads(3, job)
+    for column in zip(*rows, strict=True):
+        assert sum(gradient is not None for gradient in column) == 1
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+@pytest.mark.parametrize("size", [1, 3, 5])
+def test_clip_grad_norm_clips_by_the_norm_over_all_owners(size: int, norm_type: float) -> None:
+    def job(group: collectives.Group, mode: str | None) -> tuple[Tensor, Tensor]:
+        model = make_model()
+        optimizer: Any = DistributedOptimizer(
+            OPTIMIZERS["momentum"](model.parameters()), mode=mode, algorithm="rechd"
+        )
+        norms = []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model, group.rank, step).backward()
+            if mode is None:
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type)
+            else:
+                norm = optimizer.clip_grad_norm_(0.1, norm_type)
+            norms.append(norm)
+            optimizer.step()
+        return flat(model), torch.stack(norms)
+
+    want, norms = collectives.run_threads(size, lambda group: job(group, None))[0]
+    answers = collectives.run_threads(size, lambda group: job(group, "owners"))
+    for got, theirs in answers:
+        assert torch.equal(got, answers[0][0]) and torch.equal(theirs, answers[0][1])
+        assert relative_error(got, want) <= trajectory_tolerance(STEPS)
+        # The sum of 53 squares in another order, here at every step after other roundings.
+        assert relative_error(theirs, norms) <= trajectory_tolerance(STEPS)
+
+
+def test_clip_grad_norm_of_sparse_half_and_missing_gradients_clips() -> None:
+    def job(group: collectives.Group, mode: str | None) -> Tensor:
+        weights = torch.randn(7, 3, generator=torch.Generator().manual_seed(0))
+        table = torch.nn.Embedding.from_pretrained(weights, freeze=False, sparse=True)
+        half = torch.nn.Linear(3, 2).half()
+        with torch.no_grad():
+            half.weight.fill_(0.25)
+            half.bias.zero_()
+        model = torch.nn.ModuleList([table, half])
+        optimizer: Any = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.5), mode=mode, algorithm="rechd"
+        )
+        half(table(torch.tensor([1, 2 + group.rank])).half()).float().square().sum().backward()
+        norm = optimizer.clip_grad_norm_(0.125)
+        optimizer.step()
+        return torch.cat(
+            [norm.float().reshape(1), *(p.float().reshape(-1) for p in model.parameters())]
+        )
+
+    want = collectives.run_threads(2, lambda group: job(group, None))[0]
+    for got in collectives.run_threads(2, lambda group: job(group, "owners")):
+        # Half-precision norms and updates round once each.
+        assert relative_error(got, want) <= 4 * torch.finfo(torch.float16).eps
+    with pytest.raises(ValueError, match="norm_type must be above 0"):
+        collectives.run_threads(1, lambda group: _owned(make_model()).clip_grad_norm_(1.0, 0.0))
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_grad_scaler_on_a_non_finite_gradient_of_one_rank_skips_on_all(size: int) -> None:
+    """With five ranks one of them owns nothing; all scales stay equal."""
+
+    def job(group: collectives.Group, mode: str | None) -> Tensor:
+        model = make_model().float()
+        optimizer: Any = DistributedOptimizer(
+            OPTIMIZERS["adamw"](model.parameters()), mode=mode, algorithm="rechd"
+        )
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        rows = []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss = model(torch.full((2, 6), 0.1 * (group.rank + 1 + step))).square().mean()
+            factor = float("inf") if step == 1 and group.rank == size - 1 else 1.0
+            hook = model[2].bias.register_hook(lambda g, factor=factor: g * factor)
+            before = flat(model)
+            scaler.scale(loss).backward()
+            hook.remove()
+            if step != 2:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            assert torch.equal(before, flat(model)) == (step == 1)
+            assert scaler.get_scale() == (8.0 if step == 0 else 4.0)
+            rows.append(flat(model))
+        return torch.stack(rows)
+
+    want = collectives.run_threads(size, lambda group: job(group, None))[0]
+    for got in collectives.run_threads(size, lambda group: job(group, "owners")):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_non_finite_gradient_without_a_scaler_stays_in_its_parameter(size: int) -> None:
+    def job(group: collectives.Group, mode: str | None) -> Tensor:
+        model = make_model()
+        optimizer: Any = DistributedOptimizer(
+            OPTIMIZERS["sgd"](model.parameters()), mode=mode, algorithm="rechd"
+        )
+        if group.rank == 0:
+            model[2].bias.register_hook(lambda gradient: gradient * float("nan"))
+        loss_of(model, group.rank, 0).backward()
+        if mode is not None:
+            norm = optimizer.clip_grad_norm_(1e30)
+            assert norm.isnan()
+            with pytest.raises(RuntimeError, match="cannot be clipped"):
+                optimizer.clip_grad_norm_(1e30, error_if_nonfinite=True)
+            optimizer.zero_grad()
+            loss_of(model, group.rank, 0).backward()
+        optimizer.step()
+        return flat(model)
+
+    want = collectives.run_threads(size, lambda group: job(group, None))[0]
+    assert want.isnan().sum() == 3
+    for got in collectives.run_threads(size, lambda group: job(group, "owners")):
+        assert torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0))
+
+
+def test_grad_scaler_on_a_gradient_spoilt_after_its_reduction_skips_on_all() -> None:
+    def job(group: collectives.Group) -> bool:
+        model = make_model().float()
+        optimizer = _owned(model, "sgd")
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        before = flat(model)
+        scaler.scale(model(torch.ones(2, 6)).sum()).backward()
+        if model[2].bias.grad is not None:
+            model[2].bias.grad.fill_(float("inf"))
+        scaler.step(optimizer)
+        return torch.equal(before, flat(model))
+
+    assert all(collectives.run_threads(2, job))
