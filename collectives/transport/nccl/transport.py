@@ -63,7 +63,6 @@ class NcclTransport(Transport):
     """
 
     device: torch.device
-    posts_ahead = True
     sums_on_gpu = True
 
     def __init__(
@@ -136,6 +135,10 @@ class NcclTransport(Transport):
     def flush(self, step: str, timeout: float) -> None:
         """Flush the messages of CPU tensors."""
         self._host.flush(step, timeout)
+
+    def posts_ahead(self, device: torch.device) -> bool:
+        """Only messages between GPUs: those of the host are not under way by themselves."""
+        return device.type == "cuda"
 
     def post(
         self, sends: Messages, recvs: Messages, step: str, timeout: float
