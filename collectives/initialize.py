@@ -82,12 +82,15 @@ def init(
     # What it raises, and the second it may take, come before anybody waits.
     kernels.backend_info()
     validation.instance("calibrate", calibrate, bool, "a bool")
+    # Else torch's communicators are ours.
+    shares_gpu = process_group is not None or _distributed()
     gloo = _gloo(process_group, timeout)
     if gloo is None:
         check_alone(transport_choice(transport))
         _group = Group(ThreadWorld(1).transport(0), timeout=timeout, local_rank=0, local_size=1)
         return _group
     _group = _over_gloo(gloo, timeout, Description("init", options=options))
+    _group.transport.shares_gpu = shares_gpu
     atexit.register(shutdown)
     return _group
 
@@ -173,6 +176,9 @@ def from_process_group(
         options = {"transport": choice, "calibrate": calibrate}
         start = Description("from_process_group", options=options)
         group = _over_gloo(GlooTransport(own, owned=True), timeout, start)
+        for each in (group, _group):
+            if each is not None:
+                each.transport.shares_gpu = True
         if not _adopted:
             atexit.register(_close_adopted)
         _adopted[process_group] = group

@@ -42,6 +42,9 @@ class Transport(ABC):
         process_group: What torch.distributed's own collectives run on, where there is one.
         carries_codes: Whether CPU messages carry a code to every rank (`exchange`).
         sums_on_gpu: Whether the vendor's library sums CUDA tensors (`all_reduce`).
+        shares_gpu: Whether this process has other communicators on the GPU, torch's or of groups
+            split from this one; whoever makes them sets it. NCCL wants those of one GPU called in
+            one order on all ranks: calls of CUDA tensors then reach it in the caller's order.
     """
 
     rank: int
@@ -50,6 +53,7 @@ class Transport(ABC):
     process_group: dist.ProcessGroup | None = None
     carries_codes: bool = False
     sums_on_gpu: bool = False
+    shares_gpu: bool = False
 
     @property
     def symmetric_memory(self) -> SymmetricMemory | None:

@@ -44,8 +44,8 @@ class NcclTransport(Transport):
     returns. A step that is late, a peer that is gone and what NCCL reports are noticed beside the
     host's thread (pending.py), and raised by `check_streams` and by the next exchange. What is
     captured in a CUDA graph is not watched: capture on all ranks alike, after a first run outside
-    (NCCL connects ranks at their first message). Transports that were split from one another work
-    one after the other; of torch's communicators on the device see docs/groups.md.
+    (NCCL connects ranks at their first message). Transports that share a thread work one after the
+    other; of torch's communicators on the device see docs/groups.md.
 
     Args:
         host: Carries CPU tensors between the same ranks.
