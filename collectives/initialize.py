@@ -15,15 +15,15 @@ import torch.distributed as dist
 import kernels
 from collectives import validation
 from collectives.bootstrap.calibration import calibrate as measure_link_rates
-from collectives.bootstrap.launchers import backend, local_ranks, world_size
-from collectives.bootstrap.rendezvous import start_torch_distributed
+from collectives.bootstrap.launchers import local_ranks, world_size
+from collectives.bootstrap.rendezvous import agree_on_backend, start_torch_distributed
 from collectives.bootstrap.transport_selection import check_alone, connect, transport_choice
 from collectives.consistency.description import Description
 from collectives.errors import CollectiveTimeoutError
 from collectives.group import Group
 from collectives.schedules.topology import Topology
 from collectives.transport import GlooTransport, ThreadWorld
-from collectives.transport.process_groups import subgroup
+from collectives.transport.process_groups import store_of, subgroup
 
 T = TypeVar("T")
 
@@ -101,9 +101,9 @@ def _gloo(process_group: dist.ProcessGroup | None, timeout: float) -> GlooTransp
         _check_process_group(process_group)
         return GlooTransport(process_group)
     if _distributed():
-        whole = dist.new_group(
-            timeout=timedelta(seconds=timeout), backend=backend(dist.get_world_size())
-        )
+        assert dist.group.WORLD is not None
+        backend = _backend_of(dist.group.WORLD, timeout)
+        whole = dist.new_group(timeout=timedelta(seconds=timeout), backend=backend)
     elif world_size() == 1:
         return None
     else:
@@ -111,6 +111,12 @@ def _gloo(process_group: dist.ProcessGroup | None, timeout: float) -> GlooTransp
         start_torch_distributed(timeout)
         whole = dist.group.WORLD
     return GlooTransport(whole, owned=True)
+
+
+def _backend_of(process_group: dist.ProcessGroup, timeout: float) -> str:
+    """Return the backend of a group of ours with the ranks of this one; all of them call it."""
+    rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
+    return agree_on_backend(store_of(process_group), rank, size, timeout)
 
 
 def _check_process_group(process_group: object) -> None:
@@ -172,7 +178,7 @@ def from_process_group(
         choice = transport_choice(None)
         kernels.backend_info()
         ranks = range(dist.get_world_size(process_group))
-        own = subgroup(process_group, ranks, backend(dist.get_world_size()), timeout)
+        own = subgroup(process_group, ranks, _backend_of(process_group, timeout), timeout)
         options = {"transport": choice, "calibrate": calibrate}
         start = Description("from_process_group", options=options)
         group = _over_gloo(GlooTransport(own, owned=True), timeout, start)
