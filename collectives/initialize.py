@@ -57,7 +57,8 @@ def init(
             - "tcp": TCP only; an error if a rank can reach another by gloo only.
             - "shm": shared memory only; an error if any two ranks share none.
             - "nccl": CUDA tensors travel through cupy's NCCL on each rank's current device, CPU
-              tensors as with "auto". Otherwise CUDA tensors travel over torch.distributed.
+              tensors as with "auto". Otherwise CUDA tensors travel over torch.distributed, where
+              every rank of every host can have a GPU of its own.
         calibrate: Whether to measure link rates, for a fraction of a second, by which "auto"
             chooses the algorithm of Sum and Average of CPU tensors. False chooses by size alone,
             the same in every run. It must be the same on all ranks.
