@@ -91,10 +91,12 @@ class HookState:
     def group(self) -> Group:
         """The ranks that reduce; the first use may be collective."""
         given = self.process_group
-        if isinstance(given, Group):
-            return given
         if given is None and collectives.is_initialized():
-            return collectives.default_group()
+            given = collectives.default_group()
+        if isinstance(given, Group):
+            # DDP's and FSDP's communicators are on the GPU, too.
+            given.transport.shares_gpu = True
+            return given
         if given is None and dist.is_available() and dist.is_initialized():
             given = dist.group.WORLD
         if given is None:

@@ -389,8 +389,9 @@ class Group:
         Every rank of this group calls it, with the same ranks in the same order, which is the order
         that Adasum and all_gather take. The new group has messages of its own: both may be used at
         the same time, from different threads (not with CUDA tensors over NCCL, which wants one
-        order of all work on a device). It has this group's timeout, hosts and link rates, and ends
-        with it, or with its own close().
+        order of all work on a device: calls of both with `async_op` reach it in the order in which
+        they are made). It has this group's timeout, hosts and link rates, and ends with it, or with
+        its own close().
         """
         members = validation.distinct_ranks("ranks", ranks, self.size)
         call = Call(Description("split", options={"ranks": members}))
@@ -411,6 +412,8 @@ class Group:
             topology=locality.topology,
         )
         part.hosts = locality.hosts
+        # As far as CUDA tensors go, for both.
+        self.transport.shares_gpu = transport.shares_gpu = True
         part.set_link_rates(self._runner.link_rates, "cpu")
         part.set_link_rates(self._runner.gpu_link_rates, "cuda")
         self._parts.append(part)

@@ -15,15 +15,15 @@ import torch.distributed as dist
 import kernels
 from collectives import validation
 from collectives.bootstrap.calibration import calibrate as measure_link_rates
-from collectives.bootstrap.launchers import backend, local_ranks, world_size
-from collectives.bootstrap.rendezvous import start_torch_distributed
+from collectives.bootstrap.launchers import local_ranks, world_size
+from collectives.bootstrap.rendezvous import agree_on_backend, start_torch_distributed
 from collectives.bootstrap.transport_selection import check_alone, connect, transport_choice
 from collectives.consistency.description import Description
 from collectives.errors import CollectiveTimeoutError
 from collectives.group import Group
 from collectives.schedules.topology import Topology
 from collectives.transport import GlooTransport, ThreadWorld
-from collectives.transport.process_groups import subgroup
+from collectives.transport.process_groups import store_of, subgroup
 
 T = TypeVar("T")
 
@@ -57,7 +57,8 @@ def init(
             - "tcp": TCP only; an error if a rank can reach another by gloo only.
             - "shm": shared memory only; an error if any two ranks share none.
             - "nccl": CUDA tensors travel through cupy's NCCL on each rank's current device, CPU
-              tensors as with "auto". Otherwise CUDA tensors travel over torch.distributed.
+              tensors as with "auto". Otherwise CUDA tensors travel over torch.distributed, where
+              every rank of every host can have a GPU of its own.
         calibrate: Whether to measure link rates, for a fraction of a second, by which "auto"
             chooses the algorithm of Sum and Average of CPU tensors. False chooses by size alone,
             the same in every run. It must be the same on all ranks.
@@ -82,12 +83,15 @@ def init(
     # What it raises, and the second it may take, come before anybody waits.
     kernels.backend_info()
     validation.instance("calibrate", calibrate, bool, "a bool")
+    # Else torch's communicators are ours.
+    shares_gpu = process_group is not None or _distributed()
     gloo = _gloo(process_group, timeout)
     if gloo is None:
         check_alone(transport_choice(transport))
         _group = Group(ThreadWorld(1).transport(0), timeout=timeout, local_rank=0, local_size=1)
         return _group
     _group = _over_gloo(gloo, timeout, Description("init", options=options))
+    _group.transport.shares_gpu = shares_gpu
     atexit.register(shutdown)
     return _group
 
@@ -98,9 +102,9 @@ def _gloo(process_group: dist.ProcessGroup | None, timeout: float) -> GlooTransp
         _check_process_group(process_group)
         return GlooTransport(process_group)
     if _distributed():
-        whole = dist.new_group(
-            timeout=timedelta(seconds=timeout), backend=backend(dist.get_world_size())
-        )
+        assert dist.group.WORLD is not None
+        backend = _backend_of(dist.group.WORLD, timeout)
+        whole = dist.new_group(timeout=timedelta(seconds=timeout), backend=backend)
     elif world_size() == 1:
         return None
     else:
@@ -108,6 +112,12 @@ def _gloo(process_group: dist.ProcessGroup | None, timeout: float) -> GlooTransp
         start_torch_distributed(timeout)
         whole = dist.group.WORLD
     return GlooTransport(whole, owned=True)
+
+
+def _backend_of(process_group: dist.ProcessGroup, timeout: float) -> str:
+    """Return the backend of a group of ours with the ranks of this one; all of them call it."""
+    rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
+    return agree_on_backend(store_of(process_group), rank, size, timeout)
 
 
 def _check_process_group(process_group: object) -> None:
@@ -169,10 +179,13 @@ def from_process_group(
         choice = transport_choice(None)
         kernels.backend_info()
         ranks = range(dist.get_world_size(process_group))
-        own = subgroup(process_group, ranks, backend(dist.get_world_size()), timeout)
+        own = subgroup(process_group, ranks, _backend_of(process_group, timeout), timeout)
         options = {"transport": choice, "calibrate": calibrate}
         start = Description("from_process_group", options=options)
         group = _over_gloo(GlooTransport(own, owned=True), timeout, start)
+        for each in (group, _group):
+            if each is not None:
+                each.transport.shares_gpu = True
         if not _adopted:
             atexit.register(_close_adopted)
         _adopted[process_group] = group

@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ class Work:
         self._ended = False
         self._result: Any = None
         self._error: BaseException | None = None
+        self._streams: Sequence[torch.cuda.Stream] = ()
         # Behind the collective, one for each device that it is on.
         self._events: list[tuple[torch.device, torch.cuda.Event]] = []
         self._callbacks: list[Callable[[], None]] = []
@@ -51,11 +52,7 @@ class Work:
         """Block until the collective has ended; every wait is bounded by the group's timeout."""
         if self._claimable and self._worker is not None:
             self._worker.claim(self)
-        while not self._ended:
-            if self._ending.acquire(timeout=_CHECK_SECONDS):
-                self._ending.release()
-            elif self._worker is not None and not self._worker.is_alive():
-                raise TransportError("the communication thread ended before the collective")
+        self._wait_for_host()
         if self._error is not None:
             raise self._error
         for device, event in self._events:
@@ -68,6 +65,13 @@ class Work:
             if self._worker is not None:
                 self._worker.check_streams()
         return self._result
+
+    def _wait_for_host(self) -> None:
+        while not self._ended:
+            if self._ending.acquire(timeout=_CHECK_SECONDS):
+                self._ending.release()
+            elif self._worker is not None and not self._worker.is_alive():
+                raise TransportError("the communication thread ended before the collective")
 
     def is_completed(self) -> bool:
         """Whether `wait()` would return or raise without waiting."""
@@ -91,15 +95,16 @@ class Work:
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Call `callback()` once when the collective has ended, well or not.
 
-        In the communication thread, with the collective's CUDA stream current; at once in this
-        thread where it has ended already. It must not wait for a collective of the same group. What
-        it raises in the communication thread goes to threading.excepthook.
+        In the communication thread, or at once in this one where the collective has ended already;
+        its CUDA stream is current. It must not wait for a collective of the same group. What it
+        raises in the communication thread goes to threading.excepthook.
         """
         with self._lock:
             if not self._ended:
                 self._callbacks.append(callback)
                 return
-        callback()
+        with _current(self._streams):
+            callback()
 
     def run(self, call: Callable[[], Any], streams: Sequence[torch.cuda.Stream] = ()) -> None:
         """Carry out the call and keep its result or its error for `wait()`.
@@ -108,10 +113,10 @@ class Work:
             call: The collective.
             streams: Those to be current, one a device; so is the device of the first.
         """
+        self._streams = streams
         with torch.no_grad(), ExitStack() as current:
             try:
-                for stream in reversed(streams):
-                    current.enter_context(torch.cuda.stream(stream))
+                current.enter_context(_current(streams))
                 self._result = call()
                 for stream in streams:
                     self._events.append((stream.device, stream.record_event()))
@@ -127,6 +132,15 @@ class Work:
                     callback()
                 except BaseException:  # noqa: BLE001 - the calls behind this one must go on
                     _report_error()
+
+
+@contextmanager
+def _current(streams: Sequence[torch.cuda.Stream]) -> Iterator[None]:
+    """Make these streams current, one a device, and the device of the first."""
+    with ExitStack() as current:
+        for stream in reversed(streams):
+            current.enter_context(torch.cuda.stream(stream))
+        yield
 
 
 def _report_error() -> None:
@@ -210,12 +224,20 @@ class Worker:
             finally:
                 self._running.release()
 
-    def submit(self, function: Callable[[], Any], tensors: Sequence[torch.Tensor] = ()) -> Work:
+    def submit(
+        self,
+        function: Callable[[], Any],
+        tensors: Sequence[torch.Tensor] = (),
+        *,
+        now: bool = False,
+    ) -> Work:
         """Queue `function`; on CUDA it runs on streams of its own, behind the caller's work.
 
         Args:
             function: The call.
             tensors: What it works on.
+            now: Whether to return only when it has ended on the host, which on CUDA has put it on
+                its streams by then; in this thread, if it is the next one.
 
         Raises:
             TransportError: After `close`.
@@ -241,7 +263,12 @@ class Worker:
         with self._lock:
             self._start_thread()
             work = self._queue(behind_the_caller, [*before])
+        if now:
+            self.claim(work)
         self._wake.set()
+        # A callback in the communication thread must not wait for what that has to run.
+        if now and threading.current_thread() is not self._thread:
+            work._wait_for_host()
         return work
 
     def is_alive(self) -> bool:

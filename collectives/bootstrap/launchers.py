@@ -50,11 +50,10 @@ def local_ranks() -> tuple[int, int] | tuple[None, None]:
     return None, None
 
 
-def backend(size: int) -> str:
-    """Name gloo, and NCCL if every rank of the host, of `size` in all, can have its own GPU."""
+def can_use_nccl(size: int) -> bool:
+    """Return whether every rank of this host, of `size` in all, can have its own GPU for NCCL."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    has_gpus = gpus >= (local_ranks()[1] or size)
-    return "cpu:gloo,cuda:nccl" if dist.is_nccl_available() and has_gpus else "gloo"
+    return dist.is_nccl_available() and gpus >= (local_ranks()[1] or size)
 
 
 def _rank_of(rank_name: str, size_name: str) -> tuple[int, int]:

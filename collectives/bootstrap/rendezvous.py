@@ -14,7 +14,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from collectives.bootstrap.launchers import backend
+from collectives.bootstrap.launchers import can_use_nccl
 from collectives.errors import CollectiveError, CollectiveTimeoutError, TransportError
 from collectives.transport.process_groups import first_line, run_beside
 
@@ -49,9 +49,10 @@ def _start(rank: int, size: int, timeout: float) -> None:
     if _opened is None or _opened[0] != address:
         _opened = address, open_store(rank, timeout)
     try:
+        store = wait_for_ranks(_opened[1], rank, size, deadline - time.monotonic())
         dist.init_process_group(
-            backend(size),
-            store=wait_for_ranks(_opened[1], rank, size, deadline - time.monotonic()),
+            agree_on_backend(store, rank, size, deadline - time.monotonic()),
+            store=store,
             rank=rank,
             world_size=size,
             timeout=timedelta(seconds=timeout),
@@ -189,6 +190,36 @@ def wait_for_ranks(store: dist.Store, rank: int, size: int, timeout: float) -> d
     raise CollectiveTimeoutError(
         f"rank {rank} could not start: {late or 'another rank'} did not come within {timeout:.3g} s"
     )
+
+
+def agree_on_backend(store: dist.Store, rank: int, size: int, timeout: float) -> str:
+    """Name gloo, and NCCL where every rank can use that; a collective of the store's ranks.
+
+    Hosts may have other numbers of GPUs: a rank that had NCCL would wait for one that has not.
+
+    Args:
+        store: Of these ranks.
+        rank: This rank.
+        size: Number of ranks.
+        timeout: Seconds that the others may take.
+
+    Raises:
+        CollectiveTimeoutError: A rank does not come.
+    """
+    try:
+        # Each rank counts for itself, and all come here in one order.
+        key = f"adasum backend {store.add(f'adasum backend: rank {rank}', 1)}"
+        if not can_use_nccl(dist.get_world_size() if dist.is_initialized() else size):
+            store.add(f"{key} without NCCL", 1)
+        if store.add(f"{key} asked", 1) == size:
+            store.set(f"{key} known", "")
+        store.wait([f"{key} known"], timedelta(seconds=max(timeout, 1e-3)))
+        return "gloo" if store.add(f"{key} without NCCL", 0) else "cpu:gloo,cuda:nccl"
+    except dist.DistError as error:
+        raise CollectiveTimeoutError(
+            f"rank {rank} could not start: another rank did not come within {timeout:.3g} s: "
+            f"{first_line(error)}"
+        ) from error
 
 
 @contextmanager

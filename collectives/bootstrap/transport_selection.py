@@ -26,6 +26,7 @@ from collectives.transport import (
 )
 from collectives.transport.byte_gathering import gather_objects
 from collectives.transport.connections.connect import KINDS
+from collectives.transport.nccl.communicators import shared_thread
 from collectives.transport.process_groups import store_of
 from kernels.cpu.dispatch import use_torch
 
@@ -85,7 +86,9 @@ def connect(gloo: GlooTransport, timeout: float, start: Description) -> Transpor
         host: Transport = opened if connected else gloo
         if choice == "nccl":
             _check_gpus(gather_objects(_gpu_report(), gloo, timeout))
-            host = NcclTransport(host, store, timeout=timeout)
+            device = torch.device("cuda", torch.cuda.current_device())
+            thread = shared_thread(device)
+            host = NcclTransport(host, store, device, timeout=timeout, thread=thread)
         failed.pop_all()
     return host
 

@@ -12,6 +12,7 @@ from collectives import validation
 from collectives.consistency.description import Call, Description
 from collectives.consistency.messages import Joined
 from collectives.consistency.negotiation import Negotiation
+from collectives.cost import ASSUMED
 from collectives.execution.all_reduce import Runner
 from collectives.execution.call_queue import CallQueue
 from collectives.execution.operations import OPERATIONS, Operation
@@ -51,6 +52,7 @@ class Calls:
         run: What to do in place of an operation, for a call in which a rank that has joined cannot
         take part.
         """
+        call = self._with_link_rates(call)
         description = call.description
         if not description.name:
             self.queue.check_thread(description.kind)
@@ -80,6 +82,7 @@ class Calls:
 
     def start(self, call: Call, shared: SharedMemoryAllReduce | None) -> Work:
         """Start a request's call, whose plan is made, as far as that needs no waiting."""
+        call = self._with_link_rates(call)
         kind, label = call.description.kind, ""
         if not call.description.name:
             self.queue.check_thread(kind)
@@ -109,6 +112,17 @@ class Calls:
             return done
         work: Work = self.queue.run(kind, rest, call.tensors, async_op=True)
         return work
+
+    def _with_link_rates(self, call: Call) -> Call:
+        """Let ranks agree on the rates that messages between GPUs are cut by, where any were set.
+
+        Two ends that cut a message otherwise would take parts of it for each other.
+        """
+        rates = self._runner.gpu_link_rates
+        if rates is ASSUMED or not any(tensor.is_cuda for tensor in call.tensors):
+            return call
+        options = {**call.description.options, "link rates": str(rates)}
+        return call._replace(description=replace(call.description, options=options))
 
     def _signal(self, call: Call, shared: SharedMemoryAllReduce | None) -> str:
         """Do what a call can do before it waits; return what errors call it."""

@@ -83,7 +83,15 @@ class Runner:
 
     def context(self, label: str) -> CallContext:
         """Return what a call's steps have in common. label: what an error calls it."""
-        return CallContext(self.transport, label, self.timeout, self.workspace, self.code)
+        return CallContext(
+            self.transport,
+            label,
+            self.timeout,
+            self.workspace,
+            self.code,
+            self.gpu_link_rates,
+            self.topology,
+        )
 
     def all_reduce(self, flat: Tensor, op: Reducer, options: AllReduceOptions, label: str) -> None:
         """Reduce a 1-D tensor over all ranks, in place."""

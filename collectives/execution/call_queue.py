@@ -53,7 +53,9 @@ class CallQueue:
         """
         self._check_usable(kind)
         if async_op:
-            return self._worker.submit(self._guarded(kind, function), tensors)
+            # A thread of its own would run it before or after what the caller's starts next.
+            now = self._transport.shares_gpu and any(tensor.is_cuda for tensor in tensors)
+            return self._worker.submit(self._guarded(kind, function), tensors, now=now)
         return self._worker.call(self._guarded(kind, function), tensors)
 
     def begin(self, kind: str, first: Callable[[], None], rest: Callable[[], Any]) -> Work:

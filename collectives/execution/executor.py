@@ -71,9 +71,9 @@ def _run(
             Message(each.peer, (scratch if each.staged else buffer)[each.low : each.high])
             for each in step.recvs
         ]
-        posted = post(sends, recvs, here)
+        operator = reducer if isinstance(reducer, Reducer) else reducer[step.phase]
+        posted = post(sends, recvs, here, one_tree=operator.needs_one_tree)
         if step.reductions or step.group:
-            operator = reducer if isinstance(reducer, Reducer) else reducer[step.phase]
             sum_partials = _partial_sum(step.group, here)
             # What is reduced whole, segment by segment, waits for all of it.
             apart = step.sent_first and (not operator.needs_one_tree or sum_partials is not None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from collectives.reducers import Reducer
+from collectives.reducers import Reducer, is_plain_sum
 from collectives.schedules.levels import schedule_of
 from collectives.schedules.registry import ALGORITHMS, algorithm
 from collectives.schedules.schedule import Schedule
@@ -43,22 +43,34 @@ def phases_of(spec: AllReduceSpec, op: Reducer, topology: Topology) -> AllReduce
     overflows.
 
     Raises:
-        ValueError: The algorithm takes fewer shards, or cannot carry the operator.
+        ValueError: The algorithm takes fewer shards, or cannot carry the operator: a library, and
+            the ranks inside a node, sum.
     """
-    return _phases_of(spec, op.needs_one_tree, str(op), topology)
+    return _phases_of(spec, op.needs_one_tree, is_plain_sum(op), str(op), topology)
 
 
 # Not by the operator, which need not have a hash and would be kept alive.
 @lru_cache(maxsize=1024)
-def _phases_of(spec: AllReduceSpec, one_tree: bool, op: str, topology: Topology) -> AllReducePhases:
+def _phases_of(
+    spec: AllReduceSpec, one_tree: bool, is_sum: bool, op: str, topology: Topology
+) -> AllReducePhases:
     outer = algorithm(spec.outer)
     if outer.is_library and spec.inner is None:
-        if one_tree:
-            able = ", ".join(name for name, record in ALGORITHMS.items() if record.order)
+        if not is_sum:
+            able = ", ".join(
+                name
+                for name, record in ALGORITHMS.items()
+                if not record.is_library and (record.order or not one_tree)
+            )
             raise ValueError(
                 f"algorithm {outer.name!r} is a library's own sum, which cannot do {op}: use {able}"
             )
         return AllReducePhases(outer.name, spec.shards)
+    if spec.inner is not None and not is_sum and not one_tree:
+        raise ValueError(
+            f"algorithm {str(spec)!r} sums inside the nodes, which cannot do {op}: "
+            f"use {outer.name!r} for all ranks"
+        )
     schedule = schedule_of(spec, topology, one_tree=one_tree)
     if spec.inner is None:
         return AllReducePhases(schedule=schedule, host=outer.on_host)

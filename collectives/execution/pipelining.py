@@ -6,19 +6,25 @@ rank cannot reduce and receive at once: there a step's messages are exchanged wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import overload
 
 import torch
 
+from collectives.cost import Rate
 from collectives.execution.context import CallContext
 from collectives.reducers import Piece
 from collectives.transport.base import Message
 
-# A part is long beside the microseconds that a message costs, and the last one's reduction, which
-# nothing hides, is short beside the step. Not measured on a GPU.
-PART_BYTES = 4 * 1024 * 1024
+# How much longer a part travels than it costs beside that, which is what its own latency and the
+# host add: the host, which puts one part after the other on the stream, then stays ahead of the
+# link with a margin. Not measured on a GPU.
+_OUTWEIGHS = 2.0
+# Below it a reduction is no more than the launch of its kernel, whatever the rates say.
+_MIN_PART_BYTES = 1 << 20
+# The last part's reduction, which nothing hides, is an eighth of the step's then.
 MAX_PARTS = 8
 # Elements; a part of any dtype then begins at a whole number of the widest accesses.
 _ALIGNED = 1024
@@ -26,20 +32,47 @@ _ALIGNED = 1024
 Wait = Callable[[], None]
 
 
-def parts_of(nbytes: int) -> int:
-    """Return how many parts a message has; both its ends ask, and know nothing else."""
-    return max(1, min(MAX_PARTS, nbytes // PART_BYTES))
+def part_bytes(link: Rate, host: float) -> float:
+    """Return how long a part of a message is at the least: beta · bytes = 2 (alpha + host).
+
+    By `collectives.cost.ASSUMED` that is 57 MB over NVLink, and 7.4 MB over the network.
+
+    Args:
+        link: What a message over the link costs.
+        host: Seconds that the host spends on a step.
+    """
+    if link.beta == 0.0:
+        return math.inf
+    return max(_MIN_PART_BYTES, _OUTWEIGHS * (link.alpha + host) / link.beta)
 
 
-def post(sends: Sequence[Message], recvs: Sequence[Message], step: CallContext) -> PostedStep:
-    """Start the messages of a step; without parts they have arrived when this returns."""
-    transport, count = step.transport, 1
-    if transport.posts_ahead:
-        count = max((parts_of(m.tensor.nbytes) for m in (*sends, *recvs)), default=1)
+def parts_of(message: Message, step: CallContext, *, one_tree: bool) -> int:
+    """Return how many parts a message has, by its length and its link: alike at both its ends.
+
+    one_tree: whether the bits of what reduces it depend on that.
+    """
+    if not step.transport.posts_ahead(message.tensor.device):
+        return 1
+    shortest = part_bytes(*step.link(message.peer, one_tree=one_tree))
+    return max(1, min(MAX_PARTS, int(message.tensor.nbytes / shortest)))
+
+
+def post(
+    sends: Sequence[Message], recvs: Sequence[Message], step: CallContext, *, one_tree: bool
+) -> PostedStep:
+    """Start the messages of a step; without parts they have arrived when this returns.
+
+    one_tree: as for `parts_of`.
+    """
+    transport = step.transport
+    sent, received = (
+        [_parts(message, parts_of(message, step, one_tree=one_tree)) for message in messages]
+        for messages in (sends, recvs)
+    )
+    count = max((len(parts) for parts in (*sent, *received)), default=1)
     if count == 1:
         transport.exchange(sends, recvs, step.label, step.timeout, step.code)
         return PostedStep([])
-    sent, received = ([_parts(message) for message in messages] for messages in (sends, recvs))
     waits = []
     for number in range(count):
         # Some messages have fewer parts.
@@ -52,14 +85,17 @@ def post(sends: Sequence[Message], recvs: Sequence[Message], step: CallContext) 
     return PostedStep(waits)
 
 
-def _parts(message: Message) -> list[Message]:
+def _parts(message: Message, count: int) -> list[Message]:
+    if count == 1:
+        return [message]
     peer, tensor = message
-    return [Message(peer, tensor[low:high]) for low, high in pairwise(_part_bounds(tensor))]
+    bounds = pairwise(_part_bounds(tensor, count))
+    return [Message(peer, tensor[low:high]) for low, high in bounds]
 
 
-def _part_bounds(tensor: torch.Tensor) -> list[int]:
+def _part_bounds(tensor: torch.Tensor, count: int) -> list[int]:
     """Return the boundaries of a message's parts, so that aligned ones have aligned parts."""
-    numel, count = tensor.numel(), parts_of(tensor.nbytes)
+    numel = tensor.numel()
     length = -(-numel // (count * _ALIGNED)) * _ALIGNED
     return [min(part * length, numel) for part in range(count + 1)]
 
@@ -79,7 +115,9 @@ class PostedStep:
             self._arrived += 1
 
     def pieces(self, pieces: Sequence[Piece], *, apart: bool) -> Sequence[Piece]:
-        """Return the pieces of a step, each in parts as its messages are.
+        """Return the pieces of a step, each in at least as many parts as its messages.
+
+        So the n-th part of a piece needs no later part of any of its messages than their n-th.
 
         apart: whether they may be reduced one by one; else they stay whole, and all have arrived.
         """
@@ -88,7 +126,8 @@ class PostedStep:
             return pieces
         parted: list[tuple[int, Piece]] = []
         for parts, out, start in pieces:
-            for number, (low, high) in enumerate(pairwise(_part_bounds(out))):
+            count = max(1, min(len(self._waits), out.nbytes // _MIN_PART_BYTES))
+            for number, (low, high) in enumerate(pairwise(_part_bounds(out, count))):
                 here = tuple(part[low:high] for part in parts)
                 parted.append((number, Piece(here, out[low:high], start + low)))
         return _ArrivingPieces(parted, self)

@@ -41,8 +41,10 @@ class Transport(ABC):
         device: The GPU whose tensors the transport carries, where it is bound to one.
         process_group: What torch.distributed's own collectives run on, where there is one.
         carries_codes: Whether CPU messages carry a code to every rank (`exchange`).
-        posts_ahead: Whether `post` returns before the messages have arrived.
         sums_on_gpu: Whether the vendor's library sums CUDA tensors (`all_reduce`).
+        shares_gpu: Whether this process has other communicators on the GPU, torch's or of groups
+            split from this one; whoever makes them sets it. NCCL wants those of one GPU called in
+            one order on all ranks: calls of CUDA tensors then reach it in the caller's order.
     """
 
     rank: int
@@ -50,8 +52,8 @@ class Transport(ABC):
     device: torch.device | None = None
     process_group: dist.ProcessGroup | None = None
     carries_codes: bool = False
-    posts_ahead: bool = False
     sums_on_gpu: bool = False
+    shares_gpu: bool = False
 
     @property
     def symmetric_memory(self) -> SymmetricMemory | None:
@@ -86,6 +88,10 @@ class Transport(ABC):
             RanksDiffer: Another rank is in a call with another code. No message of that call was
                 written here. All ranks have to `flush` before they go on.
         """
+
+    def posts_ahead(self, device: torch.device) -> bool:
+        """Return whether `post` returns before the messages of such tensors have arrived."""
+        return False
 
     def post(
         self, sends: Messages, recvs: Messages, step: str, timeout: float

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -83,6 +83,22 @@ class GlooTransport(Transport):
                 f"rank {self.rank} got no answer from rank {peer} in {step} (stopped after "
                 f"{waited:.1f} s of {timeout:g} s): {first_line(error)}"
             ) from error
+
+    def posts_ahead(self, device: torch.device) -> bool:
+        """Only messages between GPUs, which are on a stream of torch's NCCL.
+
+        gloo could be posted ahead, too. But its thread and the rank's reductions would take turns
+        on the host's memory and processors, and a rank has nothing else to do.
+        """
+        return device.type == "cuda"
+
+    def post(
+        self, sends: Messages, recvs: Messages, step: str, timeout: float
+    ) -> Callable[[], None]:
+        """Start a step's messages: `Transport.post`. CPU tensors have arrived already."""
+        if any(message.tensor.device.type == "cuda" for message in (*sends, *recvs)):
+            return self._nccl.post(sends, recvs, step, timeout)
+        return super().post(sends, recvs, step, timeout)
 
     def check_streams(self) -> None:
         """Raise what ended CUDA messages under way: `Transport.check_streams`."""

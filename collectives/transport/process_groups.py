@@ -25,8 +25,18 @@ _ABORT_SECONDS = 3.0
 
 
 def store_of(process_group: dist.ProcessGroup) -> dist.Store:
-    """Return the store through which the ranks of a process group found each other."""
-    return _c10d._world.pg_map[process_group][1]
+    """Return the store through which the ranks of a process group found each other.
+
+    Raises:
+        TransportError: The process group was destroyed.
+    """
+    if process_group not in _c10d._world.pg_map:
+        raise TransportError(
+            "the process group of torch.distributed that ranks are found through was destroyed: "
+            "split groups before destroy_process_group, or call shutdown() and init() again"
+        )
+    store: dist.Store = _c10d._world.pg_map[process_group][1]
+    return store
 
 
 def subgroup(
@@ -46,11 +56,6 @@ def subgroup(
         CollectiveTimeoutError: A rank does not come, or the ranks' store has ended.
         TransportError: `parent` was destroyed.
     """
-    if parent not in _c10d._world.pg_map:
-        raise TransportError(
-            "the process group of torch.distributed that ranks are found through was destroyed: "
-            "split groups before destroy_process_group, or call shutdown() and init() again"
-        )
     store = store_of(parent)
     names = [dist.get_global_rank(parent, rank) for rank in ranks]
     key = f"adasum {'-'.join(map(str, names))}"

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from collectives import Average, Group, Reducer, Sum
+from collectives.reducers import SumReducer
 from collectives.schedules.topology import Topology
 from collectives.transport import ThreadWorld, Transport
 
@@ -50,6 +51,12 @@ class _Uniform(Reducer):
         raise AssertionError("nothing is reduced here")
 
 
+class _Doubled(SumReducer):
+    """Reduces in a way of its own, which no library knows."""
+
+    name = "Doubled"
+
+
 T = torch.Tensor
 Case = tuple[Callable[[Group, T], object], type[Exception], str]
 
@@ -68,6 +75,16 @@ CASES: dict[str, Case] = {
         lambda g, t: g.all_reduce(t, _Uniform(), algorithm="rd:8:collective"),
         ValueError,
         "'collective' is a library's own sum, which cannot do Ordered",
+    ),
+    "operator that a library does not know": (
+        lambda g, t: g.all_reduce(t, _Doubled(), algorithm="collective"),
+        ValueError,
+        "algorithm 'collective' is a library's own sum, which cannot do Doubled: use xring, rechd",
+    ),
+    "operator that nodes do not know": (
+        lambda g, t: g.all_reduce(t, _Doubled(), algorithm="xring/rechd"),
+        ValueError,
+        "algorithm 'xring/rechd' sums inside the nodes, which cannot do Doubled: use 'rechd'",
     ),
     "specification": (
         lambda g, t: g.all_reduce(t, algorithm="xring:64k:nccl:2k:pscpu"),

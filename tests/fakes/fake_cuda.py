@@ -91,13 +91,13 @@ class FakeEvent:
     def __init__(self) -> None:
         self._done = threading.Event()
         self.capture: FakeGraph | None = None
-        self.stream: FakeStream | None = None
-        self.position = 0
+        # How far each captured stream is behind which the event comes.
+        self.behind: dict[FakeStream, int] = {}
 
     def record(self, stream: FakeStream) -> None:
-        self.stream, self.capture = stream, stream.capture
+        self.capture = stream.capture
         if self.capture is not None:
-            self.position = self.capture.counts[stream]
+            self.behind = self.capture.behind(stream)
         else:
             stream.put(self._done.set)
 
@@ -124,7 +124,7 @@ class FakeGraph:
     def __init__(self, origin: FakeStream) -> None:
         self.origin = origin
         self.counts: dict[FakeStream, int] = defaultdict(int)
-        self._joined: dict[FakeStream, int] = {}
+        self._joined: dict[FakeStream, dict[FakeStream, int]] = defaultdict(dict)
         self._ops: list[_Op] = []
         origin.capture = self
         FakeGraph.under_way.add(threading.get_ident())
@@ -135,15 +135,19 @@ class FakeGraph:
 
     def join(self, stream: FakeStream, event: FakeEvent) -> None:
         stream.capture = self
-        if stream is self.origin and event.stream is not None:
-            self._joined[event.stream] = event.position
+        joined = self._joined[stream]
+        joined.update({each: max(n, joined.get(each, 0)) for each, n in event.behind.items()})
+
+    def behind(self, stream: FakeStream) -> dict[FakeStream, int]:
+        """What is put on the stream now comes behind so many operations of each."""
+        return {**self._joined[stream], stream: self.counts[stream]}
 
     def end(self) -> None:
         FakeGraph.under_way.remove(threading.get_ident())
         self.origin.capture = None
         for stream, count in self.counts.items():
             stream.capture = None
-            if stream is not self.origin and self._joined.get(stream) != count:
+            if stream is not self.origin and self._joined[self.origin].get(stream) != count:
                 raise Broken("a captured stream never joined the one the capture began on")
 
     def replay(self) -> None:
@@ -173,6 +177,14 @@ class FakeCuda:
     @contextmanager
     def device(self, device: torch.device) -> Iterator[None]:
         yield
+
+    @contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        before, self._thread.stream = self.current_stream(), stream
+        try:
+            yield
+        finally:
+            self._thread.stream = before
 
     def current_stream(self, device: Any = None) -> FakeStream:
         if not hasattr(self._thread, "stream"):

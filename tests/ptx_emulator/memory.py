@@ -6,7 +6,7 @@ import atexit
 import ctypes
 import gc
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from itertools import chain, compress, repeat
 from typing import Any
@@ -37,17 +37,26 @@ class Traffic:
         distinct_loaded: Bytes of all sectors loaded, each once in the launch: what must move if
             caches hold everything in between.
         distinct_stored: Bytes of all sectors stored to, likewise.
+        past_l1: Sectors that L2 is asked for, by bytes per thread: each once a request, and of
+            loads that stay in L1 once a program, if that holds all that a program loads.
     """
 
     loads: Counter[int] = field(default_factory=Counter)
     stores: Counter[int] = field(default_factory=Counter)
     load_sectors: Counter[int] = field(default_factory=Counter)
     store_sectors: Counter[int] = field(default_factory=Counter)
+    _past: Counter[int] = field(default_factory=Counter)
+    _kept: dict[int, list[Array]] = field(default_factory=lambda: defaultdict(list), repr=False)
     _loaded: list[Array] = field(default_factory=list, repr=False)
     _stored: list[Array] = field(default_factory=list, repr=False)
 
-    def count(self, addresses: Array, warps: Array, size: int, store: bool) -> None:
-        """Count one instruction: the addresses its threads ask for and the warps they are of."""
+    def count(
+        self, addresses: Array, warps: Array, size: int, store: bool, kept: int | None
+    ) -> None:
+        """Count one instruction: the addresses its threads ask for and the warps they are of.
+
+        kept: for a load that stays in L1 the warps of a program.
+        """
         first, last = addresses // SECTOR, (addresses + size - 1) // SECTOR
         sectors = first if size <= SECTOR and (first == last).all() else np.r_[first, last]
         lanes = warps if sectors is first else np.r_[warps, warps]
@@ -55,6 +64,11 @@ class Traffic:
         touched = np.unique(sectors.astype(np.int64) | lanes.astype(np.int64) << 43)
         requests = len(np.unique(warps))
         distinct = np.unique(sectors)
+        if kept is None:
+            self._past[size] += len(touched)
+        else:
+            sector, warp = touched & ((1 << 43) - 1), touched >> 43
+            self._kept[size].append(np.unique(sector | warp // kept << 43))
         if store:
             self.stores[size] += requests
             self.store_sectors[size] += len(touched)
@@ -63,6 +77,11 @@ class Traffic:
             self.loads[size] += requests
             self.load_sectors[size] += len(touched)
             self._loaded.append(distinct)
+
+    @property
+    def past_l1(self) -> Counter[int]:
+        kept = {size: _distinct(parts) // SECTOR for size, parts in self._kept.items()}
+        return self._past + Counter(kept)
 
     @property
     def distinct_loaded(self) -> int:

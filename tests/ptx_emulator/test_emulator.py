@@ -132,6 +132,24 @@ def test_strided_loads_are_counted_as_a_sector_each(emulator):
     assert traffic.loads == Counter({4: SIZE // 32})
     assert traffic.load_sectors == Counter({4: SIZE})
     assert traffic.distinct_loaded == 32 * SIZE
+    assert traffic.past_l1[4] == SIZE + traffic.store_sectors[4]
+
+
+@triton.jit
+def _broadcast_kernel(x, out, CACHE: tl.constexpr):
+    i = tl.program_id(0) * 128 + tl.arange(0, 128)
+    tl.store(out + i, tl.load(x, cache_modifier=CACHE))
+
+
+@pytest.mark.parametrize(("cache", "loads"), [("", 1), (".cg", 4)])
+def test_loads_that_l1_answers_do_not_reach_l2(emulator, cache, loads):
+    """One number for each of four warps: L2 gives it to each program once, or past L1 to each."""
+    x, out = torch.randn(8), torch.full((256,), torch.nan)
+    _broadcast_kernel[(2,)](x, out, CACHE=cache, num_warps=4)
+    assert (out == x[0]).all()
+    traffic = emulator.launches[0].traffic
+    assert traffic.load_sectors.total() == 2 * 4
+    assert traffic.past_l1.total() == 2 * loads + traffic.store_sectors.total()
 
 
 def test_access_outside_every_tensor_raises(emulator):

@@ -180,7 +180,9 @@ class Threads:
             addresses = self._shared.address(slots, addresses, size, instruction.text)
         elif self._launch.traffic is not None:
             store = instruction.opcode in STORES
-            self._launch.traffic.count(addresses, self._warp[chosen], size, store)
+            past = store or access.acquires or instruction.opcode.startswith("ld.global.cg")
+            warps, width = self._warp[chosen], self._launch.program.threads // WARP
+            self._launch.traffic.count(addresses, warps, size, store, None if past else width)
         return addresses, self._thread[chosen]
 
     def _memory(self, access: Access) -> SharedMemory | GlobalMemory:

@@ -11,7 +11,7 @@ import os
 import select
 import time
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -124,6 +124,19 @@ class ConnectionTransport(Transport):
                 self._other.exchange(far_sends, far_recvs, step, timeout)
                 timeout = max(start + timeout - time.monotonic(), 0.0)
             self._run(list(active.values()), step, timeout, code)
+
+    def posts_ahead(self, device: torch.device) -> bool:
+        """Return whether `other` does, of tensors that are not the host's."""
+        return device.type != "cpu" and self._other.posts_ahead(device)
+
+    def post(
+        self, sends: Messages, recvs: Messages, step: str, timeout: float
+    ) -> Callable[[], None]:
+        """Start a step's messages: `Transport.post`. CPU tensors have arrived already."""
+        if any(message.tensor.is_cpu for message in (*sends, *recvs)):
+            return super().post(sends, recvs, step, timeout)
+        with self._aborting(step):
+            return self._other.post(sends, recvs, step, timeout)
 
     def check_streams(self) -> None:
         """Raise what ended messages of `other`: `Transport.check_streams`."""

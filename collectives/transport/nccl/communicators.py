@@ -16,6 +16,7 @@ import queue
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import ExitStack, contextmanager, suppress
@@ -101,10 +102,10 @@ def translate_errors(nccl: Any, step: str) -> Iterator[None]:
 class CallingThread:
     """The thread that calls NCCL for one device, and the stream that all its work goes to.
 
-    All communicators that share it are so used one after the other, on the host and on the GPU, as
-    NCCL demands of those of one device. It never keeps the process from ending. While it has
-    nothing to call it looks at the steps under way. A call that does not return in time is left
-    behind with its thread, and another thread goes on.
+    All communicators that share it (`shared_thread`) are so used one after the other, on the host
+    and on the GPU, as NCCL demands of those of one device. It never keeps the process from ending.
+    While it has nothing to call it looks at the steps under way. A call that does not return in
+    time is left behind with its thread, and another thread goes on.
 
     Args:
         device: The GPU.
@@ -189,6 +190,22 @@ class CallingThread:
                     future.set_exception(error)
             # Neither the job nor what it holds may live on while the next one is waited for.
             del item, future, job
+
+
+_shared: weakref.WeakValueDictionary[torch.device, CallingThread] = weakref.WeakValueDictionary()
+_sharing = threading.Lock()
+
+
+def shared_thread(device: torch.device) -> CallingThread:
+    """Return what calls NCCL for all groups of this process that are on a device.
+
+    Where one process is one rank: of two ranks in a process each waits for the other's calls.
+    """
+    with _sharing:
+        thread = _shared.get(device)
+        if thread is None:
+            thread = _shared[device] = CallingThread(device, f"nccl-{device}")
+    return thread
 
 
 class Communicators:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 
 import torch
@@ -42,6 +42,7 @@ class TorchNccl:
     def __init__(self, process_group: dist.ProcessGroup, rank: int) -> None:
         self._process_group = process_group
         self._connected: set[torch.device] = set()
+        self._behind: dict[torch.device, cuda.Stream] = {}
         # Of what is under way, in the order in which it was first used.
         groups = self._groups = [process_group]
         asked = self._asked = _Asked()
@@ -54,23 +55,31 @@ class TorchNccl:
 
     def exchange(self, sends: Messages, recvs: Messages, step: str, timeout: float) -> None:
         """Exchange a step's messages: `Transport.exchange`."""
+        self.post(sends, recvs, step, timeout)()
+
+    def post(
+        self, sends: Messages, recvs: Messages, step: str, timeout: float
+    ) -> Callable[[], None]:
+        """Put a step's messages on torch's stream, behind the caller's work: `Transport.post`."""
         both = [*recvs, *sends]
         if not both:
-            return
+            return _nothing
         self.pending.check_usable(step)
         device = both[0].tensor.device
         peers = tuple(sorted({peer for peer, tensor in both if tensor.numel()}))
         try:
             self._connect(device)
             if not peers:
-                return
+                return _nothing
             ops = [
                 dist.P2POp(op, tensor, group=self._process_group, group_peer=peer)
                 for op, messages in ((dist.irecv, recvs), (dist.isend, sends))
                 for peer, tensor in messages
                 if tensor.numel()
             ]
-            self._put(dist.batch_isend_irecv(ops), device, peers, step, timeout)
+            works = dist.batch_isend_irecv(ops)
+            tensors = [tensor for _, tensor in both]
+            return self._put(works, device, tensors, peers, step, timeout)
         except CollectiveError:
             raise
         except RuntimeError as error:
@@ -87,26 +96,45 @@ class TorchNccl:
         """Put the current stream behind works, and watch them: `Transport.follow`."""
         if process_group not in self._groups:
             self._groups.append(process_group)
-        self._put(works, device, (), step, timeout)
+        self._put(works, device, (), (), step, timeout)()
 
     def _put(
         self,
         works: Sequence[dist.Work],
         device: torch.device,
+        tensors: Sequence[torch.Tensor],
         peers: tuple[int, ...],
         step: str,
         timeout: float,
-    ) -> None:
+    ) -> Callable[[], None]:
+        """Watch works of some tensors; return what puts the caller's later work behind them.
+
+        A stream of our own is put behind them at once: an event to watch has to be on one.
+        """
         start = time.monotonic()
-        for work in works:
-            # The stream waits; the host does not.
-            work.wait()
         with cuda.device(device):
-            if cuda.is_current_stream_capturing():
-                return
-            event = cuda.current_stream(device).record_event()
-        self._watchdog.start()
-        self.pending.add(Posted(event, peers, step, timeout, start))
+            caller = cuda.current_stream(device)
+            capturing = cuda.is_current_stream_capturing()
+            if device not in self._behind:
+                self._behind[device] = cuda.Stream(device)
+            behind = self._behind[device]
+            with cuda.stream(behind):
+                for work in works:
+                    # The stream waits; the host does not. torch keeps the tensors no longer.
+                    work.wait()
+            if not capturing:
+                for tensor in tensors:
+                    tensor.record_stream(behind)
+            event = behind.record_event()
+        if not capturing:
+            self._watchdog.start()
+            self.pending.add(Posted(event, peers, step, timeout, start))
+
+        def wait() -> None:
+            with cuda.device(device):
+                caller.wait_event(event)
+
+        return wait
 
     def abort(self, reason: str) -> None:
         """End what an error left under way, for which peers may never come.
@@ -131,6 +159,10 @@ class TorchNccl:
             return
         self._process_group.allreduce([torch.zeros(1, device=device)]).wait()
         self._connected.add(device)
+
+
+def _nothing() -> None:
+    """Wait for no messages."""
 
 
 class _Asked:

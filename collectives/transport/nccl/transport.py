@@ -44,8 +44,8 @@ class NcclTransport(Transport):
     returns. A step that is late, a peer that is gone and what NCCL reports are noticed beside the
     host's thread (pending.py), and raised by `check_streams` and by the next exchange. What is
     captured in a CUDA graph is not watched: capture on all ranks alike, after a first run outside
-    (NCCL connects ranks at their first message). Transports that were split from one another work
-    one after the other; of torch's communicators on the device see docs/groups.md.
+    (NCCL connects ranks at their first message). Transports that share a thread work one after the
+    other; of torch's communicators on the device see docs/groups.md.
 
     Args:
         host: Carries CPU tensors between the same ranks.
@@ -63,7 +63,6 @@ class NcclTransport(Transport):
     """
 
     device: torch.device
-    posts_ahead = True
     sums_on_gpu = True
 
     def __init__(
@@ -136,6 +135,10 @@ class NcclTransport(Transport):
     def flush(self, step: str, timeout: float) -> None:
         """Flush the messages of CPU tensors."""
         self._host.flush(step, timeout)
+
+    def posts_ahead(self, device: torch.device) -> bool:
+        """Only messages between GPUs: those of the host are not under way by themselves."""
+        return device.type == "cuda"
 
     def post(
         self, sends: Messages, recvs: Messages, step: str, timeout: float

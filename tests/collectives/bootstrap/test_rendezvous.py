@@ -7,6 +7,7 @@ import secrets
 import socket
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -15,7 +16,13 @@ import pytest
 import torch.distributed as dist
 
 from collectives import CollectiveTimeoutError, TransportError
-from collectives.bootstrap.rendezvous import bounded, open_store, wait_for_ranks
+from collectives.bootstrap import rendezvous
+from collectives.bootstrap.rendezvous import (
+    agree_on_backend,
+    bounded,
+    open_store,
+    wait_for_ranks,
+)
 from tests.collectives.transport.thread_ranks import together
 from tests.processes.harness import free_port
 
@@ -145,3 +152,25 @@ def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
         with pytest.raises(TransportError, match=r"rank 0 cannot listen on .*MASTER_PORT"):
             open_store(0, 2.0)
+
+
+def test_hosts_with_unequal_numbers_of_gpus_have_one_backend(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank with NCCL would wait for one that has none; a later start asks again."""
+    able = {0: True, 1: False, 2: True}
+    mine = threading.local()
+    monkeypatch.setattr(rendezvous, "can_use_nccl", lambda size: able[mine.rank])
+
+    def backend(rank: int) -> str:
+        mine.rank = rank
+        return agree_on_backend(shared, rank, 3, 10.0)
+
+    shared = store()
+    assert together(*(lambda rank=rank: backend(rank) for rank in able)) == ["gloo"] * 3
+    able[1] = True
+    both = ["cpu:gloo,cuda:nccl"] * 3
+    assert together(*(lambda rank=rank: backend(rank) for rank in able)) == both
+    mine.rank = 0
+    with pytest.raises(CollectiveTimeoutError, match=r"rank 0 could not start: another rank did"):
+        agree_on_backend(shared, 0, 3, 0.2)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from adasum import Adasum
-from collectives import Average, Group, Reducer, Sum
+from collectives import Average, CollectiveMismatchError, Group, Reducer, Sum
 from collectives.cost import ASSUMED
 from collectives.execution import all_reduce
 from collectives.execution.all_reduce import Runner
@@ -161,3 +161,33 @@ def test_all_reduce_by_auto_is_ncclis_own(
     for results in run(work):
         assert all(torch.equal(result, expected) for result in results)
     assert taken == ["nccl"] * 3
+
+
+def test_link_rates_that_differ_are_told_before_messages_are_cut_by_them(
+    run: Callable[[Callable[[Group], Any]], list[Any]],
+) -> None:
+    """Ranks that had cut a message otherwise would take its parts for each other."""
+
+    def work(group: Group) -> str:
+        request = group.all_reduce_init(on_gpu(torch.ones(4)), Sum, algorithm="rd")
+        told = []
+        for rank in (0, 2):
+            group.set_link_rates(None if group.rank == rank else ASSUMED, "cuda")
+            if rank:
+                work = request.start()
+            else:
+                work = group.all_reduce(on_gpu(torch.ones(4)), Sum, algorithm="rd", async_op=True)
+            with pytest.raises(CollectiveMismatchError) as raised:
+                work.wait()
+            told.append(str(raised.value))
+        assert group.all_reduce(torch.ones(4), Sum).tolist() == [3.0] * 4, "on the host"
+        group.set_link_rates(None, "cuda")
+        request = group.all_reduce_init(on_gpu(torch.ones(4)), Sum, algorithm="rd")
+        request.start()
+        assert streams.plain(request.wait()).tolist() == [3.0] * 4
+        return " and ".join(told)
+
+    first, *others = run(work)
+    assert "link rates=None, rank 1 calls" in first
+    assert "rank 2 calls all_reduce() of request 1 with link rates=None" in first
+    assert others == [first, first]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,15 +14,17 @@ import torch
 
 from adasum import Adasum
 from collectives import CollectiveTimeoutError, Group, Operands, Reducer, Sum, run_threads
+from collectives.cost import ASSUMED, Rate
+from collectives.execution import context as context_module
 from collectives.execution import pipelining
 from collectives.execution.context import CallContext, Workspace
 from collectives.execution.executor import execute
 from collectives.execution.lowering import sent_first
-from collectives.execution.pipelining import parts_of
+from collectives.execution.pipelining import part_bytes
 from collectives.schedules.registry import SCHEDULES
 from collectives.schedules.schedule import Action, Schedule, Step, Transfer
 from collectives.schedules.topology import Topology
-from collectives.transport import Message, Transport
+from collectives.transport import Message, ThreadWorld, Transport
 from tests.collectives.schedules.simulation import one_level
 from tests.fakes.fake_cuda import device_tensor
 from tests.fakes.fake_nccl import FakeNccl
@@ -33,7 +37,8 @@ SMALL = 400
 
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipelining, "PART_BYTES", SMALL)
+    monkeypatch.setattr(pipelining, "_MIN_PART_BYTES", SMALL)
+    monkeypatch.setattr(pipelining, "_OUTWEIGHS", 0.0)
     monkeypatch.setattr(pipelining, "_ALIGNED", 4)
 
 
@@ -55,14 +60,15 @@ class Late(Transport):
     before: called with a part's name before it is exchanged.
     """
 
-    posts_ahead = True
-
     def __init__(self, inner: Transport, before: Callable[[str], None] = lambda step: None) -> None:
         self._inner = inner
         self._before = before
         self._line = ThreadPoolExecutor(1)
         self.rank, self.size = inner.rank, inner.size
         self.posted: list[str] = []
+
+    def posts_ahead(self, device: torch.device) -> bool:
+        return True
 
     def exchange(
         self,
@@ -131,18 +137,90 @@ def vectors(size: int, numel: int = 1021) -> list[torch.Tensor]:
     return [torch.randn(numel, generator=generator) for _ in range(size)]
 
 
+def parts_of(transport: Transport, nbytes: int, peer: int = 1, **options: Any) -> int:
+    """Of a message of so many bytes, on a machine of two nodes of two ranks."""
+    one_tree = options.pop("one_tree", False)
+    step = replace(context(transport), topology=Topology(4, 2), **options)
+    message = Message(peer, torch.empty(nbytes, dtype=torch.uint8, device="meta"))
+    return pipelining.parts_of(message, step, one_tree=one_tree)
+
+
 def test_parts_of_a_message_follow_its_length() -> None:
-    assert [parts_of(n) for n in (0, 1, 799, 800, 1200, 10**9)] == [1, 1, 1, 2, 3, 8]
+    late = Late(ThreadWorld(4).transport(0))
+    found = [parts_of(late, n) for n in (0, 1, 799, 800, 1200, 10**9)]
+    assert found == [1, 1, 1, 2, 3, 8]
+
+
+def test_parts_travel_longer_than_they_cost_beside_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By both of the formula's terms, at each kind of link; as many on the other side."""
+    monkeypatch.setattr(pipelining, "_MIN_PART_BYTES", 1 << 20)
+    monkeypatch.setattr(pipelining, "_OUTWEIGHS", 2.0)
+    assert part_bytes(Rate(1e-6, 1e-9), 4e-6) == 1 << 20, "where 10 KB would do"
+    assert part_bytes(Rate(1e-3, 1e-9), 4e-3) == pytest.approx(2 * 5e-3 / 1e-9, rel=1e-12)
+    assert part_bytes(Rate(1e-6, 0.0), 1e-6) == math.inf
+    near, far = part_bytes(ASSUMED.intra, ASSUMED.host), part_bytes(ASSUMED.inter, ASSUMED.host)
+    assert near == pytest.approx(57.06e6, rel=1e-3)
+    assert far == pytest.approx(7.4e6, rel=1e-3)
+    world = ThreadWorld(4)
+    mine, theirs, others = (Late(world.transport(rank)) for rank in (0, 1, 2))
+    nbytes = 60 << 20
+    assert parts_of(mine, nbytes, 1) == parts_of(theirs, nbytes, 0) == nbytes // near == 1
+    assert parts_of(mine, nbytes, 2) == parts_of(others, nbytes, 0) == nbytes // far == 8
+    quick = replace(ASSUMED, host=0.0)
+    assert parts_of(mine, nbytes, 1, rates=quick) == 8
+    assert parts_of(mine, nbytes, 1, rates=None) == 1
+    assert parts_of(ThreadWorld(4).transport(0), nbytes, 2) == 1, "of a transport that waits"
+
+
+def test_parts_of_adasums_messages_do_not_follow_measurements() -> None:
+    """The order of its dots' sums depends on them: a second run has to give the same bits."""
+    late = Late(ThreadWorld(4).transport(0))
+    for rates in (replace(ASSUMED, inter=Rate(0.0, 0.0)), None):
+        assert parts_of(late, 1 << 20, 2, rates=rates, one_tree=True) == 8
+    assert parts_of(late, 1 << 20, 2, rates=replace(ASSUMED, inter=Rate(0.0, 0.0))) == 1
 
 
 @pytest.mark.parametrize("numel", [200, 201, 399, 1021, 12345])
 def test_parts_of_a_message_cover_it_and_begin_aligned(numel: int) -> None:
     message = Message(3, torch.arange(float(numel)))
-    found = pipelining._parts(message)
-    assert len(found) == parts_of(4 * numel) > 1
-    assert torch.equal(torch.cat([part.tensor for part in found]), message.tensor)
-    assert all(part.peer == 3 and part.tensor.numel() for part in found)
-    assert all(part.tensor.storage_offset() % 4 == 0 for part in found)
+    for count in range(2, min(pipelining.MAX_PARTS, 4 * numel // SMALL) + 1):
+        found = pipelining._parts(message, count)
+        assert len(found) == count
+        assert torch.equal(torch.cat([part.tensor for part in found]), message.tensor)
+        assert all(part.peer == 3 and part.tensor.numel() for part in found)
+        assert all(part.tensor.storage_offset() % 4 == 0 for part in found)
+
+
+@pytest.mark.parametrize("name", ["xring", "rechd", "vhdd", "psgpu"])
+def test_links_that_cut_their_messages_otherwise_give_the_same_answer(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two nodes of two ranks: what comes over the network has more parts than what is near.
+
+    What is received is NaN until its part has arrived. For Adasum's bound see below.
+    """
+    monkeypatch.setattr(pipelining, "_OUTWEIGHS", 1.0)
+    op, inputs = Adasum if name == "vhdd" else Sum, vectors(4, 2042)
+    rates = replace(ASSUMED, intra=Rate(2.5 * SMALL, 1.0), inter=Rate(SMALL, 1.0))
+    # Adasum's messages are cut by the rates that are assumed.
+    monkeypatch.setattr(context_module, "ASSUMED", rates)
+    schedule = one_level(name, 4 if name == "psgpu" else 1, Topology(4, 4))
+    counts = set()
+
+    def main(group: Group) -> torch.Tensor:
+        buffer, late = inputs[group.rank].clone(), Late(group.transport)
+        step = replace(context(late), rates=rates, topology=Topology(4, 2))
+        execute(schedule, buffer, op, step)
+        counts.update(posted.rpartition(" of ")[2] for posted in late.posted if ", part" in posted)
+        return buffer
+
+    whole = run(schedule, inputs, op, late=False)
+    reach = torch.stack(inputs).abs().sum(0)
+    for answer in run_threads(4, main):
+        if op is Sum:
+            assert torch.equal(answer, whole[0])
+        assert ((answer - whole[0]).abs() <= 3 * torch.finfo(torch.float32).eps * reach).all()
+    assert counts == ({"5"} if name in ("xring", "psgpu") else {"4", "5"})
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5])

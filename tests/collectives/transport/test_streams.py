@@ -39,7 +39,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     streams.install(monkeypatch)
     fake = Nccl()
     monkeypatch.setattr(nccl, "load_nccl", lambda: fake)
-    monkeypatch.setattr(pipelining, "PART_BYTES", 4096)
+    monkeypatch.setattr(pipelining, "_MIN_PART_BYTES", 4096)
+    monkeypatch.setattr(pipelining, "_OUTWEIGHS", 0.0)
 
 
 def run(work: Callable[[Group], object], size: int = 2, local_size: int | None = None) -> list[str]:

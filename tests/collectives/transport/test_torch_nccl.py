@@ -18,16 +18,21 @@ import pytest
 import torch
 
 from collectives import CollectiveTimeoutError, TransportError
+from collectives.execution import pipelining
 from collectives.execution.context import CallContext, Workspace
+from collectives.execution.executor import execute
 from collectives.execution.vendor import Libraries
+from collectives.reducers import Operands, SumReducer
+from collectives.schedules.topology import Topology
 from collectives.transport import ConnectionTransport, GlooTransport, Message, process_groups
 from collectives.transport.connections import transport as connections
 from collectives.transport.connections.connection import Connection
 from collectives.transport.nccl import pending, torch_nccl
 from collectives.transport.nccl.torch_nccl import TorchNccl
+from tests.collectives.schedules.simulation import one_level
 from tests.fakes.fake_cuda import FakeCuda, FakeEvent, FakeGraph, FakeStream, device_tensor
 from tests.fakes.fake_torch import FakeGroup, FakeTorch, FakeWork
-from tests.fakes.nccl_machine import told
+from tests.fakes.nccl_machine import DeviceWorkspace, told
 
 TIMEOUT = 0.3
 
@@ -89,6 +94,73 @@ def test_messages_are_behind_and_before_the_callers_work(fake: FakeTorch) -> Non
         return read(fake, got)
 
     assert [came.tolist() for came in ranks(fake, 2, work)] == [[1.0] * 3, [0.0] * 3]
+
+
+def test_messages_posted_ahead_hold_up_only_who_waits_for_them(fake: FakeTorch) -> None:
+    """What the caller does meanwhile runs beside them; the memory is kept as long as they need."""
+    nccl = of(fake, 0)
+    got, meanwhile = full(-1.0), threading.Event()
+    wait = nccl.post([], [Message(1, got)], "step 0, part 0 of 2", 20.0)
+    fake.cuda.current_stream().put(meanwhile.set)
+    assert meanwhile.wait(10.0)
+    (behind,) = nccl._behind.values()
+    assert behind.kept.keys() == {got.data_ptr()}
+    assert [posted.step for posted in nccl.pending.items] == ["step 0, part 0 of 2"]
+    wait()
+    fake.lines[1, 0].put(torch.ones(3))
+    assert read(fake, got).tolist() == [1.0] * 3
+    nccl.post([], [], "nothing", TIMEOUT)()
+    nccl.close()
+
+
+def test_messages_posted_ahead_that_never_come_are_told_without_a_wait(fake: FakeTorch) -> None:
+    nccl = of(fake, 0)
+    nccl.post([], [Message(1, full(0.0))], "step 2, part 1 of 3", TIMEOUT)
+    assert "no answer from rank 1 in step 2, part 1 of 3" in str(told(nccl.pending.raise_error))
+    assert fake.aborted == {0}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", ["xring", "rechd"])
+def test_schedule_runs_in_parts_over_torchs_nccl(
+    fake: FakeTorch, monkeypatch: pytest.MonkeyPatch, name: str, size: int
+) -> None:
+    """Every step is on the streams at once: what is not ordered shows as a wrong sum."""
+    monkeypatch.setattr(pipelining, "_MIN_PART_BYTES", 400)
+    monkeypatch.setattr(pipelining, "_OUTWEIGHS", 0.0)
+    monkeypatch.setattr(pipelining, "_ALIGNED", 4)
+    generator = torch.Generator().manual_seed(size)
+    inputs = [torch.randint(-9, 9, (1021,), generator=generator).float() for _ in range(size)]
+    dist = torch.distributed
+    monkeypatch.setattr(dist, "get_rank", lambda group: group.rank)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: size)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
+
+    class OnStream(SumReducer):
+        def reduce(self, operands: Operands) -> None:
+            for parts, out, _ in operands.pieces:
+                plain = [part.as_subclass(torch.Tensor) for part in (*parts, out)]
+                fake.cuda.current_stream().put(
+                    lambda p=plain: (time.sleep(0.002), torch.add(p[0], p[1], out=p[2]))
+                )
+
+    def work(rank: int) -> torch.Tensor:
+        gloo = GlooTransport(FakeGroup(fake, rank))  # type: ignore[arg-type]
+        mixed = ConnectionTransport(gloo, TIMEOUT)
+        buffer = device_tensor(inputs[rank].clone())
+        assert mixed.posts_ahead(buffer.device)
+        assert not mixed.posts_ahead(torch.device("cpu"))
+        assert not gloo.posts_ahead(torch.device("cpu"))
+        step = CallContext(mixed, "a test", 20.0, DeviceWorkspace())
+        execute(one_level(name, 1, Topology(size, size)), buffer, OnStream(), step)
+        assert any("part 1 of" in posted.step for posted in gloo._nccl.pending.items)
+        return read(fake, buffer)
+
+    monkeypatch.setattr(connections, "open_connections", lambda *_, **__: ({}, None))
+    monkeypatch.setattr(type(full(0.0)), "is_cpu", False, raising=False)
+    with ThreadPoolExecutor(size) as pool:
+        for answer in pool.map(work, range(size)):
+            assert torch.equal(answer, sum(inputs)), "integers: exact in any order"
 
 
 def test_a_silent_peer(fake: FakeTorch) -> None:

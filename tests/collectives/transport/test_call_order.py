@@ -1,0 +1,241 @@
+"""Beside other communicators on a GPU ours are called in the caller's order; shown over stand-ins.
+
+NCCL wants the communicators of one GPU called in one order on all ranks: torch's, which the caller
+calls, and those of groups split from one another.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent import futures
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import collectives
+from adasum import HookState
+from collectives import Group, Operands, Sum
+from collectives.bootstrap import transport_selection
+from collectives.consistency.description import Description
+from collectives.reducers import SumReducer
+from collectives.schedules.topology import Topology
+from collectives.transport import ConnectionTransport, ThreadWorld
+from collectives.transport.nccl import communicators
+from collectives.transport.nccl import transport as nccl
+from collectives.transport.nccl.communicators import shared_thread
+from collectives.work import Work, Worker
+from tests.collectives.transport import streams
+from tests.collectives.transport.streams import Stream, machine, on_gpu
+from tests.collectives.transport.streams_nccl import Nccl
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams.install(monkeypatch)
+    fake = Nccl()
+    monkeypatch.setattr(nccl, "load_nccl", lambda: fake)
+
+
+class Slow(SumReducer):
+    """Takes a while on the host, and notes that it is there."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self._calls = calls
+
+    def reduce(self, operands: Operands) -> None:
+        time.sleep(0.1)
+        super().reduce(operands)
+        self._calls.append(threading.current_thread().name)
+
+
+def on_two_ranks(work: Callable[[Group], Any]) -> list[Any]:
+    world, store = ThreadWorld(2), dist.HashStore()
+
+    def main(rank: int) -> Any:
+        device = torch.device("cuda", 0)
+        transport = nccl.NcclTransport(world.transport(rank), store, device, timeout=20.0)
+        topology = Topology(2, 2)
+        group = Group(transport, timeout=20.0, local_rank=rank, local_size=2, topology=topology)
+        try:
+            return work(group)
+        finally:
+            group.close()
+
+    with futures.ThreadPoolExecutor(2, "caller") as pool:
+        return list(pool.map(main, range(2)))
+
+
+def reduced(group: Group, calls: list[str], how: str) -> tuple[Work, torch.Tensor]:
+    tensor = on_gpu(torch.full((50,), 1.0 + group.rank))
+    if how == "request":
+        return group.all_reduce_init(tensor, Slow(calls), algorithm="rd").start(), tensor
+    return group.all_reduce(tensor, Slow(calls), algorithm="rd", async_op=True), tensor
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("how", ["async_op", "request"])
+@pytest.mark.parametrize("shares", [True, False])
+def test_call_beside_torchs_communicators_is_enqueued_when_it_returns(
+    how: str, shares: bool
+) -> None:
+    """What the caller then calls of torch's comes behind it on every rank."""
+
+    def work(group: Group) -> list[str]:
+        calls: list[str] = []
+        group.transport.shares_gpu = shares
+        mine = threading.current_thread().name
+        started, tensor = reduced(group, calls, how)
+        calls.append("torch's")
+        assert torch.equal(streams.plain(started.wait()), torch.full((50,), 3.0))
+        assert streams.plain(tensor)[0] == 3.0
+        return ["caller" if name == mine else name for name in calls]
+
+    for calls in on_two_ranks(work):
+        assert calls.index("torch's") == (1 if shares else 0)
+    assert machine.races == []
+
+
+@pytest.mark.usefixtures("gpu")
+def test_call_enqueued_at_once_does_not_hold_up_the_callers_stream() -> None:
+    """The tensor is used without a wait(): on another stream than the call's, which is a race."""
+
+    def work(group: Group) -> None:
+        group.transport.shares_gpu = True
+        started, tensor = reduced(group, [], "async_op")
+        assert started.has_ended()
+        tensor.add_(1.0)
+
+    on_two_ranks(work)
+    assert any(race.startswith("add_ beside") for race in machine.races)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_calls_of_groups_that_were_split_are_enqueued_in_their_order() -> None:
+    def work(group: Group) -> list[int]:
+        part = group.split([1, 0])
+        assert part is not None
+        lines: list[list[str]] = [[], []]
+        ended = []
+        for _ in range(2):
+            for each, calls in ((group, lines[0]), (part, lines[1])):
+                before = sum(map(len, lines))
+                started, _ = reduced(each, calls, "async_op")
+                ended.append(sum(map(len, lines)) - before)
+                started.wait()
+        return ended
+
+    assert on_two_ranks(work) == [[1, 1, 1, 1]] * 2
+    assert machine.races == []
+
+
+@pytest.mark.usefixtures("gpu")
+def test_failure_of_a_call_enqueued_at_once_is_its_waits() -> None:
+    class Fails(SumReducer):
+        def reduce(self, operands: Operands) -> None:
+            raise ArithmeticError("no sum")
+
+    def work(group: Group) -> None:
+        group.transport.shares_gpu = True
+        tensor = on_gpu(torch.ones(3))
+        started = group.all_reduce(tensor, Fails(), algorithm="rd", async_op=True)
+        with pytest.raises(ArithmeticError, match="no sum"):
+            started.wait()
+
+    on_two_ranks(work)
+
+
+def test_job_that_is_wanted_now_runs_in_its_turn() -> None:
+    worker, seen, gate = Worker("test"), [], threading.Event()
+    first = worker.submit(lambda: (gate.wait(10.0), seen.append(threading.current_thread().name)))
+    threading.Timer(0.1, gate.set).start()
+    second = worker.submit(lambda: seen.append("second"), now=True)
+    assert seen == ["test", "second"] and first.has_ended() and second.has_ended()
+    mine = worker.submit(lambda: threading.current_thread(), now=True)
+    assert mine.has_ended()
+    worker.close(10.0)
+
+
+def test_job_that_a_callback_wants_now_does_not_wait_for_itself() -> None:
+    worker, gate, ended = Worker("test"), threading.Event(), threading.Event()
+    first = worker.submit(lambda: gate.wait(10.0))
+    first.add_done_callback(lambda: worker.submit(ended.set, now=True) and None)
+    gate.set()
+    assert ended.wait(10.0)
+    worker.close(10.0)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_callback_has_the_works_stream_also_where_that_has_ended() -> None:
+    """Else what it waits for would hold up what its caller's stream does next."""
+    work, stream, mine = Work(), Stream(), machine.current()
+    work.run(lambda: None, [stream])  # type: ignore[list-item]
+    seen: list[Stream] = []
+    work.add_done_callback(lambda: seen.append(machine.current()))
+    assert seen == [stream] and machine.current() is mine
+
+
+def test_groups_beside_torchs_communicators_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a process group, one made by init beside them, and those of DDP's and FSDP's hooks.
+
+    Not a group that init makes with nothing beside it.
+    """
+    for name in ("RANK", "WORLD_SIZE", "ADASUM_TRANSPORT"):
+        monkeypatch.delenv(name, raising=False)
+    alone = collectives.init()
+    assert not alone.transport.shares_gpu
+    assert HookState(process_group=alone).group.transport.shares_gpu
+    collectives.shutdown()
+    first = collectives.init()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert dist.group.WORLD is not None
+        assert collectives.from_process_group(dist.group.WORLD).transport.shares_gpu
+        assert first.transport.shares_gpu
+        collectives.shutdown()
+        assert collectives.init().transport.shares_gpu
+        collectives.shutdown()
+        assert collectives.init(process_group=dist.group.WORLD).transport.shares_gpu
+        assert HookState(Sum).group.transport.shares_gpu
+    finally:
+        collectives.shutdown()
+        collectives.from_process_group(dist.group.WORLD).close()
+        dist.destroy_process_group()
+
+
+def test_groups_of_one_process_share_the_thread_of_a_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever they were made from; another device has another one, and so has a later group."""
+    streams.install(monkeypatch)
+    made: list[Any] = []
+
+    def transport(host: Any, store: Any, device: torch.device, **options: Any) -> Any:
+        made.append((device, options["thread"]))
+        return host
+
+    monkeypatch.setattr(transport_selection, "NcclTransport", transport)
+    monkeypatch.setattr(transport_selection, "_gpu_report", lambda: ["", "", True])
+    monkeypatch.setattr(transport_selection, "store_of", lambda group: dist.HashStore())
+    start = Description("init", options={"transport": "nccl"})
+    worlds = [ThreadWorld(2) for _ in range(2)]
+
+    def main(rank: int) -> None:
+        for world in worlds:
+            gloo: Any = world.transport(rank)
+            opened = transport_selection.connect(gloo, 20.0, start)
+            assert isinstance(opened, ConnectionTransport)
+            opened.close()
+
+    with futures.ThreadPoolExecutor(2) as pool:
+        list(pool.map(main, range(2)))
+    assert len(made) == 4 and len({id(thread) for _, thread in made}) == 1
+    device, thread = made[0]
+    assert device == torch.device("cuda", 0) and shared_thread(device) is thread
+    assert shared_thread(torch.device("cuda", 1)) is not thread
+    del thread
+    made.clear()
+    assert device not in communicators._shared
