@@ -10,14 +10,15 @@ from typing_extensions import Unpack
 
 from collectives import validation
 from collectives.bootstrap.locality import find_locality, locality_on
-from collectives.consistency.arguments import Arguments, ReductionOptions
+from collectives.consistency.arguments import Arguments, ReductionOptions, ScaleOptions
 from collectives.consistency.calls import Calls
 from collectives.consistency.description import Call, Description
-from collectives.consistency.requests import Request
+from collectives.consistency.persistent import PersistentCollectives
 from collectives.cost import LinkRates
 from collectives.execution.all_reduce import Runner
 from collectives.owners import owners
 from collectives.reducers import Reducer, Sum
+from collectives.schedules.schedule import Schedule
 from collectives.schedules.spec import parse_all_reduce_spec
 from collectives.schedules.topology import Topology
 from collectives.transport.base import Transport
@@ -26,7 +27,7 @@ from collectives.work import Work
 Tensor = torch.Tensor
 
 
-class Group:
+class Group(PersistentCollectives):
     """Ranks that reduce together over one transport.
 
     Every method is a collective: all ranks of the group call the same ones in the same order. They
@@ -145,56 +146,59 @@ class Group:
         call = self._arguments.all_reduce(tensor, op, segments, **options)
         return self._call(call, async_op=async_op)
 
-    def all_reduce_init(
-        self,
-        tensor: Tensor,
-        op: Reducer = Sum,
-        *,
-        segments: Sequence[int] | None = None,
-        negotiate: bool = True,
-        **options: Unpack[ReductionOptions],
-    ) -> Request:
-        """Make, with all ranks, an `all_reduce` that is then started any number of times.
-
-        Arguments as all_reduce. Making it is negotiated, and so is each start; making it while a
-        rank has joined is a mismatch. With negotiate=False the request is made on this rank alone,
-        and each start is negotiated as an all_reduce with the same arguments: other ranks may make
-        that call instead, or take part by `join`.
-        """
-        call = self._arguments.all_reduce(tensor, op, segments, **options)
-        return Request(self._call, call, negotiate=negotiate)
-
     def grouped_all_reduce(
         self,
         tensors: Sequence[Tensor],
         op: Reducer = Sum,
         *,
+        packed: bool = False,
         async_op: bool = False,
         **options: Unpack[ReductionOptions],
     ) -> list[Tensor] | Work:
         """Reduce many tensors at once, in place, and return them as a list.
 
-        Those of one dtype and device travel packed in one buffer; operators that work per segment
-        take every tensor as a segment. Arguments as all_reduce; tensors that share memory are a
-        ValueError.
+        Those of one dtype, device and range of the specification travel packed in one buffer;
+        operators that work per segment take every tensor as a segment. Tensors that lie in one
+        buffer already, as `FusedBuffer` or `buffer_of` say, are reduced there.
+
+        Args:
+            tensors: What is reduced; tensors that share memory are a ValueError.
+            op: As in all_reduce.
+            packed: Whether a specification's limits are for the elements of all tensors of a dtype
+                and device together, not for each tensor's own.
+            async_op: See the class.
+            **options: As in all_reduce.
         """
-        call = self._arguments.grouped_all_reduce(tensors, op, **options)
+        call = self._arguments.grouped_all_reduce(tensors, op, packed=packed, **options)
         return self._call(call, async_op=async_op)
 
-    def grouped_all_reduce_init(
+    def run(
         self,
-        tensors: Sequence[Tensor],
+        schedule: Schedule,
+        tensor: Tensor,
         op: Reducer = Sum,
         *,
-        negotiate: bool = True,
-        **options: Unpack[ReductionOptions],
-    ) -> Request:
-        """Make, with all ranks, a `grouped_all_reduce` that is started any number of times.
+        segments: Sequence[int] | None = None,
+        async_op: bool = False,
+        **options: Unpack[ScaleOptions],
+    ) -> Tensor | Work:
+        """Reduce a contiguous tensor over all ranks, in place, by your own all-reduce schedule.
 
-        Arguments as grouped_all_reduce; negotiate as for all_reduce_init.
+        It is verified before anything is sent, once for as long as it is one of the latest; keep
+        the Schedule, as one with another function is another schedule. Ranks whose steps differ get
+        a CollectiveMismatchError. A rank that has joined cannot take part.
+
+        Args:
+            schedule: An all-reduce of as many ranks as the group has. For an operator that needs
+                one expression tree, such as Adasum, one that `verify` says `carries_adasum`.
+            tensor: What is reduced.
+            op: As in all_reduce.
+            segments: As in all_reduce.
+            async_op: See the class.
+            **options: `name`, `prescale` and `postscale`, as in all_reduce.
         """
-        call = self._arguments.grouped_all_reduce(tensors, op, **options)
-        return Request(self._call, call, negotiate=negotiate)
+        call = self._arguments.run(schedule, tensor, op, segments, **options)
+        return self._call(call, async_op=async_op)
 
     def reduce(
         self,
@@ -207,9 +211,10 @@ class Group:
     ) -> Tensor | Work:
         """Reduce a contiguous tensor onto rank `dst`, in place, and return it.
 
-        No rank allocates more than one n-th of the tensor. On the other ranks the tensor holds
-        partial results afterwards, as torch.distributed's does. Sum and Average only: Adasum's
-        result needs all ranks (all_reduce).
+        Up to 1 MiB a tree of log n steps may be what takes the least time; of a larger tensor no
+        rank allocates more than one n-th. On the other ranks the tensor holds partial results
+        afterwards, as torch.distributed's does. Sum and Average only: Adasum's result needs all
+        ranks (all_reduce).
         """
         return self._call(self._arguments.reduce(tensor, dst, op, name), async_op=async_op)
 
@@ -239,6 +244,7 @@ class Group:
         *,
         by_rows: bool = False,
         name: str | None = None,
+        out: Tensor | None = None,
         async_op: bool = False,
     ) -> Tensor | Work:
         """Reduce over all ranks and return this rank's piece; `tensor` is left as it is.
@@ -251,28 +257,34 @@ class Group:
             op: As in all_reduce.
             by_rows: Split the first dimension in that way; pieces have all others.
             name: See the class.
+            out: Where the piece is written, and what is returned; a new tensor unless given. Of the
+                piece's shape and the tensor's dtype and device, and apart from it in memory.
             async_op: See the class.
         """
-        call = self._arguments.reduce_scatter(tensor, op, by_rows, name)
+        call = self._arguments.reduce_scatter(tensor, op, by_rows, name, out)
         return self._call(call, async_op=async_op)
 
-    def reduce_scatter_init(
-        self, tensor: Tensor, op: Reducer = Sum, *, by_rows: bool = False, name: str | None = None
-    ) -> Request:
-        """Make, with all ranks, a `reduce_scatter` that is started any number of times.
-
-        Each wait() returns a new tensor.
-        """
-        return Request(self._call, self._arguments.reduce_scatter(tensor, op, by_rows, name))
-
     def all_gather(
-        self, tensor: Tensor, *, name: str | None = None, async_op: bool = False
+        self,
+        tensor: Tensor,
+        *,
+        name: str | None = None,
+        out: Tensor | None = None,
+        async_op: bool = False,
     ) -> Tensor | Work:
         """Return all ranks' tensors joined along dimension 0 in rank order.
 
         First dimensions may differ between ranks, the others may not; 0-d tensors are a ValueError.
+
+        Args:
+            tensor: This rank's.
+            name: See the class.
+            out: Where the result is written, and what is returned; a new tensor unless given. It
+                has the tensor's dtype, device and shape but for the first dimension, and is apart
+                from it in memory; other rows than all ranks have are a CollectiveMismatchError.
+            async_op: See the class.
         """
-        return self._call(self._arguments.all_gather(tensor, name), async_op=async_op)
+        return self._call(self._arguments.all_gather(tensor, name, out), async_op=async_op)
 
     def all_to_all(
         self,
@@ -301,10 +313,6 @@ class Group:
     ) -> Tensor | Work:
         """Copy `root`'s tensor to every rank, in place, and return it."""
         return self._call(self._arguments.broadcast(tensor, root, name), async_op=async_op)
-
-    def broadcast_init(self, tensor: Tensor, root: int = 0, *, name: str | None = None) -> Request:
-        """Make, with all ranks, a `broadcast` that is started any number of times."""
-        return Request(self._call, self._arguments.broadcast(tensor, root, name))
 
     def all_gather_bytes(self, payload: bytes, *, name: str | None = None) -> list[bytes]:
         """Return every rank's bytes, by rank; lengths may differ."""
@@ -368,6 +376,23 @@ class Group:
         self._parts.append(part)
         part._whole = self
         return part
+
+    def abort(self, reason: str = "") -> None:
+        """Make the group unusable at once, from any thread; a second time does nothing.
+
+        What is under way or queued raises TransportError, as does every later call; on the peers
+        their call, or their next one, is an error that names this rank and the reason. Groups split
+        from this one are aborted, too. Messages under way over gloo end by their timeout. close()
+        is still to be called.
+
+        Args:
+            reason: What errors say, on this rank and on its peers.
+        """
+        validation.instance("reason", reason, str, "a str")
+        said = f"rank {self.rank} called abort()" + (f": {reason}" if reason else "")
+        for part in list(self._parts):
+            part.abort(reason)
+        self._call.queue.abort(said)
 
     @property
     def closed(self) -> bool:

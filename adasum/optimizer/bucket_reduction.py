@@ -151,6 +151,8 @@ class BucketReducer:
             "name": bucket,
             "prescale": self.prescale,
             "postscale": self.postscale,
+            # A bucket is one buffer, whatever it holds.
+            "packed": True,
         }
 
     def reduce_sparse_async(self, name: str, parameter: Tensor, bucket: str) -> Reduction:

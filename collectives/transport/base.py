@@ -175,6 +175,13 @@ class Transport(ABC):
             timeout: Seconds that the other ranks may take to come.
         """
 
+    def interrupt(self, reason: str) -> None:
+        """Let a thread that waits in `exchange` or in shared memory raise a TransportError soon.
+
+        Any thread may call it at any time. What cannot be interrupted ends by its timeout.
+        """
+        return
+
     def abort(self, reason: str) -> None:
         """End what is under way and become unusable; tell the peers why, where that can be."""
         return
