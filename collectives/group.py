@@ -158,8 +158,9 @@ class Group(PersistentCollectives):
         """Reduce many tensors at once, in place, and return them as a list.
 
         Those of one dtype, device and range of the specification travel packed in one buffer;
-        operators that work per segment take every tensor as a segment. Tensors that lie in one
-        buffer already, as `FusedBuffer` or `buffer_of` say, are reduced there.
+        operators that work per segment take every tensor as a segment. Tensors that lie in a
+        FusedBuffer, or one behind the other in any memory, each a multiple of 64 bytes long (256 on
+        CUDA), are reduced where they are.
 
         Args:
             tensors: What is reduced; tensors that share memory are a ValueError.

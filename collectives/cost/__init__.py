@@ -55,18 +55,15 @@ def estimate(
         if op not in OPS:
             raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
         return walk(spec, topology, (op,)).cost(nbytes, rates, segments)
-    return profile(spec, topology, op, min(segments, topology.size)).cost(nbytes, rates, segments)
-
-
-def profile(spec: str, topology: Topology, op: str = "sum", tensors: int = 1) -> Profile:
-    """Return what `estimate` multiplies with rates and bytes; cached, as it is the slow part."""
     # Only a shuffle asks how many tensors there are.
     dealt = any(name in str(spec) for name, record in ALGORITHMS.items() if record.deals_shards)
-    return _profile(spec, topology, op, tensors if dealt else 1)
+    tensors = (min(segments, topology.size),) if dealt and segments > 1 else ()
+    return profile(spec, topology, op, *tensors).cost(nbytes, rates, segments)
 
 
 @lru_cache(maxsize=512)
-def _profile(spec: str, topology: Topology, op: str, tensors: int) -> Profile:
+def profile(spec: str, topology: Topology, op: str = "sum", tensors: int = 1) -> Profile:
+    """Return what `estimate` multiplies with rates and bytes; cached, as it is the slow part."""
     ranges = parse_all_reduce_spec(spec)
     if len(ranges) != 1:
         raise ValueError(f"spec {spec!r} has {len(ranges)} ranges: ask for one at a time")

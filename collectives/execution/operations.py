@@ -192,8 +192,8 @@ def _row_bounds(call: Operation) -> list[int]:
     """Return the boundaries of all ranks' rows; raise on all ranks where one's `out` has others."""
     (mine,) = call.tensors
     table = torch.zeros(call.size, 2, dtype=torch.int64, device="cpu")
-    given = _NO_OUT if call.out is None else call.out.shape[0]
-    table[call.rank] = torch.tensor([mine.shape[0], given])
+    table[call.rank, 0] = mine.shape[0]
+    table[call.rank, 1] = _NO_OUT if call.out is None else call.out.shape[0]
     bounds = range(0, 2 * call.size + 1, 2)
     call.execute(bruck.all_gather(call.size), table.view(-1), Sum, bounds)
     rows = [0, *torch.cumsum(table[:, 0], 0).tolist()]

@@ -98,7 +98,7 @@ def all_reduce(
 def _record(name: str, where: str, *, on_host: bool) -> Algorithm:
     return Algorithm(
         name,
-        f"k gather ranks reduce one k-th each, in {where} memory",
+        f"k shards of each tensor, dealt to all ranks in turn, which reduce them in {where} memory",
         Order.LINE,
         schedule=lambda level: all_reduce(
             level.size,
