@@ -10,15 +10,15 @@ from typing_extensions import Unpack
 
 from collectives import validation
 from collectives.bootstrap.locality import find_locality, locality_on
-from collectives.consistency.arguments import Arguments, ReductionOptions, ScaleOptions
+from collectives.consistency.arguments import Arguments, ReductionOptions
 from collectives.consistency.calls import Calls
 from collectives.consistency.description import Call, Description
 from collectives.consistency.persistent import PersistentCollectives
+from collectives.consistency.schedule_runs import ScheduleRuns
 from collectives.cost import LinkRates
 from collectives.execution.all_reduce import Runner
 from collectives.owners import owners
 from collectives.reducers import Reducer, Sum
-from collectives.schedules.schedule import Schedule
 from collectives.schedules.spec import parse_all_reduce_spec
 from collectives.schedules.topology import Topology
 from collectives.transport.base import Transport
@@ -27,7 +27,7 @@ from collectives.work import Work
 Tensor = torch.Tensor
 
 
-class Group(PersistentCollectives):
+class Group(ScheduleRuns, PersistentCollectives):
     """Ranks that reduce together over one transport.
 
     Every method is a collective: all ranks of the group call the same ones in the same order. They
@@ -171,34 +171,6 @@ class Group(PersistentCollectives):
             **options: As in all_reduce.
         """
         call = self._arguments.grouped_all_reduce(tensors, op, packed=packed, **options)
-        return self._call(call, async_op=async_op)
-
-    def run(
-        self,
-        schedule: Schedule,
-        tensor: Tensor,
-        op: Reducer = Sum,
-        *,
-        segments: Sequence[int] | None = None,
-        async_op: bool = False,
-        **options: Unpack[ScaleOptions],
-    ) -> Tensor | Work:
-        """Reduce a contiguous tensor over all ranks, in place, by your own all-reduce schedule.
-
-        It is verified before anything is sent, once for as long as it is one of the latest; keep
-        the Schedule, as one with another function is another schedule. Ranks whose steps differ get
-        a CollectiveMismatchError. A rank that has joined cannot take part.
-
-        Args:
-            schedule: An all-reduce of as many ranks as the group has. For an operator that needs
-                one expression tree, such as Adasum, one that `verify` says `carries_adasum`.
-            tensor: What is reduced.
-            op: As in all_reduce.
-            segments: As in all_reduce.
-            async_op: See the class.
-            **options: `name`, `prescale` and `postscale`, as in all_reduce.
-        """
-        call = self._arguments.run(schedule, tensor, op, segments, **options)
         return self._call(call, async_op=async_op)
 
     def reduce(
@@ -383,8 +355,8 @@ class Group(PersistentCollectives):
 
         What is under way or queued raises TransportError, as does every later call; on the peers
         their call, or their next one, is an error that names this rank and the reason. Groups split
-        from this one are aborted, too. Messages under way over gloo end by their timeout. close()
-        is still to be called.
+        from this one are aborted, too. Over gloo, which tells the peers nothing, calls end by
+        their timeout. close() is still to be called.
 
         Args:
             reason: What errors say, on this rank and on its peers.

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 import torch
 from typing_extensions import Unpack
 
-from collectives.consistency.arguments import Arguments, ReductionOptions, ScaleOptions
+from collectives.consistency.arguments import Arguments, ReductionOptions
 from collectives.consistency.calls import Calls
 from collectives.consistency.requests import Request
 from collectives.reducers import Reducer, Sum
-from collectives.schedules.schedule import Schedule
 
 Tensor = torch.Tensor
 
@@ -71,19 +70,6 @@ class PersistentCollectives:
         Each wait() returns a new tensor, unless it is to write to `out`.
         """
         return Request(self._call, self._arguments.reduce_scatter(tensor, op, by_rows, name, out))
-
-    def run_init(
-        self,
-        schedule: Schedule,
-        tensor: Tensor,
-        op: Reducer = Sum,
-        *,
-        segments: Sequence[int] | None = None,
-        **options: Unpack[ScaleOptions],
-    ) -> Request:
-        """Make, with all ranks, a `run` that is started any number of times. Arguments as run."""
-        call = self._arguments.run(schedule, tensor, op, segments, **options)
-        return Request(self._call, call)
 
     def broadcast_init(self, tensor: Tensor, root: int = 0, *, name: str | None = None) -> Request:
         """Make, with all ranks, a `broadcast` that is started any number of times."""

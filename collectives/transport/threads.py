@@ -89,7 +89,6 @@ class ThreadTransport(Transport):
         self.rank = rank
         self.size = world.size
         self._made: Counter[tuple[int, ...]] = Counter()
-        self._interrupted = ""
         # The threads take turns as it is: one that looks again keeps the others from theirs.
         self.symmetric_memory = SymmetricMemory(world.memory, rank, world.size, self, cores=[0])
 
@@ -128,7 +127,7 @@ class ThreadTransport(Transport):
                 break
             except queue.Empty:
                 self._check_waiting(peer, step, deadline, timeout)
-        self._check_interrupt(step)
+        self.check_interrupt(step)
         if parcel.tensor.numel() != tensor.numel():
             raise TransportError(
                 f"rank {peer} sent {parcel.tensor.numel()} elements in {step} where "
@@ -141,7 +140,7 @@ class ThreadTransport(Transport):
         parcel.taken.set()
 
     def _check_waiting(self, peer: int, step: str, deadline: float, timeout: float) -> None:
-        self._check_interrupt(step)
+        self.check_interrupt(step)
         if peer in self._world.ended:
             raise CollectiveTimeoutError(
                 f"rank {self.rank} cannot go on in {step}: {self.why_gone(peer)}"
@@ -153,7 +152,7 @@ class ThreadTransport(Transport):
 
     def gone(self, peers: Collection[int] | None = None) -> int | None:
         """Return a rank that has ended, if any: `Transport.gone`."""
-        self._check_interrupt("a wait for all ranks")
+        self.check_interrupt("a wait for all ranks")
         return next((r for r in sorted(self._world.ended) if peers is None or r in peers), None)
 
     def why_gone(self, peer: int) -> str:
@@ -161,13 +160,9 @@ class ThreadTransport(Transport):
         why = self._world.aborted.get(peer)
         return f"rank {peer} has ended" + (f": {why}" if why else "")
 
-    def _check_interrupt(self, step: str) -> None:
-        if self._interrupted:
-            raise TransportError(f"rank {self.rank} was stopped in {step}: {self._interrupted}")
-
     def interrupt(self, reason: str) -> None:
         """Let this rank's waits raise: `Transport.interrupt`."""
-        self._interrupted = reason
+        super().interrupt(reason)
         if self.symmetric_memory is not None:
             self.symmetric_memory.withdraw()
 

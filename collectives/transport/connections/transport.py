@@ -75,7 +75,6 @@ class ConnectionTransport(Transport):
         self._kinds = tuple(kinds)
         self._toward = toward
         self._unusable = ""
-        self._interrupted = ""
         self._connections, memory = open_connections(
             other, timeout, kinds=kinds if self.size > 1 else (), toward=toward, near=near
         )
@@ -178,7 +177,7 @@ class ConnectionTransport(Transport):
         while connections:
             moved = [connection.advance() for connection in connections]
             connections = [connection for connection in connections if connection.busy]
-            self._check_interrupt(step)
+            self.check_interrupt(step)
             slept = min(nap, _INTERRUPT_SECONDS)
             if any(moved) or not connections or _wait(connections, deadline, slept):
                 continue
@@ -199,7 +198,7 @@ class ConnectionTransport(Transport):
         """Return a peer whose end is closed, if any: `Transport.gone`."""
         if self._unusable:
             raise TransportError(f"the connections cannot be used: {self._unusable}")
-        self._check_interrupt("a wait for all ranks")
+        self.check_interrupt("a wait for all ranks")
         asked = self._connections.keys() if peers is None else self._connections.keys() & {*peers}
         hang_ups = select.poll()
         for peer in asked:
@@ -219,13 +218,9 @@ class ConnectionTransport(Transport):
             other, timeout, kinds=self._kinds, toward=self._toward, near=near
         )
 
-    def _check_interrupt(self, step: str) -> None:
-        if self._interrupted:
-            raise TransportError(f"rank {self.rank} was stopped in {step}: {self._interrupted}")
-
     def interrupt(self, reason: str) -> None:
         """Let this rank's waits raise: `Transport.interrupt`."""
-        self._interrupted = reason
+        super().interrupt(reason)
         memory = self.symmetric_memory
         if memory is not None:
             memory.withdraw()

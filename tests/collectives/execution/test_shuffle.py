@@ -12,6 +12,7 @@ from adasum import Adasum, HookState
 from collectives import Average, CollectiveMismatchError, Group, Reducer, Sum, run_threads
 from collectives.cost import ASSUMED, estimate
 from collectives.schedules.topology import Topology
+from tests.collectives.consistency.ranks import everywhere, run, start_and_wait
 
 # A multiple of 64 bytes, so that packing needs no padding.
 NUMEL = 25_008
@@ -172,3 +173,28 @@ def test_cost_model_prices_dealt_shards_by_how_many_tensors_there_are() -> None:
     assert estimate("xring", 8 * BYTES, ASSUMED, topology, segments=8) == estimate(
         "xring", 8 * BYTES, ASSUMED, topology
     )
+
+
+@everywhere
+def test_gather_ranks_agree_after_mismatches_and_with_a_rank_that_has_joined(way: str) -> None:
+    """Ranks that did not would wait for each other."""
+
+    def job(group: Group) -> None:
+        request = group.all_reduce_init(torch.ones(5), algorithm="psgpu")
+        other = group.all_reduce_init(torch.ones(7), algorithm="pscpu")
+        for _ in range(2):
+            with pytest.raises(CollectiveMismatchError):
+                start_and_wait(other if group.rank == 1 else request)
+            with pytest.raises(CollectiveMismatchError):
+                group.all_reduce(torch.ones(3 + group.rank), algorithm="psgpu")
+            with pytest.raises(TypeError):
+                group.all_reduce([] if group.rank else None, algorithm="psgpu")  # type: ignore[arg-type]
+        for _ in range(group.rank):
+            whole = group.all_reduce(torch.ones(4), algorithm="psgpu")
+            assert isinstance(whole, torch.Tensor) and whole.eq(whole[0]).all()
+        assert group.join() == group.size - 1
+        for _ in range(4):
+            whole = group.all_reduce(torch.ones(4), algorithm="psgpu")
+            assert isinstance(whole, torch.Tensor) and whole.eq(group.size).all()
+
+    run(way, 3, job)
