@@ -5,6 +5,7 @@
     group = collectives.init()              # under torchrun, or one rank
     group.all_reduce(tensor)                # in place, op=Sum
     request = group.all_reduce_init(flat)   # planned once, started any number of times
+    group.run(schedule, tensor)             # your own all-reduce
     collectives.run_threads(4, fn)          # four ranks in one process
 
 A `Schedule` is plain data, which `verify` checks for all ranks at once. It runs over any transport
@@ -42,7 +43,7 @@ from collectives.initialize import (
 )
 from collectives.reducers import Average, Operands, Piece, Reducer, Sum
 from collectives.schedules.partition import split_bounds
-from collectives.schedules.schedule import Action, Schedule, Step, Transfer
+from collectives.schedules.schedule import Action, Collective, Schedule, Step, Transfer
 from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec, parse_general_int
 from collectives.schedules.topology import Topology, ring_permutations
 from collectives.schedules.verify import verify
@@ -52,6 +53,7 @@ __all__ = [
     "Action",
     "AllReduceSpec",
     "Average",
+    "Collective",
     "CollectiveError",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",

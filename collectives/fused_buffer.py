@@ -9,6 +9,7 @@ import torch
 
 from collectives import validation
 from collectives.reducers import kernels
+from kernels import Layout
 
 Tensor = torch.Tensor
 _SlotsKey = tuple[int, torch.dtype, torch.device, tuple[int, ...]]
@@ -87,6 +88,30 @@ def buffer_of(tensors: Sequence[Tensor]) -> FusedBuffer | None:
     if found is None or found.addresses != [tensor.data_ptr() for tensor in tensors]:
         return None
     return found
+
+
+def memory_of(tensors: Sequence[Tensor], layout: Layout) -> Tensor | None:
+    """Return the 1-D memory in which these contiguous tensors lie at the layout's offsets, or None.
+
+    Whoever made it, if it is aligned as the layout is. None where the layout has padding, which may
+    hold anything, in use by anybody: only a FusedBuffer's is known to be zeros. Does no work on the
+    device.
+    """
+    if not layout.numel or layout.numel != sum(layout.numels):
+        return None
+    whole = [tensor for tensor in tensors if tensor.numel()]
+    first, start = whole[0], whole[0].data_ptr()
+    if start % layout.alignment:
+        return None
+    offsets = [o for o, n in zip(layout.offsets, layout.numels, strict=True) if n]
+    size = first.element_size()
+    if any(start + o * size != one.data_ptr() for o, one in zip(offsets, whole, strict=True)):
+        return None
+    # What lies side by side may still be several allocations.
+    storage = first.untyped_storage().data_ptr()
+    if any(each.untyped_storage().data_ptr() != storage for each in whole):
+        return None
+    return first.detach().as_strided((layout.numel,), (1,))
 
 
 def _slots_key(tensors: Sequence[Tensor]) -> _SlotsKey:

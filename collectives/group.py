@@ -10,15 +10,15 @@ from typing_extensions import Unpack
 
 from collectives import validation
 from collectives.bootstrap.locality import find_locality, locality_on
-from collectives.consistency.arguments import Arguments, OwnersOptions, ReductionOptions
+from collectives.consistency.arguments import Arguments, ReductionOptions
 from collectives.consistency.calls import Calls
 from collectives.consistency.description import Call, Description
-from collectives.consistency.requests import Request
+from collectives.consistency.owner_collectives import OwnerCollectives
+from collectives.consistency.persistent import PersistentCollectives
+from collectives.consistency.schedule_runs import ScheduleRuns
 from collectives.cost import LinkRates
 from collectives.execution.all_reduce import Runner
-from collectives.owners import owners
 from collectives.reducers import Reducer, Sum
-from collectives.schedules import to_owners
 from collectives.schedules.spec import parse_all_reduce_spec
 from collectives.schedules.topology import Topology
 from collectives.transport.base import Transport
@@ -27,7 +27,7 @@ from collectives.work import Work
 Tensor = torch.Tensor
 
 
-class Group:
+class Group(ScheduleRuns, PersistentCollectives, OwnerCollectives):
     """Ranks that reduce together over one transport.
 
     Every method is a collective: all ranks of the group call the same ones in the same order. They
@@ -146,56 +146,32 @@ class Group:
         call = self._arguments.all_reduce(tensor, op, segments, **options)
         return self._call(call, async_op=async_op)
 
-    def all_reduce_init(
-        self,
-        tensor: Tensor,
-        op: Reducer = Sum,
-        *,
-        segments: Sequence[int] | None = None,
-        negotiate: bool = True,
-        **options: Unpack[ReductionOptions],
-    ) -> Request:
-        """Make, with all ranks, an `all_reduce` that is then started any number of times.
-
-        Arguments as all_reduce. Making it is negotiated, and so is each start; making it while a
-        rank has joined is a mismatch. With negotiate=False the request is made on this rank alone,
-        and each start is negotiated as an all_reduce with the same arguments: other ranks may make
-        that call instead, or take part by `join`.
-        """
-        call = self._arguments.all_reduce(tensor, op, segments, **options)
-        return Request(self._call, call, negotiate=negotiate)
-
     def grouped_all_reduce(
         self,
         tensors: Sequence[Tensor],
         op: Reducer = Sum,
         *,
+        packed: bool = False,
         async_op: bool = False,
         **options: Unpack[ReductionOptions],
     ) -> list[Tensor] | Work:
         """Reduce many tensors at once, in place, and return them as a list.
 
-        Those of one dtype and device travel packed in one buffer; operators that work per segment
-        take every tensor as a segment. Arguments as all_reduce; tensors that share memory are a
-        ValueError.
+        Those of one dtype, device and range of the specification travel packed in one buffer;
+        operators that work per segment take every tensor as a segment. Tensors that lie in a
+        FusedBuffer, or one behind the other in any memory, each a multiple of 64 bytes long (256 on
+        CUDA), are reduced where they are.
+
+        Args:
+            tensors: What is reduced; tensors that share memory are a ValueError.
+            op: As in all_reduce.
+            packed: Whether a specification's limits are for the elements of all tensors of a dtype
+                and device together, not for each tensor's own.
+            async_op: See the class.
+            **options: As in all_reduce.
         """
-        call = self._arguments.grouped_all_reduce(tensors, op, **options)
+        call = self._arguments.grouped_all_reduce(tensors, op, packed=packed, **options)
         return self._call(call, async_op=async_op)
-
-    def grouped_all_reduce_init(
-        self,
-        tensors: Sequence[Tensor],
-        op: Reducer = Sum,
-        *,
-        negotiate: bool = True,
-        **options: Unpack[ReductionOptions],
-    ) -> Request:
-        """Make, with all ranks, a `grouped_all_reduce` that is started any number of times.
-
-        Arguments as grouped_all_reduce; negotiate as for all_reduce_init.
-        """
-        call = self._arguments.grouped_all_reduce(tensors, op, **options)
-        return Request(self._call, call, negotiate=negotiate)
 
     def reduce(
         self,
@@ -208,77 +184,12 @@ class Group:
     ) -> Tensor | Work:
         """Reduce a contiguous tensor onto rank `dst`, in place, and return it.
 
-        No rank allocates more than one n-th of the tensor. On the other ranks the tensor holds
-        partial results afterwards, as torch.distributed's does. Sum and Average only: Adasum's
-        result needs all ranks (all_reduce).
+        Up to 1 MiB a tree of log n steps may be what takes the least time; of a larger tensor no
+        rank allocates more than one n-th. On the other ranks the tensor holds partial results
+        afterwards, as torch.distributed's does. Sum and Average only: Adasum's result needs all
+        ranks (all_reduce).
         """
         return self._call(self._arguments.reduce(tensor, dst, op, name), async_op=async_op)
-
-    def owners(self, numels: Sequence[int]) -> list[int]:
-        """Return each tensor's owner: the rank with the fewest elements so far, the first such."""
-        return owners(numels, self.size)
-
-    def reduce_to_owners(
-        self,
-        tensors: Sequence[Tensor],
-        op: Reducer = Sum,
-        *,
-        owners: Sequence[int] | None = None,
-        async_op: bool = False,
-        **options: Unpack[OwnersOptions],
-    ) -> list[int] | Work:
-        """Reduce each tensor onto its owner alone, in place; return the owners.
-
-        Op as in reduce. What the other ranks' tensors hold afterwards has no meaning.
-
-        Args:
-            tensors: What is reduced.
-            op: As in reduce.
-            owners: The rank that owns each tensor. Then tensors of one dtype and device travel
-                together, packed, in log n steps, and the results have the bits of an all-reduce by
-                rd or rechd; those in a FusedBuffer, sorted by `owners_order`, are not packed.
-                Unless given, owners are chosen by bytes, in list order, and tensors are reduced one
-                after another, with no extra memory but an n-th of one.
-            async_op: See the class.
-            **options: `name`, `prescale` and `postscale`, as in all_reduce.
-        """
-        call = self._arguments.reduce_to_owners(tensors, op, owners, **options)
-        return self._call(call, async_op=async_op)
-
-    def reduce_to_owners_init(
-        self,
-        tensors: Sequence[Tensor],
-        op: Reducer = Sum,
-        *,
-        owners: Sequence[int] | None = None,
-        negotiate: bool = True,
-        **options: Unpack[OwnersOptions],
-    ) -> Request:
-        """Make, with all ranks, a `reduce_to_owners` that is started any number of times.
-
-        Arguments as reduce_to_owners; negotiate as for all_reduce_init.
-        """
-        call = self._arguments.reduce_to_owners(tensors, op, owners, **options)
-        return Request(self._call, call, negotiate=negotiate)
-
-    def owners_order(self) -> tuple[int, ...]:
-        """Return the ranks in the order in which reduce_to_owners wants their tensors in memory."""
-        return to_owners.order(self.size)
-
-    def broadcast_from_owners(
-        self,
-        tensors: Sequence[Tensor],
-        *,
-        owners: Sequence[int] | None = None,
-        name: str | None = None,
-        async_op: bool = False,
-    ) -> list[Tensor] | Work:
-        """Copy each tensor to every rank, in place, from its owner, and return them as a list.
-
-        Owners are those that reduce_to_owners was given, or else chose.
-        """
-        call = self._arguments.broadcast_from_owners(tensors, owners, name)
-        return self._call(call, async_op=async_op)
 
     def reduce_scatter(
         self,
@@ -287,6 +198,7 @@ class Group:
         *,
         by_rows: bool = False,
         name: str | None = None,
+        out: Tensor | None = None,
         async_op: bool = False,
     ) -> Tensor | Work:
         """Reduce over all ranks and return this rank's piece; `tensor` is left as it is.
@@ -299,28 +211,34 @@ class Group:
             op: As in all_reduce.
             by_rows: Split the first dimension in that way; pieces have all others.
             name: See the class.
+            out: Where the piece is written, and what is returned; a new tensor unless given. Of the
+                piece's shape and the tensor's dtype and device, and apart from it in memory.
             async_op: See the class.
         """
-        call = self._arguments.reduce_scatter(tensor, op, by_rows, name)
+        call = self._arguments.reduce_scatter(tensor, op, by_rows, name, out)
         return self._call(call, async_op=async_op)
 
-    def reduce_scatter_init(
-        self, tensor: Tensor, op: Reducer = Sum, *, by_rows: bool = False, name: str | None = None
-    ) -> Request:
-        """Make, with all ranks, a `reduce_scatter` that is started any number of times.
-
-        Each wait() returns a new tensor.
-        """
-        return Request(self._call, self._arguments.reduce_scatter(tensor, op, by_rows, name))
-
     def all_gather(
-        self, tensor: Tensor, *, name: str | None = None, async_op: bool = False
+        self,
+        tensor: Tensor,
+        *,
+        name: str | None = None,
+        out: Tensor | None = None,
+        async_op: bool = False,
     ) -> Tensor | Work:
         """Return all ranks' tensors joined along dimension 0 in rank order.
 
         First dimensions may differ between ranks, the others may not; 0-d tensors are a ValueError.
+
+        Args:
+            tensor: This rank's.
+            name: See the class.
+            out: Where the result is written, and what is returned; a new tensor unless given. It
+                has the tensor's dtype, device and shape but for the first dimension, and is apart
+                from it in memory; other rows than all ranks have are a CollectiveMismatchError.
+            async_op: See the class.
         """
-        return self._call(self._arguments.all_gather(tensor, name), async_op=async_op)
+        return self._call(self._arguments.all_gather(tensor, name, out), async_op=async_op)
 
     def all_to_all(
         self,
@@ -349,10 +267,6 @@ class Group:
     ) -> Tensor | Work:
         """Copy `root`'s tensor to every rank, in place, and return it."""
         return self._call(self._arguments.broadcast(tensor, root, name), async_op=async_op)
-
-    def broadcast_init(self, tensor: Tensor, root: int = 0, *, name: str | None = None) -> Request:
-        """Make, with all ranks, a `broadcast` that is started any number of times."""
-        return Request(self._call, self._arguments.broadcast(tensor, root, name))
 
     def all_gather_bytes(self, payload: bytes, *, name: str | None = None) -> list[bytes]:
         """Return every rank's bytes, by rank; lengths may differ."""
@@ -419,6 +333,23 @@ class Group:
         self._parts.append(part)
         part._whole = self
         return part
+
+    def abort(self, reason: str = "") -> None:
+        """Make the group unusable at once, from any thread; a second time does nothing.
+
+        What is under way or queued raises TransportError, as does every later call; on the peers
+        their call, or their next one, is an error that names this rank and the reason. Groups split
+        from this one are aborted, too. Over gloo, which tells the peers nothing, calls end by
+        their timeout. close() is still to be called.
+
+        Args:
+            reason: What errors say, on this rank and on its peers.
+        """
+        validation.instance("reason", reason, str, "a str")
+        said = f"rank {self.rank} called abort()" + (f": {reason}" if reason else "")
+        for part in list(self._parts):
+            part.abort(reason)
+        self._call.queue.abort(said)
 
     @property
     def closed(self) -> bool:

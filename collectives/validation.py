@@ -98,6 +98,14 @@ def tensor_list(argument: str, values: object) -> list[torch.Tensor]:
     return values
 
 
+def apart(argument: str, value: torch.Tensor, other: str, tensor: torch.Tensor) -> None:
+    """Check that two contiguous tensors share no memory."""
+    if value.device == tensor.device and value.nbytes and tensor.nbytes:
+        start, other_start = value.data_ptr(), tensor.data_ptr()
+        if start < other_start + tensor.nbytes and other_start < start + value.nbytes:
+            raise ValueError(f"{argument} and {other} overlap in memory: pass another {argument}")
+
+
 def segments(values: object, numel: int) -> tuple[int, ...]:
     """Check element boundaries that start at 0, do not descend and end at `numel`."""
     if isinstance(values, torch.Tensor) or not isinstance(values, Iterable):

@@ -193,6 +193,16 @@ class Worker:
         finally:
             self._running.release()
 
+    def try_call(self, function: Callable[[], None]) -> bool:
+        """Run `function` in this thread where no call runs; return whether it did."""
+        if not self._running.acquire(blocking=False):
+            return False
+        try:
+            function()
+        finally:
+            self._running.release()
+        return True
+
     def begin(self, first: Callable[[], None], rest: Callable[[], Any]) -> Work | None:
         """Run `first` in this thread, and queue `rest`, which the Work's wait() may run itself.
 

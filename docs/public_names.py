@@ -55,7 +55,11 @@ class PublicNames(SphinxDirective):
                 kinds[name] = kind_of(value)
         lines = [f".. automodule:: {package}", "   :no-members:", ""]
         for name in sorted(kinds, key=lambda name: KINDS.index(kinds[name])):
-            lines += [f".. auto{kinds[name]}:: {package}.{name}", ""]
+            lines.append(f".. auto{kinds[name]}:: {package}.{name}")
+            # A group's requests are made by a part of it that has a file of its own.
+            if name == "Group":
+                lines.append("   :inherited-members:")
+            lines.append("")
         if others:
             links = ", ".join(f":py:obj:`{name} <collectives.{name}>`" for name in others)
             lines += [f"Also here, from collectives: {links}.", ""]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import kernels
 from collectives import FusedBuffer
+from collectives.fused_buffer import memory_of
 
 _Kind: TypeAlias = tuple[str, torch.dtype, torch.device]
 
@@ -37,7 +38,7 @@ class GradientBuffers:
         """
         members, fused = self._buckets.get(name, ([], None))
         if fused is None or not _same(members, parameters):
-            fused = FusedBuffer(parameters)
+            fused = FusedBuffer(parameters, _memory_of_gradients(parameters))
             # A gradient lies in one buffer: those that hold one of these are dropped.
             moved = {id(parameter) for parameter in parameters}
             self._buckets = {
@@ -69,6 +70,19 @@ class GradientBuffers:
             for parameter, view in zip(parameters, fused.views, strict=True):
                 if parameter.requires_grad:
                     parameter.grad = view
+
+
+def _memory_of_gradients(parameters: Sequence[Tensor]) -> Tensor | None:
+    """Return the memory in which all gradients lie already as a buffer would hold them, or None."""
+    gradients = [parameter.grad for parameter in parameters]
+    found = [
+        gradient.detach()
+        for gradient, parameter in zip(gradients, parameters, strict=True)
+        if gradient is not None and gradient.stride() == parameter.stride()
+    ]
+    if len(found) < len(gradients) or not all(gradient.is_contiguous() for gradient in found):
+        return None
+    return memory_of(found, kernels.layout_of(found))
 
 
 class DeltaBuffers:

@@ -168,7 +168,8 @@ class BucketReducer:
         return work.wait, install
 
     def _options(self, bucket: str) -> dict[str, Any]:
-        return {"algorithm": self.algorithm, **self._scaled(bucket)}
+        # A bucket is one buffer, whatever it holds.
+        return {"algorithm": self.algorithm, "packed": True, **self._scaled(bucket)}
 
     def _scaled(self, bucket: str) -> dict[str, Any]:
         return {"name": bucket, "prescale": self.prescale, "postscale": self.postscale}

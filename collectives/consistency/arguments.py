@@ -12,27 +12,27 @@ from collectives import validation
 from collectives.consistency.description import Call, Description, describe_tensor
 from collectives.execution.all_reduce import Runner, Specs
 from collectives.reducers import Reducer, Sum
+from collectives.schedules.partition import split_bounds
+from collectives.schedules.schedule import Schedule
 from collectives.schedules.spec import format_all_reduce_spec, parse_all_reduce_spec
+from collectives.schedules.user_schedules import verified
 from collectives.transport.byte_gathering import as_tensor
 
 Tensor = torch.Tensor
 
 
-class ReductionOptions(TypedDict, total=False):
-    """What an all-reduce may be given by name, as `Group.all_reduce` documents it."""
+class ScaleOptions(TypedDict, total=False):
+    """What every all-reduce may be given by name, as `Group.all_reduce` documents it."""
+
+    name: str | None
+    prescale: float
+    postscale: float
+
+
+class ReductionOptions(ScaleOptions, total=False):
+    """The same for one whose algorithm is a specification."""
 
     algorithm: str | None
-    name: str | None
-    prescale: float
-    postscale: float
-
-
-class OwnersOptions(TypedDict, total=False):
-    """What a reduction to owners may be given by name; as for an all-reduce."""
-
-    name: str | None
-    prescale: float
-    postscale: float
 
 
 class Arguments:
@@ -61,12 +61,43 @@ class Arguments:
         return _call("all_reduce", options.get("name"), [tensor], op, compared)
 
     def grouped_all_reduce(
-        self, tensors: Sequence[Tensor], op: Reducer, **options: Unpack[ReductionOptions]
+        self,
+        tensors: Sequence[Tensor],
+        op: Reducer,
+        *,
+        packed: bool = False,
+        **options: Unpack[ReductionOptions],
     ) -> Call:
         """Check and describe a grouped_all_reduce."""
         tensors = validation.tensor_list("tensors", tensors)
-        compared = self._reduction(tensors, op, **options)
+        validation.instance("packed", packed, bool, "a bool")
+        compared = {**self._reduction(tensors, op, **options), "packed": packed}
         return _call("grouped_all_reduce", options.get("name"), tensors, op, compared)
+
+    def run(
+        self,
+        schedule: Schedule,
+        tensor: Tensor,
+        op: Reducer,
+        segments: Sequence[int] | None,
+        **options: Unpack[ScaleOptions],
+    ) -> Call:
+        """Verify and describe a run of a user's own schedule."""
+        validation.tensor("tensor", tensor)
+        if segments is not None:
+            segments = validation.segments(segments, tensor.numel())
+        compared = {**self._reduction([tensor], op, **options), "segments": segments}
+        known = verified(schedule, self._transport.rank, self._transport.size)
+        if op.needs_one_tree and not (known.proof.carries_adasum and known.proof.phases < 2):
+            raise ValueError(
+                f"schedule {schedule.name!r} cannot carry {op}: it reduces in phases, not every "
+                "element by one expression tree, or in steps without the group of ranks that hold "
+                "the whole operands"
+            )
+        del compared["algorithm"]
+        compared["schedule"] = f"{schedule.name} with steps {known.digest}"
+        call = _call("run", options.get("name"), [tensor], op, compared)
+        return call._replace(schedule=known.schedule)
 
     def reduce(self, tensor: Tensor, dst: int, op: Reducer, name: str | None) -> Call:
         """Check and describe a reduce."""
@@ -80,7 +111,7 @@ class Arguments:
         tensors: Sequence[Tensor],
         op: Reducer,
         owners: Sequence[int] | None = None,
-        **options: Unpack[OwnersOptions],
+        **options: Unpack[ScaleOptions],
     ) -> Call:
         """Check and describe a reduce_to_owners."""
         tensors = validation.tensor_list("tensors", tensors)
@@ -100,19 +131,31 @@ class Arguments:
         compared = {"owners": self._owners(owners, len(tensors))}
         return _call("broadcast_from_owners", name, tensors, options=compared)
 
-    def reduce_scatter(self, tensor: Tensor, op: Reducer, by_rows: bool, name: str | None) -> Call:
+    def reduce_scatter(
+        self, tensor: Tensor, op: Reducer, by_rows: bool, name: str | None, out: Tensor | None
+    ) -> Call:
         """Check and describe a reduce_scatter."""
         validation.tensor("tensor", tensor, written=False)
         validation.instance("by_rows", by_rows, bool, "a bool")
         if by_rows:
             _check_rows(tensor)
         self._reduction([tensor], op)
-        return _call("reduce_scatter", name, [tensor], op, {"op": str(op), "by_rows": by_rows})
+        if out is not None:
+            rank, length = self._transport.rank, tensor.shape[0] if by_rows else tensor.numel()
+            low, high = split_bounds(length, self._transport.size)[rank : rank + 2]
+            mine = high - low
+            _check_out(out, tensor, (mine, *tensor.shape[1:]) if by_rows else (mine,))
+        options = {"op": str(op), "by_rows": by_rows}
+        return _call("reduce_scatter", name, [tensor], op, options)._replace(out=out)
 
-    def all_gather(self, tensor: Tensor, name: str | None) -> Call:
+    def all_gather(self, tensor: Tensor, name: str | None, out: Tensor | None) -> Call:
         """Check and describe an all_gather."""
         self._rows(tensor)
-        return _call("all_gather", name, [tensor], any_rows=True)
+        if out is not None:
+            # How many rows there are in all is found out with the other ranks.
+            validation.tensor("out", out)
+            _check_out(out, tensor, (*out.shape[:1], *tensor.shape[1:]))
+        return _call("all_gather", name, [tensor], any_rows=True)._replace(out=out)
 
     def all_gather_bytes(self, payload: bytes, name: str | None) -> Call:
         """Check and describe an all_gather_bytes."""
@@ -140,7 +183,7 @@ class Arguments:
         self._transport.check_device(tensor.device)
 
     def _onto_single_ranks(
-        self, tensors: Sequence[Tensor], op: Reducer, **options: Unpack[OwnersOptions]
+        self, tensors: Sequence[Tensor], op: Reducer, **options: Unpack[ScaleOptions]
     ) -> dict[str, Any]:
         compared = self._reduction(tensors, op, **options)
         if op.needs_one_tree:
@@ -211,6 +254,18 @@ def _call(
         describe_tensor(tensor, any_rows=any_rows and i == 0) for i, tensor in enumerate(tensors)
     ]
     return Call(Description(kind, name, options or {}, described), tensors, op)
+
+
+def _check_out(out: Tensor, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    """Check what a result is written to, of the dtype and device of the call's tensor."""
+    validation.tensor("out", out)
+    if out.dtype != tensor.dtype:
+        raise TypeError(f"out must be of {tensor.dtype} as tensor is, got {out.dtype}")
+    if out.device != tensor.device:
+        raise ValueError(f"out must be on {tensor.device} as tensor is, got one on {out.device}")
+    if tuple(out.shape) != shape:
+        raise ValueError(f"out must have shape {shape}, got {tuple(out.shape)}")
+    validation.apart("out", out, "tensor", tensor)
 
 
 def _check_rows(tensor: Tensor) -> None:

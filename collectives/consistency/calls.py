@@ -64,7 +64,7 @@ class Calls:
             shared = self.plan(call)
             return self._finish(call, shared, self._signal(call, shared))
 
-        return self.queue.run(description.kind, work, call.tensors, async_op=async_op)
+        return self.queue.run(description.kind, work, call.memory, async_op=async_op)
 
     def number(self, call: Call) -> Call:
         """Negotiate the making of a request; return the call that each of its starts makes."""
@@ -108,9 +108,9 @@ class Calls:
         if on_gpu and torch.cuda.is_current_stream_capturing():
             # The graph takes what this thread's stream gets, not the communication thread's.
             done = Work()
-            done.run(lambda: self.queue.run(kind, rest, call.tensors))
+            done.run(lambda: self.queue.run(kind, rest, call.memory))
             return done
-        work: Work = self.queue.run(kind, rest, call.tensors, async_op=True)
+        work: Work = self.queue.run(kind, rest, call.memory, async_op=True)
         return work
 
     def _with_link_rates(self, call: Call) -> Call:
@@ -165,7 +165,11 @@ class Calls:
 
     def _run(self, call: Call, label: str) -> Any:
         options = call.description.options
-        operation = Operation(self._runner, options, call.tensors, call.op, label)
+        # Alike on all ranks: they make the same calls.
+        self._runner.first = self._count - 1
+        operation = Operation(
+            self._runner, options, call.tensors, call.op, label, call.schedule, call.out
+        )
         return OPERATIONS[call.description.kind](operation)
 
     def _finish(self, call: Call, shared: SharedMemoryAllReduce | None, label: str) -> Any:

@@ -14,6 +14,7 @@ import torch
 
 from collectives import validation
 from collectives.reducers import Reducer, Sum
+from collectives.schedules.schedule import Schedule
 from collectives.transport.shared_memory.symmetric_memory import CODE_BITS
 
 ANY = -1
@@ -103,11 +104,20 @@ class Call(NamedTuple):
         description: What all ranks must make alike.
         tensors: What it works on.
         op: The reducer; any for a call that reduces nothing.
+        schedule: What is run, for a call that says so itself.
+        out: Where the result is written, for a call that makes a tensor else.
     """
 
     description: Description
     tensors: Sequence[torch.Tensor] = ()
     op: Reducer = Sum
+    schedule: Schedule | None = None
+    out: torch.Tensor | None = None
+
+    @property
+    def memory(self) -> Sequence[torch.Tensor]:
+        """All tensors that it reads or writes."""
+        return self.tensors if self.out is None else (*self.tensors, self.out)
 
 
 def difference(calls: Mapping[int, Description]) -> str:

@@ -20,7 +20,8 @@ from functools import lru_cache
 from collectives.cost.link_rates import ASSUMED, LinkRates, Rate
 from collectives.cost.profiles import Cost, Profile
 from collectives.cost.walker import walk, walk_levels
-from collectives.schedules.registry import algorithm
+from collectives.schedules.registry import ALGORITHMS, algorithm
+from collectives.schedules.schedule import Schedule
 from collectives.schedules.spec import parse_all_reduce_spec
 from collectives.schedules.topology import Topology
 
@@ -28,32 +29,40 @@ OPS = ("sum", "adasum")
 
 
 def estimate(
-    spec: str,
+    spec: str | Schedule,
     nbytes: float,
     rates: LinkRates,
     topology: Topology,
     op: str = "sum",
     segments: int = 1,
 ) -> Cost:
-    """Return the cost of an all-reduce by one range of a specification ("rechd/xring#2").
+    """Return the cost of an all-reduce by one range of a specification, or by a schedule.
 
     Args:
-        spec: The range.
+        spec: The range ("rechd/xring#2"), or a schedule of your own.
         nbytes: Length of each rank's buffer.
         rates: The machine.
         topology: Where the ranks are.
         op: "sum" or "adasum"; Average costs what Sum does.
-        segments: How many tensors Adasum projects on their own.
+        segments: How many tensors lie in the buffer, which Adasum projects on their own, and whose
+            shards a parameter-server shuffle deals to the ranks.
 
     Raises:
         ValueError: The specification has several ranges, is unknown, or is a library's algorithm,
-            whose steps are not known.
+            whose steps are not known; or the schedule is for other ranks.
     """
-    return profile(spec, topology, op).cost(nbytes, rates, segments)
+    if isinstance(spec, Schedule):
+        if op not in OPS:
+            raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
+        return walk(spec, topology, (op,)).cost(nbytes, rates, segments)
+    # Only a shuffle asks how many tensors there are.
+    dealt = any(name in str(spec) for name, record in ALGORITHMS.items() if record.deals_shards)
+    tensors = (min(segments, topology.size),) if dealt and segments > 1 else ()
+    return profile(spec, topology, op, *tensors).cost(nbytes, rates, segments)
 
 
 @lru_cache(maxsize=512)
-def profile(spec: str, topology: Topology, op: str = "sum") -> Profile:
+def profile(spec: str, topology: Topology, op: str = "sum", tensors: int = 1) -> Profile:
     """Return what `estimate` multiplies with rates and bytes; cached, as it is the slow part."""
     ranges = parse_all_reduce_spec(spec)
     if len(ranges) != 1:
@@ -63,7 +72,7 @@ def profile(spec: str, topology: Topology, op: str = "sum") -> Profile:
     for name in (ranges[0].inner, ranges[0].outer):
         if name == "auto" or (name is not None and algorithm(name).is_library):
             raise ValueError(f"{name!r} is no schedule, so its steps are not known")
-    return walk_levels(ranges[0], topology, op)
+    return walk_levels(ranges[0], topology, op, tensors)
 
 
 __all__ = [

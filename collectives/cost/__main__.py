@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--bytes", default="64M", help="of a rank's buffer, such as 256M (64M)")
     parser.add_argument("--op", default="all", choices=[*OPS, "all"])
     parser.add_argument("--algorithms", metavar="SPEC,...", help='such as "xring#2,rechd/vhdd"')
-    parser.add_argument("--segments", type=int, default=1, help="tensors, for Adasum (1)")
+    parser.add_argument("--segments", type=int, default=1, help="tensors in the buffer (1)")
     for name, about in (("alpha", "seconds a message"), ("beta", "seconds a byte")):
         text = f"{about}: inside a node and between nodes, or one for both"
         parser.add_argument(f"--{name}", metavar="INTRA[,INTER]", help=text)

@@ -13,7 +13,7 @@ import numpy as np
 
 from collectives.cost.profiles import Profile, Profiler
 from collectives.schedules import recursive_doubling
-from collectives.schedules.algorithm import Algorithm, BulkStep, Floats, Ints, Level, Parts
+from collectives.schedules.algorithm import Algorithm, BulkStep, Deal, Floats, Ints, Level, Parts
 from collectives.schedules.levels import levels_of, schedule_of
 from collectives.schedules.registry import algorithm
 from collectives.schedules.schedule import Action, Schedule, Step
@@ -46,7 +46,7 @@ def walk(schedule: Schedule, topology: Topology, reductions: Sequence[str] = ("s
     return profiler.profile()
 
 
-def walk_levels(spec: AllReduceSpec, topology: Topology, op: str) -> Profile:
+def walk_levels(spec: AllReduceSpec, topology: Topology, op: str, tensors: int = 1) -> Profile:
     """Return the profile of an all-reduce by one or two levels, walking each level by itself.
 
     That is what `walk` finds of the whole schedule, many times as fast: all nodes do the same.
@@ -55,12 +55,13 @@ def walk_levels(spec: AllReduceSpec, topology: Topology, op: str) -> Profile:
         spec: The algorithms.
         topology: Where the ranks are.
         op: "sum" or "adasum".
+        tensors: How many lie in the buffer.
 
     Raises:
         ValueError: A name is unknown, may not stand on its level, or takes fewer shards.
     """
     profiler, samples = Profiler(topology), max(_FEWEST_SAMPLES, _PIPELINE_CELLS // topology.size)
-    near, far = levels_of(spec, topology, one_tree=op == "adasum")
+    near, far = levels_of(spec, topology, one_tree=op == "adasum", deal=Deal(tensors))
     outer = chain(*_parts(algorithm(spec.outer), far, samples))
     if near is None or spec.inner is None:
         for step in outer:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +18,8 @@ from collectives.execution.phases import AllReducePhases, phases_of
 from collectives.execution.vectors import flatten, vector_of
 from collectives.execution.vendor import Libraries
 from collectives.reducers import Reducer, Sum, is_plain_sum
+from collectives.schedules.algorithm import Deal
+from collectives.schedules.schedule import Schedule
 from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec, spec_for
 from collectives.schedules.topology import Topology
 from collectives.trace import span
@@ -35,18 +39,41 @@ class AllReduceOptions(NamedTuple):
         segments: Element boundaries that operators work by; None for one segment.
         prescale: Factor of every rank's contribution.
         postscale: Factor of the result.
+        packed: Whether the tensors of a grouped call count as one where a range is chosen.
     """
 
     specs: Specs
     segments: Sequence[int] | None = None
     prescale: float = 1.0
     postscale: float = 1.0
+    packed: bool = False
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> AllReduceOptions:
         """Return those of a call's description."""
         specs = parse_all_reduce_spec(options["algorithm"])
-        return cls(specs, options.get("segments"), options["prescale"], options["postscale"])
+        scales = options["prescale"], options["postscale"]
+        return cls(specs, options.get("segments"), *scales, options.get("packed", False))
+
+    def by_range(self, tensors: Sequence[Tensor]) -> list[tuple[AllReduceOptions, list[Tensor]]]:
+        """Return the tensors that travel packed, those of one dtype and device, with their options.
+
+        Where ranges go by the size of each tensor, only tensors of one range travel together.
+        """
+        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for tensor in tensors:
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        if len(self.specs) == 1:
+            return [(self, kind) for kind in kinds.values()]
+        found = []
+        for kind in kinds.values():
+            ranges: dict[AllReduceSpec, list[Tensor]] = {}
+            whole = sum(tensor.numel() for tensor in kind)
+            for tensor in kind:
+                spec = spec_for(self.specs, whole if self.packed else tensor.numel())
+                ranges.setdefault(replace(spec, limit=-1), []).append(tensor)
+            found += [(self._replace(specs=(spec,)), part) for spec, part in ranges.items()]
+        return found
 
 
 class Runner:
@@ -64,6 +91,8 @@ class Runner:
         self.gpu_link_rates: LinkRates | None = ASSUMED
         # What the messages of the call that runs now carry.
         self.code = 0
+        # The rank that the next shards are dealt to first, modulo the number of ranks.
+        self.first = 0
 
     def check(self, specs: Specs, op: Reducer, tensors: Sequence[Tensor]) -> None:
         """Raise ValueError or TypeError where one of the ranges cannot reduce such tensors here."""
@@ -100,18 +129,41 @@ class Runner:
 
     def _all_reduce(self, flat: Tensor, op: Reducer, options: AllReduceOptions, label: str) -> None:
         """Reduce as the options say, whose prescale holds the operator's."""
-        size, algorithm, phases = self.transport.size, "one rank", AllReducePhases()
-        if size > 1:
+        algorithm, phases = "one rank", AllReducePhases()
+        if self.transport.size > 1:
             spec = spec_for(options.specs, flat.numel())
             if spec.outer == "auto":
                 spec = self._choose(flat, op)
-            algorithm, phases = str(spec), phases_of(spec, op, self.topology)
+            deal = Deal(_count(options.segments), self.first)
+            self.first += 1
+            algorithm, phases = str(spec), phases_of(spec, op, self.topology, deal)
+        self._run_scaled(phases, algorithm, flat, op, options, label)
+
+    def run(
+        self, schedule: Schedule, flat: Tensor, op: Reducer, options: AllReduceOptions, label: str
+    ) -> None:
+        """Reduce a 1-D tensor over all ranks, in place, by a schedule that was verified."""
+        prescale = options.prescale * op.prescale(flat.dtype, self.transport.size)
+        phases = AllReducePhases(schedule=schedule if self.transport.size > 1 else None)
+        options = options._replace(prescale=prescale)
+        self._run_scaled(phases, schedule.name, flat, op, options, label)
+
+    def _run_scaled(
+        self,
+        phases: AllReducePhases,
+        algorithm: str,
+        flat: Tensor,
+        op: Reducer,
+        options: AllReduceOptions,
+        label: str,
+    ) -> None:
+        """Scale, reduce and scale again; algorithm is what profilers call it."""
         prescale = options.prescale * phases.prescale
         with call_span(label, op, algorithm, flat):
             if prescale != 1.0:
                 flat.mul_(prescale)
             self._run(phases, flat, op, options.segments, label)
-            op.finish(flat, size)
+            op.finish(flat, self.transport.size)
         if options.postscale != 1.0:
             flat.mul_(options.postscale)
 
@@ -133,13 +185,17 @@ class Runner:
             self._all_reduce(buffer, op, AllReduceOptions(options.specs, vector.segments), label)
             vector.store(buffer, options.postscale)
 
+    def rates_of(self, tensor: Tensor) -> LinkRates | None:
+        """Return the link rates of the tensor's device, the same on all ranks; None if unknown."""
+        return self.gpu_link_rates if tensor.is_cuda else self.link_rates
+
     def _choose(self, flat: Tensor, op: Reducer) -> AllReduceSpec:
         """Return what `auto` stands for: by the link rates where there are any.
 
         The order of Adasum's partial sums must not depend on a measurement: a second run of the
         program has to give the same bits. Its choice is by size alone.
         """
-        rates = self.gpu_link_rates if flat.is_cuda else self.link_rates
+        rates = self.rates_of(flat)
         if rates is None or op.needs_one_tree:
             return AllReduceSpec(op.algorithm(flat.nbytes, self.transport.size), 1, -1)
         library = self._library_for(flat, op)
@@ -186,6 +242,13 @@ class Runner:
         if ranks is None or len(ranks) > 1:
             assert phases.library is not None
             self.libraries.all_reduce(phases.library, phases.shards, buffer, ranks, call)
+
+
+def _count(segments: Sequence[int] | None) -> int:
+    """Return how many tensors lie in a buffer, those without elements not counted."""
+    if segments is None:
+        return 1
+    return max(1, sum(low < high for low, high in pairwise(segments)))
 
 
 def _on_host(flat: Tensor) -> Tensor:

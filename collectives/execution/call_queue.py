@@ -6,6 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -31,6 +32,9 @@ class CallQueue:
         self._timeout = timeout
         self._worker = Worker(f"collectives-{transport.rank}", transport.check_streams)
         self._failure: BaseException | None = None
+        # Whether the transport was told, and what keeps two threads from being the first to fail.
+        self._ended = False
+        self._aborting = threading.Lock()
         self._unnamed_from: Callable[[], threading.Thread | None] = lambda: None
         self._process = os.getpid()
         self.closed = False
@@ -115,10 +119,31 @@ class CallQueue:
 
         return guarded
 
+    def abort(self, reason: str) -> None:
+        """Make the group unusable from any thread; what runs is interrupted, what waits raises."""
+        error = TransportError(reason)
+        with self._aborting:
+            if self.closed or self._failure is not None:
+                return
+            self._failure = error
+        # Whoever runs a call ends the transport, as no two threads may use it; where that call ends
+        # before it is interrupted, whoever comes next does.
+        if not self._worker.try_call(lambda: self._end_transport(error)):
+            self._transport.interrupt(reason)
+            with suppress(TransportError):
+                self._worker.submit(lambda: self._end_transport(error))
+
     def _abort(self, error: BaseException) -> None:
         """End the transport: its peers are in this call, the next one would meet its messages."""
-        self._failure = error
-        self._transport.abort(describe(error))
+        with self._aborting:
+            self._failure = self._failure or error
+        self._end_transport(self._failure)
+
+    def _end_transport(self, error: BaseException) -> None:
+        """Do so once; called by whoever runs a call or takes the place of one."""
+        if not self._ended:
+            self._ended = True
+            self._transport.abort(describe(error))
 
     def close(self) -> None:
         """Take no more calls; let the queued ones finish, and end the communication thread."""

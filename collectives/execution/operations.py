@@ -16,18 +16,22 @@ from typing import Any
 
 import torch
 
+from collectives.cost.choice import all_gather_schedule, reduce_schedule
+from collectives.errors import CollectiveMismatchError
 from collectives.execution.all_reduce import AllReduceOptions, Runner
 from collectives.execution.executor import execute
 from collectives.execution.vectors import Vector, flatten, vector_of
 from collectives.owners import owners
 from collectives.reducers import Reducer, Sum
-from collectives.schedules import binomial_tree, ring, to_owners
+from collectives.schedules import binomial_tree, bruck, ring, to_owners
 from collectives.schedules.partition import split_bounds
 from collectives.schedules.schedule import Schedule
 from collectives.schedules.spec import parse_all_reduce_spec
 from collectives.transport.base import Message
 
 Tensor = torch.Tensor
+_NO_OUT = -1
+_RUN_OPTIONS = ("segments", "prescale", "postscale")
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,8 @@ class Operation:
         tensors: This rank's.
         op: The reducer; any for a call that reduces nothing.
         label: What an error calls the call.
+        schedule: What is run, for a call that says so itself.
+        out: Where the result is written; None for a new tensor.
     """
 
     runner: Runner
@@ -47,6 +53,8 @@ class Operation:
     tensors: Sequence[Tensor]
     op: Reducer
     label: str
+    schedule: Schedule | None = None
+    out: Tensor | None = None
 
     @property
     def rank(self) -> int:
@@ -99,13 +107,17 @@ def _all_reduce(call: Operation) -> Tensor:
 
 
 def _grouped_all_reduce(call: Operation) -> Sequence[Tensor]:
-    parts: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in call.tensors:
-        parts.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
-    options = AllReduceOptions.of(call.options)
-    for part in parts.values():
+    for options, part in AllReduceOptions.of(call.options).by_range(call.tensors):
         call.runner.all_reduce_packed(part, call.op, options, call.label)
     return call.tensors
+
+
+def _run(call: Operation) -> Tensor:
+    (tensor,) = call.tensors
+    assert call.schedule is not None
+    options = AllReduceOptions((), *(call.options[name] for name in _RUN_OPTIONS))
+    call.runner.run(call.schedule, flatten(tensor), call.op, options, call.label)
+    return tensor
 
 
 def _reduce(call: Operation) -> Tensor:
@@ -117,7 +129,9 @@ def _reduce(call: Operation) -> Tensor:
 def _reduce_onto(call: Operation, tensor: Tensor, dst: int) -> None:
     flat = flatten(tensor)
     call.prescale(flat)
-    call.execute(ring.reduce(call.size, dst), flat, call.op)
+    runner = call.runner
+    schedule = reduce_schedule(flat.nbytes, dst, runner.rates_of(flat), runner.topology)
+    call.execute(schedule, flat, call.op)
     if call.rank == dst:
         call.finish(flat)
 
@@ -254,12 +268,17 @@ def _reduce_scatter(call: Operation) -> Tensor:
     else:
         call.prescale(flat)
         call.execute(ring.reduce_scatter(size), flat, op, bounds)
-    piece = flat[bounds[rank] : bounds[rank + 1]].clone()
+    piece = flat[bounds[rank] : bounds[rank + 1]]
+    if call.out is None:
+        piece = piece.clone()
     if not op.needs_one_tree:
         op.finish(piece, size)
     if by_rows:
-        return piece.view(rows[rank + 1] - rows[rank], *tensor.shape[1:])
-    return piece
+        piece = piece.view(rows[rank + 1] - rows[rank], *tensor.shape[1:])
+    if call.out is None:
+        return piece
+    call.out.detach().copy_(piece)
+    return call.out
 
 
 def _all_gather(call: Operation) -> Tensor:
@@ -275,16 +294,32 @@ def _all_gather_bytes(call: Operation) -> list[bytes]:
 def _gather(call: Operation) -> tuple[Tensor, list[int]]:
     """Return every rank's rows, one after the other, and the boundaries in rows."""
     (mine,) = call.tensors
-    schedule = ring.all_gather(call.size)
-    counts = torch.zeros(call.size, dtype=torch.int64, device="cpu")
-    counts[call.rank] = mine.shape[0]
-    call.execute(schedule, counts, Sum, range(call.size + 1))
-    rows = [0, *torch.cumsum(counts, 0).tolist()]
-    whole = mine.new_empty(rows[-1], *mine.shape[1:])
+    rows = _row_bounds(call)
+    result = mine.new_empty(rows[-1], *mine.shape[1:]) if call.out is None else call.out
+    whole = result.detach()
     whole[rows[call.rank] : rows[call.rank + 1]] = mine.detach()
-    width = prod(mine.shape[1:])
+    width, runner = prod(mine.shape[1:]), call.runner
+    schedule = all_gather_schedule(whole.nbytes, runner.rates_of(whole), runner.topology)
     call.execute(schedule, whole.view(-1), Sum, [row * width for row in rows])
-    return whole, rows
+    return result, rows
+
+
+def _row_bounds(call: Operation) -> list[int]:
+    """Return the boundaries of all ranks' rows; raise on all ranks where one's `out` has others."""
+    (mine,) = call.tensors
+    table = torch.zeros(call.size, 2, dtype=torch.int64, device="cpu")
+    table[call.rank, 0] = mine.shape[0]
+    table[call.rank, 1] = _NO_OUT if call.out is None else call.out.shape[0]
+    bounds = range(0, 2 * call.size + 1, 2)
+    call.execute(bruck.all_gather(call.size), table.view(-1), Sum, bounds)
+    rows = [0, *torch.cumsum(table[:, 0], 0).tolist()]
+    for rank, rows_of_out in enumerate(table[:, 1].tolist()):
+        if rows_of_out not in (_NO_OUT, rows[-1]):
+            raise CollectiveMismatchError(
+                f"{call.label}: out of rank {rank} has {rows_of_out} rows, and all ranks' tensors "
+                f"together have {rows[-1]}"
+            )
+    return rows
 
 
 def _all_to_all(call: Operation) -> tuple[Tensor, Tensor]:
@@ -318,6 +353,7 @@ def _barrier(call: Operation) -> None:
 OPERATIONS: dict[str, Callable[[Operation], Any]] = {
     "all_reduce": _all_reduce,
     "grouped_all_reduce": _grouped_all_reduce,
+    "run": _run,
     "reduce": _reduce,
     "reduce_to_owners": _reduce_to_owners,
     "broadcast_from_owners": _broadcast_from_owners,
@@ -329,5 +365,6 @@ OPERATIONS: dict[str, Callable[[Operation], Any]] = {
     "barrier": _barrier,
 }
 
-# Every rank owns some of the results, which a rank that has joined would lose.
-WITH_JOINED = OPERATIONS.keys() - {"reduce_to_owners", "broadcast_from_owners"}
+# Every rank owns some of the results, which a rank that has joined would lose; and a schedule that
+# a user wrote is not there.
+WITH_JOINED = OPERATIONS.keys() - {"reduce_to_owners", "broadcast_from_owners", "run"}

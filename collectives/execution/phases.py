@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from collectives.reducers import Reducer, is_plain_sum
+from collectives.schedules.algorithm import ONE_TENSOR, Deal
 from collectives.schedules.levels import schedule_of
 from collectives.schedules.registry import ALGORITHMS, algorithm
 from collectives.schedules.schedule import Schedule
@@ -35,8 +36,12 @@ class AllReducePhases:
     host: bool = False
 
 
-def phases_of(spec: AllReduceSpec, op: Reducer, topology: Topology) -> AllReducePhases:
+def phases_of(
+    spec: AllReduceSpec, op: Reducer, topology: Topology, deal: Deal = ONE_TENSOR
+) -> AllReducePhases:
     """Return how to reduce with `op` by `spec` (not auto) on `topology`.
+
+    `deal` is what algorithms that deal shards out must know of the call.
 
     An operator that needs one expression tree (Adasum) runs across nodes alone on two
     levels: inside a node its operands are averaged, by a factor before the sum, so that no float16
@@ -46,13 +51,20 @@ def phases_of(spec: AllReduceSpec, op: Reducer, topology: Topology) -> AllReduce
         ValueError: The algorithm takes fewer shards, or cannot carry the operator: a library, and
             the ranks inside a node, sum.
     """
-    return _phases_of(spec, op.needs_one_tree, is_plain_sum(op), str(op), topology)
+    names = {spec.outer, spec.inner or spec.outer}
+    if any(algorithm(name).deals_shards for name in names):
+        # As few as there are ways to deal, since each is kept.
+        size = topology.size
+        deal = Deal(min(deal.tensors, size), deal.first % size)
+    else:
+        deal = ONE_TENSOR
+    return _phases_of(spec, op.needs_one_tree, is_plain_sum(op), str(op), topology, deal)
 
 
 # Not by the operator, which need not have a hash and would be kept alive.
 @lru_cache(maxsize=1024)
 def _phases_of(
-    spec: AllReduceSpec, one_tree: bool, is_sum: bool, op: str, topology: Topology
+    spec: AllReduceSpec, one_tree: bool, is_sum: bool, op: str, topology: Topology, deal: Deal
 ) -> AllReducePhases:
     outer = algorithm(spec.outer)
     if outer.is_library and spec.inner is None:
@@ -71,7 +83,7 @@ def _phases_of(
             f"algorithm {str(spec)!r} sums inside the nodes, which cannot do {op}: "
             f"use {outer.name!r} for all ranks"
         )
-    schedule = schedule_of(spec, topology, one_tree=one_tree)
+    schedule = schedule_of(spec, topology, one_tree=one_tree, deal=deal)
     if spec.inner is None:
         return AllReducePhases(schedule=schedule, host=outer.on_host)
     inner = algorithm(spec.inner)

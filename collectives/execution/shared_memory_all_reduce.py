@@ -55,22 +55,26 @@ def plan_shared_memory_all_reduce(
     memory, size = runner.transport.symmetric_memory, runner.transport.size
     if memory is None or size == 1 or kind not in ("all_reduce", "grouped_all_reduce"):
         return None
-    specs, segments, prescale, postscale = AllReduceOptions.of(options)
-    if not (op.reduces_in_shared_memory and tensors and prescale == 1.0):
+    chosen = AllReduceOptions.of(options)
+    if not (op.reduces_in_shared_memory and tensors and chosen.prescale == 1.0):
         return None
-    first = tensors[0]
-    if not all(tensor.is_cpu and tensor.dtype == first.dtype for tensor in tensors):
+    if not all(tensor.is_cpu for tensor in tensors):
         return None
+    if kind == "grouped_all_reduce":
+        parts = chosen.by_range(tensors)
+        if len(parts) > 1:
+            return None
+        ((chosen, _),) = parts
     if not 0 < sum(tensor.nbytes for tensor in tensors) <= BUFFER_BYTES:
         return None
-    vector = vector_of(tensors, segments)
+    vector = vector_of(tensors, chosen.segments)
     if vector is None or vector.nbytes > BUFFER_BYTES:
         return None
-    spec = spec_for(specs, vector.numel)
+    spec = spec_for(chosen.specs, vector.numel)
     method = _method_of(spec, vector, size, op, measured=runner.link_rates is not None)
     if method is None:
         return None
-    return SharedMemoryAllReduce(vector, op, method, postscale, runner, memory)
+    return SharedMemoryAllReduce(vector, op, method, chosen.postscale, runner, memory)
 
 
 @dataclass(eq=False)

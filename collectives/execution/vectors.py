@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from collectives.fused_buffer import buffer_of
+from collectives.fused_buffer import buffer_of, memory_of
 from collectives.reducers import kernels
 from kernels import Layout
 
@@ -68,7 +68,8 @@ class Vector:
 def vector_of(tensors: Sequence[Tensor], segments: Sequence[int] | None) -> Vector | None:
     """Return tensors of one dtype and device as one vector; None where nothing packs their dtype.
 
-    segments: of one tensor; of several each is a segment. Those that lie in a FusedBuffer are it.
+    segments: of one tensor; of several each is a segment. Those that lie in a FusedBuffer are it,
+    and so are those in any memory at the offsets of a layout without padding.
     """
     first = tensors[0]
     if len(tensors) == 1:
@@ -79,6 +80,9 @@ def vector_of(tensors: Sequence[Tensor], segments: Sequence[int] | None) -> Vect
     if fused is not None:
         return Vector([fused.buffer], fused.buffer.numel(), fused.layout.segments)
     layout = kernels.layout_of(tensors)
+    memory = memory_of(tensors, layout)
+    if memory is not None:
+        return Vector([memory], layout.numel, layout.segments)
     flat = [tensor.detach() for tensor in tensors]
     return Vector(flat, layout.numel, layout.segments, layout)
 

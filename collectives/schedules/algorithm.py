@@ -48,6 +48,21 @@ class Shards(Enum):
     PER_RANK = "one for each rank"
 
 
+class Deal(NamedTuple):
+    """What an algorithm that deals shards to ranks in turn must know of a call.
+
+    Attributes:
+        tensors: How many the buffer holds.
+        first: The rank that the first shard goes to, modulo the number of ranks.
+    """
+
+    tensors: int = 1
+    first: int = 0
+
+
+ONE_TENSOR = Deal()
+
+
 class Level(NamedTuple):
     """The ranks that an all-reduce runs over: all of them, those of one node, or one a node.
 
@@ -56,12 +71,14 @@ class Level(NamedTuple):
         shards: As in `name#shards`.
         topology: Where the ranks are; None where there is one a node.
         one_tree: Whether the operator needs the same expression tree for every element.
+        deal: For algorithms that deal shards out.
     """
 
     size: int
     shards: int = 1
     topology: Topology | None = None
     one_tree: bool = False
+    deal: Deal = ONE_TENSOR
 
 
 class BulkStep(NamedTuple):
@@ -124,6 +141,11 @@ class Algorithm:
     def is_library(self) -> bool:
         """Whether it is a library's own all-reduce, whose steps are not known."""
         return self.schedule is None
+
+    @property
+    def deals_shards(self) -> bool:
+        """Whether it deals the shards of all tensors of a call to the ranks in turn."""
+        return self.shards is Shards.PER_RANK
 
     @property
     def inner(self) -> bool:

@@ -7,6 +7,9 @@ many from step to step: n - 1 of them each way in all, with n as extra memory. E
 operands whole, so an operator that needs whole-vector sums computes them without a message; the
 tree is the line ((0 · 1) · 2) · ... Source: Bruck, Ho, Kipnis, Upfal and Weathersby, "Efficient
 algorithms for all-to-all communications in multiport message-passing systems", IEEE TPDS 1997.
+
+`all_gather` is the same exchange for its own sake: as many bytes as a ring's, in ceil(log2 n) steps
+where that takes n - 1, but to ranks that are far, so that more of them cross between nodes.
 """
 
 from __future__ import annotations
@@ -42,6 +45,13 @@ def all_reduce(size: int) -> Schedule:
     """Return `bruck`: ceil(log2 n) steps, n - 1 buffers each way."""
     steps = partial(_steps, size)
     return Schedule("bruck", size, size, Collective.ALL_REDUCE, steps, gathered=True)
+
+
+@lru_cache(maxsize=64)
+def all_gather(size: int) -> Schedule:
+    """Return ceil(log2 n) steps that send every rank's chunk to all others."""
+    steps = partial(_steps, size)
+    return Schedule("bruck all_gather", size, size, Collective.ALL_GATHER, steps)
 
 
 BRUCK = Algorithm(

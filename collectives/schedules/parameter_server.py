@@ -1,12 +1,19 @@
 """Parameter-server shuffle: each shard goes to its gather rank, is reduced there, and comes back.
 
-Wins where latency is all that counts and ranks are few: two steps, whatever the size. With k
-shards on k gather ranks spread over the n ranks, a gather rank sends and receives (n + k - 2) / k
-of the buffer, any other rank the whole of it; a gather rank needs (n - 1) / k of it as extra
-memory, which `pscpu` takes on the host and `psgpu` on the device. Each shard is reduced in one
-n-way pass in rank order, so every shard has the tree ((0 · 1) · 2) · ...; for an operator that
-needs one tree, shards are whole segments. Sources: Li et al., "Scaling distributed machine learning
-with the parameter server", OSDI 2014; the shuffle all-reduce of the TensorFlow benchmarks.
+Wins where latency is all that counts and ranks are few: two steps, whatever the size. With g gather
+ranks spread over the n ranks, a gather rank sends and receives (n + g - 2) / g of the buffer, any
+other rank the whole of it; a gather rank needs (n - 1) / g of it as extra memory, which `pscpu`
+takes on the host and `psgpu` on the device.
+
+Every tensor of a call has k shards, which are dealt to all ranks in turn. Shards that lie in one
+buffer are joined to one region a gather rank, in g = min(n, k · tensors) regions of equal length:
+no rank gets more bytes than by dealing shard by shard, and each gets one message from each peer,
+not one a shard. Each call begins with the rank behind that of the call before.
+
+Each shard is reduced in one n-way pass in rank order, so every shard has the tree ((0 · 1) · 2) ·
+... whichever rank gathers it; for an operator that needs one tree, regions are whole segments.
+Sources: Li et al., "Scaling distributed machine learning with the parameter server", OSDI 2014; the
+shuffle all-reduce of the TensorFlow benchmarks.
 """
 
 from __future__ import annotations
@@ -33,25 +40,33 @@ def _scatter(size: int, owners: tuple[int, ...], whole_segments: bool, rank: int
     yield Step(sends, recvs, group=(rank,) if recvs and whole_segments else ())
 
 
-def _owners(size: int, shards: int) -> tuple[int, ...]:
-    """Return the gather rank of every shard; `shards` is at most `size`."""
-    return tuple(i * size // shards for i in range(shards))
+def _owners(size: int, regions: int, first: int) -> tuple[int, ...]:
+    """Return the gather rank of every region; there are at most `size`."""
+    return tuple((first + i * size // regions) % size for i in range(regions))
 
 
 @lru_cache(maxsize=256)
 def scatter_gather(
-    size: int, shards: int = 1, name: str = "pscpu", *, whole_segments: bool = False
+    size: int,
+    shards: int = 1,
+    name: str = "pscpu",
+    *,
+    whole_segments: bool = False,
+    tensors: int = 1,
+    first: int = 0,
 ) -> ScatterGather:
-    """Return the shuffle of `shards` regions to as many gather ranks and back.
+    """Return the shuffle of regions to as many gather ranks and back.
 
     Args:
         size: Number of ranks.
-        shards: From 1 to `size`.
+        shards: Of each tensor, from 1 to `size`.
         name: What it is called.
         whole_segments: Whether regions hold whole segments, so that a gather rank reduces them by
             itself with any operator.
+        tensors: How many the buffer holds.
+        first: The first region's gather rank.
     """
-    owners = _owners(size, shards)
+    owners = _owners(size, min(size, shards * tensors), first)
     scatter = partial(_scatter, size, owners, whole_segments)
     return ScatterGather(
         name if shards == 1 else f"{name}#{shards}",
@@ -65,22 +80,41 @@ def scatter_gather(
 
 @lru_cache(maxsize=256)
 def all_reduce(
-    size: int, shards: int = 1, name: str = "pscpu", *, whole_segments: bool = False
+    size: int,
+    shards: int = 1,
+    name: str = "pscpu",
+    *,
+    whole_segments: bool = False,
+    tensors: int = 1,
+    first: int = 0,
 ) -> Schedule:
     """Return `pscpu` or `psgpu`; whole_segments is for operators that need one tree."""
-    schedule = scatter_gather(size, shards, name, whole_segments=whole_segments).all_reduce()
-    return replace(schedule, whole_segments=whole_segments)
+    parts = scatter_gather(
+        size, shards, name, whole_segments=whole_segments, tensors=tensors, first=first
+    )
+    return replace(parts.all_reduce(), whole_segments=whole_segments)
 
 
 def _record(name: str, where: str, *, on_host: bool) -> Algorithm:
     return Algorithm(
         name,
-        f"k gather ranks reduce one k-th each, in {where} memory",
+        f"k shards of each tensor, dealt to all ranks in turn, which reduce them in {where} memory",
         Order.LINE,
         schedule=lambda level: all_reduce(
-            level.size, level.shards, name, whole_segments=level.one_tree
+            level.size,
+            level.shards,
+            name,
+            whole_segments=level.one_tree,
+            tensors=level.deal.tensors,
+            first=level.deal.first % level.size,
         ),
-        scatter_gather=lambda level: scatter_gather(level.size, level.shards, name),
+        scatter_gather=lambda level: scatter_gather(
+            level.size,
+            level.shards,
+            name,
+            tensors=level.deal.tensors,
+            first=level.deal.first % level.size,
+        ),
         shards=Shards.PER_RANK,
         on_host=on_host,
     )

@@ -54,6 +54,7 @@ class Transport(ABC):
     carries_codes: bool = False
     sums_on_gpu: bool = False
     shares_gpu: bool = False
+    _interrupted = ""
 
     @property
     def symmetric_memory(self) -> SymmetricMemory | None:
@@ -180,6 +181,19 @@ class Transport(ABC):
             ranks: The ranks, in the order of the new transport.
             timeout: Seconds that the other ranks may take to come.
         """
+
+    def interrupt(self, reason: str) -> None:
+        """Let a thread that waits in `exchange` or in shared memory raise a TransportError soon.
+
+        Any thread may call it at any time. What cannot be interrupted ends by its timeout, or by
+        its messages' arrival, and raises then.
+        """
+        self._interrupted = reason
+
+    def check_interrupt(self, step: str) -> None:
+        """Raise TransportError where a thread has called `interrupt`. step: what is under way."""
+        if self._interrupted:
+            raise TransportError(f"rank {self.rank} was stopped in {step}: {self._interrupted}")
 
     def abort(self, reason: str) -> None:
         """End what is under way and become unusable; tell the peers why, where that can be."""

@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from collectives.errors import CollectiveTimeoutError
+from collectives.errors import CollectiveError, CollectiveTimeoutError
 from collectives.transport.base import Messages, Transport, as_bytes
 from collectives.transport.nccl.torch_nccl import TorchNccl
 from collectives.transport.process_groups import extend_timeout, first_line, leave, subgroup
@@ -77,6 +77,9 @@ class GlooTransport(Transport):
             for other, work in posted:
                 peer = other
                 work.wait(timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
+            self.check_interrupt(step)
+        except CollectiveError:
+            raise
         except RuntimeError as error:
             waited = timeout - (deadline - time.monotonic())
             raise CollectiveTimeoutError(

@@ -44,6 +44,7 @@ class ThreadWorld:
         boxes: By sender and receiver.
         memory: Zeros, for the ranks' symmetric memory.
         ended: The ranks that have ended, so that others fail at once instead of waiting.
+        aborted: Those that had to, with the reason.
     """
 
     def __init__(self, size: int) -> None:
@@ -57,6 +58,7 @@ class ThreadWorld:
         }
         self.memory = memoryview(_memory(symmetric_memory_bytes(size)))
         self.ended: set[int] = set()
+        self.aborted: dict[int, str] = {}
         # What not all of its ranks have asked for yet, with how many have.
         self._parts: dict[tuple[tuple[int, ...], int], tuple[ThreadWorld, int]] = {}
         self._lock = threading.Lock()
@@ -125,6 +127,7 @@ class ThreadTransport(Transport):
                 break
             except queue.Empty:
                 self._check_waiting(peer, step, deadline, timeout)
+        self.check_interrupt(step)
         if parcel.tensor.numel() != tensor.numel():
             raise TransportError(
                 f"rank {peer} sent {parcel.tensor.numel()} elements in {step} where "
@@ -137,9 +140,10 @@ class ThreadTransport(Transport):
         parcel.taken.set()
 
     def _check_waiting(self, peer: int, step: str, deadline: float, timeout: float) -> None:
+        self.check_interrupt(step)
         if peer in self._world.ended:
             raise CollectiveTimeoutError(
-                f"rank {self.rank} cannot go on in {step}: rank {peer} has ended"
+                f"rank {self.rank} cannot go on in {step}: {self.why_gone(peer)}"
             )
         if time.monotonic() > deadline:
             raise CollectiveTimeoutError(
@@ -148,10 +152,24 @@ class ThreadTransport(Transport):
 
     def gone(self, peers: Collection[int] | None = None) -> int | None:
         """Return a rank that has ended, if any: `Transport.gone`."""
+        self.check_interrupt("a wait for all ranks")
         return next((r for r in sorted(self._world.ended) if peers is None or r in peers), None)
 
+    def why_gone(self, peer: int) -> str:
+        """Say why a rank has ended."""
+        why = self._world.aborted.get(peer)
+        return f"rank {peer} has ended" + (f": {why}" if why else "")
+
+    def interrupt(self, reason: str) -> None:
+        """Let this rank's waits raise: `Transport.interrupt`."""
+        super().interrupt(reason)
+        if self.symmetric_memory is not None:
+            self.symmetric_memory.withdraw()
+
     def abort(self, reason: str) -> None:
-        """Withdraw from the call; the other threads' waits are bounded as well."""
+        """Withdraw from the call, and let the ranks that wait for this one fail at once."""
+        self._world.aborted[self.rank] = reason
+        self._world.ended.add(self.rank)
         if self.symmetric_memory is not None:
             self.symmetric_memory.withdraw()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 import kernels
 from adasum import Adasum
 from collectives import Average, Sum, run_threads
-from collectives.fused_buffer import FusedBuffer, buffer_of
+from collectives.fused_buffer import FusedBuffer, buffer_of, memory_of
 
 SHAPES = [(300, 40), (40,), (), (0, 3), (7, 5, 3), (1,)]
 
@@ -113,3 +114,97 @@ def test_grouped_all_reduce_in_a_buffer_packs_nothing(monkeypatch, op, dtype, al
 
     for got, want in zip(run_threads(3, run), packed, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+# Whole slots of 64 bytes in every dtype, so that the layout has no padding.
+GUARD = 128
+WHOLE = [(64, 3), (64,), (0, 3), (8, 16)]
+
+
+def in_memory(rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Somebody's buffer between two guards of NaN, and tensors with values that lie in it."""
+    generator = torch.Generator().manual_seed(rank)
+    values = [torch.randn(shape, generator=generator).to(dtype) for shape in WHOLE]
+    layout = kernels.layout_of(values)
+    memory = torch.full((layout.numel + 2 * GUARD,), float("nan"), dtype=dtype)
+    tensors = layout.views(memory[GUARD:-GUARD])
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.copy_(value)
+    return memory, tensors
+
+
+@pytest.mark.parametrize("dtype", kernels.DTYPES)
+@pytest.mark.parametrize("op", [Sum, Average, Adasum], ids=str)
+@pytest.mark.parametrize("algorithm", ["rd", "rechd", "xring", "psgpu"])
+def test_grouped_all_reduce_in_anybodys_memory_packs_nothing(monkeypatch, op, dtype, algorithm):
+    """The bits of the packed reduction, beside ranks that pack, and nothing else is written."""
+    options = {"algorithm": algorithm, "prescale": 0.5, "postscale": 2.0}
+
+    def apart(group):
+        tensors = [each.clone() for each in in_memory(group.rank, dtype)[1]]
+        return group.grouped_all_reduce(tensors, op, **options)
+
+    want = run_threads(3, apart)
+    packs = []
+    pack = kernels.pack
+    monkeypatch.setattr(
+        kernels, "pack", lambda tensors, **more: packs.append(tensors) or pack(tensors, **more)
+    )
+
+    def run(group):
+        memory, tensors = in_memory(group.rank, dtype)
+        if group.rank == 1:
+            return apart(group)
+        request = group.grouped_all_reduce_init(tensors, op, negotiate=False, **options)
+        request.start()
+        answer = request.wait()
+        assert memory[:GUARD].isnan().all() and memory[-GUARD:].isnan().all()
+        assert all(a is b for a, b in zip(answer, tensors, strict=True))
+        return answer
+
+    for got in run_threads(3, run):
+        assert all(torch.equal(a, b) for a, b in zip(got, want[0], strict=True))
+    # Rank 1's.
+    assert len(packs) == 1
+
+
+def test_padding_of_anybodys_memory_neither_counts_nor_changes():
+    """It may hold other tensors, or NaN: what has padding that is not a FusedBuffer's is packed."""
+    numels = [3, 7]
+    values = [torch.full((n,), 2.0) for n in numels]
+    layout = kernels.layout_of(values)
+
+    def run(group):
+        memory = torch.full((layout.numel,), float("nan"))
+        tensors = layout.views(memory)
+        for tensor in tensors:
+            tensor.fill_(2.0)
+        padding = memory.isnan()
+        group.grouped_all_reduce(tensors, Adasum, algorithm="rd")
+        assert torch.equal(memory.isnan(), padding)
+        return torch.cat(tensors)
+
+    for got in run_threads(2, run):
+        # Parallel vectors average; products, sums and coefficients round some ten times.
+        assert torch.allclose(got, torch.full((10,), 2.0), rtol=10 * torch.finfo().eps, atol=0)
+
+
+def test_memory_of_needs_one_allocation_and_every_offset():
+    _, tensors = in_memory(0, torch.float32)
+    layout = kernels.layout_of(tensors)
+    found = memory_of(tensors, layout)
+    assert found is not None and found.data_ptr() == tensors[0].data_ptr()
+    assert found.shape == (layout.numel,)
+    assert memory_of([each.detach() for each in tensors], layout) is not None
+    assert memory_of([tensors[0], tensors[1].clone(), *tensors[2:]], layout) is None
+    swapped = [tensors[1], tensors[0], *tensors[2:]]
+    assert memory_of(swapped, kernels.layout_of(swapped)) is None
+    shifted = [each.view(-1)[1:-1] for each in in_memory(0, torch.float32)[1][:1]]
+    assert memory_of(shifted, kernels.layout_of(shifted, alignment=4)) is not None
+    assert (
+        memory_of(shifted, replace(kernels.layout_of(shifted, alignment=4), alignment=64)) is None
+    )
+    assert memory_of([torch.ones(0)], kernels.layout_of([torch.ones(0)])) is None
+    raw = bytearray(128)
+    side_by_side = [torch.frombuffer(raw, dtype=torch.float32, count=16, offset=o) for o in (0, 64)]
+    assert memory_of(side_by_side, kernels.layout_of(side_by_side)) is None

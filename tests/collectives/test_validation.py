@@ -157,6 +157,42 @@ CASES: dict[str, Case] = {
     "root": (lambda g, t: g.broadcast(t, 2), ValueError, "root must be a rank from 0 to 1"),
     "root type": (lambda g, t: g.broadcast(t, "0"), TypeError, "root must be an int"),
     "scalar gather": (lambda g, t: g.all_gather(t.sum()), ValueError, r"reshape\(1\)"),
+    "out type": (lambda g, t: g.all_gather(t, out=[t]), TypeError, "out must be a torch.Tensor"),
+    "out dtype": (
+        lambda g, t: g.all_gather(t, out=torch.empty(4, 3, dtype=torch.float64)),
+        TypeError,
+        r"out must be of torch\.float32 as tensor is, got torch\.float64",
+    ),
+    "out device": (
+        lambda g, t: g.reduce_scatter(t, out=torch.empty(3, device="meta")),
+        ValueError,
+        "out must be on cpu as tensor is, got one on meta",
+    ),
+    "out columns": (
+        lambda g, t: g.all_gather(t, out=torch.empty(4, 2)),
+        ValueError,
+        r"out must have shape \(4, 3\), got \(4, 2\)",
+    ),
+    "out piece": (
+        lambda g, t: g.reduce_scatter(t, out=torch.empty(4)),
+        ValueError,
+        r"out must have shape \(3,\), got \(4,\)",
+    ),
+    "out rows": (
+        lambda g, t: g.reduce_scatter(t, by_rows=True, out=torch.empty(3)),
+        ValueError,
+        r"out must have shape \(1, 3\), got \(3,\)",
+    ),
+    "out strides": (
+        lambda g, t: g.all_gather(t, out=torch.empty(3, 4).t()),
+        ValueError,
+        "out must be contiguous",
+    ),
+    "out overlaps": (
+        lambda g, t: g.reduce_scatter(t, out=t.view(-1)[3:]),
+        ValueError,
+        "out and tensor overlap in memory",
+    ),
     "scatter": (lambda g, t: g.reduce_scatter(t.t()), ValueError, "contiguous"),
     "gather": (lambda g, t: g.all_gather(t.t()), ValueError, "contiguous"),
 }

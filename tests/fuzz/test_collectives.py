@@ -25,6 +25,7 @@ DATA = {
     "Action",
     "AllReduceSpec",
     "Average",
+    "Collective",
     "CollectiveError",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",

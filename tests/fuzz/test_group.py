@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ from hypothesis import strategies as st
 
 import collectives
 from collectives import Average, CollectiveError, CollectiveMismatchError, Group, Sum
+from collectives.schedules import binomial_tree, recursive_doubling
 from collectives.schedules.registry import SCHEDULES
+from collectives.schedules.schedule import IDLE
 from tests.fuzz.outcome import REJECTIONS, SETTINGS, Recipe, attempt
 from tests.fuzz.values import (
     ODD_VALUES,
@@ -34,6 +37,14 @@ from tests.fuzz.values import (
 
 Strategy = st.SearchStrategy[Arg]
 SPECS = (None, "auto", *SCHEDULES, "psgpu#2", "rd:2:xring", "nccl")
+
+# An all-reduce of two ranks, one of three, one that is none, and one that is wrong.
+SCHEDULES_OF_TWO = (
+    recursive_doubling.all_reduce(2),
+    recursive_doubling.all_reduce(3),
+    binomial_tree.broadcast(2, 0),
+    replace(recursive_doubling.all_reduce(2), steps=lambda rank: [IDLE]),
+)
 
 
 @functools.lru_cache(maxsize=256)
@@ -54,7 +65,7 @@ def _signatures(look: Look) -> dict[str, tuple[list[Strategy], dict[str, Strateg
         4,
     )
     return {
-        "all_gather": ([a], {**named, **waits}),
+        "all_gather": ([a], {"out": sometimes(a, value(None), 3), **named, **waits}),
         "all_reduce": (
             [a],
             {
@@ -72,13 +83,33 @@ def _signatures(look: Look) -> dict[str, tuple[list[Strategy], dict[str, Strateg
         "broadcast_from_owners": ([many], {"owners": owners, **named, **waits}),
         "grouped_all_reduce": (
             [many],
-            {"op": op, "algorithm": algorithm, **scales, **named, **waits},
+            {
+                "op": op,
+                "algorithm": algorithm,
+                "packed": value(False, True),
+                **scales,
+                **named,
+                **waits,
+            },
         ),
         "owners": ([value([3, 4], [2**40], [-1], [True])], {}),
         "owners_order": ([], {}),
         "reduce": ([a], {"dst": ranks, "op": op, **named, **waits}),
-        "reduce_scatter": ([a], {"op": op, "by_rows": value(False, True), **named, **waits}),
+        "reduce_scatter": (
+            [a],
+            {
+                "op": op,
+                "by_rows": value(False, True),
+                "out": sometimes(a, value(None), 3),
+                **named,
+                **waits,
+            },
+        ),
         "reduce_to_owners": ([many], {"op": op, "owners": owners, **scales, **named, **waits}),
+        "run": (
+            [value(*SCHEDULES_OF_TWO), a],
+            {"op": op, "segments": segments(look), **scales, **named, **waits},
+        ),
         "split": ([value([0], [1, 0], (0, 1), [2], [0, 0], [])], {}),
     }
 
@@ -94,7 +125,8 @@ class DefaultGroup:
 
 
 NAMES = sorted(_signatures(Look((6,), torch.float32)))
-READ_ONLY = {"all_gather", "all_to_all", "owners", "reduce_scatter"}
+# Gathers and scatters may write to an `out`.
+READ_ONLY = {"all_to_all", "owners"}
 
 
 @st.composite

@@ -17,6 +17,7 @@ import torch
 import collectives
 from collectives import Average, CollectiveMismatchError, Group, Sum
 from collectives.schedules.registry import SCHEDULES
+from collectives.schedules.schedule import Action, Collective, Schedule, Step, Transfer
 from collectives.transport import (
     ConnectionTransport,
     GlooTransport,
@@ -108,6 +109,62 @@ def check_large_all_reduce(group: Group) -> None:
         group.all_reduce(mine, algorithm=name)
         close(mine, terms)
         same_on_all_ranks(group, mine)
+
+
+def star(size: int) -> Schedule:
+    """Rank 0 reduces what all others send, and sends them the result."""
+
+    def steps(rank: int) -> list[Step]:
+        others = range(1, size) if rank == 0 else [0]
+        there = tuple(Transfer(peer, 0, 1) for peer in others)
+        if rank:
+            return [Step(sends=there), Step(recvs=there)]
+        recvs = tuple(Transfer(peer, 0, 1, Action.REDUCE_RIGHT) for peer in others)
+        return [Step(recvs=recvs, group=(0,) if recvs else ()), Step(sends=there)]
+
+    return Schedule("star", size, 1, Collective.ALL_REDUCE, steps)
+
+
+def check_user_schedule(group: Group) -> None:
+    schedule = star(group.size)
+    for seed, dtype in enumerate(FLOATS):
+        terms = inputs(group, (1021,), dtype, seed)
+        mine = terms[group.rank].clone()
+        assert group.run(schedule, mine) is mine
+        close(mine, terms)
+        mine = terms[group.rank].clone()
+        group.run(schedule, mine, Average, prescale=0.5, postscale=3.0)
+        close(mine, terms, 1.5 / group.size)
+        same_on_all_ranks(group, mine)
+
+
+def check_out(group: Group) -> None:
+    """Gathers and pieces go where they are told to; other rows on one rank are all ranks' error."""
+    size, rank = group.size, group.rank
+    out = torch.full((3 * size, 2), float("nan"))
+    assert group.all_gather(torch.full((3, 2), float(rank)), out=out) is out
+    assert torch.equal(out, torch.arange(float(size)).repeat_interleave(6).view(-1, 2))
+    piece = torch.full((2,), float("nan"))
+    assert group.reduce_scatter(torch.arange(2.0 * size), out=piece) is piece
+    assert torch.equal(piece, size * torch.arange(2.0 * rank, 2.0 * rank + 2))
+    wrong = torch.zeros(3 * size + (rank == size - 1), 2)
+    with pytest.raises(CollectiveMismatchError, match=rf"out of rank {size - 1} has"):
+        group.all_gather(torch.ones(3, 2), out=wrong)
+    assert wrong.eq(0).all()
+
+
+def check_reduce(group: Group) -> None:
+    """Small ones by a tree, with the bits of `rd`; large ones along a line."""
+    for root in range(group.size):
+        for length in (1021, 1_000_003):
+            terms = inputs(group, (length,), torch.float32, length)
+            mine, small = terms[group.rank].clone(), length < 2000
+            group.reduce(mine, root)
+            same = terms[group.rank].clone()
+            group.all_reduce(same, algorithm="rd")
+            if group.rank == root:
+                close(mine, terms)
+                assert not small or torch.equal(mine, same)
 
 
 def check_integers(group: Group) -> None:

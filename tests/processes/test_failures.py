@@ -62,6 +62,35 @@ def test_process(transport: str, how: str) -> None:
             assert waited < TIMEOUT + 1.0
 
 
+def _abort(rank: int, transport: str) -> tuple[str, float]:
+    """Rank 2 aborts the call that it and rank 1 wait in; rank 0 comes later."""
+    group = start(transport, TIMEOUT)
+    group.all_reduce(torch.ones(10))
+    if rank == 2:
+        threading.Timer(0.3, group.abort, ("enough",)).start()
+    if rank == 0:
+        time.sleep(0.8)
+    began = time.monotonic()
+    with pytest.raises(collectives.CollectiveError) as caught:
+        group.all_reduce(torch.ones(100_000))
+    waited = time.monotonic() - began
+    with pytest.raises(TransportError, match="unusable since an earlier failure"):
+        group.barrier()
+    return str(caught.value), waited
+
+
+@pytest.mark.parametrize("transport", ["gloo", "shm", "tcp"])
+def test_abort_is_told_to_all_ranks_at_once_but_over_gloo(transport: str) -> None:
+    results = run_ranks(3, _abort, transport, timeout=60.0)
+    for text, waited in results:
+        if transport == "gloo":
+            assert waited < TIMEOUT + 5.0
+        else:
+            assert "rank 2 called abort(): enough" in text
+            assert waited < TIMEOUT / 2
+    assert "rank 2 called abort(): enough" in results[2][0]
+
+
 class Failing(type(Sum)):  # type: ignore[misc]
     """A sum that fails on rank 1, in the middle of a call."""
 

@@ -25,6 +25,8 @@ from collectives.transport.shared_memory.symmetric_memory import RanksDiffer, Sy
 
 # After such a wait in an exchange with a code all peers are told which call it is.
 _PROBE_SECONDS = 0.05
+# How often a wait looks whether it was interrupted.
+_INTERRUPT_SECONDS = 0.1
 # A day; poll counts milliseconds in 32 bits.
 _LONGEST_SECONDS = 86400.0
 # What telling the peers the cause may take, all of them together.
@@ -184,17 +186,22 @@ class ConnectionTransport(Transport):
     def _run(self, connections: list[Connection], step: str, timeout: float, code: int = 0) -> None:
         """Advance the connections until none is busy."""
         deadline = time.monotonic() + timeout
-        nap = _PROBE_SECONDS if code else math.inf
+        nap, waited = _PROBE_SECONDS if code else math.inf, 0.0
         while connections:
             moved = [connection.advance() for connection in connections]
             connections = [connection for connection in connections if connection.busy]
-            if any(moved) or not connections or _wait(connections, deadline, nap):
+            self.check_interrupt(step)
+            slept = min(nap, _INTERRUPT_SECONDS)
+            if any(moved) or not connections or _wait(connections, deadline, slept):
                 continue
+            waited += slept
             if time.monotonic() >= deadline:
                 late = ", ".join(f"rank {connection.peer}" for connection in connections)
                 raise CollectiveTimeoutError(
                     f"rank {self.rank} got no answer from {late} in {step} within {timeout:.3g} s"
                 )
+            if waited < nap:
+                continue
             # Once: probes that a peer has no reason to read remain in its socket.
             nap = math.inf
             for connection in self._connections.values():
@@ -204,6 +211,7 @@ class ConnectionTransport(Transport):
         """Return a peer whose end is closed, if any: `Transport.gone`."""
         if self._unusable:
             raise TransportError(f"the connections cannot be used: {self._unusable}")
+        self.check_interrupt("a wait for all ranks")
         asked = self._connections.keys() if peers is None else self._connections.keys() & {*peers}
         hang_ups = select.poll()
         for peer in asked:
@@ -222,6 +230,14 @@ class ConnectionTransport(Transport):
         return ConnectionTransport(
             other, timeout, kinds=self._kinds, toward=self._toward, near=near
         )
+
+    def interrupt(self, reason: str) -> None:
+        """Let this rank's waits raise: `Transport.interrupt`."""
+        super().interrupt(reason)
+        memory = self.symmetric_memory
+        if memory is not None:
+            memory.withdraw()
+        self._other.interrupt(reason)
 
     def abort(self, reason: str) -> None:
         """Close every connection and tell the peers why."""

@@ -226,6 +226,11 @@ class NcclTransport(Transport):
         thread = self._communicators.thread
         return NcclTransport(host, store, self.device, timeout=timeout, thread=thread)
 
+    def interrupt(self, reason: str) -> None:
+        """End what is under way on the GPU, and let the host's waits raise."""
+        self._host.interrupt(reason)
+        self._pending.abort(lambda how: TransportError(f"{reason} ({how})"))
+
     def abort(self, reason: str) -> None:
         """End the communicators, with what is under way, and tell the peers why over `host`."""
         with ExitStack() as stack:

@@ -186,7 +186,10 @@ class SymmetricMemory:
             self._open(self._calls % 2, self._calls)
 
     def withdraw(self) -> None:
-        """Be missing from this call: a rank that comes late must not take this one for there."""
+        """Be missing from this call: a rank that comes late must not take this one for there.
+
+        Any thread may call it. This rank's own wait then ends by what its transport says.
+        """
         self._mine[self._calls % 2] = 0
 
     def all_signalled(self) -> bool:

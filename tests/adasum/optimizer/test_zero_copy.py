@@ -220,3 +220,76 @@ def test_steady_step_leaves_nothing_allocated(way):
     # What one bucket's reduction leaves, were it kept (tensors, a Work, its event and closures), is
     # some KiB; tracemalloc misses a free of 64 bytes now and then, where torch frees without GIL.
     assert growth < 128 * 2 * STEADY
+
+
+def in_one_buffer(parameters: list[torch.nn.Parameter]) -> torch.Tensor:
+    """Make the gradients views of a new buffer, in the order in which backward makes them."""
+    backwards = parameters[::-1]
+    layout = kernels.layout_of([each.detach() for each in backwards])
+    memory = torch.zeros(layout.numel, dtype=layout.dtype)
+    for parameter, view in zip(backwards, layout.views(memory), strict=True):
+        parameter.grad = view
+    return memory
+
+
+@pytest.mark.parametrize("groups", [None, 2])
+@pytest.mark.parametrize("way", ["sum", "average", "gradient"])
+def test_gradients_in_a_buffer_of_the_users_stay_there(no_packing, way, groups):
+    """Where its slots have no padding; they are not even copied. The answer is that of others."""
+
+    def model_of_whole_slots() -> torch.nn.Sequential:
+        generator = torch.Generator().manual_seed(3)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+        ).double()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        return model
+
+    def run(group: Group, own: bool) -> torch.Tensor:
+        model = model_of_whole_slots()
+        optimizer = wrapped(way, model, groups=groups)
+        parameters = list(model.parameters())
+        memory = in_one_buffer(parameters) if own else None
+        inputs = torch.arange(12.0, dtype=torch.float64).view(2, 6) / 12
+        for step in range(3):
+            if memory is not None:
+                first = memory.data_ptr()
+                assert all(0 <= p.grad.data_ptr() - first < memory.nbytes for p in parameters)
+            model(inputs + group.rank + step).square().mean().backward()
+            optimizer.step()
+            if memory is not None:
+                kept = torch.cat([p.grad.reshape(-1) for p in parameters[::-1]])
+                assert torch.equal(memory, kept) and bool(memory.any())
+            optimizer.zero_grad()
+            assert memory is None or not memory.any()
+        return flat(model)
+
+    want = run_threads(2, lambda group: run(group, False))
+    for got in run_threads(2, lambda group: run(group, True)):
+        assert torch.equal(got, want[0])
+    # Ranks may differ in it.
+    for got in run_threads(2, lambda group: run(group, group.rank == 0)):
+        assert torch.equal(got, want[0])
+
+
+def test_gradients_in_a_buffer_with_padding_move_to_one_with_zeros():
+    """What lies between the gradients is somebody's, and stays as it is."""
+
+    def run(group: Group) -> None:
+        model = make_model()
+        optimizer = wrapped("sum", model)
+        memory = in_one_buffer(list(model.parameters()))
+        for parameter in model.parameters():
+            parameter.grad.fill_(1.0)
+        padding = memory.eq(0)
+        assert padding.any()
+        memory[padding] = float("nan")
+        loss_of(model, group.rank, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert memory[padding].isnan().all()
+        assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+    run_threads(2, run)

@@ -88,6 +88,39 @@ def test_shuffle_is_proved() -> None:
             assert proof.steps == (2 if n > 1 else 0)
 
 
+def test_dealt_shuffle_is_proved_from_every_first_rank() -> None:
+    """As many gather ranks as there are shards of all tensors, each another rank."""
+    for n in range(1, 13):
+        for tensors in (1, 2, n, 3 * n):
+            for first in range(n):
+                schedule = parameter_server.all_reduce(
+                    n, 1 + n // 4, whole_segments=True, tensors=tensors, first=first
+                )
+                assert verify(schedule).carries_adasum
+                owners = parameter_server.scatter_gather(
+                    n, 1 + n // 4, tensors=tensors, first=first
+                )
+                gathering = min(n, (1 + n // 4) * tensors)
+                assert len({*owners.owners}) == len(owners.owners) == gathering
+                assert owners.owners[0] == first
+
+
+def test_tree_reduce_and_brucks_all_gather_are_proved_in_log_n_steps() -> None:
+    for n in SIZES:
+        steps = (n - 1).bit_length()
+        assert verify(bruck.all_gather(n)).steps == steps
+        for root in range(n) if n < 17 else (n // 2, n - 1):
+            proof = verify(binomial_tree.reduce(n, root))
+            assert (proof.steps, proof.one_tree) == (steps, True)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 6, 7, 8, 13])
+def test_tree_reduce_has_the_tree_of_rd(n: int) -> None:
+    for root in range(n):
+        got = answers(binomial_tree.reduce(n, root))[root]
+        assert got == answers(recursive_doubling.all_reduce(n))[root]
+
+
 def test_messages_in_shards_are_proved() -> None:
     for n in (*range(1, 18), 33, 64):
         for name in ("rd", "vhdd" if n % 2 else "rechd"):
@@ -270,7 +303,7 @@ def test_names_and_sizes_out_of_range_are_refused() -> None:
             make(0)
     with pytest.raises(ValueError, match="permutation of 0 to 2"):
         ring.all_reduce(3, ((0, 1, 1),))
-    for make in (ring.reduce, binomial_tree.broadcast):
+    for make in (ring.reduce, binomial_tree.broadcast, binomial_tree.reduce):
         with pytest.raises(ValueError, match="root"):
             make(3, 3)
     for make in (ring.linear_all_reduce, lambda n, chunks: ring.reduce(n, 0, chunks)):

@@ -125,6 +125,37 @@ def test_asynchronous_errors(machine: Machine, status: int, text: str) -> None:
     assert 0 in machine.nccl.aborted
 
 
+def test_interrupt_from_any_thread_ends_what_is_under_way(machine: Machine) -> None:
+    """Its communicator is aborted, and whoever waits is told why."""
+    done = threading.Event()
+
+    def work(transport: nccl.NcclTransport) -> str:
+        got = full(3, 0.0)
+        swap(transport, full(3, 1.0), got, "warm-up")
+        machine.read(got)
+        if transport.rank == 1:
+            assert done.wait(20.0)
+            return ""
+        try:
+            message = Message(1, full(3, 1.0))
+            transport.exchange([message], [message], "step 2", 20.0)
+            threading.Thread(target=transport.interrupt, args=("no more",)).start()
+            deadline = time.monotonic() + 10.0
+            while time.monotonic() < deadline:
+                try:
+                    transport.check_streams()
+                except TransportError as error:
+                    return str(error)
+                time.sleep(0.01)
+            return "nothing"
+        finally:
+            done.set()
+
+    said, _ = all_good(machine.run(2, work))
+    assert "no more" in said
+    assert 0 in machine.nccl.aborted
+
+
 @pytest.mark.parametrize("present", [0, 1])
 def test_a_rank_that_never_starts(machine: Machine, present: int) -> None:
     """Rank 0 waits inside NCCL, the others for its id; both give up in time."""

@@ -30,6 +30,7 @@ from collectives.work import Worker
 from tests.collectives.transport import streams
 from tests.collectives.transport.streams import Stream, machine, on_gpu
 from tests.collectives.transport.streams_nccl import Nccl
+from tests.processes.conformance import star
 
 NUMEL = 5000
 
@@ -252,6 +253,15 @@ CALLS: dict[str, Callable[[Group, torch.Tensor, bool], Any]] = {
         tensor, Adasum, async_op=later
     ),
     "all_gather": lambda group, tensor, later: group.all_gather(tensor, async_op=later),
+    "all_gather out": lambda group, tensor, later: group.all_gather(
+        tensor, out=on_gpu(torch.empty(group.size * tensor.numel())), async_op=later
+    ),
+    "reduce_scatter out": lambda group, tensor, later: group.reduce_scatter(
+        tensor, out=on_gpu(torch.empty(tensor.numel() // group.size)), async_op=later
+    ),
+    "run": lambda group, tensor, later: group.run(
+        star(group.size), tensor.clone(), Adasum, async_op=later
+    ),
     "all_to_all": lambda group, tensor, later: group.all_to_all(tensor, async_op=later),
     "request": lambda group, tensor, later: group.all_reduce_init(tensor.clone()).start(),
     "grouped request": lambda group, tensor, later: group.grouped_all_reduce_init(

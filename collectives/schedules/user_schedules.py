@@ -1,0 +1,117 @@
+"""All-reduces that users write themselves: verified before they run, and known by their steps."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from itertools import islice
+from operator import index
+from typing import NamedTuple
+
+from collectives import validation
+from collectives.schedules.schedule import Action, Collective, Schedule, Step, Transfer
+from collectives.schedules.verify import Proof, ScheduleError, verify
+
+# Of one rank; a generator that never ends must not hang its caller.
+MAX_STEPS = 1 << 16
+_MAX_ENTRIES = 64
+
+
+class VerifiedSchedule(NamedTuple):
+    """A user's all-reduce that was proved right.
+
+    Attributes:
+        schedule: With this rank's steps as they were verified.
+        proof: What `verify` found.
+        digest: A hash of all ranks' steps, the same in every process.
+    """
+
+    schedule: Schedule
+    proof: Proof
+    digest: str
+
+
+def verified(schedule: Schedule, rank: int, size: int) -> VerifiedSchedule:
+    """Verify an all-reduce of `size` ranks; kept for the latest schedules.
+
+    Args:
+        schedule: The user's.
+        rank: Whose steps are to be run.
+        size: How many ranks there are.
+
+    Raises:
+        TypeError: It is no Schedule, or yields something else than Steps.
+        ValueError: It is for other ranks, no all-reduce, or wrong; the text says where.
+    """
+    validation.instance("schedule", schedule, Schedule, "a Schedule")
+    if schedule.collective is not Collective.ALL_REDUCE or schedule.replicas > 1:
+        raise ValueError(f"schedule must be an all-reduce without replicas, got {schedule}")
+    if schedule.size != size:
+        raise ValueError(f"schedule is for {schedule.size} ranks, this group has {size}")
+    try:
+        hash(schedule)
+    except TypeError:
+        raise TypeError("schedule.steps must have a hash, as functions do: pass one") from None
+    return _verified(schedule, rank)
+
+
+@lru_cache(maxsize=_MAX_ENTRIES)
+def _verified(schedule: Schedule, rank: int) -> VerifiedSchedule:
+    kind = schedule.size, schedule.chunks, schedule.whole_segments, schedule.gathered
+    digest = hashlib.blake2b(repr(kind).encode(), digest_size=8)
+    mine: tuple[Step, ...] = ()
+    for each in range(schedule.size):
+        steps = tuple(_checked_steps(schedule, each))
+        if each == rank:
+            mine = steps
+        plain = [
+            (_plain(step.sends), _plain(step.recvs, receives=True), step.group, step.phase)
+            for step in steps
+        ]
+        digest.update(repr(plain).encode())
+
+    def steps_of(each: int) -> tuple[Step, ...]:
+        return mine if each == rank else tuple(_checked_steps(schedule, each))
+
+    frozen = replace(schedule, steps=steps_of)
+    try:
+        proof = verify(frozen)
+    except ScheduleError as error:
+        raise ValueError(f"schedule: {error}") from error
+    return VerifiedSchedule(frozen, proof, digest.hexdigest())
+
+
+def _plain(transfers: tuple[Transfer, ...], *, receives: bool = False) -> list[tuple[object, ...]]:
+    """Return transfers as what looks the same in every process; only receives have actions."""
+    return [(*each[:3], each.action.value) if receives else each[:3] for each in transfers]
+
+
+def _checked_steps(schedule: Schedule, rank: int) -> Iterator[Step]:
+    """Yield a rank's steps with every number an int.
+
+    Raises:
+        TypeError: One is no Step, or is made of other things than a Step is.
+        ValueError: There are too many.
+    """
+    where = f"schedule {schedule.name!r}, rank {rank}"
+    for number, step in enumerate(islice(schedule.steps(rank), MAX_STEPS + 1)):
+        if number == MAX_STEPS:
+            raise ValueError(f"{where} has more than {MAX_STEPS} steps")
+        validation.instance(f"{where}, step {number}", step, Step, "a Step")
+        try:
+            yield Step(
+                tuple(map(_checked, step.sends)),
+                tuple(map(_checked, step.recvs)),
+                tuple(map(index, step.group)),
+                index(step.phase),
+            )
+        except TypeError as error:
+            raise TypeError(f"{where}, step {number}: {error}") from None
+
+
+def _checked(each: Transfer) -> Transfer:
+    validation.instance("a message", each, Transfer, "a Transfer")
+    validation.instance("action", each.action, Action, "an Action")
+    return each._replace(peer=index(each.peer), start=index(each.start), stop=index(each.stop))

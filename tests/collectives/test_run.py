@@ -1,0 +1,254 @@
+"""`Group.run`: all-reduces that users write, verified, negotiated and run like any other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from adasum import Adasum
+from collectives import (
+    Action,
+    Average,
+    Collective,
+    CollectiveMismatchError,
+    Group,
+    Schedule,
+    Step,
+    Sum,
+    Transfer,
+    run_threads,
+)
+from collectives.cost import ASSUMED, estimate
+from collectives.schedules import bruck, recursive_doubling, recursive_halving, ring, user_schedules
+from collectives.schedules.schedule import IDLE
+from collectives.schedules.topology import Topology
+from tests.collectives.consistency.ranks import everywhere, run, start_and_wait
+from tests.processes.conformance import star
+
+# What a specification names, run as if a user had written it.
+KNOWN = {
+    "rd": recursive_doubling.all_reduce,
+    "rechd": recursive_halving.all_reduce,
+    "bruck": bruck.all_reduce,
+    "xring": ring.all_reduce,
+}
+
+
+def draw(rank: int, numel: int = 1021) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank))
+
+
+@everywhere
+@pytest.mark.parametrize("name", KNOWN)
+def test_run_of_a_known_algorithms_schedule_has_its_bits(way: str, name: str) -> None:
+    segments = (0, 7, 7, 500, 1021)
+
+    def job(group: Group) -> None:
+        schedule = KNOWN[name](group.size)
+        for op in (Sum, Average) if name == "xring" else (Sum, Average, Adasum):
+            named, own = draw(group.rank), draw(group.rank)
+            options: Any = {"segments": segments, "prescale": 0.5, "postscale": 3.0}
+            group.all_reduce(named, op, algorithm=name, **options)
+            assert group.run(schedule, own, op, **options) is own
+            assert torch.equal(own, named)
+
+    run(way, 3, job)
+
+
+@everywhere
+def test_requests_and_async_runs_give_the_direct_answer(way: str) -> None:
+    def job(group: Group) -> None:
+        schedule, tensor = star(group.size), torch.empty(500)
+        request = group.run_init(schedule, tensor, Adasum)
+        for step in range(3):
+            tensor.copy_(draw(10 * step + group.rank, 500))
+            direct = tensor.clone()
+            later = tensor.clone()
+            work: Any = group.run(schedule, later, Adasum, async_op=True)
+            assert start_and_wait(request) is tensor
+            group.run(schedule, direct, Adasum)
+            assert work.wait() is later
+            assert torch.equal(direct, tensor) and torch.equal(direct, later)
+
+    run(way, 3, job)
+
+
+@everywhere
+def test_other_steps_on_a_rank_are_a_mismatch_on_all_and_leave_the_tensors(way: str) -> None:
+    def job(group: Group) -> str:
+        usual = star(group.size)
+        other = replace(recursive_doubling.all_reduce(group.size), name="star")
+        tensor = torch.ones(5)
+        with pytest.raises(CollectiveMismatchError, match=r"schedule=star with steps") as caught:
+            group.run(other if group.rank == 1 else usual, tensor)
+        assert tensor.eq(1).all()
+        # Equal steps are one schedule, whoever made them.
+        group.run(star(group.size), tensor)
+        assert tensor.eq(3).all()
+        return str(caught.value)
+
+    texts = run(way, 3, job)
+    assert len({*texts}) == 1 and "rank 0" in texts[0] and "rank 1" in texts[0]
+
+
+def test_schedule_is_verified_once_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    verified = []
+    verify = user_schedules.verify
+
+    def counted(schedule: Schedule) -> Any:
+        verified.append(schedule.name)
+        return verify(schedule)
+
+    monkeypatch.setattr(user_schedules, "verify", counted)
+    schedule = replace(star(2), name="counted")
+
+    def main(group: Group) -> None:
+        for _ in range(3):
+            group.run(schedule, torch.ones(3))
+
+    run_threads(2, main)
+    assert verified == ["counted"] * 2
+
+
+def never_ending(rank: int) -> Iterator[Step]:
+    while True:
+        yield IDLE
+
+
+class Unhashable:
+    """Steps of an object with an equality of its own."""
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __call__(self, rank: int) -> list[Step]:
+        return []
+
+
+FINE = star(2)
+ONE_WAY = [Step(sends=(Transfer(1, 0, 1),)), Step(recvs=(Transfer(0, 0, 1),))]
+BAD: dict[str, tuple[Any, type[Exception], str]] = {
+    "no schedule": (lambda rank: [], TypeError, "schedule must be a Schedule, got function"),
+    "other ranks": (star(3), ValueError, "schedule is for 3 ranks, this group has 2"),
+    "no all-reduce": (
+        replace(FINE, collective=Collective.BROADCAST),
+        ValueError,
+        "schedule must be an all-reduce",
+    ),
+    "wrong": (
+        replace(FINE, steps=lambda rank: [ONE_WAY[rank]]),
+        ValueError,
+        "schedule: star of 2.*misses a rank's contribution",
+    ),
+    "for ever": (replace(FINE, steps=never_ending), ValueError, "rank 0 has more than 65536 steps"),
+    "no step": (replace(FINE, steps=lambda rank: [None]), TypeError, "step 0 must be a Step"),
+    "no transfer": (
+        replace(FINE, steps=lambda rank: [Step(sends=((1, 0, 1),))]),
+        TypeError,
+        "step 0: a message must be a Transfer, got tuple",
+    ),
+    "no rank": (
+        replace(FINE, steps=lambda rank: [Step(sends=(Transfer("1", 0, 1),))]),
+        TypeError,
+        "step 0: 'str' object",
+    ),
+    "no action": (
+        replace(FINE, steps=lambda rank: [Step(recvs=(Transfer(1, 0, 1, "copy"),))]),
+        TypeError,
+        "action must be an Action",
+    ),
+    "no hash": (replace(FINE, steps=Unhashable()), TypeError, r"schedule\.steps must have a hash"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_schedule_raises_before_anything_is_sent(case: str) -> None:
+    schedule, error, text = BAD[case]
+
+    def main(group: Group) -> float:
+        tensor = torch.ones(3)
+        with pytest.raises(error, match=text):
+            group.run(schedule, tensor)
+        assert tensor.eq(1).all()
+        group.run(FINE, tensor)
+        return tensor[0].item()
+
+    start = time.monotonic()
+    assert run_threads(2, main, timeout=5.0) == [2.0, 2.0]
+    assert time.monotonic() - start < 5.0
+
+
+def test_adasum_on_a_schedule_that_cannot_carry_it_is_refused() -> None:
+    def without_groups(rank: int) -> list[Step]:
+        return [step._replace(group=()) for step in star(2).steps(rank)]
+
+    def main(group: Group) -> None:
+        for schedule in (ring.all_reduce(2), replace(FINE, steps=without_groups)):
+            with pytest.raises(ValueError, match=r"cannot carry Adasum"):
+                group.run(schedule, torch.ones(3), Adasum)
+            group.run(schedule, torch.ones(3))
+
+    run_threads(2, main)
+
+
+def test_run_while_a_rank_has_joined_is_a_mismatch() -> None:
+    def main(group: Group) -> None:
+        if group.rank == 0:
+            with pytest.raises(CollectiveMismatchError, match="while rank 0 has joined"):
+                group.join()
+        else:
+            with pytest.raises(CollectiveMismatchError, match="while rank 0 has joined"):
+                group.run(FINE, torch.ones(3))
+
+    run_threads(2, main)
+
+
+def test_run_on_one_rank_scales_and_leaves_the_rest() -> None:
+    alone = Schedule("alone", 1, 1, Collective.ALL_REDUCE, lambda rank: [])
+
+    def main(group: Group) -> list[float]:
+        tensor = torch.ones(2)
+        group.run(alone, tensor, Average, prescale=2.0, postscale=1.5)
+        return tensor.tolist()
+
+    assert run_threads(1, main) == [[3.0, 3.0]]
+
+
+def test_cost_model_prices_a_schedule_as_the_specification_of_the_same_steps() -> None:
+    topology = Topology(8, 4)
+    for name in ("rd", "rechd"):
+        for op in ("sum", "adasum"):
+            own = estimate(KNOWN[name](8), 1e6, ASSUMED, topology, op, segments=3)
+            assert own == estimate(name, 1e6, ASSUMED, topology, op, segments=3)
+    with pytest.raises(ValueError, match="schedule is for 4 ranks, topology has 8"):
+        estimate(star(4), 1e6, ASSUMED, topology)
+    with pytest.raises(ValueError, match="op must be one of sum, adasum"):
+        estimate(star(8), 1e6, ASSUMED, topology, "max")
+
+
+def test_action_that_differs_between_ranks_schedules_is_another_digest() -> None:
+    """As to the peers only the reducing rank's steps differ."""
+
+    def left(rank: int) -> list[Step]:
+        return [
+            step._replace(
+                recvs=tuple(
+                    each._replace(action=Action.REDUCE_LEFT)
+                    if each.action is Action.REDUCE_RIGHT
+                    else each
+                    for each in step.recvs
+                )
+            )
+            for step in star(2).steps(rank)
+        ]
+
+    usual, other = (
+        user_schedules.verified(each, 0, 2) for each in (FINE, replace(FINE, steps=left))
+    )
+    assert usual.digest != other.digest
+    assert usual.digest == user_schedules.verified(star(2), 1, 2).digest
