@@ -102,7 +102,7 @@ def _lower_step(
 ) -> LoweredStep:
     recvs, staged = [], 0
     found: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
-    for number, (peer, start, stop, action) in enumerate(step.recvs):
+    for number, (peer, start, stop, action, _) in enumerate(step.recvs):
         low, high = bounds[start], bounds[stop]
         if action is Action.COPY:
             recvs.append(Range(members[peer], low, high))
@@ -113,7 +113,7 @@ def _lower_step(
         sides[action is Action.REDUCE_RIGHT].append(number)
     return LoweredStep(
         name,
-        sends=tuple(Range(members[peer], bounds[a], bounds[b]) for peer, a, b, _ in step.sends),
+        sends=tuple(Range(members[peer], bounds[a], bounds[b]) for peer, a, b, *_ in step.sends),
         recvs=tuple(recvs),
         staged=staged,
         reductions=tuple(

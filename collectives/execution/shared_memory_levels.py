@@ -58,7 +58,7 @@ def tree_levels(schedule: Schedule) -> tuple[TreeLevel, ...]:
     for steps in zip(*(schedule.steps(rank) for rank in range(schedule.size)), strict=True):
         parts, before, block = {}, tuple(lies), 1
         for rank, step in enumerate(steps):
-            for peer, start, stop, action in step.recvs:
+            for peer, start, stop, action, _ in step.recvs:
                 if action is Action.COPY:
                     continue
                 operands = (rank, peer) if action is Action.REDUCE_RIGHT else (peer, rank)

@@ -51,6 +51,8 @@ def all_reduce(topology: Topology, inner: ScatterGather | None, outer: Schedule)
         raise ValueError(f"outer is of {outer.size} ranks, the topology has {nodes} nodes")
     if outer.gathered:
         raise ValueError(f"outer is {outer.name}, which reduces whole buffers, not regions")
+    # With `inner` a node's value stands for all of its ranks.
+    behind = 1 if inner is None else local_size
     regions = {owner: region for region, owner in enumerate(node.owners)}
     owners = tuple(sorted(regions))
 
@@ -73,7 +75,7 @@ def all_reduce(topology: Topology, inner: ScatterGather | None, outer: Schedule)
             group = tuple(w * local_size + owner for w in step.group for owner in owners)
             yield Step(
                 sends=_mapped(step.sends, local, local_size, start, node.width),
-                recvs=_mapped(step.recvs, local, local_size, start, node.width),
+                recvs=_mapped(step.recvs, local, local_size, start, node.width, behind),
                 # Each owner of a node's regions holds whole segments by itself.
                 group=(rank,) if group and outer.whole_segments else group,
                 phase=1,
@@ -100,10 +102,20 @@ def all_reduce(topology: Topology, inner: ScatterGather | None, outer: Schedule)
 
 
 def _mapped(
-    transfers: tuple[Transfer, ...], first: int, stride: int, start: int, width: int
+    transfers: tuple[Transfer, ...],
+    first: int,
+    stride: int,
+    start: int,
+    width: int,
+    behind: int = 1,
 ) -> tuple[Transfer, ...]:
     """Return a level's transfers in the ranks and chunks of the whole schedule."""
     return tuple(
-        Transfer(first + peer * stride, start + a * width, start + b * width, action)
-        for peer, a, b, action in transfers
+        one._replace(
+            peer=first + one.peer * stride,
+            start=start + one.start * width,
+            stop=start + one.stop * width,
+            leaves=one.leaves and (one.leaves[0] * behind, one.leaves[1] * behind),
+        )
+        for one in transfers
     )

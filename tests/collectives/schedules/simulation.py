@@ -46,7 +46,7 @@ def answers(schedule: Schedule) -> list[list[Tree]]:
     for steps in zip(*(schedule.steps(rank) for rank in range(schedule.size)), strict=True):
         sent: dict[tuple[int, int], list[list[Tree]]] = {}
         for rank, step in enumerate(steps):
-            for peer, start, stop, _ in step.sends:
+            for peer, start, stop, *_ in step.sends:
                 sent.setdefault((rank, peer), []).append(state[rank][start:stop])
         for rank, step in enumerate(steps):
             arrived = [sent[recv.peer, rank].pop(0) for recv in step.recvs]
