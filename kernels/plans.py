@@ -27,6 +27,7 @@ from kernels.validation import (
     check_like,
     check_scalar,
     check_tensor,
+    check_weights,
     check_writable,
     read_list,
     tracing,
@@ -211,15 +212,20 @@ class ScaledAddPlan(Plan):
         return self.out
 
 
-class _ProjectionPlan(Plan):
+class DotAndNormsPlan(Plan):
+    """What `plan_dot_and_norms` returns."""
+
     def __call__(self) -> Tensor:
         """Write the result to `out`, and return it."""
         self._run()
         return self.out
 
 
-class DotAndNormsPlan(_ProjectionPlan):
-    """What `plan_dot_and_norms` returns."""
+class _ProjectionPlan(Plan):
+    def __call__(self, weights: tuple[float, float] = (1.0, 1.0)) -> Tensor:
+        """Write the result with these weights to `out`, and return it."""
+        self._run(*check_weights(weights))
+        return self.out
 
 
 class CombinePlan(_ProjectionPlan):
