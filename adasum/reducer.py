@@ -256,3 +256,4 @@ def _bind_cut(
 
 
 Adasum = AdasumReducer()
+UNWEIGHTED = AdasumReducer(weighted=False)

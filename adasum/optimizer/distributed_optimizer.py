@@ -16,7 +16,7 @@ from adasum.optimizer.delta_method import DeltaMethod, DeltaMethodInBackward, st
 from adasum.optimizer.distributed_mixin import DistributedMixin, Settings, require_passes, wrap
 from adasum.optimizer.gradient_method import GradientMethod
 from adasum.optimizer.parameters import Groups, Named, name_parameters, plan_buckets
-from adasum.reducer import Adasum
+from adasum.reducer import UNWEIGHTED, Adasum
 from collectives import Average, Reducer, Sum, default_group
 
 
@@ -32,6 +32,7 @@ def DistributedOptimizer(
     process_set: ProcessSet | None = None,
     *,
     algorithm: str | None = None,
+    weighted: bool = True,
     method: str = "delta",
     step_in_backward: bool = False,
     memory_size: float | None = None,
@@ -62,6 +63,10 @@ def DistributedOptimizer(
         process_set: Reduces over its ranks alone; on other ranks the optimizer is the plain one.
         algorithm: As `collectives` takes it: "vhdd", or "rechd/vhdd" for an average within each
             node and Adasum across nodes (then scale the learning rate by local_size()).
+        weighted: With Adasum, weighs both sides of each pair by the ranks behind them, so that
+            parallel gradients of n ranks weigh 1/n each, whatever n. False weighs them alike, as
+            Horovod does; of a power of two of ranks, but for "xring" and the other algorithms in
+            rank order, both are the same, bit for bit.
         method: With Adasum, "gradient" reduces the gradients instead of the steps, as the DDP hook
             does: one optimizer state for all ranks, and clipping sees the reduced gradient.
         step_in_backward: With Adasum's delta method, takes each bucket's local step and starts
@@ -94,6 +99,9 @@ def DistributedOptimizer(
     require("algorithm", algorithm, str, type(None))
     require("sparse_as_dense", sparse_as_dense, bool)
     require("step_in_backward", step_in_backward, bool)
+    require("weighted", weighted, bool)
+    if not weighted and op is not Adasum:
+        raise ValueError(f"weighted=False is for op=Adasum, whose pairs have weights, not {op!r}")
     if gradient_predivide_factor != 1.0 and op is not Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if not 0 < gradient_predivide_factor < math.inf:
@@ -101,6 +109,7 @@ def DistributedOptimizer(
             f"gradient_predivide_factor must be > 0 and finite, not {gradient_predivide_factor!r}"
         )
     kind = _method(optimizer, op, method, step_in_backward)
+    op = op if weighted else UNWEIGHTED
     members = default_group() if process_set is None else group_of(process_set)
     group = members or default_group()
     if algorithm is not None:

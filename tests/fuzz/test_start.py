@@ -88,6 +88,7 @@ SIGNATURES: dict[str, tuple[Any, list[Strategy], dict[str, Strategy]]] = {
             "sparse_as_dense": value(False, True),
             "process_set": value(None, adasum.global_process_set),
             "algorithm": value(None, "vhdd", "rd"),
+            "weighted": value(True, False),
             "method": value("delta", "gradient"),
             "step_in_backward": value(False, True),
             "memory_size": value(None, 1.0, -1),
