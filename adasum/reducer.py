@@ -16,7 +16,7 @@ from torch import Tensor
 
 import kernels
 from collectives import Operands, Reducer
-from kernels.validation import tracing
+from kernels.validation import EQUAL, tracing
 
 # Up to this size latency decides: log2 n exchanges of the whole vector (rd), or none in shared
 # memory, are faster than the 2 log2 n exchanges and log2 n small sums of vhdd.
@@ -166,7 +166,8 @@ class AdasumReducer(Reducer):
 
 def _weights(leaves: Sequence[int], k: int) -> tuple[float, float]:
     """Return the weights of the first k parts, reduced, and of the next one: the ranks of both."""
-    return (float(sum(leaves[:k])), float(leaves[k])) if leaves else (1.0, 1.0)
+    p, q = (sum(leaves[:k]), leaves[k]) if leaves else (1, 1)
+    return EQUAL if p == q else (float(p), float(q))
 
 
 def _segments_of(operands: Operands) -> tuple[int, ...]:

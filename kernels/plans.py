@@ -23,6 +23,7 @@ from kernels.cpu import tensor_list
 from kernels.gpu import launcher
 from kernels.gpu.device_tables import AddressTable
 from kernels.validation import (
+    EQUAL,
     check_all_writable,
     check_like,
     check_scalar,
@@ -222,7 +223,7 @@ class DotAndNormsPlan(Plan):
 
 
 class _ProjectionPlan(Plan):
-    def __call__(self, weights: tuple[float, float] = (1.0, 1.0)) -> Tensor:
+    def __call__(self, weights: tuple[float, float] = EQUAL) -> Tensor:
         """Write the result with these weights to `out`, and return it."""
         self._run(*check_weights(weights))
         return self.out

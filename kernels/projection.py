@@ -29,7 +29,7 @@ from kernels.arithmetic import TINY
 from kernels.findings import Findings
 from kernels.plans import AdasumPlan, CombinePlan, DotAndNormsPlan
 from kernels.torch_ops import run
-from kernels.validation import check_like, check_sized, check_tensor, check_weights
+from kernels.validation import EQUAL, check_like, check_sized, check_tensor, check_weights
 
 Weights = tuple[float, float]
 
@@ -70,7 +70,7 @@ def combine(
     dots: Tensor,
     segments: Sequence[int] | None = None,
     *,
-    weights: Weights = (1.0, 1.0),
+    weights: Weights = EQUAL,
     out: Tensor | None = None,
     found_inf: Tensor | None = None,
     max_abs: Tensor | None = None,
@@ -125,7 +125,7 @@ def adasum(
     b: Tensor,
     segments: Sequence[int] | None = None,
     *,
-    weights: Weights = (1.0, 1.0),
+    weights: Weights = EQUAL,
     out: Tensor | None = None,
     found_inf: Tensor | None = None,
     max_abs: Tensor | None = None,
@@ -202,7 +202,7 @@ def combine_reference(
     dots: Tensor,
     segments: Sequence[int] | None = None,
     *,
-    weights: Weights = (1.0, 1.0),
+    weights: Weights = EQUAL,
 ) -> Tensor:
     """`combine` evaluated in float64 and left there."""
     x, y, bounds = _flat(a, b, segments)
@@ -219,7 +219,7 @@ def adasum_reference(
     b: Tensor,
     segments: Sequence[int] | None = None,
     *,
-    weights: Weights = (1.0, 1.0),
+    weights: Weights = EQUAL,
 ) -> Tensor:
     """`adasum` evaluated in float64 and left there."""
     dots = dot_and_norms_reference(a, b, segments)
