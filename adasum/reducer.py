@@ -16,7 +16,7 @@ from torch import Tensor
 
 import kernels
 from collectives import Operands, Reducer
-from kernels.validation import tracing
+from kernels.validation import EQUAL, tracing
 
 # Up to this size latency decides: log2 n exchanges of the whole vector (rd), or none in shared
 # memory, are faster than the 2 log2 n exchanges and log2 n small sums of vhdd.
@@ -67,7 +67,13 @@ def _add_up(
 class AdasumReducer(Reducer):
     """Adasum of two vectors, segment by segment.
 
-    adasum(a, b) = (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b
+    adasum(a, b) = (1 - p/(p+q) a.b/|a|^2) a + (1 - q/(p+q) a.b/|b|^2) b
+
+    with p the ranks whose vectors make a, and q those that make b. Where they are equally many, as
+    always with a power of two of ranks outside a line, that is (1 - a.b / 2|a|^2) a + (1 - a.b /
+    2|b|^2) b, bit for bit. So parallel vectors of n ranks give their mean, whatever n and the
+    order: of a = s x, the mean of p, and b = t x, the mean of q, it is (p s + q t)/(p + q) x.
+    Orthogonal ones give their sum.
 
     For float16, bfloat16, float32 and float64; dot products and norms are float64. Symmetric, but
     not associative: the order of the ranks is part of the answer (adjacent ranks pair first).
@@ -75,11 +81,27 @@ class AdasumReducer(Reducer):
     On a GPU it takes two launches, dots and combination, also where one cooperative launch would
     do: that one waits until all of its programs are resident, maybe for NCCL's kernel, which waits
     for another rank's, which waits likewise.
+
+    Args:
+        weighted: False takes every pair as p = q, as Horovod's Adasum of a power of two of ranks
+            does: three parallel vectors then weigh 1/4, 1/4 and 1/2.
+
+    Attributes:
+        weighted: As given.
+        name: "Adasum" or "Adasum(weighted=False)": ranks that differ in it make other calls.
     """
 
     name = "Adasum"
+    weighted = True
     needs_one_tree = True
     reduces_in_shared_memory = True
+
+    def __init__(self, *, weighted: bool = True) -> None:
+        if not isinstance(weighted, bool):
+            raise TypeError(f"weighted must be a bool, not {type(weighted).__name__}")
+        self.weighted = weighted
+        if not weighted:
+            self.name = f"{self.name}(weighted=False)"
 
     def check(self, dtype: torch.dtype) -> None:
         """Raise TypeError, naming the dtype, unless it is a floating-point one the kernels take."""
@@ -99,17 +121,19 @@ class AdasumReducer(Reducer):
         of the step sum tables of one shape wherever their pieces are cut, inside a segment or not.
         More than two vectors are folded from the left.
         """
-        segments = _segments_of(operands)
+        segments, leaves = _segments_of(operands), operands.leaves if self.weighted else ()
         if not _are_whole(operands, segments):
-            _reduce_cut(operands, segments)
+            _reduce_cut(operands, segments, leaves)
             return
         for parts, out, start in operands.pieces:
             if out.numel():
                 inside = _clip(segments, start, out.numel())[2]
                 left = parts[0]
-                for k, right in enumerate(parts[1:], 2):
-                    last = out if k == len(parts) else None
-                    left = kernels.adasum(left, right, inside, out=last, cooperative=False)
+                for k, right in enumerate(parts[1:], 1):
+                    last, weights = out if k == len(parts) - 1 else None, _weights(leaves, k)
+                    left = kernels.adasum(
+                        left, right, inside, weights=weights, out=last, cooperative=False
+                    )
 
     def bind(self, operands: Operands) -> Callable[[], None]:
         """Return what does `reduce(operands)` any number of times, by plans of `kernels`."""
@@ -119,8 +143,9 @@ class AdasumReducer(Reducer):
         if not planned or tracing():
             return super().bind(operands)
         segments = _segments_of(operands)
+        weights = _weights(operands.leaves if self.weighted else (), 1)
         if not _are_whole(operands, segments):
-            return _bind_cut(operands, segments)
+            return _bind_cut(operands, segments, weights)
         plans = [
             kernels.plan_adasum(
                 left, right, _clip(segments, start, out.numel())[2], out=out, cooperative=False
@@ -131,12 +156,18 @@ class AdasumReducer(Reducer):
 
         def run() -> None:
             for plan in plans:
-                plan()
+                plan(weights)
 
         return run
 
     def finish(self, buffer: Tensor, size: int) -> None:
         """Do nothing: Adasum is not divided by the number of ranks."""
+
+
+def _weights(leaves: Sequence[int], k: int) -> tuple[float, float]:
+    """Return the weights of the first k parts, reduced, and of the next one: the ranks of both."""
+    p, q = (sum(leaves[:k]), leaves[k]) if leaves else (1, 1)
+    return EQUAL if p == q else (float(p), float(q))
 
 
 def _segments_of(operands: Operands) -> tuple[int, ...]:
@@ -166,7 +197,7 @@ def _device_of(operands: Operands) -> torch.device:
     return next((piece.out.device for piece in operands.pieces), torch.device("cpu"))
 
 
-def _reduce_cut(operands: Operands, segments: tuple[int, ...]) -> None:
+def _reduce_cut(operands: Operands, segments: tuple[int, ...], leaves: Sequence[int]) -> None:
     """Reduce pieces that may cut segments, whose dot products other ranks may have parts of."""
     pieces: list[_ClippedPiece] = []
     dots: list[Tensor] = []
@@ -188,11 +219,18 @@ def _reduce_cut(operands: Operands, segments: tuple[int, ...]) -> None:
         for i, piece in enumerate(pieces):
             out = piece.out if k == folds else None
             left[i] = kernels.combine(
-                left[i], piece.parts[k], table[piece.touched], piece.segments, out=out
+                left[i],
+                piece.parts[k],
+                table[piece.touched],
+                piece.segments,
+                weights=_weights(leaves, k),
+                out=out,
             )
 
 
-def _bind_cut(operands: Operands, segments: tuple[int, ...]) -> Callable[[], None]:
+def _bind_cut(
+    operands: Operands, segments: tuple[int, ...], weights: tuple[float, float]
+) -> Callable[[], None]:
     """Plan `_reduce_cut` of pieces of two parts."""
     pieces = list(_clipped(operands, segments))
     dots = [
@@ -213,9 +251,10 @@ def _bind_cut(operands: Operands, segments: tuple[int, ...]) -> Callable[[], Non
         if operands.sum_partials is not None:
             operands.sum_partials(table)
         for combine in combinations:
-            combine()
+            combine(weights)
 
     return run
 
 
 Adasum = AdasumReducer()
+UNWEIGHTED = AdasumReducer(weighted=False)

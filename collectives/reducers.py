@@ -46,12 +46,15 @@ class Operands:
         sum_partials: Sums a float64 tensor in place over the ranks that together hold both vectors.
             All get the same bits, and all must call it equally often. None where this rank holds
             the vectors by itself, in one piece or in several.
+        leaves: How many ranks stand behind each part of every piece, in the order of the parts;
+            empty where equally many do.
     """
 
     pieces: Sequence[Piece]
     numel: int
     segments: Sequence[int] | None
     sum_partials: Callable[[torch.Tensor], None] | None
+    leaves: Sequence[int] = ()
 
 
 class Reducer:

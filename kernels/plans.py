@@ -24,10 +24,12 @@ from kernels.cpu import tensor_list
 from kernels.gpu import launcher
 from kernels.gpu.device_tables import AddressTable
 from kernels.validation import (
+    EQUAL,
     check_all_writable,
     check_like,
     check_scalar,
     check_tensor,
+    check_weights,
     check_writable,
     read_list,
     tracing,
@@ -214,15 +216,20 @@ class ScaledAddPlan(Plan):
         return self.out
 
 
-class _ProjectionPlan(Plan):
+class DotAndNormsPlan(Plan):
+    """What `plan_dot_and_norms` returns."""
+
     def __call__(self) -> Tensor:
         """Write the result to `out`, and return it."""
         self._run()
         return self.out
 
 
-class DotAndNormsPlan(_ProjectionPlan):
-    """What `plan_dot_and_norms` returns."""
+class _ProjectionPlan(Plan):
+    def __call__(self, weights: tuple[float, float] = EQUAL) -> Tensor:
+        """Write the result with these weights to `out`, and return it."""
+        self._run(*check_weights(weights))
+        return self.out
 
 
 class CombinePlan(_ProjectionPlan):

@@ -3,6 +3,11 @@
 With d = a.b, A = |a|^2 and B = |b|^2 over one segment,
 adasum(a, b) = (1 - d/(2A)) a + (1 - d/(2B)) b  (arXiv 2006.02924, section 3): parallel vectors
 average, orthogonal ones sum.
+
+Where a is what p ranks' vectors make and b what q ranks' make, they are weighed by p and q:
+(1 - p/(p+q) d/A) a + (1 - q/(p+q) d/B) b. Of orthogonal ones, d = 0, that is the sum again. Of
+parallel ones, a = s x and b = t x, it is (s + t - p/(p+q) t - q/(p+q) s) x = (p a + q b)/(p + q):
+of the means of p and of q vectors the mean of all.
 """
 
 from __future__ import annotations
@@ -24,7 +29,9 @@ from kernels.arithmetic import TINY
 from kernels.findings import Findings
 from kernels.plans import AdasumPlan, CombinePlan, DotAndNormsPlan
 from kernels.torch_ops import run
-from kernels.validation import check_like, check_sized, check_tensor
+from kernels.validation import EQUAL, check_like, check_sized, check_tensor, check_weights
+
+Weights = tuple[float, float]
 
 
 def dot_and_norms(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -> Tensor:
@@ -63,13 +70,15 @@ def combine(
     dots: Tensor,
     segments: Sequence[int] | None = None,
     *,
+    weights: Weights = EQUAL,
     out: Tensor | None = None,
     found_inf: Tensor | None = None,
     max_abs: Tensor | None = None,
 ) -> Tensor:
     """Return (1 - d/(2A)) a + (1 - d/(2B)) b a segment, with (d, A, B) the rows of `dots`.
 
-    A coefficient whose squared norm is below sqrt(DBL_MIN) is 1. Rounded once to the dtype.
+    With `weights` (p, q) it is (1 - p/(p+q) d/A) a + (1 - q/(p+q) d/B) b, the same bits where
+    p = q. A coefficient whose squared norm is below sqrt(DBL_MIN) is 1. Rounded once to the dtype.
 
     Args:
         a: Taken as flat.
@@ -77,6 +86,7 @@ def combine(
         dots: float64 [S, 3], as `dot_and_norms` returns or summed over the ranks that hold the
             segments' parts.
         segments: As in `dot_and_norms`.
+        weights: How many vectors stand behind a, and how many behind b: positive and finite.
         out: Written and returned; may be a or b. None makes one.
         found_inf: float32 of one element, set to 1 where an output is not finite, else left.
         max_abs: One element, float64 where the output is, else float32; set to the largest
@@ -86,7 +96,9 @@ def combine(
         TypeError: An argument has another type or dtype. Nothing has been written.
         ValueError: One cannot be used, or overlaps what is written. Nothing has been written.
     """
-    combined: Tensor = run(check_combine(a, b, dots, segments, out, Findings(found_inf, max_abs)))
+    factors = check_weights(weights)
+    call = check_combine(a, b, dots, segments, out, Findings(found_inf, max_abs))
+    combined: Tensor = run(call, *factors)
     return combined
 
 
@@ -100,7 +112,7 @@ def plan_combine(
     found_inf: Tensor | None = None,
     max_abs: Tensor | None = None,
 ) -> CombinePlan:
-    """Plan `combine` of a and b: run it as plan(), with what `dots` then holds.
+    """Plan `combine` of a and b: run it as plan(weights), with what `dots` then holds.
 
     Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has one of
     its own, the same at each run.
@@ -113,6 +125,7 @@ def adasum(
     b: Tensor,
     segments: Sequence[int] | None = None,
     *,
+    weights: Weights = EQUAL,
     out: Tensor | None = None,
     found_inf: Tensor | None = None,
     max_abs: Tensor | None = None,
@@ -128,9 +141,9 @@ def adasum(
     do for other ranks, take two launches, which wait for nothing. The bits are the same; on a CPU
     it makes no difference.
     """
-    combined: Tensor = run(
-        check_adasum(a, b, segments, out, Findings(found_inf, max_abs), cooperative)
-    )
+    factors = check_weights(weights)
+    call = check_adasum(a, b, segments, out, Findings(found_inf, max_abs), cooperative)
+    combined: Tensor = run(call, *factors)
     return combined
 
 
@@ -144,7 +157,7 @@ def plan_adasum(
     max_abs: Tensor | None = None,
     cooperative: bool = True,
 ) -> AdasumPlan:
-    """Plan `adasum` of a and b: run it as plan().
+    """Plan `adasum` of a and b: run it as plan(weights).
 
     Arguments and errors as there, and of every plan: see `Plan`. Without `out` the plan has one of
     its own, the same at each run.
@@ -184,22 +197,33 @@ def dot_and_norms_reference(a: Tensor, b: Tensor, segments: Sequence[int] | None
 
 
 def combine_reference(
-    a: Tensor, b: Tensor, dots: Tensor, segments: Sequence[int] | None = None
+    a: Tensor,
+    b: Tensor,
+    dots: Tensor,
+    segments: Sequence[int] | None = None,
+    *,
+    weights: Weights = EQUAL,
 ) -> Tensor:
     """`combine` evaluated in float64 and left there."""
     x, y, bounds = _flat(a, b, segments)
     dots = check_dots(dots, len(bounds) - 1, x)
     result = torch.empty_like(x)
-    for (ca, cb), low, high in zip(
-        _coefficients(dots).tolist(), bounds[:-1], bounds[1:], strict=True
-    ):
+    coefficients = _coefficients(dots, weights).tolist()
+    for (ca, cb), low, high in zip(coefficients, bounds[:-1], bounds[1:], strict=True):
         result[low:high] = ca * x[low:high] + cb * y[low:high]
     return result.view(a.shape)
 
 
-def adasum_reference(a: Tensor, b: Tensor, segments: Sequence[int] | None = None) -> Tensor:
+def adasum_reference(
+    a: Tensor,
+    b: Tensor,
+    segments: Sequence[int] | None = None,
+    *,
+    weights: Weights = EQUAL,
+) -> Tensor:
     """`adasum` evaluated in float64 and left there."""
-    return combine_reference(a, b, dot_and_norms_reference(a, b, segments), segments)
+    dots = dot_and_norms_reference(a, b, segments)
+    return combine_reference(a, b, dots, segments, weights=weights)
 
 
 def _flat(
@@ -212,10 +236,11 @@ def _flat(
     return left.detach().double().view(-1), right.detach().double().view(-1), bounds
 
 
-def _coefficients(dots: Tensor) -> Tensor:
-    """float64 [S, 2] rows (1 - d/(2A), 1 - d/(2B)) of the rows (d, A, B) of `dots`.
+def _coefficients(dots: Tensor, weights: Weights) -> Tensor:
+    """float64 [S, 2] rows (1 - d/(fA), 1 - d/(gB)) of the rows (d, A, B) of `dots`.
 
-    A coefficient whose squared norm is below sqrt(DBL_MIN) is 1; a NaN norm is not, so NaN stays.
+    f = (p + q)/p and g = (p + q)/q of the weights (p, q). A coefficient whose squared norm is below
+    sqrt(DBL_MIN) is 1; a NaN norm is not, so NaN stays.
     """
-    norms = dots[:, 1:]
-    return torch.where(norms < TINY, 1.0, 1.0 - dots[:, :1] / (2.0 * norms))
+    norms, factors = dots[:, 1:], dots.new_tensor(check_weights(weights))
+    return torch.where(norms < TINY, 1.0, 1.0 - dots[:, :1] / (factors * norms))

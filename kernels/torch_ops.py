@@ -41,7 +41,7 @@ def run(call: Call, *scalars: float) -> Any:
     """Run a call, or have torch record it, and return what it writes."""
     if tracing():
         alignment = 0 if call.packed is None else call.packed.layout.alignment
-        operator = getattr(torch.ops.adasum, f"{call.function}_3").default
+        operator = getattr(torch.ops.adasum, f"{call.function}_4").default
         # No kernel has a derivative: no result requires grad.
         with torch.no_grad():
             operator(
@@ -88,10 +88,10 @@ def _run_operator(
 for _name in FUNCTIONS:
     _inputs, _out = ("Tensor(a!)[]", "Tensor") if _name == "unpack" else ("Tensor[]", "Tensor(a!)")
     _LIBRARY.define(
-        f"{_name}_3({_inputs} inputs, SymInt[] bounds, Tensor? dots, int alignment, "
+        f"{_name}_4({_inputs} inputs, SymInt[] bounds, Tensor? dots, int alignment, "
         f"float[] scalars, bool cooperative, {_out} out, {SCHEMA}) -> ()",
         tags=_TAGS,
     )
-    _LIBRARY.impl(f"{_name}_3", partial(_run_operator, _name), "CompositeExplicitAutograd")
+    _LIBRARY.impl(f"{_name}_4", partial(_run_operator, _name), "CompositeExplicitAutograd")
     # On tensors without data there is nothing to do: it only writes into its arguments.
-    torch.library.register_fake(f"adasum::{_name}_3", lambda *_: None, lib=_LIBRARY)
+    torch.library.register_fake(f"adasum::{_name}_4", lambda *_: None, lib=_LIBRARY)

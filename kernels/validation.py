@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from array import array
 from collections.abc import Sequence
@@ -173,6 +174,27 @@ def check_scalar(name: str, value: object) -> float:
         return float(value)
     except OverflowError:
         raise ValueError(f"{name} is an int that no float64 holds: pass a smaller one") from None
+
+
+EQUAL = 1.0, 1.0
+"""The weights of what is unweighted."""
+
+
+def check_weights(weights: object) -> tuple[float, float]:
+    """Return 1 + q/p and 1 + p/q of the weights (p, q): Adasum's factors of |a|^2 and |b|^2.
+
+    They are (p + q)/p and (p + q)/q, but no sum overflows; 2 and 2, exactly, where p = q. Raises
+    TypeError for what is no pair of numbers, ValueError where one is not positive and finite.
+    """
+    # dynamo knows no identity of tuples.
+    if not is_compiling() and weights is EQUAL:
+        return 2.0, 2.0
+    if not isinstance(weights, (tuple, list)) or len(weights) != 2:
+        raise TypeError(f"weights must be two numbers (p, q), not {weights!r}")
+    p, q = check_scalar("weights[0]", weights[0]), check_scalar("weights[1]", weights[1])
+    if not (0.0 < p < math.inf and 0.0 < q < math.inf):
+        raise ValueError(f"weights must be positive and finite, not {weights!r}: pass ranks, say")
+    return 1.0 + q / p, 1.0 + p / q
 
 
 def check_writable(name: str, tensor: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 import collectives
 from adasum.horovod.arguments import require
 from adasum.horovod.process_sets import ProcessSet, add_process_set, require_group
-from adasum.reducer import Adasum
+from adasum.reducer import UNWEIGHTED, Adasum
 from collectives import default_group, is_initialized
 
 
@@ -63,7 +63,7 @@ def join(device: int = -1) -> int:
     """
     require("device", device, int)
     zeros_on = None if device < 0 else torch.device("cuda", device)
-    return default_group().join([Adasum], device=zeros_on)
+    return default_group().join([Adasum, UNWEIGHTED], device=zeros_on)
 
 
 def barrier(process_set: ProcessSet | None = None) -> None:

@@ -18,7 +18,7 @@ from adasum.optimizer.gradient_method import GradientMethod
 from adasum.optimizer.local_steps import LocalStepsMethod
 from adasum.optimizer.owners_method import OwnersMethod
 from adasum.optimizer.parameters import Groups, Named, name_parameters, plan_buckets
-from adasum.reducer import Adasum
+from adasum.reducer import UNWEIGHTED, Adasum
 from collectives import Average, Reducer, Sum, default_group
 
 
@@ -35,6 +35,7 @@ def DistributedOptimizer(
     *,
     algorithm: str | None = None,
     mode: str | None = None,
+    weighted: bool = True,
     local_steps: int = 1,
     method: str | None = None,
     step_in_backward: bool = False,
@@ -74,6 +75,10 @@ def DistributedOptimizer(
         local_steps: So many steps a rank takes of its own before their difference is reduced, with
             Adasum or Average; the optimizer's `reduce_local_steps()` reduces before that. 1 reduces
             at every step.
+        weighted: With Adasum, weighs both sides of each pair by the ranks behind them, so that
+            parallel gradients of n ranks weigh 1/n each, whatever n. False weighs them alike, as
+            Horovod does; of a power of two of ranks, but for "xring" and the other algorithms in
+            rank order, both are the same, bit for bit.
         method: With Adasum, "gradient" reduces the gradients instead of the steps, as the DDP hook
             does: one optimizer state for all ranks, and clipping sees the reduced gradient. "delta"
             unless given, and "gradient" with mode="owners".
@@ -107,6 +112,9 @@ def DistributedOptimizer(
     require("algorithm", algorithm, str, type(None))
     require("sparse_as_dense", sparse_as_dense, bool)
     require("step_in_backward", step_in_backward, bool)
+    require("weighted", weighted, bool)
+    if not weighted and op is not Adasum:
+        raise ValueError(f"weighted=False is for op=Adasum, whose pairs have weights, not {op!r}")
     if gradient_predivide_factor != 1.0 and op is not Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if not 0 < gradient_predivide_factor < math.inf:
@@ -115,6 +123,7 @@ def DistributedOptimizer(
         )
     _check_local_steps(local_steps, op, method, mode, step_in_backward, backward_passes_per_step)
     kind = _method(optimizer, op, method, mode, step_in_backward, local_steps)
+    op = op if weighted else UNWEIGHTED
     members = default_group() if process_set is None else group_of(process_set)
     group = members or default_group()
     if algorithm is not None:

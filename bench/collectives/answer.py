@@ -66,6 +66,13 @@ def tree_of(spec: AllReduceSpec, topology: Topology) -> Tree:
     return order.tree(leaves)
 
 
+def _ranks_behind(tree: Tree) -> int:
+    """Return how many ranks' inputs a tree joins, by which Adasum weighs it."""
+    if isinstance(tree, Average):
+        return len(tree.ranks)
+    return 1 if isinstance(tree, int) else sum(map(_ranks_behind, tree))
+
+
 def expected(mine: Tensor, op: str, tree: Tree) -> Slice:
     """Return this rank's slice of the result; `mine` is its whole input. All ranks must call it."""
     size, rank = dist.get_world_size(), dist.get_rank()
@@ -137,6 +144,7 @@ def _adasum(tree: Tree, parts: Sequence[Tensor], dtype: torch.dtype) -> Slice:
     if isinstance(tree, Average):
         return _mean([parts[rank] for rank in tree.ranks], dtype, len(tree.ranks))
     a, b = (_adasum(side, parts, dtype) for side in tree)
+    p, q = map(_ranks_behind, tree)
     sizes = a.value.abs(), b.value.abs()
     sums = torch.stack(
         [
@@ -158,12 +166,12 @@ def _adasum(tree: Tree, parts: Sequence[Tensor], dtype: torch.dtype) -> Slice:
     value, bound = torch.zeros_like(a.value), torch.zeros_like(a.value)
     # Coefficient, its product, the sum and the result are rounded: 4 times half an eps.
     rounding = 2 * _eps(dtype)
-    for side, size, norm, moved_norm in (
-        (a, sizes[0], norm_a, moved_a),
-        (b, sizes[1], norm_b, moved_b),
+    for side, size, norm, moved_norm, weight in (
+        (a, sizes[0], norm_a, moved_a, p / (p + q)),
+        (b, sizes[1], norm_b, moved_b, q / (p + q)),
     ):
-        factor = 1 - dot / (2 * norm) if norm else 1.0
-        slack = (off + abs(dot) * (products + moved_norm / norm)) / (2 * norm) if norm else 0.0
+        factor = 1 - weight * dot / norm if norm else 1.0
+        slack = (off + abs(dot) * (products + moved_norm / norm)) * weight / norm if norm else 0.0
         value += factor * side.value
         bound += abs(factor) * (side.bound + rounding * size) + slack * size
     return Slice(value, bound + _least(dtype))

@@ -121,7 +121,7 @@ def _in_lockstep(
                 groups[number][len(step.group)].append(step.group)
             spans = [recv[1:3] for recv in step.recvs if recv.action is not Action.COPY]
             ways = Counter(spans) if len(spans) > 1 else dict.fromkeys(spans, 1)
-            for peer, start, stop, action in step.recvs:
+            for peer, start, stop, action, _ in step.recvs:
                 reduced = 0 if action is Action.COPY else ways[start, stop]
                 rows[number].extend((peer, rank, (stop - start) / parts, reduced))
     for number, phase in phases.items():

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
 
 from collectives.execution.context import CallContext, Workspace
-from collectives.execution.lowering import LoweredStep, chunk_bounds, lower
+from collectives.execution.lowering import LoweredStep, Reduction, chunk_bounds, lower
 from collectives.execution.pipelining import post
 from collectives.reducers import Operands, Piece, Reducer, Sum
 from collectives.schedules import recursive_doubling
@@ -77,9 +77,32 @@ def _run(
             sum_partials = _partial_sum(step.group, here)
             # What is reduced whole, segment by segment, waits for all of it.
             apart = step.sent_first and (not operator.needs_one_tree or sum_partials is not None)
-            arriving = posted.pieces(_pieces(step, recvs, buffer), apart=apart)
-            operator.reduce(Operands(arriving, buffer.numel(), segments, sum_partials))
+            for leaves, reductions in _alike(step, operator, here.label):
+                pieces = posted.pieces(_pieces(reductions, recvs, buffer), apart=apart)
+                numel = buffer.numel()
+                operator.reduce(Operands(pieces, numel, segments, sum_partials, leaves))
         posted.wait()
+
+
+def _alike(
+    step: LoweredStep, operator: Reducer, label: str
+) -> Iterable[tuple[tuple[int, ...], Sequence[Reduction]]]:
+    """Return the step's reductions by the ranks behind their operands, where that is something.
+
+    It is to an operator that is not associative. There are two kinds or more only in steps that
+    reduce whole segments: those that share dot products reduce one pair of vectors.
+    """
+    if not (operator.needs_one_tree and step.reductions):
+        return [((), step.reductions)]
+    found: dict[tuple[int, ...], list[Reduction]] = {}
+    for reduction in step.reductions:
+        if reduction.leaves is None:
+            raise ValueError(
+                f"{label} does not say how many ranks stand behind what it reduces, which "
+                f"{operator} weighs: run what verify.with_leaves makes of the schedule"
+            )
+        found.setdefault(reduction.leaves, []).append(reduction)
+    return found.items()
 
 
 def _reduce_gathered(
@@ -92,7 +115,8 @@ def _reduce_gathered(
     operator = reducer if isinstance(reducer, Reducer) else reducer[-1]
     parts = tuple(vector[: buffer.numel()] for vector in vectors)
     pieces = (Piece(parts, parts[0], 0),)
-    operator.reduce(Operands(pieces, buffer.numel(), segments, None))
+    leaves = (1,) * len(parts)
+    operator.reduce(Operands(pieces, buffer.numel(), segments, None, leaves))
     buffer.copy_(parts[0])
 
 
@@ -113,10 +137,12 @@ def _side_by_side(
     return vectors, [*bounds, vectors.numel()]
 
 
-def _pieces(step: LoweredStep, recvs: Sequence[Message], buffer: torch.Tensor) -> tuple[Piece, ...]:
-    """Return what a step reduces: for each range what is received, and the rank's own value."""
+def _pieces(
+    reductions: Sequence[Reduction], recvs: Sequence[Message], buffer: torch.Tensor
+) -> tuple[Piece, ...]:
+    """Return what is reduced: for each range what is received, and the rank's own value."""
     pieces = []
-    for before, after, low, high in step.reductions:
+    for before, after, low, high, _ in reductions:
         mine = buffer[low:high]
         left = [recvs[number].tensor for number in before]
         right = [recvs[number].tensor for number in after]

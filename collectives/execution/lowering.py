@@ -36,12 +36,15 @@ class Reduction(NamedTuple):
         after: Those behind it.
         low: The first element.
         high: Behind the last element.
+        leaves: How many ranks stand behind each operand, in the order of the reduction; None where
+            the schedule does not say.
     """
 
     before: tuple[int, ...]
     after: tuple[int, ...]
     low: int
     high: int
+    leaves: tuple[int, ...] | None
 
 
 class LoweredStep(NamedTuple):
@@ -102,7 +105,7 @@ def _lower_step(
 ) -> LoweredStep:
     recvs, staged = [], 0
     found: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
-    for number, (peer, start, stop, action) in enumerate(step.recvs):
+    for number, (peer, start, stop, action, *_) in enumerate(step.recvs):
         low, high = bounds[start], bounds[stop]
         if action is Action.COPY:
             recvs.append(Range(members[peer], low, high))
@@ -113,17 +116,32 @@ def _lower_step(
         sides[action is Action.REDUCE_RIGHT].append(number)
     return LoweredStep(
         name,
-        sends=tuple(Range(members[peer], bounds[a], bounds[b]) for peer, a, b, _ in step.sends),
+        sends=tuple(Range(members[peer], bounds[a], bounds[b]) for peer, a, b, *_ in step.sends),
         recvs=tuple(recvs),
         staged=staged,
         reductions=tuple(
-            Reduction(tuple(before), tuple(after), bounds[start], bounds[stop])
+            Reduction(
+                tuple(before),
+                tuple(after),
+                bounds[start],
+                bounds[stop],
+                _leaves([step.recvs[i].leaves for i in (*before, *after)], len(before)),
+            )
             for (start, stop), (before, after) in found.items()
         ),
         sent_first=sent_first(step),
         group=tuple(members[r] for r in step.group),
         phase=step.phase,
     )
+
+
+def _leaves(received: Sequence[tuple[int, int] | None], before: int) -> tuple[int, ...] | None:
+    """Return how many ranks stand behind each operand, of which `before` precede the own value."""
+    said = [leaves for leaves in received if leaves is not None]
+    if len(said) < len(received):
+        return None
+    counts = [theirs for _, theirs in said]
+    return (*counts[:before], said[0][0], *counts[before:])
 
 
 def sent_first(step: Step) -> bool:

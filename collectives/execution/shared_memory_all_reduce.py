@@ -137,9 +137,9 @@ class SharedMemoryAllReduce:
         scratch = self.runner.workspace.take(width * (size - 2), out) if size > 2 else out
         operands = [*vectors]
         steps = []
-        for i, (left, right) in enumerate(pairs(size)):
+        for i, (left, right, behind) in enumerate(pairs(size)):
             target = out if i == size - 2 else scratch[i * width :][: out.numel()]
-            steps.append(_bind_two(operands[left], operands[right], target, op, segments))
+            steps.append(_bind_two(operands[left], operands[right], target, op, segments, behind))
             operands[left] = target
 
         def run(label: str) -> Tensor:
@@ -159,7 +159,8 @@ class SharedMemoryAllReduce:
         start, stop = bounds[memory.rank] * line, min(bounds[memory.rank + 1] * line, numel)
         mine = [vector[start:stop] for vector in vectors]
         steps = [
-            _bind_two(mine[left], mine[right], mine[left], op, None) for left, right in pairs(size)
+            _bind_two(mine[left], mine[right], mine[left], op, None, behind)
+            for left, right, behind in pairs(size)
         ]
 
         def run(label: str) -> Tensor:
@@ -209,7 +210,7 @@ class SharedMemoryAllReduce:
         if level.block > 1:
             sums = _PartialSums(self.memory, level, part, self.runner.timeout)
         piece = Piece((left, right), left, start)
-        reduce = op.bind(Operands((piece,), numel, self.vector.segments, sums))
+        reduce = op.bind(Operands((piece,), numel, self.vector.segments, sums, part.behind))
 
         def run(where: str) -> None:
             if sums is not None:
@@ -248,9 +249,15 @@ def _method_of(
 
 
 def _bind_two(
-    left: Tensor, right: Tensor, out: Tensor, op: Reducer, segments: Sequence[int] | None
+    left: Tensor,
+    right: Tensor,
+    out: Tensor,
+    op: Reducer,
+    segments: Sequence[int] | None,
+    behind: Sequence[int],
 ) -> Callable[[], None]:
-    return op.bind(Operands((Piece((left, right), out, 0),), out.numel(), segments, None))
+    pieces = (Piece((left, right), out, 0),)
+    return op.bind(Operands(pieces, out.numel(), segments, None, behind))
 
 
 @dataclass

@@ -23,6 +23,7 @@ class Part(NamedTuple):
         start: The first chunk, of as many as the tree has leaves.
         stop: Behind the last chunk.
         leaf: The rank's place among the leaves of the tree.
+        behind: How many ranks stand behind the left vector, and how many behind the right one.
     """
 
     left: int
@@ -30,6 +31,7 @@ class Part(NamedTuple):
     start: int
     stop: int
     leaf: int
+    behind: tuple[int, ...]
 
 
 class TreeLevel(NamedTuple):
@@ -58,22 +60,28 @@ def tree_levels(schedule: Schedule) -> tuple[TreeLevel, ...]:
     for steps in zip(*(schedule.steps(rank) for rank in range(schedule.size)), strict=True):
         parts, before, block = {}, tuple(lies), 1
         for rank, step in enumerate(steps):
-            for peer, start, stop, action in step.recvs:
+            for peer, start, stop, action, leaves in step.recvs:
                 if action is Action.COPY:
                     continue
-                operands = (rank, peer) if action is Action.REDUCE_RIGHT else (peer, rank)
+                assert leaves is not None
+                mine_first = 1 if action is Action.REDUCE_RIGHT else -1
+                operands, behind = (rank, peer)[::mine_first], leaves[::mine_first]
                 left, right = (before[operand] for operand in operands)
                 lies[rank], block, leaf = left, len(step.group), fold.leaf(rank)
                 assert leaf is not None
                 if block > 1 or rank == left:
-                    parts[rank] = Part(left, right, start * width, stop * width, leaf)
+                    parts[rank] = Part(left, right, start * width, stop * width, leaf, behind)
         if parts:
             levels.append(TreeLevel(parts, block))
     return tuple(levels)
 
 
 @lru_cache
-def pairs(size: int) -> list[tuple[int, int]]:
-    """Return the pairs of ranks whose vectors are reduced into the first one's, in turn."""
+def pairs(size: int) -> list[tuple[int, int, tuple[int, ...]]]:
+    """Return the pairs of ranks whose vectors are reduced into the first one's, in turn.
+
+    The third is how many ranks then stand behind each of both.
+    """
     levels = tree_levels(recursive_doubling.all_reduce(size))
-    return [(part.left, part.right) for level in levels for part in level.parts.values()]
+    parts = (part for level in levels for part in level.parts.values())
+    return [(part.left, part.right, part.behind) for part in parts]

@@ -51,6 +51,16 @@ class Fold:
             return rank - self.extra
         return None if rank % 2 else rank // 2
 
+    def ranks_behind(self, leaf: int, distance: int) -> tuple[int, int]:
+        """Return how many ranks stand behind both operands of the level of `distance`.
+
+        These are the aligned blocks of so many leaves that `leaf` and its partner are in, the
+        leaf's own first.
+        """
+        firsts = (one - one % distance for one in (leaf, leaf ^ distance))
+        mine, theirs = (distance + min(max(self.extra - one, 0), distance) for one in firsts)
+        return mine, theirs
+
     def block(self, leaf: int, width: int) -> tuple[int, ...]:
         """Return the ranks of the aligned block of `width` leaves that `leaf` is in."""
         return _block(self, leaf - leaf % width, width)
@@ -73,7 +83,7 @@ def fold_in(fold: Fold, rank: int, chunks: int) -> Iterator[Step]:
         elif rank % 2:
             yield Step(sends=(Transfer(rank - 1, 0, chunks),))
         else:
-            recv = Transfer(rank + 1, 0, chunks, Action.REDUCE_RIGHT)
+            recv = Transfer(rank + 1, 0, chunks, Action.REDUCE_RIGHT, leaves=(1, 1))
             yield Step(recvs=(recv,), group=(rank,))
 
 

@@ -31,11 +31,12 @@ def _scatter(size: int, owners: tuple[int, ...], whole_segments: bool, rank: int
         return
     sends = tuple(Transfer(owner, i, i + 1) for i, owner in enumerate(owners) if owner != rank)
     recvs = tuple(
-        Transfer(peer, i, i + 1, Action.REDUCE_LEFT if peer < rank else Action.REDUCE_RIGHT)
+        Transfer(peer, i, i + 1, action, leaves=(1, 1))
         for i, owner in enumerate(owners)
         if owner == rank
         for peer in range(size)
         if peer != rank
+        for action in [Action.REDUCE_LEFT if peer < rank else Action.REDUCE_RIGHT]
     )
     yield Step(sends, recvs, group=(rank,) if recvs and whole_segments else ())
 

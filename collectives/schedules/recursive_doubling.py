@@ -31,7 +31,7 @@ def _doubling(fold: Fold, leaf: int) -> Iterator[Step]:
         action = Action.REDUCE_LEFT if leaf & distance else Action.REDUCE_RIGHT
         yield Step(
             sends=(Transfer(partner, 0, 1),),
-            recvs=(Transfer(partner, 0, 1, action),),
+            recvs=(Transfer(partner, 0, 1, action, fold.ranks_behind(leaf, distance)),),
             group=(fold.rank(leaf),),
         )
         distance *= 2

@@ -38,7 +38,7 @@ def _halving(fold: Fold, leaf: int) -> Iterator[Step]:
         action = Action.REDUCE_LEFT if leaf & distance else Action.REDUCE_RIGHT
         yield Step(
             sends=(Transfer(partner, *give),),
-            recvs=(Transfer(partner, *keep, action),),
+            recvs=(Transfer(partner, *keep, action, fold.ranks_behind(leaf, distance)),),
             group=fold.block(leaf, 2 * distance),
         )
         start, stop = keep

@@ -53,7 +53,8 @@ def _rings(orders: Orders, rank: int, lag: int) -> Iterator[Step]:
             out = order[(at - hop) % size] * rings + ring
             into = order[(at - hop - 1) % size] * rings + ring
             sends.append(Transfer(order[(at + 1) % size], out, out + 1))
-            recvs.append(Transfer(order[at - 1], into, into + 1, action))
+            leaves = (1, hop) if lag else None
+            recvs.append(Transfer(order[at - 1], into, into + 1, action, leaves))
         yield Step(tuple(sends), tuple(recvs))
 
 
@@ -113,7 +114,8 @@ def _line(
 
     def transfer(step: int, hop: int, peer: int, action: Action) -> tuple[Transfer, ...]:
         chunk = step - first - hop
-        return (Transfer(peer, chunk, chunk + 1, action),) if 0 <= chunk < chunks else ()
+        leaves = None if action is Action.COPY else (1, hop + 1)
+        return (Transfer(peer, chunk, chunk + 1, action, leaves),) if 0 <= chunk < chunks else ()
 
     step = 0
     while True:

@@ -42,12 +42,23 @@ class Collective(Enum):
 
 
 class Transfer(NamedTuple):
-    """Chunks [start, stop) to or from `peer`; `action` is for receives only."""
+    """Chunks [start, stop) to or from `peer`.
+
+    Attributes:
+        peer: The other rank.
+        start: The first chunk.
+        stop: Behind the last chunk.
+        action: Of a receive.
+        leaves: Of a REDUCE receive: how many ranks stand behind the receiver's own value before the
+            step, and how many behind the message, by which Adasum weighs both. None where the
+            schedule does not say; `verify.with_leaves` finds out.
+    """
 
     peer: int
     start: int
     stop: int
     action: Action = Action.COPY
+    leaves: tuple[int, int] | None = None
 
 
 class Step(NamedTuple):
@@ -227,9 +238,11 @@ def _is_one(shards: int) -> bool:
 def _split(steps: Iterable[Step], shards: int) -> Iterator[Step]:
     def pieces(transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
         return tuple(
-            Transfer(peer, start * shards + i * width, start * shards + (i + 1) * width, action)
-            for peer, start, stop, action in transfers
-            for width in [stop - start]
+            one._replace(
+                start=one.start * shards + i * width, stop=one.start * shards + (i + 1) * width
+            )
+            for one in transfers
+            for width in [one.stop - one.start]
             for i in range(shards)
         )
 

@@ -52,6 +52,9 @@ def all_reduce(topology: Topology, inner: ScatterGather | None, outer: Schedule)
     if outer.gathered:
         raise ValueError(f"outer is {outer.name}, which reduces whole buffers, not regions")
 
+    # With `inner` a node's value stands for all of its ranks.
+    behind = 1 if inner is None else local_size
+
     def steps(rank: int) -> Iterator[Step]:
         local = rank % local_size
         first = rank - local
@@ -59,7 +62,7 @@ def all_reduce(topology: Topology, inner: ScatterGather | None, outer: Schedule)
             return
         if inner is not None:
             yield from _inside(inner.scatter(local), first, outer.chunks)
-        yield from _across(node, outer, rank)
+        yield from _across(node, outer, rank, behind)
         yield from _inside(node.gather(local), first, outer.chunks)
 
     return Schedule(
@@ -82,8 +85,11 @@ def _inside(steps: Iterable[Step], first: int, width: int) -> Iterator[Step]:
         )
 
 
-def _across(node: ScatterGather, outer: Schedule, rank: int) -> Iterator[Step]:
-    """Yield a rank's steps of `outer`: on the region that it owns, or idle where it owns none."""
+def _across(node: ScatterGather, outer: Schedule, rank: int, behind: int) -> Iterator[Step]:
+    """Yield a rank's steps of `outer`: on the region that it owns, or idle where it owns none.
+
+    `behind` ranks stand behind a node's value.
+    """
     at, local = divmod(rank, node.size)
     regions = {owner: region for region, owner in enumerate(node.owners)}
     region = regions.get(local)
@@ -96,7 +102,7 @@ def _across(node: ScatterGather, outer: Schedule, rank: int) -> Iterator[Step]:
         group = tuple(w * node.size + owner for w in step.group for owner in owners)
         yield Step(
             sends=_mapped(step.sends, local, node.size, start, node.width),
-            recvs=_mapped(step.recvs, local, node.size, start, node.width),
+            recvs=_mapped(step.recvs, local, node.size, start, node.width, behind),
             # Each owner of a node's regions holds whole segments by itself.
             group=(rank,) if group and outer.whole_segments else group,
             phase=1,
@@ -104,10 +110,20 @@ def _across(node: ScatterGather, outer: Schedule, rank: int) -> Iterator[Step]:
 
 
 def _mapped(
-    transfers: tuple[Transfer, ...], first: int, stride: int, start: int, width: int
+    transfers: tuple[Transfer, ...],
+    first: int,
+    stride: int,
+    start: int,
+    width: int,
+    behind: int = 1,
 ) -> tuple[Transfer, ...]:
     """Return a level's transfers in the ranks and chunks of the whole schedule."""
     return tuple(
-        Transfer(first + peer * stride, start + a * width, start + b * width, action)
-        for peer, a, b, action in transfers
+        one._replace(
+            peer=first + one.peer * stride,
+            start=start + one.start * width,
+            stop=start + one.stop * width,
+            leaves=one.leaves and (one.leaves[0] * behind, one.leaves[1] * behind),
+        )
+        for one in transfers
     )

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from collectives import validation
 from collectives.schedules.schedule import Action, Collective, Schedule, Step, Transfer
-from collectives.schedules.verify import Proof, ScheduleError, verify
+from collectives.schedules.verify import Proof, ScheduleError, verify, with_leaves
 
 # Of one rank; a generator that never ends must not hang its caller.
 MAX_STEPS = 1 << 16
@@ -80,7 +80,7 @@ def _verified(schedule: Schedule, rank: int) -> VerifiedSchedule:
         proof = verify(frozen)
     except ScheduleError as error:
         raise ValueError(f"schedule: {error}") from error
-    return VerifiedSchedule(frozen, proof, digest.hexdigest())
+    return VerifiedSchedule(with_leaves(frozen), proof, digest.hexdigest())
 
 
 def _plain(transfers: tuple[Transfer, ...], *, receives: bool = False) -> list[tuple[object, ...]]:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import pairwise, zip_longest
 
 from collectives import validation
 from collectives.schedules.schedule import Action, Collective, Schedule, Step
+
+Leaves = tuple[int, int] | None
+"""`Transfer.leaves`; None of a COPY, and where the chunks of a receive differ in them."""
+
+LeafWeights = tuple[tuple[tuple[Leaves, ...], ...], ...]
+"""The Leaves of every receive: by rank, by step, in the order of the step's receives."""
 
 
 class ScheduleError(AssertionError):
@@ -24,13 +31,16 @@ class Proof:
         one_tree: Whether all chunks end with one expression tree of the last phase, whose leaves
             are what the earlier phases reduced in any order.
         carries_adasum: Whether, besides, every reduction of the last phase names a group that holds
-            its whole operands, or whole segments of them.
+            its whole operands, or whole segments of them, and as many ranks stand behind each chunk
+            of a message.
+        leaves: How many ranks stand behind both operands of every REDUCE receive.
     """
 
     steps: int
     phases: int
     one_tree: bool
     carries_adasum: bool
+    leaves: LeafWeights = field(default=(), repr=False, compare=False)
 
 
 class _Expressions:
@@ -86,7 +96,8 @@ def verify(schedule: Schedule) -> Proof:
     a step is equal or disjoint ranges; and every non-empty `group` holds the same whole operands,
     each chunk once, every rank's part of it in one range: a pair of them, or any number where the
     group is one rank. With whole_segments a group is one rank, which holds whole segments. A
-    gathered schedule only copies, and ends with every rank's vector on every rank.
+    gathered schedule only copies, and ends with every rank's vector on every rank. Where a receive
+    says how many ranks stand behind its operands, so many do.
 
     Raises:
         ScheduleError: One of these does not hold; the text names the rank and the step.
@@ -96,25 +107,58 @@ def verify(schedule: Schedule) -> Proof:
     expressions = _Expressions(size // schedule.replicas)
     state = _initial(schedule)
     grouped: dict[int, bool] = {}
+    leaves: list[list[tuple[Leaves, ...]]] = [[] for _ in range(size)]
     count = 0
     for count, steps in enumerate(zip_longest(*map(schedule.steps, range(size))), 1):
         where = f"{schedule.name} of {size}, step {count - 1}"
         if None in steps:
             raise ScheduleError(f"{where}: rank {steps.index(None)} has no step while others do")
-        reductions = _run_step(steps, state, expressions, chunks, where)
+        reductions = _run_step(steps, state, expressions, chunks, leaves, where)
         _check_ranges(steps, where)
         _check_groups(steps, reductions, schedule, where)
-        for step, reduced in zip(steps, reductions, strict=True):
+        for rank, (step, reduced) in enumerate(zip(steps, reductions, strict=True)):
             if reduced:
-                grouped[step.phase] = grouped.get(step.phase, True) and bool(step.group)
+                carried = bool(step.group) and not _is_uneven(step, leaves[rank][-1])
+                grouped[step.phase] = grouped.get(step.phase, True) and carried
     results = _results(schedule, state, expressions)
+    found = tuple(map(tuple, leaves))
     if schedule.gathered:
         if grouped:
             raise ScheduleError(f"{schedule.name}: a gathered schedule reduces in a step")
-        return Proof(count, phases=int(size > 1), one_tree=True, carries_adasum=True)
+        return Proof(count, int(size > 1), one_tree=True, carries_adasum=True, leaves=found)
     last = max(grouped, default=-1)
     one_tree = len({expressions.shape(result, last) for result in results}) < 2
-    return Proof(count, last + 1, one_tree, one_tree and grouped.get(last, True))
+    return Proof(count, last + 1, one_tree, one_tree and grouped.get(last, True), found)
+
+
+@lru_cache(maxsize=256)
+def leaf_weights(schedule: Schedule) -> LeafWeights:
+    """Return how many ranks stand behind both operands of every REDUCE receive, kept by schedule.
+
+    Of the receive `schedule.steps(rank)[step].recvs[i]` it is entry [rank][step][i]: (p, q) with p
+    ranks behind the receiver's own value before the step and q behind the message.
+
+    Raises:
+        ScheduleError: As `verify`, of all ranks' steps.
+    """
+    return verify(schedule).leaves
+
+
+@lru_cache(maxsize=256)
+def with_leaves(schedule: Schedule) -> Schedule:
+    """Return the schedule, of which every REDUCE receive says its `leaves`.
+
+    Raises:
+        ScheduleError: As `verify`.
+    """
+    found = leaf_weights(schedule)
+
+    def steps(rank: int) -> Iterator[Step]:
+        for step, leaves in zip(schedule.steps(rank), found[rank], strict=True):
+            recvs = zip(step.recvs, leaves, strict=True)
+            yield step._replace(recvs=tuple(recv._replace(leaves=each) for recv, each in recvs))
+
+    return replace(schedule, steps=steps)
 
 
 def _initial(schedule: Schedule) -> _State:
@@ -136,12 +180,17 @@ def _owner(schedule: Schedule, chunk: int) -> int | None:
 
 
 def _run_step(
-    steps: Sequence[Step], state: _State, expressions: _Expressions, chunks: int, where: str
+    steps: Sequence[Step],
+    state: _State,
+    expressions: _Expressions,
+    chunks: int,
+    leaves: Sequence[list[tuple[Leaves, ...]]],
+    where: str,
 ) -> list[_Reductions]:
-    """Advance all ranks by one step; return every rank's reductions."""
+    """Advance all ranks by one step; return every rank's reductions, add its receives' leaves."""
     mail: dict[tuple[int, int], list[tuple[int, int, list[int | None]]]] = {}
     for rank, step in enumerate(steps):
-        for peer, start, stop, _ in step.sends:
+        for peer, start, stop, *_ in step.sends:
             _check_transfer(rank, peer, start, stop, len(steps), chunks, where)
             values = state[rank][start:stop]
             if None in values:
@@ -157,7 +206,8 @@ def _run_step(
         phase = step.phase
         copied: set[int] = set()
         sides: dict[int, tuple[list[int], list[int]]] = {}
-        for peer, start, stop, action in step.recvs:
+        counted: list[Leaves] = []
+        for peer, start, stop, action, said in step.recvs:
             _check_transfer(rank, peer, start, stop, len(steps), chunks, where)
             queue = mail.get((peer, rank))
             if not queue:
@@ -167,6 +217,14 @@ def _run_step(
                 raise ScheduleError(
                     f"{where}: rank {peer} sends chunks [{sent_start}, {sent_stop}), "
                     f"rank {rank} expects [{start}, {stop})"
+                )
+            counted.append(None)
+            if action is not Action.COPY:
+                counted[-1] = _leaves(state[rank][start:stop], values, expressions)
+            if said is not None and said != counted[-1]:
+                raise ScheduleError(
+                    f"{where}: rank {rank} says that {said} ranks stand behind its value and rank "
+                    f"{peer}'s message, not {counted[-1]}"
                 )
             for chunk, value in enumerate(values, start):
                 assert value is not None
@@ -178,6 +236,7 @@ def _run_step(
                 else:
                     after_mine = action is Action.REDUCE_RIGHT
                     sides.setdefault(chunk, ([], []))[after_mine].append(value)
+        leaves[rank].append(tuple(counted))
         for chunk, (before, after) in sides.items():
             mine = state[rank][chunk]
             if mine is None:
@@ -196,6 +255,24 @@ def _run_step(
     return reductions
 
 
+def _leaves(
+    mine: Sequence[int | None], received: Sequence[int | None], expressions: _Expressions
+) -> Leaves:
+    """Return how many inputs stand behind both of each pair of values; None where pairs differ."""
+
+    def count(value: int | None) -> int:
+        return 0 if value is None else expressions.ranks[value].bit_count()
+
+    first, *others = {(count(a), count(b)) for a, b in {*zip(mine, received, strict=True)}}
+    return None if others else first
+
+
+def _is_uneven(step: Step, leaves: Sequence[Leaves]) -> bool:
+    """Return whether the chunks of a REDUCE receive differ in their leaves."""
+    recvs = zip(step.recvs, leaves, strict=True)
+    return any(found is None and recv.action is not Action.COPY for recv, found in recvs)
+
+
 def _check_transfer(
     rank: int, peer: int, start: int, stop: int, size: int, chunks: int, where: str
 ) -> None:
@@ -209,7 +286,7 @@ def _check_ranges(steps: Sequence[Step], where: str) -> None:
     """Check that a rank reduces equal or disjoint ranges, and one range where it has a group."""
     for rank, step in enumerate(steps):
         recvs = [r for r in step.recvs if r.action is not Action.COPY]
-        ranges = list(dict.fromkeys((start, stop) for _, start, stop, _ in recvs))
+        ranges = list(dict.fromkeys(recv[1:3] for recv in recvs))
         if any(b[0] < a[1] for a, b in pairwise(sorted(ranges))):
             raise ScheduleError(f"{where}: rank {rank} reduces ranges that overlap: {ranges}")
         if step.group and any(b[0] != a[1] for a, b in pairwise(ranges)):

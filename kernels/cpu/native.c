@@ -233,15 +233,16 @@ void dot_and_norms(const struct task *t)
     }
 }
 
-/* scaled_add with the coefficients that follow from dots; written to coefficients first: 1 - d/(2A),
- * but 1 for a norm below TINY, which no NaN is. */
+/* scaled_add with the coefficients that follow from dots; written to coefficients first, in the
+ * place of the factors f and g of a's and b's squared norm: 1 - d/(fA) and 1 - d/(gB), but 1 for a
+ * norm below TINY, which no NaN is. */
 void combine(const struct task *t)
 {
-    const double *row = t->dots;
+    const double *row = t->dots, factors[] = {t->coefficients[0], t->coefficients[1]};
     for (int64_t segment = 0; segment < t->segments; segment++, row += 3)
         for (int i = 0; i < 2; i++)
             t->coefficients[2 * segment + i] =
-                row[1 + i] < TINY ? 1 : 1 - row[0] / (2 * row[1 + i]);
+                row[1 + i] < TINY ? 1 : 1 - row[0] / (factors[i] * row[1 + i]);
     scaled_add(t);
 }
 

@@ -94,7 +94,7 @@ class Library:
         """Return what runs a call any number of times, with its scalars.
 
         It has the addresses of tensors, not the tensors: whoever calls keeps those alive. Scalars
-        are the scale, or alpha and beta.
+        are the scale, alpha and beta, or the factors of the squared norms.
         """
         name, (found_inf, max_abs) = call.function, call.findings
         if call.packed is None:

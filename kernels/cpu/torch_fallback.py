@@ -121,8 +121,11 @@ def dot_and_norms(call: Call) -> None:
         row.copy_(torch.tensor(found, dtype=torch.float64))
 
 
-def combine(call: Call) -> None:
-    """Write out = (1 - d/(2A)) a + (1 - d/(2B)) b per segment; (d, A, B) are rows of `dots`."""
+def combine(call: Call, factor_a: float, factor_b: float) -> None:
+    """Write out = (1 - d/(fA)) a + (1 - d/(gB)) b per segment; (d, A, B) are rows of `dots`.
+
+    f and g are the factors of a's and b's squared norm, as `check_weights` returns them.
+    """
     assert call.dots is not None
     parts = [tensor.detach().view(-1) for tensor in (*call.inputs, call.out)]
     for (dot, norm_a, norm_b), (low, high) in zip(
@@ -130,20 +133,20 @@ def combine(call: Call) -> None:
     ):
         if high > low:
             left, right, to = (part[low:high] for part in parts)
-            alpha, beta = _coefficient(dot, norm_a), _coefficient(dot, norm_b)
+            alpha, beta = _coefficient(dot, factor_a, norm_a), _coefficient(dot, factor_b, norm_b)
             _blend(left, right, to, call.findings, alpha, beta)
 
 
-def adasum(call: Call) -> None:
+def adasum(call: Call, factor_a: float, factor_b: float) -> None:
     """`combine` of the tensors' `dot_and_norms`."""
     dots = torch.empty(len(call.bounds) - 1, 3, dtype=torch.float64, device="cpu")
     dot_and_norms(replace(call, out=dots))
-    combine(replace(call, dots=dots))
+    combine(replace(call, dots=dots), factor_a, factor_b)
 
 
-def _coefficient(dot: float, norm: float) -> float:
-    """1 - d/(2A); 1 for a norm below TINY, which no NaN is."""
-    return 1.0 if norm < TINY else 1.0 - dot / (2.0 * norm)
+def _coefficient(dot: float, factor: float, norm: float) -> float:
+    """1 - d/(fA); 1 for a norm below TINY, which no NaN is."""
+    return 1.0 if norm < TINY else 1.0 - dot / (factor * norm)
 
 
 def _is_safe(coefficient: float) -> bool:

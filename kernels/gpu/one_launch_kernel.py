@@ -9,6 +9,7 @@ from kernels.gpu.tiles import (
     coefficient,
     edge_dots,
     edge_pointer,
+    float_of,
     load_edges,
     load_tile,
     over_threads,
@@ -28,6 +29,8 @@ CHUNKS_COUNTED = (1 << 20) - 1 if tl is None else tl.constexpr((1 << 20) - 1)
 
 @jit
 def _finish_chunk(
+    factor_a,
+    factor_b,
     x,
     y,
     a,
@@ -49,8 +52,8 @@ def _finish_chunk(
     length = tl.load(table + 3 * chunk + 1)
     row = dots + 3 * tl.load(table + 3 * chunk + 2)
     dot = tl.load(row, cache_modifier=".cg")
-    alpha = coefficient(dot, tl.load(row + 1, cache_modifier=".cg"))
-    beta = coefficient(dot, tl.load(row + 2, cache_modifier=".cg"))
+    alpha = coefficient(dot, factor_a, tl.load(row + 1, cache_modifier=".cg"))
+    beta = coefficient(dot, factor_b, tl.load(row + 2, cache_modifier=".cg"))
     before, inner = whole_vectors(start, length, 16 // BYTES)
     z = weigh(x, y, alpha, beta, WIDE).to(DTYPE)
     report(z, findings)
@@ -67,6 +70,8 @@ def _finish_chunk(
 
 @Kernel
 def _one_launch_kernel(
+    factor_a_bits: tl.int64,
+    factor_b_bits: tl.int64,
     partials,
     arrivals,
     a,
@@ -133,9 +138,10 @@ def _one_launch_kernel(
     complete = (launches + 1) * segment_count
     while tl.atomic_add(arrivals + segment_count, 0, sem="acquire") < complete:
         pass
+    f, g = float_of(factor_a_bits), float_of(factor_b_bits)
     earlier = (chunk_count - 1 - chunk) // programs
     last_chunk = chunk + earlier * programs
-    _finish_chunk(x, y, a, b, last_chunk, table, dots, out, findings, DTYPE, WIDE)
+    _finish_chunk(f, g, x, y, a, b, last_chunk, table, dots, out, findings, DTYPE, WIDE)
     for k in range(earlier):
         current = last_chunk - (k + 1) * programs
         start = tl.load(table + 3 * current)
@@ -143,4 +149,4 @@ def _one_launch_kernel(
         offset = (start + before) * BYTES
         x = load_tile(a.to(tl.int64) + offset, inner, DTYPE, True, BLOCK, "evict_first")
         y = load_tile(b.to(tl.int64) + offset, inner, DTYPE, True, BLOCK, "evict_first")
-        _finish_chunk(x, y, a, b, current, table, dots, out, findings, DTYPE, WIDE)
+        _finish_chunk(f, g, x, y, a, b, current, table, dots, out, findings, DTYPE, WIDE)

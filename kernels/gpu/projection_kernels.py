@@ -26,6 +26,7 @@ from kernels.gpu.tiles import (
     arrive,
     coefficient,
     edge_dots,
+    float_of,
     load_tile,
     over_threads,
     part_of,
@@ -91,6 +92,8 @@ def _dots_kernel(
 
 @Kernel
 def _combine_kernel(
+    factor_a_bits: tl.int64,
+    factor_b_bits: tl.int64,
     a,
     b,
     dots,
@@ -113,8 +116,8 @@ def _combine_kernel(
     length = tl.load(table + 3 * chunk + 1)
     segment = tl.load(table + 3 * chunk + 2)
     dot = tl.load(dots + 3 * segment)
-    alpha = coefficient(dot, tl.load(dots + 3 * segment + 1))
-    beta = coefficient(dot, tl.load(dots + 3 * segment + 2))
+    alpha = coefficient(dot, float_of(factor_a_bits), tl.load(dots + 3 * segment + 1))
+    beta = coefficient(dot, float_of(factor_b_bits), tl.load(dots + 3 * segment + 2))
     tiles = (length + BLOCK - 1) // BLOCK
     for k in range(tiles):
         done = (tiles - 1 - k) * BLOCK
@@ -171,18 +174,19 @@ class _Aligned:
 
 def _with_scratch(
     launch: launcher.Launch, aligned: _Aligned, use: Hashable, chunks: Chunks, counters: int
-) -> Callable[[], None]:
-    """A launch that takes partials and zeroed counters first.
+) -> Callable[..., None]:
+    """A launch that takes factors of the squared norms, if any, partials and zeroed counters first.
 
     use: what decides how the counters are left behind.
     """
     a, floats = aligned.tensors[0], 3 * (chunks.chunks + chunks.segments)
 
-    def run() -> None:
+    def run(*factors: float) -> None:
         aligned.refresh()
         with launcher.device_guard(a):
             stream = launcher.current_stream()
-            launch(*_SCRATCH.fetch(use, a.device, stream, floats, counters))
+            bits = map(launcher.float_bits, factors)
+            launch(*bits, *_SCRATCH.fetch(use, a.device, stream, floats, counters))
 
     return run
 
@@ -203,16 +207,17 @@ def dot_and_norms(call: Call) -> Callable[[], None]:
     return _with_scratch(launch, aligned, "dots", chunks, chunks.segments)
 
 
-def combine(call: Call) -> Callable[[], None]:
-    """Bind out from the dots, in one launch."""
+def combine(call: Call) -> Callable[[float, float], None]:
+    """Bind out from the dots and the factors of the squared norms, in one launch."""
     (a, b), dots = call.inputs, call.dots
     assert dots is not None
     if a.numel() == 0:
         return launcher.nothing
     chunks = chunks_of(a, call.bounds)
-    return _combine_kernel.bind(
-        chunks.chunks, (), a, b, dots, chunks.table, call.out, call.findings, **_meta(a, chunks)
+    launch = _combine_kernel.bind(
+        chunks.chunks, (0, 0), a, b, dots, chunks.table, call.out, call.findings, **_meta(a, chunks)
     )
+    return lambda f, g: launch(launcher.float_bits(f), launcher.float_bits(g))
 
 
 def _programs(a: Tensor, chunks: Chunks) -> int:
@@ -230,7 +235,7 @@ def _programs(a: Tensor, chunks: Chunks) -> int:
     return min(resident, chunks.chunks) if chunks.chunks <= resident or on_chip else 0
 
 
-def adasum(call: Call) -> Callable[[], None]:
+def adasum(call: Call) -> Callable[[float, float], None]:
     """Bind the launch of Adasum: one, if it may be cooperative and fits on chip, else two."""
     (a, b), out = call.inputs, call.out
     if a.numel() == 0:
@@ -242,7 +247,7 @@ def adasum(call: Call) -> Callable[[], None]:
     aligned = _Aligned(a, b)
     launch = _one_launch_kernel.bind(
         programs,
-        (torch.empty(1, dtype=torch.float64, device=a.device), chunks.table),
+        (0, 0, torch.empty(1, dtype=torch.float64, device=a.device), chunks.table),
         *aligned.tensors,
         chunks.table,
         out,
@@ -258,14 +263,14 @@ def adasum(call: Call) -> Callable[[], None]:
     return _with_scratch(launch, aligned, use, chunks, chunks.segments + 1)
 
 
-def _in_two(call: Call) -> Callable[[], None]:
+def _in_two(call: Call) -> Callable[[float, float], None]:
     count, device = len(call.bounds) - 1, call.out.device
     dots = torch.empty(count, 3, dtype=torch.float64, device=device)
     first = dot_and_norms(replace(call, out=dots))
     second = combine(replace(call, dots=dots))
 
-    def run() -> None:
+    def run(factor_a: float, factor_b: float) -> None:
         first()
-        second()
+        second(factor_a, factor_b)
 
     return run

@@ -309,10 +309,10 @@ def over_threads(dot, norm_a, norm_b):
 
 
 @jit
-def coefficient(dot, norm):
-    """1 - dot / (2 norm); 1 for a tiny norm, and NaN, which is not below anything, for NaN."""
+def coefficient(dot, factor, norm):
+    """1 - dot / (factor norm); 1 for a tiny norm, and NaN, which is below nothing, for NaN."""
     tiny = norm < _TINY
-    return tl.where(tiny, 1.0, 1.0 - dot / (2.0 * tl.where(tiny, 1.0, norm)))
+    return tl.where(tiny, 1.0, 1.0 - dot / (factor * tl.where(tiny, 1.0, norm)))
 
 
 @jit

@@ -1,12 +1,13 @@
 """Adasum and sums by NumPy alone, with bounds on what rounding may do to them.
 
 Values are numpy.longdouble (64 bits of mantissa on x86, float64 elsewhere); nothing of the library
-is used. With u = a/|a|, d/|a|^2 a is the projection (b.u)u of b on a, so that
+is used. With u = a/|a|, d/|a|^2 a is the projection (b.u)u of b on a, so that, of p and q ranks,
 
-    adasum(a, b) = a + b - P_a b / 2 - P_b a / 2.
+    adasum(a, b) = a + b - v P_a b - w P_b a with v = p/(p+q) and w = q/(p+q).
 
 A change of a by da turns P_a by at most 2|da|/|a|, so changes of |da| and |db| change the answer by
-at most 1.5 (|da| + |db|) + |da||b|/|a| + |db||a|/|b|. A node of the tree adds its own rounding.
+at most (1 + w)|da| + (1 + v)|db| + 2v |da||b|/|a| + 2w |db||a|/|b|. A node of the tree adds its own
+rounding.
 """
 
 from __future__ import annotations
@@ -23,10 +24,14 @@ SMALLEST = np.sqrt(np.longdouble(np.finfo(np.float64).tiny))
 
 
 class Node(NamedTuple):
-    """A value of a reduction, and how far (L2) the computed one may be from it."""
+    """A value of a reduction, how far (L2) the computed one may be from it, and of how many ranks.
+
+    Of nodes of a machine, which are equal, it may be how many nodes.
+    """
 
     value: Array
     error: float
+    ranks: int = 1
 
 
 class Rounding(NamedTuple):
@@ -61,20 +66,22 @@ def pair(a: Node, b: Node, rounding: Rounding) -> Node:
     """adasum(a, b), by the formula with its dot products."""
     x, y = a.value, b.value
     dot, xx, yy = (x * y).sum(), (x * x).sum(), (y * y).sum()
-    left = 1 - dot / (2 * xx) if xx >= SMALLEST else np.longdouble(1)
-    right = 1 - dot / (2 * yy) if yy >= SMALLEST else np.longdouble(1)
+    ranks = a.ranks + b.ranks
+    v, w = (np.longdouble(each.ranks) / ranks for each in (a, b))
+    left = 1 - v * dot / xx if xx >= SMALLEST else np.longdouble(1)
+    right = 1 - w * dot / yy if yy >= SMALLEST else np.longdouble(1)
     value = left * x + right * y
     long, short = norm(x), norm(y)
-    carried = 1.5 * (a.error + b.error)
-    carried += a.error * short / long if long else 0.0
-    carried += b.error * long / short if short else 0.0
+    carried = float(1 + w) * a.error + float(1 + v) * b.error
+    carried += float(2 * v) * a.error * short / long if long else 0.0
+    carried += float(2 * w) * b.error * long / short if short else 0.0
     # Half a unit in the last place an element at the end; before that two products and an addition
     # in the wide dtype, and two coefficients rounded to it: 3 half units of each product's size.
     products = abs(float(left)) * long + abs(float(right)) * short
     own = 0.5 * rounding.eps * norm(value) + 1.5 * rounding.wide * products
     # Below the normal numbers a half unit is half the spacing; three such roundings an element.
     own += 1.5 * rounding.spacing * np.sqrt(x.size)
-    return Node(value, carried + own)
+    return Node(value, carried + own, ranks)
 
 
 def tree(leaves: Sequence[Node], rounding: Rounding) -> Node:

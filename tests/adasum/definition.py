@@ -16,30 +16,56 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-def pair(a: Tensor, b: Tensor, bounds: Sequence[int]) -> Tensor:
-    """adasum(a, b) per segment, written from the formula and from nothing else."""
-    out = torch.empty_like(a)
+Leaf = tuple[Tensor, int]
+
+
+def pair(a: Leaf, b: Leaf, bounds: Sequence[int]) -> Leaf:
+    """adasum(a, b) per segment, written from the formula and from nothing else.
+
+    A Leaf is a vector and how many ranks it stands for, the weight of its coefficient.
+    """
+    (left, p), (right, q) = a, b
+    out = torch.empty_like(left)
     for low, high in itertools.pairwise(bounds):
-        x, y = a[low:high], b[low:high]
+        x, y = left[low:high], right[low:high]
         d, xx, yy = (x @ y).item(), (x @ x).item(), (y @ y).item()
-        cx = 1.0 - d / (2.0 * xx) if xx else 1.0
-        cy = 1.0 - d / (2.0 * yy) if yy else 1.0
+        cx = 1.0 - p / (p + q) * d / xx if xx else 1.0
+        cy = 1.0 - q / (p + q) * d / yy if yy else 1.0
         out[low:high] = cx * x + cy * y
-    return out
+    return out, p + q
 
 
-def tree(vectors: Sequence[Tensor], bounds: Sequence[int] | None = None) -> Tensor:
+def unweighted(a: Leaf, b: Leaf, bounds: Sequence[int]) -> Leaf:
+    """adasum(a, b) as if both stood for equally many ranks."""
+    return pair((a[0], 1), (b[0], 1), bounds)
+
+
+def tree(
+    vectors: Sequence[Tensor], bounds: Sequence[int] | None = None, *, weighted: bool = True
+) -> Tensor:
     """Adasum of 1-D vectors in rank order: the first 2r fold pairwise, then a balanced tree."""
     bounds = bounds or (0, vectors[0].numel())
-    level = [v.double() for v in vectors]
+    join = pair if weighted else unweighted
+    level = [(v.double(), 1) for v in vectors]
     power = 1 << (len(level).bit_length() - 1)
     folded = len(level) - power
-    level = [pair(level[2 * i], level[2 * i + 1], bounds) for i in range(folded)] + level[
+    level = [join(level[2 * i], level[2 * i + 1], bounds) for i in range(folded)] + level[
         2 * folded :
     ]
     while len(level) > 1:
-        level = [pair(level[i], level[i + 1], bounds) for i in range(0, len(level), 2)]
-    return level[0]
+        level = [join(level[i], level[i + 1], bounds) for i in range(0, len(level), 2)]
+    return level[0][0]
+
+
+def line(
+    vectors: Sequence[Tensor], bounds: Sequence[int] | None = None, *, weighted: bool = True
+) -> Tensor:
+    """Adasum of 1-D vectors in rank order, the running result first."""
+    bounds = bounds or (0, vectors[0].numel())
+    running, *others = [(v.double(), 1) for v in vectors]
+    for other in others:
+        running = (pair if weighted else unweighted)(running, other, bounds)
+    return running[0]
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

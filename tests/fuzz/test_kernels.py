@@ -87,14 +87,15 @@ def _signatures(look: Look) -> dict[str, tuple[list[Strategy], dict[str, Strateg
     buffer = sometimes(a, buffer, 4)
     packed = {"layout": layout, "scale": scale, "found_inf": found_inf, "max_abs": flag()}
     pair = {"out": out, "found_inf": found_inf, "max_abs": flag()}
-    weights = {"alpha": scale, "beta": scale}
+    factors = {"alpha": scale, "beta": scale}
+    weights = {"weights": value((1.0, 1.0), (3, 1), [0.5, 2.0], (0, 1), (1,))}
     return {
-        "adasum": ([a, a], {"segments": cuts, **pair}),
+        "adasum": ([a, a], {"segments": cuts, **weights, **pair}),
         "adasum_bytes": ([a, a], {}),
-        "adasum_reference": ([a, a], {"segments": cuts}),
-        "combine": ([a, a, rows], {"segments": cuts, **pair}),
+        "adasum_reference": ([a, a], {"segments": cuts, **weights}),
+        "combine": ([a, a, rows], {"segments": cuts, **weights, **pair}),
         "combine_bytes": ([a, a], {"segments": cuts}),
-        "combine_reference": ([a, a, rows], {"segments": cuts}),
+        "combine_reference": ([a, a, rows], {"segments": cuts, **weights}),
         "dot_and_norms": ([a, a], {"segments": cuts}),
         "dot_and_norms_bytes": ([a, a], {"segments": cuts}),
         "dot_and_norms_reference": ([a, a], {"segments": cuts}),
@@ -103,9 +104,9 @@ def _signatures(look: Look) -> dict[str, tuple[list[Strategy], dict[str, Strateg
         "pack": ([many], {**packed, "out": sometimes(buffer, value(None), 2)}),
         "pack_bytes": ([many], {"layout": layout}),
         "pack_reference": ([many], {"layout": layout, "scale": scale}),
-        "scaled_add": ([a, a], {**weights, **pair, "dtype": dtype}),
+        "scaled_add": ([a, a], {**factors, **pair, "dtype": dtype}),
         "scaled_add_bytes": ([a, a], {"dtype": dtype}),
-        "scaled_add_reference": ([a, a], weights),
+        "scaled_add_reference": ([a, a], factors),
         "sum_n": ([many], {**pair, "scale": scale, "dtype": dtype}),
         "sum_n_bytes": ([many], {"dtype": dtype}),
         "sum_n_reference": ([many], {"scale": scale}),

@@ -89,6 +89,7 @@ SIGNATURES: dict[str, tuple[Any, list[Strategy], dict[str, Strategy]]] = {
             "process_set": value(None, adasum.global_process_set),
             "algorithm": value(None, "vhdd", "rd"),
             "mode": value(None, "owners", "owner"),
+            "weighted": value(True, False),
             "local_steps": value(1, 2, 0),
             "method": value(None, "delta", "gradient"),
             "step_in_backward": value(False, True),

@@ -27,7 +27,7 @@ class Noted(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "adasum":
-            self.names.append(func.__name__.partition(".")[0].removesuffix("_3"))
+            self.names.append(func.__name__.partition(".")[0].removesuffix("_4"))
         return func(*args, **(kwargs or {}))
 
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import collectives
-import kernels
 from adasum import Adasum
 from collectives import Average, Group, Sum, run_threads
 from collectives.schedules.algorithm import Order
 from collectives.schedules.registry import ALGORITHMS, LIBRARIES, SCHEDULES
 from collectives.schedules.spec import INNER, OUTER
 from collectives.schedules.topology import Topology
+from tests.adasum.definition import line, tree
 from tests.processes.harness import run_ranks
 
 Tensor = torch.Tensor
@@ -76,28 +76,6 @@ def test_sum_and_average(size, local_size):
     run_threads(size, lambda group: sums(group, specs), local_size=local_size)
 
 
-def tree(leaves: list[Tensor]) -> Tensor:
-    """The balanced tree: the first pairs fold to a power of two, then neighbours pair."""
-    extra = len(leaves) - (1 << (len(leaves).bit_length() - 1))
-    pairs = [_pair(leaves[2 * i], leaves[2 * i + 1]) for i in range(extra)]
-    level = pairs + leaves[2 * extra :]
-    while len(level) > 1:
-        level = [_pair(level[i], level[i + 1]) for i in range(0, len(level), 2)]
-    return level[0]
-
-
-def line(leaves: list[Tensor]) -> Tensor:
-    """((0 1) 2) ..."""
-    running, *others = leaves
-    for other in others:
-        running = _pair(running, other)
-    return running
-
-
-def _pair(left: Tensor, right: Tensor) -> Tensor:
-    return kernels.adasum_reference(left, right, SEGMENTS)
-
-
 def projections(group: Group, local_size: int, specs: Sequence[str]) -> dict[str, bytes]:
     answers = {}
     for spec in specs:
@@ -107,7 +85,7 @@ def projections(group: Group, local_size: int, specs: Sequence[str]) -> dict[str
             if "/" in spec:
                 nodes = range(0, group.size, local_size)
                 leaves = [sum(leaves[w : w + local_size]) / local_size for w in nodes]
-            expected = (line if spec in LINES else tree)(leaves)
+            expected = (line if spec in LINES else tree)(leaves, SEGMENTS)
             mine = terms[group.rank].clone()
             group.all_reduce(mine, Adasum, algorithm=spec, segments=SEGMENTS)
             error = (mine.double() - expected).norm() / expected.norm()

@@ -42,6 +42,8 @@ def test_named_parameters_that_are_not_unique_and_complete_raise() -> None:
     ("options", "error", "text"),
     [
         ({"optimizer": "sgd"}, TypeError, "optimizer must be a torch.optim.Optimizer, not str"),
+        ({"weighted": 1}, TypeError, "weighted must be"),
+        ({"weighted": False}, ValueError, "weighted=False is for op=Adasum, .* not Average"),
         ({"op": "Adasum"}, ValueError, "op must be Sum, Average or Adasum, not 'Adasum'"),
         ({"compression": "fp16"}, TypeError, "compression must have compress and decompress"),
         ({"backward_passes_per_step": 0}, ValueError, "backward_passes_per_step .* not 0"),

@@ -47,7 +47,15 @@ def _truth(tree: Any, parts: list[torch.Tensor]) -> torch.Tensor:
         return parts[tree].double()
     if isinstance(tree, Average):
         return torch.stack([parts[rank].double() for rank in tree.ranks]).mean(0)
-    return kernels.adasum_reference(*(_truth(side, parts) for side in tree))
+    p, q = map(_count, tree)
+    return kernels.adasum_reference(*(_truth(side, parts) for side in tree), weights=(p, q))
+
+
+def _count(tree: Any) -> int:
+    """How many ranks a tree joins."""
+    if isinstance(tree, Average):
+        return len(tree.ranks)
+    return 1 if isinstance(tree, int) else sum(map(_count, tree))
 
 
 def _answers(rank: int, size: int) -> list[str]:

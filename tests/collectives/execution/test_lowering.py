@@ -67,7 +67,7 @@ def test_lower_recursive_halving_gives_these_numbers() -> None:
         sends=(Range(0, 0, 4),),
         recvs=(Range(0, 0, 3, staged=True),),
         staged=3,
-        reductions=(Reduction((0,), (), 4, 7),),
+        reductions=(Reduction((0,), (), 4, 7, leaves=(1, 1)),),
         sent_first=True,
         group=(0, 1),
         phase=0,
@@ -116,15 +116,25 @@ def test_lower_again_returns_the_same_steps() -> None:
 def test_lower_ranges_received_twice_makes_one_reduction() -> None:
     """Left to right: those LEFT in the order listed, the rank's own value, those RIGHT."""
     recvs = (
-        Transfer(1, 0, 1, Action.REDUCE_RIGHT),
-        Transfer(2, 0, 1, Action.REDUCE_LEFT),
+        Transfer(1, 0, 1, Action.REDUCE_RIGHT, leaves=(2, 1)),
+        Transfer(2, 0, 1, Action.REDUCE_LEFT, leaves=(2, 3)),
         Transfer(3, 1, 2),
-        Transfer(3, 0, 1, Action.REDUCE_LEFT),
+        Transfer(3, 0, 1, Action.REDUCE_LEFT, leaves=(2, 4)),
     )
     base = one_level("rd", 1, Topology(4, 4))
     schedule = replace(base, chunks=2, steps=lambda rank: (Step(recvs=recvs),))
     (step,) = steps_of(schedule, 0, 9)
-    assert step.reductions == (Reduction((1, 3), (0,), 0, 5),)
+    assert step.reductions == (Reduction((1, 3), (0,), 0, 5, leaves=(3, 4, 2, 1)),)
     assert step.recvs[2] == Range(3, 5, 9)
     assert [each.low for each in step.recvs if each.staged] == [0, 5, 10]
     assert step.staged == 15
+
+
+def test_lower_where_one_receive_does_not_say_its_leaves_leaves_them_open() -> None:
+    recvs = (
+        Transfer(1, 0, 1, Action.REDUCE_RIGHT, leaves=(1, 1)),
+        Transfer(2, 0, 1, Action.REDUCE_RIGHT),
+    )
+    base = one_level("rd", 1, Topology(4, 4))
+    (step,) = steps_of(replace(base, steps=lambda rank: (Step(recvs=recvs),)), 0, 9)
+    assert step.reductions[0].leaves is None

@@ -319,7 +319,10 @@ def test_all_reduce_with_a_joined_rank_adds_zeros() -> None:
         for _ in range(3):
             tensor = torch.arange(1.0, 9.0)
             group.all_reduce(tensor, Adasum)
-            assert torch.equal(tensor, torch.arange(1.0, 9.0))
+            # The mean of two equal vectors, the joined rank's 0 being the identity: two
+            # coefficients, their products and the sum are rounded, by half an eps each.
+            error = (tensor - torch.arange(1.0, 9.0)).abs() / torch.arange(1.0, 9.0)
+            assert error.max() <= 1.5 * torch.finfo(torch.float32).eps
         group.join([Adasum])
 
     run(3, job)

@@ -13,6 +13,7 @@ from collectives.schedules import recursive_doubling, recursive_halving
 from collectives.schedules.algorithm import Order
 from collectives.schedules.folding import Fold
 from collectives.schedules.schedule import Action, Schedule
+from tests.collectives.schedules.simulation import ranks_in
 
 SIZES = range(1, 65)
 
@@ -20,7 +21,8 @@ SIZES = range(1, 65)
 def test_pairs_for_every_size_make_the_balanced_tree() -> None:
     for size in SIZES:
         trees: list[Any] = list(range(size))
-        for left, right in pairs(size):
+        for left, right, behind in pairs(size):
+            assert behind == (len(ranks_in(trees[left])), len(ranks_in(trees[right])))
             trees[left] = trees[left], trees[right]
         assert trees[0] == Order.BALANCED.tree(range(size))
 

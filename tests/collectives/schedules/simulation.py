@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -46,7 +47,7 @@ def answers(schedule: Schedule) -> list[list[Tree]]:
     for steps in zip(*(schedule.steps(rank) for rank in range(schedule.size)), strict=True):
         sent: dict[tuple[int, int], list[list[Tree]]] = {}
         for rank, step in enumerate(steps):
-            for peer, start, stop, _ in step.sends:
+            for peer, start, stop, *_ in step.sends:
                 sent.setdefault((rank, peer), []).append(state[rank][start:stop])
         for rank, step in enumerate(steps):
             arrived = [sent[recv.peer, rank].pop(0) for recv in step.recvs]
@@ -77,6 +78,16 @@ def with_step(schedule: Schedule, rank: int, number: int, step: Step) -> Schedul
         if r == rank:
             result[number] = step
         return result
+
+    return replace(schedule, steps=steps)
+
+
+def silent(schedule: Schedule) -> Schedule:
+    """The schedule, of which no receive says what stands behind it: as a user writes one."""
+
+    def steps(rank: int) -> Iterator[Step]:
+        for step in schedule.steps(rank):
+            yield step._replace(recvs=tuple(recv._replace(leaves=None) for recv in step.recvs))
 
     return replace(schedule, steps=steps)
 

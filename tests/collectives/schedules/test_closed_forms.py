@@ -93,7 +93,7 @@ def messages(steps: Sequence[Step], schedule: Schedule) -> Messages:
     found: Messages = Counter()
     for rank, step in enumerate(steps):
         ways = Counter((r.start, r.stop) for r in step.recvs if r.action is not Action.COPY)
-        for peer, start, stop, action in step.recvs:
+        for peer, start, stop, action, _ in step.recvs:
             count = ways[start, stop] if action is not Action.COPY else 0
             found[peer, rank, count] += (stop - start) / schedule.parts
     return rounded(found)

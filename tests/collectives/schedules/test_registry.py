@@ -16,7 +16,7 @@ from collectives.schedules.algorithm import Order
 from collectives.schedules.registry import ALGORITHMS, LIBRARIES, SCHEDULES
 from collectives.schedules.spec import INNER, ONE_LEVEL, OUTER, parse_all_reduce_spec
 from collectives.schedules.topology import Topology
-from tests.collectives.schedules.simulation import answers, one_level
+from tests.collectives.schedules.simulation import answers, one_level, ranks_in
 
 README = Path(__file__).parents[3] / "README.md"
 
@@ -94,4 +94,5 @@ def test_adasum_by_every_algorithm_is_its_tree_with_equal_bits(name: str) -> Non
 def _reference(tree: Any, inputs: list[torch.Tensor]) -> torch.Tensor:
     if isinstance(tree, int):
         return inputs[tree].double()
-    return kernels.adasum_reference(*(_reference(side, inputs) for side in tree))
+    p, q = (len(ranks_in(side)) for side in tree)
+    return kernels.adasum_reference(*(_reference(side, inputs) for side in tree), weights=(p, q))

@@ -142,7 +142,7 @@ def crossing(schedule: Schedule, topology: Topology) -> list[Fraction]:
     for rank in range(topology.size):
         node = topology.node_of(rank)
         for step in schedule.steps(rank):
-            for peer, start, stop, _ in step.sends:
+            for peer, start, stop, *_ in step.sends:
                 if topology.node_of(peer) != node:
                     sent[node] += Fraction(stop - start, schedule.chunks)
     return sent

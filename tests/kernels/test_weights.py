@@ -1,0 +1,146 @@
+"""The weights of Adasum's two operands: runtime scalars of combine, adasum and their plans."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+import kernels
+from kernels.arithmetic import TINY
+from kernels.gpu import one_launch_kernel, projection_kernels
+from tests.kernels.cases import DTYPES, bits, poisoned, random, relative_l2, rounding
+from tests.kernels.conftest import Backend
+
+NUMEL = 1500
+CUTS = (0, 7, 7, 1000, NUMEL)
+UNEQUAL = [(2.0, 1.0), (1.0, 16.0), (3, 5), (0.25, 0.5)]
+
+
+def rows_at_the_edges() -> torch.Tensor:
+    """Dot products and norms around every branch and limit of the coefficient's formula."""
+    largest = 1.7e308  # doubled, it is infinite
+    norms = [0.0, TINY / 2, math.nextafter(TINY, 0), TINY, 1.0, 3.0, largest, math.inf, math.nan]
+    dots = [0.0, -0.0, 1.0, -7.3, 5e-324, 1e-310, 1e300, math.inf, math.nan]
+    rows = [(d, a, b) for (d, a), b in zip(itertools.product(dots, norms), itertools.cycle(norms))]
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equal_weights_give_the_unweighted_formula_bit_for_bit(
+    backend: Backend, dtype: torch.dtype
+) -> None:
+    """The formula as it stands in the paper, in Python's float64, as scalars of scaled_add."""
+    rows = rows_at_the_edges()
+    bounds = tuple(range(0, 8 * len(rows) + 1, 8))
+    a, b = (random(bounds[-1], dtype, backend.device, seed) for seed in (1, 2))
+    expected = torch.empty_like(a)
+    for (d, *norms), low, high in zip(rows.tolist(), bounds, bounds[1:], strict=False):
+        alpha, beta = (1.0 if n < TINY else 1.0 - d / (2.0 * n) for n in norms)
+        kernels.scaled_add(a[low:high], b[low:high], alpha=alpha, beta=beta, out=expected[low:high])
+    for n in (1, 1.0, 3, 17, 1e-300, 1.7e308):
+        got = kernels.combine(a, b, rows.to(backend.device), bounds, weights=(n, n))
+        assert got.isnan().equal(expected.isnan())
+        # One NaN is as good as another.
+        assert bits(got.nan_to_num(nan=0.5)) == bits(expected.nan_to_num(nan=0.5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("weights", UNEQUAL)
+def test_weights_agree_with_float64(
+    backend: Backend, dtype: torch.dtype, weights: tuple[float, float]
+) -> None:
+    a, b = (random(NUMEL, dtype, backend.device, seed) for seed in (3, 4))
+    expected = kernels.adasum_reference(a, b, CUTS, weights=weights)
+    out = poisoned(NUMEL, dtype, backend.device)
+    assert kernels.adasum(a, b, CUTS, weights=weights, out=out) is out
+    wide = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+    # As `bound_of` of test_projection.py, but that a dot product's error reaches a coefficient
+    # whole where it was halved.
+    bound = rounding(dtype) * 1.01 + 8 * (20 + math.log2(NUMEL)) * wide
+    assert relative_l2(out, expected) <= bound
+    two = kernels.combine(a, b, kernels.dot_and_norms(a, b, CUTS), CUTS, weights=weights)
+    assert bits(two) == bits(out)
+    assert bits(kernels.plan_adasum(a, b, CUTS)(weights)) == bits(out)
+    plan = kernels.plan_combine(a, b, kernels.dot_and_norms(a, b, CUTS), CUTS)
+    plain = bits(plan())
+    assert bits(plan(weights)) == bits(out) != plain == bits(kernels.adasum(a, b, CUTS))
+
+
+@pytest.mark.parametrize("weights", [*UNEQUAL, (1.0, 1e9), (1e-308, 1e308), (1.7e308, 1.7e308)])
+def test_parallel_vectors_give_the_weighted_mean_and_orthogonal_ones_the_sum(
+    backend: Backend, weights: tuple[float, float]
+) -> None:
+    x = random(NUMEL, torch.float64, backend.device, 5)
+    share = 1.0 / (1.0 + weights[1] / weights[0])
+    mean = share * 1.5 + (1.0 - share) * 4.0
+    # Coefficients are below 3 here, and each of them is rounded a few times.
+    eps = torch.finfo(torch.float64).eps
+    got = kernels.adasum(1.5 * x, 4.0 * x, weights=weights)
+    assert relative_l2(got, mean * x) <= 40 * eps
+    left, right = x.clone(), x.clone()
+    left[700:], right[:700] = 0, 0
+    assert torch.equal(kernels.adasum(left, right, weights=weights), x)
+    zero = torch.zeros_like(x)
+    assert torch.equal(kernels.adasum(x, zero, weights=weights), x)
+    assert torch.equal(kernels.adasum(zero, x, weights=weights), x)
+
+
+def test_weights_compile_no_kernel_anew(backend: Backend) -> None:
+    if not backend.launches:
+        pytest.skip("the CPU path launches nothing")
+    a, b = (random(64, torch.float32, backend.device, seed) for seed in (6, 7))
+    dots = kernels.dot_and_norms(a, b)
+    kinds = projection_kernels._combine_kernel, one_launch_kernel._one_launch_kernel
+    kernels.adasum(a, b)
+    kernels.combine(a, b, dots)
+    compiled = [len(kernel._compiled) for kernel in kinds]
+    for weights in UNEQUAL:
+        kernels.adasum(a, b, weights=weights)
+        kernels.combine(a, b, dots, weights=weights)
+    assert [len(kernel._compiled) for kernel in kinds] == compiled
+
+
+@pytest.mark.parametrize(
+    ("weights", "error", "message"),
+    [
+        (2.0, TypeError, r"weights must be two numbers \(p, q\), not 2.0"),
+        ((1.0, 2.0, 3.0), TypeError, "weights must be two numbers"),
+        (torch.ones(2), TypeError, "weights must be two numbers"),
+        (("1", 2), TypeError, r"weights\[0\] must be a float, not str"),
+        ((1, True), TypeError, r"weights\[1\] must be a float, not bool"),
+        ((0, 1), ValueError, "weights must be positive and finite"),
+        ((1, -1), ValueError, "weights must be positive and finite"),
+        ((1.0, math.inf), ValueError, "weights must be positive and finite"),
+        ((math.nan, 1.0), ValueError, "weights must be positive and finite"),
+        ((1, 10**400), ValueError, r"weights\[1\] is an int that no float64 holds"),
+    ],
+)
+def test_weights_that_cannot_be_used_are_refused_before_a_write(
+    weights: object, error: type[Exception], message: str
+) -> None:
+    a, b = torch.ones(4), torch.ones(4)
+    dots, out = kernels.dot_and_norms(a, b), torch.full((4,), math.nan)
+    plans = kernels.plan_adasum(a, b, out=out), kernels.plan_combine(a, b, dots, out=out)
+    for call in (
+        lambda: kernels.adasum(a, b, weights=weights, out=out),  # type: ignore[arg-type]
+        lambda: kernels.combine(a, b, dots, weights=weights, out=out),  # type: ignore[arg-type]
+        lambda: kernels.adasum_reference(a, b, weights=weights),  # type: ignore[arg-type]
+        lambda: kernels.combine_reference(a, b, dots, weights=weights),  # type: ignore[arg-type]
+        *(lambda plan=plan: plan(weights) for plan in plans),
+    ):
+        with pytest.raises(error, match=message):
+            call()
+    assert out.isnan().all()
+
+
+def test_weights_in_traced_code_are_those_of_eager_calls() -> None:
+    def blend(a: torch.Tensor, b: torch.Tensor, p: float) -> torch.Tensor:
+        return kernels.adasum(a, b, weights=(p, 1.0))
+
+    traced = torch.compile(blend, backend="eager", fullgraph=True)
+    a, b = random(64, torch.float32, "cpu", 8), random(64, torch.float32, "cpu", 9)
+    for p in (1.0, 2.0, 5.0):
+        assert bits(traced(a, b, p)) == bits(kernels.adasum(a, b, weights=(p, 1.0)))
