@@ -60,9 +60,9 @@ def find_locality(
     local_ranks = [(local, of) for _, local, of in reports]
     # Local ranks say more than names: containers may share a name, and a test's nodes a machine.
     for labels in (names, [""] * size):
-        hosts = _filled(labels, local_ranks)
-        if hosts is not None:
-            found = locality_on(hosts, rank, topology)
+        filled = _filled(labels, local_ranks)
+        if filled is not None:
+            found = locality_on(filled, rank, topology)
             return replace(found, local_rank=local_ranks[rank][0])
     # A rank has none, or they fill no nodes: not all ranks were started by one launcher.
     return locality_on([names.index(name) for name in names], rank, topology)

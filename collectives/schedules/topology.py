@@ -140,7 +140,7 @@ def _ring_orders(
 
 
 def _text(ranks: Sequence[int]) -> str:
-    """Return how an error names ranks in ascending order: runs of consecutive ones by their ends."""
+    """Return how an error names ranks, in ascending order: a run of them by its ends."""
     starts = [i for i, rank in enumerate(ranks) if i == 0 or ranks[i - 1] != rank - 1]
     runs = zip(starts, [*starts[1:], len(ranks)], strict=True)
     texts = [f"{ranks[a]}" if b - a == 1 else f"{ranks[a]}-{ranks[b - 1]}" for a, b in runs]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import collectives
 from adasum import Adasum
-from collectives import CollectiveMismatchError, Group, Topology, TransportError
+from collectives import CollectiveMismatchError, Group, TransportError
 from collectives.transport import ConnectionTransport
 from tests.processes.conformance import CHECKS, run_checks, start_or_pretend
 from tests.processes.harness import run_ranks
