@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -16,8 +17,13 @@ import kernels
 from collectives import validation
 from collectives.bootstrap.calibration import calibrate as measure_link_rates
 from collectives.bootstrap.launchers import backend, local_ranks, world_size
-from collectives.bootstrap.rendezvous import start_torch_distributed
-from collectives.bootstrap.transport_selection import check_alone, connect, transport_choice
+from collectives.bootstrap.rendezvous import keeps_store, start_torch_distributed
+from collectives.bootstrap.transport_selection import (
+    check_alone,
+    connect,
+    require_room,
+    transport_choice,
+)
 from collectives.consistency.description import Description
 from collectives.errors import CollectiveTimeoutError
 from collectives.group import Group
@@ -72,7 +78,8 @@ def init(
             ADASUM_CPU_KERNELS demands compiled kernels that are not available.
         CollectiveTimeoutError: Ranks did not arrive; the text names them.
         CollectiveMismatchError: Ranks differ in `transport` or `calibrate`. Raised on all ranks.
-        TransportError: `transport` is not available. Raised on all ranks.
+        TransportError: `transport` is not available. Raised on all ranks. Or this process may not
+            open as many files as there are ranks.
     """
     global _group
     if (group := _open_group()) is not None:
@@ -82,7 +89,7 @@ def init(
     # What it raises, and the second it may take, come before anybody waits.
     kernels.backend_info()
     validation.instance("calibrate", calibrate, bool, "a bool")
-    gloo = _gloo(process_group, timeout)
+    gloo = _gloo(process_group, timeout, transport_choice(transport))
     if gloo is None:
         check_alone(transport_choice(transport))
         _group = Group(ThreadWorld(1).transport(0), timeout=timeout, local_rank=0, local_size=1)
@@ -92,19 +99,25 @@ def init(
     return _group
 
 
-def _gloo(process_group: dist.ProcessGroup | None, timeout: float) -> GlooTransport | None:
+def _gloo(
+    process_group: dist.ProcessGroup | None, timeout: float, choice: str
+) -> GlooTransport | None:
     """Return what `init` starts from; None for a rank that is alone."""
     if process_group is not None:
         _check_process_group(process_group)
+        require_room(dist.get_world_size(process_group), None, choice, gloo=False)
         return GlooTransport(process_group)
     if _distributed():
+        require_room(dist.get_world_size(), local_ranks()[1], choice, gloo=True)
         whole = dist.new_group(
             timeout=timedelta(seconds=timeout), backend=backend(dist.get_world_size())
         )
-    elif world_size() == 1:
+    elif (size := world_size()) == 1:
         return None
     else:
         _require_distributed()
+        store = keeps_store(int(os.environ["RANK"]))
+        require_room(size, local_ranks()[1], choice, gloo=True, store=store)
         start_torch_distributed(timeout)
         whole = dist.group.WORLD
     return GlooTransport(whole, owned=True)
@@ -169,6 +182,7 @@ def from_process_group(
         choice = transport_choice(None)
         kernels.backend_info()
         ranks = range(dist.get_world_size(process_group))
+        require_room(len(ranks), None, choice, gloo=True)
         own = subgroup(process_group, ranks, backend(dist.get_world_size()), timeout)
         options = {"transport": choice, "calibrate": calibrate}
         start = Description("from_process_group", options=options)

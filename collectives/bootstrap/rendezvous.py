@@ -82,7 +82,7 @@ def open_store(rank: int, timeout: float) -> dist.Store:
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     address = f"{host}:{port}"
-    keeps = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    keeps = keeps_store(rank)
     try:
         if keeps:
             _await(lambda left: socket.getaddrinfo(host, port), timeout)
@@ -107,6 +107,11 @@ def open_store(rank: int, timeout: float) -> dist.Store:
             f"rank {rank} got no answer from the store at {address}, which rank 0 or torchrun "
             f"keeps, within {timeout:g} s: {first_line(error)}"
         ) from error
+
+
+def keeps_store(rank: int) -> bool:
+    """Return whether a rank keeps the store, which else torchrun does."""
+    return rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def _await(attempt: Callable[[float], object], timeout: float) -> None:

@@ -17,6 +17,21 @@ from collectives.transport.connections.tcp_listener import TcpListener, find_add
 KINDS = ("shm", "tcp")
 
 
+# Beside those of connections: the symmetric memory's, two listeners' and one that a listener has
+# accepted, a memory's own on its way, what wakes a thread, and a listener of gloo's.
+_BESIDE = 8
+
+
+def descriptors_of(near: int, far: int) -> int:
+    """Return how many descriptors a rank's connections need at most.
+
+    Args:
+        near: Peers that it shares memory with: a socket, and the memory's, which mmap keeps.
+        far: Those over TCP, with a socket of their own.
+    """
+    return 2 * near + far + _BESIDE
+
+
 class Opened(NamedTuple):
     """What `open_connections` returns.
 

@@ -146,13 +146,12 @@ class SharedSocket:
         """Send what can be of the frame under way, else of the channel's next; OSError as send."""
         if self._torn:
             raise _torn(channel)
-        outgoing, writer, last_words = self._outgoing, self._writer, self._last_words
-        if not outgoing and last_words:
-            outgoing, writer = last_words[0], None
+        outgoing, writer = self._outgoing, self._writer
+        late = not outgoing and bool(self._last_words)
+        if late:
+            outgoing, writer = self._last_words[0], None
         elif not outgoing:
-            outgoing, writer, last_words = _frame(channel.first(), channel.number), channel, None
-        else:
-            last_words = None
+            outgoing, writer = _frame(channel.first(), channel.number), channel
         self._torn = True
         try:
             count = sock.sendmsg(outgoing)
@@ -161,8 +160,8 @@ class SharedSocket:
             raise
         outgoing = _behind(outgoing, count)
         self._outgoing, self._writer = outgoing, writer if outgoing else None
-        if last_words:
-            last_words.popleft()
+        if late:
+            self._last_words.popleft()
         if not outgoing and writer is not None:
             writer.sent()
             if writer is not channel:

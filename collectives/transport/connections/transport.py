@@ -22,10 +22,11 @@ import torch.distributed as dist
 from collectives.errors import CollectiveTimeoutError, TransportError, describe
 from collectives.transport.base import Message, Messages, Transport, as_bytes
 from collectives.transport.byte_gathering import gather_objects
-from collectives.transport.connections.connect import KINDS, open_connections
+from collectives.transport.connections.connect import KINDS, descriptors_of, open_connections
 from collectives.transport.connections.connection import Connection, PeerGone
 from collectives.transport.connections.tcp import TcpConnection
 from collectives.transport.connections.waker import Waker
+from collectives.transport.descriptors import shortage
 from collectives.transport.members import Members
 from collectives.transport.shared_memory.symmetric_memory import RanksDiffer, SymmetricMemory
 
@@ -243,13 +244,18 @@ class ConnectionTransport(Transport):
     def _share(self, ranks: Sequence[int], timeout: float, failed: ExitStack) -> Shared:
         """Return what the part of these ranks shares; `failed` ends it."""
         members = Members(self, ranks)
-        # The first rank's number: no two channels of a socket have the same, whoever counts.
-        number = gather_objects(next(self._numbers), members, timeout)[0]
         far = {
             new: connection
             for new, old in enumerate(ranks)
             if isinstance(connection := self._connections.get(old), TcpConnection)
         }
+        short = shortage(descriptors_of(len(ranks) - 1 - len(far), 0))
+        told = gather_objects([next(self._numbers), short], members, timeout)
+        for rank, (_, missing) in zip(ranks, told, strict=True):
+            if missing:
+                raise TransportError(f"rank {rank} cannot split its group: {missing}")
+        # The first rank's number: no two channels of a socket have the same, whoever counts.
+        number = told[0][0]
         if not far:
             return Shared(members, self._numbers, {}, None)
         waker = Waker()
