@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import hashlib
+import ipaddress
+import logging
 import os
 import secrets
 import socket
@@ -13,13 +16,14 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from collectives.bootstrap.launchers import backend
+from collectives.bootstrap.launchers import backend, local_ranks
 from collectives.errors import CollectiveError, CollectiveTimeoutError, TransportError
 from collectives.transport.process_groups import first_line, run_beside
 
 # Seconds for a thread to leave torch's code, where torch takes longer than it was given: it may
 # lose a connection that it waited on, pause, and try another one for the whole time.
 _LEAVE_SECONDS = 5.0
+_logger = logging.getLogger(__name__)
 # The address of the store that this process has opened, and the store.
 _opened: tuple[str, dist.Store] | None = None
 
@@ -46,6 +50,8 @@ def _start(rank: int, size: int, timeout: float) -> None:
     deadline = time.monotonic() + timeout
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     if _opened is None or _opened[0] != address:
+        # One at another address of the same port is let go of first: torch knows them by the port.
+        _opened = None
         _opened = address, open_store(rank, timeout)
     try:
         dist.init_process_group(
@@ -70,7 +76,8 @@ def open_store(rank: int, timeout: float) -> dist.Store:
     """Open the store at MASTER_ADDR and MASTER_PORT: torchrun's, else rank 0's own.
 
     As torch's "env://", but it does not wait for the other ranks: `wait_for_ranks` does, and can
-    tell who is missing.
+    tell who is missing. And a store of rank 0's own listens at MASTER_ADDR alone where that is an
+    address of this host; else, with a WARNING, at every address.
 
     Args:
         rank: This rank.
@@ -88,6 +95,7 @@ def open_store(rank: int, timeout: float) -> dist.Store:
             _await(lambda left: socket.getaddrinfo(host, port), timeout)
         else:
             _await(lambda left: socket.create_connection((host, port), left).close(), timeout)
+        listening = listen_at(host, port) if keeps else None
         return dist.TCPStore(
             host,
             port,
@@ -96,6 +104,8 @@ def open_store(rank: int, timeout: float) -> dist.Store:
             wait_for_workers=False,
             # As torch's own, so that torch can open one there, too.
             multi_tenant=True,
+            # Torch closes it.
+            master_listen_fd=None if listening is None else listening.detach(),
         )
     except (dist.DistError, OSError) as error:
         if "EADDRINUSE" in str(error):
@@ -107,6 +117,46 @@ def open_store(rank: int, timeout: float) -> dist.Store:
             f"rank {rank} got no answer from the store at {address}, which rank 0 or torchrun "
             f"keeps, within {timeout:g} s: {first_line(error)}"
         ) from error
+
+
+def listen_at(host: str, port: int) -> socket.socket | None:
+    """Listen at a host's address; None where torch has to at every one, which is a WARNING.
+
+    Or where it has to find out what has the port: something else, or this process's own store.
+    """
+    why = f"{host} is no address of this host"
+    for family, _, _, _, at in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        if (
+            not _means_loopback(host)
+            and ipaddress.ip_address(str(at[0]).partition("%")[0]).is_loopback
+        ):
+            # As /etc/hosts often has it for a host's own name; other hosts know another address.
+            local_size = local_ranks()[1]
+            if local_size is None or local_size < int(os.environ.get("WORLD_SIZE", 0)):
+                why = f"{host} is {at[0]} on this host, where no other host reaches it"
+                continue
+        try:
+            return socket.create_server(at, family=family, backlog=socket.SOMAXCONN)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return None
+            if error.errno != errno.EADDRNOTAVAIL:
+                why = f"it cannot listen at {at[0]} alone ({error.strerror})"
+    _logger.warning(
+        "rank 0 listens on port %d of every network interface, where whoever reaches it can read "
+        "and change what ranks tell each other at start-up: MASTER_ADDR %s; set it to an address "
+        "of rank 0's host, or let only the job's hosts reach the port",
+        port,
+        why,
+    )
+    return None
+
+
+def _means_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def keeps_store(rank: int) -> bool:

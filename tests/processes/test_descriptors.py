@@ -13,7 +13,7 @@ import torch
 import collectives
 from collectives import TransportError
 from collectives.bootstrap.transport_selection import require_room
-from collectives.transport import ConnectionTransport, GlooTransport, descriptors
+from collectives.transport import descriptors
 from tests.processes.harness import run_ranks
 
 resource = pytest.importorskip("resource")

@@ -93,6 +93,26 @@ def test_ranks_that_share_memory_use_that() -> None:
     assert [t.connected_peers for t in transports] == [{2}, set(), {0}]
 
 
+def test_ranks_listen_only_where_memory_does_not_reach_and_until_they_are_connected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[socket.socket] = []
+    create = socket.create_server
+
+    def counted(*given: Any, **options: Any) -> socket.socket:
+        made.append(create(*given, **options))
+        return made[-1]
+
+    monkeypatch.setattr(socket, "create_server", counted)
+    connect(3, kinds=("shm", "tcp"))
+    assert not made
+    transports = connect(3, kinds=("tcp",))
+    assert len(made) == 3 and all(each.fileno() == -1 for each in made)
+    # Parts over TCP use the sockets that there are.
+    together(*(lambda t=t: t.split([0, 1, 2], TIMEOUT) for t in transports))
+    assert len(made) == 3
+
+
 def test_strangers_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silent ones, those who say something else, and one who goes; none of them is waited for."""
     strangers: list[socket.socket] = []
