@@ -126,10 +126,7 @@ def listen_at(host: str, port: int) -> socket.socket | None:
     """
     why = f"{host} is no address of this host"
     for family, _, _, _, at in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        if (
-            not _means_loopback(host)
-            and ipaddress.ip_address(str(at[0]).partition("%")[0]).is_loopback
-        ):
+        if not _is_loopback(host) and _is_loopback(str(at[0])):
             # As /etc/hosts often has it for a host's own name; other hosts know another address.
             local_size = local_ranks()[1]
             if local_size is None or local_size < int(os.environ.get("WORLD_SIZE", 0)):
@@ -152,9 +149,9 @@ def listen_at(host: str, port: int) -> socket.socket | None:
     return None
 
 
-def _means_loopback(host: str) -> bool:
+def _is_loopback(host: str) -> bool:
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
     except ValueError:
         return host == "localhost"
 
