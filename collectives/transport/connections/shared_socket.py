@@ -163,9 +163,8 @@ class SharedSocket:
         if late:
             self._last_words.popleft()
         if not outgoing and writer is not None:
+            # Its own thread, where it waits to send, sees that the socket takes more.
             writer.sent()
-            if writer is not channel:
-                writer.wake()
         self._torn = False
 
     def read(self, reader: Channel, sock: socket.socket, *, own: bool = True) -> bool:

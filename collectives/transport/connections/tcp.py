@@ -120,10 +120,13 @@ class TcpConnection(Connection):
 
     def has_left(self) -> bool:
         """Whether the peer has closed this connection of a socket that others still use."""
-        with self._shared.lock, contextlib.suppress(OSError, PeerGone):
-            while self._shared.was_shared and self._shared.read(self, self._socket, own=False):
-                pass
-        return any(frame.kind == FAREWELL for frame in list(self._early))
+        if not self._shared.was_shared:
+            return False
+        with self._shared.lock:
+            with contextlib.suppress(OSError, PeerGone):
+                while self._shared.read(self, self._socket, own=False):
+                    pass
+            return any(frame.kind == FAREWELL for frame in self._early)
 
     def _listens(self) -> bool:
         # What others that share the socket wait for may be why the peer takes nothing, and that

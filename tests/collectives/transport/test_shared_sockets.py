@@ -125,6 +125,50 @@ def test_ranks_that_use_two_groups_in_different_orders_go_on(length: int) -> Non
     together(first, second)
 
 
+@pytest.mark.parametrize("waits", ["to receive", "to send"])
+def test_what_another_thread_does_for_a_thread_that_falls_asleep_wakes_it(
+    waits: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its last look at the socket and its sleep, after which nothing more comes."""
+    whole = connect(2, kinds=("tcp",))
+    part = split(whole, [0, 1])
+    asleep, done, real = threading.Event(), threading.Event(), transport_module._wait
+
+    def late(connections: Any, *given: Any) -> bool:
+        if connections[0] in (sleeper._connections.values()) and not done.is_set():
+            asleep.set()
+            done.wait(TIMEOUT)
+        return real(connections, *given)
+
+    monkeypatch.setattr(transport_module, "_wait", late)
+    if waits == "to receive":
+        sleeper = part[1]
+
+        def other() -> None:
+            asleep.wait(TIMEOUT)
+            send(part[0], noise(9, 1))
+            send(whole[0], noise(3, 2))
+            receive(whole[1], 3)
+            done.set()
+
+        together(other, lambda: receive(sleeper, 9, timeout=TIMEOUT / 4))
+        return
+    sleeper = part[0]
+
+    def sender() -> None:
+        asleep.wait(TIMEOUT)
+        # Sends the rest of the part's message first.
+        send(whole[0], noise(3, 2))
+        done.set()
+
+    def receiver() -> None:
+        asleep.wait(TIMEOUT)
+        receive(whole[1], 3)
+        receive(part[1], LONG)
+
+    together(sender, receiver, lambda: send(sleeper, noise(LONG, 1), timeout=TIMEOUT / 4))
+
+
 def test_a_message_for_a_part_that_a_rank_has_not_made_yet_waits_for_it() -> None:
     """The ranks return from a split at different times."""
     whole = connect(2, kinds=("tcp",))
