@@ -257,7 +257,12 @@ def processes(rank: int, transport: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("transport", "size"),
-    [("gloo", 3), ("shm", 3), pytest.param("mixed", 4, marks=pytest.mark.slow)],
+    [
+        ("gloo", 3),
+        ("shm", 3),
+        pytest.param("tcp", 3, marks=pytest.mark.slow),
+        pytest.param("mixed", 4, marks=pytest.mark.slow),
+    ],
 )
 def test_processes(transport: str, size: int) -> None:
     for failures in run_ranks(size, processes, transport):
