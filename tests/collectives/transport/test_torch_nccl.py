@@ -214,7 +214,7 @@ def _connected(
     ended: Sequence[int] = (),
 ) -> ConnectionTransport:
     """The transport that ranks of one host have, with one connection."""
-    opened = {1: Told(farewells)}, None
+    opened = {1: Told(farewells)}, None, True
     monkeypatch.setattr(connections, "open_connections", lambda *_, **__: opened)
     mixed = ConnectionTransport(gloo, TIMEOUT)
     mixed.gone = lambda peers=None: 1 if ended and 1 in peers else None  # type: ignore[method-assign]
