@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -16,8 +17,17 @@ import kernels
 from collectives import validation
 from collectives.bootstrap.calibration import calibrate as measure_link_rates
 from collectives.bootstrap.launchers import local_ranks, world_size
-from collectives.bootstrap.rendezvous import agree_on_backend, start_torch_distributed
-from collectives.bootstrap.transport_selection import check_alone, connect, transport_choice
+from collectives.bootstrap.rendezvous import (
+    agree_on_backend,
+    keeps_store,
+    start_torch_distributed,
+)
+from collectives.bootstrap.transport_selection import (
+    check_alone,
+    connect,
+    require_room,
+    transport_choice,
+)
 from collectives.consistency.description import Description
 from collectives.errors import CollectiveTimeoutError
 from collectives.group import Group
@@ -73,7 +83,8 @@ def init(
             ADASUM_CPU_KERNELS demands compiled kernels that are not available.
         CollectiveTimeoutError: Ranks did not arrive; the text names them.
         CollectiveMismatchError: Ranks differ in `transport` or `calibrate`. Raised on all ranks.
-        TransportError: `transport` is not available. Raised on all ranks.
+        TransportError: `transport` is not available. Raised on all ranks. Or this process may not
+            open as many files as there are ranks.
     """
     global _group
     if (group := _open_group()) is not None:
@@ -85,7 +96,7 @@ def init(
     validation.instance("calibrate", calibrate, bool, "a bool")
     # Else torch's communicators are ours.
     shares_gpu = process_group is not None or _distributed()
-    gloo = _gloo(process_group, timeout)
+    gloo = _gloo(process_group, timeout, transport_choice(transport))
     if gloo is None:
         check_alone(transport_choice(transport))
         _group = Group(ThreadWorld(1).transport(0), timeout=timeout, local_rank=0, local_size=1)
@@ -96,19 +107,25 @@ def init(
     return _group
 
 
-def _gloo(process_group: dist.ProcessGroup | None, timeout: float) -> GlooTransport | None:
+def _gloo(
+    process_group: dist.ProcessGroup | None, timeout: float, choice: str
+) -> GlooTransport | None:
     """Return what `init` starts from; None for a rank that is alone."""
     if process_group is not None:
         _check_process_group(process_group)
+        require_room(dist.get_world_size(process_group), None, choice, gloo=False)
         return GlooTransport(process_group)
     if _distributed():
+        require_room(dist.get_world_size(), local_ranks()[1], choice, gloo=True)
         assert dist.group.WORLD is not None
         backend = _backend_of(dist.group.WORLD, timeout)
         whole = dist.new_group(timeout=timedelta(seconds=timeout), backend=backend)
-    elif world_size() == 1:
+    elif (size := world_size()) == 1:
         return None
     else:
         _require_distributed()
+        store = keeps_store(int(os.environ["RANK"]))
+        require_room(size, local_ranks()[1], choice, gloo=True, store=store)
         start_torch_distributed(timeout)
         whole = dist.group.WORLD
     return GlooTransport(whole, owned=True)
@@ -179,6 +196,7 @@ def from_process_group(
         choice = transport_choice(None)
         kernels.backend_info()
         ranks = range(dist.get_world_size(process_group))
+        require_room(len(ranks), None, choice, gloo=True)
         own = subgroup(process_group, ranks, _backend_of(process_group, timeout), timeout)
         options = {"transport": choice, "calibrate": calibrate}
         start = Description("from_process_group", options=options)

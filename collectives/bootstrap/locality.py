@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from collectives.schedules.topology import Topology
 from collectives.transport.base import Transport
@@ -37,7 +37,8 @@ def find_locality(
 ) -> Locality:
     """Find this rank's locality: by the local ranks, where every rank gives them, else by hosts.
 
-    A collective of all ranks, unless all is given.
+    A collective of all ranks, unless all is given. What is found is one partition of the ranks, the
+    same on all of them.
 
     Args:
         transport: Between the ranks.
@@ -56,30 +57,57 @@ def find_locality(
     mine = [os.uname().nodename, *((local_rank, local_size) if given else (None, None))]
     reports = gather_objects(mine, transport, timeout)
     names = [name for name, *_ in reports]
-    locality = locality_on([names.index(name) for name in names], rank, topology)
-    if any(local is None for _, local, _ in reports):
-        return locality
     local_ranks = [(local, of) for _, local, of in reports]
-    nodes = _topology_of(local_ranks)
-    hosts = locality.hosts
-    if nodes.local_size == local_ranks[0][1]:
-        hosts = tuple(map(nodes.node_of, range(size)))
-    return Locality(*local_ranks[rank], hosts, topology or nodes)
+    # Local ranks say more than names: containers may share a name, and a test's nodes a machine.
+    for labels in (names, [""] * size):
+        filled = _filled(labels, local_ranks)
+        if filled is not None:
+            found = locality_on(filled, rank, topology)
+            return replace(found, local_rank=local_ranks[rank][0])
+    # A rank has none, or they fill no nodes: not all ranks were started by one launcher.
+    return locality_on([names.index(name) for name in names], rank, topology)
 
 
 def locality_on(hosts: Sequence[int], rank: int, topology: Topology | None = None) -> Locality:
     """Return the locality of `rank` where the ranks are on these hosts."""
-    local_ranks = [(hosts[:r].count(host), hosts.count(host)) for r, host in enumerate(hosts)]
-    return Locality(*local_ranks[rank], tuple(hosts), topology or _topology_of(local_ranks))
+    host = hosts[rank]
+    found = topology or _topology_of(hosts)
+    return Locality(hosts[:rank].count(host), hosts.count(host), tuple(hosts), found)
 
 
-def _topology_of(local_ranks: Sequence[tuple[int, int]]) -> Topology:
-    """Return the nodes, from every rank's (local rank, local size).
+def _filled(
+    labels: Sequence[str], local_ranks: Sequence[tuple[int | None, int | None]]
+) -> list[int] | None:
+    """Return each rank's node where the ranks of each label fill nodes; None where they do not.
 
-    One rank a node where the nodes are not equal runs of consecutive ranks.
+    A rank joins the first node of its label and its local size that lacks its local rank.
     """
-    size, local_size = len(local_ranks), local_ranks[0][1]
-    equal = size % local_size == 0 and all(
-        each == (rank % local_size, local_size) for rank, each in enumerate(local_ranks)
-    )
-    return Topology(size, local_size if equal else 1)
+    nodes: list[tuple[str, int, set[int]]] = []
+    hosts: list[int] = []
+    for label, (local, of) in zip(labels, local_ranks, strict=True):
+        if local is None or of is None:
+            return None
+        fitting = (
+            number
+            for number, (name, size, members) in enumerate(nodes)
+            if (name, size) == (label, of) and local not in members
+        )
+        number = next(fitting, len(nodes))
+        if number == len(nodes):
+            nodes.append((label, of, set()))
+        nodes[number][2].add(local)
+        hosts.append(number)
+    return hosts if all(len(members) == size for _, size, members in nodes) else None
+
+
+def _topology_of(hosts: Sequence[int]) -> Topology:
+    """Return the nodes that algorithms see.
+
+    One rank a node where the hosts do not hold equal runs of consecutive ranks.
+    """
+    size, local_size = len(hosts), hosts.count(hosts[0])
+    nodes = {host: tuple(r for r, other in enumerate(hosts) if other == host) for host in hosts}
+    runs = [tuple(range(at, at + local_size)) for at in range(0, size, local_size)]
+    if list(nodes.values()) == runs:
+        return Topology(size, local_size)
+    return Topology(size, 1, uneven=tuple(nodes.values()))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import hashlib
+import ipaddress
+import logging
 import os
 import secrets
 import socket
@@ -14,13 +17,14 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from collectives.bootstrap.launchers import can_use_nccl
+from collectives.bootstrap.launchers import can_use_nccl, local_ranks
 from collectives.errors import CollectiveError, CollectiveTimeoutError, TransportError
 from collectives.transport.process_groups import first_line, run_beside
 
 # Seconds for a thread to leave torch's code, where torch takes longer than it was given: it may
 # lose a connection that it waited on, pause, and try another one for the whole time.
 _LEAVE_SECONDS = 5.0
+_logger = logging.getLogger(__name__)
 # The address of the store that this process has opened, and the store.
 _opened: tuple[str, dist.Store] | None = None
 
@@ -47,6 +51,8 @@ def _start(rank: int, size: int, timeout: float) -> None:
     deadline = time.monotonic() + timeout
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     if _opened is None or _opened[0] != address:
+        # One at another address of the same port is let go of first: torch knows them by the port.
+        _opened = None
         _opened = address, open_store(rank, timeout)
     try:
         store = wait_for_ranks(_opened[1], rank, size, deadline - time.monotonic())
@@ -72,7 +78,8 @@ def open_store(rank: int, timeout: float) -> dist.Store:
     """Open the store at MASTER_ADDR and MASTER_PORT: torchrun's, else rank 0's own.
 
     As torch's "env://", but it does not wait for the other ranks: `wait_for_ranks` does, and can
-    tell who is missing.
+    tell who is missing. And a store of rank 0's own listens at MASTER_ADDR alone where that is an
+    address of this host; else, with a WARNING, at every address.
 
     Args:
         rank: This rank.
@@ -84,12 +91,13 @@ def open_store(rank: int, timeout: float) -> dist.Store:
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     address = f"{host}:{port}"
-    keeps = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    keeps = keeps_store(rank)
     try:
         if keeps:
             _await(lambda left: socket.getaddrinfo(host, port), timeout)
         else:
             _await(lambda left: socket.create_connection((host, port), left).close(), timeout)
+        listening = listen_at(host, port) if keeps else None
         return dist.TCPStore(
             host,
             port,
@@ -98,6 +106,8 @@ def open_store(rank: int, timeout: float) -> dist.Store:
             wait_for_workers=False,
             # As torch's own, so that torch can open one there, too.
             multi_tenant=True,
+            # Torch closes it.
+            master_listen_fd=None if listening is None else listening.detach(),
         )
     except (dist.DistError, OSError) as error:
         if "EADDRINUSE" in str(error):
@@ -109,6 +119,48 @@ def open_store(rank: int, timeout: float) -> dist.Store:
             f"rank {rank} got no answer from the store at {address}, which rank 0 or torchrun "
             f"keeps, within {timeout:g} s: {first_line(error)}"
         ) from error
+
+
+def listen_at(host: str, port: int) -> socket.socket | None:
+    """Listen at a host's address; None where torch has to at every one, which is a WARNING.
+
+    Or where it has to find out what has the port: something else, or this process's own store.
+    """
+    why = f"{host} is no address of this host"
+    for family, _, _, _, at in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        if not _is_loopback(host) and _is_loopback(str(at[0])):
+            # As /etc/hosts often has it for a host's own name; other hosts know another address.
+            local_size = local_ranks()[1]
+            if local_size is None or local_size < int(os.environ.get("WORLD_SIZE", 0)):
+                why = f"{host} is {at[0]} on this host, where no other host reaches it"
+                continue
+        try:
+            return socket.create_server(at, family=family, backlog=socket.SOMAXCONN)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return None
+            if error.errno != errno.EADDRNOTAVAIL:
+                why = f"it cannot listen at {at[0]} alone ({error.strerror})"
+    _logger.warning(
+        "rank 0 listens on port %d of every network interface, where whoever reaches it can read "
+        "and change what ranks tell each other at start-up: MASTER_ADDR %s; set it to an address "
+        "of rank 0's host, or let only the job's hosts reach the port",
+        port,
+        why,
+    )
+    return None
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def keeps_store(rank: int) -> bool:
+    """Return whether a rank keeps the store, which else torchrun does."""
+    return rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def _await(attempt: Callable[[float], object], timeout: float) -> None:
@@ -193,7 +245,7 @@ def wait_for_ranks(store: dist.Store, rank: int, size: int, timeout: float) -> d
 
 
 def agree_on_backend(store: dist.Store, rank: int, size: int, timeout: float) -> str:
-    """Name gloo, and NCCL where every rank can use that; a collective of the store's ranks.
+    """Return gloo, and NCCL where every rank can use that; a collective of the store's ranks.
 
     Hosts may have other numbers of GPUs: a rank that had NCCL would wait for one that has not.
 
@@ -204,22 +256,24 @@ def agree_on_backend(store: dist.Store, rank: int, size: int, timeout: float) ->
         timeout: Seconds that the others may take.
 
     Raises:
-        CollectiveTimeoutError: A rank does not come.
+        CollectiveTimeoutError: Names the ranks that do not come.
     """
-    try:
-        # Each rank counts for itself, and all come here in one order.
+    # Each rank counts for itself, and all come here in one order.
+    with _ended_store_is_a_timeout(rank):
         key = f"adasum backend {store.add(f'adasum backend: rank {rank}', 1)}"
-        if not can_use_nccl(dist.get_world_size() if dist.is_initialized() else size):
-            store.add(f"{key} without NCCL", 1)
-        if store.add(f"{key} asked", 1) == size:
-            store.set(f"{key} known", "")
-        store.wait([f"{key} known"], timedelta(seconds=max(timeout, 1e-3)))
-        return "gloo" if store.add(f"{key} without NCCL", 0) else "cpu:gloo,cuda:nccl"
-    except dist.DistError as error:
-        raise CollectiveTimeoutError(
-            f"rank {rank} could not start: another rank did not come within {timeout:.3g} s: "
-            f"{first_line(error)}"
-        ) from error
+        able = can_use_nccl(dist.get_world_size() if dist.is_initialized() else size)
+        answers = [f"{key}: rank {peer}" for peer in range(size)]
+        store.set(answers[rank], "nccl" if able else "gloo")
+        try:
+            store.wait(answers, timedelta(seconds=max(timeout, 1e-3)))
+        except dist.DistStoreError:
+            missing = [peer for peer, answer in enumerate(answers) if not store.check([answer])]
+            late = ", ".join(f"rank {peer}" for peer in missing) or "another rank"
+            raise CollectiveTimeoutError(
+                f"rank {rank} could not start: {late} did not come within {timeout:.3g} s"
+            ) from None
+        every = set(store.multi_get(answers)) == {b"nccl"}
+    return "cpu:gloo,cuda:nccl" if every else "gloo"
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -25,18 +25,28 @@ from collectives.transport import (
     load_nccl,
 )
 from collectives.transport.byte_gathering import gather_objects
-from collectives.transport.connections.connect import KINDS
+from collectives.transport.connections.connect import KINDS, descriptors_of
+from collectives.transport.descriptors import shortage
 from collectives.transport.nccl.communicators import shared_thread
 from collectives.transport.process_groups import store_of
 from kernels.cpu.dispatch import use_torch
 
 # What `BackendInfo.cpu_path` says where it is not torch.
 _COMPILED = "compiled"
+# Descriptors that torch.distributed needs beside one a peer: event loops, listeners, those that
+# lead to the store; and where a rank keeps the store, beside one a rank. Torch 2.13 has 5 and 11.
+_GLOO_BESIDE, _STORE_BESIDE = 8, 16
 # Whether a group of this process was promised that it computes in compiled code.
 _promised = False
 _logger = logging.getLogger(__name__)
 # The connections that ranks make for each choice.
-_KINDS = {"auto": KINDS, "gloo": (), "shm": ("shm",), "tcp": ("tcp",), "nccl": KINDS}
+_KINDS: dict[str, tuple[str, ...]] = {
+    "auto": KINDS,
+    "gloo": (),
+    "shm": ("shm",),
+    "tcp": ("tcp",),
+    "nccl": KINDS,
+}
 
 
 def transport_choice(transport: str | None) -> str:
@@ -72,17 +82,27 @@ def connect(gloo: GlooTransport, timeout: float, start: Description) -> Transpor
     negotiate_by_messages(start, call)
 
     choice, store = start.options["transport"], store_of(gloo.process_group)
-    opened = ConnectionTransport(gloo, timeout, kinds=_KINDS[choice], toward=_host_of(store))
+    kinds = _KINDS[choice]
+    names = gather_objects(os.uname().nodename, gloo, timeout)
+    short = shortage(_descriptors(kinds, gloo.size, names.count(names[gloo.rank]))) if kinds else ""
+    if short:
+        kinds = ()
+        _logger.warning("rank %d: %s; its messages go over gloo meanwhile", gloo.rank, short)
+    opened = ConnectionTransport(gloo, timeout, kinds=kinds, toward=_host_of(store))
     with contextlib.ExitStack() as failed:
         failed.callback(opened.close)
         peers = {*range(gloo.size)} - {gloo.rank}
-        lacking = [sorted(peers - opened.connected_peers), sorted(peers - opened.memory_peers)]
+        lacking = [
+            sorted(peers - opened.connected_peers),
+            sorted(peers - opened.memory_peers),
+            short,
+        ]
         missing = gather_objects(lacking, gloo, timeout)
         _check_demand(choice, missing)
         computing = [kernels.backend_info().cpu_path, _promised]
         _compute_alike(gather_objects(computing, gloo, timeout), gloo.rank)
         # Also on a rank without connections: splitting must be the same work on all.
-        connected = any(len(ranks) < len(peers) for ranks, _ in missing)
+        connected = any(len(ranks) < len(peers) for ranks, *_ in missing)
         host: Transport = opened if connected else gloo
         if choice == "nccl":
             _check_gpus(gather_objects(_gpu_report(), gloo, timeout))
@@ -134,12 +154,45 @@ def _compute_alike(ranks: Sequence[Sequence[Any]], rank: int) -> None:
         )
 
 
-def _check_demand(choice: str, missing: Sequence[Sequence[list[int]]]) -> None:
+def require_room(
+    size: int, local_size: int | None, choice: str, *, gloo: bool, store: bool = False
+) -> None:
+    """Raise the limit of file descriptors to what a group needs, before anybody waits.
+
+    Args:
+        size: How many ranks there are.
+        local_size: How many of them are on this host, where it is known.
+        choice: As `transport_choice` returns it.
+        gloo: Whether torch.distributed is still to connect them.
+        store: Whether this process is still to open the store, to which all ranks connect.
+
+    Raises:
+        TransportError: Not even torch.distributed can connect all ranks.
+    """
+    mesh = (size + _GLOO_BESIDE if gloo else 0) + (size + _STORE_BESIDE if store else 0)
+    # What is missing for the connections themselves is told when hosts are known.
+    shortage(mesh + _descriptors(_KINDS[choice], size, local_size or size))
+    short = shortage(mesh)
+    if short:
+        raise TransportError(f"{size} ranks cannot be connected: {short}")
+
+
+def _descriptors(kinds: Collection[str], size: int, local_size: int) -> int:
+    """Return how many descriptors connections of these kinds need."""
+    near = min(local_size, size) - 1 if "shm" in kinds else 0
+    return descriptors_of(near, size - 1 - near if "tcp" in kinds else 0) if kinds else 0
+
+
+def _check_demand(choice: str, missing: Sequence[Sequence[Any]]) -> None:
     """Raise TransportError where a rank lacks a connection that `choice` demands.
 
-    missing: with which ranks every rank has no connection, and with which no memory.
+    missing: with which ranks every rank has no connection, and with which no memory; and what it
+    lacks of descriptors.
     """
-    for rank, (unreached, unshared) in enumerate(missing):
+    for rank, (_, _, short) in enumerate(missing):
+        if choice in ("tcp", "shm") and short:
+            raise TransportError(f'transport="{choice}": rank {rank}: {short}')
+    for rank, (unreached, unshared, _) in enumerate(missing):
         if choice == "tcp" and unreached:
             raise TransportError(
                 f'transport="tcp": rank {rank} has no connection to ranks {unreached}: the network '

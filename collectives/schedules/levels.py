@@ -27,12 +27,14 @@ def levels_of(
         deal: The call's, for both levels.
 
     Raises:
-        ValueError: A name is unknown, may not stand on its level, or takes fewer shards.
+        ValueError: A name is unknown, may not stand on its level, or takes fewer shards; or there
+            are two levels and the nodes are no equal runs of ranks.
     """
     outer, size = algorithm(spec.outer), topology.size
     if spec.inner is None:
         outer.check_shards(spec.shards, size, topology.local_size)
         return None, Level(size, spec.shards, topology, one_tree, deal)
+    topology.require_even(str(spec))
     inner, node, nodes = algorithm(spec.inner), topology.node(), topology.num_nodes
     if not inner.inner:
         names = ", ".join(name for name, record in ALGORITHMS.items() if record.inner)

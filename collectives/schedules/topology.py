@@ -17,6 +17,8 @@ class Topology:
         local_size: Ranks of a node.
         local_order: The local ranks in the order in which a ring visits them: those next to each
             other should be joined by the fastest links. 0, 1, 2, ... unless given.
+        uneven: The ranks of each real node, where those are no equal runs of consecutive ranks;
+            algorithms then see one rank a node, and two levels are an error. Else empty.
 
     Raises:
         TypeError: A field has another type; the text names it.
@@ -26,6 +28,7 @@ class Topology:
     size: int
     local_size: int
     local_order: tuple[int, ...] = ()
+    uneven: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         validation.integer("size", self.size, 1)
@@ -39,9 +42,23 @@ class Topology:
         _require_order(order, self.local_size)
         object.__setattr__(self, "local_order", order)
 
+    def require_even(self, algorithm: str) -> None:
+        """Raise ValueError, naming the nodes and their ranks, where two levels cannot be had.
+
+        Args:
+            algorithm: What an error calls the one that asks for them.
+        """
+        if self.uneven:
+            nodes = ", ".join(f"node {w} has {_text(own)}" for w, own in enumerate(self.uneven))
+            raise ValueError(
+                f"algorithm {algorithm!r} reduces on two levels, for which every node must hold "
+                f"equally many consecutive ranks: {nodes}; start equally many ranks on every node, "
+                "numbered node by node, or use one level"
+            )
+
     @property
     def num_nodes(self) -> int:
-        """Number of nodes."""
+        """Number of nodes that algorithms see."""
         return self.size // self.local_size
 
     def node_of(self, rank: int) -> int:
@@ -120,6 +137,14 @@ def _ring_orders(
         rotated = local_order[first:] + local_order[:first]
         orders.append(tuple(w * local_size + i for w in range(num_nodes) for i in rotated))
     return tuple(orders)
+
+
+def _text(ranks: Sequence[int]) -> str:
+    """Return how an error names ranks, in ascending order: a run of them by its ends."""
+    starts = [i for i, rank in enumerate(ranks) if i == 0 or ranks[i - 1] != rank - 1]
+    runs = zip(starts, [*starts[1:], len(ranks)], strict=True)
+    texts = [f"{ranks[a]}" if b - a == 1 else f"{ranks[a]}-{ranks[b - 1]}" for a, b in runs]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts)}"
 
 
 def _require_order(order: tuple[int, ...], size: int) -> None:

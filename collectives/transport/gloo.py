@@ -127,8 +127,8 @@ class GlooTransport(Transport):
         self._nccl.abort(reason)
 
     def split(self, ranks: Sequence[int], timeout: float) -> GlooTransport:
-        """Make a process group of some of the ranks."""
-        part = subgroup(self.process_group, ranks, self._config, timeout)
+        """Make a process group of some of the ranks, whose gloo connects those that use it."""
+        part = subgroup(self.process_group, ranks, self._config, timeout, lazy=True)
         return GlooTransport(part, owned=True)
 
     def close(self) -> None:

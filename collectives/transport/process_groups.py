@@ -8,8 +8,10 @@ to make a group under a given name, nor to abort its NCCL.
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, cast
 
@@ -22,6 +24,7 @@ from collectives.errors import CollectiveTimeoutError, TransportError
 _c10d: Any = getattr(dist, "distributed_c10d", None)
 
 _ABORT_SECONDS = 3.0
+_LAZY = "TORCH_GLOO_LAZY_INIT"
 
 
 def store_of(process_group: dist.ProcessGroup) -> dist.Store:
@@ -40,7 +43,12 @@ def store_of(process_group: dist.ProcessGroup) -> dist.Store:
 
 
 def subgroup(
-    parent: dist.ProcessGroup, ranks: Sequence[int], backend: str, timeout: float
+    parent: dist.ProcessGroup,
+    ranks: Sequence[int],
+    backend: str,
+    timeout: float,
+    *,
+    lazy: bool = False,
 ) -> dist.ProcessGroup:
     """Make a process group of some ranks of another; its messages are its own.
 
@@ -51,6 +59,8 @@ def subgroup(
         ranks: Ranks of `parent`, in the new order.
         backend: As `dist.new_group` takes it.
         timeout: Seconds, for making it and for each operation on it.
+        lazy: Whether gloo connects two ranks when they first exchange something over it, and not
+            all of them now; where torch does that.
 
     Raises:
         CollectiveTimeoutError: A rank does not come, or the ranks' store has ended.
@@ -62,21 +72,38 @@ def subgroup(
     try:
         # Each rank counts for itself, and all make their groups in one order.
         count = store.add(f"{key} made by {dist.get_rank()}", 1)
-        made, _ = _c10d._new_process_group_helper(
-            len(names),
-            names.index(dist.get_rank()),
-            names,
-            dist.Backend(backend),
-            store,
-            cast(Any, f"{parent.group_name} {key} {count}"),
-            timeout=timedelta(seconds=timeout),
-        )
+        with _lazy_gloo() if lazy else nullcontext():
+            made, _ = _c10d._new_process_group_helper(
+                len(names),
+                names.index(dist.get_rank()),
+                names,
+                dist.Backend(backend),
+                store,
+                cast(Any, f"{parent.group_name} {key} {count}"),
+                timeout=timedelta(seconds=timeout),
+            )
     except RuntimeError as error:
         raise CollectiveTimeoutError(
             f"rank {dist.get_rank()} could not make a group with ranks {names}: {first_line(error)}"
         ) from error
     _c10d._world.pg_group_ranks[made] = {name: rank for rank, name in enumerate(names)}
     return made
+
+
+@contextmanager
+def _lazy_gloo() -> Iterator[None]:
+    """Let gloo connect lazily, which torch takes from the environment alone.
+
+    Not where the user has said otherwise.
+    """
+    if _LAZY in os.environ:
+        yield
+        return
+    os.environ[_LAZY] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(_LAZY, None)
 
 
 def _nccl_of(process_group: dist.ProcessGroup) -> Any:

@@ -96,7 +96,7 @@ def test_what_cannot_be_had_is_said_before_anybody_waits() -> None:
     first, second = run_ranks(2, _demand)
     assert "no-such-compiler, is not on the PATH" in second
     # Rank 1 is not there.
-    assert "rank 0 could not make a group with ranks [0, 1]" in first
+    assert "rank 0 could not start: rank 1 did not come within" in first
 
 
 @pytest.mark.parametrize("lacking", [(), (1,), (0, 1, 2)])

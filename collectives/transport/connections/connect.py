@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection
-from typing import Any
+import mmap
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
 
 from collectives.transport.base import Transport
 from collectives.transport.byte_gathering import gather_objects
@@ -16,6 +17,36 @@ from collectives.transport.connections.tcp_listener import TcpListener, find_add
 KINDS = ("shm", "tcp")
 
 
+# Beside those of connections: the symmetric memory's, two listeners' and one that a listener has
+# accepted, a memory's own on its way, what wakes a thread, and a listener of gloo's.
+_BESIDE = 8
+
+
+def descriptors_of(near: int, far: int) -> int:
+    """Return how many descriptors a rank's connections need at most.
+
+    Args:
+        near: Peers that it shares memory with: a socket, and the memory's, which mmap keeps.
+        far: Those over TCP, with a socket of their own.
+    """
+    return 2 * near + far + _BESIDE
+
+
+class Opened(NamedTuple):
+    """What `open_connections` returns.
+
+    Attributes:
+        connections: By peer.
+        memory: Zeros that all ranks share, on every rank or on none: where all have connections
+            through memory to all, and the system gave it.
+        complete: Whether every rank has a connection to every other one.
+    """
+
+    connections: dict[int, Connection]
+    memory: memoryview | None
+    complete: bool
+
+
 def open_connections(
     other: Transport,
     timeout: float,
@@ -23,11 +54,13 @@ def open_connections(
     kinds: Collection[str] = KINDS,
     toward: str = "localhost",
     near: Collection[int] | None = None,
-) -> tuple[dict[int, Connection], memoryview | None]:
+    shared: Mapping[int, Connection] | None = None,
+) -> Opened:
     """Open a connection to every rank, of the best kind that both offer and that works.
 
     A collective. Both ranks of a pair get a connection, or neither does: where the system refuses
-    sockets, memory or descriptors, there is none.
+    sockets, memory or descriptors, there is none. A rank listens over TCP only where there is a
+    rank that it shares no memory with.
 
     Args:
         other: A transport between the ranks, over which they tell each other how to connect.
@@ -35,58 +68,79 @@ def open_connections(
         kinds: What this rank offers.
         toward: A host that all ranks know (`find_address`).
         near: The ranks to share memory with, symmetrically; all unless given.
-
-    Returns:
-        The connections by peer; and zeros that all ranks share, on every rank or on none: where all
-        have connections through memory to all, and the system gave it.
+        shared: Connections that there are already, at both ends, by peer.
     """
 
     def gather(value: Any) -> list[Any]:
         return gather_objects(value, other, timeout)
 
     rank, size = other.rank, other.size
-    host = find_address(toward if "tcp" in kinds else None, gather)
-    connections: dict[int, Connection] = {}
-    with contextlib.ExitStack() as stack, contextlib.ExitStack() as failed:
+    everyone = {*range(size)} - {rank}
+    connections: dict[int, Connection] = dict(shared or {})
+    memory: mmap.mmap | None = None
+    whole = False
+    with contextlib.ExitStack() as failed:
         failed.callback(_close_all, connections)
-        listeners = _listen(rank, size, kinds, host, stack)
-        offers = gather({kind: listener.offer for kind, listener in listeners.items()})
-        connected = []
-        for peer in range(rank):
-            for kind, listener in listeners.items():
-                if kind in offers[peer] and (kind != "shm" or near is None or peer in near):
-                    with contextlib.suppress(OSError):
-                        connections[peer] = listener.connect(peer, offers[peer][kind], timeout)
-                        connected.append([peer, kind])
-                        break
-        told = gather(connected)
-        for kind, listener in listeners.items():
-            expected = [peer for peer, others in enumerate(told) if [rank, kind] in others]
-            connections.update(listener.accept(expected, timeout))
-
-        memory = listeners["shm"].symmetric_memory if "shm" in listeners else None
-        near_by = sum(each.shares_memory for each in connections.values())
-        reports = gather([list(connections), memory is not None and near_by == size - 1])
-        for peer in [peer for peer in connections if rank not in reports[peer][0]]:
-            connections.pop(peer).close()
+        for kind in KINDS:
+            wanted = everyone - connections.keys() if kind in kinds else set()
+            host = None
+            if kind == "shm":
+                wanted &= everyone if near is None else {*near}
+            else:
+                host = find_address(toward if wanted else None, gather)
+            with contextlib.ExitStack() as stack:
+                listener = _listen(kind, rank, size, host, stack) if wanted else None
+                _connect(listener, wanted, connections, rank, timeout, gather)
+                if kind == "shm" and listener is not None:
+                    memory = listener.symmetric_memory
+            near_by = sum(each.shares_memory for each in connections.values())
+            reports = gather([list(connections), memory is not None and near_by == size - 1])
+            for peer in [peer for peer in connections if rank not in reports[peer][0]]:
+                connections.pop(peer).close()
+            whole = all(len(peers) == size - 1 for peers, _ in reports)
+            if whole:
+                break
         failed.pop_all()
-    everywhere = all(has and len(peers) == size - 1 for peers, has in reports)
-    shared = memoryview(memory) if memory is not None and everywhere else None
-    return dict(sorted(connections.items())), shared
+    everywhere = whole and all(has for _, has in reports)
+    mapped = memoryview(memory) if memory is not None and everywhere else None
+    return Opened(dict(sorted(connections.items())), mapped, whole)
+
+
+def _connect(
+    listener: Listener | None,
+    wanted: Collection[int],
+    connections: dict[int, Connection],
+    rank: int,
+    timeout: float,
+    gather: Callable[[Any], list[Any]],
+) -> None:
+    """Add connections of one kind to `connections`: to those of `wanted` that offer them.
+
+    A rank connects to the lower ones, and the higher ones connect to it.
+    """
+    offers = gather(None if listener is None else listener.offer)
+    connected = []
+    for peer in range(rank):
+        if listener is not None and offers[peer] is not None and peer in wanted:
+            with contextlib.suppress(OSError):
+                connections[peer] = listener.connect(peer, offers[peer], timeout)
+                connected.append(peer)
+    told = gather(connected)
+    if listener is not None:
+        expected = [peer for peer, others in enumerate(told) if rank in others]
+        connections.update(listener.accept(expected, timeout))
 
 
 def _listen(
-    rank: int, size: int, kinds: Collection[str], host: str | None, stack: contextlib.ExitStack
-) -> dict[str, Listener]:
-    """Return what this rank offers of `kinds`, the better one first; it ends with the stack."""
-    listeners: dict[str, Listener] = {}
-    if "shm" in kinds:
-        with contextlib.suppress(OSError):
-            listeners["shm"] = ShmListener(rank, size, stack)
-    if "tcp" in kinds and host is not None:
-        with contextlib.suppress(OSError):
-            listeners["tcp"] = TcpListener(rank, host, stack)
-    return listeners
+    kind: str, rank: int, size: int, host: str | None, stack: contextlib.ExitStack
+) -> Listener | None:
+    """Return what offers connections of a kind, until the stack ends; None where none can be."""
+    with contextlib.suppress(OSError):
+        if kind == "shm":
+            return ShmListener(rank, size, stack)
+        if host is not None:
+            return TcpListener(rank, host, stack)
+    return None
 
 
 def _close_all(connections: dict[int, Connection]) -> None:

@@ -172,6 +172,10 @@ class Connection(ABC):
             broken = f"the connection to rank {self.peer} broke: {error.strerror}"
             raise PeerGone(self.peer, broken) from None
 
+    def has_left(self) -> bool:
+        """Whether the peer has ended this connection and not its socket; for any thread."""
+        return False
+
     @abstractmethod
     def _transmit(self) -> bool:
         """Send what can be of the first that is posted; whether any was."""
@@ -192,7 +196,7 @@ class Connection(ABC):
         if not self._ending:
             self._ending = True
             self._drop()
-            data = np.frombuffer(text.encode()[:FAREWELL_BYTES], np.uint8)
+            data = np.frombuffer(text.encode()[:FAREWELL_BYTES], np.uint8) if text else EMPTY
             self._sends.append(Queued(data, 0, FAREWELL))
         # The peer may be gone already.
         with contextlib.suppress(OSError):

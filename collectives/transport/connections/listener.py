@@ -21,7 +21,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, ClassVar
 
 from collectives.transport.connections.connection import Connection
-from collectives.transport.connections.tcp import LINE_BYTES
+from collectives.transport.connections.shared_socket import LINE_BYTES
 
 _SECRET_BYTES = 16
 # As long as a line of TcpConnection's, which is behind it.

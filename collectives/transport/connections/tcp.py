@@ -1,5 +1,7 @@
 """One peer that is reached over TCP: most often a rank on another host.
 
+The socket may have other connections to the same peer beside this one (shared_socket.py).
+
 A message is a frame: a header, the bytes, and padding. All of it goes out with one system call and
 comes in with one, the bytes straight to where they are wanted, as far as the kernel has room or has
 them: nothing is staged, and no thread stands between the rank and the kernel. A rank that waits
@@ -15,163 +17,194 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import struct
+from collections import deque
+
+import numpy as np
 
 from collectives.errors import TransportError
 from collectives.transport.connections.connection import (
-    CLOSED,
     DATA,
     FAREWELL,
-    FAREWELL_BYTES,
-    KIND_SHIFT,
-    LENGTH_MASK,
+    MARKER,
+    Bytes,
     Connection,
     PeerGone,
     Queued,
 )
+from collectives.transport.connections.shared_socket import LINE_BYTES, SCRATCH, SharedSocket
+from collectives.transport.connections.waker import Waker
 from collectives.transport.shared_memory.symmetric_memory import RanksDiffer
 
-LINE_BYTES = 64
-# How many bytes follow, less the padding, with the kind above them; the code.
-_HEADER = struct.Struct(f"<QQ{LINE_BYTES - 16}x")
-_PADDING = memoryview(bytes(LINE_BYTES))
-# Where padding is written, and what is dropped; never read.
-_SCRATCH = memoryview(bytearray(1 << 16))
-# The rest of a farewell whose header has come was sent with it.
-_REST_SECONDS = 0.5
+__all__ = ["LINE_BYTES", "TcpConnection"]
 
 
 class TcpConnection(Connection):
-    """This rank's end. sock: connected to the peer, and nothing but lines sent on it."""
+    """This rank's end.
 
-    def __init__(self, peer: int, sock: socket.socket) -> None:
+    Args:
+        peer: The other rank.
+        sock: Connected to the peer, and nothing but lines sent on it.
+        beside: A connection to the same rank whose socket this one shares; none unless given.
+        number: The channel's, the same at both ends and new to the socket.
+        waker: Of the thread that uses this connection.
+    """
+
+    def __init__(
+        self,
+        peer: int,
+        sock: socket.socket,
+        beside: TcpConnection | None = None,
+        number: int = 0,
+        waker: Waker | None = None,
+    ) -> None:
         super().__init__(peer, sock)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # What is left of the frame that has begun to go out.
-        self._outgoing: list[memoryview] = []
-        # Whether an interrupt came before it was noted how much the kernel took.
-        self._uncertain = False
-        # What comes next is dropped, so many bytes; then what is left to come of a header, or of a
-        # message and its padding.
-        self._unwanted = 0
-        self._header = memoryview(bytearray(LINE_BYTES))
-        self._incoming = [self._header]
-        self._within_message = False
+        if beside is None:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.number = number
+        self.waker = waker
+        self._shared: SharedSocket = SharedSocket() if beside is None else beside._shared
+        # What has come while nothing waited for it.
+        self._early: deque[Queued] = deque()
+        with self._shared.lock:
+            self._early.extend(self._shared.open(self))
+
+    def channel(self, peer: int, number: int, waker: Waker) -> TcpConnection:
+        """Return another connection through the same socket; `peer` is what it calls the rank."""
+        return TcpConnection(peer, self._socket, self, number, waker)
+
+    def first(self) -> Queued:
+        """Return what is to be sent next: `Channel.first`."""
+        return self._sends[0]
+
+    def sent(self) -> None:
+        """Forget what was first: `Channel.sent`."""
+        self._sends.popleft()
+
+    def place(self, length: int, code: int) -> Bytes | None:
+        """Return where a message goes straight to: `Channel.place`."""
+        if self._early or not self._recvs or self._flushing:
+            return None
+        data, expected, _ = self._recvs[0]
+        return data if code == expected and length == data.size else None
+
+    def refusal(self, length: int, code: int) -> Exception | None:
+        """Return what a message that is not the one expected raises: `Channel.refusal`."""
+        if not self._recvs:
+            return None
+        data, expected, _ = self._recvs[0]
+        if code != expected:
+            return RanksDiffer()
+        return TransportError(
+            f"rank {self.peer} sent a message of {length} bytes where one of {data.size} was "
+            "expected"
+        )
+
+    def placed(self) -> None:
+        """Take note that a message has come: `Channel.placed`."""
+        self._recvs.popleft()
+
+    def drops(self, kind: int) -> bool:
+        """Return whether frames of this kind are not wanted: `Channel.drops`."""
+        if kind != DATA or not self._flushing or self._marked:
+            return False
+        return not any(frame.kind == MARKER for frame in self._early)
+
+    def put(self, frame: Queued) -> None:
+        """Keep a frame until this rank asks: `Channel.put`."""
+        self._early.append(frame)
+
+    def wake(self) -> None:
+        """Let the thread that uses this connection look again: `Channel.wake`."""
+        if self.waker is not None:
+            self.waker.wake()
+
+    def has_left(self) -> bool:
+        """Whether the peer has closed this connection of a socket that others still use."""
+        if not self._shared.was_shared:
+            return False
+        with self._shared.lock:
+            with contextlib.suppress(OSError, PeerGone):
+                while self._shared.read(self, self._socket, own=False):
+                    pass
+            return any(frame.kind == FAREWELL for frame in self._early)
+
+    def _listens(self) -> bool:
+        # What others that share the socket wait for may be why the peer takes nothing, and that
+        # it has left this connection is told by a frame.
+        return self._expects() or (self._blocked and self._shared.was_shared and not self._ending)
 
     def _transmit(self) -> bool:
-        outgoing = self._outgoing or _frame(self._sends[0])
-        self._blocked, self._uncertain = False, True
+        self._blocked = False
         try:
-            count = self._socket.sendmsg(outgoing)
-        except OSError as error:
-            self._uncertain = False
-            self._blocked = isinstance(error, BlockingIOError)
-            if self._blocked:
-                return False
-            raise
-        self._outgoing = _behind(outgoing, count)
-        if not self._outgoing:
-            self._sends.popleft()
-        self._uncertain = False
+            with self._shared.lock:
+                # Another channel's thread may have sent the rest.
+                if self._sends:
+                    self._shared.write(self, self._socket)
+        except BlockingIOError:
+            self._blocked = True
+            return False
         return True
 
     def _pull(self) -> bool:
-        try:
-            count = self._socket.recvmsg_into(
-                [_SCRATCH[: self._unwanted]] if self._unwanted else self._incoming
-            )[0]
-        except BlockingIOError:
-            return False
-        except CLOSED:
-            count = 0
-        if not count:
-            raise PeerGone(self.peer)
-        if self._unwanted:
-            self._unwanted -= count
-            return True
-        self._incoming = _behind(self._incoming, count)
-        if not self._incoming:
-            self._incoming = [self._header]
-            if self._within_message:
-                self._within_message = False
-                self._recvs.popleft()
-            else:
-                self._begin()
-        return True
+        with self._shared.lock:
+            early = self._early
+            if early and (self._expects() or early[0].kind == FAREWELL):
+                self._take(early.popleft())
+                return True
+            return self._shared.read(self, self._socket)
 
-    def _begin(self) -> None:
-        """Take note of the header that has come."""
-        field, code = _HEADER.unpack(self._header)
-        kind, length = field >> KIND_SHIFT, field & LENGTH_MASK
-        padding = -length % LINE_BYTES
+    def _take(self, frame: Queued) -> None:
+        """Do what a frame asks for that came before."""
+        data, code, kind = frame
         if kind == FAREWELL:
-            raise PeerGone(self.peer, self._farewell(length))
+            raise PeerGone(self.peer, data.tobytes().decode(errors="replace"))
         if kind != DATA:
             self._heed(kind, code)
-            return
-        if self._flushing or code != self._recvs[0].code:
-            self._unwanted = length + padding
-            if self._flushing:
-                return
-            raise RanksDiffer
-        target = self._recvs[0].data
-        if length != target.size:
-            raise TransportError(
-                f"rank {self.peer} sent a message of {length} bytes where one of {target.size} "
-                "was expected"
-            )
-        self._incoming = [target.data, _SCRATCH[:padding]]
-        self._within_message = True
-
-    def _farewell(self, length: int) -> str:
-        """The text, unless the network cuts it."""
-        text = b""
-        self._socket.settimeout(_REST_SECONDS)
-        with contextlib.suppress(OSError), self._socket.makefile("rb") as file:
-            text = file.read(min(length, FAREWELL_BYTES))
-        self._socket.setblocking(False)
-        return text.decode(errors="replace")
+        elif not self._flushing:
+            target, expected, _ = self._recvs[0]
+            if code != expected or data.size != target.size:
+                raise self.refusal(data.size, code) or RanksDiffer
+            np.copyto(target, data)
+            self._recvs.popleft()
 
     def _drop(self) -> None:
-        begun = bool(self._outgoing) or self._uncertain
-        while len(self._sends) > begun:
-            self._sends.pop()
-        self._recvs.clear()
-        if self._within_message:
-            self._within_message = False
-            self._unwanted = sum(part.nbytes for part in self._incoming)
-            self._incoming = [self._header]
+        with self._shared.lock:
+            begun = self._shared.writes(self)
+            while len(self._sends) > begun:
+                self._sends.pop()
+            self._recvs.clear()
+            self._shared.forget(self)
 
     def send_farewell(self, text: str) -> bool:
         """Send no more but `text`: `Connection.send_farewell`."""
         # A message that is half sent is sent whole before it. Where it is not known how much has
         # gone there is no farewell: the peer would take it for data.
-        return self._uncertain or super().send_farewell(text)
+        try:
+            return self._shared.torn or super().send_farewell(text)
+        except PeerGone:
+            return True
 
     def close(self) -> None:
         """End the connection; what was sent before still arrives."""
+        if self._shared.shared and not self._ending:
+            # The socket stays open, so its end does not tell.
+            self.send_farewell("")
+        with contextlib.suppress(OSError):
+            if self._shared.torn:
+                self._socket.shutdown(socket.SHUT_RDWR)
+        with self._shared.lock:
+            waiting = list(self._sends)[self._shared.writes(self) :]
+            unsaid = next((item for item in waiting if item.kind == FAREWELL), None)
+            if not self._shared.leave(self, unsaid):
+                # Another connection's socket.
+                self._sends.clear()
+                self._recvs.clear()
+                return
         with contextlib.suppress(OSError):
             # To close with something unread would take back what is not yet delivered. No more than
             # what can be there now: a peer may be sending still.
             self._socket.shutdown(socket.SHUT_WR)
             left = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
-            while left > 0 and (count := len(self._socket.recv(_SCRATCH.nbytes))):
+            while left > 0 and (count := len(self._socket.recv(SCRATCH.nbytes))):
                 left -= count
         self.detach()
-
-
-def _frame(item: Queued) -> list[memoryview]:
-    """What goes out for a message, or for one of the other kinds."""
-    size = item.data.size
-    header = _HEADER.pack(size | item.kind << KIND_SHIFT, item.code)
-    parts = [memoryview(header), item.data.data, _PADDING[: -size % LINE_BYTES]]
-    return parts if size else parts[:1]
-
-
-def _behind(parts: list[memoryview], count: int) -> list[memoryview]:
-    """The parts without their first `count` bytes."""
-    for number, part in enumerate(parts):
-        if count < part.nbytes:
-            return [part[count:], *parts[number + 1 :]]
-        count -= part.nbytes
-    return []

@@ -6,21 +6,28 @@ there is no connection, and those of other devices, go through another transport
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import select
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from collectives.errors import CollectiveTimeoutError, TransportError, describe
 from collectives.transport.base import Message, Messages, Transport, as_bytes
-from collectives.transport.connections.connect import KINDS, open_connections
+from collectives.transport.byte_gathering import gather_objects
+from collectives.transport.connections.connect import KINDS, descriptors_of, open_connections
 from collectives.transport.connections.connection import Connection, PeerGone
+from collectives.transport.connections.tcp import TcpConnection
+from collectives.transport.connections.waker import Waker
+from collectives.transport.descriptors import shortage
+from collectives.transport.members import Members
 from collectives.transport.shared_memory.symmetric_memory import RanksDiffer, SymmetricMemory
 
 # After such a wait in an exchange with a code all peers are told which call it is.
@@ -31,6 +38,8 @@ _INTERRUPT_SECONDS = 0.1
 _LONGEST_SECONDS = 86400.0
 # What telling the peers the cause may take, all of them together.
 _FAREWELL_SECONDS = 0.5
+# A channel's number: the count of the rank that gave it, below that rank.
+_COUNT_BITS = 32
 
 
 class ConnectionTransport(Transport):
@@ -50,6 +59,7 @@ class ConnectionTransport(Transport):
         kinds: As `open_connections` takes them.
         toward: Likewise.
         near: Likewise.
+        shared: What this transport shares with the one that it is split from; nothing unless given.
 
     Attributes:
         connected_peers: The ranks to which there is a connection.
@@ -66,6 +76,7 @@ class ConnectionTransport(Transport):
         kinds: Collection[str] = KINDS,
         toward: str = "localhost",
         near: Collection[int] | None = None,
+        shared: Shared | None = None,
     ) -> None:
         self.rank = other.rank
         self.size = other.size
@@ -75,8 +86,16 @@ class ConnectionTransport(Transport):
         self._kinds = tuple(kinds)
         self._toward = toward
         self._unusable = ""
-        self._connections, memory = open_connections(
-            other, timeout, kinds=kinds if self.size > 1 else (), toward=toward, near=near
+        # Wakes the thread that uses this transport, once sockets are shared with another one.
+        self._waker = shared.waker if shared is not None else None
+        self._numbers = shared.numbers if shared is not None else _channel_numbers(self.rank)
+        self._connections, memory, self._complete = open_connections(
+            other if shared is None else shared.members,
+            timeout,
+            kinds=kinds if self.size > 1 else (),
+            toward=toward,
+            near=near,
+            shared={} if shared is None else shared.connections,
         )
         self.connected_peers = frozenset(self._connections)
         self.memory_peers = frozenset(
@@ -192,7 +211,7 @@ class ConnectionTransport(Transport):
             connections = [connection for connection in connections if connection.busy]
             self.check_interrupt(step)
             slept = min(nap, _INTERRUPT_SECONDS)
-            if any(moved) or not connections or _wait(connections, deadline, slept):
+            if any(moved) or not connections or _wait(connections, deadline, slept, self._waker):
                 continue
             waited += slept
             if time.monotonic() >= deadline:
@@ -217,19 +236,58 @@ class ConnectionTransport(Transport):
         for peer in asked:
             hang_ups.register(self._connections[peer], 0)
         closed = {fd for fd, _ in hang_ups.poll(0)}
-        return next((p for p in asked if self._connections[p].fileno() in closed), None)
+        for peer in asked:
+            connection = self._connections[peer]
+            if connection.fileno() in closed or connection.has_left():
+                return peer
+        return None
 
     def why_gone(self, peer: int) -> str:
         """Say why the end of a peer that is gone was closed."""
         return str(self._connections[peer].gone())
 
     def split(self, ranks: Sequence[int], timeout: float) -> ConnectionTransport:
-        """Open new connections, of the same kinds as here, and split `other`."""
+        """Open new connections through memory, share the sockets over TCP, and split `other`.
+
+        Where a rank has no connection to another one, all of them are new.
+        """
         near = [new for new, old in enumerate(ranks) if old in self.memory_peers]
-        other = self._other.split(ranks, timeout)
-        return ConnectionTransport(
-            other, timeout, kinds=self._kinds, toward=self._toward, near=near
-        )
+        with ExitStack() as failed:
+            shared = self._share(ranks, timeout, failed) if self._complete else None
+            other = self._other.split(ranks, timeout)
+            failed.callback(other.close)
+            part = ConnectionTransport(
+                other, timeout, kinds=self._kinds, toward=self._toward, near=near, shared=shared
+            )
+            failed.pop_all()
+        return part
+
+    def _share(self, ranks: Sequence[int], timeout: float, failed: ExitStack) -> Shared:
+        """Return what the part of these ranks shares; `failed` ends it."""
+        members = Members(self, ranks)
+        far = {
+            new: connection
+            for new, old in enumerate(ranks)
+            if isinstance(connection := self._connections.get(old), TcpConnection)
+        }
+        short = shortage(descriptors_of(len(ranks) - 1 - len(far), 0))
+        told = gather_objects([next(self._numbers), short], members, timeout)
+        for rank, (_, missing) in zip(ranks, told, strict=True):
+            if missing:
+                raise TransportError(f"rank {rank} cannot split its group: {missing}")
+        # The first rank's number: no two channels of a socket have the same, whoever counts.
+        number = told[0][0]
+        if not far:
+            return Shared(members, self._numbers, {}, None)
+        waker = Waker()
+        failed.callback(waker.close)
+        self._waker = self._waker or Waker()
+        connections = {}
+        for new, connection in far.items():
+            connection.waker = self._waker
+            connections[new] = connection.channel(new, number, waker)
+            failed.callback(connections[new].close)
+        return Shared(members, self._numbers, connections, waker)
 
     def interrupt(self, reason: str) -> None:
         """Let this rank's waits raise: `Transport.interrupt`."""
@@ -263,6 +321,8 @@ class ConnectionTransport(Transport):
         self.symmetric_memory = None
         for connection in self._connections.values():
             connection.close()
+        if self._waker is not None:
+            self._waker.close()
 
     def detach(self) -> None:
         """In a forked child: let go of the parent's sockets, which would outlive the parent."""
@@ -270,6 +330,29 @@ class ConnectionTransport(Transport):
         self.symmetric_memory = None
         for connection in self._connections.values():
             connection.detach()
+        if self._waker is not None:
+            self._waker.close()
+
+
+class Shared(NamedTuple):
+    """What a part has of the transport that it is split from.
+
+    Attributes:
+        members: Its ranks, over the whole's messages.
+        numbers: Of new channels.
+        connections: Through the whole's sockets, by peer.
+        waker: Of the thread that uses the part; None without such connections.
+    """
+
+    members: Members
+    numbers: Iterator[int]
+    connections: Mapping[int, TcpConnection]
+    waker: Waker | None
+
+
+def _channel_numbers(rank: int) -> Iterator[int]:
+    """Return numbers for channels, which no other rank's count has; 0 is every socket's first."""
+    return itertools.count((rank << _COUNT_BITS) + 1)
 
 
 def _cores() -> set[int]:
@@ -279,7 +362,12 @@ def _cores() -> set[int]:
     return set(range(os.cpu_count() or 1))
 
 
-def _wait(connections: Sequence[Connection], deadline: float, nap: float = math.inf) -> bool:
+def _wait(
+    connections: Sequence[Connection],
+    deadline: float,
+    nap: float = math.inf,
+    waker: Waker | None = None,
+) -> bool:
     """Sleep to the deadline, or for `nap` seconds; True at once where a connection can go on."""
     left = min(deadline - time.monotonic(), nap, _LONGEST_SECONDS)
     if left <= 0:
@@ -287,7 +375,13 @@ def _wait(connections: Sequence[Connection], deadline: float, nap: float = math.
     poller = select.poll()
     for connection in connections:
         poller.register(connection, connection.events)
-    return bool(poller.poll(math.ceil(left * 1e3)))
+    if waker is None:
+        return bool(poller.poll(math.ceil(left * 1e3)))
+    poller.register(waker, select.POLLIN)
+    ready = poller.poll(math.ceil(left * 1e3))
+    # Before the connections are looked at again.
+    waker.drain()
+    return bool(ready)
 
 
 _transports: weakref.WeakSet[ConnectionTransport] = weakref.WeakSet()

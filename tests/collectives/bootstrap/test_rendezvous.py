@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import socket
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,11 +22,14 @@ from collectives.bootstrap import rendezvous
 from collectives.bootstrap.rendezvous import (
     agree_on_backend,
     bounded,
+    listen_at,
     open_store,
     wait_for_ranks,
 )
 from tests.collectives.transport.thread_ranks import together
 from tests.processes.harness import free_port
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's table of sockets")
 
 
 def store() -> Any:
@@ -172,5 +177,82 @@ def test_hosts_with_unequal_numbers_of_gpus_have_one_backend(
     both = ["cpu:gloo,cuda:nccl"] * 3
     assert together(*(lambda rank=rank: backend(rank) for rank in able)) == both
     mine.rank = 0
-    with pytest.raises(CollectiveTimeoutError, match=r"rank 0 could not start: another rank did"):
+    with pytest.raises(CollectiveTimeoutError, match=r"rank 0 could not start: rank 1, rank 2 did"):
         agree_on_backend(shared, 0, 3, 0.2)
+
+
+def listening(port: int) -> set[str]:
+    """The addresses at which something listens on a port, as Linux writes them."""
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        if os.path.exists(table):
+            for line in Path(table).read_text().splitlines()[1:]:
+                _, local, _, state, *_ = line.split()
+                if state == "0A" and int(local.split(":")[1], 16) == port:
+                    found.add(local.split(":")[0])
+    return found
+
+
+@linux
+def test_our_own_store_listens_at_the_masters_address_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    port = free_port()
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    store = open_store(0, 5.0)
+    assert listening(port) == {"0100007F"} and not caplog.records
+    open_store(1, 5.0).set("key", "value")
+    # A second one, or torch's own, goes to the same.
+    assert open_store(0, 5.0).get("key") == b"value"
+    del store
+
+
+@linux
+def test_a_master_that_is_no_address_of_the_host_listens_everywhere_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a Kubernetes Service; here the address works all the same."""
+
+    def elsewhere(*_: Any, **__: Any) -> socket.socket:
+        raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+
+    port = free_port()
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setattr(socket, "create_server", elsewhere)
+    store = open_store(0, 5.0)
+    assert listening(port) in ({"0" * 32}, {"0" * 8})
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "127.0.0.1 is no address of this host" in record.getMessage()
+    assert f"port {port} of every" in record.getMessage()
+    del store
+
+
+@pytest.mark.parametrize(("local_size", "alone"), [("4", True), ("2", False), (None, False)])
+def test_a_name_that_only_its_own_host_takes_for_loopback_is_not_listened_at_alone(
+    local_size: str | None,
+    alone: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Other hosts know another address of it; where all ranks are on this host none need."""
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    if local_size is not None:
+        monkeypatch.setenv("LOCAL_RANK", "0")
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local_size)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    port = free_port()
+    at = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [at])
+    sock = listen_at("node0", port)
+    assert (sock is not None) == alone
+    if sock is not None:
+        assert sock.getsockname() == ("127.0.0.1", port)
+        sock.close()
+    else:
+        assert "node0 is 127.0.0.1 on this host" in caplog.text

@@ -11,10 +11,12 @@ from collectives.bootstrap.transport_selection import _check_demand
 
 
 def test_demand_that_is_not_met_names_the_ranks_and_the_fix() -> None:
-    nothing: list[list[list[int]]] = [[[], []]] * 3
-    tcp = [[[], [1, 2]], [[2], [0, 2]], [[1], [0, 1]]]
+    nothing: list[list[object]] = [[[], [], ""]] * 3
+    tcp = [[[], [1, 2], ""], [[2], [0, 2], ""], [[1], [0, 1], ""]]
+    short = [*nothing[:2], [[], [], "it needs 9 file descriptors"]]
     for choice in ("auto", "gloo", "nccl"):
         _check_demand(choice, tcp)
+        _check_demand(choice, short)
     for choice in ("tcp", "shm"):
         _check_demand(choice, nothing)
     words = re.escape("rank 1 has no connection to ranks [2]")
@@ -23,3 +25,6 @@ def test_demand_that_is_not_met_names_the_ranks_and_the_fix() -> None:
     words = re.escape("rank 0 shares no memory with ranks [1, 2]")
     with pytest.raises(TransportError, match=words + '.*"auto"'):
         _check_demand("shm", tcp)
+    for choice in ("tcp", "shm"):
+        with pytest.raises(TransportError, match=f'"{choice}": rank 2: it needs 9 file'):
+            _check_demand(choice, short)

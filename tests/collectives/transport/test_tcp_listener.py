@@ -54,8 +54,9 @@ def test_nothing_is_left_open() -> None:
     assert len(os.listdir("/proc/self/fd")) == files
 
 
-@pytest.mark.parametrize("kind", ["shm", "tcp"])
-@pytest.mark.parametrize("last", range(4))
+@pytest.mark.parametrize(
+    ("kind", "last"), [*(("shm", n) for n in range(3)), *(("tcp", n) for n in range(3, 7))]
+)
 def test_nothing_is_left_open_where_a_rank_ends_in_between(kind: str, last: int) -> None:
     """A rank that dies in between ends the others' start: the error may be kept, no socket is."""
     gc.collect()
@@ -92,6 +93,26 @@ def test_ranks_that_share_memory_use_that() -> None:
     assert [t.connected_peers for t in transports] == [{2}, set(), {0}]
 
 
+def test_ranks_listen_only_where_memory_does_not_reach_and_until_they_are_connected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[socket.socket] = []
+    create = socket.create_server
+
+    def counted(*given: Any, **options: Any) -> socket.socket:
+        made.append(create(*given, **options))
+        return made[-1]
+
+    monkeypatch.setattr(socket, "create_server", counted)
+    connect(3, kinds=("shm", "tcp"))
+    assert not made
+    transports = connect(3, kinds=("tcp",))
+    assert len(made) == 3 and all(each.fileno() == -1 for each in made)
+    # Parts over TCP use the sockets that there are.
+    together(*(lambda t=t: t.split([0, 1, 2], TIMEOUT) for t in transports))
+    assert len(made) == 3
+
+
 def test_strangers_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silent ones, those who say something else, and one who goes; none of them is waited for."""
     strangers: list[socket.socket] = []
@@ -126,10 +147,10 @@ def test_the_secret_is_needed() -> None:
         own = TcpListener(0, LOOPBACK, stack)
         wrong = [*own.offer[:2], "00" * 16]
         assert wrong != own.offer
-        with pytest.raises(OSError, match="rank 0 speaks 2, this one 1"):
-            TcpListener(2, LOOPBACK, stack).connect(0, [2, *own.offer[1:]], 5.0)
-        with pytest.raises(OSError, match="speaks 2"):
-            TcpListener(2, LOOPBACK, stack).connect(0, [2], 5.0)
+        with pytest.raises(OSError, match="rank 0 speaks 3, this one 2"):
+            TcpListener(2, LOOPBACK, stack).connect(0, [3, *own.offer[1:]], 5.0)
+        with pytest.raises(OSError, match="speaks 3"):
+            TcpListener(2, LOOPBACK, stack).connect(0, [3], 5.0)
         TcpListener(1, LOOPBACK, stack).connect(0, wrong, 5.0).close()
         start = time.monotonic()
         assert own.accept([1], 0.3) == {}
@@ -162,7 +183,7 @@ def test_connecting_stops_where_a_network_answers_nothing(
         start = time.monotonic()
         for peer in range(9):
             with pytest.raises(TimeoutError):
-                own.connect(peer, [1, ["10.255.0.1", 1], "00" * 16], timeout)
+                own.connect(peer, [2, ["10.255.0.1", 1], "00" * 16], timeout)
         assert 0.4 <= time.monotonic() - start < 2.0
 
 

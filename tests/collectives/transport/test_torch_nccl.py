@@ -156,7 +156,7 @@ def test_schedule_runs_in_parts_over_torchs_nccl(
         assert any("part 1 of" in posted.step for posted in gloo._nccl.pending.items)
         return read(fake, buffer)
 
-    monkeypatch.setattr(connections, "open_connections", lambda *_, **__: ({}, None))
+    monkeypatch.setattr(connections, "open_connections", lambda *_, **__: ({}, None, False))
     monkeypatch.setattr(type(full(0.0)), "is_cpu", False, raising=False)
     with ThreadPoolExecutor(size) as pool:
         for answer in pool.map(work, range(size)):
@@ -286,7 +286,7 @@ def _connected(
     ended: Sequence[int] = (),
 ) -> ConnectionTransport:
     """The transport that ranks of one host have, with one connection."""
-    opened = {1: Told(farewells)}, None
+    opened = {1: Told(farewells)}, None, True
     monkeypatch.setattr(connections, "open_connections", lambda *_, **__: opened)
     mixed = ConnectionTransport(gloo, TIMEOUT)
     mixed.gone = lambda peers=None: 1 if ended and 1 in peers else None  # type: ignore[method-assign]

@@ -1,0 +1,283 @@
+"""One TCP socket to a peer, which the connections of a group and of its parts share.
+
+A group that is split would else open a socket to every peer again, and a process may open only so
+many. Each connection is a channel of the socket, of the number that frames carry. A rank that reads
+reads whatever comes: what is for another channel goes straight to where that waits for it, else to
+memory until it asks, and the other channel's thread is woken. So no frame keeps another one from
+coming, in whatever order threads use the groups; what a peer has sent ahead takes memory meanwhile.
+A rank that writes first sends the rest of the frame that another channel has begun.
+
+A lock is held for one system call at a time, none of which waits. An interrupt within that leaves
+the socket torn, since it is not known how much has passed: that ends all its channels, as the end
+of the peer's process does. A channel that ends by itself says so in a frame, and the socket is
+closed with the last one.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections import deque
+from typing import Protocol
+
+import numpy as np
+
+from collectives.transport.connections.connection import (
+    CLOSED,
+    DATA,
+    KIND_SHIFT,
+    LENGTH_MASK,
+    Bytes,
+    PeerGone,
+    Queued,
+)
+
+LINE_BYTES = 64
+# How many bytes follow, less the padding, with the kind above them; the code; the channel.
+_HEADER = struct.Struct(f"<QQQ{LINE_BYTES - 24}x")
+_PADDING = memoryview(bytes(LINE_BYTES))
+# Where padding is written, and what is dropped; never read.
+SCRATCH = memoryview(bytearray(1 << 16))
+
+
+class Channel(Protocol):
+    """What a connection is to its socket."""
+
+    peer: int
+    number: int
+
+    def first(self) -> Queued:
+        """Return what is to be sent next."""
+
+    def sent(self) -> None:
+        """Forget what was first: it has gone out."""
+
+    def place(self, length: int, code: int) -> Bytes | None:
+        """Return where a message goes straight to; None where it does not."""
+
+    def refusal(self, length: int, code: int) -> Exception | None:
+        """Return what a message that is not the one expected next raises, if anything."""
+
+    def placed(self) -> None:
+        """Take note that a message has come to where it goes."""
+
+    def drops(self, kind: int) -> bool:
+        """Return whether frames of this kind are not wanted."""
+
+    def put(self, frame: Queued) -> None:
+        """Keep a frame until the connection's own thread asks."""
+
+    def wake(self) -> None:
+        """Let the connection's own thread look again."""
+
+
+class SharedSocket:
+    """The state of a socket that channels share; each of them holds the socket itself.
+
+    Attributes:
+        lock: To be held for every method.
+        was_shared: Whether there has been more than one channel at this end.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        # Whether an interrupt came before it was noted how much the kernel took or gave.
+        self._torn = False
+        self._channels: dict[int, Channel] = {}
+        self.was_shared = False
+        # Frames for channels that this rank has not opened yet, and channels that it has closed.
+        self._unopened: dict[int, deque[Queued]] = {}
+        self._closed: set[int] = set()
+        # What is left of the frame that has begun to go out, and whose it is; last words of
+        # channels that have closed meanwhile.
+        self._outgoing: list[memoryview] = []
+        self._writer: Channel | None = None
+        self._last_words: deque[list[memoryview]] = deque()
+        # What comes next is dropped, so many bytes; then what is left to come of a header, or of a
+        # message and its padding.
+        self._unwanted = 0
+        self._header = memoryview(bytearray(LINE_BYTES))
+        self._next = [self._header]
+        self._incoming = self._next
+        # Whose message comes straight to where it goes; or the frame that comes, to be kept.
+        self._placed: Channel | None = None
+        self._kept: tuple[int, Queued] | None = None
+
+    @property
+    def torn(self) -> bool:
+        """Whether an interrupt has made the socket useless."""
+        return self._torn
+
+    @property
+    def shared(self) -> bool:
+        """Whether there is more than one channel now."""
+        return len(self._channels) > 1
+
+    def open(self, channel: Channel) -> deque[Queued]:
+        """Add a channel; return the frames that have come for it."""
+        self._channels[channel.number] = channel
+        self.was_shared = self.was_shared or self.shared
+        return self._unopened.pop(channel.number, deque())
+
+    def leave(self, channel: Channel, last_word: Queued | None) -> bool:
+        """Remove a channel, which has still to say something; True where it was the last one."""
+        self._channels.pop(channel.number, None)
+        self._closed.add(channel.number)
+        if last_word is not None:
+            self._last_words.append(_frame(last_word, channel.number))
+        if self._writer is channel:
+            self._writer = None
+        self.forget(channel)
+        return not self._channels
+
+    def writes(self, channel: Channel) -> bool:
+        """Return whether a frame of the channel has begun to go out."""
+        return self._torn or (bool(self._outgoing) and self._writer is channel)
+
+    def forget(self, channel: Channel) -> None:
+        """Drop the rest of a message that is on its way to where the channel wanted it."""
+        if self._placed is channel:
+            self._placed = None
+            self._unwanted = sum(part.nbytes for part in self._incoming)
+            self._incoming = self._next
+
+    def write(self, channel: Channel, sock: socket.socket) -> None:
+        """Send what can be of the frame under way, else of the channel's next; OSError as send."""
+        if self._torn:
+            raise _torn(channel)
+        outgoing, writer = self._outgoing, self._writer
+        late = not outgoing and bool(self._last_words)
+        if late:
+            outgoing, writer = self._last_words[0], None
+        elif not outgoing:
+            outgoing, writer = _frame(channel.first(), channel.number), channel
+        self._torn = True
+        try:
+            count = sock.sendmsg(outgoing)
+        except OSError:
+            self._torn = False
+            raise
+        outgoing = _behind(outgoing, count)
+        self._outgoing, self._writer = outgoing, writer if outgoing else None
+        if late:
+            self._last_words.popleft()
+        if not outgoing and writer is not None:
+            # Its own thread, where it waits to send, sees that the socket takes more.
+            writer.sent()
+        self._torn = False
+
+    def read(self, reader: Channel, sock: socket.socket, *, own: bool = True) -> bool:
+        """Receive what has come, for whichever channel; whether anything had.
+
+        Args:
+            reader: Whose thread this is.
+            sock: The socket.
+            own: Whether that thread waits for messages: what the reader cannot take is then an
+                error, rather than kept.
+
+        Raises:
+            PeerGone: The other end is closed, or the socket is torn.
+            RanksDiffer: A message for the reader has another code than it expects.
+            TransportError: It has another length.
+        """
+        if self._torn:
+            raise _torn(reader)
+        self._torn, unwanted = True, self._unwanted
+        try:
+            count = sock.recvmsg_into([SCRATCH[:unwanted]] if unwanted else self._incoming)[0]
+        except BlockingIOError:
+            self._torn = False
+            return False
+        except CLOSED:
+            count = 0
+        except OSError:
+            self._torn = False
+            raise
+        error: Exception | None = None
+        begun = False
+        if not count:
+            error = PeerGone(reader.peer)
+        elif unwanted:
+            self._unwanted = unwanted - count
+        else:
+            self._incoming = _behind(self._incoming, count)
+            if not self._incoming:
+                self._incoming = self._next
+                if self._placed is None and self._kept is None:
+                    error = self._begin(reader, own)
+                    begun = self._placed is not None
+                else:
+                    self._end(reader, own)
+        self._torn = False
+        if error is not None:
+            raise error
+        if begun:
+            # Most often the message has come with its header.
+            self.read(reader, sock, own=own)
+        return True
+
+    def _begin(self, reader: Channel, own: bool) -> Exception | None:
+        """Take note of the header that has come; return what the reader is to raise."""
+        field, code, number = _HEADER.unpack(self._header)
+        kind, length = field >> KIND_SHIFT, field & LENGTH_MASK
+        channel = self._channels.get(number)
+        if kind == DATA and channel is not None:
+            target = channel.place(length, code)
+            if target is not None:
+                self._placed = channel
+                self._incoming = [target.data, SCRATCH[: -length % LINE_BYTES]]
+                return None
+        error: Exception | None = None
+        unwanted = number in self._closed if channel is None else channel.drops(kind)
+        if kind == DATA and channel is reader and own and not unwanted:
+            error = channel.refusal(length, code)
+        if unwanted or error is not None:
+            self._unwanted = length + -length % LINE_BYTES
+            return error
+        frame = Queued(np.empty(length, np.uint8), code, kind)
+        self._kept = number, frame
+        if length:
+            self._incoming = [frame.data.data, SCRATCH[: -length % LINE_BYTES]]
+        else:
+            self._end(reader, own)
+        return None
+
+    def _end(self, reader: Channel, own: bool) -> None:
+        """Hand over the frame that has come."""
+        channel = self._placed
+        if channel is not None:
+            self._placed = None
+            channel.placed()
+        else:
+            assert self._kept is not None
+            (number, frame), self._kept = self._kept, None
+            channel = self._channels.get(number)
+            if channel is not None:
+                channel.put(frame)
+            elif number not in self._closed:
+                self._unopened.setdefault(number, deque()).append(frame)
+        if channel is not None and (channel is not reader or not own):
+            channel.wake()
+
+
+def _torn(channel: Channel) -> PeerGone:
+    peer = channel.peer
+    return PeerGone(peer, f"an interrupt has torn the connection to rank {peer}")
+
+
+def _frame(item: Queued, number: int) -> list[memoryview]:
+    """What goes out for a message, or for one of the other kinds."""
+    size = item.data.size
+    header = _HEADER.pack(size | item.kind << KIND_SHIFT, item.code, number)
+    parts = [memoryview(header), item.data.data, _PADDING[: -size % LINE_BYTES]]
+    return parts if size else parts[:1]
+
+
+def _behind(parts: list[memoryview], count: int) -> list[memoryview]:
+    """The parts without their first `count` bytes."""
+    for number, part in enumerate(parts):
+        if count < part.nbytes:
+            return [part[count:], *parts[number + 1 :]]
+        count -= part.nbytes
+    return []

@@ -1,0 +1,46 @@
+"""Some of a transport's ranks, while it is split: what they tell each other goes over the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from collectives.transport.base import Message, Messages, Transport
+
+
+class Members(Transport):
+    """Some of the ranks of a transport, numbered anew, over its messages.
+
+    Only in a call that all of these ranks make on the whole.
+
+    Args:
+        whole: The transport.
+        ranks: The ranks, in the new order, with this one.
+    """
+
+    def __init__(self, whole: Transport, ranks: Sequence[int]) -> None:
+        self._whole = whole
+        self._ranks = tuple(ranks)
+        self.rank = self._ranks.index(whole.rank)
+        self.size = len(self._ranks)
+
+    def check_device(self, device: torch.device) -> None:
+        """Raise ValueError as the whole does."""
+        self._whole.check_device(device)
+
+    def exchange(
+        self, sends: Messages, recvs: Messages, step: str, timeout: float, code: int = 0
+    ) -> None:
+        """Exchange a step's messages: `Transport.exchange`."""
+        self._whole.exchange(self._in_whole(sends), self._in_whole(recvs), step, timeout, code)
+
+    def split(self, ranks: Sequence[int], timeout: float) -> Transport:
+        """Split the whole."""
+        return self._whole.split([self._ranks[rank] for rank in ranks], timeout)
+
+    def close(self) -> None:
+        """Leave the whole as it is."""
+
+    def _in_whole(self, messages: Messages) -> list[Message]:
+        return [Message(self._ranks[peer], tensor) for peer, tensor in messages]
