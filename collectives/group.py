@@ -140,7 +140,7 @@ class Group:
             **options: `algorithm`, a specification such as "xring#2", "rd:16k:rechd" or
                 "rechd/vhdd" (`collectives.schedules.spec`), "auto" unless given; `name`, see the
                 class; `prescale`, a factor applied before the reduction; `postscale`, one applied
-                after it.
+                after it. Integers are multiplied in float64 and truncated towards zero.
         """
         call = self._arguments.all_reduce(tensor, op, segments, **options)
         return self._call(call, async_op=async_op)
@@ -239,6 +239,8 @@ class Group:
         *,
         by_rows: bool = False,
         name: str | None = None,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
         async_op: bool = False,
     ) -> Tensor | Work:
         """Reduce over all ranks and return this rank's piece; `tensor` is left as it is.
@@ -251,19 +253,29 @@ class Group:
             op: As in all_reduce.
             by_rows: Split the first dimension in that way; pieces have all others.
             name: See the class.
+            prescale: As in all_reduce.
+            postscale: As in all_reduce.
             async_op: See the class.
         """
-        call = self._arguments.reduce_scatter(tensor, op, by_rows, name)
+        call = self._arguments.reduce_scatter(tensor, op, by_rows, name, prescale, postscale)
         return self._call(call, async_op=async_op)
 
     def reduce_scatter_init(
-        self, tensor: Tensor, op: Reducer = Sum, *, by_rows: bool = False, name: str | None = None
+        self,
+        tensor: Tensor,
+        op: Reducer = Sum,
+        *,
+        by_rows: bool = False,
+        name: str | None = None,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
     ) -> Request:
         """Make, with all ranks, a `reduce_scatter` that is started any number of times.
 
         Each wait() returns a new tensor.
         """
-        return Request(self._call, self._arguments.reduce_scatter(tensor, op, by_rows, name))
+        call = self._arguments.reduce_scatter(tensor, op, by_rows, name, prescale, postscale)
+        return Request(self._call, call)
 
     def all_gather(
         self, tensor: Tensor, *, name: str | None = None, async_op: bool = False

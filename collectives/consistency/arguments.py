@@ -80,14 +80,22 @@ class Arguments:
             self._transport.check_device(tensor.device)
         return _call("broadcast_from_owners", name, tensors)
 
-    def reduce_scatter(self, tensor: Tensor, op: Reducer, by_rows: bool, name: str | None) -> Call:
+    def reduce_scatter(
+        self,
+        tensor: Tensor,
+        op: Reducer,
+        by_rows: bool,
+        name: str | None,
+        prescale: float,
+        postscale: float,
+    ) -> Call:
         """Check and describe a reduce_scatter."""
         validation.tensor("tensor", tensor, written=False)
         validation.instance("by_rows", by_rows, bool, "a bool")
         if by_rows:
             _check_rows(tensor)
-        self._reduction([tensor], op)
-        return _call("reduce_scatter", name, [tensor], op, {"op": str(op), "by_rows": by_rows})
+        compared = self._reduction([tensor], op, prescale=prescale, postscale=postscale)
+        return _call("reduce_scatter", name, [tensor], op, {**compared, "by_rows": by_rows})
 
     def all_gather(self, tensor: Tensor, name: str | None) -> Call:
         """Check and describe an all_gather."""
@@ -142,10 +150,8 @@ class Arguments:
         for tensor in tensors:
             op.check(tensor.dtype)
             self._transport.check_device(tensor.device)
-            if (prescale != 1.0 or postscale != 1.0) and not (
-                tensor.dtype.is_floating_point or tensor.dtype.is_complex
-            ):
-                raise TypeError(f"prescale and postscale need a floating dtype, got {tensor.dtype}")
+            if (prescale != 1.0 or postscale != 1.0) and tensor.dtype == torch.bool:
+                raise TypeError(f"factors before and after have no meaning on {tensor.dtype}")
         self._runner.check(specs, op, tensors)
         return {
             "op": str(op),

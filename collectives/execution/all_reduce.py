@@ -13,7 +13,7 @@ from collectives.cost.choice import choose
 from collectives.execution.context import CallContext, Workspace
 from collectives.execution.executor import execute
 from collectives.execution.phases import AllReducePhases, phases_of
-from collectives.execution.vectors import flatten, vector_of
+from collectives.execution.vectors import flatten, multiply, vector_of
 from collectives.execution.vendor import Libraries
 from collectives.reducers import Reducer, Sum, is_plain_sum
 from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec, spec_for
@@ -100,12 +100,10 @@ class Runner:
             algorithm, phases = str(spec), phases_of(spec, op, self.topology)
         prescale = options.prescale * phases.prescale
         with call_span(label, op, algorithm, flat):
-            if prescale != 1.0:
-                flat.mul_(prescale)
+            multiply(flat, prescale)
             self._run(phases, flat, op, options.segments, label)
             op.finish(flat, size)
-        if options.postscale != 1.0:
-            flat.mul_(options.postscale)
+        multiply(flat, options.postscale)
 
     def all_reduce_packed(
         self, tensors: Sequence[Tensor], op: Reducer, options: AllReduceOptions, label: str

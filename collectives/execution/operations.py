@@ -16,7 +16,7 @@ import torch
 
 from collectives.execution.all_reduce import AllReduceOptions, Runner
 from collectives.execution.executor import execute
-from collectives.execution.vectors import flatten
+from collectives.execution.vectors import flatten, multiply
 from collectives.owners import owners
 from collectives.reducers import Reducer, Sum
 from collectives.schedules import binomial_tree, ring
@@ -56,11 +56,9 @@ class Operation:
         """Number of ranks."""
         return self.runner.transport.size
 
-    def prescale(self, flat: Tensor) -> None:
-        """Multiply by what the operator wants before it reduces."""
-        factor = self.op.prescale(flat.dtype, self.size)
-        if factor != 1.0:
-            flat.mul_(factor)
+    def prescale(self, flat: Tensor, factor: float = 1.0) -> None:
+        """Multiply by a factor, and by what the operator wants before it reduces."""
+        multiply(flat, factor * self.op.prescale(flat.dtype, self.size))
 
     def execute(
         self, schedule: Schedule, flat: Tensor, op: Reducer, bounds: Sequence[int] | None = None
@@ -128,19 +126,21 @@ def _broadcast(call: Operation) -> Tensor:
 def _reduce_scatter(call: Operation) -> Tensor:
     (tensor,) = call.tensors
     op, rank, size, by_rows = call.op, call.rank, call.size, call.options["by_rows"]
+    prescale, postscale = call.options["prescale"], call.options["postscale"]
     flat = flatten(tensor).clone()
     rows = split_bounds(tensor.shape[0] if by_rows else flat.numel(), size)
     width = flat.numel() // rows[-1] if rows[-1] else 0
     bounds = [row * width for row in rows]
     if op.needs_one_tree:
-        options = AllReduceOptions(parse_all_reduce_spec("auto"))
+        options = AllReduceOptions(parse_all_reduce_spec("auto"), prescale=prescale)
         call.runner.all_reduce(flat, op, options, call.label)
     else:
-        call.prescale(flat)
+        call.prescale(flat, prescale)
         call.execute(ring.reduce_scatter(size), flat, op, bounds)
     piece = flat[bounds[rank] : bounds[rank + 1]].clone()
     if not op.needs_one_tree:
         op.finish(piece, size)
+    multiply(piece, postscale)
     if by_rows:
         return piece.view(rows[rank + 1] - rows[rank], *tensor.shape[1:])
     return piece

@@ -75,7 +75,10 @@ def _signatures(look: Look) -> dict[str, tuple[list[Strategy], dict[str, Strateg
         ),
         "owners": ([value([3, 4], [2**40], [-1], [True])], {}),
         "reduce": ([a], {"dst": ranks, "op": op, **named, **waits}),
-        "reduce_scatter": ([a], {"op": op, "by_rows": value(False, True), **named, **waits}),
+        "reduce_scatter": (
+            [a],
+            {"op": op, "by_rows": value(False, True), **scales, **named, **waits},
+        ),
         "reduce_to_owners": ([many], {"op": op, **named}),
         "split": ([value([0], [1, 0], (0, 1), [2], [0, 0], [])], {}),
     }

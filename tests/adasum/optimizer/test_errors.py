@@ -47,7 +47,10 @@ def test_named_parameters_that_are_not_unique_and_complete_raise() -> None:
     ("options", "error", "text"),
     [
         ({"optimizer": "sgd"}, TypeError, "optimizer must be a torch.optim.Optimizer, not str"),
-        ({"op": "Adasum"}, ValueError, "op must be Sum, Average or Adasum, not 'Adasum'"),
+        ({"op": "Adasum"}, TypeError, "op must be Sum, Average, Adasum.* not 'Adasum'"),
+        ({"op": hvd.Max}, ValueError, "op must be Sum, Average or Adasum, not Max"),
+        ({"num_groups": -1}, ValueError, "num_groups must be an int >= 0, not -1"),
+        ({"num_groups": 2, "groups": 2}, ValueError, "give only groups"),
         ({"compression": "fp16"}, TypeError, "compression must have compress and decompress"),
         ({"backward_passes_per_step": 0}, ValueError, "backward_passes_per_step .* not 0"),
         ({"backward_passes_per_step": 1.5}, ValueError, "backward_passes_per_step .* not 1.5"),
