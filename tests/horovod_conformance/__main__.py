@@ -20,19 +20,26 @@ from tests.horovod_conformance.expected import CPU_FOR_GPUS, DIFFERENT, SKIPPED
 from tests.processes.harness import free_port, on_one_node
 
 ROOT = Path(__file__).parents[2]
-TORCH, ADASUM = "test_torch.py", "test_adasum_pytorch.py"
-RUNS = ((TORCH, 2), (ADASUM, 2), (ADASUM, 3), (ADASUM, 4))
-SECONDS = 1800.0
+TORCH, ADASUM = "test/parallel/test_torch.py", "test/parallel/test_adasum_pytorch.py"
+EXAMPLE = "examples/pytorch/pytorch_mnist.py"
+RUNS = ((TORCH, 2), (ADASUM, 2), (ADASUM, 3), (ADASUM, 4), (EXAMPLE, 2))
+# Seconds for a file, and that a collective waits for a rank whose test has failed already.
+SECONDS, TIMEOUT = 1800.0, 15.0
 
 
 def run(
-    checkout: Path, file: str, size: int, keyword: str = "", logs: Path | None = None
+    checkout: Path,
+    file: str,
+    size: int,
+    keyword: str = "",
+    logs: Path | None = None,
+    timeout: float = TIMEOUT,
 ) -> dict[str, list[str]]:
     """Return the worst outcome of every test over the ranks, and its reason.
 
     logs: Where to write what each rank's pytest has printed.
     """
-    path = checkout / "test" / "parallel" / file
+    path = checkout / file
     if not path.exists():
         raise SystemExit(f"{path} does not exist: give the path of a checkout of Horovod 0.28.1")
     port, second = free_port(), free_port()
@@ -44,10 +51,13 @@ def run(
             variables = {
                 **on_one_node(rank, size, port),
                 "CONFORMANCE_PORT": str(second),
+                "CONFORMANCE_TIMEOUT": str(timeout),
                 "HOROVOD_RANK": str(rank),
                 "HOROVOD_SIZE": str(size),
                 "OMP_NUM_THREADS": "1",
                 "PYTHONPATH": str(ROOT),
+                # The example locks a file there.
+                "HOME": directory,
             }
             command = [sys.executable, "-m", f"{__package__}.rank", str(path), str(report), keyword]
             with Path(directory, f"log{rank}").open("w") as log:
@@ -70,7 +80,7 @@ def run(
         for rank, report in enumerate(reports):
             log = Path(directory, f"log{rank}").read_text(errors="replace")
             if logs is not None:
-                (logs / f"{file}.{size}.{rank}.log").write_text(log)
+                (logs / f"{path.stem}.{size}.{rank}.log").write_text(log)
             if not report.exists():
                 raise SystemExit(f"rank {rank} of {size} ended before its tests:\n{log[-3000:]}")
         return worst([json.loads(report.read_text()) for report in reports])
@@ -92,7 +102,7 @@ def report(file: str, size: int, outcomes: dict[str, list[str]]) -> bool:
     passed = {name for name, (outcome, _) in outcomes.items() if outcome == "passed"}
     skipped = {name for name, (outcome, _) in outcomes.items() if outcome == "skipped"}
     print(
-        f"{file}, {size} ranks: {len(passed)} of {len(outcomes)} passed "
+        f"{Path(file).name}, {size} ranks: {len(passed)} of {len(outcomes)} passed "
         f"({len(passed & CPU_FOR_GPUS)} of them with the CPU in place of GPUs), "
         f"{len(skipped)} skipped themselves, {len(outcomes) - len(passed | skipped)} failed"
     )
@@ -112,14 +122,16 @@ def main() -> int:
         prog="python -m tests.horovod_conformance", description=__doc__
     )
     parser.add_argument("checkout", type=Path)
-    parser.add_argument("--file", choices=(TORCH, ADASUM))
+    names = {Path(file).name: file for file, _ in RUNS}
+    parser.add_argument("--file", choices=names)
     parser.add_argument("--ranks", type=int)
     parser.add_argument("-k", default="", dest="keyword", help="as pytest's")
     parser.add_argument("--logs", type=Path, help="a folder for what the ranks print")
     args = parser.parse_args()
+    only = names.get(args.file)
     chosen = [
-        each for each in RUNS if args.file in (None, each[0]) and args.ranks in (None, each[1])
-    ] or [(args.file or TORCH, args.ranks)]
+        (file, size) for file, size in RUNS if only in (None, file) and args.ranks in (None, size)
+    ] or [(only or TORCH, args.ranks)]
     good = [
         report(file, size, run(args.checkout.resolve(), file, size, args.keyword, args.logs))
         for file, size in chosen

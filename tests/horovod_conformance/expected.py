@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-# They place tensors on GPUs, and Adasum's want Horovod's MPI, but test neither. Run with .cuda()
-# and "cuda:0" meaning the CPU, and counted by themselves.
+# Tests of Adasum, which want GPUs and Horovod's MPI but test neither: run with .cuda() and "cuda:0"
+# meaning the CPU, and counted by themselves.
 CPU_FOR_GPUS = frozenset(
     {
         "test_delta_optimizer",
-        "test_model_parallelism",
         "test_orthogonal",
         "test_parallel",
         "test_stability",
@@ -48,5 +47,6 @@ SKIPPED = {
     "test_horovod_allreduce_multi_gpu": "wants two GPUs a rank",
     "test_horovod_alltoall_splits_on_gpu": "wants a GPU",
     "test_horovod_grouped_allreduce_cpu_gpu_error": "wants a GPU",
+    "test_model_parallelism": "wants two GPUs a rank",
     "test_horovod_sync_batch_norm": "wants a GPU; hvd.SyncBatchNorm does not exist here",
 }
