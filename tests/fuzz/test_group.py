@@ -16,7 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import collectives
-from collectives import Average, CollectiveError, CollectiveMismatchError, Group, Sum
+from collectives import (
+    Average,
+    CollectiveError,
+    CollectiveMismatchError,
+    Group,
+    Max,
+    Min,
+    Product,
+    Sum,
+)
 from collectives.schedules.registry import SCHEDULES
 from tests.fuzz.outcome import REJECTIONS, SETTINGS, Recipe, attempt
 from tests.fuzz.values import (
@@ -40,7 +49,7 @@ SPECS = (None, "auto", *SCHEDULES, "psgpu#2", "rd:2:xring", "nccl")
 def _signatures(look: Look) -> dict[str, tuple[list[Strategy], dict[str, Strategy]]]:
     """What each takes: positional arguments, and keywords that may be left out."""
     a, many = tensor(look), tensors(look)
-    op, name = value(Sum, Average), value(None, "gradient", "")
+    op, name = value(Sum, Average, Max, Min, Product), value(None, "gradient", "")
     scales = {"prescale": value(1.0, 2, 0.5), "postscale": value(1.0, -1.0)}
     algorithm = value(*SPECS)
     named = {"name": name}
