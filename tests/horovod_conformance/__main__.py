@@ -104,7 +104,8 @@ def report(file: str, size: int, outcomes: dict[str, list[str]]) -> bool:
     print(
         f"{Path(file).name}, {size} ranks: {len(passed)} of {len(outcomes)} passed "
         f"({len(passed & CPU_FOR_GPUS)} of them with the CPU in place of GPUs), "
-        f"{len(skipped)} skipped themselves, {len(outcomes) - len(passed | skipped)} failed"
+        f"{len(skipped)} skipped themselves, {len(outcomes) - len(passed | skipped)} failed",
+        flush=True,
     )
     for name in sorted(passed & DIFFERENT.keys()):
         print(f"  {name} passed, though expected.py says why it does not")
