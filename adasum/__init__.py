@@ -5,6 +5,7 @@ A Horovod PyTorch script runs with `import adasum as hvd`: names and meaning are
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 # First, because it explains the error where another package is called kernels.
@@ -81,6 +82,9 @@ from collectives import (
     CollectiveError,
     CollectiveMismatchError,
     CollectiveTimeoutError,
+    Max,
+    Min,
+    Product,
     Sum,
     TransportError,
     is_initialized,
@@ -97,8 +101,11 @@ __all__ = [
     "Compression",
     "DistributedOptimizer",
     "HookState",
+    "Max",
+    "Min",
     "OptimizerOrderError",
     "ProcessSet",
+    "Product",
     "Sum",
     "TransportError",
     "add_process_set",
@@ -165,12 +172,11 @@ __all__ = [
 # Names of horovod.torch that are missing here, and what to use instead.
 _ABSENT = {
     "HorovodInternalError": "catch adasum.CollectiveError",
-    "Max": "use torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)",
-    "Min": "use torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MIN)",
-    "Product": "use torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.PRODUCT)",
     "SyncBatchNorm": "use torch.nn.SyncBatchNorm, which wants CUDA and torch.distributed",
     "elastic": "torchrun --max-restarts starts ranks again; resume from a checkpoint, as "
     "examples/resume_digits.py does",
+    "run": "start ranks with torchrun, or call a function in them with "
+    "torch.distributed.launcher.elastic_launch",
     "start_timeline": "use torch.profiler, whose timeline names the reductions",
     "stop_timeline": "use torch.profiler, whose timeline names the reductions",
 }
@@ -179,6 +185,11 @@ _ABSENT = {
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
-        """Raise AttributeError, which tells those who come from Horovod what to use instead."""
+        """Raise AttributeError, which tells what to use instead, or what was meant."""
         advice = f": {_ABSENT[name]}" if name in _ABSENT else ""
+        # __path__, __wrapped__ and such are asked for by machinery, which nobody reads.
+        if not advice and not name.startswith("_"):
+            by_lower_case = {each.lower(): each for each in __all__}
+            close = get_close_matches(name.lower(), by_lower_case, n=1, cutoff=0.75)
+            advice = f": did you mean {by_lower_case[close[0]]}?" if close else ""
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{advice}")

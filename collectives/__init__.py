@@ -41,7 +41,7 @@ from collectives.initialize import (
     run_threads,
     shutdown,
 )
-from collectives.reducers import Average, Operands, Piece, Reducer, Sum
+from collectives.reducers import Average, Max, Min, Operands, Piece, Product, Reducer, Sum
 from collectives.schedules.partition import split_bounds
 from collectives.schedules.schedule import Action, Collective, Schedule, Step, Transfer
 from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec, parse_general_int
@@ -59,9 +59,12 @@ __all__ = [
     "CollectiveTimeoutError",
     "FusedBuffer",
     "Group",
+    "Max",
+    "Min",
     "Operands",
     "Packing",
     "Piece",
+    "Product",
     "Reducer",
     "Request",
     "Schedule",

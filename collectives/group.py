@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 
 from collectives import validation
 from collectives.bootstrap.locality import find_locality, locality_on
-from collectives.consistency.arguments import Arguments, ReductionOptions
+from collectives.consistency.arguments import Arguments, ReductionOptions, ScaleOptions
 from collectives.consistency.calls import Calls
 from collectives.consistency.description import Call, Description
 from collectives.consistency.owner_collectives import OwnerCollectives
@@ -141,7 +141,7 @@ class Group(ScheduleRuns, PersistentCollectives, OwnerCollectives):
             **options: `algorithm`, a specification such as "xring#2", "rd:16k:rechd" or
                 "rechd/vhdd" (`collectives.schedules.spec`), "auto" unless given; `name`, see the
                 class; `prescale`, a factor applied before the reduction; `postscale`, one applied
-                after it.
+                after it. Integers are multiplied in float64 and truncated towards zero.
         """
         call = self._arguments.all_reduce(tensor, op, segments, **options)
         return self._call(call, async_op=async_op)
@@ -197,9 +197,9 @@ class Group(ScheduleRuns, PersistentCollectives, OwnerCollectives):
         op: Reducer = Sum,
         *,
         by_rows: bool = False,
-        name: str | None = None,
         out: Tensor | None = None,
         async_op: bool = False,
+        **options: Unpack[ScaleOptions],
     ) -> Tensor | Work:
         """Reduce over all ranks and return this rank's piece; `tensor` is left as it is.
 
@@ -210,12 +210,12 @@ class Group(ScheduleRuns, PersistentCollectives, OwnerCollectives):
             tensor: What is reduced.
             op: As in all_reduce.
             by_rows: Split the first dimension in that way; pieces have all others.
-            name: See the class.
             out: Where the piece is written, and what is returned; a new tensor unless given. Of the
                 piece's shape and the tensor's dtype and device, and apart from it in memory.
             async_op: See the class.
+            **options: `name`, `prescale` and `postscale`, as in all_reduce.
         """
-        call = self._arguments.reduce_scatter(tensor, op, by_rows, name, out)
+        call = self._arguments.reduce_scatter(tensor, op, by_rows, out, **options)
         return self._call(call, async_op=async_op)
 
     def all_gather(

@@ -1,4 +1,4 @@
-"""The operators of a reduction: Sum, Average and Max. Adasum is in the adasum package."""
+"""The operators of a reduction, but for Adasum, which is in the adasum package."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from collectives._kernels_check import require_our_kernels
 
-__all__ = ["Average", "Max", "Operands", "Piece", "Reducer", "Sum"]
+__all__ = ["Average", "Max", "Min", "Operands", "Piece", "Product", "Reducer", "Sum"]
 
 kernels = require_our_kernels()
 
@@ -153,13 +153,13 @@ class AverageReducer(SumReducer):
     float16 is divided by P before the sum, the least power of two not below n, and by n/P at the
     end: the sum of what is finite cannot overflow, but for rounding beside the largest values. As
     long as x/P is a normal number nothing is lost; below, up to log2 P bits of x.
+
+    Integers are divided exactly and truncated towards zero, as C divides; their sum may overflow.
     """
 
     name = "Average"
 
     def check(self, dtype: torch.dtype) -> None:
-        if not (dtype.is_floating_point or dtype.is_complex):
-            raise TypeError(f"{self.name} has no meaning on {dtype}: use Sum, or a floating dtype")
         super().check(dtype)
         if not computes(torch.div, dtype):
             raise TypeError(f"{self.name} needs divisions, which torch has not for {dtype}")
@@ -170,17 +170,26 @@ class AverageReducer(SumReducer):
     def finish(self, buffer: torch.Tensor, size: int) -> None:
         divisor = size * self.prescale(buffer.dtype, size)
         if divisor != 1.0:
-            buffer.div_(divisor)
+            real = buffer.is_floating_point() or buffer.is_complex()
+            buffer.div_(divisor) if real else buffer.div_(size, rounding_mode="trunc")
 
 
-class MaxReducer(Reducer):
-    """The elementwise maximum, with which ranks compare the arguments of a call."""
+class ElementwiseReducer(Reducer):
+    """One of torch's associative functions of two tensors, element by element.
 
-    name = "Max"
+    Args:
+        name: How errors and traces call it.
+        operator: The function.
+    """
+
     reduces_in_shared_memory = True
 
+    def __init__(self, name: str, operator: Callable[..., torch.Tensor]) -> None:
+        self.name = name
+        self._operator = operator
+
     def check(self, dtype: torch.dtype) -> None:
-        if dtype.is_complex:
+        if not computes(self._operator, dtype):
             raise TypeError(f"{self.name} has no meaning on {dtype}")
 
     def algorithm(self, nbytes: int, size: int) -> str:
@@ -188,7 +197,7 @@ class MaxReducer(Reducer):
 
     def reduce(self, operands: Operands) -> None:
         for parts, out, _ in operands.pieces:
-            _fold(torch.maximum, parts, out)
+            _fold(self._operator, parts, out)
 
 
 def _fold(
@@ -206,4 +215,7 @@ def is_plain_sum(op: Reducer) -> bool:
 
 Sum = SumReducer()
 Average = AverageReducer()
-Max = MaxReducer()
+# A NaN is the Max and the Min of whatever it meets. By Max ranks also compare a call's arguments.
+Max = ElementwiseReducer("Max", torch.maximum)
+Min = ElementwiseReducer("Min", torch.minimum)
+Product = ElementwiseReducer("Product", torch.mul)

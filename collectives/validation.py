@@ -158,7 +158,7 @@ def row_splits(
         kind = type(values).__name__
         raise TypeError(f"{argument} must be a list or tensor of ints, got {kind}") from error
     if counts.dtype not in _INTEGERS or counts.layout is not torch.strided or counts.is_nested:
-        raise TypeError(f"{argument} must be ints, got {counts.dtype} {counts.layout}")
+        raise ValueError(f"{argument} must be ints, got {counts.dtype} {counts.layout}")
     if counts.shape != (size,) or bool((counts < 0).any()):
         raise ValueError(f"{argument} must be {size} numbers of rows, got {counts.tolist()}")
     if int(counts.sum()) > rows:

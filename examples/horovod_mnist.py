@@ -46,6 +46,8 @@ def train_epoch(args, epoch, model, optimizer, sampler, loader) -> None:
     model.train()
     sampler.set_epoch(epoch)
     for batch_idx, (data, target) in enumerate(loader):
+        if args.cuda:
+            data, target = data.cuda(), target.cuda()
         optimizer.zero_grad()
         loss = F.nll_loss(model(data), target)
         loss.backward()
@@ -55,11 +57,13 @@ def train_epoch(args, epoch, model, optimizer, sampler, loader) -> None:
             print(f"Train Epoch: {epoch} [{seen}/{len(sampler)}]\tLoss: {loss.item():.6f}")
 
 
-def test(model, sampler, loader) -> float:
+def test(args, model, sampler, loader) -> float:
     model.eval()
     loss = correct = 0.0
     with torch.no_grad():
         for data, target in loader:
+            if args.cuda:
+                data, target = data.cuda(), target.cuda()
             output = model(data)
             loss += F.nll_loss(output, target, reduction="sum").item()
             correct += (output.argmax(dim=1) == target).sum().item()
@@ -78,13 +82,18 @@ def main() -> None:
     parser.add_argument("--momentum", type=float, default=0.5)
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--log-interval", type=int, default=10)
+    parser.add_argument("--no-cuda", action="store_true", help="disables CUDA training")
     parser.add_argument("--fp16-allreduce", action="store_true")
     parser.add_argument("--use-adasum", action="store_true")
     parser.add_argument("--gradient-predivide-factor", type=float, default=1.0)
     args = parser.parse_args()
+    args.cuda = not args.no_cuda and torch.cuda.is_available()
 
     hvd.init()
     torch.manual_seed(args.seed)
+    if args.cuda:
+        torch.cuda.set_device(hvd.local_rank())
+        torch.cuda.manual_seed(args.seed)
     torch.set_num_threads(1)
 
     digits = load_digits()
@@ -98,6 +107,8 @@ def main() -> None:
     test_loader = DataLoader(test_dataset, batch_size=100, sampler=test_sampler)
 
     model = Net()
+    if args.cuda:
+        model.cuda()
     # An average over n ranks needs n times the rate of one rank, Adasum that of one rank.
     rate = args.lr if args.use_adasum else args.lr * hvd.size()
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=args.momentum)
@@ -116,7 +127,7 @@ def main() -> None:
 
     for epoch in range(1, args.epochs + 1):
         train_epoch(args, epoch, model, optimizer, train_sampler, train_loader)
-        test(model, test_sampler, test_loader)
+        test(args, model, test_sampler, test_loader)
 
 
 if __name__ == "__main__":

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from adasum.handle import Handle, wait_for_all
 from adasum.horovod.arguments import contiguous, copied, for_each
-from adasum.horovod.autograd import backward_name, recorded, refuse_gradient
+from adasum.horovod.autograd import backward_name, with_gradient
 from adasum.horovod.process_sets import ProcessSet, require_group
 from collectives import Average, Group
 
@@ -29,27 +27,24 @@ def allgather(
         name: Names the collective in errors; equal on all ranks.
         process_set: The ranks that take part; all ranks unless given.
     """
-    group = require_group(process_set)
-
-    def forward(tensor: Tensor) -> Any:
-        gathered = _start(group, name, tensor).wait()
-        return gathered, partial(backward, tensor.shape[0])
-
-    def backward(mine: int, gradient: Tensor) -> list[Tensor]:
-        rows = _start(group, None, torch.tensor([mine], device="cpu")).wait().tolist()
-        whole = copied(gradient)
-        group.all_reduce(whole, Average, name=backward_name(name))
-        return [whole.narrow(0, sum(rows[: group.rank]), mine)]
-
-    return recorded(forward, tensor)
+    return allgather_async(tensor, name, process_set).wait()
 
 
 def allgather_async(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet | None = None
 ) -> Handle:
-    """Start an `allgather` without gradients; `synchronize` returns its result."""
-    refuse_gradient("allgather", tensor)
-    return _start(require_group(process_set), name, tensor)
+    """Start an `allgather`; `synchronize` returns its result."""
+    group = require_group(process_set)
+    handle = _start(group, name, tensor)
+    mine = tensor.shape[0]
+
+    def backward(gradient: Tensor) -> list[Tensor]:
+        rows = _start(group, None, torch.tensor([mine], device="cpu")).wait().tolist()
+        whole = copied(gradient)
+        group.all_reduce(whole, Average, name=backward_name(name))
+        return [whole.narrow(0, sum(rows[: group.rank]), mine)]
+
+    return with_gradient(handle, lambda _: backward, tensor)
 
 
 def grouped_allgather(

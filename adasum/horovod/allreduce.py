@@ -11,11 +11,11 @@ from torch import Tensor
 from adasum.compression import Compression, Compressor
 from adasum.handle import Handle
 from adasum.horovod.arguments import dense, tensor_list
-from adasum.horovod.autograd import backward_name, recorded, refuse_gradient
+from adasum.horovod.autograd import backward_name, refuse_gradient, with_gradient
 from adasum.horovod.process_sets import ProcessSet, require_group
-from adasum.horovod.reduction_options import ReductionOptions, options_of
+from adasum.horovod.reduction_options import ReductionOptions, options_of, require_reducer
 from adasum.sparse import SparseHandle, sparse_all_reduce_async
-from collectives import Reducer
+from collectives import Max, Min, Product, Reducer
 
 
 def allreduce(
@@ -39,19 +39,22 @@ def allreduce(
         average: Horovod's deprecated way to ask for Average (True) or Sum (False).
         name: Names the collective in errors; equal on all ranks.
         compression: Casts what is sent.
-        op: Sum, Average or Adasum, for which the whole tensor is one segment; Average unless given.
-        prescale_factor: Multiplies the tensor before the reduction.
-        postscale_factor: Multiplies the result.
+        op: Sum, Average, Min, Max, Product, or Adasum, for which the whole tensor is one segment;
+            Average unless given. An average of integers is truncated towards zero.
+        prescale_factor: Multiplies the tensor before the reduction; equal on all ranks. Integers
+            are multiplied in float64 and truncated towards zero, here and after the reduction.
+        postscale_factor: Multiplies the result; equal on all ranks.
         process_set: The ranks that take part; all ranks unless given.
 
     Raises:
         TypeError: An argument has the wrong type, or `op` does not take the tensor's dtype.
         ValueError: An argument has a bad value, or this rank is not in the process set.
+        NotImplementedError: A gradient is needed through Min, Max or Product.
     """
     options = options_of(
         name, op, prescale_factor, postscale_factor, process_set, average, compression
     )
-    return _reduce(options, [tensor])[0]
+    return _reduce(options, [tensor]).wait()[0]
 
 
 def allreduce_async(
@@ -63,10 +66,9 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
 ) -> Handle:
-    """Start an `allreduce` without gradients; `synchronize` returns its result."""
+    """Start an `allreduce`; `synchronize` returns its result."""
     options = options_of(name, op, prescale_factor, postscale_factor, process_set, average)
-    refuse_gradient("allreduce", tensor)
-    return Handle([_start(options, [tensor])], lambda tensors: tensors[0])
+    return Handle([_reduce(options, [tensor])], lambda tensors: tensors[0])
 
 
 def allreduce_(
@@ -117,7 +119,7 @@ def grouped_allreduce(
     options = options_of(
         name, op, prescale_factor, postscale_factor, process_set, average, compression
     )
-    return _reduce(options, tensor_list(tensors))
+    return _reduce(options, tensor_list(tensors)).wait()
 
 
 def grouped_allreduce_async(
@@ -129,11 +131,9 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
 ) -> Handle:
-    """Start a `grouped_allreduce` without gradients; `synchronize` returns the list of results."""
+    """Start a `grouped_allreduce`; `synchronize` returns the list of results."""
     options = options_of(name, op, prescale_factor, postscale_factor, process_set, average)
-    inputs = tensor_list(tensors)
-    refuse_gradient("grouped_allreduce", *inputs)
-    return _start(options, inputs)
+    return _reduce(options, tensor_list(tensors))
 
 
 def grouped_allreduce_(
@@ -171,7 +171,7 @@ def grouped_allreduce_async_(
 def sparse_allreduce_async(
     tensor: Tensor, name: str, op: Reducer, process_set: ProcessSet | None = None
 ) -> SparseHandle:
-    """Start the sum or average of a sparse tensor, without gradients.
+    """Start the sum or average of a sparse tensor.
 
     Args:
         tensor: Sparse COO, equal in shape, sparse dimensions and dtype on all ranks; not changed.
@@ -184,31 +184,28 @@ def sparse_allreduce_async(
 
     Raises:
         TypeError: `tensor` is not a sparse COO tensor.
-        NotImplementedError: `op` is neither Sum nor Average.
+        NotImplementedError: `op` is neither Sum nor Average, or a gradient is needed.
     """
+    refuse_gradient("sparse_allreduce_async", tensor)
+    require_reducer(op)
     return sparse_all_reduce_async(require_group(process_set), tensor, op, name)
 
 
-def _reduce(options: ReductionOptions, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Reduce copies; autograd reduces the gradients in the same way."""
-
-    def forward(*inputs: Tensor) -> Any:
-        return tuple(_start(options, inputs).wait()), backward
+def _reduce(options: ReductionOptions, tensors: Sequence[Tensor]) -> Handle:
+    """Start reducing copies; autograd reduces the gradients in the same way."""
+    if options.op in (Max, Min, Product):
+        refuse_gradient(f"allreduce with op={options.op}", *tensors)
+    sent, decompress = options.compress(tensors)
+    handle = Handle([_start_in_place(options, sent)], decompress)
 
     def backward(*gradients: Tensor) -> list[Tensor | None]:
         # Integers have no gradient, on any rank.
         real = [gradient.is_floating_point() or gradient.is_complex() for gradient in gradients]
         named = options._replace(name=backward_name(options.name))
-        reduced = iter(_reduce(named, list(compress(gradients, real))))
+        reduced = iter(_reduce(named, list(compress(gradients, real))).wait())
         return [next(reduced) if has_gradient else None for has_gradient in real]
 
-    return list(recorded(forward, *tensors))
-
-
-def _start(options: ReductionOptions, tensors: Sequence[Tensor]) -> Handle:
-    """Start an out-of-place grouped all-reduce; its result is the list of new tensors."""
-    sent, decompress = options.compress(tensors)
-    return Handle([_start_in_place(options, sent)], decompress)
+    return with_gradient(handle, lambda _: backward, *tensors)
 
 
 def _start_in_place(options: ReductionOptions, tensors: Sequence[Tensor]) -> Any:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from adasum.handle import Handle
 from adasum.horovod.arguments import contiguous
-from adasum.horovod.autograd import backward_name, recorded, refuse_gradient
+from adasum.horovod.autograd import backward_name, with_gradient
 from adasum.horovod.process_sets import ProcessSet, require_group
 from collectives import Group
 
@@ -37,17 +37,7 @@ def alltoall(
     Returns:
         The rows; with `splits`, a pair of the rows and how many each rank sent.
     """
-    group = require_group(process_set)
-
-    def forward(tensor: Tensor) -> Any:
-        rows, received = _start(group, splits, name, tensor).wait()
-        return (rows, received), partial(backward, received, tensor.shape[0])
-
-    def backward(received: Tensor, mine: int, gradient: Tensor, _: Tensor) -> list[Tensor]:
-        sent, _ = _start(group, received, backward_name(name), gradient).wait()
-        return [torch.cat([sent, sent.new_zeros(mine - len(sent), *sent.shape[1:])])]
-
-    rows, received = recorded(forward, tensor)
+    rows, received = alltoall_async(tensor, splits, name, process_set).wait()
     return rows if splits is None else (rows, received)
 
 
@@ -57,12 +47,19 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet | None = None,
 ) -> Handle:
-    """Start an `alltoall` without gradients.
+    """Start an `alltoall`.
 
     `synchronize` returns a pair of the rows and how many each rank sent.
     """
-    refuse_gradient("alltoall", tensor)
-    return _start(require_group(process_set), splits, name, tensor)
+    group = require_group(process_set)
+    handle = _start(group, splits, name, tensor)
+    mine = tensor.shape[0]
+
+    def backward(received: Tensor, gradient: Tensor, _: Tensor) -> list[Tensor]:
+        sent, _ = _start(group, received, backward_name(name), gradient).wait()
+        return [torch.cat([sent, sent.new_zeros(mine - len(sent), *sent.shape[1:])])]
+
+    return with_gradient(handle, lambda result: partial(backward, result[1]), tensor)
 
 
 def _start(group: Group, splits: _Splits, name: str | None, tensor: Tensor) -> Handle:

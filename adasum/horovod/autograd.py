@@ -8,26 +8,48 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-# Returns a result, and a function from the result's gradients to those of the inputs.
-Forward: TypeAlias = Callable[..., tuple[Any, Callable[..., Sequence[Tensor | None]]]]
+from adasum.handle import Handle
+
+# From the gradients of a result to those of the inputs.
+Backward: TypeAlias = Callable[..., Sequence[Tensor | None]]
 
 
 class _Recorded(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, forward: Forward, *tensors: Tensor) -> Any:
-        result, ctx.gradients_of_inputs = forward(*tensors)
-        return result
+    def forward(ctx: Any, result: Callable[[], Any], backward: Backward, *tensors: Tensor) -> Any:
+        ctx.gradients_of_inputs = backward
+        return result()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, *ctx.gradients_of_inputs(*gradients)
+        return None, None, *ctx.gradients_of_inputs(*gradients)
 
 
-def recorded(forward: Forward, *tensors: Tensor) -> Any:
-    """Return the result of forward(*tensors), recorded where autograd records the tensors."""
-    if differentiable(*tensors):
-        return _Recorded.apply(forward, *tensors)
-    return forward(*tensors)[0]
+def with_gradient(
+    handle: Handle, backward_from: Callable[[Any], Backward], *tensors: Tensor
+) -> Handle:
+    """Return the handle of a started operation; gradients flow where autograd records its tensors.
+
+    Args:
+        handle: Its result is a tensor, a tuple of tensors or a list of them, all of them new.
+        backward_from: Called with that result. What it returns must not hold the result.
+        *tensors: The operation's inputs.
+    """
+    if not differentiable(*tensors):
+        return handle
+    recorded: list[Any] = []
+
+    def finish(result: Any) -> Any:
+        if not recorded:
+            many = isinstance(result, list)
+            with torch.enable_grad():
+                outputs = _Recorded.apply(
+                    lambda: tuple(result) if many else result, backward_from(result), *tensors
+                )
+            recorded.append(list(outputs) if many else outputs)
+        return recorded[0]
+
+    return Handle([handle], finish)
 
 
 def differentiable(*tensors: Tensor) -> bool:
@@ -37,12 +59,11 @@ def differentiable(*tensors: Tensor) -> bool:
     )
 
 
-def refuse_gradient(function: str, *tensors: Tensor) -> None:
+def refuse_gradient(call: str, *tensors: Tensor) -> None:
     """Raise NotImplementedError where a gradient would be lost without a word."""
     if differentiable(*tensors):
         raise NotImplementedError(
-            f"gradients through {function}_async are not supported: pass tensor.detach(), or call "
-            f"{function}"
+            f"gradients through {call} are not supported: pass tensor.detach()"
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +14,9 @@ from adasum.horovod.arguments import require
 from adasum.horovod.process_sets import ProcessSet, add_process_set, require_group
 from adasum.reducer import UNWEIGHTED, Adasum
 from collectives import default_group, is_initialized
+
+_logger = logging.getLogger(__name__)
+_looked_for_variables = False
 
 
 def init(
@@ -42,9 +47,21 @@ def init(
         require("process_sets", process_sets, Sequence)
     if not is_initialized():
         collectives.init(**options)
+    _report_ignored_variables()
     if process_sets is not None and not isinstance(process_sets, str):
         for process_set in process_sets:
             add_process_set(process_set)
+
+
+def _report_ignored_variables() -> None:
+    """Say once, on rank 0, which of Horovod's environment variables are set, and do nothing."""
+    global _looked_for_variables
+    if _looked_for_variables or default_group().rank != 0:
+        return
+    _looked_for_variables = True
+    ignored = sorted(name for name in os.environ if name.startswith("HOROVOD_"))
+    if ignored:
+        _logger.warning("environment variables of Horovod have no effect: %s", ", ".join(ignored))
 
 
 def join(device: int = -1) -> int:

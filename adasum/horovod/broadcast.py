@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from adasum.handle import Handle
 from adasum.horovod.arguments import copied, dense
-from adasum.horovod.autograd import backward_name, recorded, refuse_gradient
+from adasum.horovod.autograd import backward_name, with_gradient
 from adasum.horovod.process_sets import ProcessSet, group_and_root
 from collectives import Average, Group
 
@@ -28,25 +26,21 @@ def broadcast(
         name: Names the collective in errors; equal on all ranks.
         process_set: The ranks that take part; all ranks unless given.
     """
-    group, root = group_and_root(process_set, root_rank)
+    return broadcast_async(tensor, root_rank, name, process_set).wait()
 
-    def forward(tensor: Tensor) -> Any:
-        return _start(group, root, name, copied(tensor)).wait(), backward
+
+def broadcast_async(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None
+) -> Handle:
+    """Start a `broadcast`; `synchronize` returns its result."""
+    group, root = group_and_root(process_set, root_rank)
 
     def backward(gradient: Tensor) -> list[Tensor]:
         whole = copied(gradient)
         group.all_reduce(whole, Average, name=backward_name(name))
         return [whole if group.rank == root else torch.zeros_like(whole)]
 
-    return recorded(forward, tensor)
-
-
-def broadcast_async(
-    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None
-) -> Handle:
-    """Start a `broadcast` without gradients; `synchronize` returns its result."""
-    refuse_gradient("broadcast", tensor)
-    return broadcast_async_(copied(tensor), root_rank, name, process_set)
+    return with_gradient(_start(group, root, name, copied(tensor)), lambda _: backward, tensor)
 
 
 def broadcast_(

@@ -2,10 +2,40 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 import torch.distributed as dist
 
 from collectives import default_group, is_initialized
+
+# Whether nccl_built() has answered yes, after which Horovod's scripts scale Adasum's rate.
+_answered_nccl = False
+
+
+def warn_of_scaled_rate(algorithm: str | None) -> None:
+    """Warn, on rank 0 and once a process, where Adasum's rate may be `local_size()` times too high.
+
+    A rate does not tell how it was made. What can be seen is that the script has asked what
+    Horovod's scripts ask before they multiply, and that the factor is not 1.
+
+    Args:
+        algorithm: The optimizer's; one of two levels averages within a host, as Horovod does.
+    """
+    global _answered_nccl
+    group = default_group()
+    two_levels = algorithm is not None and "/" in algorithm
+    if not _answered_nccl or two_levels or group.local_size == 1 or group.rank != 0:
+        return
+    _answered_nccl = False
+    warnings.warn(
+        f"op=Adasum after nccl_built() with {group.local_size} ranks on this host: Horovod's "
+        "scripts multiply the learning rate by local_size() then, because Horovod averages within "
+        "a host. Here Adasum runs over all ranks, and such a rate is too high. Check it: either do "
+        'not multiply it, or keep the factor and pass algorithm="rechd/vhdd", which averages '
+        "within a host",
+        stacklevel=3,
+    )
 
 
 def mpi_built() -> bool:
@@ -38,10 +68,13 @@ def nccl_built() -> int:
 
     Horovod's scripts multiply Adasum's learning rate by local_size() where this is true, because
     Horovod averages within a host. Here Adasum runs over all ranks, so the factor is wrong, except
-    with a two-level algorithm such as algorithm="collective/vhdd".
+    with a two-level algorithm such as algorithm="collective/vhdd". `DistributedOptimizer` warns of
+    it after this was asked.
     """
+    global _answered_nccl
     if not (dist.is_available() and dist.is_nccl_available()):
         return 0
+    _answered_nccl = True
     major, minor, patch = torch.cuda.nccl.version()[:3]
     return 10000 * major + 100 * minor + patch
 

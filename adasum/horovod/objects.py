@@ -1,8 +1,8 @@
 """Horovod's functions that send Python objects between ranks.
 
 Objects are written by `torch.save` and read with `weights_only=True`: tensors, numbers, strings,
-None, and lists, tuples, sets and dicts of these. Nothing else is unpickled, so a received object
-cannot run code.
+bytes, None, lists, tuples, sets and dicts of these, and what `plain_types` adds. Nothing else is
+unpickled, so a received object cannot run code.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from adasum.horovod import plain_types
 from adasum.horovod.process_sets import ProcessSet, group_and_root, require_group
 
 
@@ -75,7 +76,7 @@ def _encode(obj: Any) -> bytes:
     """Return a byte 1 and the object's bytes, or a byte 0 and why it cannot be sent."""
     buffer = io.BytesIO()
     try:
-        torch.save(obj, buffer)
+        torch.save(obj, buffer, pickle_module=plain_types)
         payload = buffer.getvalue()
         # What is refused when it is read has to be refused here, on all ranks.
         _decode(payload)
@@ -84,8 +85,9 @@ def _encode(obj: Any) -> bytes:
         lines = str(error).splitlines() or [""]
         reason = next((line.strip() for line in lines if "Unsupported" in line), lines[0])
         refusal = (
-            f"an object of {type(obj).__name__} cannot be sent: only tensors, Python's numbers, "
-            "strings, None and lists, tuples, sets and dicts of these can "
+            f"an object of {type(obj).__name__} cannot be sent: only tensors, numbers, strings, "
+            "bytes, None, NumPy's numbers and arrays, paths, dates and times, namespaces, and "
+            "lists, tuples, sets, dicts and defaultdicts of these can "
             f"({type(error).__name__}: {reason})"
         )
         return b"\0" + refusal.encode()

@@ -10,10 +10,10 @@ from torch import Tensor
 from adasum.compression import Compression, Compressor
 from adasum.handle import Handle, wait_for_all
 from adasum.horovod.arguments import for_each
-from adasum.horovod.autograd import backward_name, differentiable, recorded, refuse_gradient
+from adasum.horovod.autograd import backward_name, refuse_gradient, with_gradient
 from adasum.horovod.process_sets import ProcessSet
 from adasum.horovod.reduction_options import ReductionOptions, options_of
-from collectives import Average, Reducer, Sum, validation
+from collectives import Average, Reducer, Sum
 
 
 def reducescatter(
@@ -36,34 +36,20 @@ def reducescatter(
         tensor: Equal in shape and dtype on all ranks; not changed.
         name: Names the collective in errors; equal on all ranks.
         compression: Casts what is sent.
-        op: Sum, Average or Adasum.
+        op: As for `allreduce`; average and factors of integers, too.
         process_set: The ranks that take part; all ranks unless given.
-        prescale_factor: Multiplies the tensor before the reduction.
-        postscale_factor: Multiplies the result.
+        prescale_factor: Multiplies the tensor before the reduction; equal on all ranks.
+        postscale_factor: Multiplies the result; equal on all ranks.
 
     Raises:
-        TypeError: An argument has the wrong type, or `op` or a factor does not take the tensor's
-            dtype.
+        TypeError: An argument has the wrong type, or `op` does not take the tensor's dtype.
         ValueError: An argument has a bad value, or this rank is not in the process set.
         NotImplementedError: A gradient is needed through an op other than Sum and Average.
     """
     options = options_of(
         name, op, prescale_factor, postscale_factor, process_set, compression=compression
     )
-    if options.op not in (Sum, Average) and differentiable(tensor):
-        raise NotImplementedError(
-            f"gradients through reducescatter with op={op} are not supported: pass tensor.detach()"
-        )
-
-    def forward(tensor: Tensor) -> Any:
-        return _start(options, tensor).wait(), backward
-
-    def backward(gradient: Tensor) -> list[Tensor]:
-        whole: Any = options.group.all_gather(gradient.contiguous(), name=backward_name(name))
-        factor = options.group.size if options.op is Sum else 1
-        return [whole * (prescale_factor * postscale_factor * factor)]
-
-    return recorded(forward, tensor)
+    return _reduce(options, tensor).wait()
 
 
 def reducescatter_async(
@@ -74,9 +60,8 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
-    """Start a `reducescatter` without gradients; `synchronize` returns its result."""
-    refuse_gradient("reducescatter", tensor)
-    return _start(options_of(name, op, prescale_factor, postscale_factor, process_set), tensor)
+    """Start a `reducescatter`; `synchronize` returns its result."""
+    return _reduce(options_of(name, op, prescale_factor, postscale_factor, process_set), tensor)
 
 
 def grouped_reducescatter(
@@ -106,20 +91,26 @@ def grouped_reducescatter_async(
     return wait_for_all(for_each(reducescatter_async, tensors, name, *rest))
 
 
-def _start(options: ReductionOptions, tensor: Tensor) -> Handle:
-    validation.scale("prescale_factor", options.prescale)
-    validation.scale("postscale_factor", options.postscale)
+def _reduce(options: ReductionOptions, tensor: Tensor) -> Handle:
+    if options.op not in (Sum, Average):
+        refuse_gradient(f"reducescatter with op={options.op}", tensor)
     (sent,), decompress = options.compress([tensor])
-    scaled = options.prescale != 1.0 or options.postscale != 1.0
-    if scaled and not (sent.is_floating_point() or sent.is_complex()):
-        raise TypeError(f"prescale_factor and postscale_factor need floats, got {sent.dtype}")
-    if options.prescale != 1.0:
-        sent = sent * options.prescale
     work = options.group.reduce_scatter(
-        sent, options.op, by_rows=True, name=options.name, async_op=True
+        sent,
+        options.op,
+        by_rows=True,
+        name=options.name,
+        prescale=options.prescale,
+        postscale=options.postscale,
+        async_op=True,
     )
 
-    def finish(result: Tensor) -> Tensor:
-        return decompress([result if options.postscale == 1.0 else result * options.postscale])[0]
+    def backward(gradient: Tensor) -> list[Tensor]:
+        whole: Any = options.group.all_gather(
+            gradient.contiguous(), name=backward_name(options.name)
+        )
+        factor = options.group.size if options.op is Sum else 1
+        return [whole * (options.prescale * options.postscale * factor)]
 
-    return Handle([work], finish)
+    handle = Handle([work], lambda result: decompress([result])[0])
+    return with_gradient(handle, lambda _: backward, tensor)

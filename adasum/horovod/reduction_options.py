@@ -11,7 +11,7 @@ from torch import Tensor
 from adasum.compression import Compression, Compressor, require_compressor
 from adasum.horovod.arguments import copied
 from adasum.horovod.process_sets import ProcessSet, require_group
-from collectives import Average, Group, Reducer, Sum
+from collectives import Average, Group, Reducer, Sum, validation
 
 
 class ReductionOptions(NamedTuple):
@@ -19,7 +19,7 @@ class ReductionOptions(NamedTuple):
 
     Attributes:
         group: The ranks.
-        op: Sum, Average or Adasum.
+        op: How to reduce.
         name: Names the collective in errors.
         compression: Casts what is sent.
         prescale: Multiplies what is sent.
@@ -46,6 +46,12 @@ class ReductionOptions(NamedTuple):
         return [sent for sent, _ in compressed], decompress
 
 
+def require_reducer(op: object) -> None:
+    """Raise TypeError for what is not a reducer, such as Horovod's numbers or a name."""
+    if not isinstance(op, Reducer):
+        raise TypeError(f"op must be Sum, Average, Adasum, Min, Max or Product, not {op!r}")
+
+
 def options_of(
     name: str | None,
     op: Reducer | None,
@@ -60,15 +66,16 @@ def options_of(
     Args:
         name: Of the collective.
         op: Average unless given.
-        prescale: Checked by the collective, as `postscale`.
-        postscale: See there.
+        prescale: Horovod's prescale_factor.
+        postscale: Horovod's postscale_factor.
         process_set: The ranks; all unless given.
         average: Deprecated by Horovod in favour of `op`: True is Average, False is Sum.
         compression: Casts what is sent.
 
     Raises:
-        TypeError: `op`, `average`, `compression` or `process_set` has the wrong type.
-        ValueError: Both `op` and `average` are given, or this rank is not in the process set.
+        TypeError: An argument has the wrong type.
+        ValueError: Both `op` and `average` are given, a factor is not finite, or this rank is not
+            in the process set.
     """
     require_compressor(compression)
     if average is not None:
@@ -83,7 +90,8 @@ def options_of(
         )
         op = Average if average else Sum
     op = Average if op is None else op
-    if not isinstance(op, Reducer):
-        raise TypeError(f"op must be Sum, Average or Adasum, not {op!r}")
+    require_reducer(op)
+    validation.scale("prescale_factor", prescale)
+    validation.scale("postscale_factor", postscale)
     group = require_group(process_set)
     return ReductionOptions(group, op, name, compression, prescale, postscale)

@@ -10,13 +10,15 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
+from adasum.horovod.process_sets import ProcessSet
 from adasum.observer import Observer, require_observer
 from adasum.optimizer.backward_hooks import BackwardHooks, OptimizerOrderError
 from adasum.optimizer.bucket_reduction import BucketReducer, Reduction
 from adasum.optimizer.parameters import Named, PlanBuckets
 from adasum.optimizer.state_average import average_state
-from collectives import Sum
+from collectives import Reducer, Sum
 
 # What GradScaler sets on an optimizer for the time of a step.
 _SCALER_STATE = ("grad_scale", "found_inf")
@@ -39,6 +41,8 @@ class Settings:
         passes: Backward passes of a step.
         sparse_as_dense: Whether sparse gradients are made dense first.
         one_rank: Whether this rank reduces with no other.
+        op: As asked for; the reducer's is Sum where Average is divided before and after it.
+        process_set: As asked for.
         local_steps: Steps between two reductions.
     """
 
@@ -47,6 +51,8 @@ class Settings:
     passes: int
     sparse_as_dense: bool
     one_rank: bool
+    op: Reducer
+    process_set: ProcessSet
     local_steps: int = 1
 
 
@@ -79,6 +85,26 @@ class DistributedMixin(_Base):
     def _take_step(self, closure: Callable[[], Any] | None) -> Any:
         """Reduce and step, in the method's order; the closure is `step`'s, through `_evaluate`."""
         raise NotImplementedError
+
+    @property
+    def op(self) -> Reducer:
+        """The reducer that DistributedOptimizer was given."""
+        return self._adasum_settings.op
+
+    @property
+    def process_set(self) -> ProcessSet:
+        """The ranks that reduce."""
+        return self._adasum_settings.process_set
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """How many backward passes a step takes; `set_backward_passes_per_step` changes it."""
+        return self._adasum_hooks.passes
+
+    @property
+    def _parameter_names(self) -> dict[Tensor, str]:
+        """The name of each parameter: Horovod's, which scripts and its own tests read."""
+        return {parameter: name for name, parameter in self._adasum_hooks.named}
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         """Evaluate the closure of a step, and make its gradients dense."""
@@ -216,6 +242,23 @@ class DistributedMixin(_Base):
                 if parameter.grad is not None and parameter.grad.is_sparse:
                     parameter.grad = parameter.grad.to_dense()
 
+    def _evaluate_and_resparsify(self, closure: Callable[[], Any]) -> Any:
+        loss = closure()
+        self._resparsify()
+        return loss
+
+    def _resparsify(self) -> None:
+        """Make gradients that were made dense sparse by rows again for SparseAdam, as Horovod does.
+
+        It refuses dense ones, and leaves what belongs to rows without a gradient alone.
+        """
+        if not (self._adasum_settings.sparse_as_dense and isinstance(self, torch.optim.SparseAdam)):
+            return
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and not parameter.grad.is_sparse:
+                    parameter.grad = parameter.grad.to_sparse(1)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
             "an optimizer wrapped by DistributedOptimizer cannot be copied or pickled: take its "
@@ -224,6 +267,10 @@ class DistributedMixin(_Base):
 
     def _local_step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take the wrapped optimizer's step, unscaled or skipped as GradScaler asks for."""
+        if closure is None:
+            self._resparsify()
+        else:
+            closure = partial(self._evaluate_and_resparsify, closure)
         scaled = "found_inf" in self.__dict__
         if not scaled or self._adasum_unscales_itself:
             return super().step() if closure is None else super().step(closure)

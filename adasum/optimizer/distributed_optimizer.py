@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable
 from functools import partial
 
@@ -10,7 +11,9 @@ import torch
 
 from adasum.compression import Compression, Compressor, require_compressor
 from adasum.horovod.arguments import require
-from adasum.horovod.process_sets import ProcessSet, group_of
+from adasum.horovod.capabilities import warn_of_scaled_rate
+from adasum.horovod.process_sets import ProcessSet, global_process_set, group_of
+from adasum.horovod.reduction_options import require_reducer
 from adasum.optimizer.bucket_reduction import BucketReducer
 from adasum.optimizer.delta_method import DeltaMethod, DeltaMethodInBackward, steps_by_parameter
 from adasum.optimizer.distributed_mixin import DistributedMixin, Settings, require_passes, wrap
@@ -29,6 +32,7 @@ def DistributedOptimizer(
     backward_passes_per_step: int = 1,
     op: Reducer = Average,
     gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
     groups: Groups = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet | None = None,
@@ -59,11 +63,12 @@ def DistributedOptimizer(
             delta is installed.
         gradient_predivide_factor: With Average, divides by it before the sum and by size/factor
             after it.
+        num_groups: Deprecated by Horovod in favour of `groups`, which it stands for unless 0.
         groups: None for buckets by size, a number of buckets, or lists of parameters, each a
             bucket.
         sparse_as_dense: Makes sparse gradients dense first. Without it Sum and Average gather
             them, the delta method leaves them to the optimizer, and Adasum of gradients refuses
-            them.
+            them. SparseAdam, which refuses dense ones, is given the reduced ones as sparse again.
         process_set: Reduces over its ranks alone; on other ranks the optimizer is the plain one.
         algorithm: As `collectives` takes it: "vhdd", or "rechd/vhdd" for an average within each
             node and Adasum across nodes (then scale the learning rate by local_size()).
@@ -104,6 +109,7 @@ def DistributedOptimizer(
         )
     if "_adasum_hooks" in optimizer.__dict__:
         raise ValueError("optimizer is already wrapped by DistributedOptimizer")
+    require_reducer(op)
     if op not in (Sum, Average, Adasum):
         raise ValueError(f"op must be Sum, Average or Adasum, not {op!r}")
     require_compressor(compression)
@@ -123,7 +129,9 @@ def DistributedOptimizer(
         )
     _check_local_steps(local_steps, op, method, mode, step_in_backward, backward_passes_per_step)
     kind = _method(optimizer, op, method, mode, step_in_backward, local_steps)
-    op = op if weighted else UNWEIGHTED
+    groups = _groups_of(num_groups, groups)
+    named = name_parameters(optimizer, named_parameters)
+    asked, op = op, op if weighted else UNWEIGHTED
     members = default_group() if process_set is None else group_of(process_set)
     group = members or default_group()
     if algorithm is not None:
@@ -143,9 +151,12 @@ def DistributedOptimizer(
         backward_passes_per_step,
         sparse_as_dense,
         one_rank=members is None or members.size == 1,
+        op=asked,
+        process_set=process_set or global_process_set,
         local_steps=local_steps,
     )
-    named = name_parameters(optimizer, named_parameters)
+    if asked is Adasum:
+        warn_of_scaled_rate(algorithm)
     return wrap(optimizer, kind, named, by_size(named, groups), settings)
 
 
@@ -178,6 +189,17 @@ def _check_local_steps(
     if method == "gradient" or step_in_backward:
         other = "step_in_backward=True" if step_in_backward else "method='gradient'"
         raise ValueError(f"{steps} and {other} exclude each other: local steps reduce differences")
+
+
+def _groups_of(num_groups: int, groups: Groups) -> Groups:
+    if isinstance(num_groups, bool) or not isinstance(num_groups, int) or num_groups < 0:
+        raise ValueError(f"num_groups must be an int >= 0, not {num_groups!r}")
+    if num_groups == 0:
+        return groups
+    if groups is not None:
+        raise ValueError("groups supersedes num_groups: give only groups")
+    warnings.warn("num_groups is deprecated: use groups", DeprecationWarning, stacklevel=3)
+    return num_groups
 
 
 def _method(

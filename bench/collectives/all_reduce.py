@@ -298,6 +298,8 @@ def sizes_and_algorithms(args: Any) -> tuple[list[int], dict[str, list[str]]]:
         for name in names:
             parse_all_reduce_spec(name)
         OPS[op].check(DTYPES[args.datatype])
+        if op == "avg" and not DTYPES[args.datatype].is_floating_point:
+            raise ValueError("-o avg needs a floating -d: torch averages no integers")
         ops[op] = names
     least, most = (parse_general_int(text.upper()) for text in (args.minbytes, args.maxbytes))
     if least > most:

@@ -132,21 +132,26 @@ class Arguments:
         return _call("broadcast_from_owners", name, tensors, options=compared)
 
     def reduce_scatter(
-        self, tensor: Tensor, op: Reducer, by_rows: bool, name: str | None, out: Tensor | None
+        self,
+        tensor: Tensor,
+        op: Reducer,
+        by_rows: bool,
+        out: Tensor | None,
+        **options: Unpack[ScaleOptions],
     ) -> Call:
         """Check and describe a reduce_scatter."""
         validation.tensor("tensor", tensor, written=False)
         validation.instance("by_rows", by_rows, bool, "a bool")
         if by_rows:
             _check_rows(tensor)
-        self._reduction([tensor], op)
+        compared = {**self._reduction([tensor], op, **options), "by_rows": by_rows}
         if out is not None:
             rank, length = self._transport.rank, tensor.shape[0] if by_rows else tensor.numel()
             low, high = split_bounds(length, self._transport.size)[rank : rank + 2]
             mine = high - low
             _check_out(out, tensor, (mine, *tensor.shape[1:]) if by_rows else (mine,))
-        options = {"op": str(op), "by_rows": by_rows}
-        return _call("reduce_scatter", name, [tensor], op, options)._replace(out=out)
+        call = _call("reduce_scatter", options.get("name"), [tensor], op, compared)
+        return call._replace(out=out)
 
     def all_gather(self, tensor: Tensor, name: str | None, out: Tensor | None) -> Call:
         """Check and describe an all_gather."""
@@ -220,10 +225,8 @@ class Arguments:
         for tensor in tensors:
             op.check(tensor.dtype)
             self._transport.check_device(tensor.device)
-            if (prescale != 1.0 or postscale != 1.0) and not (
-                tensor.dtype.is_floating_point or tensor.dtype.is_complex
-            ):
-                raise TypeError(f"prescale and postscale need a floating dtype, got {tensor.dtype}")
+            if (prescale != 1.0 or postscale != 1.0) and tensor.dtype == torch.bool:
+                raise TypeError(f"factors before and after have no meaning on {tensor.dtype}")
         self._runner.check(specs, op, tensors)
         return {
             "op": str(op),

@@ -62,14 +62,16 @@ class PersistentCollectives:
         op: Reducer = Sum,
         *,
         by_rows: bool = False,
-        name: str | None = None,
         out: Tensor | None = None,
+        **options: Unpack[ScaleOptions],
     ) -> Request:
         """Make, with all ranks, a `reduce_scatter` that is started any number of times.
 
-        Each wait() returns a new tensor, unless it is to write to `out`.
+        Arguments as reduce_scatter. Each wait() returns a new tensor, unless it is to write to
+        `out`.
         """
-        return Request(self._call, self._arguments.reduce_scatter(tensor, op, by_rows, name, out))
+        call = self._arguments.reduce_scatter(tensor, op, by_rows, out, **options)
+        return Request(self._call, call)
 
     def broadcast_init(self, tensor: Tensor, root: int = 0, *, name: str | None = None) -> Request:
         """Make, with all ranks, a `broadcast` that is started any number of times."""

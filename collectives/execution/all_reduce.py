@@ -15,7 +15,7 @@ from collectives.cost.choice import choose
 from collectives.execution.context import CallContext, Workspace
 from collectives.execution.executor import execute
 from collectives.execution.phases import AllReducePhases, phases_of
-from collectives.execution.vectors import flatten, vector_of
+from collectives.execution.vectors import flatten, multiply, vector_of
 from collectives.execution.vendor import Libraries
 from collectives.reducers import Reducer, Sum, is_plain_sum
 from collectives.schedules.algorithm import Deal
@@ -160,12 +160,10 @@ class Runner:
         """Scale, reduce and scale again; algorithm is what profilers call it."""
         prescale = options.prescale * phases.prescale
         with call_span(label, op, algorithm, flat):
-            if prescale != 1.0:
-                flat.mul_(prescale)
+            multiply(flat, prescale)
             self._run(phases, flat, op, options.segments, label)
             op.finish(flat, self.transport.size)
-        if options.postscale != 1.0:
-            flat.mul_(options.postscale)
+        multiply(flat, options.postscale)
 
     def all_reduce_packed(
         self, tensors: Sequence[Tensor], op: Reducer, options: AllReduceOptions, label: str

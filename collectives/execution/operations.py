@@ -20,7 +20,7 @@ from collectives.cost.choice import all_gather_schedule, reduce_schedule
 from collectives.errors import CollectiveMismatchError
 from collectives.execution.all_reduce import AllReduceOptions, Runner
 from collectives.execution.executor import execute
-from collectives.execution.vectors import Vector, flatten, vector_of
+from collectives.execution.vectors import Vector, flatten, multiply, vector_of
 from collectives.owners import owners
 from collectives.reducers import Reducer, Sum
 from collectives.schedules import binomial_tree, bruck, ring, to_owners
@@ -68,7 +68,7 @@ class Operation:
 
     def prescale(self, flat: Tensor) -> None:
         """Multiply by what the call and the operator want before they reduce."""
-        _multiply(flat, self.factor(flat.dtype))
+        multiply(flat, self.factor(flat.dtype))
 
     def factor(self, dtype: torch.dtype) -> float:
         """Return what `prescale` multiplies by."""
@@ -78,7 +78,7 @@ class Operation:
     def finish(self, flat: Tensor) -> None:
         """Do to a result what the operator and the call want after they have reduced."""
         self.op.finish(flat, self.size)
-        _multiply(flat, self.options.get("postscale", 1.0))
+        multiply(flat, self.options.get("postscale", 1.0))
 
     def execute(
         self,
@@ -92,11 +92,6 @@ class Operation:
         if self.size > 1:
             context = self.runner.context(self.label)
             execute(schedule, flat, op, context, bounds=bounds, ranks=ranks)
-
-
-def _multiply(flat: Tensor, factor: float) -> None:
-    if factor != 1.0:
-        flat.mul_(factor)
 
 
 def _all_reduce(call: Operation) -> Tensor:
@@ -263,7 +258,11 @@ def _reduce_scatter(call: Operation) -> Tensor:
     width = flat.numel() // rows[-1] if rows[-1] else 0
     bounds = [row * width for row in rows]
     if op.needs_one_tree:
-        options = AllReduceOptions(parse_all_reduce_spec("auto"))
+        options = AllReduceOptions(
+            parse_all_reduce_spec("auto"),
+            prescale=call.options["prescale"],
+            postscale=call.options["postscale"],
+        )
         call.runner.all_reduce(flat, op, options, call.label)
     else:
         call.prescale(flat)
@@ -272,7 +271,7 @@ def _reduce_scatter(call: Operation) -> Tensor:
     if call.out is None:
         piece = piece.clone()
     if not op.needs_one_tree:
-        op.finish(piece, size)
+        call.finish(piece)
     if by_rows:
         piece = piece.view(rows[rank + 1] - rows[rank], *tensor.shape[1:])
     if call.out is None:

@@ -61,8 +61,7 @@ class Vector:
         else:
             # Plans of kernels do not tell autograd that they have written it.
             torch.autograd.graph.increment_version(flat)
-        if scale != 1.0:
-            flat.mul_(scale)
+        multiply(flat, scale)
 
 
 def vector_of(tensors: Sequence[Tensor], segments: Sequence[int] | None) -> Vector | None:
@@ -85,6 +84,16 @@ def vector_of(tensors: Sequence[Tensor], segments: Sequence[int] | None) -> Vect
         return Vector([memory], layout.numel, layout.segments)
     flat = [tensor.detach() for tensor in tensors]
     return Vector(flat, layout.numel, layout.segments, layout)
+
+
+def multiply(tensor: Tensor, factor: float) -> None:
+    """Multiply a tensor in place; integers in float64, truncated towards zero, as Horovod does."""
+    if factor == 1.0:
+        return
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.mul_(factor)
+    else:
+        tensor.copy_(tensor.double().mul_(factor))
 
 
 def flatten(tensor: Tensor) -> Tensor:

@@ -108,11 +108,19 @@ def test_sparse_all_reduce_with_bad_arguments_raises() -> None:
         entry = torch.sparse_coo_tensor([[0]], [1.0], (3 + group.rank,))
         with pytest.raises(TypeError, match=r"sparse COO tensor, not torch\.strided"):
             sparse_all_reduce_async(group, torch.ones(2))
-        with pytest.raises(TypeError, match=r"torch\.int64"):
-            sparse_all_reduce_async(group, entry.long(), hvd.Average)
         with pytest.raises(NotImplementedError, match="Adasum of sparse"):
             sparse_all_reduce_async(group, entry, hvd.Adasum)
         with pytest.raises(hvd.CollectiveMismatchError, match=r"e \(3,\).*e \(4,\)"):
             sparse_all_reduce_async(group, entry, hvd.Sum, "e").wait()
 
     run_threads(2, run)
+
+
+def test_sparse_average_of_integers_truncates_as_the_dense_one() -> None:
+    def run(group: Group) -> tuple[list[int], list[int]]:
+        values = torch.tensor([3 + group.rank, -3 - group.rank])
+        entries = torch.sparse_coo_tensor([[0, 2]], values, (3,))
+        sparse = sparse_all_reduce_async(group, entries, hvd.Average).wait().to_dense()
+        return sparse.tolist(), group.all_reduce(entries.to_dense(), hvd.Average).tolist()
+
+    assert run_threads(2, run) == [([3, 0, -3], [3, 0, -3])] * 2

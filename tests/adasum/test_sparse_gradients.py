@@ -51,6 +51,47 @@ def test_optimizer_with_sparse_gradients_equals_dense_ones(size: int, predivide:
             assert error <= trajectory_tolerance(STEPS), (op, way)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("by_closure", [False, True])
+def test_sparse_as_dense_with_sparse_adam_steps_by_sparse_gradients(
+    size: int, by_closure: bool
+) -> None:
+    """As without sparse_as_dense: rows without a gradient on any rank keep value and moments."""
+
+    def run(group: collectives.Group, op: Any, as_dense: bool) -> torch.Tensor:
+        weights = torch.randn(7, 3, generator=torch.Generator().manual_seed(0)).double()
+        table = torch.nn.Embedding.from_pretrained(weights, freeze=False, sparse=True)
+        optimizer = DistributedOptimizer(
+            torch.optim.SparseAdam(list(table.parameters()), lr=0.1),
+            op=op,
+            sparse_as_dense=as_dense,
+        )
+        for step in range(STEPS):
+
+            def closure(step: int = step) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = table(torch.tensor([group.rank, 3, 3, 3 + step % 2])).square().sum()
+                loss.backward()
+                return loss
+
+            if by_closure:
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+            assert op is hvd.Adasum or table.weight.grad.is_sparse
+        assert torch.equal(table.weight[5:], weights[5:])
+        return table.weight.detach().clone()
+
+    for op in OPS.values():
+        ways = [
+            collectives.run_threads(size, lambda group, op=op, each=each: run(group, op, each))
+            for each in (False, True)
+        ]
+        assert all(torch.equal(each, ways[1][0]) for each in ways[1])
+        assert relative_error(ways[1][0], ways[0][0]) <= trajectory_tolerance(STEPS), op
+
+
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("by_closure", [False, True])
 def test_sparse_as_dense_with_an_optimizer_that_refuses_sparse_steps(

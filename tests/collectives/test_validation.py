@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import torch
 
-from collectives import Average, Group, Reducer, Sum
+from collectives import Average, Group, Max, Reducer, Sum
 from collectives.reducers import SumReducer
 from collectives.schedules.topology import Topology
 from collectives.transport import ThreadWorld, Transport
@@ -67,7 +67,6 @@ CASES: dict[str, Case] = {
     "sparse": (lambda g, t: g.all_reduce(t.to_sparse()), ValueError, r"dense.*to_dense\(\)"),
     "meta": (lambda g, t: g.all_reduce(t.to("meta")), ValueError, "on meta"),
     "bool": (lambda g, t: g.all_reduce(t > 0), TypeError, r"torch\.bool"),
-    "integer average": (lambda g, t: g.all_reduce(t.long(), Average), TypeError, r"torch\.int64"),
     "op": (lambda g, t: g.all_reduce(t, "sum"), TypeError, "op must be a Reducer"),
     "op dtype": (lambda g, t: g.all_reduce(t.double(), _Uniform()), TypeError, r"torch\.float64"),
     "algorithm": (lambda g, t: g.all_reduce(t, algorithm="bogus"), ValueError, "rd, rechd, vhdd"),
@@ -119,7 +118,7 @@ CASES: dict[str, Case] = {
         "prescale must be a number",
     ),
     "infinite": (lambda g, t: g.all_reduce(t, postscale=float("inf")), ValueError, "postscale"),
-    "integer scale": (lambda g, t: g.all_reduce(t.long(), prescale=0.5), TypeError, "floating"),
+    "bool scale": (lambda g, t: g.all_reduce(t > 0, Max, prescale=0.5), TypeError, "factors"),
     "segments end": (lambda g, t: g.all_reduce(t, segments=(0, 5)), ValueError, "end at .* 6"),
     "segments order": (lambda g, t: g.all_reduce(t, segments=(0, 4, 2, 6)), ValueError, "descend"),
     "segments type": (

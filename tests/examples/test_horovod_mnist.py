@@ -20,6 +20,7 @@ HOROVOD = {
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "init",
+    "local_rank",
     "rank",
     "size",
 }

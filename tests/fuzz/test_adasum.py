@@ -11,7 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import adasum
-from adasum import Adasum, AdasumReducer, Average, Compression, ProcessSet, Sum
+from adasum import (
+    Adasum,
+    AdasumReducer,
+    Average,
+    Compression,
+    Max,
+    Min,
+    ProcessSet,
+    Product,
+    Sum,
+)
 from tests.fuzz.outcome import SETTINGS
 from tests.fuzz.test_group import alike, recipes, unlike
 from tests.fuzz.values import ODD_VALUES, Arg, Look, constant, sometimes, tensor, tensors, value
@@ -28,7 +38,10 @@ DATA = {
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
     "Compression",
+    "Max",
+    "Min",
     "OptimizerOrderError",
+    "Product",
     "Sum",
     "TransportError",
 }
@@ -72,7 +85,7 @@ def _signatures(look: Look) -> dict[str, tuple[list[Strategy], dict[str, Strateg
     """What each takes: positional arguments, and keywords that may be left out."""
     a, many = tensor(look), tensors(look)
     named = {"name": value(None, "gradient"), "process_set": value(None, adasum.global_process_set)}
-    op = {"op": value(Sum, Average, Adasum, AdasumReducer(weighted=False), None)}
+    op = {"op": value(Sum, Average, Adasum, AdasumReducer(weighted=False), Max, Min, Product, None)}
     compression = {"compression": value(Compression.none, Compression.fp16, Compression.bf16)}
     scales = {"prescale_factor": value(1.0, 0.5, 2), "postscale_factor": value(1.0, -1.0)}
     average = {"average": value(None, None, None, True, False)}

@@ -17,7 +17,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import collectives
-from collectives import Average, CollectiveError, CollectiveMismatchError, Group, Sum
+from collectives import (
+    Average,
+    CollectiveError,
+    CollectiveMismatchError,
+    Group,
+    Max,
+    Min,
+    Product,
+    Sum,
+)
 from collectives.schedules import binomial_tree, recursive_doubling
 from collectives.schedules.registry import SCHEDULES
 from collectives.schedules.schedule import IDLE
@@ -51,7 +60,7 @@ SCHEDULES_OF_TWO = (
 def _signatures(look: Look) -> dict[str, tuple[list[Strategy], dict[str, Strategy]]]:
     """What each takes: positional arguments, and keywords that may be left out."""
     a, many = tensor(look), tensors(look)
-    op, name = value(Sum, Average), value(None, "gradient", "")
+    op, name = value(Sum, Average, Max, Min, Product), value(None, "gradient", "")
     scales = {"prescale": value(1.0, 2, 0.5), "postscale": value(1.0, -1.0)}
     algorithm = value(*SPECS)
     named = {"name": name}
@@ -101,6 +110,7 @@ def _signatures(look: Look) -> dict[str, tuple[list[Strategy], dict[str, Strateg
                 "op": op,
                 "by_rows": value(False, True),
                 "out": sometimes(a, value(None), 3),
+                **scales,
                 **named,
                 **waits,
             },

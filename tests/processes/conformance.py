@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import traceback
 from collections.abc import Callable
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 import collectives
-from collectives import Average, CollectiveMismatchError, Group, Sum
+from collectives import Average, CollectiveMismatchError, Group, Max, Min, Product, Sum
 from collectives.schedules.registry import SCHEDULES
 from collectives.schedules.schedule import Action, Collective, Schedule, Step, Transfer
 from collectives.transport import (
@@ -171,8 +172,20 @@ def check_integers(group: Group) -> None:
     mine = torch.arange(11) + group.rank
     group.all_reduce(mine)
     assert torch.equal(mine, group.size * torch.arange(11) + sum(range(group.size)))
-    with pytest.raises(TypeError, match=r"Average has no meaning on torch\.int64"):
-        group.all_reduce(mine, Average)
+    # Truncated towards zero, and exact beyond float64's 53 bits.
+    mine = torch.tensor([2**58 + 1, -1 - group.rank, group.rank])
+    group.all_reduce(mine, Average)
+    mean = (group.size - 1) // 2
+    assert mine.tolist() == [2**58 + 1, -((group.size + 1) // 2), mean]
+    mine = torch.tensor([group.rank + 1, -1 - group.rank])
+    last = group.size
+    for op, want in ((Max, [last, -1]), (Min, [1, -last])):
+        assert group.all_reduce(mine.clone(), op).tolist() == want
+    mine = group.all_reduce(mine.clone(), Product)
+    assert mine.tolist() == [math.factorial(last), (-1) ** last * math.factorial(last)]
+    mine = torch.tensor([3, -3, 2**24 + 1]) * torch.ones(3, dtype=torch.int32)
+    group.all_reduce(mine, prescale=0.5, postscale=1.5)
+    assert mine.tolist() == [int(1.5 * last), -int(1.5 * last), int(1.5 * last * 2**23)]
 
 
 def check_packed_equals_one_by_one(group: Group) -> None:

@@ -123,6 +123,71 @@ def test_allgather_and_broadcast_are_right() -> None:
     _each(3, run)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_integers_keep_their_dtype_and_round_towards_zero(size: int) -> None:
+    """As Horovod's: a factor multiplies in float64, and what it makes is truncated."""
+
+    def run(rank: int) -> None:
+        for dtype in (torch.uint8, torch.int8, torch.int32, torch.int64):
+            sign = 1 if dtype == torch.uint8 else -1
+            rows = torch.tensor([7, sign * 5, 3], dtype=dtype)
+            tensor = torch.stack([rows] * size)
+            calls: list[Callable[..., torch.Tensor]] = [
+                hvd.allreduce,
+                lambda t, **options: hvd.grouped_allreduce([t], **options)[0],
+                lambda t, **options: hvd.allreduce_(t.clone(), **options),
+                hvd.reducescatter,
+                lambda t, **options: hvd.grouped_reducescatter([t], **options)[0],
+                lambda t, **options: hvd.reducescatter_async(t, **options).wait(),
+            ]
+            for call in calls:
+                mean = call(tensor, op=hvd.Average)
+                assert mean.dtype == dtype and torch.equal(mean, tensor[: len(mean)])
+                got = call(tensor, op=hvd.Sum, prescale_factor=0.5, postscale_factor=1.5)
+                assert got.dtype == dtype
+                # 7, -5 and 3 become 3, -2 and 1 in every rank.
+                want = [int(1.5 * size * each) for each in (3, sign * 2, 1)]
+                assert got.tolist() == [want] * len(got)
+        odd = torch.full((size,), 2**24 + 1)
+        assert hvd.reducescatter(odd, op=hvd.Sum).tolist() == [size * (2**24 + 1)]
+        assert hvd.reducescatter(odd, op=hvd.Sum, prescale_factor=3.0).tolist() == [
+            3 * size * (2**24 + 1)
+        ]
+        apart = torch.tensor([rank + 1, -rank - 1])
+        total = size * (size + 1) // 2
+        assert hvd.allreduce(apart).tolist() == [total // size, -(total // size)]
+
+    _each(size, run)
+
+
+def test_min_max_and_product_are_those_of_all_ranks() -> None:
+    def run(rank: int) -> None:
+        inputs = [_draw(each, 9) for each in range(3)]
+        stacked = torch.stack(inputs)
+        for op, want in (
+            (hvd.Min, stacked.amin(0)),
+            (hvd.Max, stacked.amax(0)),
+            (hvd.Product, inputs[0] * inputs[1] * inputs[2]),
+        ):
+            # By the tree of `rd`, in which ranks 0 and 1 pair first.
+            assert torch.equal(hvd.allreduce(inputs[rank], op=op), want)
+            assert torch.equal(hvd.grouped_allreduce([inputs[rank]], op=op)[0], want)
+        assert hvd.allreduce(torch.tensor([rank == 1]), op=hvd.Max).tolist() == [True]
+
+    _each(3, run)
+
+
+def test_factors_that_differ_between_ranks_raise_on_every_rank() -> None:
+    def run(rank: int) -> None:
+        for function in (hvd.allreduce, hvd.reducescatter):
+            for factor in ("prescale_factor", "postscale_factor"):
+                with pytest.raises(hvd.CollectiveMismatchError, match=factor[:8]):
+                    function(torch.ones(4), op=hvd.Sum, **{factor: 1.0 + rank})
+        hvd.barrier()
+
+    _each(2, run)
+
+
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
@@ -130,30 +195,27 @@ def test_allgather_and_broadcast_are_right() -> None:
         (lambda: hvd.allreduce(torch.ones(2), op="sum"), TypeError, "op must be Sum, Average"),
         (lambda: hvd.allreduce(torch.ones(2).to_sparse()), TypeError, "to_dense"),
         (lambda: hvd.allreduce(torch.ones(2).int(), op=hvd.Adasum), TypeError, "torch.int32"),
-        (lambda: hvd.allreduce(torch.ones(2).int()), TypeError, "torch.int32"),
+        (lambda: hvd.allreduce(torch.ones(2), prescale_factor="a"), TypeError, "^prescale_factor"),
+        (
+            lambda: hvd.reducescatter(torch.ones(2), postscale_factor=float("nan")),
+            ValueError,
+            "^postscale_factor must be finite",
+        ),
         (lambda: hvd.allreduce_(torch.ones(2, 2).t()[:1].expand(3, 2)), ValueError, "contiguous"),
         (lambda: hvd.allreduce(torch.ones(2), process_set=1), TypeError, "process_set"),
         (lambda: hvd.barrier(process_set=1), TypeError, "process_set"),
         (lambda: hvd.broadcast(torch.ones(2), 7), ValueError, "7"),
         (
-            lambda: hvd.allreduce_async(torch.ones(2, requires_grad=True)),
+            lambda: hvd.allreduce(torch.ones(2, requires_grad=True), op=hvd.Max),
             NotImplementedError,
-            "detach",
+            "gradients through allreduce with op=Max are not supported: .*detach",
         ),
         (
-            lambda: hvd.grouped_allreduce_async([torch.ones(2, requires_grad=True)]),
+            lambda: hvd.sparse_allreduce_async(
+                torch.eye(2).to_sparse().requires_grad_(), "a", hvd.Sum
+            ),
             NotImplementedError,
-            "detach",
-        ),
-        (
-            lambda: hvd.allgather_async(torch.ones(2, requires_grad=True)),
-            NotImplementedError,
-            "or call allgather",
-        ),
-        (
-            lambda: hvd.broadcast_async(torch.ones(2, requires_grad=True), 0),
-            NotImplementedError,
-            "or call broadcast",
+            "gradients through sparse_allreduce_async",
         ),
         (lambda: hvd.init(comm=[0]), NotImplementedError, "comm"),
         (lambda: hvd.init(process_sets=[0]), TypeError, "ranks"),

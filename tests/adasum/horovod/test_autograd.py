@@ -90,6 +90,38 @@ def test_gradients_of_linear_functions_equal_the_derivative(size: int) -> None:
     run_threads(size, linear_functions)
 
 
+def test_gradients_flow_through_the_handles_of_async_functions() -> None:
+    """The result may be asked for again, and where nothing is recorded; it is the same tensor."""
+
+    def run(group: Group) -> None:
+        rows = whole(group.rank, 4, 2)
+        for start, function in (
+            (hvd.allreduce_async, hvd.allreduce),
+            (lambda t: hvd.grouped_allreduce_async([t, t.detach()]), hvd.allreduce),
+            (hvd.allgather_async, hvd.allgather),
+            (lambda t: hvd.broadcast_async(t, 1), lambda t: hvd.broadcast(t, 1)),
+            (hvd.alltoall_async, hvd.alltoall),
+            (hvd.reducescatter_async, hvd.reducescatter),
+        ):
+            gradients = []
+            for way in (start, function):
+                given = rows.clone().requires_grad_()
+                answer: Any = way(given)
+                if way is start:
+                    with torch.no_grad():
+                        handle, answer = answer, hvd.synchronize(answer)
+                    again = hvd.synchronize(handle)
+                    if isinstance(answer, list | tuple):
+                        answer, again = answer[0], again[0]
+                    assert again is answer
+                (answer * whole(100 + group.rank, *answer.shape)).sum().backward()
+                assert given.grad is not None
+                gradients.append(given.grad)
+            assert torch.equal(*gradients)
+
+    run_threads(2, run)
+
+
 def test_gradients_in_a_process_set_stay_in_it() -> None:
     def run(group: Group) -> None:
         some = hvd.add_process_set([0, 2])

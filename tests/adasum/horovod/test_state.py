@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+import collections
+import datetime
 import io
+import pathlib
 import pickle
+import types
+import zoneinfo
 from typing import Any
 
 import numpy as np
@@ -17,6 +23,13 @@ from tests.adasum.definition import OPTIMIZERS, flat, loss_of, make_model
 
 class Foreign:
     """Of a kind that cannot be sent."""
+
+
+class Zone(datetime.tzinfo):
+    """A user's own time zone."""
+
+    def utcoffset(self, _: Any) -> datetime.timedelta:
+        return datetime.timedelta(0)
 
 
 def test_broadcast_parameters_in_every_form_overwrites_them() -> None:
@@ -156,6 +169,76 @@ def test_objects_broadcast_and_gathered_arrive_equal() -> None:
         assert hvd.allgather_object(mine) == ["", "x" * 10, "x" * 20]
 
     run_threads(3, run)
+
+
+SENT = [
+    np.float32(1.5),
+    np.int64(-3),
+    np.bool_(True),
+    np.datetime64("2026-11-24"),
+    np.arange(6).reshape(2, 3)[:, ::2],
+    np.zeros((0, 3), np.float16),
+    np.array(["ab", "c"]),
+    np.array([(1, 2.0)], [("a", "i4"), ("b", "f8")]),
+    pathlib.Path("/data/set"),
+    pathlib.PureWindowsPath("c:\\data"),
+    datetime.datetime(2026, 11, 24, 1, 2, 3, 4),
+    datetime.datetime(2026, 11, 24, tzinfo=datetime.timezone.utc),
+    datetime.datetime(2026, 10, 25, 2, 30, fold=1, tzinfo=zoneinfo.ZoneInfo("Europe/Berlin")),
+    datetime.date(2026, 11, 24),
+    datetime.time(1, 2, tzinfo=datetime.timezone(datetime.timedelta(hours=-3.5))),
+    datetime.timedelta(1, 2, 3),
+    argparse.Namespace(lr=0.1, out=pathlib.Path("out"), sizes=[np.int32(3)]),
+    types.SimpleNamespace(a=1),
+    collections.defaultdict(list, {"a": [1], (0, 1): []}),
+    collections.defaultdict(None, {1: {2, 3}}),
+    collections.OrderedDict(b=1, a=2),
+    collections.Counter("aab"),
+    b"bytes",
+    1 + 2j,
+]
+
+
+def test_objects_that_scripts_broadcast_arrive_with_type_and_value() -> None:
+    def run(group: Group) -> None:
+        shared = [1]
+        got, one, two = hvd.broadcast_object(
+            (SENT, shared, [shared]) if group.rank == 1 else None, root_rank=1
+        )
+        assert two[0] is one or group.rank == 1
+        for mine, theirs in zip(got, SENT, strict=True):
+            assert type(mine) is type(theirs)
+            if isinstance(theirs, np.ndarray):
+                assert mine.dtype == theirs.dtype
+                np.testing.assert_array_equal(mine, theirs)
+            else:
+                assert mine == theirs
+            for attribute in ("default_factory", "tzinfo", "fold"):
+                assert getattr(mine, attribute, 0) == getattr(theirs, attribute, 0)
+        # What arrives may be written to.
+        if group.rank == 0:
+            got[4][:] = 0
+
+    run_threads(2, run)
+
+
+@pytest.mark.parametrize(
+    "thing",
+    [
+        np.array([object()]),
+        collections.defaultdict(lambda: 0),
+        datetime.datetime(2026, 11, 24, tzinfo=Zone()),
+        type("Args", (argparse.Namespace,), {})(),
+        [pathlib.Path],
+    ],
+    ids=["array of objects", "factory", "zone", "subclass", "class"],
+)
+def test_objects_that_would_need_code_are_refused(thing: Any) -> None:
+    def run(group: Group) -> None:
+        with pytest.raises(TypeError, match=r"rank 0: an object of .* cannot be sent"):
+            hvd.broadcast_object(thing)
+
+    run_threads(2, run)
 
 
 def test_foreign_objects_raise_on_every_rank() -> None:

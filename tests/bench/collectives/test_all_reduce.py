@@ -174,7 +174,7 @@ def test_command_under_torchrun_prints_the_table() -> None:
         ("-b 1q", "'1Q' is not a positive integer"),
         ("-f 1", "-f must be at least 2"),
         ("-n 0", "-n at least 1"),
-        ("-o avg -d int32", "Average has no meaning on torch.int32"),
+        ("-o avg -d int32", "-o avg needs a floating -d"),
         ("-J nowhere/out.json", "argument -J/--output_file: [Errno 2] No such file"),
         ("", "start with torchrun"),
     ],
