@@ -15,7 +15,8 @@ from collectives.consistency.negotiation import Negotiation
 from collectives.cost import ASSUMED
 from collectives.execution.all_reduce import Runner
 from collectives.execution.call_queue import CallQueue
-from collectives.execution.operations import OPERATIONS, Operation
+from collectives.execution.operation import Operation
+from collectives.execution.operations import OPERATIONS
 from collectives.execution.shared_memory_all_reduce import (
     SharedMemoryAllReduce,
     plan_shared_memory_all_reduce,

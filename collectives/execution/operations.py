@@ -6,92 +6,29 @@ options, which are equal on all ranks.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from math import prod
-from operator import itemgetter
 from typing import Any
 
 import torch
 
 from collectives.cost.choice import all_gather_schedule, reduce_schedule
 from collectives.errors import CollectiveMismatchError
-from collectives.execution.all_reduce import AllReduceOptions, Runner
-from collectives.execution.executor import execute
-from collectives.execution.vectors import Vector, flatten, multiply, vector_of
+from collectives.execution.all_reduce import AllReduceOptions
+from collectives.execution.operation import Operation
+from collectives.execution.owner_pieces import in_pieces
+from collectives.execution.vectors import flatten
 from collectives.owners import owners
-from collectives.reducers import Reducer, Sum
-from collectives.schedules import binomial_tree, bruck, ring, to_owners
+from collectives.reducers import Sum
+from collectives.schedules import binomial_tree, bruck, ring
 from collectives.schedules.partition import split_bounds
-from collectives.schedules.schedule import Schedule
 from collectives.schedules.spec import parse_all_reduce_spec
 from collectives.transport.base import Message
 
 Tensor = torch.Tensor
 _NO_OUT = -1
 _RUN_OPTIONS = ("segments", "prescale", "postscale")
-
-
-@dataclass(frozen=True)
-class Operation:
-    """One call on one rank.
-
-    Attributes:
-        runner: What carries it out.
-        options: As in the call's description.
-        tensors: This rank's.
-        op: The reducer; any for a call that reduces nothing.
-        label: What an error calls the call.
-        schedule: What is run, for a call that says so itself.
-        out: Where the result is written; None for a new tensor.
-    """
-
-    runner: Runner
-    options: Mapping[str, Any]
-    tensors: Sequence[Tensor]
-    op: Reducer
-    label: str
-    schedule: Schedule | None = None
-    out: Tensor | None = None
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self.runner.transport.rank
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self.runner.transport.size
-
-    def prescale(self, flat: Tensor) -> None:
-        """Multiply by what the call and the operator want before they reduce."""
-        multiply(flat, self.factor(flat.dtype))
-
-    def factor(self, dtype: torch.dtype) -> float:
-        """Return what `prescale` multiplies by."""
-        asked: float = self.options.get("prescale", 1.0)
-        return asked * self.op.prescale(dtype, self.size)
-
-    def finish(self, flat: Tensor) -> None:
-        """Do to a result what the operator and the call want after they have reduced."""
-        self.op.finish(flat, self.size)
-        multiply(flat, self.options.get("postscale", 1.0))
-
-    def execute(
-        self,
-        schedule: Schedule,
-        flat: Tensor,
-        op: Reducer,
-        bounds: Sequence[int] | None = None,
-        ranks: Sequence[int] | None = None,
-    ) -> None:
-        """Run a schedule in place, of one rank none."""
-        if self.size > 1:
-            context = self.runner.context(self.label)
-            execute(schedule, flat, op, context, bounds=bounds, ranks=ranks)
 
 
 def _all_reduce(call: Operation) -> Tensor:
@@ -138,7 +75,7 @@ def _owners(call: Operation) -> list[int]:
 def _reduce_to_owners(call: Operation) -> list[int]:
     chosen: list[int] | None = call.options["owners"]
     if chosen is not None:
-        for pieces in _in_pieces(call, chosen):
+        for pieces in in_pieces(call, chosen):
             pieces.reduce()
         return chosen
     chosen = _owners(call)
@@ -150,97 +87,12 @@ def _reduce_to_owners(call: Operation) -> list[int]:
 def _broadcast_from_owners(call: Operation) -> Sequence[Tensor]:
     chosen: list[int] | None = call.options["owners"]
     if chosen is not None:
-        for pieces in _in_pieces(call, chosen):
+        for pieces in in_pieces(call, chosen):
             pieces.broadcast()
         return call.tensors
     for tensor, owner in zip(call.tensors, _owners(call), strict=True):
         call.execute(binomial_tree.broadcast(call.size, owner), flatten(tensor), Sum)
     return call.tensors
-
-
-@dataclass(frozen=True)
-class _Pieces:
-    """Tensors as one vector, in which each owner's lie side by side.
-
-    Attributes:
-        call: The call.
-        vector: The tensors in `to_owners.order` of their owners.
-        bounds: Boundaries of the owners' pieces, in that order.
-        mine: Which of the vector's tensors this rank owns.
-    """
-
-    call: Operation
-    vector: Vector
-    bounds: Sequence[int]
-    mine: slice
-
-    def reduce(self) -> None:
-        """Reduce each piece onto its owner; what the others hold afterwards has no meaning."""
-        call, vector = self.call, self.vector
-        flat = self._buffer()
-        if vector.layout is None:
-            call.prescale(flat)
-        else:
-            vector.fill(flat, call.factor(flat.dtype))
-        self._execute(to_owners.reduce_scatter(call.size), flat)
-        mine = to_owners.order(call.size).index(call.rank)
-        call.finish(flat[self.bounds[mine] : self.bounds[mine + 1]])
-        slots, tensors = self._slots(flat), vector.tensors
-        _copy(slots[self.mine], tensors[self.mine])
-
-    def broadcast(self) -> None:
-        """Copy each piece from its owner to every rank."""
-        flat = self._buffer()
-        slots, tensors, mine = self._slots(flat), list(self.vector.tensors), self.mine
-        _copy(tensors[mine], slots[mine])
-        self._execute(to_owners.all_gather(self.call.size), flat)
-        del slots[mine], tensors[mine]
-        _copy(slots, tensors)
-
-    def _slots(self, flat: Tensor) -> list[Tensor]:
-        """Return where the tensors lie in the buffer; nowhere if they are it."""
-        return [] if self.vector.layout is None else self.vector.layout.views(flat)
-
-    def _buffer(self) -> Tensor:
-        if self.vector.layout is None:
-            return self.vector.tensors[0]
-        return self.call.runner.packed.take(self.vector.numel, self.vector.tensors[0])
-
-    def _execute(self, schedule: Schedule, flat: Tensor) -> None:
-        ranks = to_owners.order(self.call.size)
-        self.call.execute(schedule, flat, self.call.op, self.bounds, ranks)
-
-
-def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    if sources and targets:
-        torch._foreach_copy_(list(targets), list(sources))
-
-
-def _in_pieces(call: Operation, chosen: Sequence[int]) -> Iterator[_Pieces]:
-    """Yield the tensors of each dtype and device as one vector, or as one each."""
-    position = {rank: i for i, rank in enumerate(to_owners.order(call.size))}
-    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[int, Tensor]]] = {}
-    for tensor, owner in zip(call.tensors, chosen, strict=True):
-        entry = position[owner], tensor.detach()
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(entry)
-    for entries in kinds.values():
-        entries.sort(key=itemgetter(0))
-        places, tensors = zip(*entries, strict=True)
-        vector = vector_of(tensors, None)
-        if vector is not None:
-            yield _pieces(call, vector, places)
-            continue
-        for place, tensor in entries:
-            yield _pieces(call, Vector([flatten(tensor)], tensor.numel(), None), [place])
-
-
-def _pieces(call: Operation, vector: Vector, places: Sequence[int]) -> _Pieces:
-    """Divide a vector by the places of its tensors' owners, which are in ascending order."""
-    segments = (0, vector.numel) if vector.segments is None else vector.segments
-    firsts = [bisect_left(places, place) for place in range(call.size + 1)]
-    mine = to_owners.order(call.size).index(call.rank)
-    bounds = [segments[first] for first in firsts]
-    return _Pieces(call, vector, bounds, slice(firsts[mine], firsts[mine + 1]))
 
 
 def _broadcast(call: Operation) -> Tensor:
