@@ -258,7 +258,7 @@ def _load_kept(cache: int | None, name: str, load: Callable[[Path], Loaded]) -> 
 
 def _load_copy(content: bytes, load: Callable[[Path], Loaded]) -> Loaded:
     """Load it from memory."""
-    copy = os.memfd_create("adasum")
+    copy = os.memfd_create("compiled")
     with open(copy, "wb", closefd=False) as file:
         file.write(content)
     return _load_open(copy, load)

@@ -6,7 +6,6 @@ gloo between them.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
@@ -144,11 +143,6 @@ def test_ranks_know_their_hosts(outcome: Outcome) -> None:
         assert said["near"] == ([] if outcome.transport == "gloo" else sorted(near))
 
 
-def _linear(vectors: list[torch.Tensor]) -> torch.Tensor:
-    """Adasum of whole vectors in order, the running result first."""
-    return functools.reduce(lambda a, b: definition.pair(a, b, (0, a.numel())), vectors)
-
-
 @pytest.mark.parametrize(("op", "algorithm"), [*FLAT, *TWO_LEVEL])
 def test_answer(outcome: Outcome, op: str, algorithm: str) -> None:
     """The definition's answer, in one process in float64; the same bits on every rank."""
@@ -161,7 +155,7 @@ def test_answer(outcome: Outcome, op: str, algorithm: str) -> None:
         step = outcome.local_size if "/" in algorithm else 1
         leaves = [torch.stack(inputs[i : i + step]).mean(0) for i in range(0, outcome.size, step)]
         # A ring takes the ranks, or the hosts, one after the other.
-        order = _linear if algorithm.endswith("xring") else definition.tree
+        order = definition.line if algorithm.endswith("xring") else definition.tree
         error = definition.relative_error(answers[0], order(leaves))
         assert error <= definition.tolerance(torch.float32)
         return
