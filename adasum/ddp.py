@@ -24,8 +24,10 @@ from collectives import Average, Group, Reducer, Work, validation
 
 if TYPE_CHECKING or dist.is_available():
     from torch.distributed import GradBucket
+
+    _GROUPS = (Group, dist.ProcessGroup)
 else:
-    GradBucket = Any
+    GradBucket, _GROUPS = Any, (Group,)
 
 _logger = logging.getLogger(__name__)
 
@@ -77,6 +79,11 @@ class HookState:
         validation.timeout(timeout)
         validation.instance("calibrate", calibrate, bool, "a bool")
         require_observer(observer)
+        if not (process_group is None or isinstance(process_group, _GROUPS)):
+            raise TypeError(
+                "process_group must be a torch.distributed.ProcessGroup that this rank is in, a "
+                f"collectives.Group or None, got {type(process_group).__name__}"
+            )
         self.op = op
         self.algorithm = algorithm
         self.process_group = process_group

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from typing import Literal, overload
 
 import torch
-from typing_extensions import Unpack
 
 from collectives import validation
 from collectives.bootstrap.locality import find_locality, locality_on
-from collectives.consistency.arguments import Arguments, ReductionOptions, ScaleOptions
+from collectives.consistency.arguments import Arguments
 from collectives.consistency.calls import Calls
 from collectives.consistency.description import Call, Description
 from collectives.consistency.owner_collectives import OwnerCollectives
 from collectives.consistency.persistent import PersistentCollectives
+from collectives.consistency.reductions import Reductions
 from collectives.consistency.schedule_runs import ScheduleRuns
 from collectives.cost import LinkRates
 from collectives.execution.all_reduce import Runner
@@ -27,7 +28,7 @@ from collectives.work import Work
 Tensor = torch.Tensor
 
 
-class Group(ScheduleRuns, PersistentCollectives, OwnerCollectives):
+class Group(Reductions, ScheduleRuns, PersistentCollectives, OwnerCollectives):
     """Ranks that reduce together over one transport.
 
     Every method is a collective: all ranks of the group call the same ones in the same order. They
@@ -122,101 +123,28 @@ class Group(ScheduleRuns, PersistentCollectives, OwnerCollectives):
         validation.reducer("op", op)
         self._runner.check(parse_all_reduce_spec(algorithm), op, [])
 
-    def all_reduce(
+    @overload
+    def all_gather(
         self,
         tensor: Tensor,
-        op: Reducer = Sum,
-        *,
-        segments: Sequence[int] | None = None,
-        async_op: bool = False,
-        **options: Unpack[ReductionOptions],
-    ) -> Tensor | Work:
-        """Reduce a contiguous tensor of any shape over all ranks, in place, and return it.
-
-        Args:
-            tensor: What is reduced.
-            op: Sum, Average, or another Reducer.
-            segments: Element boundaries (0, ..., numel) for operators that work per segment.
-            async_op: See the class.
-            **options: `algorithm`, a specification such as "xring#2", "rd:16k:rechd" or
-                "rechd/vhdd" (`collectives.schedules.spec`), "auto" unless given; `name`, see the
-                class; `prescale`, a factor applied before the reduction; `postscale`, one applied
-                after it. Integers are multiplied in float64 and truncated towards zero.
-        """
-        call = self._arguments.all_reduce(tensor, op, segments, **options)
-        return self._call(call, async_op=async_op)
-
-    def grouped_all_reduce(
-        self,
-        tensors: Sequence[Tensor],
-        op: Reducer = Sum,
-        *,
-        packed: bool = False,
-        async_op: bool = False,
-        **options: Unpack[ReductionOptions],
-    ) -> list[Tensor] | Work:
-        """Reduce many tensors at once, in place, and return them as a list.
-
-        Those of one dtype, device and range of the specification travel packed in one buffer;
-        operators that work per segment take every tensor as a segment. Tensors that lie in a
-        FusedBuffer, or one behind the other in any memory, each a multiple of 64 bytes long (256 on
-        CUDA), are reduced where they are.
-
-        Args:
-            tensors: What is reduced; tensors that share memory are a ValueError.
-            op: As in all_reduce.
-            packed: Whether a specification's limits are for the elements of all tensors of a dtype
-                and device together, not for each tensor's own.
-            async_op: See the class.
-            **options: As in all_reduce.
-        """
-        call = self._arguments.grouped_all_reduce(tensors, op, packed=packed, **options)
-        return self._call(call, async_op=async_op)
-
-    def reduce(
-        self,
-        tensor: Tensor,
-        dst: int = 0,
-        op: Reducer = Sum,
         *,
         name: str | None = None,
-        async_op: bool = False,
-    ) -> Tensor | Work:
-        """Reduce a contiguous tensor onto rank `dst`, in place, and return it.
-
-        Up to 1 MiB a tree of log n steps may be what takes the least time; of a larger tensor no
-        rank allocates more than one n-th. On the other ranks the tensor holds partial results
-        afterwards, as torch.distributed's does. Sum and Average only: Adasum's result needs all
-        ranks (all_reduce).
-        """
-        return self._call(self._arguments.reduce(tensor, dst, op, name), async_op=async_op)
-
-    def reduce_scatter(
+        out: Tensor | None = None,
+        async_op: Literal[False] = False,
+    ) -> Tensor: ...
+    @overload
+    def all_gather(
         self,
         tensor: Tensor,
-        op: Reducer = Sum,
         *,
-        by_rows: bool = False,
+        name: str | None = None,
         out: Tensor | None = None,
-        async_op: bool = False,
-        **options: Unpack[ScaleOptions],
-    ) -> Tensor | Work:
-        """Reduce over all ranks and return this rank's piece; `tensor` is left as it is.
-
-        The flattened tensor is split in `size` pieces that differ by at most one element, the
-        larger ones first; rank r gets piece r, 1-D.
-
-        Args:
-            tensor: What is reduced.
-            op: As in all_reduce.
-            by_rows: Split the first dimension in that way; pieces have all others.
-            out: Where the piece is written, and what is returned; a new tensor unless given. Of the
-                piece's shape and the tensor's dtype and device, and apart from it in memory.
-            async_op: See the class.
-            **options: `name`, `prescale` and `postscale`, as in all_reduce.
-        """
-        call = self._arguments.reduce_scatter(tensor, op, by_rows, out, **options)
-        return self._call(call, async_op=async_op)
+        async_op: Literal[True],
+    ) -> Work[Tensor]: ...
+    @overload
+    def all_gather(
+        self, tensor: Tensor, *, name: str | None = None, out: Tensor | None = None, async_op: bool
+    ) -> Tensor | Work[Tensor]: ...
 
     def all_gather(
         self,
@@ -225,7 +153,7 @@ class Group(ScheduleRuns, PersistentCollectives, OwnerCollectives):
         name: str | None = None,
         out: Tensor | None = None,
         async_op: bool = False,
-    ) -> Tensor | Work:
+    ) -> Tensor | Work[Tensor]:
         """Return all ranks' tensors joined along dimension 0 in rank order.
 
         First dimensions may differ between ranks, the others may not; 0-d tensors are a ValueError.
@@ -240,6 +168,34 @@ class Group(ScheduleRuns, PersistentCollectives, OwnerCollectives):
         """
         return self._call(self._arguments.all_gather(tensor, name, out), async_op=async_op)
 
+    @overload
+    def all_to_all(
+        self,
+        tensor: Tensor,
+        splits: Sequence[int] | Tensor | None = None,
+        *,
+        name: str | None = None,
+        async_op: Literal[False] = False,
+    ) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def all_to_all(
+        self,
+        tensor: Tensor,
+        splits: Sequence[int] | Tensor | None = None,
+        *,
+        name: str | None = None,
+        async_op: Literal[True],
+    ) -> Work[tuple[Tensor, Tensor]]: ...
+    @overload
+    def all_to_all(
+        self,
+        tensor: Tensor,
+        splits: Sequence[int] | Tensor | None = None,
+        *,
+        name: str | None = None,
+        async_op: bool,
+    ) -> tuple[Tensor, Tensor] | Work[tuple[Tensor, Tensor]]: ...
+
     def all_to_all(
         self,
         tensor: Tensor,
@@ -247,7 +203,7 @@ class Group(ScheduleRuns, PersistentCollectives, OwnerCollectives):
         *,
         name: str | None = None,
         async_op: bool = False,
-    ) -> tuple[Tensor, Tensor] | Work:
+    ) -> tuple[Tensor, Tensor] | Work[tuple[Tensor, Tensor]]:
         """Send rows of the tensor to every rank; return those received, in rank order, and counts.
 
         The counts are int64, of the rows received from each rank. First dimensions may differ
@@ -262,9 +218,27 @@ class Group(ScheduleRuns, PersistentCollectives, OwnerCollectives):
         """
         return self._call(self._arguments.all_to_all(tensor, splits, name), async_op=async_op)
 
+    @overload
+    def broadcast(
+        self,
+        tensor: Tensor,
+        root: int = 0,
+        *,
+        name: str | None = None,
+        async_op: Literal[False] = False,
+    ) -> Tensor: ...
+    @overload
+    def broadcast(
+        self, tensor: Tensor, root: int = 0, *, name: str | None = None, async_op: Literal[True]
+    ) -> Work[Tensor]: ...
+    @overload
+    def broadcast(
+        self, tensor: Tensor, root: int = 0, *, name: str | None = None, async_op: bool
+    ) -> Tensor | Work[Tensor]: ...
+
     def broadcast(
         self, tensor: Tensor, root: int = 0, *, name: str | None = None, async_op: bool = False
-    ) -> Tensor | Work:
+    ) -> Tensor | Work[Tensor]:
         """Copy `root`'s tensor to every rank, in place, and return it."""
         return self._call(self._arguments.broadcast(tensor, root, name), async_op=async_op)
 

@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -21,8 +21,11 @@ _CHECK_SECONDS = 1.0
 # The communication thread looks for jobs so often after one, before it sleeps until it is woken.
 _POLL_SECONDS, _MAX_POLLS = 5e-3, 10
 
+# What the synchronous call returns.
+T_co = TypeVar("T_co", covariant=True)
 
-class Work:
+
+class Work(Generic[T_co]):
     """A collective under way.
 
     `wait()` returns what the synchronous call would have returned, or raises what it would have
@@ -48,7 +51,7 @@ class Work:
         self._worker: Worker | None = None
         self._claimable = False
 
-    def wait(self) -> Any:
+    def wait(self) -> T_co:
         """Block until the collective has ended; every wait is bounded by the group's timeout."""
         if self._claimable and self._worker is not None:
             self._worker.claim(self)
@@ -287,7 +290,7 @@ class Worker:
 
     def _queue(self, call: Callable[[], Any], streams: Sequence[torch.cuda.Stream] = ()) -> Work:
         """Put a call behind those in the queue."""
-        work = Work()
+        work: Work[Any] = Work()
         work._worker = self
         inference = torch.is_inference_mode_enabled()
 

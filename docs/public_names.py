@@ -17,6 +17,8 @@ from docutils.statemachine import StringList
 from sphinx.util.docutils import SphinxDirective
 
 KINDS = ("function", "class", "exception", "data")
+# Classes whose parts have files of their own; of an ancestor and what is above it nothing is shown.
+INHERITED = {"Group": "object", "DistributedOptimizer": "Optimizer"}
 
 
 def setup(app: Any) -> dict[str, bool]:
@@ -56,9 +58,8 @@ class PublicNames(SphinxDirective):
         lines = [f".. automodule:: {package}", "   :no-members:", ""]
         for name in sorted(kinds, key=lambda name: KINDS.index(kinds[name])):
             lines.append(f".. auto{kinds[name]}:: {package}.{name}")
-            # A group's requests are made by a part of it that has a file of its own.
-            if name == "Group":
-                lines.append("   :inherited-members:")
+            if name in INHERITED:
+                lines.append(f"   :inherited-members: {INHERITED[name]}")
             lines.append("")
         if others:
             links = ", ".join(f":py:obj:`{name} <collectives.{name}>`" for name in others)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import collectives
 from adasum.horovod.arguments import require
@@ -22,7 +22,11 @@ _looked_for_variables = False
 def init(
     comm: None = None,
     process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None,
-    **options: Any,
+    *,
+    timeout: float = 300.0,
+    process_group: dist.ProcessGroup | None = None,
+    transport: str | None = None,
+    calibrate: bool = True,
 ) -> None:
     """Connect the ranks that torchrun started; without torchrun, this process is the only rank.
 
@@ -32,8 +36,10 @@ def init(
         comm: Horovod's; must be None.
         process_sets: Process sets to add, the same on every rank. Sets may be added later in any
             case, which is what Horovod's "dynamic" asks for.
-        **options: Those of `collectives.init`: `timeout` (seconds, 300.0), `process_group` and
-            others.
+        timeout: Seconds that any step of a collective may wait for a peer.
+        process_group: The torch.distributed process group whose ranks to use.
+        transport: How tensors travel, as in `collectives.init`: "auto", "tcp", "nccl" and others.
+        calibrate: Whether to measure link rates, as in `collectives.init`.
 
     Raises:
         NotImplementedError: `comm` was given.
@@ -46,7 +52,12 @@ def init(
     if process_sets is not None:
         require("process_sets", process_sets, Sequence)
     if not is_initialized():
-        collectives.init(**options)
+        collectives.init(
+            timeout=timeout,
+            process_group=process_group,
+            transport=transport,
+            calibrate=calibrate,
+        )
     _report_ignored_variables()
     if process_sets is not None and not isinstance(process_sets, str):
         for process_set in process_sets:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial, wraps
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,19 +15,13 @@ from adasum.horovod.process_sets import ProcessSet
 from adasum.observer import Observer, require_observer
 from adasum.optimizer.backward_hooks import BackwardHooks, OptimizerOrderError
 from adasum.optimizer.bucket_reduction import BucketReducer, Reduction
+from adasum.optimizer.clipping import clip, norm_of
 from adasum.optimizer.parameters import Named, PlanBuckets
 from adasum.optimizer.state_average import average_state
 from collectives import Reducer, Sum
 
 # What GradScaler sets on an optimizer for the time of a step.
 _SCALER_STATE = ("grad_scale", "found_inf")
-
-if TYPE_CHECKING:
-    _Base = torch.optim.Optimizer
-else:
-    # `wrap` makes a class of this mixin and the wrapped optimizer's class, so that super() below is
-    # the optimizer's class.
-    _Base = object
 
 
 @dataclass
@@ -56,8 +49,12 @@ class Settings:
     local_steps: int = 1
 
 
-class DistributedMixin(_Base):
-    """The wrapped optimizer with a reduction in its step; `super()` is its own class."""
+class DistributedMixin(torch.optim.Optimizer):
+    """The wrapped optimizer with a reduction in its step.
+
+    DistributedOptimizer makes a class of a method and the wrapped optimizer's class, so that
+    super() below is the optimizer's class.
+    """
 
     # Makes GradScaler call step() always and on every rank, and leave unscaling and skipping to it,
     # so that the ranks can skip together.
@@ -170,6 +167,50 @@ class DistributedMixin(_Base):
         self._adasum_hooks.passes = passes
         self._adasum_hooks.restart()
 
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        """Clip the gradients that step() takes by the norm of all of them, and return that norm.
+
+        As `torch.nn.utils.clip_grad_norm_` does, but for gradients that are not all on this rank
+        (mode="owners"), too: then it is collective. It synchronizes first. By Adasum's delta
+        method and with local steps these are this rank's own gradients.
+
+        Args:
+            max_norm: The norm that they have at most afterwards.
+            norm_type: The p of the p-norm, above 0; inf is the largest absolute value.
+            error_if_nonfinite: Raise RuntimeError where the norm is not finite.
+            foreach: As in torch.
+
+        Raises:
+            ValueError: `norm_type` is not above 0.
+            RuntimeError: See `error_if_nonfinite`; on every rank where gradients are reduced.
+            OptimizerOrderError: With step_in_backward, where clipping comes too late.
+        """
+        if not norm_type > 0:
+            raise ValueError(f"norm_type must be above 0, not {norm_type!r}")
+        self._finish_gradients()
+        total = self._total_norm(float(norm_type), foreach)
+        if error_if_nonfinite and not bool(total.isfinite()):
+            raise RuntimeError(
+                f"the norm of order {norm_type} of the gradients is {total.item()}, so they cannot "
+                "be clipped: pass error_if_nonfinite=False to scale them by it all the same"
+            )
+        clip(self._adasum_hooks.named, max_norm, total, foreach)
+        return total
+
+    def _finish_gradients(self) -> None:
+        """Wait until the gradients are those that step() takes."""
+        self.synchronize()
+
+    def _total_norm(self, norm_type: float, foreach: bool | None) -> Tensor:
+        """Return the norm of all gradients that step() takes."""
+        return norm_of(self._adasum_hooks.named, norm_type, foreach)
+
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Do as the wrapped optimizer, and begin the step anew: a batch may be left out.
 
@@ -218,6 +259,30 @@ class DistributedMixin(_Base):
         self._refuse_in_flight("average_state()")
         if not self._adasum_settings.one_rank:
             average_state(self, self._adasum_settings.reducer.group)
+
+    def reduce_local_steps(self) -> None:
+        """Reduce now what the steps since the last reduction have changed; collective.
+
+        For the end of training, before an evaluation or a checkpoint: afterwards parameters are
+        equal on all ranks, and the next reduction is `local_steps` steps away. With local_steps=1,
+        where every step reduces, it does nothing.
+        """
+
+    def consolidate_state_dict(self, to: int | None = 0) -> None:
+        """Gather every parameter's state, so that `state_dict()` is whole; collective.
+
+        Without mode="owners", where every rank has all of its state, it does nothing. Else it holds
+        until the next step. The states are copies on the CPU, made one parameter after another:
+        beside them a rank needs no more memory than for the largest.
+
+        Args:
+            to: The rank whose state_dict is wanted, its number among the ranks that reduce
+                together; None for every rank.
+
+        Raises:
+            ValueError: `to` is no such rank.
+            TypeError: On every rank, where a state holds something that cannot be sent.
+        """
 
     def _refuse_in_flight(self, call: str) -> None:
         if self._adasum_hooks.busy:
@@ -296,84 +361,7 @@ class DistributedMixin(_Base):
 vars(DistributedMixin)["step"].hooked = True
 
 
-def wrap(
-    optimizer: torch.optim.Optimizer,
-    method: type[DistributedMixin],
-    named: Sequence[Named],
-    buckets: Sequence[Sequence[Named]],
-    settings: Settings,
-) -> torch.optim.Optimizer:
-    """Return an instance of a subclass of `method` and the optimizer's class.
-
-    It shares the optimizer's __dict__: load_state_dict on either replaces state and param_groups
-    for both.
-
-    Args:
-        optimizer: Left as it is, but for what is added to its __dict__.
-        method: One of the two methods.
-        named: (name, parameter) of every parameter, in registration order.
-        buckets: The same pairs, divided into buckets in the order of their reductions.
-        settings: What the method needs to know.
-    """
-    base = type(optimizer)
-    wrapper: Any = object.__new__(type(base.__name__, (method, base), {}))
-    wrapper.__dict__ = optimizer.__dict__
-    wrapper._adasum_base = base
-    wrapper._adasum_settings = settings
-    wrapper._adasum_unscales_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
-    wrapper._prepare()
-    reference = weakref.ref(wrapper)
-
-    def start_bucket(members: Sequence[Named], name: str) -> list[Reduction]:
-        target: Any = reference()
-        if target is None:
-            raise OptimizerOrderError(
-                "the optimizer that DistributedOptimizer returned was dropped, and the one given "
-                "to it reduces nothing: optimizer = DistributedOptimizer(optimizer) keeps it"
-            )
-        if settings.one_rank:
-            return []
-        target._densify(members)
-        return target._start_bucket(members, name)
-
-    def finish() -> None:
-        target: Any = reference()
-        if target is not None and not settings.one_rank:
-            target._finish_reductions()
-
-    wrapper._adasum_hooks = BackwardHooks(
-        named,
-        buckets,
-        start_bucket,
-        passes=settings.passes,
-        early=method._adasum_early and not settings.one_rank,
-        final=method._adasum_final,
-        finish=finish,
-    )
-    _keep_scheduler_patch(wrapper)
-    return wrapper
-
-
 def require_passes(passes: int) -> None:
     """Raise ValueError unless it is a number of backward passes."""
     if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
         raise ValueError(f"backward_passes_per_step must be an int >= 1, not {passes!r}")
-
-
-def _keep_scheduler_patch(wrapper: Any) -> None:
-    """Patch the wrapper's step as a scheduler that was made before has patched the optimizer's.
-
-    By the two marks that torch's schedulers look for, which are private to torch.
-    """
-    if wrapper.__dict__.pop("step", None) is None:
-        return
-    reference = weakref.ref(wrapper)
-
-    @wraps(type(wrapper).step)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        target: Any = reference()
-        target._opt_called = True
-        return type(target).step(target, *args, **kwargs)
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    wrapper.step = step

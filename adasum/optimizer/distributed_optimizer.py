@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable
-from functools import partial
+import weakref
+from collections.abc import Iterable, Sequence
+from functools import partial, wraps
+from typing import Any
 
 import torch
 
@@ -14,9 +16,10 @@ from adasum.horovod.arguments import require
 from adasum.horovod.capabilities import warn_of_scaled_rate
 from adasum.horovod.process_sets import ProcessSet, global_process_set, group_of
 from adasum.horovod.reduction_options import require_reducer
-from adasum.optimizer.bucket_reduction import BucketReducer
+from adasum.optimizer.backward_hooks import BackwardHooks, OptimizerOrderError
+from adasum.optimizer.bucket_reduction import BucketReducer, Reduction
 from adasum.optimizer.delta_method import DeltaMethod, DeltaMethodInBackward, steps_by_parameter
-from adasum.optimizer.distributed_mixin import DistributedMixin, Settings, require_passes, wrap
+from adasum.optimizer.distributed_mixin import DistributedMixin, Settings, require_passes
 from adasum.optimizer.gradient_method import GradientMethod
 from adasum.optimizer.local_steps import LocalStepsMethod
 from adasum.optimizer.owners_method import OwnersMethod
@@ -25,31 +28,13 @@ from adasum.reducer import UNWEIGHTED, Adasum
 from collectives import Average, Reducer, Sum, default_group
 
 
-def DistributedOptimizer(
-    optimizer: torch.optim.Optimizer,
-    named_parameters: Iterable[Named] | None = None,
-    compression: type[Compressor] = Compression.none,
-    backward_passes_per_step: int = 1,
-    op: Reducer = Average,
-    gradient_predivide_factor: float = 1.0,
-    num_groups: int = 0,
-    groups: Groups = None,
-    sparse_as_dense: bool = False,
-    process_set: ProcessSet | None = None,
-    *,
-    algorithm: str | None = None,
-    mode: str | None = None,
-    weighted: bool = True,
-    local_steps: int = 1,
-    method: str | None = None,
-    step_in_backward: bool = False,
-    memory_size: float | None = None,
-    groups_size: int | None = None,
-) -> torch.optim.Optimizer:
-    """Make an optimizer train one model on all ranks; Horovod's names and meaning.
+class DistributedOptimizer(DistributedMixin):
+    """An optimizer that trains one model on all ranks; Horovod's names and meaning.
 
-    With one rank the result computes what the plain optimizer computes, bit for bit and without
-    copies. It reduces over the group that is the default group at this call.
+    It is an instance of the given optimizer's class, too, and shares everything with it: state,
+    parameter groups, hooks. Learning-rate schedulers and GradScaler work on it. With one rank it
+    computes what the plain optimizer computes, bit for bit and without copies. It reduces over the
+    group that is the default group when it is made.
 
     Args:
         optimizer: Freshly made or resumed; can be wrapped once only.
@@ -94,70 +79,94 @@ def DistributedOptimizer(
             `groups_size` is given.
         groups_size: Buckets by size close before they grow past so many parameters.
 
-    Returns:
-        An instance of a subclass of the optimizer's class that shares everything with it: state,
-        parameter groups, hooks. Learning-rate schedulers, GradScaler and isinstance work on it.
-
     Raises:
         TypeError: `optimizer` is no optimizer, `compression` no compression, or another argument
             has the wrong type.
         ValueError: An argument has a bad value, or arguments that do not go together.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}"
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named_parameters: Iterable[Named] | None = None,
+        compression: type[Compressor] = Compression.none,
+        backward_passes_per_step: int = 1,
+        op: Reducer = Average,
+        gradient_predivide_factor: float = 1.0,
+        num_groups: int = 0,
+        groups: Groups = None,
+        sparse_as_dense: bool = False,
+        process_set: ProcessSet | None = None,
+        *,
+        algorithm: str | None = None,
+        mode: str | None = None,
+        weighted: bool = True,
+        local_steps: int = 1,
+        method: str | None = None,
+        step_in_backward: bool = False,
+        memory_size: float | None = None,
+        groups_size: int | None = None,
+    ) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}"
+            )
+        if "_adasum_hooks" in optimizer.__dict__:
+            raise ValueError("optimizer is already wrapped by DistributedOptimizer")
+        require_reducer(op)
+        if op not in (Sum, Average, Adasum):
+            raise ValueError(f"op must be Sum, Average or Adasum, not {op!r}")
+        require_compressor(compression)
+        require_passes(backward_passes_per_step)
+        require("gradient_predivide_factor", gradient_predivide_factor, int, float)
+        require("algorithm", algorithm, str, type(None))
+        require("sparse_as_dense", sparse_as_dense, bool)
+        require("step_in_backward", step_in_backward, bool)
+        require("weighted", weighted, bool)
+        if not weighted and op is not Adasum:
+            raise ValueError(
+                f"weighted=False is for op=Adasum, whose pairs have weights, not {op!r}"
+            )
+        if gradient_predivide_factor != 1.0 and op is not Average:
+            raise ValueError("gradient_predivide_factor not supported with op != Average")
+        if not 0 < gradient_predivide_factor < math.inf:
+            raise ValueError(
+                "gradient_predivide_factor must be > 0 and finite, not "
+                f"{gradient_predivide_factor!r}"
+            )
+        _check_local_steps(
+            local_steps, op, method, mode, step_in_backward, backward_passes_per_step
         )
-    if "_adasum_hooks" in optimizer.__dict__:
-        raise ValueError("optimizer is already wrapped by DistributedOptimizer")
-    require_reducer(op)
-    if op not in (Sum, Average, Adasum):
-        raise ValueError(f"op must be Sum, Average or Adasum, not {op!r}")
-    require_compressor(compression)
-    require_passes(backward_passes_per_step)
-    require("gradient_predivide_factor", gradient_predivide_factor, int, float)
-    require("algorithm", algorithm, str, type(None))
-    require("sparse_as_dense", sparse_as_dense, bool)
-    require("step_in_backward", step_in_backward, bool)
-    require("weighted", weighted, bool)
-    if not weighted and op is not Adasum:
-        raise ValueError(f"weighted=False is for op=Adasum, whose pairs have weights, not {op!r}")
-    if gradient_predivide_factor != 1.0 and op is not Average:
-        raise ValueError("gradient_predivide_factor not supported with op != Average")
-    if not 0 < gradient_predivide_factor < math.inf:
-        raise ValueError(
-            f"gradient_predivide_factor must be > 0 and finite, not {gradient_predivide_factor!r}"
+        kind = _method(optimizer, op, method, mode, step_in_backward, local_steps)
+        groups = _groups_of(num_groups, groups)
+        named = name_parameters(optimizer, named_parameters)
+        asked, op = op, op if weighted else UNWEIGHTED
+        members = default_group() if process_set is None else group_of(process_set)
+        group = members or default_group()
+        if algorithm is not None:
+            try:
+                group.check_algorithm(algorithm, op)
+            except ValueError as error:
+                raise ValueError(f"algorithm={algorithm!r}: {error}") from None
+        reducer = BucketReducer(group, op, compression, algorithm)
+        if gradient_predivide_factor != 1.0:
+            reducer.op = Sum
+            reducer.prescale = 1.0 / gradient_predivide_factor
+            reducer.postscale = gradient_predivide_factor / group.size
+        by_size = partial(plan_buckets, memory_size=memory_size, groups_size=groups_size)
+        settings = Settings(
+            reducer,
+            by_size,
+            backward_passes_per_step,
+            sparse_as_dense,
+            one_rank=members is None or members.size == 1,
+            op=asked,
+            process_set=process_set or global_process_set,
+            local_steps=local_steps,
         )
-    _check_local_steps(local_steps, op, method, mode, step_in_backward, backward_passes_per_step)
-    kind = _method(optimizer, op, method, mode, step_in_backward, local_steps)
-    groups = _groups_of(num_groups, groups)
-    named = name_parameters(optimizer, named_parameters)
-    asked, op = op, op if weighted else UNWEIGHTED
-    members = default_group() if process_set is None else group_of(process_set)
-    group = members or default_group()
-    if algorithm is not None:
-        try:
-            group.check_algorithm(algorithm, op)
-        except ValueError as error:
-            raise ValueError(f"algorithm={algorithm!r}: {error}") from None
-    reducer = BucketReducer(group, op, compression, algorithm)
-    if gradient_predivide_factor != 1.0:
-        reducer.op = Sum
-        reducer.prescale = 1.0 / gradient_predivide_factor
-        reducer.postscale = gradient_predivide_factor / group.size
-    by_size = partial(plan_buckets, memory_size=memory_size, groups_size=groups_size)
-    settings = Settings(
-        reducer,
-        by_size,
-        backward_passes_per_step,
-        sparse_as_dense,
-        one_rank=members is None or members.size == 1,
-        op=asked,
-        process_set=process_set or global_process_set,
-        local_steps=local_steps,
-    )
-    if asked is Adasum:
-        warn_of_scaled_rate(algorithm)
-    return wrap(optimizer, kind, named, by_size(named, groups), settings)
+        if asked is Adasum:
+            warn_of_scaled_rate(algorithm)
+        _wrap(self, optimizer, kind, named, by_size(named, groups), settings)
 
 
 def _check_local_steps(
@@ -248,3 +257,90 @@ def _check_owners(
             f"mode='owners' needs an optimizer that steps each parameter by itself, which "
             f"{type(optimizer).__name__} does not: pass mode=None"
         )
+
+
+def _wrap(
+    wrapper: Any,
+    optimizer: torch.optim.Optimizer,
+    method: type[DistributedMixin],
+    named: Sequence[Named],
+    buckets: Sequence[Sequence[Named]],
+    settings: Settings,
+) -> None:
+    """Make `wrapper` an instance of a subclass of its class, `method` and the optimizer's class.
+
+    It shares the optimizer's __dict__: load_state_dict on either replaces state and param_groups
+    for both.
+
+    Args:
+        wrapper: A DistributedOptimizer without attributes.
+        optimizer: Left as it is, but for what is added to its __dict__.
+        method: How the ranks reduce.
+        named: (name, parameter) of every parameter, in registration order.
+        buckets: The same pairs, divided into buckets in the order of their reductions.
+        settings: What the method needs to know.
+    """
+    base = type(optimizer)
+    # Not in __new__, so that the one signature that editors and type checkers see is __init__'s.
+    both = type(base.__name__, (type(wrapper), method, base), {})
+    try:
+        wrapper.__class__ = both
+    except TypeError as error:
+        raise TypeError(
+            f"optimizer must keep all attributes in its __dict__, which {base.__name__} does not: "
+            "take __slots__ out of its class"
+        ) from error
+    wrapper.__dict__ = optimizer.__dict__
+    wrapper._adasum_base = base
+    wrapper._adasum_settings = settings
+    wrapper._adasum_unscales_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
+    wrapper._prepare()
+    reference = weakref.ref(wrapper)
+
+    def start_bucket(members: Sequence[Named], name: str) -> list[Reduction]:
+        target: Any = reference()
+        if target is None:
+            raise OptimizerOrderError(
+                "the optimizer that DistributedOptimizer returned was dropped, and the one given "
+                "to it reduces nothing: optimizer = DistributedOptimizer(optimizer) keeps it"
+            )
+        if settings.one_rank:
+            return []
+        target._densify(members)
+        return target._start_bucket(members, name)
+
+    def finish() -> None:
+        target: Any = reference()
+        if target is not None and not settings.one_rank:
+            target._finish_reductions()
+
+    wrapper._adasum_hooks = BackwardHooks(
+        named,
+        buckets,
+        start_bucket,
+        passes=settings.passes,
+        early=method._adasum_early and not settings.one_rank,
+        final=method._adasum_final,
+        finish=finish,
+    )
+    _keep_scheduler_patch(wrapper)
+    return wrapper
+
+
+def _keep_scheduler_patch(wrapper: Any) -> None:
+    """Patch the wrapper's step as a scheduler that was made before has patched the optimizer's.
+
+    By the two marks that torch's schedulers look for, which are private to torch.
+    """
+    if wrapper.__dict__.pop("step", None) is None:
+        return
+    reference = weakref.ref(wrapper)
+
+    @wraps(type(wrapper).step)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        target: Any = reference()
+        target._opt_called = True
+        return type(target).step(target, *args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    wrapper.step = step

@@ -72,52 +72,9 @@ class GradientMethod(DistributedMixin):
         self._adasum_synchronized_by_user = False
         return result
 
-    def clip_grad_norm_(
-        self,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-        foreach: bool | None = None,
-    ) -> Tensor:
-        """Clip the reduced gradients by the norm of all of them, and return that norm.
-
-        As torch.nn.utils.clip_grad_norm_ does, but for gradients that are not all on this rank
-        (mode="owners"), too: then it is collective. It synchronizes first.
-
-        Args:
-            max_norm: The norm that they have at most afterwards.
-            norm_type: The p of the p-norm, above 0; inf is the largest absolute value.
-            error_if_nonfinite: Raise RuntimeError where the norm is not finite.
-            foreach: As in torch.
-
-        Raises:
-            ValueError: `norm_type` is not above 0.
-            RuntimeError: See `error_if_nonfinite`; on every rank.
-        """
-        if not norm_type > 0:
-            raise ValueError(f"norm_type must be above 0, not {norm_type!r}")
+    def _finish_gradients(self) -> None:
+        # Not `synchronize`, after which step() is to be within skip_synchronize().
         self._adasum_hooks.synchronize()
-        total = self._total_norm(float(norm_type), foreach)
-        if error_if_nonfinite and not bool(total.isfinite()):
-            raise RuntimeError(
-                f"the norm of order {norm_type} of the gradients is {total.item()}, so they cannot "
-                "be clipped: pass error_if_nonfinite=False to scale them by it all the same"
-            )
-        dense = [p for _, p in self._adasum_hooks.named if p.grad is None or not p.grad.is_sparse]
-        torch.nn.utils.clip_grads_with_norm_(dense, max_norm, total, foreach)
-        coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        for _, parameter in self._adasum_hooks.named:
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                parameter.grad = parameter.grad * coefficient.to(parameter.grad)
-        return total
-
-    def _total_norm(self, norm_type: float, foreach: bool | None) -> Tensor:
-        """Return the norm of all gradients that this rank has."""
-        gradients = [p.grad.detach() for _, p in self._adasum_hooks.named if p.grad is not None]
-        values = [each.coalesce().values() if each.is_sparse else each for each in gradients]
-        # Of no elements there is no largest.
-        values = [each for each in values if each.numel()]
-        return torch.nn.utils.get_total_norm(values, norm_type, foreach=foreach)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Do as the wrapped optimizer, but keep gradients that lie in a bucket's buffer, as zeros.

@@ -45,11 +45,7 @@ class LocalStepsMethod(DeltaMethod):
         return result
 
     def reduce_local_steps(self) -> None:
-        """Reduce now what the steps since the last reduction have changed; collective.
-
-        For the end of training, before an evaluation or a checkpoint: afterwards parameters are
-        equal on all ranks, and the next reduction is `local_steps` steps away.
-        """
+        """Reduce the difference now, and begin a period anew."""
         if self._adasum_settings.one_rank:
             return
         self._remember_start()

@@ -233,19 +233,7 @@ class OwnersMethod(GradientMethod):
         return total[0].to(torch.promote_types(widest.to_real(), torch.float32))
 
     def consolidate_state_dict(self, to: int | None = 0) -> None:
-        """Gather every parameter's state, so that `state_dict()` is whole; collective.
-
-        Until the next step. The states are copies on the CPU, made one parameter after another:
-        beside them a rank needs no more memory than for the largest.
-
-        Args:
-            to: The rank whose state_dict is wanted, its number among the ranks that reduce
-                together; None for every rank.
-
-        Raises:
-            ValueError: `to` is no such rank.
-            TypeError: On every rank, where a state holds something that cannot be sent.
-        """
+        """Gather every parameter's state: `DistributedMixin.consolidate_state_dict`."""
         self._refuse_in_flight("consolidate_state_dict()")
         if self._adasum_settings.one_rank:
             return

@@ -108,7 +108,7 @@ class Calls:
         on_gpu = any(tensor.is_cuda for tensor in call.tensors)
         if on_gpu and torch.cuda.is_current_stream_capturing():
             # The graph takes what this thread's stream gets, not the communication thread's.
-            done = Work()
+            done: Work[Any] = Work()
             done.run(lambda: self.queue.run(kind, rest, call.memory))
             return done
         work: Work = self.queue.run(kind, rest, call.memory, async_op=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, overload
 
 import torch
 from typing_extensions import Unpack
@@ -28,6 +29,37 @@ class OwnerCollectives:
         """Return each tensor's owner: the rank with the fewest elements so far, the first such."""
         return owners(numels, self.size)
 
+    @overload
+    def reduce_to_owners(
+        self,
+        tensors: Sequence[Tensor],
+        op: Reducer = Sum,
+        *,
+        owners: Sequence[int] | None = None,
+        async_op: Literal[False] = False,
+        **options: Unpack[ScaleOptions],
+    ) -> list[int]: ...
+    @overload
+    def reduce_to_owners(
+        self,
+        tensors: Sequence[Tensor],
+        op: Reducer = Sum,
+        *,
+        owners: Sequence[int] | None = None,
+        async_op: Literal[True],
+        **options: Unpack[ScaleOptions],
+    ) -> Work[list[int]]: ...
+    @overload
+    def reduce_to_owners(
+        self,
+        tensors: Sequence[Tensor],
+        op: Reducer = Sum,
+        *,
+        owners: Sequence[int] | None = None,
+        async_op: bool,
+        **options: Unpack[ScaleOptions],
+    ) -> list[int] | Work[list[int]]: ...
+
     def reduce_to_owners(
         self,
         tensors: Sequence[Tensor],
@@ -36,7 +68,7 @@ class OwnerCollectives:
         owners: Sequence[int] | None = None,
         async_op: bool = False,
         **options: Unpack[ScaleOptions],
-    ) -> list[int] | Work:
+    ) -> list[int] | Work[list[int]]:
         """Reduce each tensor onto its owner alone, in place; return the owners.
 
         Op as in reduce. What the other ranks' tensors hold afterwards has no meaning.
@@ -59,6 +91,34 @@ class OwnerCollectives:
         """Return the ranks in the order in which reduce_to_owners wants their tensors in memory."""
         return to_owners.order(self.size)
 
+    @overload
+    def broadcast_from_owners(
+        self,
+        tensors: Sequence[Tensor],
+        *,
+        owners: Sequence[int] | None = None,
+        name: str | None = None,
+        async_op: Literal[False] = False,
+    ) -> list[Tensor]: ...
+    @overload
+    def broadcast_from_owners(
+        self,
+        tensors: Sequence[Tensor],
+        *,
+        owners: Sequence[int] | None = None,
+        name: str | None = None,
+        async_op: Literal[True],
+    ) -> Work[list[Tensor]]: ...
+    @overload
+    def broadcast_from_owners(
+        self,
+        tensors: Sequence[Tensor],
+        *,
+        owners: Sequence[int] | None = None,
+        name: str | None = None,
+        async_op: bool,
+    ) -> list[Tensor] | Work[list[Tensor]]: ...
+
     def broadcast_from_owners(
         self,
         tensors: Sequence[Tensor],
@@ -66,7 +126,7 @@ class OwnerCollectives:
         owners: Sequence[int] | None = None,
         name: str | None = None,
         async_op: bool = False,
-    ) -> list[Tensor] | Work:
+    ) -> list[Tensor] | Work[list[Tensor]]:
         """Copy each tensor to every rank, in place, from its owner, and return them as a list.
 
         Owners are those that reduce_to_owners was given, or else chose.

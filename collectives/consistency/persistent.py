@@ -29,7 +29,7 @@ class PersistentCollectives:
         segments: Sequence[int] | None = None,
         negotiate: bool = True,
         **options: Unpack[ReductionOptions],
-    ) -> Request:
+    ) -> Request[Tensor]:
         """Make, with all ranks, an `all_reduce` that is then started any number of times.
 
         Arguments as all_reduce. Making it is negotiated, and so is each start; making it while a
@@ -48,7 +48,7 @@ class PersistentCollectives:
         packed: bool = False,
         negotiate: bool = True,
         **options: Unpack[ReductionOptions],
-    ) -> Request:
+    ) -> Request[list[Tensor]]:
         """Make, with all ranks, a `grouped_all_reduce` that is started any number of times.
 
         Arguments as grouped_all_reduce; negotiate as for all_reduce_init.
@@ -64,7 +64,7 @@ class PersistentCollectives:
         by_rows: bool = False,
         out: Tensor | None = None,
         **options: Unpack[ScaleOptions],
-    ) -> Request:
+    ) -> Request[Tensor]:
         """Make, with all ranks, a `reduce_scatter` that is started any number of times.
 
         Arguments as reduce_scatter. Each wait() returns a new tensor, unless it is to write to
@@ -73,7 +73,9 @@ class PersistentCollectives:
         call = self._arguments.reduce_scatter(tensor, op, by_rows, out, **options)
         return Request(self._call, call)
 
-    def broadcast_init(self, tensor: Tensor, root: int = 0, *, name: str | None = None) -> Request:
+    def broadcast_init(
+        self, tensor: Tensor, root: int = 0, *, name: str | None = None
+    ) -> Request[Tensor]:
         """Make, with all ranks, a `broadcast` that is started any number of times."""
         return Request(self._call, self._arguments.broadcast(tensor, root, name))
 
@@ -85,7 +87,7 @@ class PersistentCollectives:
         owners: Sequence[int] | None = None,
         negotiate: bool = True,
         **options: Unpack[ScaleOptions],
-    ) -> Request:
+    ) -> Request[list[int]]:
         """Make, with all ranks, a `reduce_to_owners` that is started any number of times.
 
         Arguments as reduce_to_owners; negotiate as for all_reduce_init.

@@ -6,7 +6,7 @@ The meaning is that of MPI-4's persistent collectives (MPI_Allreduce_init, MPI_S
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Generic, TypeVar
 
 import torch
 
@@ -16,9 +16,11 @@ from collectives.consistency.description import Call
 from collectives.work import Work
 
 Tensor = torch.Tensor
+# What the direct call returns.
+T_co = TypeVar("T_co", covariant=True)
 
 
-class Request:
+class Request(Generic[T_co]):
     """A collective on a rank's buffers that can be started again and again.
 
     ::
@@ -45,7 +47,7 @@ class Request:
 
     def __init__(self, calls: Calls, call: Call, *, negotiate: bool = True) -> None:
         self._calls = calls
-        self._work: Work | None = None
+        self._work: Work[T_co] | None = None
         self._closed = False
         self._bind(calls.number(call) if negotiate else call)
 
@@ -57,7 +59,7 @@ class Request:
         self._kinds = [(tensor.shape, tensor.dtype, tensor.device) for tensor in call.tensors]
         self._shared = self._calls.plan(call)
 
-    def start(self, tensor: Tensor | Sequence[Tensor] | None = None) -> Work:
+    def start(self, tensor: Tensor | Sequence[Tensor] | None = None) -> Work[T_co]:
         """Start the collective.
 
         Args:
@@ -93,7 +95,7 @@ class Request:
                 )
         self._bind(self._call._replace(tensors=tensors))
 
-    def wait(self) -> Any:
+    def wait(self) -> T_co:
         """Block until the collective has ended; return what the direct call returns.
 
         On CUDA this orders the current stream behind the collective instead of blocking the host.
@@ -140,7 +142,7 @@ class Request:
         self.release()
         self._closed = True
 
-    def _started(self) -> Work:
+    def _started(self) -> Work[T_co]:
         self._check_open()
         if self._work is None:
             raise RuntimeError(f"{self!r} was not started: call start() first")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, overload
 
 import torch
 from typing_extensions import Unpack
@@ -23,6 +24,40 @@ class ScheduleRuns:
     _call: Calls
     _arguments: Arguments
 
+    @overload
+    def run(
+        self,
+        schedule: Schedule,
+        tensor: Tensor,
+        op: Reducer = Sum,
+        *,
+        segments: Sequence[int] | None = None,
+        async_op: Literal[False] = False,
+        **options: Unpack[ScaleOptions],
+    ) -> Tensor: ...
+    @overload
+    def run(
+        self,
+        schedule: Schedule,
+        tensor: Tensor,
+        op: Reducer = Sum,
+        *,
+        segments: Sequence[int] | None = None,
+        async_op: Literal[True],
+        **options: Unpack[ScaleOptions],
+    ) -> Work[Tensor]: ...
+    @overload
+    def run(
+        self,
+        schedule: Schedule,
+        tensor: Tensor,
+        op: Reducer = Sum,
+        *,
+        segments: Sequence[int] | None = None,
+        async_op: bool,
+        **options: Unpack[ScaleOptions],
+    ) -> Tensor | Work[Tensor]: ...
+
     def run(
         self,
         schedule: Schedule,
@@ -32,7 +67,7 @@ class ScheduleRuns:
         segments: Sequence[int] | None = None,
         async_op: bool = False,
         **options: Unpack[ScaleOptions],
-    ) -> Tensor | Work:
+    ) -> Tensor | Work[Tensor]:
         """Reduce a contiguous tensor over all ranks, in place, by your own all-reduce schedule.
 
         It is verified before anything is sent, once for as long as it is one of the latest; keep
@@ -59,7 +94,7 @@ class ScheduleRuns:
         *,
         segments: Sequence[int] | None = None,
         **options: Unpack[ScaleOptions],
-    ) -> Request:
+    ) -> Request[Tensor]:
         """Make, with all ranks, a `run` that is started any number of times. Arguments as run."""
         call = self._arguments.run(schedule, tensor, op, segments, **options)
         return Request(self._call, call)

@@ -103,7 +103,7 @@ SIGNATURES: dict[str, tuple[Any, list[Strategy], dict[str, Strategy]]] = {
         {
             "op": OP,
             "algorithm": value(None, "vhdd"),
-            "process_group": value(None),
+            "process_group": value(None, 3),
             "timeout": value(1.0, 0, -1),
             "named_parameters": value((), [("a", torch.ones(1))]),
             "calibrate": value(True, False),

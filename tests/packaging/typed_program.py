@@ -1,0 +1,103 @@
+"""A user's program, whose types `test_types` has mypy and pyright check; it runs on one rank, too.
+
+`assert_type` holds what a checker infers. A line that a checker must refuse says so with an ignore
+comment, and an ignore comment without an error is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
+from typing_extensions import assert_type
+
+import adasum as hvd
+import kernels
+from collectives import Group, Request, Work, default_group
+
+
+def train(model: torch.nn.Linear) -> hvd.DistributedOptimizer:
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.AdamW(model.parameters(), lr=0.01),
+        named_parameters=model.named_parameters(),
+        compression=hvd.Compression.fp16,
+        op=hvd.Average,
+    )
+    assert_type(optimizer, hvd.DistributedOptimizer)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
+    optimizer.set_backward_passes_per_step(2)
+    for _ in range(optimizer.backward_passes_per_step):
+        model(torch.randn(8, 4)).square().mean().backward()
+    assert_type(optimizer.clip_grad_norm_(1.0), Tensor)
+    optimizer.synchronize()
+    clip_grad_norm_(model.parameters(), 1.0)
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    scheduler.step()
+    optimizer.zero_grad()
+    optimizer.reduce_local_steps()
+    optimizer.average_state()
+    optimizer.consolidate_state_dict(to=0)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert_type(optimizer.process_set, hvd.ProcessSet)
+    return optimizer
+
+
+def communicate(group: Group, flag: bool) -> None:
+    ones, rows = torch.ones(3), torch.ones(2, 2)
+    assert_type(group.all_reduce(ones), Tensor)
+    assert_type(group.all_reduce(ones, hvd.Adasum, algorithm="rd", async_op=False), Tensor)
+    work = group.all_reduce(ones, async_op=True, name="gradient")
+    assert_type(work, Work[Tensor])
+    assert_type(work.wait(), Tensor)
+    either = group.all_reduce(ones, async_op=flag)
+    assert_type(either.wait() if isinstance(either, Work) else either, Tensor)
+    assert_type(group.grouped_all_reduce([ones, rows]), list[Tensor])
+    assert_type(group.grouped_all_reduce([ones, rows], async_op=True), Work[list[Tensor]]).wait()
+    assert_type(group.reduce(ones, 0, async_op=True), Work[Tensor]).wait()
+    assert_type(group.reduce_scatter(ones, prescale=0.5), Tensor)
+    assert_type(group.all_gather(ones, async_op=True), Work[Tensor]).wait()
+    assert_type(group.all_to_all(rows), tuple[Tensor, Tensor])
+    assert_type(group.all_to_all(rows, async_op=True).wait(), tuple[Tensor, Tensor])
+    assert_type(group.broadcast(ones, root=0), Tensor)
+    assert_type(group.reduce_to_owners([ones]), list[int])
+    assert_type(group.broadcast_from_owners([ones], async_op=True).wait(), list[Tensor])
+    request = group.all_reduce_init(ones)
+    assert_type(request, Request[Tensor])
+    assert_type(request.start(), Work[Tensor])
+    assert_type(request.wait(), Tensor)
+    assert_type(group.all_gather_bytes(b"a"), list[bytes])
+    assert_type(kernels.sum_n([ones, ones]), Tensor)
+    assert_type(hvd.allreduce(ones, op=hvd.Sum), Tensor)
+
+
+def wrong(model: torch.nn.Linear, group: Group) -> list[Callable[[], Any]]:
+    """Return mistakes that an editor shows, and that are errors when they are made."""
+    sgd, asynchronous = torch.optim.SGD(model.parameters()), True
+    return [
+        lambda: hvd.DistributedOptimizer(model),  # type: ignore
+        lambda: hvd.DistributedOptimizer(sgd, operator=hvd.Sum),  # type: ignore
+        lambda: hvd.DistributedOptimizer(sgd).synchronise(),  # type: ignore
+        lambda: hvd.init(time_out=1.0),  # type: ignore
+        lambda: hvd.init(None, None, 1.0),  # type: ignore
+        lambda: group.all_reduce(torch.ones(1), async_op=asynchronous).shape,  # type: ignore
+        lambda: group.all_reduce(torch.ones(1), algorthm="rd"),  # type: ignore
+        lambda: hvd.HookState(process_group=3),  # type: ignore
+    ]
+
+
+def main() -> None:
+    hvd.init(timeout=60.0, calibrate=False)
+    torch.manual_seed(hvd.rank())
+    model = torch.nn.Linear(4, 2)
+    optimizer = train(model)
+    assert isinstance(optimizer, hvd.DistributedOptimizer)
+    assert isinstance(optimizer, torch.optim.AdamW)
+    communicate(default_group(), False)
+
+
+if __name__ == "__main__":
+    main()
