@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -96,6 +97,7 @@ def page(results: Results) -> str:
         ("Rivals at their best", lambda r: sweep_table(r, r.tuned_rows())),
         ("One rank's rate", lambda r: sweep_table(r, r.untuned_rows())),
         ("To the target", target_table),
+        ("Noise", noise_table),
         ("Weights", weights_table),
         ("The range of rates", rates_table),
         ("Local steps", local_table),
@@ -130,9 +132,10 @@ def tuning_table(results: Results) -> Iterator[str]:
         for cell in cells:
             groups.setdefault((cell.rate, cell.warm_up, cell.clip), []).append(cell)
         for (rate, warm_up, clip), group in groups.items():
-            chosen = (
-                "yes" if (frozen.rate, frozen.warm_up, frozen.clip) == (rate, warm_up, clip) else ""
-            )
+            chosen = ""
+            if (frozen.rate, frozen.warm_up, frozen.clip) == (rate, warm_up, clip):
+                rates = [cell.rate for cell in cells]
+                chosen = "yes, at the edge" if rate in (min(rates), max(rates)) else "yes"
             scores = _listed(results.scores(group))
             label = METHODS[method].label
             yield f"| {label} | {rate:.6g} | {warm_up:g} | {clip} | {scores} | {chosen} |"
@@ -174,6 +177,21 @@ def target_table(results: Results) -> Iterator[str]:
                 else:
                     row += " | |"
                 yield row
+
+
+def noise_table(results: Results) -> Iterator[str]:
+    """Yield the simple noise scale, variance / squared gradient, beside the batch of all ranks.
+
+    Both are means over looks and seeds, of Average at one rank's rate, before they are divided: a
+    quotient of single steps is mostly their own noise. Source: arXiv 1812.06162.
+    """
+    yield from _head("ranks", "examples a step", "noise scale, examples", "past it")
+    for n, cells in results.untuned_rows()["Average"].items():
+        pairs = [pair for cell in cells for pair in results(cell)["noise"]]
+        variance, square = (statistics.mean(column) for column in zip(*pairs, strict=True))
+        scale = results.task.batch * variance / square if square > 0 else math.inf
+        step = n * results.task.batch
+        yield f"| {n} | {step} | {scale:.0f} | {'yes' if step > scale else ''} |"
 
 
 def weights_table(results: Results) -> Iterator[str]:
