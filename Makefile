@@ -5,6 +5,7 @@
 #   make bench PYTEST_ARGS='--bench-rows "sum_n n=5"'   some rows, by their names in the tables
 #   make bench PYTEST_ARGS=--benchmark-compare=old.json beside a copy of an earlier out/bench.json
 #   make gpu GPU_ARGS="--minutes 9"    as much as fits; without network: PYTHONPATH=. python -m bench.gpu
+#   make evidence EVIDENCE_ARGS="--minutes 100"   a piece of it; --bill, --check CELL and --report, too
 #   make demo PIP_ARGS="..."           arguments for pip, e.g. an index of CPU-only torch wheels
 #
 # Where PYTHON already has a torch that sees a GPU, .venv borrows it: its torch fits that machine's driver, and a second
@@ -32,8 +33,8 @@ help:  ## this list
 demo: $(READY)  ## train on handwritten digits: Sum, Average, Adasum at 1, 2, 4, 8 ranks
 	$(PY) examples/compare_digits.py --out $(OUT)
 
-evidence: $(READY)  ## the trainings behind docs/evidence: about an hour on two cores that others use, too
-	for each in digits rates text orthogonality; do $(PY) examples/evidence_$$each.py || exit 1; done
+evidence: $(READY)  ## run what is missing of docs/evidence/protocol.md: tables and plots; again to go on
+	PYTHONPATH=examples $(PY) -m evidence $(EVIDENCE_ARGS)
 
 # Two files at a time have more threads than there are cores: one that spins keeps the one it waits for from running.
 test test-slow test-kernels test-collectives test-emulated: export OMP_WAIT_POLICY = passive

@@ -122,12 +122,18 @@ def train(
     epochs: int = EPOCHS,
     learning_rate: float = LEARNING_RATE,
     momentum: float = 0.0,
+    model: LeNet | None = None,
 ) -> Run:
-    """Train on all ranks; return the steps on every rank, the accuracies on rank 0 alone."""
+    """Train on all ranks; return the steps on every rank, the accuracies on rank 0 alone.
+
+    Ranks that are threads share torch's generator: seed it and make their models before.
+    """
     started = time.perf_counter()
     rank, size = hvd.rank(), hvd.size()
-    torch.manual_seed(seed)
-    model = LeNet().to(digits.images.device)
+    if model is None:
+        torch.manual_seed(seed)
+        model = LeNet()
+    model = model.to(digits.images.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=momentum)
 
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)

@@ -1,218 +1,403 @@
-"""The scripts behind docs/evidence on a small scale: their files and what these hold."""
+"""The code behind docs/evidence/protocol.md: rivals, intervals, stages, resuming, checking."""
 
 from __future__ import annotations
 
-import copy
+import dataclasses
+import gzip
 import importlib
+import io
+import itertools
 import json
+import lzma
 import math
+import os
+import subprocess
 import sys
+import tarfile
+import zlib
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
-import collectives
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def load(monkeypatch):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    return importlib.import_module
-
-
-@pytest.fixture
-def run(load, monkeypatch, tmp_path):
-    """The JSON that a script writes, run with --quick in this process."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
     threads = torch.get_num_threads()
-
-    def run_quickly(name: str, *options: str) -> dict:
-        script = load(f"evidence_{name}")
-        arguments = [script.__file__, "--quick", "--out", str(tmp_path), *options]
-        monkeypatch.setattr(sys, "argv", arguments)
-        script.main()
-        return json.loads((tmp_path / f"{name}.json").read_text())
-
-    yield run_quickly
+    yield lambda name: importlib.import_module(f"evidence.{name}")
     torch.set_num_threads(threads)
 
 
-def is_picture(path: Path) -> bool:
-    from PIL import Image
-
-    with Image.open(path) as picture:
-        return picture.format == "PNG" and len(picture.convert("RGB").getcolors(2**24)) > 100
+def parameter(*values: float) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.tensor(values, dtype=torch.float64))
 
 
-@pytest.mark.slow
-def test_text_evidence_compares_every_row(run, tmp_path, load):
-    answer = run("text", "--workers", "1")
-
-    text = load("evidence_text")
-    final = {(r["label"], r["ranks"]): r["looks"][-1] for r in answer["runs"]}
-    assert set(final) == {("one rank", 1), *((row.label, 4) for row in text.ROWS)}
-    # 16 batches of which each of four ranks takes one a step.
-    assert {step for (_, ranks), (step, _) in final.items() if ranks == 4} == {4}
-    # AdamW steps by a gradient's direction; its eps of 1e-8 is far below these gradients.
-    assert final["Sum", 4][1] == pytest.approx(final["Average", 4][1], rel=1e-3)
-    assert final["Adasum of deltas", 4][1] != pytest.approx(final["Average", 4][1], rel=1e-3)
-    assert all(run["rate"] == answer["rate"] for run in answer["runs"] if "×" not in run["label"])
-    assert {run["rate"] / answer["rate"] for run in answer["runs"] if "×" in run["label"]} == {2.0}
-    assert answer["rate"] == min(answer["tuning"], key=lambda row: row["mean"])["rate"]
-    assert len(answer["text"]["sha256"]) == 64
-    assert answer["machine"]["torch"] == torch.__version__
-    tables = (tmp_path / "text.md").read_text()
-    # Every final loss once, and all but one rank's and Average's own beside Average's.
-    assert tables.count("±") == len(final) + len(final) - 2
-    assert is_picture(tmp_path / "text.png")
+def random_gradients(count: int, size: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(size, generator=generator, dtype=torch.float64) for _ in range(count)]
 
 
-def test_text_gains_are_taken_seed_by_seed(load):
-    text = load("evidence_text")
-
-    def run(label: str, seed: int, *losses: float):
-        looks = [(10 * i, loss) for i, loss in enumerate(losses, 1)]
-        return text.Run(label, 4, seed, 0.1, 10 * len(losses), looks)
-
-    runs = [
-        *(run("Average", seed, 3.0, 2.0 + seed) for seed in (0, 1)),
-        run("Adasum of deltas", 0, 1.9, 1.5),
-        run("Adasum of deltas", 1, 4.0, 3.5),
-        run("Adasum of gradients", 0, 2.5, 2.25),
-        run("Adasum of gradients", 1, 3.5, 3.25),
-    ]
-    # Differences -0.5 and +0.5: mean 0, a standard deviation of sqrt(1/2).
-    assert text.gains(runs).splitlines()[2:] == [
-        "| Adasum of deltas | +0.000 ± 0.707, 10 steps (1 of 2 seeds) |",
-        "| Adasum of gradients | +0.250 ± 0.000, never |",
-    ]
+# A few float64 operations a step, whose roundings grow by less than ten over these steps.
+CLOSE = 100 * torch.finfo(torch.float64).eps
 
 
-def test_text_split_keeps_paragraphs_whole(load):
-    characters = load("char_transformer")
-    text = characters.Text.load()
-
-    parts = [text.training, text.tuning, text.test]
-    assert sum(map(len, parts)) == text.characters
-    assert all(part.min() >= 0 and part.max() <= len(characters.ALPHABET) for part in parts)
-    # Topics quote each other: with its repetitions a fifth of the text would be in two parts. What
-    # is left are headings and rules of tables, 1 % with Python 3.11.
-    training = "".join(map(chr, text.training.tolist()))
-    for part in parts[1:]:
-        windows = ["".join(map(chr, window)) for window in part.unfold(0, 100, 50).tolist()]
-        assert sum(window in training for window in windows) < 0.03 * len(windows)
-
-
-def test_text_windows_of_one_seed_are_equal_and_shift_by_one(load):
-    characters = load("char_transformer")
-    text = torch.arange(1000)
-    windows = characters.batches(text, 3, 2, seed=5)
-
-    assert windows.shape == (3, 2, characters.CONTEXT + 1)
-    assert bool((windows.diff(dim=-1) == 1).all())
-    assert torch.equal(windows, characters.batches(text, 3, 2, seed=5))
-    assert not torch.equal(windows, characters.batches(text, 3, 2, seed=6))
+def test_lars_takes_the_steps_of_its_paper(load):
+    weight = parameter(3.0, -4.0)
+    optimizer = load("optimizers").LARS([weight], lr=2.0, momentum=0.9, weight_decay=0.1, trust=0.5)
+    w, v = weight.detach().numpy().copy(), numpy.zeros(2)
+    for gradient in random_gradients(3, 2):
+        g = gradient.numpy()
+        local = 0.5 * numpy.linalg.norm(w) / (numpy.linalg.norm(g) + 0.1 * numpy.linalg.norm(w))
+        v = 0.9 * v + 2.0 * local * (g + 0.1 * w)
+        w = w - v
+        weight.grad = gradient
+        optimizer.step()
+        assert numpy.allclose(weight.detach().numpy(), w, rtol=CLOSE, atol=CLOSE)
 
 
-def test_transformer_output_does_not_depend_on_later_characters(load):
-    model = load("char_transformer").Transformer()
-    first = torch.randint(1, 90, (1, 20))
-    second = first.clone()
-    second[:, 12:] = 1 + (second[:, 12:] + 3) % 90
-    one, two = model(first), model(second)
-    assert torch.allclose(one[:, :12], two[:, :12])
-    assert not torch.allclose(one[:, 12:], two[:, 12:])
+def test_lars_moves_a_weight_of_zero(load):
+    weight = parameter(0.0, 0.0)
+    optimizer = load("optimizers").LARS([weight], lr=10.0, trust=0.01)
+    weight.grad = torch.tensor([1.0, -2.0], dtype=torch.float64)
+    optimizer.step()
+    assert torch.allclose(weight.detach(), torch.tensor([-0.1, 0.2], dtype=torch.float64))
 
 
-@pytest.mark.slow
-def test_digits_evidence_has_both_learning_rate_rules(run, tmp_path):
-    answer = run("digits", "--workers", "1")
+def test_lamb_takes_the_steps_of_its_paper(load):
+    weight = parameter(3.0, -4.0, 0.5)
+    optimizer = load("optimizers").LAMB([weight], lr=0.1, weight_decay=0.2)
+    w = weight.detach().numpy().copy()
+    m, v = numpy.zeros(3), numpy.zeros(3)
+    for step, gradient in enumerate(random_gradients(4, 3), start=1):
+        g = gradient.numpy()
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+        r = m / (1 - 0.9**step) / (numpy.sqrt(v / (1 - 0.999**step)) + 1e-6)
+        u = r + 0.2 * w
+        w = w - 0.1 * numpy.linalg.norm(w) / numpy.linalg.norm(u) * u
+        weight.grad = gradient
+        optimizer.step()
+        # 1 - 0.999**step loses three digits.
+        assert numpy.allclose(weight.detach().numpy(), w, rtol=1e3 * CLOSE)
 
-    assert [(r["ranks"], r["op"], r["steps"]) for r in answer["same_epochs"]] == [
-        (1, "average", 2 * 176),
-        *((4, op, 2 * 44) for op in ("sum", "average", "adasum")),
-    ]
-    assert {(r["ranks"], r["steps"]) for r in answer["epochs_as_ranks"]} == {(2, 176)}
-    assert [row["ranks"] for row in answer["checked_on_threads"]] == [4]
-    assert is_picture(tmp_path / "digits.png")
+
+def test_adascale_gain_follows_its_papers_estimates(load):
+    gain = load("optimizers").AdaScale()
+    steps = [torch.stack(random_gradients(4 * (i + 1), 5)[-4:]) for i in range(3)]
+    variance = square = 0.0
+    for i, rows in enumerate(steps):
+        # The textbook's: the sum over coordinates of the sample variance.
+        s = rows.var(dim=0, unbiased=True).sum().item()
+        m = rows.mean(dim=0).square().sum().item() - s / 4
+        keep = 1 - 4 / 1000 if i else 0.0
+        variance, square = keep * variance + (1 - keep) * s, keep * square + (1 - keep) * m
+        want = (variance + max(square, 0)) / (variance / 4 + max(square, 0)) if i else 1.0
+        assert gain(rows) == pytest.approx(want, rel=100 * CLOSE)
 
 
-@pytest.mark.slow
-def test_rates_evidence_has_multiples_of_the_tuned_rates(run, tmp_path):
-    answer = run("rates", "--workers", "1")
+def test_adascale_gain_of_equal_gradients_is_one_and_of_noise_all_ranks(load):
+    same, noise = load("optimizers").AdaScale(), load("optimizers").AdaScale()
+    for _ in range(3):
+        equal = same(torch.ones(8, 5, dtype=torch.float64))
+        # A mean of zero: the gradient is noise alone.
+        opposed = noise(torch.tensor([[1.0], [-1.0]], dtype=torch.float64).repeat(4, 5))
+    # The variance is at least 1e-6, beside a squared gradient of 5.
+    assert equal == pytest.approx(1.0, abs=1e-6)
+    assert opposed == pytest.approx(8.0)
 
-    rates = {row["momentum"]: row["rate"] for row in answer["rates"]}
-    cells = {
-        (row["momentum"], row["op"], row["learning_rate"] / rates[row["momentum"]])
-        for row in answer["accuracies"]
+
+def test_outer_nesterov_steps_as_torch_does_by_the_difference_turned_round(load):
+    outer, weight = load("optimizers").OuterNesterov(0.7, 0.9), parameter(1.0, 2.0)
+    optimizer = torch.optim.SGD([weight], lr=0.7, momentum=0.9, nesterov=True)
+    total = weight.detach().clone()
+    for difference in random_gradients(4, 2):
+        total += outer(difference)
+        weight.grad = -difference
+        optimizer.step()
+        assert torch.allclose(total, weight.detach(), rtol=CLOSE, atol=CLOSE)
+
+
+def test_table_of_students_t_has_its_quantiles(load):
+    x = numpy.linspace(0.0, 15.0, 300_001)
+    for degrees, quantile in enumerate(load("intervals").T, start=1):
+        constant = math.gamma((degrees + 1) / 2) / math.sqrt(degrees * math.pi)
+        density = constant / math.gamma(degrees / 2) * (1 + x * x / degrees) ** (-(degrees + 1) / 2)
+        below = 0.5 + numpy.concatenate([[0], numpy.cumsum(density[1:] + density[:-1])]) * 2.5e-5
+        low, high = numpy.interp([quantile - 6e-4, quantile + 6e-4], x, below)
+        # The table rounds to three decimals, half a unit of which is 5e-4.
+        assert low < 0.975 < high
+
+
+def test_interval_of_differences_is_paired_by_seed(load):
+    intervals = load("intervals")
+    found = intervals.paired([2.0, 4.0, 6.0], [1.0, 2.0, 3.0])
+    # Differences 1, 2, 3: mean 2, deviation 1, t of two degrees of freedom 4.303.
+    assert (found.mean, found.half) == (2.0, pytest.approx(4.303 / math.sqrt(3)))
+    assert intervals.interval([5.0]).half == math.inf
+    with pytest.raises(ValueError, match="not 0"):
+        intervals.interval([])
+
+
+@pytest.mark.parametrize(
+    ("mean", "half", "score", "want"),
+    [
+        (0.02, 0.005, "accuracy", "better"),
+        (-0.02, 0.005, "accuracy", "worse"),
+        (0.1, 0.05, "loss", "worse"),
+        (-0.1, 0.05, "loss", "better"),
+        (0.002, 0.005, "accuracy", "level"),
+        (0.004, 0.003, "accuracy", "level"),
+        (0.002, 0.05, "accuracy", "not separated"),
+        (0.02, math.inf, "accuracy", "not separated"),
+    ],
+)
+def test_verdict_follows_from_interval_and_margin(load, mean, half, score, want):
+    intervals = load("intervals")
+    assert intervals.verdict(intervals.Interval(mean, half), score) == want
+
+
+def test_schedule_rises_and_falls_within_one(load):
+    schedule = load("cells").schedule
+    for steps, warm_up in itertools.product((2, 12, 36, 144), (0.1, 0.3)):
+        factors = [schedule(step, steps, warm_up) for step in range(steps)]
+        assert 0 < min(factors) <= max(factors) <= 1
+        assert factors[-1] == min(factors[len(factors) // 2 :])
+
+
+@pytest.fixture
+def small(load, monkeypatch):
+    """The digits' protocol with trainings of 96 batches of two images and two seeds."""
+    tasks = load("tasks")
+    whole = tasks.TASKS["digits"]()
+    # The same batches, of fewer images.
+    task = dataclasses.replace(whole, batches=96, looks=2, seeds=(0, 1), ranks=(2, 3, 8))
+    monkeypatch.setitem(tasks.TASKS, "digits", lambda: task)
+    return task
+
+
+@pytest.fixture
+def pretended(load, small, monkeypatch):
+    """`train` is a function of the cell that trains nothing, and lists what it was asked for."""
+    runner, asked = load("runner"), []
+
+    def train(cell):
+        asked.append(cell.name)
+        value = zlib.crc32(cell.name.encode()) / 2**32
+        result = {
+            "cell": dataclasses.asdict(cell),
+            "steps": 96 // cell.ranks,
+            "diverged": False,
+            "looks": [[48, value / 2, 2 - value], [96, value, 1 - value]],
+            "validation": [value, 1 - value],
+            "test": [value, 1 - value] if cell.test else None,
+            "seconds_a_batch": 0.001,
+            "seconds": 0.5,
+        }
+        if not cell.method.startswith("adasum"):
+            result["noise"] = [[4.0, 0.5], [8.0, 1.5]]
+        if cell.method.startswith("adasum") and cell.ranks == 8 and cell.test:
+            result["ratios"] = [[0.5] * 8] * 2
+        return result
+
+    monkeypatch.setattr(runner, "train", train)
+    return asked
+
+
+def arguments(folder: Path, *more: str) -> list[str]:
+    return ["--tasks", "digits", "--workers", "1", "--folder", str(folder), *more]
+
+
+def test_protocol_counts_the_same_cells_whatever_the_results(load, small):
+    protocol = load("protocol")
+    want = {stage: len(cells) for stage, cells in protocol.count("digits").items()}
+    for salt in ("a", "b"):
+
+        def result(cell, salt=salt):
+            return {"validation": [zlib.crc32((salt + cell.name).encode()), 0.0]}
+
+        got: dict[str, int] = {}
+        for stage, cells in protocol.stages("digits", result):
+            got[stage] = got.get(stage, 0) + len(set(cells))
+            assert len({cell.name for cell in cells}) == len(set(cells))
+        assert got == want
+
+
+def test_best_four_have_an_average_and_an_adasum(load, small):
+    protocol = load("protocol")
+    bad = {"average": 0.1, "adasum": 0.2}
+
+    def result(cell):
+        return {"validation": [bad.get(cell.method.split("-")[0], 0.9), 0.0]}
+
+    best = protocol.Choices("digits", result).best()
+    assert len(best) == len(set(best)) == 4
+    assert {method.split("-")[0] for method in best[:2]} == {"average", "adasum"}
+
+
+def test_evidence_resumes_after_an_interruption_and_writes_all(
+    load, pretended, tmp_path, monkeypatch
+):
+    main, plots, runner = load("__main__"), load("plots"), load("runner")
+    once = runner.train
+
+    def interrupted(cell):
+        if len(pretended) == 40:
+            raise KeyboardInterrupt
+        return once(cell)
+
+    runner.train = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        main.main(arguments(tmp_path))
+    runner.train = once
+    assert len(list(tmp_path.glob("digits/*"))) == 40
+
+    assert main.main(arguments(tmp_path)) == 0
+    assert len(pretended) == len(set(pretended))
+    assert {f"{name}.json" for name in pretended} == {
+        str(path.relative_to(tmp_path)) for path in tmp_path.glob("digits/*")
     }
-    assert cells == {(m, o, f) for m in (0.0, 0.9) for o in ("average", "adasum") for f in (1, 2)}
-    assert [len(row["values"]) for row in answer["curvature_by_epoch"]] == [2, 2]
-    assert (tmp_path / "rates.md").read_text().count("±") == len(cells)
-    assert is_picture(tmp_path / "rates.png")
+    text = (tmp_path / "digits.md").read_text()
+    assert "Not run yet" not in text
+    assert text.count("## ") == 10
+    # A variance of 6 beside a squared gradient of 1: 48 of 8 examples.
+    assert "| 3 | 24 | 48 |  |" in text
+    assert "| 8 | 64 | 48 | yes |" in text
+    for name in ("curves", "ranks", "rates", "layers"):
+        assert (tmp_path / f"digits_{name}.png").stat().st_size > 5000
+    assert plots.WIDTH * plots.DPI < 1000
+
+    before = len(pretended)
+    monkeypatch.setattr(plots, "write", lambda results, folder: [])
+    assert main.main(arguments(tmp_path)) == 0
+    assert len(pretended) == before
+    first = json.loads((tmp_path / f"{pretended[0]}.json").read_text())
+    assert first["made_by"]["torch"] == torch.__version__
+    assert len(first["made_by"]["commit"].rstrip("+")) in (40, len("unknown"))
+
+
+def test_evidence_begins_nothing_after_its_minutes_or_its_budget(
+    load, pretended, tmp_path, monkeypatch, capsys
+):
+    main = load("__main__")
+    assert main.main(arguments(tmp_path, "--minutes", "0")) == 0
+    assert pretended == []
+    assert "call it again to go on" in capsys.readouterr().err
+
+    # Each pretends to have taken half a second.
+    monkeypatch.setattr(load("bill"), "MOST_HOURS", 2.4 / 3600)
+    assert main.main(arguments(tmp_path)) == 0
+    assert len(pretended) == 5
+    assert "core-hours is spent" in capsys.readouterr().err
+    assert "Not run yet" in (tmp_path / "digits.md").read_text()
+
+
+def test_cells_are_trained_by_a_function_that_a_new_process_finds(load):
+    # Spawned processes do not import a package's __main__.
+    assert load("runner").run_one.__module__ == "evidence.runner"
 
 
 @pytest.mark.slow
-def test_largest_curvature_equals_that_of_the_whole_hessian(load):
-    digits = load("evidence_digits").data()
-    few = type(digits)(digits.images[:40], digits.labels[:40], digits.images, digits.labels)
-    torch.manual_seed(0)
-    # So small that the Hessian, 650 by 650, can be written down.
-    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
-    names, values = zip(*model.named_parameters(), strict=True)
-    shapes = [value.shape for value in values]
-
-    def loss(flat: torch.Tensor) -> torch.Tensor:
-        parts = flat.split([shape.numel() for shape in shapes])
-        weights = {n: p.view(s) for n, p, s in zip(names, parts, shapes, strict=True)}
-        logits = torch.func.functional_call(model, weights, (few.images,))
-        return torch.nn.functional.cross_entropy(logits, few.labels)
-
-    flat = torch.cat([value.detach().reshape(-1) for value in values])
-    want = torch.linalg.eigvalsh(torch.autograd.functional.hessian(loss, flat))[-1].item()
-    # Power iteration comes from below; 1 % is where 30 iterations may leave it.
-    assert load("evidence_rates").largest_curvature(model, few) == pytest.approx(want, rel=0.01)
+def test_evidence_as_a_command_trains_in_processes_of_its_own(tmp_path):
+    # The first two cells begin at once, whatever the minutes are.
+    command = [sys.executable, "-m", "evidence", "--tasks", "digits", "--folder", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}"}
+    done = subprocess.run(
+        [*command, "--minutes", "0.03"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "call it again to go on" in done.stderr
+    assert len(list(tmp_path.glob("digits/*.json"))) >= 2
 
 
-def test_best_rate_reaches_the_target_with_every_seed(load):
-    rows = [
-        {"rate": 0.3, "steps": [5, None]},
-        {"rate": 0.2, "steps": [30, 10]},
-        {"rate": 0.1, "steps": [22, 20]},
-    ]
-    assert load("evidence_rates").best(rows) == 0.2
+def test_check_runs_a_cell_again_and_names_what_differs(load, small, tmp_path, capsys):
+    main, store, cells = load("__main__"), load("store"), load("cells")
+    cell = cells.Cell("digits", "adasum-delta", 8, 0.03125, 1, test=True)
+    load("runner").run_one(cell, tmp_path)
+    assert main.main(arguments(tmp_path, "--check", cell.name)) == 0
+    assert "the same" in capsys.readouterr().out
+
+    path = store.path_of(cell, tmp_path)
+    result = json.loads(path.read_text())
+    assert store.cell_of(result) == cell
+    assert len(result["ratios"]) == 2
+    path.write_text(json.dumps({**result, "test": [0.5, 1.0]}))
+    assert main.main(arguments(tmp_path, "--check", cell.name)) == 1
+    assert "test: [0.5, 1.0] was stored" in capsys.readouterr().out
+    assert main.main(arguments(tmp_path, "--check", "digits/nothing")) == 2
 
 
-@pytest.mark.slow
-def test_digits_in_one_process_give_the_result_of_ranks(load, monkeypatch):
-    script, train_digits = load("evidence_digits"), load("train_digits")
-    # Thread ranks draw from one global generator, each at its own time: the model is made before.
-    torch.manual_seed(3)
-    model = train_digits.LeNet()
-    monkeypatch.setattr(train_digits, "LeNet", lambda: copy.deepcopy(model))
-    played = script.train(script.Job("adasum", 4, seed=3, epochs=1))
-    digits = script.data()
-    real = collectives.run_threads(
-        4, lambda group: train_digits.train(digits, "adasum", 3, epochs=1)
-    )[0]
-
-    assert [step for step, _ in played.looks] == [step for step, _ in real.looks]
-    # Another order of images moves these early accuracies by many of 389; rounding by one or two.
-    assert [a for _, a in played.looks] == pytest.approx([a for _, a in real.looks], abs=2.5 / 389)
+def test_training_that_diverges_stops_with_the_score_of_guessing(load, small):
+    cells = load("cells")
+    result = cells.train(cells.Cell("digits", "sum", 8, 1e30, 0, test=True))
+    assert result["diverged"]
+    assert result["steps"] < 96 // 8
+    # Results have six digits.
+    assert result["test"] == [0.1, pytest.approx(math.log(10), rel=5e-6)]
+    assert result["validation"] == result["test"]
+    json.dumps(result, allow_nan=False)
 
 
-@pytest.mark.slow
-def test_orthogonality_evidence_has_a_value_for_every_record(run, tmp_path):
-    answer = run("orthogonality")
+def test_local_steps_end_with_what_is_left_of_a_period(load, small):
+    cells = load("cells")
+    result = cells.train(cells.Cell("digits", "nesterov", 8, 0.03125, 0, local_steps=64))
+    assert result["steps"] == 96 // 8
+    assert result["looks"][-1][0] == 96 * small.batch
 
-    methods = [training["label"].split(": ")[1] for training in answer["trainings"]]
-    assert methods == ["gradients", "gradients", "deltas"]
-    assert [len(training["ratios"]) for training in answer["trainings"]] == [8, 30, 30]
-    for training in answer["trainings"]:
-        for values in training["ratios"].values():
-            assert len(values) == len(training["steps"])
-            # A ratio is at most 1, but for float32's rounding.
-            assert all(0 <= value < 1 + 1e-4 or math.isnan(value) for value in values)
-    assert is_picture(tmp_path / "orthogonality.png")
+
+def test_batches_of_every_task_divide_by_every_number_of_ranks(load):
+    # Read from the source: making the tasks would fetch their data.
+    tasks = load("tasks")
+    counts = {"digits": 8 * 1152 // 8, "fashion": 3 * 3584 // 16, "text": 576}
+    assert tasks.TASKS["digits"]().batches == counts["digits"]
+    for count in counts.values():
+        assert all(count % n == 0 for n in tasks.RANKS)
+
+
+def test_models_have_the_weights_that_the_protocol_says(load):
+    models, characters = load("models"), importlib.import_module("char_transformer")
+    assert models.weights_of(models.ResNet()) == 307_690
+    assert models.weights_of(models.EfficientNetLite0()) == 3_341_802
+    assert models.weights_of(characters.Transformer(128, 5, 4)) == 1_024_737
+    layers = load("protocol").layers_of(load("tasks").TASKS["digits"]())
+    assert layers == {"0": (0, 1), "3": (2, 3), "7": (4, 5), "9": (6, 7)}
+
+
+def test_package_that_is_another_file_is_refused(load, tmp_path, monkeypatch):
+    data = load("data")
+    monkeypatch.setattr(data, "FOLDER", tmp_path)
+    (tmp_path / "some.whl").write_bytes(b"another")
+    package = data.Package("some.whl", "0" * 64, ("false",), "MIT")
+    with pytest.raises(RuntimeError, match=r"some\.whl with SHA-256 0000"):
+        package.read()
+    package = dataclasses.replace(package, file="absent.whl")
+    with pytest.raises(RuntimeError, match=r"bring absent\.whl .* false failed"):
+        package.read()
+
+
+def test_debian_package_is_unpacked_without_debians_tools(load):
+    data = load("data")
+    array = numpy.arange(12, dtype=numpy.uint8).reshape(3, 2, 2)
+    idx = bytes([0, 0, 8, 3]) + numpy.array(array.shape, ">u4").tobytes() + array.tobytes()
+    content = gzip.compress(idx)
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        info = tarfile.TarInfo("./usr/share/images.gz")
+        info.size = len(content)
+        tar.addfile(info, io.BytesIO(content))
+
+    def member(name: str, body: bytes) -> bytes:
+        header = f"{name:<16}{0:<12}{0:<6}{0:<6}{'100644':<8}{len(body):<10}`\n".encode()
+        return header + body + b"\n" * (len(body) % 2)
+
+    deb = b"!<arch>\n" + member("debian-binary", b"2.0\n") + member("control.tar.xz", b"odd")
+    deb += member("data.tar.xz", lzma.compress(archive.getvalue()))
+    members = data._deb_members(deb, {"images.gz"})
+    assert numpy.array_equal(data._idx(gzip.decompress(members["images.gz"])), array)

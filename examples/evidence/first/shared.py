@@ -1,4 +1,4 @@
-"""What the evidence_*.py scripts share: work on all cores, files of numbers, the machine's name."""
+"""What these scripts share: work on all cores, files of numbers, the machine's name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-FOLDER = Path(__file__).parents[1] / "docs" / "evidence"
+FOLDER = Path(__file__).parents[3] / "docs" / "evidence"
 
 Job = TypeVar("Job")
 Answer = TypeVar("Answer")

@@ -1,13 +1,14 @@
 """A character-level transformer with AdamW at 1, 2, 4, 8 and 16 ranks: which reduction learns most?
 
-    python examples/evidence_text.py            # docs/evidence/text.json, .md and .png
-    python examples/evidence_text.py --quick    # on a small scale, for a test
+    PYTHONPATH=examples python -m evidence.first.text    # --quick: on a small scale
+
+It writes docs/evidence/text.json, .md and .png.
 
 Every rank sees BATCH windows a step, so n ranks take one n-th of the steps over the same windows.
 The learning rate is tuned on one rank: of the rates 2^(-k/2), the one with the lowest loss on the
 tuning text, as a mean over TUNING_SEEDS; the loss reported is on the test text, with other seeds.
 More ranks use that rate unchanged, except where a row says otherwise. Ranks are simulated in one
-process (`one_process`).
+process (`evidence.ranks`).
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from typing import Any
 import matplotlib
 import torch
 from char_transformer import Text, Transformer, batches, held_out_loss, loss
-from evidence import in_parallel, mean_and_spread, options_of, save
-from one_process import Ranks, Reduction
 from torch import Tensor, nn
 from train_digits import schedule
+
+from evidence.first.shared import in_parallel, mean_and_spread, options_of, save
+from evidence.ranks import Ranks, Reduction
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt

@@ -1,7 +1,8 @@
 """Digits over learning rates: would another rate, or momentum, give Average what Adasum has?
 
-    python examples/evidence_rates.py            # docs/evidence/rates.json, .md and .png
-    python examples/evidence_rates.py --quick    # on a small scale, for a test
+    PYTHONPATH=examples python -m evidence.first.rates    # --quick: on a small scale
+
+It writes docs/evidence/rates.json, .md and .png.
 
 Final test accuracy at 4 and 8 ranks over multiples of the rate that is best on one rank, without
 and with momentum. Sum at a rate is Average at n times that rate, so Average's curve shows Sum too,
@@ -19,15 +20,16 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import evidence_digits
 import matplotlib
 import torch
 from compare_digits import COLOURS, TUNING_SEEDS
-from evidence import in_parallel, mean_and_spread, options_of, save
-from evidence_digits import Job, batches
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from train_digits import EPOCHS, LEARNING_RATE, Digits, LeNet, Run, schedule
+
+from evidence.first import digits as evidence_digits
+from evidence.first.digits import Job, batches
+from evidence.first.shared import in_parallel, mean_and_spread, options_of, save
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt

@@ -1,11 +1,12 @@
 """How orthogonal the ranks' gradients are, layer by layer, over the training of two models.
 
-    python examples/evidence_orthogonality.py            # docs/evidence/orthogonality.json and .png
-    python examples/evidence_orthogonality.py --quick    # on a small scale, for a test
+    PYTHONPATH=examples python -m evidence.first.orthogonality    # --quick: on a small scale
+
+It writes docs/evidence/orthogonality.json and .png.
 
 The figure of the Adasum paper (arXiv 2006.02924), made with `adasum.orthogonality.Recorder`, which
 any training can use: 1 where all ranks' gradients are orthogonal, 1/n where they are equal. Models,
-data and rates are those of evidence_digits.py and evidence_text.py, whose text.json has the rate.
+data and rates are those of digits.py and text.py, whose text.json has the rate.
 The RANKS ranks are threads, each with a DistributedOptimizer.
 """
 
@@ -21,19 +22,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import evidence_digits
-import evidence_text
 import matplotlib
 import torch
 from char_transformer import Text, Transformer, held_out_loss, loss
 from char_transformer import batches as windows_of
-from evidence import FOLDER, save
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from train_digits import EPOCHS, LEARNING_RATE, Digits, LeNet, accuracy_on_test, schedule
 
 import adasum as hvd
 import collectives
+from evidence.first import digits as evidence_digits
+from evidence.first import text as evidence_text
+from evidence.first.shared import FOLDER, save
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt

@@ -1,13 +1,14 @@
 """The digits experiment of `compare_digits.py`, on up to 32 ranks and with more seeds.
 
-    python examples/evidence_digits.py            # docs/evidence/digits.json, .md and .png
-    python examples/evidence_digits.py --quick    # on a small scale, for a test
+    PYTHONPATH=examples python -m evidence.first.digits    # --quick: on a small scale
+
+It writes docs/evidence/digits.json, .md and .png.
 
 Model, data, rate and schedule are those of `train_digits.py`: plain SGD, for which Adasum of deltas
 is Adasum of gradients. There are two rules for how long to train: EPOCHS epochs on any number of
 ranks, so n ranks take one n-th of the steps; and as many epochs as ranks, so 16 and 32 ranks take
-as many steps as 8. Ranks are simulated in one process (`one_process`); one seed of CHECKED is also
-trained by DistributedOptimizer on as many threads.
+as many steps as 8. Ranks are simulated in one process (`evidence.ranks`); one seed of CHECKED is
+also trained by DistributedOptimizer on as many threads.
 """
 
 from __future__ import annotations
@@ -21,8 +22,6 @@ from typing import Any
 import matplotlib
 import torch
 from compare_digits import COLOURS, grouped, table
-from evidence import in_parallel, mean_and_spread, options_of, save
-from one_process import Ranks, Reduction
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from train_digits import (
@@ -41,6 +40,8 @@ from train_digits import (
 from train_digits import train as train_on_ranks
 
 import collectives
+from evidence.first.shared import in_parallel, mean_and_spread, options_of, save
+from evidence.ranks import Ranks, Reduction
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -124,9 +125,15 @@ def check(
     rows = []
     for ranks, op in pairs:
         played = next(r for r in runs if (r.ranks, r.op, r.seed) == (ranks, op, seed))
+        models = []
+        for _ in range(ranks):
+            torch.manual_seed(seed)
+            models.append(LeNet())
         real = collectives.run_threads(
             ranks,
-            lambda group, op=op: train_on_ranks(data(), op, seed, epochs=epochs),
+            lambda group, op=op, models=models: train_on_ranks(
+                data(), op, seed, epochs=epochs, model=models[group.rank]
+            ),
             timeout=600.0,
         )[0]
         pair = {

@@ -1,0 +1,214 @@
+"""The plots of a task's results: one panel below the other, for a phone held upright.
+
+The colours are Okabe and Ito's, which people of every kind of colour vision tell apart ("Color
+Universal Design", 2008); markers and dashes say the same once more.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+from evidence.cells import Cell
+from evidence.intervals import interval
+from evidence.methods import METHODS
+from evidence.protocol import TUNING_RANKS
+from evidence.report import Missing, Results, layer_points, rates_by_cell
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+WIDTH, DPI = 4.6, 180
+# By the first word of a label: colour and marker.
+STYLES = {
+    "Average": ("#0072B2", "o"),
+    "Adasum": ("#D55E00", "s"),
+    "Sum": ("#E69F00", "^"),
+    "AdaScale": ("#009E73", "D"),
+    "LARS": ("#CC79A7", "v"),
+    "LAMB": ("#56B4E9", "P"),
+    "one": ("#000000", "X"),
+}
+DASHES = ("-", "--", ":", "-.", (0, (1, 3)))
+
+
+def write(results: Results, folder: Path) -> list[Path]:
+    """Write each plot that the results allow; return their paths."""
+    written = []
+    plots: dict[str, Callable[[Results], Any]] = {
+        "curves": curves,
+        "ranks": ranks,
+        "rates": rates,
+        "layers": layers,
+    }
+    for name, draw in plots.items():
+        try:
+            figure = draw(results)
+        except Missing:
+            continue
+        if figure is not None:
+            path = folder / f"{results.name}_{name}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(path, dpi=DPI)
+            plt.close(figure)
+            written.append(path)
+    return written
+
+
+def curves(results: Results) -> Any:
+    """Validation loss against examples and against the modelled clock, at 8 ranks."""
+    rows = {
+        f"{label}{suffix}": by_ranks[TUNING_RANKS]
+        for suffix, table in (
+            (", tuned", results.tuned_rows()),
+            (", one rank's rate", results.untuned_rows()),
+        )
+        for label, by_ranks in table.items()
+        if not label.endswith("no momentum")
+    }
+    rows = {"one rank": results.alone(), **rows}
+    styles = _styles(rows)
+    figure, (over_examples, over_time) = _panels(2)
+    for label, cells in rows.items():
+        seen, losses = _mean_curve(results, cells)
+        steps = [count / results.task.batch / cells[0].ranks for count in seen]
+        seconds = [step * results.step_seconds(cells[0]) for step in steps]
+        over_examples.plot(seen, losses, label=label, **styles[label])
+        over_time.plot(seconds, losses, **styles[label])
+    for panel, name in ((over_examples, "examples"), (over_time, "modelled seconds")):
+        panel.set(xlabel=name, ylabel="validation loss", yscale="log")
+    over_time.set_xscale("log")
+    _legend(over_examples)
+    return _titled(figure, f"{results.task.label}, {TUNING_RANKS} ranks")
+
+
+def ranks(results: Results) -> Any:
+    """Final score against ranks: rivals at their best, and with one rank's rate."""
+    figure, panels = _panels(2)
+    tables = (
+        ("each at its best", results.tuned_rows()),
+        ("one rank's rate", results.untuned_rows()),
+    )
+    alone = interval(results.scores(results.alone()))
+    for panel, (title, rows) in zip(panels, tables, strict=True):
+        styles = _styles(rows)
+        for i, (label, by_ranks) in enumerate(rows.items()):
+            found = [interval(results.scores(cells)) for cells in by_ranks.values()]
+            # Side by side, so that no bar hides another.
+            places = [n * (1 + 0.02 * (i - len(rows) / 2)) for n in by_ranks]
+            means, halves = [f.mean for f in found], [f.half for f in found]
+            panel.errorbar(places, means, halves, capsize=2, label=label, **styles[label])
+        panel.axhspan(alone.low, alone.high, color="#000000", alpha=0.12, label="one rank")
+        panel.set(title=title, xscale="log", xlabel="ranks", ylabel=f"test {results.task.score}")
+        panel.set_xticks(results.task.ranks, [str(n) for n in results.task.ranks])
+        panel.minorticks_off()
+        _legend(panel)
+    return _titled(figure, results.task.label)
+
+
+def rates(results: Results) -> Any:
+    """Score against the multiple of one rank's rate, a panel a number of ranks.
+
+    The last panel has all methods at 8 ranks, against the multiple of the best rate of each.
+    """
+    cells = results.choices.rates()
+    if not cells:
+        return None
+    counts = list(dict.fromkeys(cell.ranks for cell in cells))
+    figure, (*panels, last) = _panels(len(counts) + 1)
+    groups = rates_by_cell(cells)
+    methods = list(dict.fromkeys(cell.method for cell in cells))
+    styles = _styles(METHODS[method].label for method in methods)
+    for panel, n in zip(panels, counts, strict=True):
+        for method in methods:
+            base, label = results.choices.base(METHODS[method].optimizer), METHODS[method].label
+            points = [
+                (rate / base, statistics.mean(results.scores(group)))
+                for (m, count, rate), group in groups.items()
+                if (m, count) == (method, n)
+            ]
+            panel.plot(*zip(*points, strict=True), label=label, **styles[label])
+        panel.set(title=f"{n} ranks", xscale="log", ylabel=f"validation {results.task.score}")
+        panel.set_xticks([x for x, _ in points], [f"{x:g}" for x, _ in points])
+        panel.minorticks_off()
+    panels[-1].set_xlabel("multiple of one rank's rate")
+    _legend(panels[-1])
+    all_styles = _styles(method.label for method in results.choices.methods.values())
+    for name, method in results.choices.methods.items():
+        grid = results.choices.plain_grid(name)
+        scores = results.scores(grid)
+        best = grid[scores.index(max(scores, key=results.task.better))].rate
+        multiples = [cell.rate / best for cell in grid]
+        last.plot(multiples, scores, label=method.label, **all_styles[method.label])
+    last.set(title=f"all at {TUNING_RANKS} ranks, one seed", xscale="log")
+    last.set(xlabel="multiple of its best rate", ylabel=f"validation {results.task.score}")
+    _legend(last)
+    return _titled(figure, results.task.label)
+
+
+def layers(results: Results) -> Any:
+    """What Adasum of one layer alone gains, against how orthogonal its gradients are."""
+    points = layer_points(results)
+    if not points:
+        return None
+    figure, (panel,) = _panels(1)
+    colour, marker = STYLES["Adasum"]
+    for layer, (ratio, gain) in points.items():
+        panel.errorbar(ratio, gain.mean, gain.half, color=colour, marker=marker, capsize=2)
+        panel.annotate(layer, (ratio, gain.mean), xytext=(4, 4), textcoords="offset points")
+    panel.axhline(0.0, color="#000000", linewidth=0.8)
+    panel.set(xlabel="|Adasum|² / sum of |g|², mean", ylabel=f"gain in test {results.task.score}")
+    return _titled(figure, f"{results.task.label}: Adasum of one layer")
+
+
+def _mean_curve(results: Results, cells: Sequence[Cell]) -> tuple[list[int], list[float]]:
+    """Return examples and mean validation loss; after a training diverged, its loss is chance's."""
+    looks = [results(cell)["looks"] for cell in cells]
+    longest = max(looks, key=len)
+    seen = [look[0] for look in longest]
+    chance = results.task.chance[1]
+    losses = [
+        statistics.mean(own[i][2] if i < len(own) else chance for own in looks)
+        for i in range(len(seen))
+    ]
+    return seen, losses
+
+
+def _styles(labels: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Give each label its word's colour and marker, and a dash of its own among these."""
+    styles: dict[str, dict[str, Any]] = {}
+    met: Counter[str] = Counter()
+    for label in labels:
+        word = label.split(",")[0].split()[0]
+        colour, marker = STYLES[word]
+        styles[label] = {
+            "color": colour,
+            "marker": marker,
+            "markersize": 4.5,
+            "markerfacecolor": colour if met[word] == 0 else "white",
+            "linestyle": DASHES[met[word] % len(DASHES)],
+            "linewidth": 1.4,
+        }
+        met[word] += 1
+    return styles
+
+
+def _panels(count: int) -> tuple[Any, Sequence[Any]]:
+    size = (WIDTH, 1.2 + 3.4 * count)
+    figure, panels = plt.subplots(count, 1, figsize=size, squeeze=False, layout="constrained")
+    return figure, panels[:, 0]
+
+
+def _legend(panel: Any) -> None:
+    """Put the legend below the panel, where it hides nothing."""
+    panel.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.45, -0.18), frameon=False)
+
+
+def _titled(figure: Any, title: str) -> Any:
+    figure.suptitle(title)
+    return figure

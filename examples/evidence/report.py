@@ -1,0 +1,319 @@
+"""The tables of a task's results: every seed, every interval, and the cells behind each row."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from evidence import store
+from evidence.cells import Cell
+from evidence.intervals import interval, paired, verdict
+from evidence.methods import METHODS
+from evidence.protocol import PERIODS, TUNING_RANKS, Choices
+from evidence.tasks import Task
+from evidence.wall_clock import seconds_a_step
+
+
+class Missing(Exception):
+    """A cell that a table needs has not been run."""
+
+
+class Results:
+    """A task's results on disk, by cell.
+
+    Args:
+        name: The task.
+        folder: Where the cells' files are.
+    """
+
+    def __init__(self, name: str, folder: Path = store.FOLDER) -> None:
+        self.name, self._folder = name, folder
+        self._known: dict[str, dict[str, Any]] = {}
+        self.choices = Choices(name, self)
+        self.task = self.choices.task
+
+    def __call__(self, cell: Cell) -> dict[str, Any]:
+        if cell.name not in self._known:
+            result = store.load(cell, self._folder)
+            if result is None:
+                raise Missing(cell.name)
+            self._known[cell.name] = result
+        return self._known[cell.name]
+
+    def scores(self, cells: Sequence[Cell]) -> list[float]:
+        """Return the final scores, of the test part where it was looked at."""
+        return [(self(cell)["test"] or self(cell)["validation"])[0] for cell in cells]
+
+    def alone(self) -> list[Cell]:
+        """One rank with the optimizer of the untuned rows."""
+        method = self.choices.untuned_rows()["Average"][0]
+        return self.choices.untuned_cells(method, 0.0, 1)
+
+    def tuned_rows(self) -> dict[str, dict[int, list[Cell]]]:
+        """The best four methods' cells, by label and ranks."""
+        return {
+            METHODS[method].label: _by_ranks(self.choices.tuned(method))
+            for method in self.choices.best()
+        }
+
+    def untuned_rows(self) -> dict[str, dict[int, list[Cell]]]:
+        return {
+            label: {n: self.choices.untuned_cells(*row, n) for n in self.task.ranks}
+            for label, row in self.choices.untuned_rows().items()
+        }
+
+    def batch_seconds(self) -> float:
+        """Return the median CPU seconds of a batch on one rank."""
+        return statistics.median(self(cell)["seconds_a_batch"] for cell in self.alone())
+
+    def step_seconds(self, cell: Cell) -> float:
+        sizes = [p.numel() for p in self.task.make_model().parameters() if p.requires_grad]
+        return seconds_a_step(cell, self.batch_seconds(), sizes)
+
+    def target(self) -> float:
+        """Return one rank's mean validation score at the end, a twentieth of the way to chance."""
+        scores = [self(cell)["validation"][0] for cell in self.alone()]
+        return statistics.mean(scores) * 0.95 + self.task.chance[0] * 0.05
+
+    def examples_to_target(self, cell: Cell) -> int | None:
+        """Return how many examples had been seen when a look first had the target."""
+        goal = self.task.better(self.target())
+        looks = self(cell)["looks"]
+        return next((look[0] for look in looks if self.task.better(look[1]) >= goal), None)
+
+
+def page(results: Results) -> str:
+    """Return all tables of a task that its results allow; the others say which cell is missing."""
+    parts = [
+        f"# {results.task.label}",
+        f"Scores: {results.task.score}. ± is half of a 95 % interval.",
+    ]
+    for title, make in (
+        ("Rates of one rank", base_table),
+        ("Tuning at 8 ranks", tuning_table),
+        ("Rivals at their best", lambda r: sweep_table(r, r.tuned_rows())),
+        ("One rank's rate", lambda r: sweep_table(r, r.untuned_rows())),
+        ("To the target", target_table),
+        ("Noise", noise_table),
+        ("Weights", weights_table),
+        ("The range of rates", rates_table),
+        ("Local steps", local_table),
+        ("Layers", layers_table),
+    ):
+        try:
+            body = "\n".join(make(results))
+        except Missing as missing:
+            body = f"Not run yet: {missing}"
+        if body:
+            parts += [f"## {title}", body]
+    return "\n\n".join(parts) + "\n"
+
+
+def base_table(results: Results) -> Iterator[str]:
+    yield from _head("optimizer", "rate", "mean score", "chosen")
+    for optimizer in results.choices.optimizers():
+        cells = results.choices.base_cells(optimizer)
+        for rate in dict.fromkeys(cell.rate for cell in cells):
+            values = results.scores([cell for cell in cells if cell.rate == rate])
+            chosen = "yes" if rate == results.choices.base(optimizer) else ""
+            yield f"| {optimizer} | {rate:.6g} | {statistics.mean(values):.4f} | {chosen} |"
+
+
+def tuning_table(results: Results) -> Iterator[str]:
+    yield from _head("method", "rate", "warm-up", "clip", "score by seed", "chosen")
+    choices = results.choices
+    for method in choices.methods:
+        frozen, _ = choices.setting(method)
+        cells = [*choices.grid(method), *choices.rest(method), *choices.again(method)]
+        groups: dict[tuple[Any, ...], list[Cell]] = {}
+        for cell in cells:
+            groups.setdefault((cell.rate, cell.warm_up, cell.clip), []).append(cell)
+        for (rate, warm_up, clip), group in groups.items():
+            chosen = ""
+            if (frozen.rate, frozen.warm_up, frozen.clip) == (rate, warm_up, clip):
+                rates = [cell.rate for cell in cells]
+                chosen = "yes, at the edge" if rate in (min(rates), max(rates)) else "yes"
+            scores = _listed(results.scores(group))
+            label = METHODS[method].label
+            yield f"| {label} | {rate:.6g} | {warm_up:g} | {clip} | {scores} | {chosen} |"
+
+
+def sweep_table(results: Results, rows: dict[str, dict[int, list[Cell]]]) -> Iterator[str]:
+    """Yield a row a method and number of ranks, beside Adasum of the same table, seed by seed."""
+    adasum = next(label for label in rows if label.startswith("Adasum"))
+    yield from _head("ranks", "method", "score", "less " + adasum, "shown", "every seed", "cells")
+    alone = results.alone()
+    yield f"| 1 | one rank | {_pm(results.scores(alone))} | | | {_row_end(results, alone)}"
+    for n in results.task.ranks:
+        theirs = results.scores(rows[adasum][n])
+        for label, by_ranks in rows.items():
+            scores = results.scores(by_ranks[n])
+            difference, shown = "", ""
+            if label != adasum:
+                beside = paired(scores, theirs)
+                difference = f"{beside.mean:+.4f} ± {beside.half:.4f}"
+                shown = verdict(beside, results.task.score)
+            end = _row_end(results, by_ranks[n])
+            yield f"| {n} | {label} | {_pm(scores)} | {difference} | {shown} | {end}"
+
+
+def target_table(results: Results) -> Iterator[str]:
+    yield f"The target is {results.target():.4f} on the validation part.\n"
+    yield from _head("panel", "ranks", "method", "seeds there", "examples", "modelled seconds")
+    panels = (("best", results.tuned_rows()), ("untuned", results.untuned_rows()))
+    for panel, rows in panels:
+        for n in results.task.ranks:
+            for label, by_ranks in rows.items():
+                cells = by_ranks[n]
+                seen = [examples for c in cells if (examples := results.examples_to_target(c))]
+                row = f"| {panel} | {n} | {label} | {len(seen)} of {len(cells)} |"
+                if seen:
+                    examples = statistics.mean(seen)
+                    steps = examples / results.task.batch / n
+                    row += f" {examples:.0f} | {steps * results.step_seconds(cells[0]):.2f} |"
+                else:
+                    row += " | |"
+                yield row
+
+
+def noise_table(results: Results) -> Iterator[str]:
+    """Yield the simple noise scale, variance / squared gradient, beside the batch of all ranks.
+
+    Both are means over looks and seeds, of Average at one rank's rate, before they are divided: a
+    quotient of single steps is mostly their own noise. Source: arXiv 1812.06162.
+    """
+    yield from _head("ranks", "examples a step", "noise scale, examples", "past it")
+    for n, cells in results.untuned_rows()["Average"].items():
+        pairs = [pair for cell in cells for pair in results(cell)["noise"]]
+        variance, square = (statistics.mean(column) for column in zip(*pairs, strict=True))
+        scale = results.task.batch * variance / square if square > 0 else math.inf
+        step = n * results.task.batch
+        yield f"| {n} | {step} | {scale:.0f} | {'yes' if step > scale else ''} |"
+
+
+def weights_table(results: Results) -> Iterator[str]:
+    plain = results.choices.unweighted()
+    if not plain:
+        return
+    yield from _head("ranks", "weighted", "unweighted", "difference", "shown")
+    rows = results.untuned_rows()["Adasum of deltas"]
+    for n, cells in _by_ranks(plain).items():
+        with_, without = results.scores(rows[n]), results.scores(cells)
+        beside = paired(with_, without)
+        yield (
+            f"| {n} | {_pm(with_)} | {_pm(without)} | {beside.mean:+.4f} ± {beside.half:.4f} "
+            f"| {verdict(beside, results.task.score)} |"
+        )
+
+
+def rates_table(results: Results) -> Iterator[str]:
+    cells = results.choices.rates()
+    if not cells:
+        return
+    yield from _head("method", "ranks", "rate", "of one rank's", "score by seed", "works")
+    rows: dict[tuple[str, int], dict[float, list[float]]] = {}
+    for (method, n, rate), group in rates_by_cell(cells).items():
+        rows.setdefault((method, n), {})[rate] = results.scores(group)
+    # The other methods at 8 ranks: the plain trainings of their grids.
+    for method in results.choices.methods:
+        if (method, TUNING_RANKS) not in rows:
+            for cell in results.choices.plain_grid(method):
+                scores = rows.setdefault((method, TUNING_RANKS), {})
+                scores[cell.rate] = results.scores([cell])
+    for (method, n), by_rate in rows.items():
+        good = working(results.task, {rate: statistics.mean(s) for rate, s in by_rate.items()})
+        for rate, scores in by_rate.items():
+            one = METHODS[method]
+            of_one = "" if one.absolute else f"{rate / results.choices.base(one.optimizer):g}"
+            yield (
+                f"| {one.label} | {n} | {rate:.6g} | {of_one} | {_listed(scores)} "
+                f"| {'yes' if rate in good else ''} |"
+            )
+
+
+def local_table(results: Results) -> Iterator[str]:
+    rows = results.choices.local()
+    if not rows:
+        return
+    yield from _head("H", "method", "score", "less Average", "shown", "every seed", "cells")
+    average = next(method for method, _ in rows if method.startswith("average"))
+    for period in PERIODS:
+        theirs = results.scores(rows[average, period])
+        for method in dict.fromkeys(method for method, _ in rows):
+            scores = results.scores(rows[method, period])
+            beside = paired(scores, theirs)
+            shown = "" if method == average else verdict(beside, results.task.score)
+            end = _row_end(results, rows[method, period])
+            yield (
+                f"| {period} | {METHODS[method].label} | {_pm(scores)} "
+                f"| {beside.mean:+.4f} ± {beside.half:.4f} | {shown} | {end}"
+            )
+
+
+def layers_table(results: Results) -> Iterator[str]:
+    points = layer_points(results)
+    if not points:
+        return
+    yield from _head("layer", "mean orthogonality", "gain of Adasum there alone")
+    for layer, (ratio, gain) in points.items():
+        yield f"| {layer} | {ratio:.3f} | {gain.mean:+.4f} ± {gain.half:.4f} |"
+
+
+def layer_points(results: Results) -> dict[str, tuple[float, Any]]:
+    """Return each layer's mean orthogonality under Adasum, and what Adasum there alone gains."""
+    points = {}
+    for layer, cells in results.choices.layers().items():
+        whole = results.choices.untuned_cells("adasum-delta", 0.0, TUNING_RANKS)[: len(cells)]
+        plain = results.choices.untuned_cells("average", 0.0, TUNING_RANKS)[: len(cells)]
+        ratios = [
+            look[i]
+            for cell in whole
+            for look in results(cell)["ratios"]
+            for i in cells[0].layers
+            if look[i] is not None
+        ]
+        gain = paired(results.scores(cells), results.scores(plain))
+        points[layer] = (statistics.mean(ratios), gain)
+    return points
+
+
+def working(task: Task, scores: dict[float, float]) -> set[float]:
+    """Return the rates whose score is within a twentieth, of the way from guessing, of the best."""
+    best = max(scores.values(), key=task.better)
+    least = best + 0.05 * (task.chance[0] - best)
+    return {rate for rate, score in scores.items() if task.better(score) >= task.better(least)}
+
+
+def rates_by_cell(cells: Sequence[Cell]) -> dict[tuple[str, int, float], list[Cell]]:
+    groups: dict[tuple[str, int, float], list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault((cell.method, cell.ranks, cell.rate), []).append(cell)
+    return groups
+
+
+def _by_ranks(cells: Sequence[Cell]) -> dict[int, list[Cell]]:
+    groups: dict[int, list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault(cell.ranks, []).append(cell)
+    return groups
+
+
+def _head(*names: str) -> tuple[str, str]:
+    return f"| {' | '.join(names)} |", "|---" * len(names) + "|"
+
+
+def _pm(scores: Sequence[float]) -> str:
+    found = interval(scores)
+    return f"{found.mean:.4f} ± {found.half:.4f}"
+
+
+def _listed(scores: Sequence[float]) -> str:
+    return " ".join(f"{score:.4f}" for score in scores)
+
+
+def _row_end(results: Results, cells: Sequence[Cell]) -> str:
+    """List every seed's score, and the name of the first cell, which --check takes."""
+    return f"{_listed(results.scores(cells))} | `{cells[0].name}` |"

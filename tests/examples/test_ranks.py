@@ -1,0 +1,213 @@
+"""Ranks simulated in one process compute what DistributedOptimizer computes on ranks."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import adasum as hvd
+import collectives
+from tests.adasum.definition import (
+    OPTIMIZERS,
+    flat,
+    loss_of,
+    make_model,
+    relative_error,
+    trajectory_tolerance,
+)
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+STEPS = 4
+# Of all ranks' steps the last: the rate changes from step to step.
+RATES = [0.02 * (step + 1) for step in range(STEPS)]
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return importlib.import_module("evidence.ranks")
+
+
+@pytest.fixture
+def one_thread():
+    """Each rank's arithmetic is the same whether others run beside it or not."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def in_one_process(module, reduction, kind: str, size: int, make, loss, **options) -> torch.Tensor:
+    ranks = module.Ranks(make(), OPTIMIZERS[kind], size, reduction, **options)
+    rows = []
+    for step, rate in enumerate(RATES):
+        mean = ranks.step(lambda model, rank, step=step: loss(model, rank, step), rate)
+        assert mean > 0
+        rows.append(flat(ranks.model))
+    return torch.stack(rows)
+
+
+def on_ranks(reduction, kind: str, size: int, make, loss, clip=None, **options) -> torch.Tensor:
+    local = reduction.local_size
+    models = [make() for _ in range(size)]
+    if reduction.op == "adasum":
+        options["method"] = reduction.method
+        if not reduction.weighted:
+            options["weighted"] = False
+
+    def run(group: collectives.Group) -> torch.Tensor:
+        model = models[group.rank]
+        optimizer = hvd.DistributedOptimizer(
+            OPTIMIZERS[kind](model.parameters()),
+            model.named_parameters(),
+            op={"sum": hvd.Sum, "average": hvd.Average, "adasum": hvd.Adasum}[reduction.op],
+            **options,
+        )
+        rows = []
+        for step, rate in enumerate(RATES):
+            optimizer.param_groups[0]["lr"] = rate
+            optimizer.zero_grad()
+            loss(model, group.rank, step).backward()
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            rows.append(flat(model))
+        return torch.stack(rows)
+
+    return collectives.run_threads(size, run, local_size=local if local > 1 else None)[0]
+
+
+def unweighted(module, size: int) -> dict[str, bool]:
+    """What a library that weighs no pairs computes, where that is another thing."""
+    return {} if module.WEIGHTED or not size & (size - 1) else {"weighted": False}
+
+
+@pytest.mark.parametrize("kind", ["momentum", "adamw"])
+@pytest.mark.parametrize(
+    ("op", "method", "size", "local_size"),
+    [
+        ("sum", "gradient", 4, 1),
+        ("average", "gradient", 3, 1),
+        ("average", "gradient", 4, 1),
+        ("adasum", "gradient", 1, 1),
+        ("adasum", "gradient", 6, 1),
+        ("adasum", "gradient", 8, 2),
+        ("adasum", "delta", 3, 1),
+        ("adasum", "delta", 4, 1),
+        ("adasum", "delta", 16, 1),
+        ("adasum", "delta", 8, 2),
+        ("adasum", "delta", 8, 4),
+    ],
+)
+def test_simulated_ranks_equal_the_distributed_optimizer(ranks, op, method, size, local_size, kind):
+    options = {"algorithm": "rechd/vhdd"} if local_size > 1 else {}
+    simulated = ranks.Reduction(op, method, local_size, **unweighted(ranks, size))
+    real = ranks.Reduction(op, method, local_size)
+    got = in_one_process(ranks, simulated, kind, size, make_model, loss_of)
+    want = on_ranks(real, kind, size, make_model, loss_of, **options)
+    assert relative_error(got, want) <= trajectory_tolerance(STEPS)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 6, 8, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("op", "method", "kind", "clip"),
+    [
+        ("sum", "gradient", "momentum", 0.5),
+        ("average", "gradient", "adamw", None),
+        ("adasum", "gradient", "momentum", 0.5),
+        ("adasum", "delta", "adamw", 0.5),
+    ],
+)
+def test_simulated_ranks_have_the_bits_of_recursive_doubling(
+    ranks, one_thread, op, method, kind, clip, size
+):
+    lenet = importlib.import_module("train_digits").LeNet
+
+    def make() -> torch.nn.Module:
+        torch.manual_seed(5)
+        return lenet()
+
+    def loss(model: torch.nn.Module, rank: int, step: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(100 * rank + step)
+        images = torch.rand(4, 1, 8, 8, generator=generator)
+        return cross_entropy(model(images), torch.randint(10, (4,), generator=generator))
+
+    simulated = ranks.Reduction(op, method, **unweighted(ranks, size))
+    real = ranks.Reduction(op, method)
+    got = in_one_process(ranks, simulated, kind, size, make, loss, clip=clip)
+    want = on_ranks(real, kind, size, make, loss, clip=clip, algorithm="rd")
+    assert got.dtype == torch.float32
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("size", [3, 6])
+def test_simulated_ranks_without_weights_equal_the_unweighted_optimizer(ranks, size):
+    if not ranks.WEIGHTED:
+        pytest.skip("this version of the library weighs no pairs")
+    reduction = ranks.Reduction("adasum", "delta", weighted=False)
+    got = in_one_process(ranks, reduction, "momentum", size, make_model, loss_of)
+    want = on_ranks(reduction, "momentum", size, make_model, loss_of)
+    assert relative_error(got, want) <= trajectory_tolerance(STEPS)
+    weighted = in_one_process(
+        ranks, ranks.Reduction("adasum", "delta"), "momentum", size, make_model, loss_of
+    )
+    assert relative_error(got, weighted) > 1e3 * trajectory_tolerance(STEPS)
+
+
+@pytest.mark.parametrize(("op", "period"), [("adasum", 2), ("average", 2), ("average", 4)])
+def test_simulated_local_steps_equal_those_of_the_distributed_optimizer(ranks, op, period):
+    simulated = ranks.Ranks(make_model(), OPTIMIZERS["adamw"], 4, ranks.Reduction(op, "delta"))
+    for first in range(0, STEPS, period):
+        steps = range(first, first + period)
+        simulated.local_steps(
+            [lambda model, rank, s=s: loss_of(model, rank, s) for s in steps],
+            [RATES[s] for s in steps],
+        )
+
+    def run(group: collectives.Group) -> torch.Tensor:
+        model = make_model()
+        optimizer = hvd.DistributedOptimizer(
+            OPTIMIZERS["adamw"](model.parameters()),
+            model.named_parameters(),
+            op={"average": hvd.Average, "adasum": hvd.Adasum}[op],
+            local_steps=period,
+        )
+        for step, rate in enumerate(RATES):
+            optimizer.param_groups[0]["lr"] = rate
+            optimizer.zero_grad()
+            loss_of(model, group.rank, step).backward()
+            optimizer.step()
+        return flat(model)
+
+    want = collectives.run_threads(4, run)[0]
+    assert relative_error(flat(simulated.model), want) <= trajectory_tolerance(STEPS)
+
+
+def test_adasum_of_some_layers_averages_the_others(ranks):
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(4, 10, generator=generator, dtype=torch.float64)
+    bounds = (0, 3, 7, 10)
+    got = ranks.Reduction("adasum", layers=(1,))(rows, bounds)
+    adasum, mean = (ranks.Reduction(op)(rows, bounds) for op in ("adasum", "average"))
+    assert torch.equal(got[3:7], adasum[3:7])
+    assert torch.equal(got[:3], mean[:3])
+    assert torch.equal(got[7:], mean[7:])
+    assert not torch.equal(adasum, mean)
+
+
+def test_ranks_with_arguments_that_do_not_fit_raise(ranks):
+    reduction = ranks.Reduction
+    with pytest.raises(ValueError, match="size must be positive, not 0"):
+        ranks.Ranks(make_model(), OPTIMIZERS["sgd"], 0, reduction("sum"))
+    with pytest.raises(ValueError, match="local_size 4 does not divide size 2"):
+        ranks.Ranks(make_model(), OPTIMIZERS["sgd"], 2, reduction("adasum", "delta", 4))
+    with pytest.raises(ValueError, match="gain is for the gradient method"):
+        ranks.Ranks(
+            make_model(), OPTIMIZERS["sgd"], 2, reduction("adasum", "delta"), gain=lambda rows: 1.0
+        )
+    with pytest.raises(ValueError, match="outer is for the delta method"):
+        ranks.Ranks(make_model(), OPTIMIZERS["sgd"], 2, reduction("sum"), outer=lambda step: step)
