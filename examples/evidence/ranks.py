@@ -11,7 +11,6 @@ product in parts, and so differs from both in float32's rounding.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -23,8 +22,6 @@ import kernels
 
 Loss = Callable[[nn.Module, int], Tensor]
 Outer = Callable[[Tensor], Tensor]
-# Whether this version of the library weighs a pair by the ranks behind both sides.
-WEIGHTED = "weights" in inspect.signature(kernels.adasum).parameters
 
 
 @dataclass(frozen=True)
@@ -69,8 +66,6 @@ class Reduction:
             (a, p), (b, q) = one, other
             if p == q or not self.weighted:
                 return kernels.adasum(a, b, bounds), p + q
-            if not WEIGHTED:
-                raise NotImplementedError("this version of kernels.adasum takes no weights")
             return kernels.adasum(a, b, bounds, weights=(p, q)), p + q
 
         return in_tree([(vector, 1) for vector in vectors], pair)[0]

@@ -81,11 +81,6 @@ def on_ranks(reduction, kind: str, size: int, make, loss, clip=None, **options) 
     return collectives.run_threads(size, run, local_size=local if local > 1 else None)[0]
 
 
-def unweighted(module, size: int) -> dict[str, bool]:
-    """What a library that weighs no pairs computes, where that is another thing."""
-    return {} if module.WEIGHTED or not size & (size - 1) else {"weighted": False}
-
-
 @pytest.mark.parametrize("kind", ["momentum", "adamw"])
 @pytest.mark.parametrize(
     ("op", "method", "size", "local_size"),
@@ -105,7 +100,7 @@ def unweighted(module, size: int) -> dict[str, bool]:
 )
 def test_simulated_ranks_equal_the_distributed_optimizer(ranks, op, method, size, local_size, kind):
     options = {"algorithm": "rechd/vhdd"} if local_size > 1 else {}
-    simulated = ranks.Reduction(op, method, local_size, **unweighted(ranks, size))
+    simulated = ranks.Reduction(op, method, local_size)
     real = ranks.Reduction(op, method, local_size)
     got = in_one_process(ranks, simulated, kind, size, make_model, loss_of)
     want = on_ranks(real, kind, size, make_model, loss_of, **options)
@@ -136,7 +131,7 @@ def test_simulated_ranks_have_the_bits_of_recursive_doubling(
         images = torch.rand(4, 1, 8, 8, generator=generator)
         return cross_entropy(model(images), torch.randint(10, (4,), generator=generator))
 
-    simulated = ranks.Reduction(op, method, **unweighted(ranks, size))
+    simulated = ranks.Reduction(op, method)
     real = ranks.Reduction(op, method)
     got = in_one_process(ranks, simulated, kind, size, make, loss, clip=clip)
     want = on_ranks(real, kind, size, make, loss, clip=clip, algorithm="rd")
@@ -146,8 +141,6 @@ def test_simulated_ranks_have_the_bits_of_recursive_doubling(
 
 @pytest.mark.parametrize("size", [3, 6])
 def test_simulated_ranks_without_weights_equal_the_unweighted_optimizer(ranks, size):
-    if not ranks.WEIGHTED:
-        pytest.skip("this version of the library weighs no pairs")
     reduction = ranks.Reduction("adasum", "delta", weighted=False)
     got = in_one_process(ranks, reduction, "momentum", size, make_model, loss_of)
     want = on_ranks(reduction, "momentum", size, make_model, loss_of)
