@@ -9,6 +9,10 @@ import torch
 
 # A squared norm below this has no meaningful direction: its vector is taken as it is.
 TINY = math.sqrt(sys.float_info.min)
+# Where |alpha a + beta b|^2 is below this part of |alpha a|^2 + |beta b|^2, float32 loses it in
+# a blend. Its rounded coefficients and products are off by eps (|alpha a| + |beta b|) together, so
+# elsewhere by no more than eps sqrt(2 / CANCELLED) = 12 eps of the sum's length.
+CANCELLED = 1 / 64
 
 
 def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:

@@ -13,6 +13,7 @@ of the means of p and of q vectors the mean of all.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -78,7 +79,9 @@ def combine(
     """Return (1 - d/(2A)) a + (1 - d/(2B)) b a segment, with (d, A, B) the rows of `dots`.
 
     With `weights` (p, q) it is (1 - p/(p+q) d/A) a + (1 - q/(p+q) d/B) b, the same bits where
-    p = q. A coefficient whose squared norm is below sqrt(DBL_MIN) is 1. Rounded once to the dtype.
+    p = q. A coefficient whose squared norm is below sqrt(DBL_MIN) is 1; one whose squared norm,
+    times 2 or (p+q)/p, is beyond DBL_MAX is NaN. Rounded once to the dtype; where the two nearly
+    cancel they are blended with float64's precision.
 
     Args:
         a: Taken as flat.
@@ -240,7 +243,9 @@ def _coefficients(dots: Tensor, weights: Weights) -> Tensor:
     """float64 [S, 2] rows (1 - d/(fA), 1 - d/(gB)) of the rows (d, A, B) of `dots`.
 
     f = (p + q)/p and g = (p + q)/q of the weights (p, q). A coefficient whose squared norm is below
-    sqrt(DBL_MIN) is 1; a NaN norm is not, so NaN stays.
+    sqrt(DBL_MIN) is 1; a NaN norm is not, so NaN stays. One whose fA is beyond DBL_MAX is NaN.
     """
     norms, factors = dots[:, 1:], dots.new_tensor(check_weights(weights))
-    return torch.where(norms < TINY, 1.0, 1.0 - dots[:, :1] / (factors * norms))
+    scaled = factors * norms
+    scaled = scaled.masked_fill((scaled == math.inf) & (factors < math.inf), math.nan)
+    return torch.where(norms < TINY, 1.0, 1.0 - dots[:, :1] / scaled)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from adasum.handle import Handle, wait_for_all
 from adasum.horovod.arguments import contiguous, copied, for_each
 from adasum.horovod.autograd import backward_name, with_gradient
+from adasum.horovod.names import start_named
 from adasum.horovod.process_sets import ProcessSet, require_group
 from collectives import Average, Group
 
@@ -62,5 +64,5 @@ def grouped_allgather_async(
 
 
 def _start(group: Group, name: str | None, tensor: Tensor) -> Handle:
-    work = group.all_gather(contiguous(tensor), name=name, async_op=True)
-    return Handle([work], lambda result: result)
+    start = partial(group.all_gather, contiguous(tensor), name=name, async_op=True)
+    return Handle([start_named("allgather", name, group, start)], lambda result: result)

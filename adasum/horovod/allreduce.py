@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import compress
 from typing import Any
 
@@ -12,6 +13,7 @@ from adasum.compression import Compression, Compressor
 from adasum.handle import Handle
 from adasum.horovod.arguments import dense, tensor_list
 from adasum.horovod.autograd import backward_name, refuse_gradient, with_gradient
+from adasum.horovod.names import start_named
 from adasum.horovod.process_sets import ProcessSet, require_group
 from adasum.horovod.reduction_options import ReductionOptions, options_of, require_reducer
 from adasum.sparse import SparseHandle, sparse_all_reduce_async
@@ -37,7 +39,8 @@ def allreduce(
     Args:
         tensor: Equal in shape and dtype on all ranks; not changed.
         average: Horovod's deprecated way to ask for Average (True) or Sum (False).
-        name: Names the collective in errors; equal on all ranks.
+        name: Names the collective in errors; equal on all ranks, and of no other allreduce that is
+            still under way: that is a ValueError, in all of these functions.
         compression: Casts what is sent.
         op: Sum, Average, Min, Max, Product, or Adasum, for which the whole tensor is one segment;
             Average unless given. An average of integers is truncated towards zero.
@@ -96,10 +99,9 @@ def allreduce_async_(
     process_set: ProcessSet | None = None,
 ) -> Handle:
     """Start an `allreduce_`; the tensor must not be used until `synchronize`."""
-    handle = grouped_allreduce_async_(
-        [tensor], average, name, op, prescale_factor, postscale_factor, process_set
-    )
-    return Handle([handle], lambda tensors: tensors[0])
+    options = options_of(name, op, prescale_factor, postscale_factor, process_set, average)
+    work = _start_in_place(options, [dense(tensor).detach()])
+    return Handle([work], lambda _: tensor)
 
 
 def grouped_allreduce(
@@ -119,7 +121,7 @@ def grouped_allreduce(
     options = options_of(
         name, op, prescale_factor, postscale_factor, process_set, average, compression
     )
-    return _reduce(options, tensor_list(tensors)).wait()
+    return _reduce(options, tensor_list(tensors), "grouped_allreduce").wait()
 
 
 def grouped_allreduce_async(
@@ -133,7 +135,7 @@ def grouped_allreduce_async(
 ) -> Handle:
     """Start a `grouped_allreduce`; `synchronize` returns the list of results."""
     options = options_of(name, op, prescale_factor, postscale_factor, process_set, average)
-    return _reduce(options, tensor_list(tensors))
+    return _reduce(options, tensor_list(tensors), "grouped_allreduce")
 
 
 def grouped_allreduce_(
@@ -164,7 +166,8 @@ def grouped_allreduce_async_(
     options = options_of(name, op, prescale_factor, postscale_factor, process_set, average)
     inputs = tensor_list(tensors)
     # Detached: in place on a parameter changes its value and is not for autograd to record.
-    work = _start_in_place(options, [dense(tensor).detach() for tensor in inputs])
+    detached = [dense(tensor).detach() for tensor in inputs]
+    work = _start_in_place(options, detached, "grouped_allreduce")
     return Handle([work], lambda _: inputs)
 
 
@@ -188,28 +191,36 @@ def sparse_allreduce_async(
     """
     refuse_gradient("sparse_allreduce_async", tensor)
     require_reducer(op)
-    return sparse_all_reduce_async(require_group(process_set), tensor, op, name)
+    group = require_group(process_set)
+    start = partial(sparse_all_reduce_async, group, tensor, op, name)
+    handle: SparseHandle = start_named("sparse_allreduce", name, group, start)
+    return handle
 
 
-def _reduce(options: ReductionOptions, tensors: Sequence[Tensor]) -> Handle:
+def _reduce(
+    options: ReductionOptions, tensors: Sequence[Tensor], kind: str = "allreduce"
+) -> Handle:
     """Start reducing copies; autograd reduces the gradients in the same way."""
     if options.op in (Max, Min, Product):
         refuse_gradient(f"allreduce with op={options.op}", *tensors)
     sent, decompress = options.compress(tensors)
-    handle = Handle([_start_in_place(options, sent)], decompress)
+    handle = Handle([_start_in_place(options, sent, kind)], decompress)
 
     def backward(*gradients: Tensor) -> list[Tensor | None]:
         # Integers have no gradient, on any rank.
         real = [gradient.is_floating_point() or gradient.is_complex() for gradient in gradients]
         named = options._replace(name=backward_name(options.name))
-        reduced = iter(_reduce(named, list(compress(gradients, real))).wait())
+        reduced = iter(_reduce(named, list(compress(gradients, real)), kind).wait())
         return [next(reduced) if has_gradient else None for has_gradient in real]
 
     return with_gradient(handle, lambda _: backward, *tensors)
 
 
-def _start_in_place(options: ReductionOptions, tensors: Sequence[Tensor]) -> Any:
-    return options.group.grouped_all_reduce(
+def _start_in_place(
+    options: ReductionOptions, tensors: Sequence[Tensor], kind: str = "allreduce"
+) -> Any:
+    start = partial(
+        options.group.grouped_all_reduce,
         tensors,
         options.op,
         name=options.name,
@@ -217,3 +228,4 @@ def _start_in_place(options: ReductionOptions, tensors: Sequence[Tensor]) -> Any
         postscale=options.postscale,
         async_op=True,
     )
+    return start_named(kind, options.name, options.group, start)

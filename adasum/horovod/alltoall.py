@@ -12,6 +12,7 @@ from torch import Tensor
 from adasum.handle import Handle
 from adasum.horovod.arguments import contiguous
 from adasum.horovod.autograd import backward_name, with_gradient
+from adasum.horovod.names import start_named
 from adasum.horovod.process_sets import ProcessSet, require_group
 from collectives import Group
 
@@ -63,7 +64,8 @@ def alltoall_async(
 
 
 def _start(group: Group, splits: _Splits, name: str | None, tensor: Tensor) -> Handle:
-    work = group.all_to_all(contiguous(tensor), splits, name=name, async_op=True)
+    start = partial(group.all_to_all, contiguous(tensor), splits, name=name, async_op=True)
+    work = start_named("alltoall", name, group, start)
     # Horovod counts in int32 unless a tensor of splits has another dtype.
     like = splits if isinstance(splits, Tensor) else torch.empty(0, dtype=torch.int32, device="cpu")
     return Handle([work], lambda result: (result[0], result[1].to(like.device, like.dtype)))

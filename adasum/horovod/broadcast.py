@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from adasum.handle import Handle
 from adasum.horovod.arguments import copied, dense
 from adasum.horovod.autograd import backward_name, with_gradient
+from adasum.horovod.names import start_named
 from adasum.horovod.process_sets import ProcessSet, group_and_root
 from collectives import Average, Group
 
@@ -58,5 +61,6 @@ def broadcast_async_(
 
 
 def _start(group: Group, root: int, name: str | None, tensor: Tensor) -> Handle:
-    work = group.broadcast(dense(tensor).detach(), root=root, name=name, async_op=True)
-    return Handle([work], lambda _: tensor)
+    sent = dense(tensor).detach()
+    start = partial(group.broadcast, sent, root=root, name=name, async_op=True)
+    return Handle([start_named("broadcast", name, group, start)], lambda _: tensor)

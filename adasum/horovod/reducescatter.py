@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -11,6 +12,7 @@ from adasum.compression import Compression, Compressor
 from adasum.handle import Handle, wait_for_all
 from adasum.horovod.arguments import for_each
 from adasum.horovod.autograd import backward_name, refuse_gradient, with_gradient
+from adasum.horovod.names import start_named
 from adasum.horovod.process_sets import ProcessSet
 from adasum.horovod.reduction_options import ReductionOptions, options_of
 from collectives import Average, Reducer, Sum
@@ -95,7 +97,8 @@ def _reduce(options: ReductionOptions, tensor: Tensor) -> Handle:
     if options.op not in (Sum, Average):
         refuse_gradient(f"reducescatter with op={options.op}", tensor)
     (sent,), decompress = options.compress([tensor])
-    work = options.group.reduce_scatter(
+    start = partial(
+        options.group.reduce_scatter,
         sent,
         options.op,
         by_rows=True,
@@ -104,6 +107,7 @@ def _reduce(options: ReductionOptions, tensor: Tensor) -> Handle:
         postscale=options.postscale,
         async_op=True,
     )
+    work = start_named("reducescatter", options.name, options.group, start)
 
     def backward(gradient: Tensor) -> list[Tensor]:
         whole: Any = options.group.all_gather(

@@ -104,6 +104,8 @@ class DeltaMethod(DistributedMixin):
         try:
             result = self._local_step(closure)
             self._adasum_hooks.synchronize(max_in_flight=MAX_IN_FLIGHT)
+            # What a bucket's start has made dense.
+            self._resparsify()
             return result
         finally:
             with torch.no_grad():

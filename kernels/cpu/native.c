@@ -14,13 +14,15 @@
  */
 #include "vectors.h"
 
+#include <math.h>
+
 /* GOMP_parallel; omp_get_thread_num and omp_get_num_threads. */
 typedef void run_in_team(void (*start)(void *), void *argument, unsigned threads, unsigned flags);
 typedef int count_threads(void);
 #include "task.h"
 
 /* In the order of kernels/cpu/native.py. BLOCK, elements whose dot products are one partial result,
- * comes from there, too, as do TINY and the range of coefficients that are safe in float. */
+ * comes from there, too, as do TINY, CANCELLED and the coefficients that are safe in float. */
 enum { FLOAT16, BFLOAT16, FLOAT32, FLOAT64 };
 /* Elements; up to ALONE are not worth a second thread. */
 enum { TILE = 1024, LANES = 8, ALONE = 32768 };
@@ -204,17 +206,37 @@ static int is_safe(double coefficient)
     return size == 0 || (SAFE_LOW < size && size < SAFE_HIGH) || size != size;
 }
 
-static void blend_block(const struct task *t, struct block block)
+/* Whether alpha a + beta b is so short beside both that float would lose it, by the row (a.b, |a|^2,
+ * |b|^2): its square is below the sum of theirs times CANCELLED, or is NaN. */
+static int cancels(const double *row, const double *factors)
+{
+    double alpha = factors[0], beta = factors[1];
+    double apart = alpha * alpha * row[1] + beta * beta * row[2];
+    return !(apart + 2 * alpha * beta * row[0] >= CANCELLED * apart);
+}
+
+static void blend(const struct task *t, struct block block, int wide)
 {
     const double *factors = t->coefficients + 2 * block.segment;
-    int wide = has_double(t->dtypes[0], t->dtypes[1]) || t->out_dtype == FLOAT64;
+    wide |= has_double(t->dtypes[0], t->dtypes[1]) || t->out_dtype == FLOAT64;
     if (wide || !is_safe(factors[0]) || !is_safe(factors[1]))
         blend_double(t, block, factors[0], factors[1]);
     else
         blend_float(t, block, (float)factors[0], (float)factors[1]);
 }
 
-/* out = alpha * a + beta * b of the two tensors, by segment: coefficients are rows (alpha, beta). */
+static void blend_block(const struct task *t, struct block block)
+{
+    blend(t, block, 0);
+}
+
+static void combine_block(const struct task *t, struct block block)
+{
+    int64_t segment = block.segment;
+    blend(t, block, cancels(t->dots + 3 * segment, t->coefficients + 2 * segment));
+}
+
+/* out = alpha * a + beta * b of the two tensors: coefficients are one row (alpha, beta). */
 void scaled_add(const struct task *t)
 {
     walk_blocks(blend_block, t);
@@ -233,17 +255,24 @@ void dot_and_norms(const struct task *t)
     }
 }
 
-/* scaled_add with the coefficients that follow from dots; written to coefficients first, in the
- * place of the factors f and g of a's and b's squared norm: 1 - d/(fA) and 1 - d/(gB), but 1 for a
- * norm below TINY, which no NaN is. */
+/* 1 - d/(fA); 1 for a norm below TINY, which no NaN is, and NaN for an fA beyond double, unless
+ * by an infinite factor, of a weight that is none beside the other. */
+static double coefficient(double dot, double factor, double norm)
+{
+    double scaled = factor * norm;
+    int lost = scaled == INFINITY && factor < INFINITY;
+    return norm < TINY ? 1 : lost ? NAN : 1 - dot / scaled;
+}
+
+/* The blend of a and b with a row of coefficients a segment, which follow from dots; written to
+ * coefficients first, in the place of the factors of a's and b's squared norm. */
 void combine(const struct task *t)
 {
     const double *row = t->dots, factors[] = {t->coefficients[0], t->coefficients[1]};
     for (int64_t segment = 0; segment < t->segments; segment++, row += 3)
         for (int i = 0; i < 2; i++)
-            t->coefficients[2 * segment + i] =
-                row[1 + i] < TINY ? 1 : 1 - row[0] / (factors[i] * row[1 + i]);
-    scaled_add(t);
+            t->coefficients[2 * segment + i] = coefficient(row[0], factors[i], row[1 + i]);
+    walk_blocks(combine_block, t);
 }
 
 void adasum(const struct task *t)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from kernels.arguments import Call
-from kernels.arithmetic import TINY
+from kernels.arithmetic import CANCELLED, TINY
 from kernels.cpu.build import Unavailable, built
 
 # In the order of the C file's enum.
@@ -27,7 +27,7 @@ _SOURCES = [Path(__file__).with_name(name) for name in ("native.c", "real.h", "v
 _FLAGS = (
     # What is written as floats is looked at as integers.
     *("-O3", "-funroll-loops", "-fno-strict-aliasing"),
-    *(f"-DBLOCK={BLOCK}", f"-DTINY={TINY!r}"),
+    *(f"-DBLOCK={BLOCK}", f"-DTINY={TINY!r}", f"-DCANCELLED={CANCELLED!r}"),
     # Coefficients inside this range times any float32 lose nothing to float32's exponent.
     *("-DSAFE_LOW=0x1p-60", "-DSAFE_HIGH=0x1p60"),
 )

@@ -7,6 +7,7 @@ float64, rounded once. Dot products are taken in float64.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels.arguments import Call
-from kernels.arithmetic import TINY, compute_dtype
+from kernels.arithmetic import CANCELLED, TINY, compute_dtype
 from kernels.findings import Findings
 
 # An operation on both cores costs tens of microseconds to start and to end, so blocks are as large
@@ -93,14 +94,20 @@ def scaled_add(call: Call, alpha: float, beta: float) -> None:
 
 @torch.no_grad()
 def _blend(
-    a: Tensor, b: Tensor, out: Tensor, findings: Findings, alpha: float, beta: float
+    a: Tensor,
+    b: Tensor,
+    out: Tensor,
+    findings: Findings,
+    alpha: float,
+    beta: float,
+    cancelling: bool = False,
 ) -> None:
     """Write out = alpha*a + beta*b, with the same bits whether `out` is a, b or neither.
 
-    Ranks that reduce a pair write into one or the other.
+    Ranks that reduce a pair write into one or the other. cancelling: float32 would lose the sum.
     """
     wide = compute_dtype(a.dtype, b.dtype, out.dtype)
-    if not (_is_safe(alpha) and _is_safe(beta)):
+    if cancelling or not (_is_safe(alpha) and _is_safe(beta)):
         wide = torch.float64
     for left, right, to in _blocks(a, b, out):
         to.copy_(torch.add(left.to(wide) * alpha, right.to(wide), alpha=beta))
@@ -134,7 +141,8 @@ def combine(call: Call, factor_a: float, factor_b: float) -> None:
         if high > low:
             left, right, to = (part[low:high] for part in parts)
             alpha, beta = _coefficient(dot, factor_a, norm_a), _coefficient(dot, factor_b, norm_b)
-            _blend(left, right, to, call.findings, alpha, beta)
+            cancelling = _cancels(dot, norm_a, norm_b, alpha, beta)
+            _blend(left, right, to, call.findings, alpha, beta, cancelling)
 
 
 def adasum(call: Call, factor_a: float, factor_b: float) -> None:
@@ -145,8 +153,18 @@ def adasum(call: Call, factor_a: float, factor_b: float) -> None:
 
 
 def _coefficient(dot: float, factor: float, norm: float) -> float:
-    """1 - d/(fA); 1 for a norm below TINY, which no NaN is."""
-    return 1.0 if norm < TINY else 1.0 - dot / (factor * norm)
+    """1 - d/(fA); 1 for a norm below TINY, which no NaN is, and NaN for an fA beyond float64."""
+    scaled = factor * norm
+    if norm < TINY:
+        return 1.0
+    # By an infinite factor nothing is lost: of two weights one is none beside the other.
+    return math.nan if scaled == math.inf and factor < math.inf else 1.0 - dot / scaled
+
+
+def _cancels(dot: float, norm_a: float, norm_b: float, alpha: float, beta: float) -> bool:
+    """Whether alpha a + beta b is so short beside both that float32 would lose it, or NaN."""
+    apart = alpha * alpha * norm_a + beta * beta * norm_b
+    return not apart + 2 * alpha * beta * dot >= CANCELLED * apart
 
 
 def _is_safe(coefficient: float) -> bool:

@@ -6,6 +6,7 @@ from kernels.gpu.launcher import Kernel, jit, tl
 from kernels.gpu.tiles import (
     THREADS,
     arrive,
+    cancels,
     coefficient,
     edge_dots,
     edge_pointer,
@@ -52,17 +53,19 @@ def _finish_chunk(
     length = tl.load(table + 3 * chunk + 1)
     row = dots + 3 * tl.load(table + 3 * chunk + 2)
     dot = tl.load(row, cache_modifier=".cg")
-    alpha = coefficient(dot, factor_a, tl.load(row + 1, cache_modifier=".cg"))
-    beta = coefficient(dot, factor_b, tl.load(row + 2, cache_modifier=".cg"))
+    norm_a = tl.load(row + 1, cache_modifier=".cg")
+    norm_b = tl.load(row + 2, cache_modifier=".cg")
+    alpha, beta = coefficient(dot, factor_a, norm_a), coefficient(dot, factor_b, norm_b)
+    cancelling = cancels(dot, norm_a, norm_b, alpha, beta)
     before, inner = whole_vectors(start, length, 16 // BYTES)
-    z = weigh(x, y, alpha, beta, WIDE).to(DTYPE)
+    z = weigh(x, y, alpha, beta, cancelling, WIDE).to(DTYPE)
     report(z, findings)
     to = out.to(tl.int64) + start * BYTES
     store_tile(to + before * BYTES, inner, z, True)
     if inner != length:
         u = load_edges(a.to(tl.int64) + start * BYTES, before, inner, length, DTYPE)
         v = load_edges(b.to(tl.int64) + start * BYTES, before, inner, length, DTYPE)
-        w = weigh(u, v, alpha, beta, WIDE).to(DTYPE)
+        w = weigh(u, v, alpha, beta, cancelling, WIDE).to(DTYPE)
         report(w, findings)
         inside = tl.arange(0, THREADS) < length - inner
         tl.store(edge_pointer(to, before, inner, DTYPE), w, mask=inside)

@@ -19,11 +19,12 @@ from kernels.arithmetic import compute_dtype
 from kernels.gpu import launcher
 from kernels.gpu.chunking import Chunks, chunks_of
 from kernels.gpu.device_tables import Scratch
-from kernels.gpu.launcher import Kernel, tl
+from kernels.gpu.launcher import Kernel, jit, tl
 from kernels.gpu.one_launch_kernel import REGISTERS, _one_launch_kernel
 from kernels.gpu.tiles import (
     THREADS,
     arrive,
+    cancels,
     coefficient,
     edge_dots,
     float_of,
@@ -90,6 +91,33 @@ def _dots_kernel(
         tl.store(arrivals + segment, tl.full([], 0, tl.int64))
 
 
+@jit
+def _blend_parts(
+    at_a,
+    at_b,
+    to,
+    count,
+    alpha,
+    beta,
+    cancelling,
+    findings,
+    DTYPE: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """Write a tile of the result at `to` in parts, rolled up: see scalar_pointer."""
+    ONCE: tl.constexpr = "evict_first"
+    BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
+    for part in tl.range(0, BLOCK // PART, loop_unroll_factor=1):
+        before = part * PART
+        u = load_tile(at_a + before * BYTES, count - before, DTYPE, False, PART, ONCE)
+        v = load_tile(at_b + before * BYTES, count - before, DTYPE, False, PART, ONCE)
+        w = weigh(u, v, alpha, beta, cancelling, WIDE).to(DTYPE)
+        report(w, findings)
+        store_tile(to + before * BYTES, count - before, w, False, ONCE)
+
+
 @Kernel
 def _combine_kernel(
     factor_a_bits: tl.int64,
@@ -116,8 +144,11 @@ def _combine_kernel(
     length = tl.load(table + 3 * chunk + 1)
     segment = tl.load(table + 3 * chunk + 2)
     dot = tl.load(dots + 3 * segment)
-    alpha = coefficient(dot, float_of(factor_a_bits), tl.load(dots + 3 * segment + 1))
-    beta = coefficient(dot, float_of(factor_b_bits), tl.load(dots + 3 * segment + 2))
+    norm_a, norm_b = tl.load(dots + 3 * segment + 1), tl.load(dots + 3 * segment + 2)
+    alpha = coefficient(dot, float_of(factor_a_bits), norm_a)
+    beta = coefficient(dot, float_of(factor_b_bits), norm_b)
+    cancelling = cancels(dot, norm_a, norm_b, alpha, beta)
+    whole = (tl.float64 == WIDE) | (cancelling == 0)
     tiles = (length + BLOCK - 1) // BLOCK
     for k in range(tiles):
         done = (tiles - 1 - k) * BLOCK
@@ -126,22 +157,23 @@ def _combine_kernel(
         at_a = a.to(tl.int64) + offset
         at_b = b.to(tl.int64) + offset
         to = out.to(tl.int64) + offset
-        if (at_a | at_b | to) % 16 == 0 and count % VECTOR == 0:
+        if (at_a | at_b | to) % 16 == 0 and count % VECTOR == 0 and whole:
             x = load_tile(at_a, count, DTYPE, True, BLOCK, ONCE)
             y = load_tile(at_b, count, DTYPE, True, BLOCK, ONCE)
-            z = weigh(x, y, alpha, beta, WIDE).to(DTYPE)
+            z = weigh(x, y, alpha, beta, False, WIDE).to(DTYPE)
             report(z, findings)
             store_tile(to, count, z, True, ONCE)
-        else:
-            # In parts, rolled up: see scalar_pointer.
+        elif whole:
             PART: tl.constexpr = part_of(BLOCK, 4)
-            for part in tl.range(0, BLOCK // PART, loop_unroll_factor=1):
-                before = part * PART
-                u = load_tile(at_a + before * BYTES, count - before, DTYPE, False, PART, ONCE)
-                v = load_tile(at_b + before * BYTES, count - before, DTYPE, False, PART, ONCE)
-                w = weigh(u, v, alpha, beta, WIDE).to(DTYPE)
-                report(w, findings)
-                store_tile(to + before * BYTES, count - before, w, False, ONCE)
+            _blend_parts(
+                at_a, at_b, to, count, alpha, beta, False, findings, DTYPE, WIDE, BLOCK, PART
+            )
+        else:
+            # Wherever they start: this is rare, and must take no registers from the paths above.
+            SMALL: tl.constexpr = part_of(BLOCK, 8)
+            _blend_parts(
+                at_a, at_b, to, count, alpha, beta, True, findings, DTYPE, WIDE, BLOCK, SMALL
+            )
 
 
 def _meta(a: Tensor, chunks: Chunks) -> dict[str, Hashable]:

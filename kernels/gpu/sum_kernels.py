@@ -130,7 +130,7 @@ def _scaled_add_kernel(
     if ALIGNED and count % VECTOR == 0:
         x = load_tile(at_a, count, A, True, BLOCK)
         y = load_tile(at_b, count, B, True, BLOCK)
-        z = convert(weigh(x, y, alpha, beta, WIDE), OUT)
+        z = convert(weigh(x, y, alpha, beta, False, WIDE), OUT)
         report(z, findings)
         store_tile(to, count, z, True)
     else:
@@ -140,7 +140,7 @@ def _scaled_add_kernel(
             done = part * PART
             u = load_tile(at_a + done * A_BYTES, count - done, A, False, PART)
             v = load_tile(at_b + done * B_BYTES, count - done, B, False, PART)
-            w = convert(weigh(u, v, alpha, beta, WIDE), OUT)
+            w = convert(weigh(u, v, alpha, beta, False, WIDE), OUT)
             report(w, findings)
             store_tile(to + done * OUT_BYTES, count - done, w, False)
 

@@ -6,10 +6,11 @@ dot products and their partial sums.
 
 from __future__ import annotations
 
-from kernels.arithmetic import TINY
+from kernels.arithmetic import CANCELLED, TINY
 from kernels.gpu.launcher import constexpr_function, jit, tl, triton
 
 _TINY = TINY if triton is None else tl.constexpr(TINY)
+_CANCELLED = CANCELLED if triton is None else tl.constexpr(CANCELLED)
 _SUM_BLOCK = 256 if triton is None else tl.constexpr(256)
 # A policy for the caches. Triton 3.6 takes no plain string for a device function's default.
 _NORMAL = "" if triton is None else tl.constexpr("")
@@ -215,7 +216,9 @@ def double_power_of_two(exponent):
 
 @jit
 def split(factor):
-    """float64 `factor` as float32 (p, q, f): p and q powers of two, 1 <= |f| < 2, p*q*f = factor.
+    """float64 `factor` as float32 (p, q, f, rest): p*q*(f + rest) = factor, to 2**-49 of it.
+
+    p and q are powers of two, 1 <= |f| <= 2.
 
     Adasum's coefficients reach the ratio of two norms, far beyond float32. Scaling by p and q is
     exact, so x*p*q*f rounds once and overflows only where the product itself does.
@@ -225,22 +228,36 @@ def split(factor):
     bounded = tl.minimum(tl.maximum(exponent, -250), 252)
     exponent = tl.where(exponent == 1024, 0, bounded)
     half = exponent >> 1
-    fraction = (factor * double_power_of_two(-exponent)).to(tl.float32)
-    return power_of_two(half), power_of_two(exponent - half), fraction
+    fraction = factor * double_power_of_two(-exponent)
+    f = fraction.to(tl.float32)
+    rest = (fraction - f.to(tl.float64)).to(tl.float32)
+    return power_of_two(half), power_of_two(exponent - half), f, rest
 
 
 @jit
-def weigh(x, y, alpha, beta, WIDE: tl.constexpr):
+def weigh(x, y, alpha, beta, cancelling, WIDE: tl.constexpr):
     """alpha*x + beta*y in WIDE, with float64 scalars alpha and beta.
 
     Which product the addition is fused with is written out: the compiler chooses element by
     element, and the same numbers would round differently in another tile or kernel.
+
+    cancelling: Keep what float32 drops of coefficients and products, which is about all there is of
+    a sum of nearly opposed tiles. One branch for a whole segment.
     """
     if tl.float64 == WIDE:
         return tl.fma(convert(x, WIDE), alpha, convert(y, WIDE) * beta)
-    p, q, f = split(alpha)
-    r, s, g = split(beta)
-    return tl.fma(x.to(WIDE) * p * q, f, y.to(WIDE) * r * s * g)
+    p, q, f, f_rest = split(alpha)
+    r, s, g, g_rest = split(beta)
+    u, v = x.to(WIDE) * p * q, y.to(WIDE) * r * s
+    if cancelling:
+        left, right = tl.fma(u, f, 0.0), tl.fma(v, g, 0.0)
+        rest = tl.fma(u, f_rest, tl.fma(u, f, -left)) + tl.fma(v, g_rest, tl.fma(v, g, -right))
+        z = left + right
+        # What has overflowed has no rest.
+        z = tl.where(tl.abs(z) < float("inf"), z + rest, z)
+    else:
+        z = tl.fma(u, f, v * g)
+    return z
 
 
 @jit
@@ -310,9 +327,24 @@ def over_threads(dot, norm_a, norm_b):
 
 @jit
 def coefficient(dot, factor, norm):
-    """1 - dot / (factor norm); 1 for a tiny norm, and NaN, which is below nothing, for NaN."""
+    """1 - dot / (factor norm); 1 for a tiny norm, and NaN, which is below nothing, for NaN.
+
+    NaN, too, where float64 has no factor norm: what is divided by Inf would be lost.
+    """
     tiny = norm < _TINY
-    return tl.where(tiny, 1.0, 1.0 - dot / (factor * tl.where(tiny, 1.0, norm)))
+    scaled = factor * tl.where(tiny, 1.0, norm)
+    # By an infinite factor nothing is lost: of two weights one is none beside the other.
+    lost = (scaled == float("inf")) & (factor < float("inf"))
+    return tl.where(tiny, 1.0, tl.where(lost, float("nan"), 1.0 - dot / scaled))
+
+
+@jit
+def cancels(dot, norm_a, norm_b, alpha, beta):
+    """Whether alpha a + beta b is so short beside both that float32 would lose it, or NaN."""
+    # Fused as written, so that all kernels find the same.
+    apart = tl.fma(alpha * alpha, norm_a, beta * beta * norm_b)
+    # NaN is not at least anything.
+    return (tl.fma(2 * alpha * beta, dot, apart) >= _CANCELLED * apart) == 0
 
 
 @jit

@@ -15,8 +15,8 @@ CPU_FOR_GPUS = frozenset(
 )
 
 _BY_ORDER = (
-    "calls are matched by their order and not by name, so a name may be in flight twice, and ranks "
-    "that begin with different calls get CollectiveMismatchError"
+    "the second call of a name is a ValueError as there, but between its calls one rank is at a "
+    "barrier: calls are matched by order and not by name, so that is a CollectiveMismatchError"
 )
 _WITH_JOINED = (
     "Horovod refuses this while a rank has joined, and here it works: the joined rank adds no rows "

@@ -1,0 +1,85 @@
+"""A name may be under way once, as in Horovod."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import adasum as hvd
+from collectives import Group, run_threads
+
+TIMEOUT = 60.0
+SPARSE = torch.eye(4).to_sparse()
+# Each takes a name, of which it has one table with those it is listed with.
+CALLS: list[list[Callable[..., Any]]] = [
+    [
+        partial(hvd.allreduce_async, torch.ones(4)),
+        lambda name: hvd.allreduce_async_(torch.ones(4), name=name),
+    ],
+    [
+        partial(hvd.grouped_allreduce_async, [torch.ones(4)] * 2),
+        lambda name: hvd.grouped_allreduce_async_([torch.ones(4)], name=name),
+    ],
+    [partial(hvd.allgather_async, torch.ones(4))],
+    [partial(hvd.broadcast_async, torch.ones(4), 0)],
+    [partial(hvd.alltoall_async, torch.ones(4))],
+    [partial(hvd.reducescatter_async, torch.ones(4))],
+    [partial(hvd.sparse_allreduce_async, SPARSE, op=hvd.Sum)],
+]
+
+
+def test_name_that_is_under_way_is_refused_and_free_again_after_it() -> None:
+    both = threading.Barrier(2)
+
+    def run(group: Group) -> None:
+        for calls in CALLS:
+            for first in calls:
+                for second in calls:
+                    # No other rank has this call yet, so it cannot end.
+                    handle = first(name="gradient") if group.rank == 0 else None
+                    if group.rank == 0:
+                        with pytest.raises(ValueError, match="'gradient' is that of another"):
+                            second(name="gradient")
+                    both.wait(TIMEOUT)
+                    handle = handle or first(name="gradient")
+                    hvd.synchronize(handle)
+                    hvd.synchronize(second(name="gradient"))
+
+    run_threads(2, run)
+
+
+def test_name_that_is_under_way_is_free_elsewhere() -> None:
+    """In another kind of call, in another process set, and where none was given."""
+
+    def run(group: Group) -> None:
+        pair = hvd.add_process_set([0, 1])
+        handles = [calls[0](name="gradient") for calls in CALLS]
+        handles += [hvd.allreduce_async(torch.ones(4), name="gradient", process_set=pair)]
+        handles += [hvd.allreduce_async(torch.ones(4)) for _ in range(2)]
+        for handle in handles:
+            hvd.synchronize(handle)
+
+    run_threads(2, run)
+
+
+def test_name_of_a_call_whose_handle_was_dropped_is_still_under_way() -> None:
+    both = threading.Barrier(2)
+
+    def run(group: Group) -> None:
+        if group.rank == 0:
+            hvd.allreduce_async(torch.ones(4), name="gradient")
+            gc.collect()
+            with pytest.raises(ValueError, match="give this one a name of its own"):
+                hvd.allreduce(torch.ones(4), name="gradient")
+        both.wait(TIMEOUT)
+        if group.rank == 1:
+            hvd.allreduce_async(torch.ones(4), name="gradient")
+        hvd.barrier()
+
+    run_threads(2, run)
