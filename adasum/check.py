@@ -24,6 +24,7 @@ import collectives
 import kernels
 from adasum.reducer import Adasum
 from adasum.smoke import supervisor
+from collectives.bootstrap.launchers import LAUNCHERS_VARIABLES
 from collectives.transport import load_nccl
 
 _NCCL = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
@@ -32,6 +33,7 @@ _VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("ADASUM_TRANSPORT", "ADASUM_CPU_KERNELS", "CC", "XDG_CACHE_HOME", "GLOO_SOCKET_IFNAME"),
     *("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
+    *LAUNCHERS_VARIABLES,
 )
 _SELF_TEST_SECONDS = 120
 _NUMEL = 300_001

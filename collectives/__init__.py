@@ -2,7 +2,7 @@
 
 ::
 
-    group = collectives.init()              # under torchrun, or one rank
+    group = collectives.init()              # under a launcher, or one rank
     group.all_reduce(tensor)                # in place, op=Sum
     request = group.all_reduce_init(flat)   # planned once, started any number of times
     collectives.run_threads(4, fn)          # four ranks in one process

@@ -14,7 +14,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from collectives.bootstrap.launchers import backend
+from collectives.bootstrap.launchers import backend, job
 from collectives.errors import CollectiveError, CollectiveTimeoutError, TransportError
 from collectives.transport.process_groups import first_line, run_beside
 
@@ -48,10 +48,12 @@ def _start(rank: int, size: int, timeout: float) -> None:
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     if _opened is None or _opened[0] != address:
         _opened = address, open_store(rank, timeout)
+    # Another job's ranks that were told the same address do not meet these.
+    store = dist.PrefixStore(job(), _opened[1])
     try:
         dist.init_process_group(
             backend(size),
-            store=wait_for_ranks(_opened[1], rank, size, deadline - time.monotonic()),
+            store=wait_for_ranks(store, rank, size, deadline - time.monotonic()),
             rank=rank,
             world_size=size,
             timeout=timedelta(seconds=timeout),
