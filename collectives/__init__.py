@@ -48,6 +48,9 @@ from collectives.schedules.topology import Topology, ring_permutations
 from collectives.schedules.verify import verify
 from collectives.work import Work
 
+# Tells this package from the distribution on PyPI that is also called `collectives`.
+__adasum__ = True
+
 __all__ = [
     "Action",
     "AllReduceSpec",
