@@ -178,18 +178,24 @@ def _local_ranks(launcher: _Launcher) -> tuple[int, int] | tuple[None, None]:
 
 
 def _started_by(launcher: _Launcher) -> int:
-    """Return the process that started this host's ranks: the nearest above that is not one itself.
+    """Return a number of what started this host's ranks: the nearest process above that is no rank.
 
     Between it and a rank there may be a shell, another one for each rank.
+
+    Returns:
+        When it started (clock ticks since boot), above 22 bits of its number: containers that share
+        a network each have a process 1.
     """
-    process = os.getppid()
-    # A process of the system, or of another user, is not the job's.
+    process, started = os.getppid(), 0
+    # There may be no /proc; and what another user runs, whose variables are not told, is no rank.
     with suppress(OSError):
         while True:
             place = Path(f"/proc/{process}")
+            # The third field and those that follow: the name before them may hold anything.
+            fields = place.joinpath("stat").read_bytes().rpartition(b")")[2].split()
+            started = int(fields[19])
             said = place.joinpath("environ").read_bytes().split(b"\0")
             if not any(each.startswith(f"{launcher.rank}=".encode()) for each in said):
                 break
-            # The name before it may hold anything.
-            process = int(place.joinpath("stat").read_bytes().rpartition(b")")[2].split()[1])
-    return process
+            process, started = int(fields[1]), 0
+    return started << 22 | process

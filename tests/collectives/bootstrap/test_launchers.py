@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -155,10 +157,28 @@ def test_process_outside_a_step_is_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     assert translated(monkeypatch, alone)[0] == 1
 
 
+@pytest.mark.slow
+def test_ranks_behind_shells_of_their_own_know_what_started_them_all() -> None:
+    code = "from collectives.bootstrap.launchers import _MPIEXEC, _started_by\n"
+    code += "print(_started_by(_MPIEXEC))"
+    direct = [sys.executable, "-c", code]
+    # What follows keeps the shell from becoming Python.
+    behind = ["sh", "-c", '"$@"; true', "sh", *direct]
+    ranks = [
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, env={**os.environ, "PMI_RANK": str(rank)}, text=True
+        )
+        for rank, command in enumerate((direct, behind))
+    ]
+    first, second = (int(rank.communicate(timeout=60)[0]) for rank in ranks)
+    assert first == second
+    assert first % (1 << 22) == os.getpid()
+
+
 def _launched(rank: int, nodes: int) -> list[Any]:
     """What a rank is told under one launcher after the other, and by the group."""
     said = []
-    for launcher in ["srun", *(NAMES if nodes == 1 else [])]:
+    for launcher in ["srun", "mpirun"][: 3 - nodes]:
         for name in TORCHRUNS:
             os.environ.pop(name, None)
         os.environ.update(by(launcher, rank, 4, 4 // nodes))
@@ -175,9 +195,8 @@ def _launched(rank: int, nodes: int) -> list[Any]:
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_ranks_of_other_launchers_reduce_where_the_launcher_says(nodes: int) -> None:
-    runs = 4 if nodes == 1 else 1
     of = 4 // nodes
-    want = [[[rank, rank % of, of, nodes, 6.0]] * runs for rank in range(4)]
+    want = [[[rank, rank % of, of, nodes, 6.0]] * (3 - nodes) for rank in range(4)]
     assert run_ranks(4, _launched, nodes, timeout=90.0) == want
 
 
