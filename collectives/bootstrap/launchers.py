@@ -87,16 +87,17 @@ def world_size() -> int:
     return size
 
 
+def job() -> str:
+    """Return what this job's part of the store is called; "" where torchrun named the address."""
+    host, port = (os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
+    return _jobs.get(f"{host}:{port}", "")
+
+
 def local_ranks() -> tuple[int, int] | tuple[None, None]:
     """Return LOCAL_RANK and LOCAL_WORLD_SIZE if both are set."""
     if "LOCAL_RANK" in os.environ and "LOCAL_WORLD_SIZE" in os.environ:
         return _rank_of("LOCAL_RANK", "LOCAL_WORLD_SIZE")
     return None, None
-
-
-def job() -> str:
-    """Return what this job's part of the store is called; "" where torchrun named the address."""
-    return _jobs.get(f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", "")
 
 
 def backend(size: int) -> str:

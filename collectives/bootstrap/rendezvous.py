@@ -48,12 +48,10 @@ def _start(rank: int, size: int, timeout: float) -> None:
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     if _opened is None or _opened[0] != address:
         _opened = address, open_store(rank, timeout)
-    # Another job's ranks that were told the same address do not meet these.
-    store = dist.PrefixStore(job(), _opened[1])
     try:
         dist.init_process_group(
             backend(size),
-            store=wait_for_ranks(store, rank, size, deadline - time.monotonic()),
+            store=wait_for_ranks(_opened[1], rank, size, deadline - time.monotonic()),
             rank=rank,
             world_size=size,
             timeout=timedelta(seconds=timeout),
@@ -167,6 +165,8 @@ def wait_for_ranks(store: dist.Store, rank: int, size: int, timeout: float) -> d
     tokens = [f"adasum: rank {peer}" for peer in range(size)]
     names: list[str] = []
     pause = 0.001
+    # Ranks of another job that were told the same address do not meet these.
+    store = dist.PrefixStore(job(), store)
     with _ended_store_is_a_timeout(rank):
         store.set(tokens[rank], secrets.token_hex(16))
         while True:
