@@ -88,7 +88,7 @@ def world_size() -> int:
 
 
 def job() -> str:
-    """Return what this job's part of the store is called; "" where torchrun named the address."""
+    """Return what tells this job from others at its address; "" where it was told the address."""
     host, port = (os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
     return _jobs.get(f"{host}:{port}", "")
 
@@ -157,7 +157,7 @@ def _translate(launcher: _Launcher) -> None:
             "free port there (mpirun -x, mpiexec -genv)"
         )
     if own_port:
-        _jobs[f"{host}:{port}"] = f"{launcher.name} {number}"
+        _jobs[f"{host}:{port}"] = f" of {launcher.name} {number}"
     if local_size is not None and local_ranks() == (None, None):
         os.environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(local_size))
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR=host, MASTER_PORT=port)

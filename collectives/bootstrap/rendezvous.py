@@ -162,11 +162,10 @@ def wait_for_ranks(store: dist.Store, rank: int, size: int, timeout: float) -> d
         CollectiveTimeoutError: Names the ranks that have not come in `timeout` seconds.
     """
     deadline = time.monotonic() + timeout
-    tokens = [f"adasum: rank {peer}" for peer in range(size)]
+    # Ranks of another job that were told the same address do not meet these.
+    tokens = [f"adasum{job()}: rank {peer}" for peer in range(size)]
     names: list[str] = []
     pause = 0.001
-    # Ranks of another job that were told the same address do not meet these.
-    store = dist.PrefixStore(job(), store)
     with _ended_store_is_a_timeout(rank):
         store.set(tokens[rank], secrets.token_hex(16))
         while True:
