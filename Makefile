@@ -18,6 +18,7 @@ PY := $(VENV)/bin/python
 MADE := $(VENV)/.made
 READY := $(VENV)/.ready
 DOCS := $(VENV)/.docs
+RECIPES := $(VENV)/.recipes
 OUT := out
 BENCH = $(PY) -m pytest bench/kernels --benchmark-only --benchmark-quiet --bench-results=bench/results
 TORCH := $(shell grep -o '^torch==[^;]*' constraints.txt)
@@ -25,7 +26,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
 .PHONY: help demo evidence test test-slow test-kernels test-collectives test-emulated \
-	test-timing lint docs docs-links bench gpu bench-compiled clean
+	test-timing test-recipes lint docs docs-links bench gpu bench-compiled clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 20
@@ -58,6 +59,10 @@ test-emulated: $(READY)  ## collectives and adasum over the kernels' compiled co
 
 test-timing: $(READY)  ## tests of measured times, for a machine with nothing else to do
 	$(PY) -m pytest tests -m timing $(PYTEST_ARGS)
+
+test-recipes: $(RECIPES)  ## the examples for other frameworks and mpirun, which it installs: Ray alone is 100 MB
+	$(PY) -m pytest tests/examples/test_frameworks.py tests/packaging/test_other_packages.py \
+		tests/processes/test_mpirun.py -m 'not timing' $(PYTEST_ARGS)
 
 lint: $(READY)  ## ruff and mypy
 	$(PY) -m ruff check .
@@ -105,6 +110,10 @@ $(READY): $(MADE)
 		!(name in there)' $(VENV)/present.txt constraints.txt >$(VENV)/rest.txt
 	$(PY) -m pip install -qq $(PIP_ARGS) -c $(VENV)/rest.txt -e '.[dev]'
 	@touch $(READY)
+
+$(RECIPES): $(READY)
+	$(PY) -m pip install -qq $(PIP_ARGS) -c $(VENV)/rest.txt -e '.[dev,recipes]'
+	@touch $(RECIPES)
 
 $(DOCS): $(READY)
 	$(PY) -m pip install -qq $(PIP_ARGS) -c $(VENV)/rest.txt -e '.[docs]'

@@ -8,8 +8,8 @@ from __future__ import annotations
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
-# First, because it explains the error where another package is called kernels.
-import collectives  # noqa: F401
+# First, because it explains the error where another package is called collectives or kernels.
+import adasum._collectives_check  # noqa: F401
 from adasum import orthogonality
 from adasum.compression import Compression
 from adasum.ddp import HookState, ddp_hook

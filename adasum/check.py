@@ -9,7 +9,10 @@ The exit status is 1 where one of them fails, else 0.
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.metadata
+import itertools
+import operator
 import os
 import platform
 import subprocess
@@ -24,14 +27,32 @@ import collectives
 import kernels
 from adasum.reducer import Adasum
 from adasum.smoke import supervisor
+from collectives.bootstrap.launchers import LAUNCHERS_VARIABLES
 from collectives.transport import load_nccl
 
-_NCCL = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
-_PACKAGES = ("triton", "numpy", "cupy-cuda12x", "cupy-cuda13x", *_NCCL)
+# What belongs to a CUDA version: the extra's cupy, and the NCCL that torch's wheel brings.
+_CUDA = {f"cuda{n}": (f"cupy-cuda{n}x", f"nvidia-nccl-cu{n}") for n in (12, 13)}
+_PACKAGES = ("triton", "numpy", *itertools.chain(*_CUDA.values()))
+# Those of torch that a version may change without a word, "module:attribute"; tests/architecture
+# has the reasons, and compares. torch.distributed's are called at every init, which fails by name.
+PRIVATE_NAMES = (
+    *(f"torch:_foreach_{each}_" for each in ("add", "copy", "sub", "zero")),
+    "torch:_C._current_graph_task_id",
+    "torch:autograd.Variable._execution_engine",
+    "torch.autograd.profiler:_is_profiler_enabled",
+    "torch.optim.optimizer:_global_optimizer_post_hooks",
+    "torch.optim.optimizer:_global_optimizer_pre_hooks",
+    "torch.utils:_python_dispatch",
+    *(
+        f"torch.distributed.distributed_c10d:{each}"
+        for each in ("_world.pg_map", "_world.pg_group_ranks", "_new_process_group_helper")
+    ),
+)
 _VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("ADASUM_TRANSPORT", "ADASUM_CPU_KERNELS", "CC", "XDG_CACHE_HOME", "GLOO_SOCKET_IFNAME"),
     *("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
+    *LAUNCHERS_VARIABLES,
 )
 _SELF_TEST_SECONDS = 120
 _NUMEL = 300_001
@@ -70,8 +91,44 @@ def _versions() -> dict[str, str]:
         # torch.__version__, because a wheel's metadata may leave out the CUDA version.
         "torch": torch.__version__,
         **{name: _version(name) for name in _PACKAGES},
+        "extra for this torch": _extra(),
+        "private names of torch": _private_names(),
         "kernels imported from": os.path.dirname(kernels.__file__ or "?"),
     }
+
+
+def _extra() -> str:
+    """Name the extra that fits torch, and what is installed in the place of what it needs."""
+    major = (torch.version.cuda or "").partition(".")[0]
+    if f"cuda{major}" not in _CUDA:
+        return "none: a CPU build" if not major else f"none: torch is for CUDA {major}"
+    others = [name for extra, names in _CUDA.items() if extra != f"cuda{major}" for name in names]
+    wrong = " ".join(name for name in others if _version(name) != "not installed")
+    text = f'pip install "adasum[cuda{major}]"'
+    if not wrong:
+        return text
+    # Of two wheels that own one file, uninstalling one takes the other's.
+    nccl = f" and pip install --force-reinstall --no-deps nvidia-nccl-cu{major}"
+    again = nccl if "nccl" in wrong else ""
+    return f"{text}, but first pip uninstall {wrong}{again}: torch is for CUDA {major}"
+
+
+def _private_names() -> str:
+    """Say whether torch has the private names that this library uses."""
+    missing = [name for name in PRIVATE_NAMES if not _has(name)]
+    if not missing:
+        return f"all {len(PRIVATE_NAMES)} there"
+    return f"MISSING, so this torch is not supported yet: {', '.join(missing)}"
+
+
+def _has(name: str) -> bool:
+    """Return whether a dotted name exists: a module, and attributes from there."""
+    module, _, rest = name.partition(":")
+    try:
+        operator.attrgetter(rest)(importlib.import_module(module))
+    except (ImportError, AttributeError):
+        return False
+    return True
 
 
 def _version(name: str) -> str:

@@ -2,7 +2,7 @@
 
 ::
 
-    group = collectives.init()              # under torchrun, or one rank
+    group = collectives.init()              # under a launcher, or one rank
     group.all_reduce(tensor)                # in place, op=Sum
     request = group.all_reduce_init(flat)   # planned once, started any number of times
     group.run(schedule, tensor)             # your own all-reduce
@@ -48,6 +48,9 @@ from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec, par
 from collectives.schedules.topology import Topology, ring_permutations
 from collectives.schedules.verify import verify
 from collectives.work import Work
+
+# Tells this package from the distribution on PyPI that is also called `collectives`.
+__adasum__ = True
 
 __all__ = [
     "Action",

@@ -49,11 +49,13 @@ def init(
     transport: str | None = None,
     calibrate: bool = True,
 ) -> Group:
-    """Join the ranks that torchrun started and return their group; without torchrun, one rank.
+    """Join the ranks that a launcher started and return their group; without one, one rank.
 
     It reads RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and, if set, LOCAL_RANK and
-    LOCAL_WORLD_SIZE. If torch.distributed is initialised already, or with `process_group`, it uses
-    those ranks. A second call returns the first one's group unless that was closed.
+    LOCAL_WORLD_SIZE, as torchrun sets them. Where neither RANK nor WORLD_SIZE is set, it sets all
+    of them by the variables of horovodrun, mpirun (Open MPI), mpiexec (PMI) or srun, the first that
+    is found. If torch.distributed is initialised already, or with `process_group`, it uses those
+    ranks. A second call returns the first one's group unless that was closed.
 
     Args:
         timeout: Seconds that any step of a collective may wait for a peer.
@@ -77,8 +79,8 @@ def init(
         The default group.
 
     Raises:
-        ValueError: The environment variables are incomplete or wrong, or only mpirun's, srun's or
-            horovodrun's; or `transport` is unknown.
+        ValueError: The environment variables are incomplete or wrong, or do not say at which
+            address ranks of several hosts meet; or `transport` is unknown.
         RuntimeError: There is more than one rank but torch is built without torch.distributed, or
             ADASUM_CPU_KERNELS demands compiled kernels that are not available.
         CollectiveTimeoutError: Ranks did not arrive; the text names them.

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import torch
 
-from collectives._kernels_check import require_our_kernels
+from collectives._own_packages import require_ours
 
 __all__ = ["Average", "Max", "Min", "Operands", "Piece", "Product", "Reducer", "Sum"]
 
-kernels = require_our_kernels()
+kernels = require_ours("kernels")
 
 _SMALL_BYTES = 64 * 1024
 _RING_BYTES = 4 * 1024 * 1024

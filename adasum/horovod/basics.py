@@ -28,7 +28,7 @@ def init(
     transport: str | None = None,
     calibrate: bool = True,
 ) -> None:
-    """Connect the ranks that torchrun started; without torchrun, this process is the only rank.
+    """Connect the ranks that a launcher started; without one, this process is the only rank.
 
     A second call does not connect again.
 
@@ -46,7 +46,9 @@ def init(
         ValueError: `process_sets` is a string other than "dynamic".
     """
     if comm is not None:
-        raise NotImplementedError("comm is not supported: ranks are started by torchrun")
+        raise NotImplementedError(
+            "comm is not supported: ranks are those that torchrun, mpirun or srun started"
+        )
     if isinstance(process_sets, str) and process_sets.lower() != "dynamic":
         raise ValueError(f'process_sets must be a list of sets or "dynamic", not {process_sets!r}')
     if process_sets is not None:

@@ -1,46 +1,96 @@
-"""What torchrun says in environment variables; other launchers set other ones."""
+"""What launchers say in environment variables: torchrun's, and others' translated to torchrun's."""
 
 from __future__ import annotations
 
+import logging
 import os
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-# By the variable that holds the number of processes.
-_LAUNCHERS = {
-    "HOROVOD_SIZE": "horovodrun",
-    "OMPI_COMM_WORLD_SIZE": "mpirun",
-    "PMI_SIZE": "mpiexec",
-    "SLURM_STEP_NUM_TASKS": "srun",
-}
+from collectives.bootstrap import slurm
+
+
+class _Launcher(NamedTuple):
+    """A launcher, and what it calls RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE."""
+
+    name: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str = ""
+
+
+_MPIEXEC = _Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_SRUN = _Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+# The innermost first: mpirun starts its ranks through srun, horovodrun through either.
+_LAUNCHERS = (
+    _Launcher(
+        "horovodrun",
+        *("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
+    ),
+    _Launcher(
+        "mpirun",
+        *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        *("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ),
+    _MPIEXEC,
+    _SRUN,
+)
+LAUNCHERS_VARIABLES = tuple(variable for each in _LAUNCHERS for variable in each[1:] if variable)
+# Below the ports that systems give to clients, and below torchrun's own. A prime number of them.
+_FIRST_PORT, _PORTS = 10_000, 18_979
+# Of the golden ratio: fewer than 100 jobs apart, and fewer than 90 steps, no two have one port.
+_STEPS_APART = 11_730
+_LOOPBACK = "127.0.0.1"
+_logger = logging.getLogger(__name__)
+# By address of a store, what tells this job from others that look for theirs at the same one.
+_jobs: dict[str, str] = {}
 
 
 def world_size() -> int:
-    """Return how many ranks torchrun started; 1 without it.
+    """Return how many ranks a launcher started; 1 without one.
+
+    RANK and WORLD_SIZE count first. Without them another launcher's variables do, and are put into
+    the environment as torchrun's six.
 
     Raises:
-        ValueError: Variables are wrong or missing, or another launcher's.
+        ValueError: Variables are wrong or missing.
     """
     missing = [name for name in ("RANK", "WORLD_SIZE") if name not in os.environ]
     if len(missing) == 2:
-        _refuse_to_stand_alone()
-        return 1
-    if missing:
+        launcher = _launcher()
+        if launcher is None or os.environ[launcher.size] == "1":
+            return 1
+        _translate(launcher)
+    elif missing:
         raise ValueError(
             f"environment variable {missing[0]} is not set, the other of RANK and WORLD_SIZE is: "
-            "start with torchrun, or set both"
+            "start with torchrun, or set both, or, under another launcher, neither"
         )
     _, size = _rank_of("RANK", "WORLD_SIZE")
     if size > 1:
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if not os.environ.get(name):
-                raise ValueError(f"environment variable {name} is not set: start with torchrun")
+                raise ValueError(
+                    f"environment variable {name} is not set: start with torchrun, or set "
+                    "MASTER_ADDR and MASTER_PORT on all ranks to the address of rank 0's host and "
+                    "a free port there"
+                )
         port = os.environ["MASTER_PORT"]
         if not port.isdecimal() or not 0 < int(port) < 1 << 16:
             raise ValueError(f"MASTER_PORT must be a port from 1 to 65535, got {port!r}")
         local_ranks()
     return size
+
+
+def job() -> str:
+    """Return what tells this job from others at its address; "" where it was told the address."""
+    host, port = (os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
+    return _jobs.get(f"{host}:{port}", "")
 
 
 def local_ranks() -> tuple[int, int] | tuple[None, None]:
@@ -58,7 +108,7 @@ def can_use_nccl(size: int) -> bool:
 
 def _rank_of(rank_name: str, size_name: str) -> tuple[int, int]:
     """Return a rank's number and how many there are, by the variables of these names."""
-    said = os.environ[rank_name], os.environ[size_name]
+    said = os.environ.get(rank_name, ""), os.environ.get(size_name, "")
     try:
         rank, size = map(int, said)
     except ValueError:
@@ -71,18 +121,81 @@ def _rank_of(rank_name: str, size_name: str) -> tuple[int, int]:
     return rank, size
 
 
-def _refuse_to_stand_alone() -> None:
-    """Raise ValueError in one of several processes of such a launcher.
+def _launcher() -> _Launcher | None:
+    """Return the launcher of this process; None for a process that is alone."""
+    found = next((each for each in _LAUNCHERS if os.environ.get(each.size)), None)
+    # `srun --mpi=pmi2` says what mpiexec says, but for the hosts.
+    if found is _MPIEXEC and _MPIEXEC.local_rank not in os.environ:
+        said = [[os.environ.get(name) for name in (by.rank, by.size)] for by in (_MPIEXEC, _SRUN)]
+        return _SRUN if said[0] == said[1] else found
+    return found
 
-    Each would take itself for the only rank: all would train alone, on the same data, and write the
-    same checkpoints, without an error.
+
+def _translate(launcher: _Launcher) -> None:
+    """Put torchrun's variables into the environment, by what another launcher says.
+
+    torch's "env://", frameworks on top of it and a script that asks for LOCAL_RANK find them there.
+    What is set already is left as it is.
     """
-    for variable, launcher in _LAUNCHERS.items():
-        size = os.environ.get(variable, "")
-        if size.isdecimal() and int(size) > 1:
-            raise ValueError(
-                f"{launcher} started {size} processes (environment variable {variable}), and none "
-                "of them would know of the others: start them with torchrun, or set RANK, "
-                "WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each (RANK=0 and WORLD_SIZE=1 where "
-                "each is meant to be alone)"
-            )
+    rank, size = _rank_of(launcher.rank, launcher.size)
+    local_rank, local_size = _local_ranks(launcher)
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    own_port = not port and (launcher is _SRUN or local_size == size)
+    if own_port:
+        number = slurm.step_number(_STEPS_APART) if launcher is _SRUN else _started_by(launcher)
+        port = str(_FIRST_PORT + number % _PORTS)
+    if not host and local_size == size:
+        host = _LOOPBACK
+    elif not host and launcher is _SRUN:
+        host = slurm.first_host()
+    if not (host and port):
+        raise ValueError(
+            f"environment variable {'MASTER_PORT' if host else 'MASTER_ADDR'} is not set, and "
+            f"{launcher.name}, which started {size} ranks, does not say that all are on one host: "
+            "set MASTER_ADDR and MASTER_PORT on all ranks to the address of rank 0's host and a "
+            "free port there (mpirun -x, mpiexec -genv)"
+        )
+    if own_port:
+        _jobs[f"{host}:{port}"] = f" of {launcher.name} {number}"
+    if local_size is not None and local_ranks() == (None, None):
+        os.environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(local_size))
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR=host, MASTER_PORT=port)
+    _logger.info(
+        "rank %d of %d, by %s's variables, at %s:%s", rank, size, launcher.name, host, port
+    )
+
+
+def _local_ranks(launcher: _Launcher) -> tuple[int, int] | tuple[None, None]:
+    """Return a rank's number on its host and how many there are, where the launcher says both."""
+    if launcher is _SRUN:
+        said, local_size = os.environ.get(launcher.local_rank, ""), slurm.local_size()
+        if local_size is None or not said.isdecimal() or int(said) >= local_size:
+            return None, None
+        return int(said), local_size
+    if not {launcher.local_rank, launcher.local_size} <= {*os.environ}:
+        return None, None
+    return _rank_of(launcher.local_rank, launcher.local_size)
+
+
+def _started_by(launcher: _Launcher) -> int:
+    """Return a number of what started this host's ranks: the nearest process above that is no rank.
+
+    Between it and a rank there may be a shell, another one for each rank.
+
+    Returns:
+        When it started (clock ticks since boot), above 22 bits of its number: containers that share
+        a network each have a process 1.
+    """
+    process, started = os.getppid(), 0
+    # There may be no /proc; and what another user runs, whose variables are not told, is no rank.
+    with suppress(OSError):
+        while True:
+            place = Path(f"/proc/{process}")
+            # The third field and those that follow: the name before them may hold anything.
+            fields = place.joinpath("stat").read_bytes().rpartition(b")")[2].split()
+            started = int(fields[19])
+            said = place.joinpath("environ").read_bytes().split(b"\0")
+            if not any(each.startswith(f"{launcher.rank}=".encode()) for each in said):
+                break
+            process, started = int(fields[1]), 0
+    return started << 22 | process

@@ -17,7 +17,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from collectives.bootstrap.launchers import can_use_nccl, local_ranks
+from collectives.bootstrap.launchers import can_use_nccl, job, local_ranks
 from collectives.errors import CollectiveError, CollectiveTimeoutError, TransportError
 from collectives.transport.process_groups import first_line, run_beside
 
@@ -215,7 +215,8 @@ def wait_for_ranks(store: dist.Store, rank: int, size: int, timeout: float) -> d
         CollectiveTimeoutError: Names the ranks that have not come in `timeout` seconds.
     """
     deadline = time.monotonic() + timeout
-    tokens = [f"adasum: rank {peer}" for peer in range(size)]
+    # Ranks of another job that were told the same address do not meet these.
+    tokens = [f"adasum{job()}: rank {peer}" for peer in range(size)]
     names: list[str] = []
     pause = 0.001
     with _ended_store_is_a_timeout(rank):

@@ -62,3 +62,27 @@ def test_check_of_what_is_missing_reports_one_line(
     said = capsys.readouterr().out.splitlines()
     assert "  shared memory            no: not permitted" in said
     assert "  NCCL through cupy        no: not permitted" in said
+
+
+def test_check_of_packages_for_another_cuda_says_what_to_uninstall(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    versions = dict.fromkeys(("cupy-cuda13x", "nvidia-nccl-cu13"), "1.0")
+    monkeypatch.setattr(check, "_version", lambda name: versions.get(name, "not installed"))
+    for cuda, said in (
+        (None, "none: a CPU build"),
+        ("11.8", "none: torch is for CUDA 11"),
+        ("13.0", 'pip install "adasum[cuda13]"'),
+        (
+            "12.8",
+            'pip install "adasum[cuda12]", but first pip uninstall cupy-cuda13x nvidia-nccl-cu13 '
+            "and pip install --force-reinstall --no-deps nvidia-nccl-cu12: torch is for CUDA 12",
+        ),
+    ):
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        assert check._extra() == said
+
+
+def test_check_of_a_torch_without_a_private_name_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch, "_foreach_sub_")
+    assert check._private_names().endswith("not supported yet: torch:_foreach_sub_")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import email
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -99,7 +100,13 @@ def test_wheel_metadata_has_license_readme_and_dependencies(built: dict[str, Pat
     metadata = email.message_from_bytes(next(v for k, v in files.items() if k.endswith("METADATA")))
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == ">=3.10"
-    assert metadata.get_payload(decode=True) == (ROOT / "README.md").read_bytes()
+    readme = metadata.get_payload(decode=True).decode()
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert len(readme) > 0.9 * len((ROOT / "README.md").read_text())
+    # PyPI shows nothing of a relative target.
+    targets = re.findall(r"\]\(([^)\s]+)\)", readme)
+    assert targets
+    assert [target for target in targets if not re.match(r"https://|#", target)] == []
     needed = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert sorted(line.split(">=")[0] for line in needed) == [
         "numpy",
@@ -108,6 +115,21 @@ def test_wheel_metadata_has_license_readme_and_dependencies(built: dict[str, Pat
         "typing_extensions",
     ]
     assert b"Root-Is-Purelib: true" in next(v for k, v in files.items() if k.endswith("/WHEEL"))
+
+
+def test_extras_for_cuda_bring_cupy_alone(built: dict[str, Path]) -> None:
+    """The wheels of NCCL for CUDA 12 and 13 own one file, which torch's wheel has brought."""
+    files = contents(built["wheel"])
+    metadata = email.message_from_bytes(next(v for k, v in files.items() if k.endswith("METADATA")))
+    needed = [line.replace(" ", "") for line in metadata.get_all("Requires-Dist", [])]
+    extras = [line for line in needed if "cuda1" in line.partition(";")[2]]
+    assert [line.partition(">=")[0] for line in sorted(extras)] == ["cupy-cuda12x", "cupy-cuda13x"]
+    assert not any("nccl" in line for line in needed)
+
+
+def test_citation_names_this_version(built: dict[str, Path]) -> None:
+    version = built["wheel"].name.split("-")[1]
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_sdist_contains_all_that_the_tests_need(built: dict[str, Path]) -> None:

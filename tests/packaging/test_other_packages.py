@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 from importlib.machinery import PathFinder
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from collectives._kernels_check import require_our_kernels
+from collectives._own_packages import require_ours
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,18 +71,52 @@ def test_package_that_looks_for_kernels_works_with_ours(package: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_folder_left_by_uninstalling_the_other_kernels_is_reported_as_missing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("name", ["kernels", "collectives"])
+def test_folder_left_by_uninstalling_the_other_package_is_reported_as_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:
     """pip removes the files that both have and leaves the folder."""
-    (tmp_path / "kernels").mkdir()
-    (tmp_path / "kernels" / "_plan.py").touch()
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "_plan.py").touch()
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: PathFinder.find_spec(name, [str(tmp_path)])
     )
     with pytest.raises(ImportError) as caught:
-        require_our_kernels()
+        require_ours(name)
     assert str(caught.value) == (
-        "adasum's own package `kernels` is missing: run "
+        f"adasum's own package `{name}` is missing: run "
         "`pip install --force-reinstall --no-deps adasum`"
     )
+
+
+OTHERS = {"kernels": "import not_installed_here\n", "collectives": "raise NotImplementedError\n"}
+
+
+@pytest.mark.parametrize("overwritten", [False, True])
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_package_of_our_name_is_refused_with_its_file(
+    tmp_path: Path, name: str, overwritten: bool
+) -> None:
+    """Before ours on sys.path, or installed over it; nothing of it is run."""
+    place, ours = tmp_path / name, ROOT
+    if overwritten:
+        for package in ("adasum", "collectives", "kernels"):
+            shutil.copytree(ROOT / package, tmp_path / package)
+        ours = tmp_path
+    place.mkdir(exist_ok=True)
+    (place / "__init__.py").write_text(OTHERS[name])
+    code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ours)!r}]; import adasum"
+    bare = {key: text for key, text in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+        env=bare,
+        check=False,
+    )
+    said = done.stderr.splitlines()[-1]
+    assert said.startswith(f"ImportError: `import {name}` finds another distribution's package at")
+    assert str(place / "__init__.py") in said
+    assert f"`pip uninstall {name}`" in said

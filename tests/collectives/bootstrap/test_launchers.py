@@ -1,49 +1,227 @@
-"""What started this process among others is not taken for a process alone."""
+"""What other launchers than torchrun say becomes torchrun's variables."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
 import pytest
+import torch
 
 import collectives
+from collectives.bootstrap import launchers
+from tests.processes.harness import run_ranks
 
-LAUNCHERS = {
-    "HOROVOD_SIZE": "horovodrun",
-    "OMPI_COMM_WORLD_SIZE": "mpirun",
-    "PMI_SIZE": "mpiexec",
-    "SLURM_STEP_NUM_TASKS": "srun",
+TORCHRUNS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# What each calls rank, size, local rank and local size.
+NAMES = {
+    "horovodrun": [f"HOROVOD_{each}" for each in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")],
+    "mpirun": [f"OMPI_COMM_WORLD_{each}" for each in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")],
+    "mpiexec": ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"],
 }
 
 
-@pytest.fixture(autouse=True)
-def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*LAUNCHERS, "RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
+def by(launcher: str, rank: int, size: int, local_size: int | None = None) -> dict[str, str]:
+    """The variables of a rank on nodes of `local_size`, all ranks' unless given."""
+    local_size = local_size or size
+    local_rank, node = rank % local_size, rank // local_size
+    if launcher != "srun":
+        values = (rank, size, local_rank, local_size)
+        return dict(zip(NAMES[launcher], map(str, values), strict=True))
+    return {
+        "SLURM_JOB_ID": "4711",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": str(rank),
+        "SLURM_STEP_NUM_TASKS": str(size),
+        "SLURM_LOCALID": str(local_rank),
+        "SLURM_NODEID": str(node),
+        "SLURM_STEP_TASKS_PER_NODE": f"{local_size}(x{size // local_size})",
+        "SLURM_STEP_NODELIST": "localhost,n[07-09]",
+    }
 
 
-def alone() -> bool:
-    try:
-        return collectives.init().size == 1
-    finally:
+def translated(monkeypatch: pytest.MonkeyPatch, said: dict[str, str]) -> tuple[int, dict[str, str]]:
+    """The number of ranks, and torchrun's variables, in a process with these variables alone."""
+    monkeypatch.setattr(os, "environ", dict(said))
+    size = launchers.world_size()
+    return size, {name: os.environ[name] for name in TORCHRUNS if name in os.environ}
+
+
+@pytest.mark.parametrize("launcher", [*NAMES, "srun"])
+def test_ranks_of_one_host_meet_at_loopback(monkeypatch: pytest.MonkeyPatch, launcher: str) -> None:
+    size, found = translated(monkeypatch, by(launcher, 3, 4))
+    port = found.pop("MASTER_PORT")
+    assert size == 4
+    assert list(found.values()) == ["3", "4", "3", "4", "127.0.0.1"]
+    assert 10_000 <= int(port) < 29_000
+    # Every rank is told the same.
+    assert translated(monkeypatch, by(launcher, 0, 4))[1]["MASTER_PORT"] == port
+
+
+def test_ranks_of_several_hosts_under_srun_meet_at_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said = {**by("srun", 3, 4, 2), "SLURM_STEP_NODELIST": "rack1-n[09,11-12]"}
+    _, found = translated(monkeypatch, said)
+    assert found.pop("MASTER_PORT")
+    assert list(found.values()) == ["3", "4", "1", "2", "rack1-n09"]
+
+
+@pytest.mark.parametrize("launcher", NAMES)
+def test_ranks_of_several_hosts_under_mpi_without_an_address_are_refused(
+    monkeypatch: pytest.MonkeyPatch, launcher: str
+) -> None:
+    said = by(launcher, 1, 4, 2)
+    with pytest.raises(ValueError, match=rf"MASTER_ADDR is not set, and {launcher}, .* 4 ranks"):
+        translated(monkeypatch, said)
+    assert "RANK" not in os.environ
+    said["MASTER_ADDR"] = "n7"
+    with pytest.raises(ValueError, match=r"MASTER_PORT is not set, .*set MASTER_ADDR and MASTER_P"):
+        translated(monkeypatch, said)
+    said["MASTER_PORT"] = "1234"
+    assert [*translated(monkeypatch, said)[1].values()] == ["1", "4", "1", "2", "n7", "1234"]
+
+
+@pytest.mark.parametrize("launcher", NAMES)
+def test_ranks_that_may_be_on_several_hosts_are_refused(
+    monkeypatch: pytest.MonkeyPatch, launcher: str
+) -> None:
+    said = by(launcher, 0, 2)
+    del said[NAMES[launcher][3]]
+    with pytest.raises(ValueError, match="does not say that all are on one host"):
+        translated(monkeypatch, said)
+
+
+def test_address_that_is_set_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {**by("srun", 0, 2, 1), "MASTER_ADDR": "n9", "MASTER_PORT": "1234"}
+    del said["SLURM_STEP_NODELIST"], said["SLURM_JOB_ID"]
+    _, found = translated(monkeypatch, said)
+    assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == ("n9", "1234")
+
+
+def test_innermost_launcher_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """srun started torchrun, or mpirun's daemons, or asked for PMI."""
+    place = {"RANK": "5", "WORLD_SIZE": "6", "MASTER_ADDR": "n1", "MASTER_PORT": "1"}
+    said = {**by("srun", 1, 4), **by("mpiexec", 2, 3), **by("mpirun", 0, 2)}
+    assert translated(monkeypatch, {**said, **place}) == (6, place)
+    assert translated(monkeypatch, said)[1]["WORLD_SIZE"] == "2"
+    assert translated(monkeypatch, {**said, **by("horovodrun", 0, 1)})[0] == 1
+    assert translated(monkeypatch, {**by("srun", 1, 4), **by("mpiexec", 2, 3)})[0] == 3
+    pmi = {**by("srun", 1, 2, 1), "PMI_RANK": "1", "PMI_SIZE": "2"}
+    assert translated(monkeypatch, pmi)[1]["MASTER_ADDR"] == "localhost"
+
+
+def test_jobs_and_steps_near_each_other_have_ports_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ports = set()
+    for job in range(4700, 4800):
+        for step in range(90):
+            numbers = {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}
+            found = translated(monkeypatch, {**by("srun", 0, 2), **numbers})[1]
+            ports.add(int(found["MASTER_PORT"]))
+    assert len(ports) == 100 * 90
+    assert min(ports) >= 10_000
+    # torchrun's own, and those that systems give to clients, are above.
+    assert max(ports) < 29_400
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"SLURM_PROCID": ""}, "SLURM_PROCID must be an integer .*got '' of '4'"),
+        ({"SLURM_PROCID": "4"}, "from 0 to SLURM_STEP_NUM_TASKS - 1, got '4' of '4'"),
+        ({"SLURM_STEP_NUM_TASKS": "many"}, "SLURM_STEP_NUM_TASKS - 1, got '0' of 'many'"),
+        ({"SLURM_STEP_ID": ""}, "SLURM_STEP_ID must be a number, got '': set MASTER_PORT"),
+        ({"SLURM_STEP_NODELIST": "n[1"}, r"SLURM_STEP_NODELIST must .*'n\[1'.*set MASTER_ADDR"),
+        ({"MASTER_PORT": "x"}, "MASTER_PORT must be a port from 1 to 65535, got 'x'"),
+    ],
+)
+def test_variables_that_are_wrong_are_named(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, str], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        translated(monkeypatch, {**by("srun", 0, 4, 2), **change})
+
+
+def test_process_outside_a_step_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script of sbatch has all that a task has but the step's numbers."""
+    said = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "4711", "SLURM_LOCALID": "0"}
+    assert translated(monkeypatch, said) == (1, {})
+    assert translated(monkeypatch, by("srun", 0, 1)) == (1, {})
+    # What is meant to be alone says so.
+    alone = {**by("srun", 3, 4), "RANK": "0", "WORLD_SIZE": "1"}
+    assert translated(monkeypatch, alone)[0] == 1
+
+
+@pytest.mark.slow
+def test_ranks_behind_shells_of_their_own_know_what_started_them_all() -> None:
+    code = "from collectives.bootstrap.launchers import _MPIEXEC, _started_by\n"
+    code += "print(_started_by(_MPIEXEC))"
+    direct = [sys.executable, "-c", code]
+    # What follows keeps the shell from becoming Python.
+    behind = ["sh", "-c", '"$@"; true', "sh", *direct]
+    ranks = [
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, env={**os.environ, "PMI_RANK": str(rank)}, text=True
+        )
+        for rank, command in enumerate((direct, behind))
+    ]
+    first, second = (int(rank.communicate(timeout=60)[0]) for rank in ranks)
+    assert first == second
+    assert first % (1 << 22) == os.getpid()
+
+
+def _launched(rank: int, nodes: int) -> list[Any]:
+    """What a rank is told under one launcher after the other, and by the group."""
+    said = []
+    for launcher in ["srun", "mpirun"][: 3 - nodes]:
+        for name in TORCHRUNS:
+            os.environ.pop(name, None)
+        os.environ.update(by(launcher, rank, 4, 4 // nodes))
+        group = collectives.init(timeout=30.0, calibrate=False)
+        total = group.all_reduce(torch.tensor([float(rank)])).item()
+        said.append([group.rank, group.local_rank, group.local_size, group.num_nodes, total])
+        assert os.environ["LOCAL_RANK"] == str(group.local_rank)
+        group.barrier()
         collectives.shutdown()
+        for name in by(launcher, rank, 4):
+            del os.environ[name]
+    return said
 
 
-@pytest.mark.parametrize(("variable", "launcher"), LAUNCHERS.items())
-def test_ranks_of_another_launcher_do_not_train_each_alone(
-    monkeypatch: pytest.MonkeyPatch, variable: str, launcher: str
-) -> None:
-    monkeypatch.setenv(variable, "4")
-    with pytest.raises(ValueError, match=rf"{launcher} started 4 .*{variable}.*torchrun"):
-        alone()
-    assert not collectives.is_initialized()
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert alone()
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_ranks_of_other_launchers_reduce_where_the_launcher_says(nodes: int) -> None:
+    of = 4 // nodes
+    want = [[[rank, rank % of, of, nodes, 6.0]] * (3 - nodes) for rank in range(4)]
+    assert run_ranks(4, _launched, nodes, timeout=90.0) == want
 
 
-@pytest.mark.parametrize("variable", LAUNCHERS)
-@pytest.mark.parametrize("size", ["1", "", "many"])
-def test_one_process_of_another_launcher_is_alone(
-    monkeypatch: pytest.MonkeyPatch, variable: str, size: str
-) -> None:
-    monkeypatch.setenv(variable, size)
-    assert alone()
+def _two_jobs_at_one_port(rank: int) -> str:
+    """Ranks 0 and 1 are a job; 2 and 3 are ranks 0 and 1 of another one."""
+    job, own = divmod(rank, 2)
+    for name in TORCHRUNS:
+        os.environ.pop(name, None)
+    apart = launchers._PORTS if job else 0
+    os.environ.update({**by("srun", own, 2), "SLURM_JOB_ID": str(4711 + apart)})
+    # The other job's rank 1 comes before this one's, and its rank 0 last.
+    time.sleep({0: 0.0, 1: 0.6, 2: 0.3, 3: 0.1}[rank])
+    try:
+        group = collectives.init(timeout=2.0, calibrate=False)
+        met = str(group.all_gather_bytes(str(rank).encode()))
+        # The other job is to find the store, which rank 0 keeps.
+        time.sleep(2.5 if rank == 0 else 0.0)
+        return met
+    except collectives.CollectiveError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_two_jobs_told_one_port_do_not_meet() -> None:
+    first, second, taken, astray = run_ranks(4, _two_jobs_at_one_port, timeout=60.0)
+    assert first == second == "[b'0', b'1']"
+    assert "TransportError: rank 0 cannot listen on 127.0.0.1:" in taken
+    assert "set another MASTER_PORT" in taken
+    assert "CollectiveTimeoutError: rank 1 could not start: rank 0 did not come" in astray

@@ -1,0 +1,86 @@
+"""What `srun` tells a task of its step: the hosts, and how many tasks each has."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+
+_WORD = re.compile(r"(?:[^\[\],]|\[[^\[\]]*\])+")
+_BRACKET = re.compile(r"\[([^\[\]]*)\]")
+_RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
+_COUNT = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
+
+
+def expand(hosts: str) -> Iterator[str]:
+    """Yield the hosts of a list as Slurm writes it: "a[08-10,12]x,b" is a08x, a09x, a10x, a12x, b.
+
+    Several brackets count as the digits of a number do, the last one fastest.
+
+    Raises:
+        ValueError: It is not such a list.
+    """
+    if not re.fullmatch(rf"{_WORD.pattern}(?:,{_WORD.pattern})*", hosts):
+        raise ValueError(f"not a list of hosts: {hosts!r}")
+    for word in _WORD.findall(hosts):
+        yield from _hosts_of(word, hosts)
+
+
+def _hosts_of(word: str, hosts: str) -> Iterator[str]:
+    """Yield the hosts of a word without commas outside brackets, one after the other."""
+    bracket = _BRACKET.search(word)
+    if bracket is None:
+        yield word
+        return
+    for number in _numbers(bracket[1], hosts):
+        for rest in _hosts_of(word[bracket.end() :], hosts):
+            yield word[: bracket.start()] + number + rest
+
+
+def _numbers(ranges: str, hosts: str) -> Iterator[str]:
+    """Yield the numbers of one bracket, each as wide as the first of its range."""
+    for each in ranges.split(","):
+        found = _RANGE.fullmatch(each)
+        first, last = (found[1], found[2] or found[1]) if found else ("1", "0")
+        if int(first) > int(last):
+            raise ValueError(f"not a range of hosts: {each!r} in {hosts!r}")
+        yield from (f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1))
+
+
+def first_host() -> str:
+    """Return the first host of this step, where its first task runs.
+
+    Raises:
+        ValueError: SLURM_STEP_NODELIST is missing or wrong.
+    """
+    try:
+        return next(expand(os.environ.get("SLURM_STEP_NODELIST", "")))
+    except ValueError as error:
+        raise ValueError(
+            f"SLURM_STEP_NODELIST must name the step's hosts ({error}): set MASTER_ADDR to rank 0's"
+        ) from None
+
+
+def local_size() -> int | None:
+    """Return how many tasks of this step the host has, None where Slurm does not say."""
+    counts: list[int] = []
+    for each in os.environ.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        if (found := _COUNT.fullmatch(each)) is None:
+            return None
+        counts += [int(found[1])] * int(found[2] or 1)
+    node = os.environ.get("SLURM_NODEID", "0" if len(counts) == 1 else "")
+    return counts[int(node)] if node.isdecimal() and int(node) < len(counts) else None
+
+
+def step_number(spread: int) -> int:
+    """Return job · spread + step, of the ids that Slurm gave this step.
+
+    Raises:
+        ValueError: SLURM_JOB_ID or SLURM_STEP_ID is missing or wrong.
+    """
+    ids = {name: os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")}
+    for name, each in ids.items():
+        if not each.isdecimal():
+            raise ValueError(f"{name} must be a number, got {each!r}: set MASTER_PORT on all ranks")
+    job, step = map(int, ids.values())
+    return job * spread + step
