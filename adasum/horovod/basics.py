@@ -72,7 +72,9 @@ def _report_ignored_variables() -> None:
     if _looked_for_variables or default_group().rank != 0:
         return
     _looked_for_variables = True
-    ignored = sorted(name for name in os.environ if name.startswith("HOROVOD_"))
+    # Those that horovodrun sets for every rank are what `init` takes the rank and size from.
+    used = {f"HOROVOD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")}
+    ignored = sorted(name for name in os.environ if name.startswith("HOROVOD_") and name not in used)
     if ignored:
         _logger.warning("environment variables of Horovod have no effect: %s", ", ".join(ignored))
 
