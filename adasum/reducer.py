@@ -67,11 +67,11 @@ def _add_up(
 class AdasumReducer(Reducer):
     """Adasum of two vectors, segment by segment.
 
-    adasum(a, b) = (1 - p/(p+q) a.b/|a|^2) a + (1 - q/(p+q) a.b/|b|^2) b
+    `adasum(a, b) = (1 - p/(p+q) a.b/|a|^2) a + (1 - q/(p+q) a.b/|b|^2) b`
 
     with p the ranks whose vectors make a, and q those that make b. Where they are equally many, as
-    always with a power of two of ranks outside a line, that is (1 - a.b / 2|a|^2) a + (1 - a.b /
-    2|b|^2) b, bit for bit. So parallel vectors of n ranks give their mean, whatever n and the
+    always with a power of two of ranks outside a line, that is `(1 - a.b / 2|a|^2) a + (1 - a.b
+    / 2|b|^2) b`, bit for bit. So parallel vectors of n ranks give their mean, whatever n and the
     order: of a = s x, the mean of p, and b = t x, the mean of q, it is (p s + q t)/(p + q) x.
     Orthogonal ones give their sum.
 

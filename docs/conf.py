@@ -20,10 +20,16 @@ extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+    "mathml",
     "public_names",
     "readme_page",
 ]
 myst_heading_anchors = 3
+myst_enable_extensions = ["dollarmath"]
+# Browsers show MathML themselves: formulas need no script, and no network.
+html_math_renderer = "mathml"
 
 html_theme = "furo"
 html_title = f"adasum {release}"

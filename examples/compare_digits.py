@@ -11,7 +11,7 @@ Average no further than one rank would, and Adasum further the more the ranks' g
 Of the rates 2^(-k/2), `--tune` takes the one that reaches 97% on one rank in the fewest steps, as a
 mean over TUNING_SEEDS, among those that reach it with every seed. It evaluates on training images
 that it holds back, never on the test images, and the comparison uses other seeds. Batch size and
-momentum were chosen after simulations of several values, which the README lists.
+momentum were chosen after simulations of several values, which docs/evidence/demo.md lists.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ TUNING_SEEDS = (100, 101, 102, 103)
 TUNING_RATES = tuple(2 ** (-k / 2) for k in range(2, 9))
 # Several times what the slowest launch takes on two busy cores, so that a hang ends.
 LAUNCH_SECONDS = 240
-COLOURS = {"sum": "tab:red", "average": "tab:blue", "adasum": "tab:green"}
+# Okabe and Ito's, which colour-blind readers tell apart, and dashes for those who print.
+COLOURS = {"sum": "#D55E00", "average": "#0072B2", "adasum": "#009E73"}
+DASHES = {"sum": ":", "average": "--", "adasum": "-"}
 
 
 def launch(
@@ -130,10 +132,15 @@ def plot(runs: Sequence[Run], path: Path) -> None:
     """Plot accuracy over epochs, a panel a number of ranks; bands go from worst to best seed."""
     groups = grouped(runs)
     counts = sorted({ranks for ranks, _ in groups})
+    # Two panels side by side can still be read on a phone.
+    rows = (len(counts) + 1) // 2
     figure, panels = plt.subplots(
-        1, len(counts), figsize=(3.4 * len(counts), 3.4), sharey=True, squeeze=False
+        rows, 2, figsize=(5.6, 2.5 * rows + 0.5), sharey=True, squeeze=False, layout="constrained"
     )
-    for panel, ranks in zip(panels[0], counts, strict=True):
+    for panel in panels.flat[len(counts) :]:
+        panel.set_visible(False)
+    lines = {}
+    for panel, ranks in zip(panels.flat, counts, strict=False):
         for (group_ranks, op), group in groups.items():
             if group_ranks != ranks:
                 continue
@@ -141,16 +148,19 @@ def plot(runs: Sequence[Run], path: Path) -> None:
             per_step = ranks * BATCH / TRAINING_IMAGES
             epochs = [step * per_step for step, _ in group[0].looks]
             by_look = [[run.looks[i][1] for run in group] for i in range(looks)]
-            colour = "black" if ranks == 1 else COLOURS[op]
+            colour, dashes = ("black", "-") if ranks == 1 else (COLOURS[op], DASHES[op])
             mean, worst, best = ([f(a) for a in by_look] for f in (statistics.mean, min, max))
-            panel.plot(epochs, mean, color=colour, label=label(ranks, op))
+            name = label(ranks, op)
+            (lines[name],) = panel.plot(epochs, mean, color=colour, linestyle=dashes)
             panel.fill_between(epochs, worst, best, color=colour, alpha=0.15)
         panel.axhline(TARGET, color="grey", linewidth=0.8, linestyle=":")
         panel.set(title=f"{ranks} rank{'s' if ranks > 1 else ''}", xlabel="epochs", ylim=(0, 1))
-        panel.legend(loc="lower right", fontsize="small")
-    panels[0][0].set_ylabel("test accuracy")
-    figure.suptitle("Handwritten digits, one learning rate, tuned for one rank")
-    figure.tight_layout()
+    for row in panels:
+        row[0].set_ylabel("test accuracy")
+    figure.legend(
+        lines.values(), lines, loc="outside lower center", ncols=len(lines), frameon=False
+    )
+    figure.suptitle("Digits, one learning rate, tuned for one rank")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -74,7 +74,7 @@ def _report_ignored_variables() -> None:
     _looked_for_variables = True
     # Those that horovodrun sets for every rank are what `init` takes the rank and size from.
     used = {f"HOROVOD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")}
-    ignored = sorted(name for name in os.environ if name.startswith("HOROVOD_") and name not in used)
+    ignored = sorted({name for name in os.environ if name.startswith("HOROVOD_")} - used)
     if ignored:
         _logger.warning("environment variables of Horovod have no effect: %s", ", ".join(ignored))
 

@@ -9,11 +9,14 @@ import ast
 import doctest
 import importlib.util
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import adasum
+from collectives.schedules.registry import ALGORITHMS, SCHEDULES
 from tests.processes.harness import run_ranks, script
 
 ROOT = Path(__file__).parents[2]
@@ -108,6 +111,54 @@ def test_every_page_of_the_guide_is_linked_from_its_index() -> None:
     index = (ROOT / "docs" / "index.md").read_text()
     linked = set(re.findall(r"\]\(([\w/-]+\.md)\)", index))
     assert {page.name for page in GUIDE} - {"index.md", "readme.md"} <= linked
+
+
+def test_titles_of_all_pages_differ() -> None:
+    """Search results and the list of pages show titles alone."""
+    pages = [page for page in (ROOT / "docs").rglob("*.md") if page.name != "readme.md"]
+    titles = [page.read_text().partition("\n")[0] for page in [*pages, ROOT / "README.md"]]
+    assert len(set(titles)) == len(titles) > 25
+
+
+@pytest.fixture(scope="module")
+def picture_script() -> ModuleType:
+    """docs/pictures/draw.py, which finds the packages and the examples by itself."""
+    path = ROOT / "docs" / "pictures" / "draw.py"
+    spec = importlib.util.spec_from_file_location("draw", path)
+    module = importlib.util.module_from_spec(spec)
+    before = sys.path[:]
+    spec.loader.exec_module(module)
+    sys.path[:] = before
+    return module
+
+
+def test_page_on_collectives_has_a_row_and_a_picture_for_every_algorithm(
+    picture_script: ModuleType,
+) -> None:
+    text = (ROOT / "docs" / "collectives.md").read_text()
+    _, _, rest = text.partition("| name | wins on |")
+    table = rest.partition("\n\n")[0]
+    assert [
+        name for name in ALGORITHMS if f"| `{name}`" not in table and f", `{name}`" not in table
+    ] == []
+    drawn = picture_script.schedules()
+    titles = ", ".join(title for title, _ in drawn.values())
+    assert [name for name in SCHEDULES if name not in titles] == []
+    assert [name for name in drawn if f"](pictures/{name}.svg)" not in text] == []
+
+
+def test_messages_of_a_picture_are_the_schedules(picture_script: ModuleType) -> None:
+    schedule = picture_script.schedules()["rd"][1]
+    sent = {
+        (m.step, m.source, m.target, m.share, m.reduces) for m in picture_script.messages(schedule)
+    }
+    pairs = {0: ((0, 1), (2, 3)), 1: ((0, 2), (1, 3))}
+    assert sent == {
+        (step, *ends, 1, True)
+        for step, both in pairs.items()
+        for a, b in both
+        for ends in ((a, b), (b, a))
+    }
 
 
 def horovods_names() -> dict[str, str]:

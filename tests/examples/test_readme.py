@@ -14,9 +14,16 @@ README = (ROOT / "README.md").read_text()
 SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.S)
 
 
-def test_readme_has_a_snippet_for_every_package() -> None:
-    for line in ("import kernels", "import collectives", "import adasum"):
-        assert any(line in snippet for snippet in SNIPPETS), line
+def test_readme_has_a_snippet_for_either_way_to_train() -> None:
+    for name in ("ddp_hook", "DistributedOptimizer"):
+        assert any(name in snippet for snippet in SNIPPETS), name
+
+
+def test_readme_says_in_its_first_screen_what_has_run() -> None:
+    """About 90 lines in all, the status in the first thirty."""
+    lines = README.splitlines()
+    assert len(lines) <= 115
+    assert any("No GPU has run any of it" in line for line in lines[:30])
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=range(len(SNIPPETS)))

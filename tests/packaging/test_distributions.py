@@ -102,7 +102,8 @@ def test_wheel_metadata_has_license_readme_and_dependencies(built: dict[str, Pat
     assert metadata["Requires-Python"] == ">=3.10"
     readme = metadata.get_payload(decode=True).decode()
     assert metadata["Description-Content-Type"] == "text/markdown"
-    assert len(readme) > 0.9 * len((ROOT / "README.md").read_text())
+    # Without its pictures and the addresses of its links, which are relative.
+    assert len(readme) > 0.8 * len((ROOT / "README.md").read_text())
     # PyPI shows nothing of a relative target.
     targets = re.findall(r"\]\(([^)\s]+)\)", readme)
     assert targets

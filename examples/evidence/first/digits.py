@@ -21,7 +21,7 @@ from typing import Any
 
 import matplotlib
 import torch
-from compare_digits import COLOURS, grouped, table
+from compare_digits import COLOURS, DASHES, grouped, table
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from train_digits import (
@@ -155,8 +155,8 @@ def row(run: Run) -> dict[str, Any]:
 
 def plot(runs: list[Run], longer: list[Run], epochs: int, path: Path) -> None:
     """Plot final accuracy over ranks, mean and standard deviation, under either rule."""
-    figure, panels = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
-    titles = (f"{epochs} epochs on any number of ranks", "as many epochs as ranks")
+    figure, panels = plt.subplots(1, 2, figsize=(5.6, 3.4), sharey=True, layout="constrained")
+    titles = (f"{epochs} epochs", "as many epochs as ranks")
     for panel, group, title in zip(panels, (runs, longer), titles, strict=True):
         alone = [run.accuracy for run in runs if run.ranks == 1]
         by_op: dict[str, list[tuple[int, float, float]]] = {
@@ -168,7 +168,14 @@ def plot(runs: list[Run], longer: list[Run], epochs: int, path: Path) -> None:
         for op, points in by_op.items():
             x, mean, spread = zip(*points, strict=True)
             panel.errorbar(
-                x, mean, spread, marker="o", capsize=4, color=COLOURS[op], label=op.capitalize()
+                x,
+                mean,
+                spread,
+                marker="o",
+                capsize=4,
+                color=COLOURS[op],
+                linestyle=DASHES[op],
+                label=op.capitalize(),
             )
         counts = sorted({run.ranks for run in group})
         panel.set(title=title, xlabel="ranks", xscale="log", ylim=(0, 1.02))
@@ -176,11 +183,11 @@ def plot(runs: list[Run], longer: list[Run], epochs: int, path: Path) -> None:
         panel.minorticks_off()
         panel.axhline(TARGET, color="grey", linewidth=0.8, linestyle=":")
         panel.axhline(0.1, color="grey", linewidth=0.8, linestyle="--")
-        panel.legend(loc="center left")
     panels[0].set_ylabel("final test accuracy")
-    figure.suptitle("Handwritten digits, SGD, one learning rate, tuned for one rank")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    named = panels[0].get_legend_handles_labels()
+    figure.legend(*named, loc="outside lower center", ncols=len(OPS), frameon=False)
+    figure.suptitle("Digits, SGD, one learning rate, tuned for one rank")
+    figure.savefig(path, dpi=140)
     plt.close(figure)
 
 

@@ -134,10 +134,15 @@ def train(training: Training) -> dict[str, Any]:
 
 def plot(answers: list[dict[str, Any]], path: Path) -> None:
     """Plot each parameter's ratio in thin lines, their mean in bold."""
-    figure, panels = plt.subplots(1, len(answers), figsize=(4.4 * len(answers), 4), sharey=True)
-    for panel, answer in zip(panels, answers, strict=True):
+    rows = (len(answers) + 1) // 2
+    figure, grid = plt.subplots(
+        rows, 2, figsize=(5.6, 2.6 * rows + 0.6), sharey=True, squeeze=False, layout="constrained"
+    )
+    for panel in grid.flat[len(answers) :]:
+        panel.set_visible(False)
+    for panel, answer in zip(grid.flat, answers, strict=False):
         for values in answer["ratios"].values():
-            panel.plot(answer["steps"], values, color="tab:green", linewidth=0.6, alpha=0.5)
+            panel.plot(answer["steps"], values, color="#009E73", linewidth=0.6, alpha=0.5)
         # A layer whose gradient is zero on every rank has no ratio.
         means = [
             statistics.mean(ratio for ratio in column if not math.isnan(ratio))
@@ -147,12 +152,14 @@ def plot(answers: list[dict[str, Any]], path: Path) -> None:
         for level, name in ((1, "orthogonal"), (1 / RANKS, "equal")):
             panel.axhline(level, color="grey", linewidth=0.8, linestyle=":")
             panel.annotate(name, (answer["steps"][-1], level), ha="right", va="bottom")
-        panel.set(title=answer["label"], xlabel="steps", ylim=(0, 1.08))
-    panels[0].set_ylabel("|Adasum|² / sum of |g|²")
-    panels[0].legend(loc="center right")
-    figure.suptitle(f"Orthogonality over training, {RANKS} ranks, each parameter")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+        panel.set(xlabel="steps", ylim=(0, 1.08))
+        panel.set_title(answer["label"], fontsize="medium")
+    for row in grid:
+        row[0].set_ylabel("|Adasum|² / sum of |g|²")
+    named = grid[0][0].get_legend_handles_labels()
+    figure.legend(*named, loc="outside lower center", frameon=False)
+    figure.suptitle(f"Orthogonality, {RANKS} ranks, each parameter")
+    figure.savefig(path, dpi=140)
     plt.close(figure)
 
 

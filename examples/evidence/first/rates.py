@@ -22,7 +22,7 @@ from pathlib import Path
 
 import matplotlib
 import torch
-from compare_digits import COLOURS, TUNING_SEEDS
+from compare_digits import COLOURS, DASHES, TUNING_SEEDS
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from train_digits import EPOCHS, LEARNING_RATE, Digits, LeNet, Run, schedule
@@ -125,10 +125,13 @@ def table(cells: dict[Cell, list[float]]) -> str:
 def plot(cells: dict[Cell, list[float]], path: Path) -> None:
     """Plot accuracy over multiples of the rate, mean and standard deviation."""
     places = list(dict.fromkeys(cell[:2] for cell in cells))
+    rows = (len(places) + 1) // 2
     figure, panels = plt.subplots(
-        1, len(places), figsize=(3.6 * len(places), 3.8), sharey=True, squeeze=False
+        rows, 2, figsize=(5.6, 2.5 * rows + 0.5), sharey=True, squeeze=False, layout="constrained"
     )
-    for panel, (momentum, ranks) in zip(panels[0], places, strict=True):
+    for panel in panels.flat[len(places) :]:
+        panel.set_visible(False)
+    for panel, (momentum, ranks) in zip(panels.flat, places, strict=False):
         for op in ("average", "adasum"):
             points = [
                 (multiple, *mean_and_spread(values))
@@ -137,17 +140,25 @@ def plot(cells: dict[Cell, list[float]], path: Path) -> None:
             ]
             x, mean, spread = zip(*points, strict=True)
             panel.errorbar(
-                x, mean, spread, capsize=3, marker="o", color=COLOURS[op], label=op.capitalize()
+                x,
+                mean,
+                spread,
+                capsize=3,
+                marker="o",
+                color=COLOURS[op],
+                linestyle=DASHES[op],
+                label=op.capitalize(),
             )
         panel.axvline(ranks, color=COLOURS["sum"], linestyle=":", label="Sum at × 1")
         panel.set(xscale="log", ylim=(0, 1.02), xlabel="multiple of one rank's rate")
         panel.set_xticks(x, [f"{multiple:g}" for multiple in x])
         panel.minorticks_off()
         panel.set_title(f"{ranks} ranks, momentum {momentum:g}")
-    panels[0][0].set_ylabel("final test accuracy")
-    panels[0][0].legend(loc="lower left", fontsize="small")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    for row in panels:
+        row[0].set_ylabel("final test accuracy")
+    named = panels[0][0].get_legend_handles_labels()
+    figure.legend(*named, loc="outside lower center", ncols=3, frameon=False)
+    figure.savefig(path, dpi=140)
     plt.close(figure)
 
 

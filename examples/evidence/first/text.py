@@ -209,10 +209,11 @@ def gains(runs: list[Run]) -> str:
 
 
 def style(label: str) -> dict[str, Any]:
-    colours = {"one": "black", "Sum": "tab:red", "Average": "tab:blue"}
+    # Okabe and Ito's colours, which colour-blind readers tell apart.
+    colours = {"one": "black", "Sum": "#D55E00", "Average": "#0072B2"}
     colour = colours.get(label.split(",")[0].split()[0])
     if colour is None:
-        colour = "tab:green" if "deltas" in label else "tab:orange"
+        colour = "#009E73" if "deltas" in label else "#E69F00"
     two_level = ":" if label.startswith("two-level") else "-"
     # AdamW takes the same steps by a sum and by an average: one would hide the other.
     width = 4.0 if label == "Sum" else 1.5
@@ -222,7 +223,13 @@ def style(label: str) -> dict[str, Any]:
 def plot(runs: list[Run], path: Path) -> None:
     """Plot the loss over steps for each number of ranks, and the final loss over ranks."""
     counts = sorted({run.ranks for run in runs} - {1})
-    figure, panels = plt.subplots(1, len(counts) + 1, figsize=(3.6 * (len(counts) + 1), 4.6))
+    rows = (len(counts) + 2) // 2
+    figure, grid = plt.subplots(
+        rows, 2, figsize=(5.6, 2.5 * rows + 1.6), squeeze=False, layout="constrained"
+    )
+    panels = grid.flat[: len(counts) + 1]
+    for panel in grid.flat[len(counts) + 1 :]:
+        panel.set_visible(False)
     groups: dict[tuple[int, str], list[Run]] = {}
     for run in runs:
         groups.setdefault((run.ranks, run.label), []).append(run)
@@ -236,7 +243,8 @@ def plot(runs: list[Run], path: Path) -> None:
             means = [mean_and_spread(look)[0] for look in by_look]
             panel.plot(steps, means, **style(label))
         panel.set(title=f"{count} ranks", xlabel="steps", ylim=(0.95 * min(finals), 3.4))
-    panels[0].set_ylabel("loss on test text, nats a character")
+    for row in grid:
+        row[0].set_ylabel("test loss, nats a character")
     for i, (label, by_ranks) in enumerate(final_losses(runs).items()):
         points = [(n, *mean_and_spread(values)) for n, values in sorted(by_ranks.items())]
         x, mean, spread = zip(*points, strict=True)
@@ -248,10 +256,9 @@ def plot(runs: list[Run], path: Path) -> None:
     panels[-1].set_xticks([1, *counts], [str(n) for n in (1, *counts)])
     panels[-1].minorticks_off()
     handles, labels = panels[-1].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncols=5, fontsize="small")
-    figure.suptitle("Character-level transformer, AdamW, rate tuned on one rank, same examples")
-    figure.tight_layout(rect=(0, 0.1, 1, 1))
-    figure.savefig(path, dpi=110)
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
+    figure.suptitle("Transformer, AdamW, rate tuned on one rank, same examples")
+    figure.savefig(path, dpi=140)
     plt.close(figure)
 
 
