@@ -40,6 +40,7 @@ def DistributedOptimizer(
     algorithm: str | None = None,
     mode: str | None = None,
     weighted: bool = True,
+    check_parameters: bool = True,
     local_steps: int = 1,
     method: str | None = None,
     step_in_backward: bool = False,
@@ -84,6 +85,9 @@ def DistributedOptimizer(
             parallel gradients of n ranks weigh 1/n each, whatever n. False weighs them alike, as
             Horovod does; of a power of two of ranks, but for "xring" and the other algorithms in
             rank order, both are the same, bit for bit.
+        check_parameters: At the first step, and for what `add_param_group` adds at the next, ranks
+            compare a checksum of every parameter, and raise CollectiveMismatchError where one
+            differs: broadcast_parameters was forgotten. False leaves that out.
         method: With Adasum, "gradient" reduces the gradients instead of the steps, as the DDP hook
             does: one optimizer state for all ranks, and clipping sees the reduced gradient. "delta"
             unless given, and "gradient" with mode="owners".
@@ -119,6 +123,7 @@ def DistributedOptimizer(
     require("sparse_as_dense", sparse_as_dense, bool)
     require("step_in_backward", step_in_backward, bool)
     require("weighted", weighted, bool)
+    require("check_parameters", check_parameters, bool)
     if not weighted and op is not Adasum:
         raise ValueError(f"weighted=False is for op=Adasum, whose pairs have weights, not {op!r}")
     if gradient_predivide_factor != 1.0 and op is not Average:
@@ -154,6 +159,7 @@ def DistributedOptimizer(
         op=asked,
         process_set=process_set or global_process_set,
         local_steps=local_steps,
+        check_parameters=check_parameters,
     )
     if asked is Adasum:
         warn_of_scaled_rate(algorithm)
