@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from collectives.errors import CollectiveError, TransportError
+from collectives.trace import span
 
 # How often whoever waits looks whether there still is a thread that could end the wait.
 _CHECK_SECONDS = 1.0
@@ -31,6 +32,9 @@ class Work:
     by the group's next call.
     The communication thread may refer to the tensors a moment longer, until it runs the next call.
     """
+
+    # What timelines call the collective.
+    name = ""
 
     def __init__(self) -> None:
         # Held until the collective has ended: an Event costs as much as a small sum.
@@ -50,6 +54,10 @@ class Work:
 
     def wait(self) -> Any:
         """Block until the collective has ended; every wait is bounded by the group's timeout."""
+        with span(lambda: f"wait {self.name}"):
+            return self._wait()
+
+    def _wait(self) -> Any:
         if self._claimable and self._worker is not None:
             self._worker.claim(self)
         self._wait_for_host()
