@@ -35,7 +35,7 @@ def require_equal_parameters(
         group: The ranks.
         named: (name, parameter), in an order that is the same on all ranks.
         problem: What this rank has found by itself; all ranks raise it.
-        fix: What the error says can be done.
+        fix: What the error says can be done where values differ.
 
     Returns:
         Whether all ranks took part.
@@ -55,10 +55,10 @@ def require_equal_parameters(
         return all(told)
     sent = group.all_gather_bytes(json.dumps(rows).encode(), name="parameters that differ")
     by_rank = {rank: json.loads(each) for rank, each in enumerate(sent) if each}
-    raise CollectiveMismatchError(f"{_difference(by_rank)}{fix}")
+    raise CollectiveMismatchError(_difference(by_rank, fix))
 
 
-def _difference(by_rank: dict[int, list[list[str]]]) -> str:
+def _difference(by_rank: dict[int, list[list[str]]], fix: str) -> str:
     """Return how the ranks' parameters differ, as `_describe` describes them."""
     first, *others = by_rank
     rows = by_rank[first]
@@ -83,8 +83,8 @@ def _difference(by_rank: dict[int, list[list[str]]]) -> str:
     ranks = [rank for rank in others if by_rank[rank][differ[0]] != rows[differ[0]]]
     return (
         f"the ranks' parameters differ before their first reduction: {rows[differ[0]][0]} on ranks "
-        f"{ranks} is not what it is on rank {first}, and so are {len(differ)} of {len(rows)} "
-        "parameters"
+        f"{ranks} is not what it is on rank {first} ({len(differ)} of {len(rows)} parameters "
+        f"differ){fix}"
     )
 
 
