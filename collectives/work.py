@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from collectives.errors import CollectiveError, TransportError
-from collectives.trace import span
+from collectives.trace import recording, span
 
 # How often whoever waits looks whether there still is a thread that could end the wait.
 _CHECK_SECONDS = 1.0
@@ -54,7 +54,9 @@ class Work:
 
     def wait(self) -> Any:
         """Block until the collective has ended; every wait is bounded by the group's timeout."""
-        with span(lambda: f"wait {self.name}"):
+        if not recording():
+            return self._wait()
+        with span(lambda: f"wait {self.name or 'for a call'}"):
             return self._wait()
 
     def _wait(self) -> Any:

@@ -23,7 +23,7 @@ from collectives.execution.shared_memory_all_reduce import (
 from collectives.reducers import Average, Reducer, Sum
 from collectives.schedules.registry import LIBRARIES
 from collectives.schedules.spec import parse_all_reduce_spec
-from collectives.trace import span
+from collectives.trace import recording, span
 from collectives.transport.shared_memory.symmetric_memory import RanksDiffer
 from collectives.work import Work
 
@@ -69,10 +69,9 @@ class Calls:
 
         if not async_op:
             return self.queue.run(description.kind, work, call.memory)
-        with span(lambda: f"enqueue {_called(description)}"):
-            started: Work = self.queue.run(description.kind, work, call.memory, async_op=True)
-        started.name = _called(description)
-        return started
+        return self._enqueue(
+            description, lambda: self.queue.run(description.kind, work, call.memory, async_op=True)
+        )
 
     def number(self, call: Call) -> Call:
         """Negotiate the making of a request; return the call that each of its starts makes."""
@@ -90,9 +89,16 @@ class Calls:
 
     def start(self, call: Call, shared: SharedMemoryAllReduce | None) -> Work:
         """Start a request's call, whose plan is made, as far as that needs no waiting."""
-        with span(lambda: f"enqueue {_called(call.description)}"):
-            work = self._start(call, shared)
-        work.name = _called(call.description)
+        return self._enqueue(call.description, lambda: self._start(call, shared))
+
+    def _enqueue(self, description: Description, start: Callable[[], Work]) -> Work:
+        """Start a call; timelines show how long that takes its caller, and the wait for it."""
+        if not recording():
+            return start()
+        name = _called(description)
+        with span(lambda: f"enqueue {name}"):
+            work = start()
+        work.name = name
         return work
 
     def _start(self, call: Call, shared: SharedMemoryAllReduce | None) -> Work:
@@ -185,14 +191,17 @@ class Calls:
             self._runner, options, call.tensors, call.op, label, call.schedule, call.out
         )
         kind = call.description.kind
-        if kind in _WITH_RANGES:
+        if kind in _WITH_RANGES or not recording():
             return OPERATIONS[kind](operation)
         with span(lambda: _called(call.description)):
             return OPERATIONS[kind](operation)
 
     def _finish(self, call: Call, shared: SharedMemoryAllReduce | None, label: str) -> Any:
         """Wait until all ranks have signalled this call, and carry it out."""
-        with span(lambda: f"negotiate {_called(call.description)}"):
+        if recording():
+            with span(lambda: f"negotiate {_called(call.description)}"):
+                outcome = self._negotiation.wait(call.description, label)
+        else:
             outcome = self._negotiation.wait(call.description, label)
         if shared is None or outcome.joined:
             return self._run(call, label)
