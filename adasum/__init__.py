@@ -74,6 +74,7 @@ from adasum.horovod.reducescatter import (
     reducescatter_async,
 )
 from adasum.horovod.state import broadcast_optimizer_state, broadcast_parameters
+from adasum.horovod.timeline import start_timeline, stop_timeline
 from adasum.optimizer.backward_hooks import OptimizerOrderError
 from adasum.optimizer.distributed_optimizer import DistributedOptimizer
 from adasum.reducer import Adasum, AdasumReducer
@@ -90,6 +91,7 @@ from collectives import (
     is_initialized,
     shutdown,
 )
+from kernels import logs
 
 __all__ = [
     "Adasum",
@@ -166,8 +168,12 @@ __all__ = [
     "shutdown",
     "size",
     "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]
+
+logs.show(__name__)
 
 # Names of horovod.torch that are missing here, and what to use instead.
 _ABSENT = {
@@ -177,8 +183,6 @@ _ABSENT = {
     "examples/resume_digits.py does",
     "run": "start ranks with torchrun, or call a function in them with "
     "torch.distributed.launcher.elastic_launch",
-    "start_timeline": "use torch.profiler, whose timeline names the reductions",
-    "stop_timeline": "use torch.profiler, whose timeline names the reductions",
 }
 
 # A type checker that saw __getattr__ would accept any name.

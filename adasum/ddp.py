@@ -52,6 +52,8 @@ class HookState:
         calibrate: Whether link rates are measured where the hook makes the group, for a fraction of
             a second at the first reduction: `collectives.from_process_group`. It must be the same
             on all ranks.
+        check_parameters: FSDP only, DDP broadcasts rank 0's parameters itself: whether replicas
+            compare a checksum of each unit's parameters at its first reduction.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -71,6 +73,7 @@ class HookState:
         *,
         named_parameters: Iterable[tuple[str, Tensor]] = (),
         calibrate: bool = True,
+        check_parameters: bool = True,
     ) -> None:
         if not isinstance(op, Reducer):
             raise TypeError(f"op must be Sum, Average or Adasum, not {op!r}")
@@ -78,6 +81,7 @@ class HookState:
             collectives.parse_all_reduce_spec(algorithm)
         validation.timeout(timeout)
         validation.instance("calibrate", calibrate, bool, "a bool")
+        validation.instance("check_parameters", check_parameters, bool, "a bool")
         require_observer(observer)
         if not (process_group is None or isinstance(process_group, _GROUPS)):
             raise TypeError(
@@ -90,6 +94,7 @@ class HookState:
         self.observer = observer
         self.timeout = timeout
         self.calibrate = calibrate
+        self.check_parameters = check_parameters
         self._names = WeakIdKeyDictionary({each: name for name, each in named_parameters})
         self._num_named = len(self._names)
         self._requests = RequestPool()

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import collectives
 from adasum.ddp import HookState, require_state
+from adasum.optimizer.parameter_check import require_equal_parameters
 from collectives import Group, Operands, Reducer, Sum
 
 
@@ -31,9 +32,10 @@ def register_fsdp_hook(model: nn.Module, state: HookState) -> None:
     Every parameter is a segment of its own, whole: its dot products are summed over the shards too,
     by two small messages a level.
 
-    Replicas must start with equal parameters: seed them alike, or load the same checkpoint. A
-    trainable parameter without a gradient counts as zeros and receives the result, because FSDP
-    does not tell which ones it left out (an error under a torch without
+    Replicas must start with equal parameters: seed them alike, or load the same checkpoint. They
+    compare them at each unit's first reduction, and backward raises CollectiveMismatchError where
+    they differ. A trainable parameter without a gradient counts as zeros and receives the result,
+    because FSDP does not tell which ones it left out (an error under a torch without
     set_reduce_scatter_unused_params). Each unit's backward waits for its reduction, because FSDP
     hands out the gradients right after it.
 
@@ -110,6 +112,7 @@ class _Hook:
     state: HookState
     shards: Group
     over_shards: _OverShards | None = None
+    checked: bool = False
 
     def __call__(self, gradients: Tensor) -> None:
         # Padded with zeros to equal sizes on all shards: every shard has the same segments.
@@ -121,8 +124,22 @@ class _Hook:
                 f"parameters have {segments[-1]}: some had no gradient, which this torch's FSDP "
                 "cannot fill with zeros; leave them out of the unit or use a newer torch"
             )
+        if self.state.check_parameters and not self.checked:
+            self._check_parameters()
         name = f"FSDP unit {parameters[0]._param_fqn}..."
         self.state.start(gradients, name, segments, self._operator()).wait()
+
+    def _check_parameters(self) -> None:
+        """Raise on every replica of this shard where the replicas' shards differ; collective."""
+        named = [
+            (p._param_fqn, p.sharded_param.detach().to_local()) for p in self.group.fsdp_params
+        ]
+        fix = (
+            ": seed replicas alike or load the same checkpoint; HookState(check_parameters=False) "
+            "leaves this check out"
+        )
+        require_equal_parameters(self.state.group, named, fix=fix)
+        self.checked = True
 
     def _operator(self) -> Reducer:
         op = self.state.op

@@ -48,6 +48,7 @@ from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec, par
 from collectives.schedules.topology import Topology, ring_permutations
 from collectives.schedules.verify import verify
 from collectives.work import Work
+from kernels import logs
 
 # Tells this package from the distribution on PyPI that is also called `collectives`.
 __adasum__ = True
@@ -97,3 +98,5 @@ __all__ = [
     "unpack_small_tensors",
     "verify",
 ]
+
+logs.show(__name__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import threading
 import weakref
@@ -22,6 +23,7 @@ from collectives.bootstrap.rendezvous import (
     keeps_store,
     start_torch_distributed,
 )
+from collectives.bootstrap.report import report
 from collectives.bootstrap.transport_selection import (
     check_alone,
     connect,
@@ -36,6 +38,8 @@ from collectives.transport import GlooTransport, ThreadWorld
 from collectives.transport.process_groups import store_of, subgroup
 
 T = TypeVar("T")
+
+_logger = logging.getLogger(__name__)
 
 _group: Group | None = None
 _thread = threading.local()
@@ -102,6 +106,7 @@ def init(
     if gloo is None:
         check_alone(transport_choice(transport))
         _group = Group(ThreadWorld(1).transport(0), timeout=timeout, local_rank=0, local_size=1)
+        _report(_group, transport_choice(transport))
         return _group
     _group = _over_gloo(gloo, timeout, Description("init", options=options))
     _group.transport.shares_gpu = shares_gpu
@@ -230,10 +235,18 @@ def _over_gloo(gloo: GlooTransport, timeout: float, start: Description) -> Group
         )
         if start.options["calibrate"] and group.size > 1:
             group.set_link_rates(measure_link_rates(group), "cpu")
+        _report(group, start.options["transport"])
     except BaseException:
         (group or gloo).close()
         raise
     return group
+
+
+def _report(group: Group, choice: str) -> None:
+    """Log how the group works, where anybody wants to know."""
+    if _logger.isEnabledFor(logging.INFO):
+        rates = group._runner.link_rates
+        _logger.info(report(group.transport, choice, group.hosts, group.topology, rates))
 
 
 def shutdown() -> None:

@@ -1,40 +1,50 @@
-"""Named ranges in profilers' timelines.
+"""Named ranges: in our own timeline, in torch.profiler's, and on CUDA in NVTX, for Nsight.
 
-Collectives run in a thread of their own. torch.profiler shows them if it records all threads:
-`experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True)`.
-On CUDA the same ranges appear in NVTX, for Nsight.
+torch.profiler shows those of the threads that it records: a caller's, not the communication
+thread's. The timeline (`collectives.timeline`) shows all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from time import perf_counter_ns
 
 import torch
 
+from collectives import timeline
+
+
+def recording() -> bool:
+    """Return whether anybody but NVTX would see a range; costs less than a `span` for nobody."""
+    return timeline.current is not None or torch.autograd.profiler._is_profiler_enabled
+
 
 def span(name: Callable[[], str], *, cuda: bool = False) -> AbstractContextManager[object]:
-    """Return a context that is a range in the profiler's timeline.
+    """Return a context that is a range in timelines.
 
     Args:
         name: Returns the range's name; called only while something records.
         cuda: Whether to make an NVTX range, too.
     """
-    if not (cuda or torch.autograd.profiler._is_profiler_enabled):
+    if not (cuda or recording()):
         return _NOTHING
-    return _ranges(name(), cuda)
+    return _ranges(name(), cuda, torch.autograd.profiler._is_profiler_enabled)
 
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 @contextmanager
-def _ranges(name: str, cuda: bool) -> Iterator[None]:
+def _ranges(name: str, cuda: bool, profiled: bool) -> Iterator[None]:
+    writing, begin = timeline.current, perf_counter_ns()
     if cuda:
         torch.cuda.nvtx.range_push(name)
     try:
-        with torch.profiler.record_function(name):
+        with torch.profiler.record_function(name) if profiled else _NOTHING:
             yield
     finally:
         if cuda:
             torch.cuda.nvtx.range_pop()
+        if writing is not None:
+            writing.add(name, begin, perf_counter_ns())

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from collectives.errors import CollectiveError, TransportError
+from collectives.trace import recording, span
 
 # How often whoever waits looks whether there still is a thread that could end the wait.
 _CHECK_SECONDS = 1.0
@@ -35,6 +36,9 @@ class Work(Generic[T_co]):
     The communication thread may refer to the tensors a moment longer, until it runs the next call.
     """
 
+    # What timelines call the collective.
+    name = ""
+
     def __init__(self) -> None:
         # Held until the collective has ended: an Event costs as much as a small sum.
         self._ending = threading.Lock()
@@ -53,6 +57,12 @@ class Work(Generic[T_co]):
 
     def wait(self) -> T_co:
         """Block until the collective has ended; every wait is bounded by the group's timeout."""
+        if not recording():
+            return self._wait()
+        with span(lambda: f"wait {self.name or 'for a call'}"):
+            return self._wait()
+
+    def _wait(self) -> Any:
         if self._claimable and self._worker is not None:
             self._worker.claim(self)
         self._wait_for_host()

@@ -6,8 +6,8 @@
 
 Every rank has its own share of each epoch's shuffled examples, `BATCH` of them a step, so n ranks
 take one n-th of the steps. The learning rate is for one rank whatever the number of ranks.
---trace writes a timeline of each rank's steps, for chrome://tracing or ui.perfetto.dev, in which
-reductions are named by bucket, operator, algorithm and bytes.
+--trace writes a timeline of each rank's reductions, for chrome://tracing or ui.perfetto.dev, by
+bucket, operator, algorithm and bytes.
 `compare_digits.py` runs this file for Sum, Average and Adasum at several numbers of ranks.
 """
 
@@ -16,8 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -175,20 +173,6 @@ def local_device() -> torch.device:
     return torch.device("cpu")
 
 
-@contextmanager
-def timeline(path: Path | None) -> Iterator[None]:
-    """Record all threads, the communication thread included; nothing where there is no path."""
-    if path is None:
-        yield
-        return
-    # Not public, but the only way to profile threads that are not torch's own.
-    every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-    with torch.profiler.profile(experimental_config=every_thread) as profiler:
-        yield
-    path.parent.mkdir(parents=True, exist_ok=True)
-    profiler.export_chrome_trace(f"{path}.rank{hvd.rank()}.json")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--op", nargs="+", choices=OPS, default=["adasum"])
@@ -197,23 +181,25 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE)
     parser.add_argument("--momentum", type=float, default=0.0)
     parser.add_argument("--json", type=Path, help="write the runs there")
-    parser.add_argument("--trace", type=Path, help="write PATH.rank<r>.json, a timeline of all")
+    parser.add_argument("--trace", type=Path, help="write PATH.rank<r>.json, a timeline")
     options = parser.parse_args()
 
     hvd.init()
     digits = Digits.load(local_device())
+    if options.trace:
+        options.trace.parent.mkdir(parents=True, exist_ok=True)
+        hvd.start_timeline(f"{options.trace}.rank{{rank}}.json")
     runs = []
     for op in options.op:
         for seed in options.seed:
-            with timeline(options.trace):
-                run = train(
-                    digits,
-                    op,
-                    seed,
-                    epochs=options.epochs,
-                    learning_rate=options.learning_rate,
-                    momentum=options.momentum,
-                )
+            run = train(
+                digits,
+                op,
+                seed,
+                epochs=options.epochs,
+                learning_rate=options.learning_rate,
+                momentum=options.momentum,
+            )
             if hvd.rank() == 0:
                 runs.append(run)
                 reached = run.steps_to_target
@@ -223,6 +209,7 @@ def main() -> None:
                     f"{TARGET:.0%} {when} of {run.steps} ({run.seconds:.1f} s)",
                     flush=True,
                 )
+    hvd.stop_timeline()
     if options.json and hvd.rank() == 0:
         options.json.write_text(json.dumps([asdict(run) for run in runs]))
     hvd.shutdown()

@@ -16,6 +16,7 @@ communication happens here.
 `kernels`.
 """
 
+from kernels import logs
 from kernels.backends import BackendInfo, backend_info
 from kernels.findings import max_abs_reference
 from kernels.layout import Layout, layout_of
@@ -111,3 +112,5 @@ __all__ = [
     "unpack_bytes",
     "unpack_reference",
 ]
+
+logs.show(__name__)

@@ -16,6 +16,7 @@ from adasum.observer import Observer, require_observer
 from adasum.optimizer.backward_hooks import BackwardHooks, OptimizerOrderError
 from adasum.optimizer.bucket_reduction import BucketReducer, Reduction
 from adasum.optimizer.clipping import clip, norm_of
+from adasum.optimizer.parameter_check import ParameterCheck
 from adasum.optimizer.parameters import Named, PlanBuckets
 from adasum.optimizer.state_average import average_state
 from collectives import Reducer, Sum
@@ -37,6 +38,7 @@ class Settings:
         op: As asked for; the reducer's is Sum where Average is divided before and after it.
         process_set: As asked for.
         local_steps: Steps between two reductions.
+        check_parameters: Whether ranks compare their parameters before the first reduction.
     """
 
     reducer: BucketReducer
@@ -47,6 +49,7 @@ class Settings:
     op: Reducer
     process_set: ProcessSet
     local_steps: int = 1
+    check_parameters: bool = True
 
 
 class DistributedMixin(torch.optim.Optimizer):
@@ -65,6 +68,8 @@ class DistributedMixin(torch.optim.Optimizer):
     _adasum_skip = False
     _adasum_base: type[torch.optim.Optimizer]
     _adasum_hooks: BackwardHooks
+    # None where nothing is to be compared.
+    _adasum_check: ParameterCheck | None
     _adasum_settings: Settings
     _adasum_unscales_itself: bool
 
@@ -125,9 +130,13 @@ class DistributedMixin(torch.optim.Optimizer):
 
         Raises:
             OptimizerOrderError: The call comes where gradients would be lost or stepped by twice.
+            CollectiveMismatchError: At the first step, where the ranks' parameters differ.
             CollectiveError: A reduction failed.
         """
         try:
+            if self._adasum_check is not None and closure is None:
+                self._adasum_check.warn_without_gradients()
+            self._check_parameters()
             if closure is None:
                 self._densify(self._adasum_hooks.named)
             else:
@@ -141,6 +150,11 @@ class DistributedMixin(torch.optim.Optimizer):
             raise
         self._adasum_hooks.restart()
         return result
+
+    def _check_parameters(self) -> None:
+        """Let ranks compare the parameters that are new, before anything of them is reduced."""
+        if self._adasum_check is not None:
+            self._adasum_check.run()
 
     def synchronize(self) -> None:
         """Wait until the gradients may be read and changed."""
@@ -234,7 +248,10 @@ class DistributedMixin(torch.optim.Optimizer):
         number = len(self.param_groups) - 1
         added = enumerate(self.param_groups[number]["params"])
         named = [(f"allreduce.noname.{number}.{i}", parameter) for i, parameter in added]
-        self._adasum_hooks.add(named, self._adasum_settings.plan_buckets(named))
+        buckets = self._adasum_settings.plan_buckets(named)
+        self._adasum_hooks.add(named, buckets)
+        if self._adasum_check is not None:
+            self._adasum_check.add(named, buckets)
 
     def set_observer(self, observer: Observer | None) -> None:
         """Show an observer every reduction from now on; None ends it. The same on all ranks.

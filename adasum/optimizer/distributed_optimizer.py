@@ -23,6 +23,7 @@ from adasum.optimizer.distributed_mixin import DistributedMixin, Settings, requi
 from adasum.optimizer.gradient_method import GradientMethod
 from adasum.optimizer.local_steps import LocalStepsMethod
 from adasum.optimizer.owners_method import OwnersMethod
+from adasum.optimizer.parameter_check import ParameterCheck
 from adasum.optimizer.parameters import Groups, Named, name_parameters, plan_buckets
 from adasum.reducer import UNWEIGHTED, Adasum
 from collectives import Average, Reducer, Sum, default_group
@@ -69,6 +70,9 @@ class DistributedOptimizer(DistributedMixin):
             parallel gradients of n ranks weigh 1/n each, whatever n. False weighs them alike, as
             Horovod does; of a power of two of ranks, but for "xring" and the other algorithms in
             rank order, both are the same, bit for bit.
+        check_parameters: At the first step, and for what `add_param_group` adds at the next, ranks
+            compare a checksum of every parameter, and raise CollectiveMismatchError where one
+            differs: broadcast_parameters was forgotten. False leaves that out.
         method: With Adasum, "gradient" reduces the gradients instead of the steps, as the DDP hook
             does: one optimizer state for all ranks, and clipping sees the reduced gradient. "delta"
             unless given, and "gradient" with mode="owners".
@@ -101,6 +105,7 @@ class DistributedOptimizer(DistributedMixin):
         algorithm: str | None = None,
         mode: str | None = None,
         weighted: bool = True,
+        check_parameters: bool = True,
         local_steps: int = 1,
         method: str | None = None,
         step_in_backward: bool = False,
@@ -123,6 +128,7 @@ class DistributedOptimizer(DistributedMixin):
         require("sparse_as_dense", sparse_as_dense, bool)
         require("step_in_backward", step_in_backward, bool)
         require("weighted", weighted, bool)
+        require("check_parameters", check_parameters, bool)
         if not weighted and op is not Adasum:
             raise ValueError(
                 f"weighted=False is for op=Adasum, whose pairs have weights, not {op!r}"
@@ -163,6 +169,7 @@ class DistributedOptimizer(DistributedMixin):
             op=asked,
             process_set=process_set or global_process_set,
             local_steps=local_steps,
+            check_parameters=check_parameters,
         )
         if asked is Adasum:
             warn_of_scaled_rate(algorithm)
@@ -294,6 +301,10 @@ def _wrap(
     wrapper._adasum_base = base
     wrapper._adasum_settings = settings
     wrapper._adasum_unscales_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
+    wrapper._adasum_check = None
+    if settings.check_parameters and not settings.one_rank:
+        wrapper._adasum_check = ParameterCheck(settings.reducer.group)
+        wrapper._adasum_check.add(named, buckets)
     wrapper._prepare()
     reference = weakref.ref(wrapper)
 
@@ -306,6 +317,7 @@ def _wrap(
             )
         if settings.one_rank:
             return []
+        target._check_parameters()
         target._densify(members)
         return target._start_bucket(members, name)
 

@@ -31,6 +31,11 @@ class LocalStepsMethod(DeltaMethod):
         super()._prepare()
         self._adasum_start = {}
 
+    def _check_parameters(self) -> None:
+        """Compare the parameters as the last reduction left them: since then ranks differ."""
+        if self._adasum_check is not None:
+            self._adasum_check.run(self._adasum_start)
+
     def synchronize(self) -> None:
         """Do nothing: gradients stay this rank's own. See `reduce_local_steps`."""
 

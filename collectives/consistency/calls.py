@@ -24,6 +24,7 @@ from collectives.execution.shared_memory_all_reduce import (
 from collectives.reducers import Average, Reducer, Sum
 from collectives.schedules.registry import LIBRARIES
 from collectives.schedules.spec import parse_all_reduce_spec
+from collectives.trace import recording, span
 from collectives.transport.shared_memory.symmetric_memory import RanksDiffer
 from collectives.work import Work
 
@@ -32,6 +33,8 @@ _BEGIN_BYTES = 2 * 1024 * 1024
 # Up to here a copy to undo a call with is cheaper than a negotiation of its own; beyond, a
 # negotiation costs little beside the call.
 _UNDO_BYTES = 256 * 1024
+# Whose ranges in timelines say more: operator, algorithm and bytes.
+_WITH_RANGES = ("all_reduce", "grouped_all_reduce", "run")
 
 
 class Calls:
@@ -65,7 +68,11 @@ class Calls:
             shared = self.plan(call)
             return self._finish(call, shared, self._signal(call, shared))
 
-        return self.queue.run(description.kind, work, call.memory, async_op=async_op)
+        if not async_op:
+            return self.queue.run(description.kind, work, call.memory)
+        return self._enqueue(
+            description, lambda: self.queue.run(description.kind, work, call.memory, async_op=True)
+        )
 
     def number(self, call: Call) -> Call:
         """Negotiate the making of a request; return the call that each of its starts makes."""
@@ -83,6 +90,19 @@ class Calls:
 
     def start(self, call: Call, shared: SharedMemoryAllReduce | None) -> Work:
         """Start a request's call, whose plan is made, as far as that needs no waiting."""
+        return self._enqueue(call.description, lambda: self._start(call, shared))
+
+    def _enqueue(self, description: Description, start: Callable[[], Work]) -> Work:
+        """Start a call; timelines show how long that takes its caller, and the wait for it."""
+        if not recording():
+            return start()
+        name = _called(description)
+        with span(lambda: f"enqueue {name}"):
+            work = start()
+        work.name = name
+        return work
+
+    def _start(self, call: Call, shared: SharedMemoryAllReduce | None) -> Work:
         call = self._with_link_rates(call)
         kind, label = call.description.kind, ""
         if not call.description.name:
@@ -171,11 +191,19 @@ class Calls:
         operation = Operation(
             self._runner, options, call.tensors, call.op, label, call.schedule, call.out
         )
-        return OPERATIONS[call.description.kind](operation)
+        kind = call.description.kind
+        if kind in _WITH_RANGES or not recording():
+            return OPERATIONS[kind](operation)
+        with span(lambda: _called(call.description)):
+            return OPERATIONS[kind](operation)
 
     def _finish(self, call: Call, shared: SharedMemoryAllReduce | None, label: str) -> Any:
         """Wait until all ranks have signalled this call, and carry it out."""
-        outcome = self._negotiation.wait(call.description, label)
+        if recording():
+            with span(lambda: f"negotiate {_called(call.description)}"):
+                outcome = self._negotiation.wait(call.description, label)
+        else:
+            outcome = self._negotiation.wait(call.description, label)
         if shared is None or outcome.joined:
             return self._run(call, label)
         shared.reduce(label)
@@ -221,3 +249,8 @@ class Calls:
         label = f"{call} (call {self._count})"
         self._count += 1
         return label
+
+
+def _called(description: Description) -> str:
+    """Return what timelines call a call."""
+    return f"{description.kind} {description.name!r}" if description.name else description.kind

@@ -6,6 +6,7 @@ once. Dot products are taken in float64, where no square of a float32 under- or 
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from kernels.cpu import native, torch_fallback
 from kernels.cpu.build import Unavailable
 from kernels.cpu.tensor_list import PLAIN
 
+_logger = logging.getLogger(__name__)
 _VARIABLE = "ADASUM_CPU_KERNELS"
 _CHOICES = ("auto", "native", "torch")
 # Where memory begins: more bytes than any tensor has. Most addresses are higher.
@@ -64,6 +66,12 @@ def _load() -> native.Library | str:
     except Unavailable as error:
         if choice == "native":
             raise RuntimeError(f"{_VARIABLE}=native: {error}") from error
+        _logger.warning(
+            "CPU tensors are reduced by torch's functions, several times slower in Adasum than "
+            "compiled kernels: %s (%s=torch says that this is wanted)",
+            error,
+            _VARIABLE,
+        )
         return str(error)
 
 

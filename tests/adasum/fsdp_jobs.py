@@ -210,6 +210,21 @@ def check_mismatch(ranks: Ranks) -> None:
         loss_of(model, ranks.rank, 0).backward()
 
 
+def check_parameters(ranks: Ranks) -> None:
+    """Replicas whose parameters differ raise on every replica of a shard, before they reduce."""
+    if ranks.replicas == 1:
+        return
+    model = Odd()
+    state = ranks.state("Average")
+    with torch.no_grad():
+        for each in model.inner.parameters():
+            each.add_(float(ranks.rank // ranks.shards))
+    with pytest.raises(CollectiveMismatchError, match=r"differ before .*HookState\(check_param"):
+        loss_of(ranks.wrap(model, state), ranks.rank, 0).backward()
+    state.check_parameters = False
+    loss_of(ranks.wrap(model, state), ranks.rank, 0).backward()
+
+
 CHECKS: list[Callable[[Ranks], None]] = [
     check_ops,
     check_other_dimension,
@@ -218,6 +233,7 @@ CHECKS: list[Callable[[Ranks], None]] = [
     check_training,
     check_arguments,
     check_mismatch,
+    check_parameters,
 ]
 
 

@@ -41,6 +41,7 @@ def test_ddp_and_fsdp_in_processes_equal_the_definition(replicas: int, shards: i
         ({"algorithm": "bogus"}, ValueError, "bogus"),
         ({"timeout": 0.0}, ValueError, "timeout must be a positive number"),
         ({"process_group": 3}, TypeError, "process_group must be .*ProcessGroup .*, got int"),
+        ({"check_parameters": 1}, TypeError, "check_parameters must be a bool"),
         ({"observer": 3}, TypeError, "observer must have before_reduction and after_reduction"),
     ],
 )

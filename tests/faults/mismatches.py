@@ -83,6 +83,7 @@ def _train(method: str, width: int = 4, op: Any = hvd.Adasum, algorithm: str | N
             named_parameters=model.named_parameters(),
             op=op,
             algorithm=algorithm,
+            check_parameters=False,
             **options,
         )
         before = [parameter.detach().clone() for parameter in model.parameters()]

@@ -68,6 +68,7 @@ NO_ARGUMENT = {
     "rocm_built",
     "shutdown",
     "size",
+    "stop_timeline",
 }
 START = {
     "DistributedOptimizer",
@@ -146,6 +147,8 @@ def _signatures(look: Look) -> dict[str, tuple[list[Strategy], dict[str, Strateg
             [sometimes(a, st.just(sparse), 3), value("embedding"), value(Sum, Average)],
             {"process_set": named["process_set"]},
         ),
+        # None that a file can be made of: it would be the whole process's.
+        "start_timeline": ([value("{rank}\0", b"bytes", 3)], {"mark_cycles": value(True, 1)}),
         "synchronize": ([sometimes(value(None), st.just(handle), 2)], {}),
     }
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
 
 from collectives.transport.base import Transport
 from collectives.transport.byte_gathering import gather_objects
@@ -14,7 +16,11 @@ from collectives.transport.connections.listener import Listener
 from collectives.transport.connections.shm_listener import ShmListener
 from collectives.transport.connections.tcp_listener import TcpListener, find_address
 
+_logger = logging.getLogger(__name__)
+
 KINDS = ("shm", "tcp")
+# By rank: the kind of error, and its text.
+Refusals: TypeAlias = dict[int, tuple[type[OSError], str]]
 
 
 # Beside those of connections: the symmetric memory's, two listeners' and one that a listener has
@@ -120,15 +126,57 @@ def _connect(
     """
     offers = gather(None if listener is None else listener.offer)
     connected = []
+    refused: Refusals = {}
     for peer in range(rank):
         if listener is not None and offers[peer] is not None and peer in wanted:
-            with contextlib.suppress(OSError):
+            try:
                 connections[peer] = listener.connect(peer, offers[peer], timeout)
                 connected.append(peer)
+            except OSError as error:
+                # Not the error itself, whose traceback would hold what has to be closed.
+                refused[peer] = type(error), str(error)
+    if listener is not None:
+        _warn_of_refusals(rank, listener, refused)
     told = gather(connected)
     if listener is not None:
         expected = [peer for peer, others in enumerate(told) if rank in others]
         connections.update(listener.accept(expected, timeout))
+
+
+def _warn_of_refusals(rank: int, listener: Listener, refused: Refusals) -> None:
+    """Log why this rank has no connections of a kind to ranks that offered them."""
+    near = isinstance(listener, ShmListener)
+    if near:
+        # The usual answer from another host, whose memory nobody expects to share.
+        refused = {
+            peer: why
+            for peer, why in refused.items()
+            if not issubclass(why[0], ConnectionRefusedError)
+        }
+    if not refused:
+        return
+    peer, (kind, text) = next(iter(refused.items()))
+    why = f"{kind.__name__}: {text}"
+    if issubclass(kind, BlockingIOError | TimeoutError):
+        why += f"; as when more ranks connect at once than its host lets wait{_backlog()}"
+    _logger.warning(
+        "rank %d has no connection %s to ranks %s, and takes a slower way: rank %d did not answer "
+        "(%s)",
+        rank,
+        "through shared memory" if near else "over TCP",
+        list(refused),
+        peer,
+        why,
+    )
+
+
+def _backlog() -> str:
+    """Return the limit of waiting connections and how to raise it, where the system tells."""
+    try:
+        limit = Path("/proc/sys/net/core/somaxconn").read_text().strip()
+    except OSError:
+        return ""
+    return f": net.core.somaxconn is {limit} here, and sysctl -w net.core.somaxconn=... raises it"
 
 
 def _listen(

@@ -124,6 +124,7 @@ def test_optimizer_has_horovods_attributes() -> None:
 def test_num_groups_makes_buckets_and_is_deprecated() -> None:
     def run(group: Group) -> int:
         model = torch.nn.Sequential(*[torch.nn.Linear(2, 2, bias=False) for _ in range(6)])
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
         # By position, as Horovod has it.
         wrapped = hvd.DistributedOptimizer(sgd, None, hvd.Compression.none, 1, hvd.Average, 1.0, 3)

@@ -123,6 +123,7 @@ def test_copying_or_pickling_the_wrapper_raises() -> None:
 def test_gradient_method_with_adasum_of_a_sparse_gradient_raises() -> None:
     def run(group: collectives.Group) -> None:
         table = torch.nn.Embedding(4, 2, sparse=True)
+        hvd.broadcast_parameters(table.state_dict(), root_rank=0)
         optimizer: Any = DistributedOptimizer(
             _sgd(table), table.named_parameters(), op=hvd.Adasum, method="gradient"
         )

@@ -370,6 +370,7 @@ def test_shared_and_frozen_parameters_are_reduced_once_or_not_at_all() -> None:
         tied.weight = model[0].weight
         tied.bias.requires_grad_(False)
         both = torch.nn.ModuleList([model, tied])
+        hvd.broadcast_parameters(both.state_dict(), root_rank=0)
         frozen = tied.bias.detach().clone()
         optimizer = DistributedOptimizer(
             torch.optim.AdamW(both.parameters(), lr=0.1, weight_decay=0.1),

@@ -136,6 +136,7 @@ def test_state_of_a_rank_is_its_share_and_the_largest_at_most(size: int, kind: A
         layers = [torch.nn.Linear(n, 7) for n in (3, 50, 9, 20, 1, 33)]
         frozen = torch.nn.Linear(500, 7).requires_grad_(False)
         model = torch.nn.ModuleList([frozen, *layers])
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         trained = [p for p in model.parameters() if p.requires_grad]
 
         def step(optimizer: torch.optim.Optimizer) -> int:

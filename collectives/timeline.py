@@ -1,0 +1,113 @@
+"""A timeline of this process in Chrome's trace format, from time stamps of our own.
+
+A profiler records the thread that started it, and collectives run in others. This runs beside any.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import threading
+import time
+
+_logger = logging.getLogger(__name__)
+_FLUSH_BYTES = 1 << 16
+
+# What is being written; None for nothing.
+current: Timeline | None = None
+
+
+class Timeline:
+    """Ranges of time by thread, written to a file while they happen.
+
+    The file is one array, of which the format lets the end be missing: what a process that was
+    killed has written can be read, too. Time stamps are of the wall clock, so that the files of
+    several ranks fit together as far as their hosts' clocks do.
+
+    Args:
+        path: The file, which is overwritten.
+        rank: The number that tells this process from others.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+
+    def __init__(self, path: str, rank: int) -> None:
+        self.path = path
+        self._rank = rank
+        # Without a buffer of Python's, which a forked process would write a second time.
+        self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - open until `close`
+        self._process = os.getpid()
+        self._to_wall_clock = time.time_ns() - time.perf_counter_ns()
+        self._lock = threading.Lock()
+        self._threads: set[int] = set()
+        self._pending = bytearray(b"[\n" + self._metadata("process_name", f"rank {rank}", 0))
+
+    def add(self, name: str, begin: int, end: int) -> None:
+        """Write a range of this thread; begin and end as time.perf_counter_ns() told them."""
+        if os.getpid() != self._process:
+            return
+        thread = threading.get_native_id()
+        micros = (begin + self._to_wall_clock) / 1e3
+        event = {"name": name, "cat": "adasum", "ph": "X", "ts": micros, "dur": (end - begin) / 1e3}
+        line = json.dumps({**event, "pid": self._rank, "tid": thread})
+        with self._lock:
+            if self._file.closed:
+                return
+            if thread not in self._threads:
+                self._threads.add(thread)
+                name = threading.current_thread().name
+                self._pending += b",\n" + self._metadata("thread_name", name, thread)
+            self._pending += b",\n" + line.encode()
+            if len(self._pending) >= _FLUSH_BYTES:
+                self._flush()
+
+    def close(self) -> None:
+        """End the file; nothing is added any more."""
+        if os.getpid() != self._process:
+            return
+        with self._lock:
+            if not self._file.closed:
+                self._pending += b"\n]\n"
+                self._flush()
+                self._file.close()
+
+    def _metadata(self, kind: str, name: str, thread: int) -> bytes:
+        event = {"name": kind, "ph": "M", "pid": self._rank, "tid": thread, "args": {"name": name}}
+        return json.dumps(event).encode()
+
+    def _flush(self) -> None:
+        pending, self._pending = memoryview(self._pending), bytearray()
+        try:
+            while pending:
+                pending = pending[self._file.write(pending) :]
+        except OSError as error:
+            _logger.warning("the timeline %s ends here: %s", self.path, error)
+            self._file.close()
+
+
+def start(path: str, rank: int) -> None:
+    """Write a timeline from now on.
+
+    Raises:
+        ValueError: One is being written.
+        OSError: The file cannot be written.
+    """
+    global current
+    if current is not None:
+        raise ValueError(
+            f"a timeline is being written to {current.path}: call stop_timeline() first"
+        )
+    current = Timeline(path, rank)
+    atexit.register(stop)
+
+
+def stop() -> None:
+    """End the timeline, if there is one."""
+    global current
+    if current is not None:
+        ending, current = current, None
+        ending.close()
+        atexit.unregister(stop)

@@ -1,0 +1,266 @@
+"""Ranks that start from different parameters are told so, before anything is reduced."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import adasum as hvd
+from adasum.optimizer.parameter_check import require_equal_parameters
+from collectives import CollectiveMismatchError, Group, run_threads
+
+# Every method, by the options that choose it.
+METHODS: dict[str, dict[str, Any]] = {
+    "gradient": {"op": hvd.Average},
+    "Adasum of gradients": {"op": hvd.Adasum, "method": "gradient"},
+    "delta": {"op": hvd.Adasum},
+    "delta in backward": {"op": hvd.Adasum, "step_in_backward": True},
+    "owners": {"op": hvd.Average, "mode": "owners"},
+    "local steps": {"op": hvd.Adasum, "local_steps": 2},
+}
+
+
+def make_model() -> torch.nn.Sequential:
+    """Return the same model on every rank."""
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.ReLU(), torch.nn.Linear(5, 2))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for each in model.parameters():
+            each.copy_(torch.randn(each.shape, generator=generator))
+    return model
+
+
+def _training(rank: int, **options: Any) -> tuple[torch.nn.Module, Any]:
+    """Return a model that is another on rank 1, but for its first layer, and its optimizer."""
+    model = make_model()
+    if rank == 1:
+        with torch.no_grad():
+            model[-1].weight[0, 0] += 1.0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, hvd.DistributedOptimizer(
+        optimizer, named_parameters=model.named_parameters(), **options
+    )
+
+
+def _step(model: torch.nn.Module, optimizer: Any, seed: int) -> None:
+    optimizer.zero_grad()
+    data = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
+    model(data).square().mean().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_first_step_without_broadcast_parameters_raises_on_every_rank(method: str) -> None:
+    def job(group: Group) -> tuple[str, list[Tensor]]:
+        model, optimizer = _training(group.rank, **METHODS[method])
+        before = [each.clone() for each in model.parameters()]
+        with pytest.raises(CollectiveMismatchError) as caught:
+            _step(model, optimizer, group.rank)
+        assert all(map(torch.equal, before, model.parameters()))
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        for seed in range(2):
+            _step(model, optimizer, 2 * seed + group.rank)
+        return str(caught.value), [each.detach() for each in model.parameters()]
+
+    (text, mine), (other_text, others) = run_threads(2, job)
+    name = f"{len(make_model()) - 1}.weight"
+    assert text == other_text
+    assert f"{name} on ranks [1] is not what it is on rank 0" in text
+    assert "call hvd.broadcast_parameters(model.state_dict(), root_rank=0)" in text
+    assert all(map(torch.equal, mine, others))
+
+
+def test_check_parameters_false_compares_nothing_and_one_rank_neither() -> None:
+    def job(group: Group) -> None:
+        model, optimizer = _training(group.rank, check_parameters=False)
+        _step(model, optimizer, group.rank)
+
+    run_threads(2, job)
+    run_threads(1, lambda group: _step(*_training(1), 0))
+
+    def in_a_set(group: Group) -> None:
+        alone = hvd.add_process_set([1])
+        _step(*_training(group.rank, process_set=alone), 0)
+
+    run_threads(2, in_a_set)
+
+
+def _bits(value: int) -> Tensor:
+    return torch.tensor([value], dtype=torch.int32).view(torch.float32)
+
+
+LONG = torch.randn(70_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+MATRIX = torch.randn(512, 64, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(
+    ("mine", "other"),
+    [
+        (torch.zeros(3), -torch.zeros(3)),
+        (_bits(0x7FC00000), _bits(0x7FC00001)),
+        (LONG, LONG + 2**-30 * (torch.arange(70_000) == 69_999)),
+        # Changes of the top bit, which cancel in sums of words.
+        (torch.zeros(70_000, dtype=torch.float64), -torch.zeros(70_000, dtype=torch.float64)),
+        (LONG, -LONG),
+        (torch.zeros(8144), -torch.zeros(8144)),
+        # The same values in another order.
+        (MATRIX, MATRIX.flip(0)),
+        (MATRIX, MATRIX[:, [1, 0, *range(2, 64)]]),
+        (MATRIX.half(), MATRIX.half()[[511, *range(1, 511), 0]]),
+        (MATRIX.to(torch.complex64), MATRIX.to(torch.complex64) + 1j),
+        (torch.ones(5, dtype=torch.bool), torch.tensor([True] * 4 + [False])),
+    ],
+    ids=[
+        *("zero's sign", "NaN's bits", "last bit", "signs of zeros", "signs", "half the signs"),
+        *("rows", "columns", "halves", "imaginary part", "bool"),
+    ],
+)
+def test_parameters_that_differ_in_bits_alone_raise_naming_the_first(
+    mine: Tensor, other: Tensor
+) -> None:
+    def job(group: Group) -> str:
+        alike = ("alike", torch.full((3,), math.nan))
+        # Equal values, laid out otherwise.
+        transposed = MATRIX.t().contiguous().t() if group.rank else MATRIX
+        theirs = other if group.rank == 2 else mine
+        require_equal_parameters(group, [alike, ("transposed", transposed)])
+        with pytest.raises(CollectiveMismatchError) as caught:
+            require_equal_parameters(group, [alike, ("this one", theirs), ("later", theirs)])
+        return str(caught.value)
+
+    texts = run_threads(3, job)
+    assert len(set(texts)) == 1
+    assert "this one on ranks [2] is not what it is on rank 0" in texts[0]
+
+
+def test_parameters_in_another_order_or_number_raise_saying_so() -> None:
+    def job(group: Group) -> list[str]:
+        pairs = [("a", torch.ones(2, 2)), ("b", torch.ones(2, 2))]
+        texts = []
+        for theirs in (pairs[::-1], pairs[:1], [("a", torch.ones(2, 3)), pairs[1]], []):
+            with pytest.raises(CollectiveMismatchError) as caught:
+                require_equal_parameters(group, theirs if group.rank else pairs)
+            texts.append(str(caught.value))
+        return texts
+
+    mine, others = run_threads(2, job)
+    assert mine == others
+    order, count, shape, none = mine
+    assert "the same parameters in another order: parameter 0 is a float32(2, 2) on rank 0" in order
+    assert "2 parameters on rank 0 and 1 on rank 1" in count
+    assert "other parameters: parameter 0 is a float32(2, 2) on rank 0 and a float32(2, 3)" in shape
+    assert "2 parameters on rank 0 and 0 on rank 1" in none
+
+
+def test_parameters_of_equal_shape_registered_in_another_order_raise() -> None:
+    def job(group: Group) -> None:
+        torch.manual_seed(0)
+        layers = {"a": torch.nn.Linear(3, 3), "b": torch.nn.Linear(3, 3)}
+        order = ["b", "a"] if group.rank else ["a", "b"]
+        model = torch.nn.ModuleDict({each: layers[each] for each in order})
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+        )
+        with pytest.raises(CollectiveMismatchError, match="the same parameters in another order"):
+            model["a"](model["b"](torch.ones(1, 3))).sum().backward()
+        optimizer.zero_grad()
+
+    run_threads(2, job)
+
+
+def test_a_group_of_parameters_added_later_is_compared_and_the_others_are_not() -> None:
+    def job(group: Group) -> None:
+        model, optimizer = _training(0)
+        _step(model, optimizer, group.rank)
+        with torch.no_grad():
+            # As on hosts whose arithmetic differs in last bits.
+            next(model.parameters()).mul_(1.0 + group.rank)
+        _step(model, optimizer, group.rank)
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2) + group.rank)]})
+        with pytest.raises(CollectiveMismatchError, match=r"noname\.1\.0 on ranks \[1\]"):
+            _step(model, optimizer, group.rank)
+
+    run_threads(2, job)
+
+
+def test_ranks_between_two_reductions_compare_what_the_last_one_left() -> None:
+    def job(group: Group) -> None:
+        model, optimizer = _training(0, op=hvd.Adasum, local_steps=2)
+        _step(model, optimizer, group.rank)
+        resumed, again = _training(0, op=hvd.Adasum, local_steps=2)
+        resumed.load_state_dict(model.state_dict())
+        again.load_state_dict(optimizer.state_dict())
+        _step(resumed, again, group.rank)
+
+    run_threads(2, job)
+
+
+def test_a_rank_that_joins_before_its_first_step_is_not_compared() -> None:
+    def job(group: Group) -> None:
+        model, optimizer = _training(0)
+        if group.rank == 0:
+            _step(model, optimizer, 0)
+        hvd.join()
+
+    run_threads(2, job)
+
+
+def test_a_model_moved_in_part_after_the_optimizer_was_made_raises_on_every_rank() -> None:
+    def job(group: Group) -> None:
+        model, optimizer = _training(0)
+        if group.rank == 1:
+            model[-1].double()
+        for each in model.parameters():
+            each.grad = torch.zeros_like(each)
+        with pytest.raises(
+            ValueError, match=r"rank 1: .* was torch\.float32 on cpu when .* torch\.float64 on cpu"
+        ):
+            optimizer.step()
+
+    run_threads(2, job)
+
+
+def test_a_first_step_without_any_gradient_warns(caplog: pytest.LogCaptureFixture) -> None:
+    def job(group: Group) -> None:
+        model, optimizer = _training(0)
+        state = {name: each.clone() for name, each in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+        _step(model, optimizer, group.rank)
+        _step(model, optimizer, group.rank)
+
+    with caplog.at_level(logging.WARNING, logger="adasum"):
+        run_threads(2, job)
+    said = [each for each in caplog.messages if "has a gradient at its first step" in each]
+    assert len(said) == 2
+    assert "load_state_dict(assign=True)" in said[0]
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
+def test_ddp_and_distributed_optimizer_at_once_warn(caplog: pytest.LogCaptureFixture) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = [torch.nn.parallel.DistributedDataParallel(make_model()) for _ in range(2)]
+
+        def job(group: Group) -> None:
+            for model in (make_model(), wrapped[group.rank]):
+                optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+                for each in model.parameters():
+                    each.grad = torch.zeros_like(each)
+                optimizer.step()
+
+        with caplog.at_level(logging.WARNING, logger="adasum"):
+            run_threads(2, job)
+    finally:
+        dist.destroy_process_group()
+    assert [each for each in caplog.messages if "DistributedDataParallel and" in each] == [
+        "DistributedDataParallel and DistributedOptimizer both reduce the gradients of the same "
+        "parameters, one after the other: pass DistributedOptimizer the plain model's parameters "
+        "and do not wrap the model, or keep DistributedDataParallel with adasum.ddp_hook and the "
+        "plain optimizer"
+    ]

@@ -1,0 +1,119 @@
+"""What a program is told of how it runs: one line at start, and a warning where it is worse."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import collectives
+from collectives.bootstrap.report import report
+from collectives.cost import ASSUMED
+from collectives.schedules.topology import Topology
+from collectives.transport import ThreadWorld
+from collectives.transport.connections import shm_listener
+from kernels.cpu import dispatch, native
+from kernels.cpu.build import Unavailable
+from tests.collectives.transport.thread_ranks import connect
+from tests.processes.harness import run_ranks
+
+ROOT = Path(__file__).parents[3]
+
+
+def _run(code: str, **variables: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
+    )
+    return done.stderr
+
+
+def test_adasum_log_info_shows_one_line_at_init_unless_the_program_set_up_logging() -> None:
+    code = "import adasum; adasum.init(); adasum.init()"
+    (line,) = _run(code, ADASUM_LOG="info").splitlines()
+    assert " INFO collectives.initialize: rank 0 of 1 on 1 host(s): transport='auto'" in line
+    assert "; CPU kernels " in line and "; NCCL " in line
+    assert _run(code, ADASUM_LOG="") == ""
+    mine = "import logging; logging.basicConfig(format='mine %(message)s');"
+    (line,) = _run(mine + code, ADASUM_LOG="INFO").splitlines()
+    assert line.startswith("mine rank 0 of 1")
+    (line,) = _run(code, ADASUM_LOG="loud").splitlines()
+    assert "WARNING kernels: ADASUM_LOG must be one of debug, info, warning, error, got" in line
+
+
+def _init(rank: int) -> list[str]:
+    said: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    logger = logging.getLogger("collectives.initialize")
+    logger.addHandler(Keep())
+    logger.setLevel(logging.INFO)
+    collectives.init(timeout=60.0)
+    collectives.shutdown()
+    collectives.init(timeout=60.0, transport="gloo", calibrate=False)
+    collectives.shutdown()
+    return said
+
+
+def test_init_logs_transport_reason_algorithms_and_kernels_once_a_rank() -> None:
+    for rank, said in enumerate(run_ranks(2, _init)):
+        fast, slow = said
+        assert fast.startswith(f"rank {rank} of 2 on 1 host(s): transport='auto': Connection")
+        assert "sums of CPU tensors by measured link rates: " in fast and " at 64 MiB; " in fast
+        assert "transport='gloo': GlooTransport(), gloo where nothing faster" in slow
+        assert "by size alone: " in slow
+
+
+def test_report_of_many_ranks_names_their_number_and_hosts() -> None:
+    transport = ThreadWorld(4).transport(2)
+    text = report(transport, "auto", [0, 0, 1, 1], Topology(4, 2), ASSUMED)
+    assert text.startswith("rank 2 of 4 on 2 host(s): ")
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux's memfd")
+def test_a_full_backlog_is_a_warning_that_names_the_limit(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Narrow(shm_listener.socket.socket):  # type: ignore[name-defined, misc]
+        def listen(self, backlog: int = 0) -> None:
+            super().listen(0)
+
+    monkeypatch.setattr(shm_listener.socket, "socket", Narrow)
+    with caplog.at_level(logging.WARNING, logger="collectives"):
+        transports = connect(4)
+    for transport in transports:
+        transport.close()
+    said = [each for each in caplog.messages if "no connection through shared memory" in each]
+    assert said
+    assert "and takes a slower way" in said[0]
+    assert "net.core.somaxconn" in said[0]
+
+
+def test_a_missing_compiler_is_a_warning_unless_torch_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def build() -> Any:
+        raise Unavailable("no C compiler on the PATH")
+
+    monkeypatch.setattr(native, "build", build)
+    with caplog.at_level(logging.WARNING, logger="kernels"):
+        monkeypatch.setenv("ADASUM_CPU_KERNELS", "torch")
+        dispatch._load()
+        assert not caplog.messages
+        monkeypatch.setenv("ADASUM_CPU_KERNELS", "auto")
+        dispatch._load()
+    (said,) = caplog.messages
+    assert "no C compiler on the PATH (ADASUM_CPU_KERNELS=torch says that this is" in said
