@@ -12,14 +12,16 @@ import torch
 
 from collectives.errors import CollectiveMismatchError, TransportError, describe
 from collectives.transport.base import Transport
-from collectives.work import Work, Worker
+from collectives.work import Work
+from collectives.worker import Worker
 
 
 class CallQueue:
     """The order of one rank's calls, and what becomes of the group where one fails.
 
     After a mismatch the ranks are still in step; after any other error raised while a call runs
-    they are not, and every later call is a TransportError naming that error.
+    they are not, and every later call is a TransportError naming that error. An exception from
+    outside, as of a signal's handler, leaves the group as it was where no call has begun.
 
     Threads take turns in the order in which they come, which may be another on each rank. Where
     they do, calls with names are a mismatch on all ranks, but equal calls without names would get
@@ -30,7 +32,7 @@ class CallQueue:
         self._transport = transport
         self._timeout = timeout
         self._worker = Worker(f"collectives-{transport.rank}", transport.check_streams)
-        self._failure: BaseException | None = None
+        self._aborted = False
         self._unnamed_from: Callable[[], threading.Thread | None] = lambda: None
         self._process = os.getpid()
         self.closed = False
@@ -95,11 +97,13 @@ class CallQueue:
         """Wrap `function`: a failure that leaves the group unusable is remembered."""
 
         def guarded() -> Any:
-            if self._failure is not None:
-                cause = describe(self._failure)
+            failure = self._worker.failure if self._transport.size > 1 else None
+            if failure is not None:
+                # Where that was outside of a call nobody was told of it yet.
+                self._abort(failure)
                 raise TransportError(
-                    f"{kind}: this group is unusable since an earlier failure: {cause}"
-                ) from self._failure
+                    f"{kind}: this group is unusable since an earlier failure: {describe(failure)}"
+                ) from failure
             try:
                 # What an earlier call left on a stream may have ended meanwhile.
                 self._transport.check_streams()
@@ -107,6 +111,9 @@ class CallQueue:
             except CollectiveMismatchError:
                 raise
             except BaseException as error:
+                # Before anything else: a second signal may come in what follows.
+                if self._worker.failure is None:
+                    self._worker.failure = error
                 if self._transport.size > 1:
                     self._abort(error)
                 raise
@@ -115,8 +122,9 @@ class CallQueue:
 
     def _abort(self, error: BaseException) -> None:
         """End the transport: its peers are in this call, the next one would meet its messages."""
-        self._failure = error
-        self._transport.abort(describe(error))
+        if not self._aborted:
+            self._transport.abort(describe(error))
+            self._aborted = True
 
     def close(self) -> None:
         """Take no more calls; let the queued ones finish, and end the communication thread."""
