@@ -175,8 +175,8 @@ class Group:
         """Reduce many tensors at once, in place, and return them as a list.
 
         Those of one dtype and device travel packed in one buffer; operators that work per segment
-        take every tensor as a segment. Arguments as all_reduce; tensors that share memory are a
-        ValueError.
+        take every tensor as a segment. Arguments as all_reduce, and `names`, those of the tensors,
+        alike on all ranks, by which errors call them; tensors that share memory are a ValueError.
         """
         call = self._arguments.grouped_all_reduce(tensors, op, **options)
         return self._call(call, async_op=async_op)

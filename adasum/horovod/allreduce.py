@@ -51,7 +51,7 @@ def allreduce(
     options = options_of(
         name, op, prescale_factor, postscale_factor, process_set, average, compression
     )
-    return _reduce(options, [tensor])[0]
+    return _reduce(options, [tensor], grouped=False)[0]
 
 
 def allreduce_async(
@@ -66,7 +66,7 @@ def allreduce_async(
     """Start an `allreduce` without gradients; `synchronize` returns its result."""
     options = options_of(name, op, prescale_factor, postscale_factor, process_set, average)
     refuse_gradient("allreduce", tensor)
-    return Handle([_start(options, [tensor])], lambda tensors: tensors[0])
+    return Handle([_start(options, [tensor], grouped=False)], lambda tensors: tensors[0])
 
 
 def allreduce_(
@@ -94,10 +94,9 @@ def allreduce_async_(
     process_set: ProcessSet | None = None,
 ) -> Handle:
     """Start an `allreduce_`; the tensor must not be used until `synchronize`."""
-    handle = grouped_allreduce_async_(
-        [tensor], average, name, op, prescale_factor, postscale_factor, process_set
-    )
-    return Handle([handle], lambda tensors: tensors[0])
+    options = options_of(name, op, prescale_factor, postscale_factor, process_set, average)
+    work = _start_in_place(options, [dense(tensor).detach()], grouped=False)
+    return Handle([work], lambda _: tensor)
 
 
 def grouped_allreduce(
@@ -189,34 +188,38 @@ def sparse_allreduce_async(
     return sparse_all_reduce_async(require_group(process_set), tensor, op, name)
 
 
-def _reduce(options: ReductionOptions, tensors: Sequence[Tensor]) -> list[Tensor]:
+def _reduce(
+    options: ReductionOptions, tensors: Sequence[Tensor], *, grouped: bool = True
+) -> list[Tensor]:
     """Reduce copies; autograd reduces the gradients in the same way."""
 
     def forward(*inputs: Tensor) -> Any:
-        return tuple(_start(options, inputs).wait()), backward
+        return tuple(_start(options, inputs, grouped=grouped).wait()), backward
 
     def backward(*gradients: Tensor) -> list[Tensor | None]:
         # Integers have no gradient, on any rank.
         real = [gradient.is_floating_point() or gradient.is_complex() for gradient in gradients]
         named = options._replace(name=backward_name(options.name))
-        reduced = iter(_reduce(named, list(compress(gradients, real))))
+        reduced = iter(_reduce(named, list(compress(gradients, real)), grouped=grouped))
         return [next(reduced) if has_gradient else None for has_gradient in real]
 
     return list(recorded(forward, *tensors))
 
 
-def _start(options: ReductionOptions, tensors: Sequence[Tensor]) -> Handle:
-    """Start an out-of-place grouped all-reduce; its result is the list of new tensors."""
+def _start(options: ReductionOptions, tensors: Sequence[Tensor], *, grouped: bool = True) -> Handle:
+    """Start an out-of-place all-reduce; its result is the list of new tensors."""
     sent, decompress = options.compress(tensors)
-    return Handle([_start_in_place(options, sent)], decompress)
+    return Handle([_start_in_place(options, sent, grouped=grouped)], decompress)
 
 
-def _start_in_place(options: ReductionOptions, tensors: Sequence[Tensor]) -> Any:
-    return options.group.grouped_all_reduce(
-        tensors,
-        options.op,
-        name=options.name,
-        prescale=options.prescale,
-        postscale=options.postscale,
-        async_op=True,
-    )
+def _start_in_place(
+    options: ReductionOptions, tensors: Sequence[Tensor], *, grouped: bool = True
+) -> Any:
+    """Start an all-reduce, whose result is the list of tensors; errors say how it was called."""
+    group, op = options.group, options.op
+    scales: Any = {"prescale": options.prescale, "postscale": options.postscale}
+    if grouped or not tensors:
+        return group.grouped_all_reduce(tensors, op, name=options.name, async_op=True, **scales)
+    (tensor,) = tensors
+    work: Any = group.all_reduce(tensor, op, name=options.name, async_op=True, **scales)
+    return Handle([work], lambda result: [result])

@@ -88,12 +88,13 @@ class BucketReducer:
                 observer.after_reduction(token, targets)
 
         dtype = cast_dtype(self.compression, targets[0].dtype)
+        options = self._options(bucket, names)
         if fused is not None and (dtype is not None or self.compression is Compression.none):
-            return Reduction(*self._start_buffer(fused, dtype, bucket), notify_observer)
-        return Reduction(*self._start_tensors(targets, bucket), notify_observer)
+            return Reduction(*self._start_buffer(fused, dtype, options), notify_observer)
+        return Reduction(*self._start_tensors(targets, options), notify_observer)
 
     def _start_buffer(
-        self, fused: FusedBuffer, dtype: torch.dtype | None, bucket: str
+        self, fused: FusedBuffer, dtype: torch.dtype | None, options: dict[str, Any]
     ) -> _WaitAndInstall:
         """Start the buffer's request; unless `dtype` is None, that of its copy cast to `dtype`.
 
@@ -109,7 +110,7 @@ class BucketReducer:
             # Not negotiated with the other ranks, which may have joined, or see the buffer for the
             # first time.
             self._requests[sent] = self.group.grouped_all_reduce_init(
-                sent.tensors, self.op, negotiate=False, **self._options(bucket)
+                sent.tensors, self.op, negotiate=False, **options
             )
         request = self._requests[sent]
         request.start()
@@ -128,14 +129,14 @@ class BucketReducer:
 
         return wait, install
 
-    def _start_tensors(self, tensors: Sequence[Tensor], bucket: str) -> _WaitAndInstall:
+    def _start_tensors(self, tensors: Sequence[Tensor], options: dict[str, Any]) -> _WaitAndInstall:
         """Start a grouped all-reduce of the tensors, each compressed by itself."""
         compressed = [self.compression.compress(tensor) for tensor in tensors]
         work: Any = self.group.grouped_all_reduce(
             [sent.contiguous() for sent, _ in compressed],
             self.op,
             async_op=True,
-            **self._options(bucket),
+            **options,
         )
 
         def install(results: list[Tensor]) -> None:
@@ -145,10 +146,11 @@ class BucketReducer:
 
         return work.wait, install
 
-    def _options(self, bucket: str) -> dict[str, Any]:
+    def _options(self, bucket: str, names: Sequence[str]) -> dict[str, Any]:
         return {
             "algorithm": self.algorithm,
             "name": bucket,
+            "names": names,
             "prescale": self.prescale,
             "postscale": self.postscale,
         }

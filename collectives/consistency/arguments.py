@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypedDict
 
 import torch
@@ -23,6 +24,7 @@ class ReductionOptions(TypedDict, total=False):
 
     algorithm: str | None
     name: str | None
+    names: Sequence[str]
     prescale: float
     postscale: float
 
@@ -50,6 +52,8 @@ class Arguments:
         if segments is not None:
             segments = validation.segments(segments, tensor.numel())
         compared = {**self._reduction([tensor], op, **options), "segments": segments}
+        if options.get("names"):
+            raise ValueError("names are for grouped_all_reduce: pass name")
         return _call("all_reduce", options.get("name"), [tensor], op, compared)
 
     def grouped_all_reduce(
@@ -58,7 +62,9 @@ class Arguments:
         """Check and describe a grouped_all_reduce."""
         tensors = validation.tensor_list("tensors", tensors)
         compared = self._reduction(tensors, op, **options)
-        return _call("grouped_all_reduce", options.get("name"), tensors, op, compared)
+        call = _call("grouped_all_reduce", options.get("name"), tensors, op, compared)
+        names = validation.names("names", options.get("names", ()), len(tensors))
+        return call._replace(description=replace(call.description, names=names))
 
     def reduce(self, tensor: Tensor, dst: int, op: Reducer, name: str | None) -> Call:
         """Check and describe a reduce."""
@@ -131,6 +137,7 @@ class Arguments:
         *,
         algorithm: str | None = None,
         name: str | None = None,
+        names: Sequence[str] = (),
         prescale: float = 1.0,
         postscale: float = 1.0,
     ) -> dict[str, Any]:

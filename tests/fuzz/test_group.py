@@ -71,7 +71,14 @@ def _signatures(look: Look) -> dict[str, tuple[list[Strategy], dict[str, Strateg
         "broadcast_from_owners": ([many], named),
         "grouped_all_reduce": (
             [many],
-            {"op": op, "algorithm": algorithm, **scales, **named, **waits},
+            {
+                "op": op,
+                "algorithm": algorithm,
+                "names": value((), ["w"], "w", [7]),
+                **scales,
+                **named,
+                **waits,
+            },
         ),
         "owners": ([value([3, 4], [2**40], [-1], [True])], {}),
         "reduce": ([a], {"dst": ranks, "op": op, **named, **waits}),
