@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from collectives.errors import CollectiveTimeoutError, TransportError, describe
+from collectives.stall import Stall
 from collectives.transport.base import Message, Messages, Transport, as_bytes
 from collectives.transport.connections.connect import KINDS, open_connections
 from collectives.transport.connections.connection import Connection, PeerGone
@@ -25,6 +26,8 @@ from collectives.transport.shared_memory.symmetric_memory import RanksDiffer, Sy
 
 # After such a wait in an exchange with a code all peers are told which call it is.
 _PROBE_SECONDS = 0.05
+# After such a wait without one it may be a stall.
+_FIRST_SECONDS = 0.5
 # A day; poll counts milliseconds in 32 bits.
 _LONGEST_SECONDS = 86400.0
 # What telling the peers the cause may take, all of them together.
@@ -171,21 +174,29 @@ class ConnectionTransport(Transport):
     def _run(self, connections: list[Connection], step: str, timeout: float, code: int = 0) -> None:
         """Advance the connections until none is busy."""
         deadline = time.monotonic() + timeout
-        nap = _PROBE_SECONDS if code else math.inf
+        nap = _PROBE_SECONDS if code else _FIRST_SECONDS
+        stall: Stall | None = None
+
+        def late() -> str:
+            return ", ".join(f"rank {connection.peer}" for connection in connections)
+
         while connections:
             moved = [connection.advance() for connection in connections]
             connections = [connection for connection in connections if connection.busy]
+            if stall is not None and any(moved):
+                stall.restart()
             if any(moved) or not connections or _wait(connections, deadline, nap):
                 continue
             if time.monotonic() >= deadline:
-                late = ", ".join(f"rank {connection.peer}" for connection in connections)
                 raise CollectiveTimeoutError(
-                    f"rank {self.rank} got no answer from {late} in {step} within {timeout:.3g} s"
+                    f"rank {self.rank} got no answer from {late()} in {step} within {timeout:.3g} s"
                 )
-            # Once: probes that a peer has no reason to read remain in its socket.
-            nap = math.inf
-            for connection in self._connections.values():
-                connection.probe(code)
+            if stall is None:
+                stall = Stall(self.rank, step, timeout, late)
+                # Once: probes that a peer has no reason to read remain in its socket.
+                for connection in self._connections.values() if code else ():
+                    connection.probe(code)
+            nap = stall.check()
 
     def gone(self, peers: Collection[int] | None = None) -> int | None:
         """Return a peer whose end is closed, if any: `Transport.gone`."""
