@@ -54,7 +54,7 @@ def allreduce(
     options = options_of(
         name, op, prescale_factor, postscale_factor, process_set, average, compression
     )
-    return _reduce(options, [tensor]).wait()[0]
+    return _reduce(options, [tensor], grouped=False).wait()[0]
 
 
 def allreduce_async(
@@ -68,7 +68,7 @@ def allreduce_async(
 ) -> Handle:
     """Start an `allreduce`; `synchronize` returns its result."""
     options = options_of(name, op, prescale_factor, postscale_factor, process_set, average)
-    return Handle([_reduce(options, [tensor])], lambda tensors: tensors[0])
+    return Handle([_reduce(options, [tensor], grouped=False)], lambda tensors: tensors[0])
 
 
 def allreduce_(
@@ -96,10 +96,9 @@ def allreduce_async_(
     process_set: ProcessSet | None = None,
 ) -> Handle:
     """Start an `allreduce_`; the tensor must not be used until `synchronize`."""
-    handle = grouped_allreduce_async_(
-        [tensor], average, name, op, prescale_factor, postscale_factor, process_set
-    )
-    return Handle([handle], lambda tensors: tensors[0])
+    options = options_of(name, op, prescale_factor, postscale_factor, process_set, average)
+    work = _start_in_place(options, [dense(tensor).detach()], grouped=False)
+    return Handle([work], lambda _: tensor)
 
 
 def grouped_allreduce(
@@ -191,29 +190,33 @@ def sparse_allreduce_async(
     return sparse_all_reduce_async(require_group(process_set), tensor, op, name)
 
 
-def _reduce(options: ReductionOptions, tensors: Sequence[Tensor]) -> Handle:
+def _reduce(
+    options: ReductionOptions, tensors: Sequence[Tensor], *, grouped: bool = True
+) -> Handle:
     """Start reducing copies; autograd reduces the gradients in the same way."""
     if options.op in (Max, Min, Product):
         refuse_gradient(f"allreduce with op={options.op}", *tensors)
     sent, decompress = options.compress(tensors)
-    handle = Handle([_start_in_place(options, sent)], decompress)
+    handle = Handle([_start_in_place(options, sent, grouped=grouped)], decompress)
 
     def backward(*gradients: Tensor) -> list[Tensor | None]:
         # Integers have no gradient, on any rank.
         real = [gradient.is_floating_point() or gradient.is_complex() for gradient in gradients]
         named = options._replace(name=backward_name(options.name))
-        reduced = iter(_reduce(named, list(compress(gradients, real))).wait())
+        reduced = iter(_reduce(named, list(compress(gradients, real)), grouped=grouped).wait())
         return [next(reduced) if has_gradient else None for has_gradient in real]
 
     return with_gradient(handle, lambda _: backward, *tensors)
 
 
-def _start_in_place(options: ReductionOptions, tensors: Sequence[Tensor]) -> Any:
-    return options.group.grouped_all_reduce(
-        tensors,
-        options.op,
-        name=options.name,
-        prescale=options.prescale,
-        postscale=options.postscale,
-        async_op=True,
-    )
+def _start_in_place(
+    options: ReductionOptions, tensors: Sequence[Tensor], *, grouped: bool = True
+) -> Any:
+    """Start an all-reduce, whose result is the list of tensors; errors say how it was called."""
+    group, op = options.group, options.op
+    scales: Any = {"prescale": options.prescale, "postscale": options.postscale}
+    if grouped or not tensors:
+        return group.grouped_all_reduce(tensors, op, name=options.name, async_op=True, **scales)
+    (tensor,) = tensors
+    work: Any = group.all_reduce(tensor, op, name=options.name, async_op=True, **scales)
+    return Handle([work], lambda result: [result])
