@@ -50,6 +50,8 @@ class Worker:
         self._wake = threading.Lock()
         self._wake.acquire()
         self._thread: threading.Thread | None = None
+        # The threads that have ended. Thread.is_alive, interrupted, takes one that runs for such.
+        self._over: set[threading.Thread] = set()
         # Whether the thread looks for jobs by itself. To wake it costs as much as a small sum.
         self._standing_by = False
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -232,7 +234,7 @@ class Worker:
 
     def is_alive(self) -> bool:
         """Whether the communication thread can still run what is queued."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._thread is not None and self._thread not in self._over
 
     def _job(
         self, call: Callable[[], Any], streams: Sequence[torch.cuda.Stream] = ()
@@ -269,33 +271,38 @@ class Worker:
             raise TransportError("this group was shut down while it was called")
         if self._thread is None:
             thread = threading.Thread(
-                target=self._loop, args=(torch.get_num_threads(),), name=self._name, daemon=True
+                target=self._live, args=(torch.get_num_threads(),), name=self._name, daemon=True
             )
             thread.start()
             self._thread = thread
 
-    def _loop(self, threads: int) -> None:
-        """Run the jobs, until the worker is closed and none is left."""
+    def _live(self, threads: int) -> None:
+        """Be the communication thread; the jobs that it leaves end with an error."""
         try:
-            # BLAS in a new thread would start as many of its own as there are processors, whatever
-            # the caller set: ranks that share a host then wait for each other's.
-            torch.set_num_threads(threads)
-            polls = 0
-            while self._jobs or not self._closed:
-                try:
-                    polls = self._serve(polls)
-                except BaseException as error:  # noqa: BLE001 - the calls behind this one must go on
-                    self.fail(error)
-                    report_error()
-                    # Where this comes again and again.
-                    time.sleep(_POLL_SECONDS)
-                    if self._jobs and not self._claim:
-                        self._jobs[0][0].fail(error)
-            # There may be a second thread.
-            self._wake_thread()
+            self._loop(threads)
         finally:
+            self._over.add(threading.current_thread())
             for work, _ in self._jobs.copy():
                 work.fail(TransportError("the communication thread ended before the collective"))
+
+    def _loop(self, threads: int) -> None:
+        """Run the jobs, until the worker is closed and none is left."""
+        # BLAS in a new thread would start as many of its own as there are processors, whatever the
+        # caller set: ranks that share a host then wait for each other's.
+        torch.set_num_threads(threads)
+        polls = 0
+        while self._jobs or not self._closed:
+            try:
+                polls = self._serve(polls)
+            except BaseException as error:  # noqa: BLE001 - the calls behind this one must go on
+                self.fail(error)
+                report_error()
+                # Where this comes again and again.
+                time.sleep(_POLL_SECONDS)
+                if self._jobs and not self._claim:
+                    self._jobs[0][0].fail(error)
+        # There may be a second thread.
+        self._wake_thread()
 
     def _serve(self, polls: int) -> int:
         """Run a job, or sleep until there may be one. polls: how often it did so in vain, so far.

@@ -14,6 +14,7 @@ import collectives
 from collectives import TransportError
 from collectives.work import Work
 from collectives.worker import Worker
+from tests.collectives.interrupts import Interrupt, run_interrupted
 
 
 @pytest.fixture
@@ -209,6 +210,15 @@ def test_wait_raises_where_the_communication_thread_has_ended(worker, monkeypatc
     monkeypatch.setattr(Worker, "_loop", lambda *_: None)
     with pytest.raises(TransportError, match="thread ended"):
         worker.submit(lambda: 7).wait()
+
+
+def test_interrupt_of_a_look_for_the_thread_leaves_it_alive(worker):
+    """After one, threading.Thread.is_alive takes a thread that runs for one that has ended."""
+    done(worker.submit(lambda: 7))
+    for at in range(run_interrupted(worker.is_alive, -1)):
+        with pytest.raises(Interrupt):
+            run_interrupted(worker.is_alive, at)
+    assert worker.is_alive()
 
 
 def test_calls_after_a_pause_wake_the_thread(worker, monkeypatch):
