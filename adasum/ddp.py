@@ -233,7 +233,7 @@ def _future_of(result: Tensor, work: Work | None = None) -> torch.futures.Future
     def complete() -> None:
         try:
             work.wait()
-        except Exception as error:  # noqa: BLE001 - backward raises it
+        except BaseException as error:  # noqa: BLE001 - backward raises it
             _logger.debug("%s", error)
         future.set_result(result)
 

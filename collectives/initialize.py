@@ -34,6 +34,7 @@ from collectives.consistency.description import Description
 from collectives.errors import CollectiveTimeoutError
 from collectives.group import Group
 from collectives.schedules.topology import Topology
+from collectives.stall import warning_seconds
 from collectives.transport import GlooTransport, ThreadWorld
 from collectives.transport.process_groups import store_of, subgroup
 
@@ -61,6 +62,9 @@ def init(
     is found. If torch.distributed is initialised already, or with `process_group`, it uses those
     ranks. A second call returns the first one's group unless that was closed.
 
+    A rank that waits for others in a collective logs a WARNING after 60 seconds and each 60 more,
+    or after as many as the environment variable ADASUM_STALL_WARNING_SECONDS says, 0 for never.
+
     Args:
         timeout: Seconds that any step of a collective may wait for a peer.
         process_group: The torch.distributed process group whose ranks to use.
@@ -84,7 +88,8 @@ def init(
 
     Raises:
         ValueError: The environment variables are incomplete or wrong, or do not say at which
-            address ranks of several hosts meet; or `transport` is unknown.
+            address ranks of several hosts meet; or `transport` is unknown, or
+            ADASUM_STALL_WARNING_SECONDS no number.
         RuntimeError: There is more than one rank but torch is built without torch.distributed, or
             ADASUM_CPU_KERNELS demands compiled kernels that are not available.
         CollectiveTimeoutError: Ranks did not arrive; the text names them.
@@ -97,7 +102,8 @@ def init(
         return group
     validation.timeout(timeout)
     options = {"transport": transport_choice(transport), "calibrate": calibrate}
-    # What it raises, and the second it may take, come before anybody waits.
+    # What these raise, and the second it may take, come before anybody waits.
+    warning_seconds()
     kernels.backend_info()
     validation.instance("calibrate", calibrate, bool, "a bool")
     # Else torch's communicators are ours.
@@ -201,6 +207,7 @@ def from_process_group(
     if group is None or group.closed:
         # What these raise comes before anybody waits.
         choice = transport_choice(None)
+        warning_seconds()
         kernels.backend_info()
         ranks = range(dist.get_world_size(process_group))
         require_room(len(ranks), None, choice, gloo=True)
@@ -343,6 +350,7 @@ def _thread_groups(size: int, timeout: float, local_size: int) -> list[Group]:
     """Return the groups of ranks that are threads, by rank."""
     validation.integer("size", size)
     validation.timeout(timeout)
+    warning_seconds()
     world, topology = ThreadWorld(size), Topology(size, local_size)
     return [
         Group(

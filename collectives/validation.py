@@ -37,6 +37,11 @@ def tensor(argument: str, value: torch.Tensor, *, written: bool = True) -> None:
         raise ValueError(f"{argument} must not be nested: pass its parts, {argument}.unbind()")
     if value.is_quantized:
         raise ValueError(f"{argument} must not be quantized: pass {argument}.int_repr()")
+    if value.is_meta:
+        raise ValueError(
+            f"{argument} is on meta, where tensors have no values: give the module memory first, "
+            'by to_empty(device="cpu") or by loading it'
+        )
     if not computes(_copy, value.dtype):
         raise TypeError(f"{argument} is of {value.dtype}, which torch cannot copy")
     if value.is_conj() or value.is_neg():
@@ -104,6 +109,18 @@ def apart(argument: str, value: torch.Tensor, other: str, tensor: torch.Tensor) 
         start, other_start = value.data_ptr(), tensor.data_ptr()
         if start < other_start + tensor.nbytes and other_start < start + value.nbytes:
             raise ValueError(f"{argument} and {other} overlap in memory: pass another {argument}")
+
+
+def names(argument: str, values: object, count: int) -> tuple[str, ...]:
+    """Check a name for each of `count` tensors, or none at all."""
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise TypeError(f"{argument} must be a list of str, got {type(values).__name__}")
+    checked = tuple(values)
+    for i, value in enumerate(checked):
+        instance(f"{argument}[{i}]", value, str, "a str")
+    if checked and len(checked) != count:
+        raise ValueError(f"{argument} must be {count}, one a tensor, got {len(checked)}")
+    return checked
 
 
 def segments(values: object, numel: int) -> tuple[int, ...]:

@@ -219,13 +219,14 @@ def _reduce(
 def _start_in_place(
     options: ReductionOptions, tensors: Sequence[Tensor], kind: str = "allreduce"
 ) -> Any:
-    start = partial(
-        options.group.grouped_all_reduce,
-        tensors,
-        options.op,
-        name=options.name,
-        prescale=options.prescale,
-        postscale=options.postscale,
-        async_op=True,
-    )
-    return start_named(kind, options.name, options.group, start)
+    """Start an all-reduce, whose result is the list of tensors; errors say how it was called."""
+    group, op = options.group, options.op
+    scales: Any = {"prescale": options.prescale, "postscale": options.postscale}
+    if kind != "allreduce":
+        many = partial(
+            group.grouped_all_reduce, tensors, op, name=options.name, async_op=True, **scales
+        )
+        return start_named(kind, options.name, group, many)
+    (tensor,) = tensors
+    single = partial(group.all_reduce, tensor, op, name=options.name, async_op=True, **scales)
+    return Handle([start_named(kind, options.name, group, single)], lambda result: [result])

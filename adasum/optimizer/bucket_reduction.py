@@ -96,14 +96,19 @@ class BucketReducer:
                 observer.after_reduction(token, targets)
 
         dtype = cast_dtype(self.compression, targets[0].dtype)
+        options = self._scaled(bucket) if owners is not None else self._options(bucket, names)
         if fused is not None and (dtype is not None or self.compression is Compression.none):
-            started = self._start_buffer(fused, dtype, bucket, owners)
+            started = self._start_buffer(fused, dtype, options, owners)
         else:
-            started = self._start_tensors(targets, bucket, owners)
+            started = self._start_tensors(targets, options, owners)
         return Reduction(*started, notify_observer)
 
     def _start_buffer(
-        self, fused: FusedBuffer, dtype: torch.dtype | None, bucket: str, owners: Owners
+        self,
+        fused: FusedBuffer,
+        dtype: torch.dtype | None,
+        options: dict[str, Any],
+        owners: Owners,
     ) -> _WaitAndInstall:
         """Start the buffer's request; unless `dtype` is None, that of its copy cast to `dtype`.
 
@@ -121,11 +126,11 @@ class BucketReducer:
             # first time.
             if owners is None:
                 request = self.group.grouped_all_reduce_init(
-                    sent.tensors, self.op, negotiate=False, **self._options(bucket)
+                    sent.tensors, self.op, negotiate=False, **options
                 )
             else:
                 request = self.group.reduce_to_owners_init(
-                    sent.tensors, self.op, owners=owners, negotiate=False, **self._scaled(bucket)
+                    sent.tensors, self.op, owners=owners, negotiate=False, **options
                 )
             self._requests[sent] = owners, request
         request.start()
@@ -145,19 +150,17 @@ class BucketReducer:
         return wait, install
 
     def _start_tensors(
-        self, tensors: Sequence[Tensor], bucket: str, owners: Owners
+        self, tensors: Sequence[Tensor], options: dict[str, Any], owners: Owners
     ) -> _WaitAndInstall:
         """Start reducing the tensors, each compressed by itself."""
         compressed = [self.compression.compress(tensor) for tensor in tensors]
         sent = [each.contiguous() for each, _ in compressed]
         work: Any
         if owners is None:
-            work = self.group.grouped_all_reduce(
-                sent, self.op, async_op=True, **self._options(bucket)
-            )
+            work = self.group.grouped_all_reduce(sent, self.op, async_op=True, **options)
         else:
             work = self.group.reduce_to_owners(
-                sent, self.op, owners=owners, async_op=True, **self._scaled(bucket)
+                sent, self.op, owners=owners, async_op=True, **options
             )
 
         def install(_: Any) -> None:
@@ -167,9 +170,10 @@ class BucketReducer:
 
         return work.wait, install
 
-    def _options(self, bucket: str) -> dict[str, Any]:
+    def _options(self, bucket: str, names: Sequence[str]) -> dict[str, Any]:
         # A bucket is one buffer, whatever it holds.
-        return {"algorithm": self.algorithm, "packed": True, **self._scaled(bucket)}
+        options = {"algorithm": self.algorithm, "packed": True, "names": names}
+        return {**options, **self._scaled(bucket)}
 
     def _scaled(self, bucket: str) -> dict[str, Any]:
         return {"name": bucket, "prescale": self.prescale, "postscale": self.postscale}

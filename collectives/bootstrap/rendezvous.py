@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from collectives.bootstrap.launchers import can_use_nccl, job, local_ranks
 from collectives.errors import CollectiveError, CollectiveTimeoutError, TransportError
-from collectives.transport.process_groups import first_line, run_beside
+from collectives.transport.process_groups import failed, first_line, run_beside
 
 # Seconds for a thread to leave torch's code, where torch takes longer than it was given: it may
 # lose a connection that it waited on, pause, and try another one for the whole time.
@@ -34,7 +34,7 @@ def start_torch_distributed(timeout: float) -> None:
 
     Raises:
         CollectiveTimeoutError: Ranks, or the store, do not answer in time.
-        TransportError: Rank 0's port is taken.
+        TransportError: Rank 0's port is taken, or this rank's system gives no more memory.
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # Enough for torch to end by itself, and to say more about it.
@@ -69,9 +69,7 @@ def _start(rank: int, size: int, timeout: float) -> None:
         if isinstance(error, CollectiveError):
             raise
         others = ", ".join(f"rank {peer}" for peer in range(size) if peer != rank)
-        raise CollectiveTimeoutError(
-            f"rank {rank} could not connect to all of {others}: {first_line(error)}"
-        ) from error
+        raise failed(f"rank {rank} could not connect to all of {others}", error) from error
 
 
 def open_store(rank: int, timeout: float) -> dist.Store:

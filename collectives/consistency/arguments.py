@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypedDict
 
 import torch
@@ -33,6 +34,7 @@ class ReductionOptions(ScaleOptions, total=False):
     """The same for one whose algorithm is a specification."""
 
     algorithm: str | None
+    names: Sequence[str]
 
 
 class Arguments:
@@ -71,8 +73,10 @@ class Arguments:
         """Check and describe a grouped_all_reduce."""
         tensors = validation.tensor_list("tensors", tensors)
         validation.instance("packed", packed, bool, "a bool")
+        names = validation.names("names", options.pop("names", ()), len(tensors))
         compared = {**self._reduction(tensors, op, **options), "packed": packed}
-        return _call("grouped_all_reduce", options.get("name"), tensors, op, compared)
+        call = _call("grouped_all_reduce", options.get("name"), tensors, op, compared)
+        return call._replace(description=replace(call.description, names=names))
 
     def run(
         self,
@@ -214,10 +218,13 @@ class Arguments:
         *,
         algorithm: str | None = None,
         name: str | None = None,
+        names: Sequence[str] = (),
         prescale: float = 1.0,
         postscale: float = 1.0,
     ) -> dict[str, Any]:
         """Check what all reductions share; return the options that ranks must agree on."""
+        if names:
+            raise ValueError("names are for grouped_all_reduce: pass name")
         validation.reducer("op", op)
         specs = _parse("auto" if algorithm is None else algorithm)
         validation.scale("prescale", prescale)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -173,16 +174,16 @@ class Calls:
         """Carry out a call whose messages tell whether the ranks differ."""
         kept = [tensor.clone() for tensor in call.tensors]
         self._runner.code = code
+        # Outside of an `except`, so that a mismatch is the only error in a traceback.
         try:
-            return self._run(call, label)
-        except RanksDiffer:
-            self._runner.code = 0
-            self._negotiation.flush(label)
-            for tensor, values in zip(call.tensors, kept, strict=True):
-                tensor.copy_(values)
-            return self._finish(call, None, label)
+            with suppress(RanksDiffer):
+                return self._run(call, label)
         finally:
             self._runner.code = 0
+        self._negotiation.flush(label)
+        for tensor, values in zip(call.tensors, kept, strict=True):
+            tensor.copy_(values)
+        return self._finish(call, None, label)
 
     def _run(self, call: Call, label: str) -> Any:
         options = call.description.options

@@ -55,6 +55,7 @@ class Description:
         options: Every other argument that ranks must agree on, as JSON keeps it.
         tensors: Descriptions of the tensors.
         request: The number of the persistent request that the call starts.
+        names: Of the tensors, where they have any.
     """
 
     kind: str
@@ -62,6 +63,7 @@ class Description:
     options: Mapping[str, Any] = field(default_factory=dict)
     tensors: Sequence[TensorDescription] = ()
     request: int | None = None
+    names: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         # Here, before anything is sent: a name that JSON cannot carry would fail half-way.
@@ -81,19 +83,21 @@ class Description:
 
     def to_json(self) -> str:
         """Return one text for equal descriptions, another one for others."""
-        return json.dumps([self.kind, self.name, self.options, self.tensors, self.request])
+        call = [self.kind, self.name, self.options, self.tensors, self.request, self.names]
+        return json.dumps(call)
 
     @staticmethod
     def from_json(text: str) -> Description:
         """Return the description that `to_json` wrote."""
-        kind, name, options, tensors, request = json.loads(text)
+        kind, name, options, tensors, request, names = json.loads(text)
         described = [TensorDescription(tuple(shape), *rest) for shape, *rest in tensors]
-        return Description(kind, name, options, described, request)
+        return Description(kind, name, options, described, request, names)
 
     def entries(self) -> list[str]:
         """Return the call and its parts, in words."""
         options = [f"{key}={value}" for key, value in self.options.items()]
-        tensors = [f"tensor {i}: {tensor}" for i, tensor in enumerate(self.tensors)]
+        names = self.names or [f"tensor {i}" for i in range(len(self.tensors))]
+        tensors = [f"{name}: {each}" for name, each in zip(names, self.tensors, strict=True)]
         return [str(self), *options, *tensors]
 
 
@@ -135,9 +139,21 @@ def difference(calls: Mapping[int, Description]) -> str:
     other = calls[rank].entries()
     if first[0] != other[0]:
         return f"ranks disagree: rank {lowest} calls {first[0]}, rank {rank} calls {other[0]}"
-    entries = zip_longest(first, other, fillvalue="nothing more")
-    mine, theirs = next((mine, theirs) for mine, theirs in entries if mine != theirs)
+    number = next(i for i, (mine, theirs) in enumerate(zip_longest(first, other)) if mine != theirs)
+    mine, theirs = (
+        _part(calls[each], number, len(calls[lowest].tensors) != len(calls[rank].tensors))
+        for each in (lowest, rank)
+    )
     return (
         f"ranks disagree: rank {lowest} calls {first[0]} with {mine}, "
         f"rank {rank} calls {other[0]} with {theirs}"
     )
+
+
+def _part(call: Description, number: int, other_length: bool) -> str:
+    """Return one of a call's entries, after how many tensors there are where others have more."""
+    entry = [*call.entries(), ""][number] if number <= len(call.entries()) else ""
+    if not other_length or (entry and number <= len(call.options)):
+        return entry
+    count = f"{len(call.tensors)} tensor{'' if len(call.tensors) == 1 else 's'}"
+    return f"{count}, among them {entry}" if entry else count

@@ -12,6 +12,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from collectives.consistency.description import Description
 from collectives.consistency.messages import Joined, Outcome, negotiate_by_messages
 from collectives.execution.context import CallContext, Workspace
@@ -74,20 +76,21 @@ class Negotiation:
         memory = self._transport.symmetric_memory
         if memory is None or self._any_joined or isinstance(mine, Joined):
             return self._by_messages(mine, label)
-        try:
+        # Outside of the `except`, so that a mismatch is the only error in a traceback.
+        with suppress(RanksDiffer):
             memory.wait(f"step 0 (the ranks' arrival) of {label}", self._timeout)
-        except RanksDiffer:
-            return self._by_messages(mine, label)
-        return _SAME_CALL
+            return _SAME_CALL
+        return self._by_messages(mine, label)
 
     def _by_messages(self, mine: Description | Joined, label: str) -> Outcome:
         # A mismatch ends all joins.
         self._any_joined = False
         where, code = f"the negotiation of {label}", call_code(self._calls, 0)
         call = CallContext(self._transport, where, self._timeout, self._workspace, code)
-        try:
+        outcome: Outcome | None = None
+        with suppress(RanksDiffer):
             outcome = negotiate_by_messages(mine, call)
-        except RanksDiffer:
+        if outcome is None:
             # Another rank negotiates by its call's own messages.
             self.flush(label)
             outcome = negotiate_by_messages(mine, call)

@@ -134,7 +134,8 @@ class Reductions:
             packed: Whether a specification's limits are for the elements of all tensors of a dtype
                 and device together, not for each tensor's own.
             async_op: See the class.
-            **options: As in all_reduce.
+            **options: As in all_reduce, and `names`, those of the tensors, alike on all ranks, by
+                which errors call them.
         """
         call = self._arguments.grouped_all_reduce(tensors, op, packed=packed, **options)
         return self._call(call, async_op=async_op)

@@ -13,14 +13,16 @@ import torch
 
 from collectives.errors import CollectiveMismatchError, TransportError, describe
 from collectives.transport.base import Transport
-from collectives.work import Work, Worker
+from collectives.work import Work
+from collectives.worker import Worker
 
 
 class CallQueue:
     """The order of one rank's calls, and what becomes of the group where one fails.
 
     After a mismatch the ranks are still in step; after any other error raised while a call runs
-    they are not, and every later call is a TransportError naming that error.
+    they are not, and every later call is a TransportError naming that error. An exception from
+    outside, as of a signal's handler, leaves the group as it was where no call has begun.
 
     Threads take turns in the order in which they come, which may be another on each rank. Where
     they do, calls with names are a mismatch on all ranks, but equal calls without names would get
@@ -31,10 +33,9 @@ class CallQueue:
         self._transport = transport
         self._timeout = timeout
         self._worker = Worker(f"collectives-{transport.rank}", transport.check_streams)
-        self._failure: BaseException | None = None
-        # Whether the transport was told, and what keeps two threads from being the first to fail.
+        # What `abort` was called with, and whether the transport was told of a failure.
+        self._asked: TransportError | None = None
         self._ended = False
-        self._aborting = threading.Lock()
         self._unnamed_from: Callable[[], threading.Thread | None] = lambda: None
         self._process = os.getpid()
         self.closed = False
@@ -101,11 +102,13 @@ class CallQueue:
         """Wrap `function`: a failure that leaves the group unusable is remembered."""
 
         def guarded() -> Any:
-            if self._failure is not None:
-                cause = describe(self._failure)
+            failure = self._failure()
+            if failure is not None:
+                # Where that was outside of a call nobody was told of it yet.
+                self._end_transport(failure)
                 raise TransportError(
-                    f"{kind}: this group is unusable since an earlier failure: {cause}"
-                ) from self._failure
+                    f"{kind}: this group is unusable since an earlier failure: {describe(failure)}"
+                ) from failure
             try:
                 # What an earlier call left on a stream may have ended meanwhile.
                 self._transport.check_streams()
@@ -113,19 +116,22 @@ class CallQueue:
             except CollectiveMismatchError:
                 raise
             except BaseException as error:
+                # Before anything else: a second signal may come in what follows.
+                if self._worker.failure is None:
+                    self._worker.failure = error
                 if self._transport.size > 1:
-                    self._abort(error)
+                    self._end_transport(error)
                 raise
 
         return guarded
 
     def abort(self, reason: str) -> None:
         """Make the group unusable from any thread; what runs is interrupted, what waits raises."""
+        if self.closed or self._ended or self._asked is not None:
+            return
         error = TransportError(reason)
-        with self._aborting:
-            if self.closed or self._failure is not None:
-                return
-            self._failure = error
+        if self._failure() is None:
+            self._asked = error
         # Whoever runs a call ends the transport, as no two threads may use it; where that call ends
         # before it is interrupted, whoever comes next does.
         if not self._worker.try_call(lambda: self._end_transport(error)):
@@ -133,17 +139,18 @@ class CallQueue:
             with suppress(TransportError):
                 self._worker.submit(lambda: self._end_transport(error))
 
-    def _abort(self, error: BaseException) -> None:
-        """End the transport: its peers are in this call, the next one would meet its messages."""
-        with self._aborting:
-            self._failure = self._failure or error
-        self._end_transport(self._failure)
+    def _failure(self) -> BaseException | None:
+        """Return what made the group unusable: alone a rank is in step with itself."""
+        return self._asked or (self._worker.failure if self._transport.size > 1 else None)
 
     def _end_transport(self, error: BaseException) -> None:
-        """Do so once; called by whoever runs a call or takes the place of one."""
+        """Tell the transport, once: its peers are in this call, the next would meet its messages.
+
+        Called by whoever runs a call or takes the place of one.
+        """
         if not self._ended:
+            self._transport.abort(describe(self._failure() or error))
             self._ended = True
-            self._transport.abort(describe(error))
 
     def close(self) -> None:
         """Take no more calls; let the queued ones finish, and end the communication thread."""

@@ -9,10 +9,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from collectives.errors import CollectiveError, CollectiveTimeoutError
+from collectives.errors import CollectiveError
+from collectives.stall import Stall
 from collectives.transport.base import Messages, Transport, as_bytes
 from collectives.transport.nccl.torch_nccl import TorchNccl
-from collectives.transport.process_groups import extend_timeout, first_line, leave, subgroup
+from collectives.transport.process_groups import extend_timeout, failed, leave, subgroup
 
 
 class GlooTransport(Transport):
@@ -74,17 +75,19 @@ class GlooTransport(Transport):
                 for peer, tensor in messages:
                     if tensor.numel():
                         posted.append((peer, post([as_bytes(tensor)], peer, 0)))
-            for other, work in posted:
-                peer = other
-                work.wait(timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
+            with Stall(self.rank, step, timeout, lambda: f"rank {peer}").within():
+                for other, work in posted:
+                    peer = other
+                    work.wait(timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
             self.check_interrupt(step)
         except CollectiveError:
             raise
         except RuntimeError as error:
             waited = timeout - (deadline - time.monotonic())
-            raise CollectiveTimeoutError(
+            raise failed(
                 f"rank {self.rank} got no answer from rank {peer} in {step} (stopped after "
-                f"{waited:.1f} s of {timeout:g} s): {first_line(error)}"
+                f"{waited:.1f} s of {timeout:g} s)",
+                error,
             ) from error
 
     def posts_ahead(self, device: torch.device) -> bool:

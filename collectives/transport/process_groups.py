@@ -8,6 +8,7 @@ to make a group under a given name, nor to abort its NCCL.
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -18,13 +19,22 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from collectives.errors import CollectiveTimeoutError, TransportError
+from collectives.errors import CollectiveError, CollectiveTimeoutError, TransportError
 
 # None in a torch built without torch.distributed, which makes no process groups either.
 _c10d: Any = getattr(dist, "distributed_c10d", None)
 
 _ABORT_SECONDS = 3.0
 _LAZY = "TORCH_GLOO_LAZY_INIT"
+# What torch and gloo say of a system that gives no more memory, threads or descriptors.
+_OUT = (
+    os.strerror(errno.ENOMEM),
+    os.strerror(errno.EAGAIN),
+    os.strerror(errno.EMFILE),
+    "can't allocate memory",
+    "can't start new thread",
+    "bad_alloc",
+)
 
 
 def store_of(process_group: dist.ProcessGroup) -> dist.Store:
@@ -64,7 +74,7 @@ def subgroup(
 
     Raises:
         CollectiveTimeoutError: A rank does not come, or the ranks' store has ended.
-        TransportError: `parent` was destroyed.
+        TransportError: `parent` was destroyed, or this rank's system gives no more memory.
     """
     store = store_of(parent)
     names = [dist.get_global_rank(parent, rank) for rank in ranks]
@@ -83,9 +93,8 @@ def subgroup(
                 timeout=timedelta(seconds=timeout),
             )
     except RuntimeError as error:
-        raise CollectiveTimeoutError(
-            f"rank {dist.get_rank()} could not make a group with ranks {names}: {first_line(error)}"
-        ) from error
+        said = f"rank {dist.get_rank()} could not make a group with ranks {names}"
+        raise failed(said, error) from error
     _c10d._world.pg_group_ranks[made] = {name: rank for rank, name in enumerate(names)}
     return made
 
@@ -167,6 +176,22 @@ def run_beside(
     thread.start()
     thread.join(timeout)
     return thread, errors
+
+
+def failed(said: str, error: BaseException) -> CollectiveError:
+    """Return the error for what torch.distributed raised: no timeout where a rank has no memory.
+
+    Args:
+        said: Whom this rank waited for, and in what.
+        error: What torch raised.
+    """
+    text = first_line(error)
+    if any(out.lower() in text.lower() for out in _OUT):
+        return TransportError(
+            f"{said}: this rank's system has no memory, threads or descriptors left ({text}); "
+            "raise its limits (ulimit -v, -u, -n, or the container's), or start fewer ranks on it"
+        )
+    return CollectiveTimeoutError(f"{said}: {text}")
 
 
 def first_line(error: BaseException) -> str:

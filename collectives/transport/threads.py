@@ -16,6 +16,7 @@ from collections.abc import Collection, Sequence
 import torch
 
 from collectives.errors import CollectiveTimeoutError, TransportError
+from collectives.stall import Stall
 from collectives.transport.base import Messages, Transport
 from collectives.transport.shared_memory.symmetric_memory import (
     SymmetricMemory,
@@ -112,21 +113,24 @@ class ThreadTransport(Transport):
             if tensor.numel():
                 self._receive(peer, tensor, step, deadline, timeout)
         for peer, parcel in posted:
+            stall = self._stall(peer, step, timeout)
             while not parcel.taken.wait(_POLL):
                 self._check_waiting(peer, step, deadline, timeout)
+                stall.check()
             if parcel.copied is not None:
                 torch.cuda.current_stream(parcel.tensor.device).wait_event(parcel.copied)
 
     def _receive(
         self, peer: int, tensor: torch.Tensor, step: str, deadline: float, timeout: float
     ) -> None:
-        box = self._world.boxes[peer, self.rank]
+        box, stall = self._world.boxes[peer, self.rank], self._stall(peer, step, timeout)
         while True:
             try:
                 parcel = box.get(timeout=_POLL)
                 break
             except queue.Empty:
                 self._check_waiting(peer, step, deadline, timeout)
+                stall.check()
         self.check_interrupt(step)
         if parcel.tensor.numel() != tensor.numel():
             raise TransportError(
@@ -138,6 +142,9 @@ class ThreadTransport(Transport):
         tensor.copy_(parcel.tensor)
         parcel.copied = _record(tensor)
         parcel.taken.set()
+
+    def _stall(self, peer: int, step: str, timeout: float) -> Stall:
+        return Stall(self.rank, step, timeout, lambda: f"rank {peer}")
 
     def _check_waiting(self, peer: int, step: str, deadline: float, timeout: float) -> None:
         self.check_interrupt(step)

@@ -74,6 +74,26 @@ def test_abort_between_calls_is_what_the_peers_next_call_says(way: str) -> None:
     assert way == "messages" or "rank 1 called abort()" in texts[0]
 
 
+@everywhere
+def test_abort_by_the_thread_that_runs_the_call_ends_the_group(way: str) -> None:
+    """As a signal's handler does: nothing may wait for the call that it has interrupted."""
+
+    def job(group: Group) -> None:
+        if group.rank == 0:
+            worker = group._call.queue._worker
+            worker.call(lambda: group.abort("by a handler"))
+        for _ in range(2):
+            with pytest.raises(CollectiveError):
+                group.all_reduce(torch.ones(3), name="behind")
+        if group.rank == 0:
+            with pytest.raises(TransportError, match=r"unusable .* by a handler"):
+                group.barrier()
+
+    start = time.monotonic()
+    run(way, 2, job, timeout=TIMEOUT)
+    assert time.monotonic() - start < SOON
+
+
 def test_abort_of_a_group_is_one_of_its_parts_and_not_the_reverse() -> None:
     ended = threading.Barrier(2)
 

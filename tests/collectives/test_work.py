@@ -12,7 +12,9 @@ from threadpoolctl import threadpool_info
 
 import collectives
 from collectives import TransportError
-from collectives.work import Work, Worker
+from collectives.work import Work
+from collectives.worker import Worker
+from tests.collectives.interrupts import Interrupt, run_interrupted
 
 
 @pytest.fixture
@@ -144,6 +146,55 @@ def test_calls_behind_a_begun_one_run_after_it(worker):
     assert order == ["first", "rest", "second"]
 
 
+def test_call_within_a_call_raises_instead_of_waiting_for_itself(worker):
+    """As in a signal's handler, or a callback."""
+    with pytest.raises(TransportError, match="inside a call of the same group"):
+        worker.call(lambda: worker.call(lambda: 7))
+    with pytest.raises(TransportError, match="inside a call of the same group"):
+        worker.call(lambda: worker.submit(lambda: 7).wait())
+    # Without a wait it takes its turn.
+    assert worker.call(lambda: worker.submit(lambda: 8)).wait() == 8
+    said = []
+    work = worker.submit(lambda: time.sleep(0.05))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(threading, "excepthook", said.append)
+        work.add_done_callback(lambda: worker.call(lambda: 9))
+        assert worker.call(lambda: 10) == 10
+    assert [args.exc_type for args in said] == [TransportError]
+
+
+def test_hook_of_threads_that_raises_leaves_the_communication_thread_running(worker, monkeypatch):
+    def leave(_: object) -> None:
+        raise SystemExit
+
+    monkeypatch.setattr(threading, "excepthook", leave)
+    work = worker.submit(lambda: time.sleep(0.05))
+    work.add_done_callback(lambda: 1 // 0)
+    assert done(worker.submit(lambda: 7)) == 7
+
+
+def test_callbacks_run_where_the_communication_thread_ends(worker, monkeypatch):
+    """Who has only a callback is told, too, whatever ends it."""
+    gate = threading.Event()
+
+    def leave(*_: object) -> int:
+        assert gate.wait(10.0)
+        raise SystemExit
+
+    monkeypatch.setattr(Worker, "_serve", leave)
+    monkeypatch.setattr(collectives.worker, "report_error", leave)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    works, told = [worker.submit(lambda: 7) for _ in range(3)], []
+    for number, work in enumerate(works):
+        work.add_done_callback(lambda n=number: told.append(n))
+    gate.set()
+    for work in works:
+        with pytest.raises(TransportError, match="thread ended"):
+            work.wait()
+    worker._thread.join(10.0)
+    assert told == [0, 1, 2]
+
+
 def test_wait_raises_whatever_the_call_raised(worker):
     def leave() -> None:
         raise SystemExit("leaving")
@@ -156,15 +207,23 @@ def test_wait_raises_whatever_the_call_raised(worker):
 
 
 def test_wait_raises_where_the_communication_thread_has_ended(worker, monkeypatch):
-    monkeypatch.setattr(collectives.work, "_CHECK_SECONDS", 0.05)
     monkeypatch.setattr(Worker, "_loop", lambda *_: None)
     with pytest.raises(TransportError, match="thread ended"):
         worker.submit(lambda: 7).wait()
 
 
+def test_interrupt_of_a_look_for_the_thread_leaves_it_alive(worker):
+    """After one, threading.Thread.is_alive takes a thread that runs for one that has ended."""
+    done(worker.submit(lambda: 7))
+    for at in range(run_interrupted(worker.is_alive, -1)):
+        with pytest.raises(Interrupt):
+            run_interrupted(worker.is_alive, at)
+    assert worker.is_alive()
+
+
 def test_calls_after_a_pause_wake_the_thread(worker, monkeypatch):
     """It has stopped looking for them by itself."""
-    monkeypatch.setattr(collectives.work, "_MAX_POLLS", 1)
+    monkeypatch.setattr(collectives.worker, "_MAX_POLLS", 1)
     for number in range(3):
         assert done(worker.begin(lambda: None, lambda n=number: n)) == number
         time.sleep(0.05)

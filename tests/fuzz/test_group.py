@@ -95,6 +95,7 @@ def _signatures(look: Look) -> dict[str, tuple[list[Strategy], dict[str, Strateg
             {
                 "op": op,
                 "algorithm": algorithm,
+                "names": value((), ["w"], "w", [7]),
                 "packed": value(False, True),
                 **scales,
                 **named,

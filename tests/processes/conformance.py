@@ -299,7 +299,7 @@ def check_mismatch(group: Group) -> None:
     differ(lambda: group.barrier() if last else group.all_reduce(even), "barrier", "all_reduce")
     differ(lambda: group.broadcast(even, group.size - 1 if last else 0), "root=")
     few = [torch.ones(2)] * 1 if last else [torch.ones(2), torch.ones(2)]
-    differ(lambda: group.grouped_all_reduce(few), "nothing more")
+    differ(lambda: group.grouped_all_reduce(few), "among them tensor ")
     assert torch.equal(even, torch.ones(3))
     group.all_reduce(even)
     assert even[0] == group.size

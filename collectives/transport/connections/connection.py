@@ -37,10 +37,12 @@ EMPTY = np.empty(0, np.uint8)
 
 
 class PeerGone(Exception):
-    """The peer's end is closed; the text is its farewell, or that it has ended."""
+    """The peer's end is closed; the text is its farewell, else what may have closed it."""
 
     def __init__(self, peer: int, farewell: str = "") -> None:
-        super().__init__(farewell or f"rank {peer} has ended")
+        # A network resets connections, too, whose ranks live on.
+        cause = f"rank {peer} has ended, or the connection to it was closed on the way"
+        super().__init__(farewell or cause)
         self.peer = peer
 
 

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from collectives.errors import CollectiveTimeoutError, TransportError, describe
+from collectives.stall import Stall
 from collectives.transport.base import Message, Messages, Transport, as_bytes
 from collectives.transport.byte_gathering import gather_objects
 from collectives.transport.connections.connect import KINDS, descriptors_of, open_connections
@@ -34,6 +35,8 @@ from collectives.transport.shared_memory.symmetric_memory import RanksDiffer, Sy
 _PROBE_SECONDS = 0.05
 # How often a wait looks whether it was interrupted.
 _INTERRUPT_SECONDS = 0.1
+# After such a wait without a code it may be a stall.
+_FIRST_SECONDS = 0.5
 # A day; poll counts milliseconds in 32 bits.
 _LONGEST_SECONDS = 86400.0
 # What telling the peers the cause may take, all of them together.
@@ -205,26 +208,34 @@ class ConnectionTransport(Transport):
     def _run(self, connections: list[Connection], step: str, timeout: float, code: int = 0) -> None:
         """Advance the connections until none is busy."""
         deadline = time.monotonic() + timeout
-        nap, waited = _PROBE_SECONDS if code else math.inf, 0.0
+        nap, waited = _PROBE_SECONDS if code else _FIRST_SECONDS, 0.0
+        stall: Stall | None = None
+
+        def late() -> str:
+            return ", ".join(f"rank {connection.peer}" for connection in connections)
+
         while connections:
             moved = [connection.advance() for connection in connections]
             connections = [connection for connection in connections if connection.busy]
             self.check_interrupt(step)
+            if stall is not None and any(moved):
+                stall.restart()
             slept = min(nap, _INTERRUPT_SECONDS)
             if any(moved) or not connections or _wait(connections, deadline, slept, self._waker):
                 continue
             waited += slept
             if time.monotonic() >= deadline:
-                late = ", ".join(f"rank {connection.peer}" for connection in connections)
                 raise CollectiveTimeoutError(
-                    f"rank {self.rank} got no answer from {late} in {step} within {timeout:.3g} s"
+                    f"rank {self.rank} got no answer from {late()} in {step} within {timeout:.3g} s"
                 )
             if waited < nap:
                 continue
-            # Once: probes that a peer has no reason to read remain in its socket.
-            nap = math.inf
-            for connection in self._connections.values():
-                connection.probe(code)
+            if stall is None:
+                stall = Stall(self.rank, step, timeout, late)
+                # Once: probes that a peer has no reason to read remain in its socket.
+                for connection in self._connections.values() if code else ():
+                    connection.probe(code)
+            nap, waited = stall.check(), 0.0
 
     def gone(self, peers: Collection[int] | None = None) -> int | None:
         """Return a peer whose end is closed, if any: `Transport.gone`."""

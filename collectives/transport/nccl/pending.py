@@ -8,6 +8,7 @@ alone, so `Pending` aborts that, and keeps why for whoever asks: the next call, 
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import weakref
@@ -19,6 +20,7 @@ from typing import NamedTuple
 from torch import cuda
 
 from collectives.errors import CollectiveError, CollectiveTimeoutError, TransportError
+from collectives.stall import Stall
 
 # Beyond these the host waits for the first: CUDA lets whoever launches more than about a thousand
 # things wait, without a limit, for a stream that waits for a rank.
@@ -77,6 +79,8 @@ class Pending:
         self._passed = 0.0
         # A peer that is gone, and since when it is known.
         self._suspect: tuple[int, float] | None = None
+        # The wait for the first step, where that has been looked at.
+        self._stall: tuple[Posted, Stall] | None = None
         # Held while all is ended: until then an event that comes may be of an aborted step.
         self._lock = threading.RLock()
 
@@ -154,14 +158,14 @@ class Pending:
 
     def late(self, peers: tuple[int, ...], step: str, timeout: float) -> None:
         """End all steps: one took over its timeout."""
-        names = f"rank {peers[0]}" if len(peers) == 1 else f"one of the ranks {peers}"
-        said = f"rank {self._rank} got no answer from {names if peers else 'the other ranks'} in"
+        said = f"rank {self._rank} got no answer from {_names(peers)} in"
         said = f"{said} {step} (stopped after {timeout:g} s)"
         self.fail(lambda how: CollectiveTimeoutError(f"{said}: {how}"))
 
     def watch(self) -> None:
         """End all where the first step is late, a peer of its is gone, or NCCL has failed.
 
+        Long before it is late there is a WARNING.
         Called now and then beside the host's thread.
         """
         with self._lock:
@@ -176,6 +180,7 @@ class Pending:
             return
         peer = self._gone_peer(first)
         if peer is None and not self._is_late(first):
+            self._warn(first)
             return
         with self._lock:
             # Where the first has come the next one's time begins.
@@ -186,6 +191,18 @@ class Pending:
                 return
             said = f"rank {self._rank} got no answer from rank {peer} in {first.step}"
             self.fail(lambda how: CollectiveTimeoutError(f"{said}: rank {peer} has ended; {how}"))
+
+    def _warn(self, first: Posted) -> None:
+        """Warn of a step that has not come for long; only then ask CUDA whether it has."""
+        if self._stall is None or self._stall[0] is not first:
+            since = max(first.since, self._passed)
+            late = functools.partial(_names, first.peers)
+            self._stall = first, Stall(self._rank, first.step, first.timeout, late, since)
+        stall = self._stall[1]
+        if stall.is_due():
+            with self._lock:
+                if not self._drop_done():
+                    stall.check()
 
     def _gone_peer(self, first: Posted) -> int | None:
         """Return a peer of this step that has been gone for longer than its messages take."""
@@ -211,6 +228,12 @@ class Pending:
             self.items.popleft()
             self._passed, any_done = time.monotonic(), True
         return any_done
+
+
+def _names(peers: tuple[int, ...]) -> str:
+    if not peers:
+        return "the other ranks"
+    return f"rank {peers[0]}" if len(peers) == 1 else f"one of the ranks {peers}"
 
 
 class Watchdog:

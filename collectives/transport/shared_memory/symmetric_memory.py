@@ -37,6 +37,7 @@ import numpy.typing as npt
 import torch
 
 from collectives.errors import CollectiveTimeoutError, describe
+from collectives.stall import Stall
 from collectives.transport.shared_memory import futex
 
 Table = npt.NDArray[np.float64]
@@ -290,6 +291,7 @@ class SymmetricMemory:
                     return
                 os.sched_yield()
             start = time.monotonic()
+            stall: Stall | None = None
             while not there():
                 # No rank leaves before all are there: one that is gone will never come, unless it
                 # has come, as the last of all, since `there()` was asked.
@@ -305,6 +307,9 @@ class SymmetricMemory:
                         f"rank {self.rank} got no answer from {self._late(word)} in {step} within "
                         f"{timeout:.3g} s"
                     )
+                if waited > _CHECK_SECONDS:
+                    stall = stall or Stall(self.rank, step, timeout, lambda: self._late(word))
+                    stall.check()
                 self._sleep(there, word, waited, timeout - waited)
         except RanksDiffer:
             raise

@@ -25,8 +25,15 @@ def call(kind: str, name: str | None, op: str, *numels: int) -> Description:
         (call("all_reduce", "w", "Sum", 4), "with tensor 0: "),
         (
             call("all_reduce", "w", "Sum", 3, 3),
-            "all_reduce(w) with nothing more, rank 2 calls all_reduce(w) with tensor 1: shape (3,)",
+            "rank 0 calls all_reduce(w) with 1 tensor, rank 2 calls all_reduce(w) with 2 tensors, "
+            "among them tensor 1: shape (3,) torch.float32 cpu",
         ),
+        (
+            call("all_reduce", "w", "Sum"),
+            "with 1 tensor, among them tensor 0: shape (3,) torch.float32 cpu, "
+            "rank 2 calls all_reduce(w) with 0 tensors",
+        ),
+        (call("all_reduce", "w", "Max", 3, 3), "with op=Sum, rank 2 calls all_reduce(w) with op="),
     ],
 )
 def test_difference_names_the_first_one(other: Description, text: str) -> None:
@@ -34,3 +41,13 @@ def test_difference_names_the_first_one(other: Description, text: str) -> None:
     said = difference({2: other, 1: mine, 0: mine})
     assert said.startswith("ranks disagree: rank 0 calls all_reduce(w)")
     assert text in said
+
+
+def test_difference_calls_tensors_by_their_names() -> None:
+    mine, other = (
+        Description("grouped_all_reduce", "bucket 0", {}, call("", "", "", *numels).tensors,
+                    names=[f"layer{i}" for i in range(len(numels))])
+        for numels in ((2, 3), (2, 4))
+    )  # fmt: skip
+    assert "with layer1: shape (3,) torch.float32 cpu, rank 1" in difference({0: mine, 1: other})
+    assert Description.from_json(mine.to_json()).entries() == mine.entries()

@@ -90,6 +90,7 @@ def test_gradients_of_40000_stay_finite_in_hooks_and_optimizer(size: int) -> Non
         buffer = torch.full((37,), 40000.0, dtype=torch.float16)
         hvd.HookState(hvd.Average, process_group=group).start(buffer, "bucket", [0, 37]).wait()
         weights = torch.nn.Linear(37, 1, bias=False)
+        hvd.broadcast_parameters(weights.state_dict(), root_rank=0)
         optimizer = hvd.DistributedOptimizer(
             torch.optim.SGD(weights.parameters(), lr=1.0),
             named_parameters=weights.named_parameters(),

@@ -27,7 +27,8 @@ from collectives.transport import ConnectionTransport, ThreadWorld
 from collectives.transport.nccl import communicators
 from collectives.transport.nccl import transport as nccl
 from collectives.transport.nccl.communicators import shared_thread
-from collectives.work import Work, Worker
+from collectives.work import Work
+from collectives.worker import Worker
 from tests.collectives.transport import streams
 from tests.collectives.transport.streams import Stream, machine, on_gpu
 from tests.collectives.transport.streams_nccl import Nccl

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import struct
 import time
 from collections.abc import Callable
 from functools import partial
@@ -235,3 +236,14 @@ def test_a_forked_child_leaves_the_parents_connections_alone(kind: str) -> None:
         os.waitpid(child, 0)
         os.close(reading)
         os.close(writing)
+
+
+def test_connection_that_the_network_resets_is_not_called_the_end_of_its_rank() -> None:
+    """Both ranks live."""
+    first, second = connect(2, kinds=("tcp",))
+    (connection,) = first._connections.values()
+    # Closed in this way the kernel sends a reset, as a firewall does.
+    connection._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection._socket.close()
+    with pytest.raises(CollectiveTimeoutError, match="rank 0 has ended, or the connection to it"):
+        exchange(second, [], [(0, poisoned(1))])

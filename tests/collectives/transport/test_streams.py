@@ -26,7 +26,7 @@ from collectives.schedules.spec import OUTER
 from collectives.schedules.topology import Topology
 from collectives.transport import ThreadWorld
 from collectives.transport.nccl import transport as nccl
-from collectives.work import Worker
+from collectives.worker import Worker
 from tests.collectives.transport import streams
 from tests.collectives.transport.streams import Stream, machine, on_gpu
 from tests.collectives.transport.streams_nccl import Nccl

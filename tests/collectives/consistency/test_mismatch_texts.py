@@ -1,0 +1,114 @@
+"""A mismatch as its user sees it: the only error of its traceback, and in the user's words."""
+
+from __future__ import annotations
+
+import traceback
+
+import pytest
+import torch
+from torch import nn
+
+import adasum as hvd
+import collectives
+from collectives import CollectiveMismatchError, Group
+from tests.collectives.consistency.ranks import everywhere, run
+
+
+@everywhere
+@pytest.mark.parametrize("how", ["call", "request"])
+def test_mismatch_is_the_only_error_of_its_traceback(way: str, how: str) -> None:
+    def job(group: Group) -> BaseException:
+        tensor = torch.ones(2 + group.rank)
+        request = group.all_reduce_init(tensor, negotiate=False)
+        if how == "request":
+            request.start()
+        with pytest.raises(CollectiveMismatchError) as caught:
+            request.wait() if how == "request" else group.all_reduce(tensor)
+        return caught.value
+
+    for error in run(way, 2, job):
+        assert error.__context__ is None and error.__cause__ is None
+        assert "".join(traceback.format_exception(error)).count("Traceback") == 1
+
+
+def differing_model(rank: int) -> nn.Module:
+    """Its last layer has another width on each rank."""
+    return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2 + rank))
+
+
+def step(rank: int, compression: type) -> None:
+    model = differing_model(rank)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        named_parameters=model.named_parameters(),
+        compression=compression,
+        groups=[list(model.parameters())],
+    )
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+
+
+USES = {
+    "allreduce": (
+        lambda rank: hvd.allreduce(torch.ones(2 + rank), name="loss"),
+        "rank 0 calls all_reduce(loss) with tensor 0: shape (2,)",
+    ),
+    "allreduce_": (
+        lambda rank: hvd.allreduce_(torch.ones(2 + rank), name="loss"),
+        "rank 0 calls all_reduce(loss) with tensor 0: shape (2,)",
+    ),
+    "grouped_allreduce": (
+        lambda rank: hvd.grouped_allreduce([torch.ones(2)] * (1 + rank), name="loss"),
+        "rank 0 calls grouped_all_reduce(loss) with 1 tensor, rank 1 calls "
+        "grouped_all_reduce(loss) with 2 tensors, among them tensor 1: shape (2,)",
+    ),
+    "optimizer": (
+        lambda rank: step(rank, hvd.Compression.none),
+        "with 1.weight: shape (2, 3) torch.float32 cpu, rank 1",
+    ),
+    "compressing optimizer": (
+        lambda rank: step(rank, hvd.Compression.bf16),
+        "with 1.weight: shape (2, 3) torch.bfloat16 cpu, rank 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_mismatch_is_told_in_the_words_of_the_call(use: str) -> None:
+    call, text = USES[use]
+
+    def job(group: Group) -> str:
+        with pytest.raises(CollectiveMismatchError) as caught:
+            call(group.rank)
+        return str(caught.value)
+
+    for said in collectives.run_threads(2, job):
+        assert text in said
+
+
+def test_model_on_meta_is_called_that_and_not_overlapping() -> None:
+    def job(group: Group) -> None:
+        parameters = [each.detach() for each in nn.Linear(2, 2, device="meta").parameters()]
+        with pytest.raises(ValueError, match=r"tensors\[0\] is on meta.*: give the module memory"):
+            group.grouped_all_reduce(parameters)
+
+    collectives.run_threads(1, job)
+
+
+@pytest.mark.parametrize(
+    ("names", "error", "text"),
+    [
+        ("ab", TypeError, "names must be a list of str, got str"),
+        (7, TypeError, "names must be a list of str, got int"),
+        (["a", 7], TypeError, r"names\[1\] must be a str, got int"),
+        (["a"], ValueError, "names must be 2, one a tensor, got 1"),
+    ],
+)
+def test_bad_names_are_refused(names: object, error: type[Exception], text: str) -> None:
+    def job(group: Group) -> None:
+        with pytest.raises(error, match=text):
+            group.grouped_all_reduce([torch.ones(1), torch.ones(1)], names=names)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="names are for grouped_all_reduce"):
+            group.all_reduce(torch.ones(1), names=["a"])
+
+    collectives.run_threads(1, job)

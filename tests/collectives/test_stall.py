@@ -1,0 +1,161 @@
+"""A rank that waits for long says for whom, on every transport, and goes on waiting."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import pytest
+import torch
+
+import collectives
+from collectives import Group
+from collectives.stall import Stall, warning_seconds
+from collectives.transport.nccl.pending import Pending, Posted
+from tests.collectives.consistency.ranks import WAYS, run
+from tests.processes.harness import run_ranks
+
+EVERY = 0.2
+# Some warnings' time, and no timeout.
+LATE, TIMEOUT = 0.9, 30.0
+SAID = (
+    r"^rank 0 has waited 0\.\d+ s for rank 1 in .*(step|negotiation).* of all_reduce 'late' "
+    r"\(call 0\).*: an error after 30 s$"
+)
+
+
+@pytest.fixture
+def seconds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Sets ADASUM_STALL_WARNING_SECONDS."""
+
+    def change(text: str) -> None:
+        monkeypatch.setenv("ADASUM_STALL_WARNING_SECONDS", text)
+        warning_seconds.cache_clear()
+
+    yield change
+    warning_seconds.cache_clear()
+
+
+def come_late(group: Group) -> float:
+    """Rank 1 comes late to a call, which is carried out."""
+    if group.rank == 1:
+        time.sleep(LATE)
+    return float(group.all_reduce(torch.ones(1), name="late"))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_long_wait_is_warned_of_again_and_again_and_goes_on(
+    way: str, seconds: Callable[[str], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    seconds(str(EVERY))
+    assert run(way, 2, come_late, TIMEOUT) == [2.0, 2.0]
+    said = [each for each in caplog.records if each.name == "collectives.stall"]
+    assert 3 <= len(said) <= LATE / EVERY
+    for each in said:
+        assert each.levelno == logging.WARNING
+        assert re.match(SAID, each.getMessage()), each.getMessage()
+
+
+@pytest.mark.parametrize("text", ["0", "", "10"])
+def test_wait_of_less_than_the_setting_is_not_warned_of(
+    text: str, seconds: Callable[[str], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    seconds(text)
+    run("shm", 2, come_late, TIMEOUT)
+    assert not caplog.records
+    assert warning_seconds() == {"0": float("inf"), "": 60.0, "10": 10.0}[text]
+
+
+class Kept(logging.Handler):
+    """Keeps what is said."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def _over_gloo(rank: int) -> list[str]:
+    kept = Kept()
+    logging.getLogger("collectives").addHandler(kept)
+    group = collectives.init(timeout=TIMEOUT, transport="gloo", calibrate=False)
+    # From here on, since a start may take long where many ranks start at a time.
+    warning_seconds.cache_clear()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("ADASUM_STALL_WARNING_SECONDS", str(EVERY))
+        group.barrier()
+        kept.said.clear()
+        group.barrier("before")
+        if rank == 1:
+            time.sleep(LATE)
+        group.all_reduce(torch.ones(1), name="late")
+    collectives.shutdown()
+    return [each for each in kept.said if "late" in each]
+
+
+def test_long_wait_over_gloo_is_warned_of_beside_the_thread_that_waits() -> None:
+    waiting, late = run_ranks(2, _over_gloo)
+    assert len(waiting) >= 2 and not late
+    for said in waiting:
+        assert "rank 0 has waited" in said and "for rank 1 in step 0" in said, said
+
+
+class Event:
+    """An event of a stream that has come, or has not."""
+
+    def __init__(self) -> None:
+        self.come = False
+        self.asked = 0
+
+    def query(self) -> bool:
+        self.asked += 1
+        return self.come
+
+
+def test_long_wait_over_nccl_is_warned_of_unless_it_has_come(
+    seconds: Callable[[str], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    seconds("10")
+    pending = Pending(0, lambda: "")
+    events = [Event(), Event()]
+    for event, since, peers in zip(events, (15.0, 12.0), ((1,), ()), strict=True):
+        begun = time.monotonic() - since
+        posted = Posted(cast(Any, event), peers, "step 1 of all_reduce", 300.0, begun)
+        pending.items.append(posted)
+    pending.watch()
+    pending.watch()
+    (said,) = caplog.messages
+    assert re.match(r"rank 0 has waited 15 s for rank 1 in step 1 of all_reduce: an error", said)
+    # An event is asked for once a warning is due, and not before.
+    assert (events[0].asked, events[1].asked) == (1, 0)
+    caplog.clear()
+    events[0].come = True
+    pending.settle(1)
+    pending.watch()
+    # The second one's time begins when the first has come.
+    assert not caplog.messages
+
+
+def test_stall_that_goes_on_begins_anew(
+    seconds: Callable[[str], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    seconds("10")
+    stall = Stall(0, "step 1", 300.0, lambda: "rank 1", time.monotonic() - 25.0)
+    assert stall.is_due() and 4.0 < stall.check() <= 5.0
+    stall.restart()
+    assert not stall.is_due() and 9.0 < stall.check() <= 10.0
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.parametrize("text", ["soon", "-1", "nan", "inf", "1e300"])
+def test_setting_that_is_no_number_of_seconds_is_refused_before_anybody_waits(
+    text: str, seconds: Callable[[str], None]
+) -> None:
+    seconds(text)
+    with pytest.raises(ValueError, match=r"ADASUM_STALL_WARNING_SECONDS must be .*, got"):
+        collectives.run_threads(1, lambda group: None)
