@@ -30,7 +30,9 @@ UNWEIGHTED = AdasumReducer(weighted=False)
 # Three segments: parallel vectors, orthogonal ones and ones that are neither. None of the numbers
 # is a multiple of a number of ranks, so pieces cut segments.
 COUNT, PER_RANK = 101, 7
-SIZES = range(1, 18)
+# Powers of two and others, and in `make test-slow` all of them.
+QUICK = {1, 2, 3, 5, 6, 7, 8, 17}
+SIZES = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in range(1, 18)]
 NODES = [(4, 2), (6, 2), (6, 3), (12, 4), (15, 3)]
 TWO_LEVEL = ["xring/rd", "rechd/vhdd", "psgpu/xring", "xring/psgpu#2"]
 

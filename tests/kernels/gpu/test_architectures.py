@@ -44,8 +44,16 @@ def projected(dtype: torch.dtype) -> list[Tensor]:
     ]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("capability", [80, 100])
+@pytest.mark.parametrize(
+    ("capability", "dtype"),
+    [
+        (80, torch.bfloat16),
+        (100, torch.float32),
+        pytest.param(80, torch.float32, marks=pytest.mark.slow),
+        pytest.param(100, torch.bfloat16, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_the_bits_of_sm_90(capability, dtype):
     with emulated(90):
         expected, exact = elementwise(dtype), projected(dtype)

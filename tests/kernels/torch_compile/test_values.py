@@ -160,6 +160,7 @@ def everything_on(device: str, seed: int) -> list[Tensor]:
     return [*pair(F32, device, seed), torch.zeros((), device=device)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_inductor(device, mode):
     if device == "cpu" and mode != "default":
