@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from collectives.errors import TransportError
+from collectives.inference_mode import inference_mode
 from collectives.work import CHECK_SECONDS, Work, on_cuda, report_error
 
 # The communication thread looks for jobs so often after one, before it sleeps until it is woken.
@@ -245,11 +246,8 @@ class Worker:
         inference = torch.is_inference_mode_enabled()
 
         def run() -> None:
-            if torch.is_inference_mode_enabled() is inference:
-                work.run(call, streams)
-                return
             # Inference mode is a thread's own, and nobody outside it may write to its tensors.
-            with torch.inference_mode(inference):
+            with inference_mode(inference):
                 work.run(call, streams)
 
         return work, run

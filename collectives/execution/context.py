@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from collectives.cost import ASSUMED, LinkRates, Rate
+from collectives.inference_mode import inference_mode
 from collectives.schedules.topology import Topology
 from collectives.transport.base import Transport
 
@@ -27,7 +28,7 @@ class Workspace:
             return torch.empty(numel, dtype=like.dtype, device=like.device)
         nbytes = numel * like.element_size()
         # Nobody may write outside inference mode to a tensor made inside it.
-        with torch.inference_mode(False):
+        with inference_mode(False):
             if self._block.numel() < nbytes:
                 self._block = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             return self._block[:nbytes].view(like.dtype)

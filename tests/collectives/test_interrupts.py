@@ -46,8 +46,7 @@ def attack(group: Group, at: int) -> tuple[int, str]:
         # threading's own, from the start of a thread.
         if str(error) != "release unlocked lock":
             raise
-    # Not asserted: an interrupt at a few places leaves autograd off in a rank's thread, in up to
-    # one of ten trials of two ranks as threads (docs/limits.md).
+    assert torch.is_grad_enabled()
     tensor = torch.full((NUMEL,), group.rank + 1.0)
     try:
         group.all_reduce(tensor, name="last")

@@ -37,6 +37,7 @@ import numpy.typing as npt
 import torch
 
 from collectives.errors import CollectiveTimeoutError, describe
+from collectives.inference_mode import inference_mode
 from collectives.stall import Stall
 from collectives.transport.shared_memory import futex
 
@@ -117,7 +118,7 @@ class SymmetricMemory:
         self._mine[_CORES] = zlib.crc32(repr(sorted(cores)).encode()) << 32 | len(cores)
         self._gates = words[size * _PAD :].cast("B").cast("I")
         # Nobody may write outside inference mode to a tensor made inside it.
-        with torch.inference_mode(False):
+        with inference_mode(False):
             whole = torch.frombuffer(memory, dtype=torch.uint8, count=symmetric_memory_bytes(size))
         self._gates_at = whole.data_ptr() + size * _PAD_BYTES
         buffers, tables = whole[_buffers_at(size) :].split(
@@ -167,7 +168,7 @@ class SymmetricMemory:
         if views is None:
             if len(self._views) >= _MAX_ENTRIES:
                 self._views.clear()
-            with torch.inference_mode(False):
+            with inference_mode(False):
                 used = self._buffers[call % 2, :, : numel * dtype.itemsize]
                 views = self._views[key] = used.view(dtype).unbind()
         return views
