@@ -6,15 +6,12 @@ there is no connection, and those of other devices, go through another transport
 
 from __future__ import annotations
 
-import itertools
-import math
 import os
 import select
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,8 +22,9 @@ from collectives.transport.base import Message, Messages, Transport, as_bytes
 from collectives.transport.byte_gathering import gather_objects
 from collectives.transport.connections.connect import KINDS, descriptors_of, open_connections
 from collectives.transport.connections.connection import Connection, PeerGone
+from collectives.transport.connections.part import Shared, channel_numbers
 from collectives.transport.connections.tcp import TcpConnection
-from collectives.transport.connections.waker import Waker
+from collectives.transport.connections.waker import Waker, wait_for_any
 from collectives.transport.descriptors import shortage
 from collectives.transport.members import Members
 from collectives.transport.shared_memory.symmetric_memory import RanksDiffer, SymmetricMemory
@@ -37,12 +35,8 @@ _PROBE_SECONDS = 0.05
 _INTERRUPT_SECONDS = 0.1
 # After such a wait without a code it may be a stall.
 _FIRST_SECONDS = 0.5
-# A day; poll counts milliseconds in 32 bits.
-_LONGEST_SECONDS = 86400.0
 # What telling the peers the cause may take, all of them together.
 _FAREWELL_SECONDS = 0.5
-# A channel's number: the count of the rank that gave it, below that rank.
-_COUNT_BITS = 32
 
 
 class ConnectionTransport(Transport):
@@ -91,7 +85,7 @@ class ConnectionTransport(Transport):
         self._unusable = ""
         # Wakes the thread that uses this transport, once sockets are shared with another one.
         self._waker = shared.waker if shared is not None else None
-        self._numbers = shared.numbers if shared is not None else _channel_numbers(self.rank)
+        self._numbers = shared.numbers if shared is not None else channel_numbers(self.rank)
         self._connections, memory, self._complete = open_connections(
             other if shared is None else shared.members,
             timeout,
@@ -221,7 +215,11 @@ class ConnectionTransport(Transport):
             if stall is not None and any(moved):
                 stall.restart()
             slept = min(nap, _INTERRUPT_SECONDS)
-            if any(moved) or not connections or _wait(connections, deadline, slept, self._waker):
+            if (
+                any(moved)
+                or not connections
+                or wait_for_any(connections, deadline, slept, self._waker)
+            ):
                 continue
             waited += slept
             if time.monotonic() >= deadline:
@@ -318,7 +316,7 @@ class ConnectionTransport(Transport):
             stack.callback(self._other.abort, reason)
             stack.callback(self._close_connections, reason)
             while connections := [each for each in connections if not each.send_farewell(reason)]:
-                if not _wait(connections, deadline):
+                if not wait_for_any(connections, deadline):
                     break
 
     def close(self) -> None:
@@ -345,54 +343,11 @@ class ConnectionTransport(Transport):
             self._waker.close()
 
 
-class Shared(NamedTuple):
-    """What a part has of the transport that it is split from.
-
-    Attributes:
-        members: Its ranks, over the whole's messages.
-        numbers: Of new channels.
-        connections: Through the whole's sockets, by peer.
-        waker: Of the thread that uses the part; None without such connections.
-    """
-
-    members: Members
-    numbers: Iterator[int]
-    connections: Mapping[int, TcpConnection]
-    waker: Waker | None
-
-
-def _channel_numbers(rank: int) -> Iterator[int]:
-    """Return numbers for channels, which no other rank's count has; 0 is every socket's first."""
-    return itertools.count((rank << _COUNT_BITS) + 1)
-
-
 def _cores() -> set[int]:
     """Return the processors that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))
-
-
-def _wait(
-    connections: Sequence[Connection],
-    deadline: float,
-    nap: float = math.inf,
-    waker: Waker | None = None,
-) -> bool:
-    """Sleep to the deadline, or for `nap` seconds; True at once where a connection can go on."""
-    left = min(deadline - time.monotonic(), nap, _LONGEST_SECONDS)
-    if left <= 0:
-        return False
-    poller = select.poll()
-    for connection in connections:
-        poller.register(connection, connection.events)
-    if waker is None:
-        return bool(poller.poll(math.ceil(left * 1e3)))
-    poller.register(waker, select.POLLIN)
-    ready = poller.poll(math.ceil(left * 1e3))
-    # Before the connections are looked at again.
-    waker.drain()
-    return bool(ready)
 
 
 _transports: weakref.WeakSet[ConnectionTransport] = weakref.WeakSet()

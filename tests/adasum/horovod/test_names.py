@@ -64,6 +64,7 @@ def test_name_that_is_under_way_is_free_elsewhere() -> None:
         handles += [hvd.allreduce_async(torch.ones(4)) for _ in range(2)]
         for handle in handles:
             hvd.synchronize(handle)
+        assert all(hvd.poll(handle) for handle in handles)
 
     run_threads(2, run)
 

@@ -132,7 +132,7 @@ def test_what_another_thread_does_for_a_thread_that_falls_asleep_wakes_it(
     """Between its last look at the socket and its sleep, after which nothing more comes."""
     whole = connect(2, kinds=("tcp",))
     part = split(whole, [0, 1])
-    asleep, done, real = threading.Event(), threading.Event(), transport_module._wait
+    asleep, done, real = threading.Event(), threading.Event(), transport_module.wait_for_any
 
     def late(connections: Any, *given: Any) -> bool:
         if connections[0] in (sleeper._connections.values()) and not done.is_set():
@@ -140,7 +140,7 @@ def test_what_another_thread_does_for_a_thread_that_falls_asleep_wakes_it(
             done.wait(TIMEOUT)
         return real(connections, *given)
 
-    monkeypatch.setattr(transport_module, "_wait", late)
+    monkeypatch.setattr(transport_module, "wait_for_any", late)
     if waits == "to receive":
         sleeper = part[1]
 
