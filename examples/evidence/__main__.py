@@ -22,13 +22,12 @@ from evidence.runner import SECONDS, Runner, Stop
 from evidence.tasks import TASKS
 
 
-def check(name: str, folder: Path) -> int:
+def check(name: str, results: store.Store) -> int:
     """Run a stored cell again and print what differs; return the exit status."""
-    path = folder / f"{name.removesuffix('.json')}.json"
-    if not path.exists():
-        print(f"there is no result {path}", file=sys.stderr)
+    old = results.named(name)
+    if old is None:
+        print(f"there is no result {name} in {results.path_of('*')}", file=sys.stderr)
         return 2
-    old = store.read(path)
     new = train(store.cell_of(old))
     different = store.differences(old, new)
     for line in different:
@@ -42,9 +41,9 @@ def check(name: str, folder: Path) -> int:
     return 1 if different else 0
 
 
-def write_reports(names: Sequence[str], folder: Path) -> None:
+def write_reports(names: Sequence[str], found: store.Store, folder: Path) -> None:
     for name in names:
-        results = report.Results(name, folder)
+        results = report.Results(name, found)
         (folder / f"{name}.md").write_text(report.page(results))
         print(folder / f"{name}.md", *plots.write(results, folder), sep="\n")
 
@@ -60,30 +59,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", metavar="CELL", help="run a cell again and compare")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    results = store.Store(options.folder)
     if options.check:
-        return check(options.check, options.folder)
+        return check(options.check, results)
     if options.bill:
         text, hours = bill.table(options.tasks)
         print(text)
         return 0 if hours <= bill.MOST_HOURS else 1
     if not options.report:
-        run(options)
+        run(options, results)
     options.folder.mkdir(parents=True, exist_ok=True)
-    write_reports(options.tasks, options.folder)
+    write_reports(options.tasks, results, options.folder)
     return 0
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace, results: store.Store) -> None:
     total = sum(
         SECONDS[name] * len({cell.name for cell in cells})
         for name in options.tasks
         for cells in count(name).values()
     )
     try:
-        with Runner(options.folder, options.workers, options.minutes, total) as runner:
+        with Runner(results, options.workers, options.minutes, total) as runner:
             for name in options.tasks:
-                results = report.Results(name, options.folder)
-                for stage, cells in stages(name, results):
+                for stage, cells in stages(name, report.Results(name, results)):
                     runner.run(f"{name}: {stage}", cells)
     except Stop as stop:
         print(f"evidence: {stop}", file=sys.stderr)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-from evidence import store
 from evidence.cells import Cell
 from evidence.intervals import interval, paired, verdict
 from evidence.methods import METHODS
 from evidence.protocol import PERIODS, TUNING_RANKS, Choices
+from evidence.store import Store
 from evidence.tasks import Task
 from evidence.wall_clock import seconds_a_step
 
@@ -26,22 +25,19 @@ class Results:
 
     Args:
         name: The task.
-        folder: Where the cells' files are.
+        store: The results there are.
     """
 
-    def __init__(self, name: str, folder: Path = store.FOLDER) -> None:
-        self.name, self._folder = name, folder
-        self._known: dict[str, dict[str, Any]] = {}
+    def __init__(self, name: str, store: Store) -> None:
+        self.name, self._store = name, store
         self.choices = Choices(name, self)
         self.task = self.choices.task
 
     def __call__(self, cell: Cell) -> dict[str, Any]:
-        if cell.name not in self._known:
-            result = store.load(cell, self._folder)
-            if result is None:
-                raise Missing(cell.name)
-            self._known[cell.name] = result
-        return self._known[cell.name]
+        result = self._store.named(cell.name)
+        if result is None:
+            raise Missing(cell.name)
+        return result
 
     def scores(self, cells: Sequence[Cell]) -> list[float]:
         """Return the final scores, of the test part where it was looked at."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from multiprocessing import get_context
-from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from evidence import bill, store
+from evidence import bill
 from evidence.cells import Cell, train
+from evidence.store import Store
 
 # Roughly a training's CPU seconds, for the progress bar's estimate alone.
 SECONDS = {"digits": 2, "fashion": 14, "text": 20, "finetune": 22}
@@ -26,18 +27,19 @@ class Runner:
     """Runs cells that have no result yet, as many at a time as there are workers.
 
     Args:
-        folder: Of the results.
+        store: The results there are, and where new ones go.
         workers: Processes of one thread each; with one, cells run in this process.
         minutes: After so long no cell is begun.
         total: Cells' seconds in all, for the bar.
     """
 
-    def __init__(self, folder: Path, workers: int, minutes: float, total: float) -> None:
-        self._folder, self._workers = folder, workers
+    def __init__(self, store: Store, workers: int, minutes: float, total: float) -> None:
+        self._store, self._workers = store, workers
         self._ends = time.monotonic() + 60 * minutes
-        self._spent = sum(seconds_of(folder))
+        self._spent = store.seconds()
         self._bar = tqdm(total=total, unit="core-s", smoothing=0.05, mininterval=5.0)
         self._pool: ProcessPoolExecutor | None = None
+        self._running: dict[Future[dict[str, Any]], Cell] = {}
         self._counted: set[str] = set()
 
     def __enter__(self) -> Runner:
@@ -51,6 +53,9 @@ class Runner:
         if self._pool is not None:
             # What runs is finished and saved; what waits is not begun.
             self._pool.shutdown(cancel_futures=True)
+            for future, cell in self._running.items():
+                if not future.cancelled() and future.exception() is None:
+                    self._done(cell, future.result())
         self._bar.close()
 
     def run(self, title: str, cells: Sequence[Cell]) -> None:
@@ -60,28 +65,28 @@ class Runner:
             Stop: There is no time, or no budget, to begin the next one.
         """
         self._bar.set_description(title)
-        running: dict[Future[float], Cell] = {}
         for cell in dict.fromkeys(cells):
-            if store.path_of(cell, self._folder).exists():
+            if self._store.named(cell.name) is not None:
                 self._count(cell)
                 continue
             self._may_begin()
             if self._pool is None:
-                self._done(cell, run_one(cell, self._folder))
+                self._done(cell, train(cell))
                 continue
-            running[self._pool.submit(run_one, cell, self._folder)] = cell
-            if len(running) == self._workers:
-                self._collect(running)
-        while running:
-            self._collect(running)
+            self._running[self._pool.submit(train, cell)] = cell
+            if len(self._running) == self._workers:
+                self._collect()
+        while self._running:
+            self._collect()
 
-    def _collect(self, running: dict[Future[float], Cell]) -> None:
-        done, _ = wait(running, return_when=FIRST_COMPLETED)
+    def _collect(self) -> None:
+        done, _ = wait(self._running, return_when=FIRST_COMPLETED)
         for future in done:
-            self._done(running.pop(future), future.result())
+            self._done(self._running.pop(future), future.result())
 
-    def _done(self, cell: Cell, seconds: float) -> None:
-        self._spent += seconds
+    def _done(self, cell: Cell, result: dict[str, Any]) -> None:
+        self._store.save(cell, result)
+        self._spent += float(result["seconds"])
         self._count(cell)
 
     def _count(self, cell: Cell) -> None:
@@ -94,15 +99,3 @@ class Runner:
             raise Stop("the minutes of this call are over; call it again to go on")
         if self._spent > 3600 * bill.MOST_HOURS:
             raise Stop(f"the budget of {bill.MOST_HOURS:g} core-hours is spent")
-
-
-def run_one(cell: Cell, folder: Path) -> float:
-    """Train the cell, save its result, and return the CPU seconds it took."""
-    result = train(cell)
-    store.save(cell, result, folder)
-    return float(result["seconds"])
-
-
-def seconds_of(folder: Path) -> Iterator[float]:
-    for path in folder.glob("*/*.json"):
-        yield float(store.read(path)["seconds"])

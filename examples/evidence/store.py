@@ -1,10 +1,9 @@
-"""Results on disk: a JSON file for each cell, with its commit, versions, data and machine."""
+"""Results on disk: a line of JSON for each cell, with its commit, versions, data and machine."""
 
 from __future__ import annotations
 
 import functools
 import json
-import os
 import platform
 import subprocess
 from pathlib import Path
@@ -22,28 +21,50 @@ FOLDER = ROOT / "docs" / "evidence" / "results"
 COMPARED = ("steps", "diverged", "looks", "validation", "test", "ratios", "noise")
 
 
-def path_of(cell: Cell, folder: Path) -> Path:
-    return folder / f"{cell.name}.json"
+class Store:
+    """The results there are, a file of lines for each task; one process adds to a file at a time.
 
+    Args:
+        folder: Where the files are. Nothing is made there before the first result.
+    """
 
-def load(cell: Cell, folder: Path = FOLDER) -> dict[str, Any] | None:
-    """Return the cell's result, None if there is none yet."""
-    path = path_of(cell, folder)
-    return read(path) if path.exists() else None
+    def __init__(self, folder: Path = FOLDER) -> None:
+        self._folder = folder
+        self._tasks: dict[str, dict[str, dict[str, Any]]] = {}
 
+    def path_of(self, task: str) -> Path:
+        """Return the file of a task's results."""
+        return self._folder / f"{task}.jsonl"
 
-def read(path: Path) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads(path.read_text())
-    return result
+    def named(self, name: str) -> dict[str, Any] | None:
+        """Return the result of the cell of that name, None if there is none yet."""
+        return self._of(name.partition("/")[0]).get(name)
 
+    def save(self, cell: Cell, result: dict[str, Any]) -> None:
+        """Add a result, which counts for this and later processes once its line is whole."""
+        known = self._of(cell.task)
+        line = json.dumps({**result, "made_by": made_by(cell.task)}) + "\n"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with self.path_of(cell.task).open("a") as file:
+            file.write(line)
+        known[cell.name] = json.loads(line)
 
-def save(cell: Cell, result: dict[str, Any], folder: Path = FOLDER) -> None:
-    """Write the result whole or not at all, so that an interruption leaves nothing half-written."""
-    path = path_of(cell, folder)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}.part")
-    part.write_text(json.dumps({**result, "made_by": made_by(cell.task)}) + "\n")
-    part.replace(path)
+    def seconds(self) -> float:
+        """Return the CPU seconds of all results, of every task."""
+        tasks = [self._of(path.stem) for path in self._folder.glob("*.jsonl")]
+        return sum(float(result["seconds"]) for known in tasks for result in known.values())
+
+    def _of(self, task: str) -> dict[str, dict[str, Any]]:
+        if task not in self._tasks:
+            path = self.path_of(task)
+            text = path.read_text() if path.exists() else ""
+            whole = text[: text.rfind("\n") + 1]
+            if whole != text:
+                # An interruption left a part of a line, which the next one must not follow.
+                path.write_text(whole)
+            results = [json.loads(line) for line in whole.splitlines()]
+            self._tasks[task] = {cell_of(result).name: result for result in results}
+        return self._tasks[task]
 
 
 def cell_of(result: dict[str, Any]) -> Cell:

@@ -206,6 +206,16 @@ def pretended(load, small, monkeypatch):
     return asked
 
 
+def stored(folder: Path) -> dict[str, dict]:
+    """Return the digits' results by name, from the file itself."""
+    lines = (folder / "digits.jsonl").read_text().splitlines()
+    return {name_of(json.loads(line)): json.loads(line) for line in lines}
+
+
+def name_of(result: dict) -> str:
+    return importlib.import_module("evidence.store").cell_of(result).name
+
+
 def arguments(folder: Path, *more: str) -> list[str]:
     return ["--tasks", "digits", "--workers", "1", "--folder", str(folder), *more]
 
@@ -252,13 +262,15 @@ def test_evidence_resumes_after_an_interruption_and_writes_all(
     with pytest.raises(KeyboardInterrupt):
         main.main(arguments(tmp_path))
     runner.train = once
-    assert len(list(tmp_path.glob("digits/*"))) == 40
+    assert len(stored(tmp_path)) == 40
+    # As if the interruption had come while a line was written.
+    with (tmp_path / "digits.jsonl").open("a") as file:
+        file.write('{"cell": {"task": "dig')
 
     assert main.main(arguments(tmp_path)) == 0
     assert len(pretended) == len(set(pretended))
-    assert {f"{name}.json" for name in pretended} == {
-        str(path.relative_to(tmp_path)) for path in tmp_path.glob("digits/*")
-    }
+    assert sorted(stored(tmp_path)) == sorted(pretended)
+    assert len((tmp_path / "digits.jsonl").read_text().splitlines()) == len(pretended)
     text = (tmp_path / "digits.md").read_text()
     assert "Not run yet" not in text
     assert text.count("## ") == 10
@@ -273,7 +285,7 @@ def test_evidence_resumes_after_an_interruption_and_writes_all(
     monkeypatch.setattr(plots, "write", lambda results, folder: [])
     assert main.main(arguments(tmp_path)) == 0
     assert len(pretended) == before
-    first = json.loads((tmp_path / f"{pretended[0]}.json").read_text())
+    first = stored(tmp_path)[pretended[0]]
     assert first["made_by"]["torch"] == torch.__version__
     assert len(first["made_by"]["commit"].rstrip("+")) in (40, len("unknown"))
 
@@ -294,11 +306,6 @@ def test_evidence_begins_nothing_after_its_minutes_or_its_budget(
     assert "Not run yet" in (tmp_path / "digits.md").read_text()
 
 
-def test_cells_are_trained_by_a_function_that_a_new_process_finds(load):
-    # Spawned processes do not import a package's __main__.
-    assert load("runner").run_one.__module__ == "evidence.runner"
-
-
 @pytest.mark.slow
 def test_evidence_as_a_command_trains_in_processes_of_its_own(tmp_path):
     # The first two cells begin at once, whatever the minutes are.
@@ -314,21 +321,21 @@ def test_evidence_as_a_command_trains_in_processes_of_its_own(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "call it again to go on" in done.stderr
-    assert len(list(tmp_path.glob("digits/*.json"))) >= 2
+    assert len((tmp_path / "digits.jsonl").read_text().splitlines()) >= 2
 
 
 def test_check_runs_a_cell_again_and_names_what_differs(load, small, tmp_path, capsys):
     main, store, cells = load("__main__"), load("store"), load("cells")
     cell = cells.Cell("digits", "adasum-delta", 8, 0.03125, 1, test=True)
-    load("runner").run_one(cell, tmp_path)
+    results = store.Store(tmp_path)
+    results.save(cell, cells.train(cell))
     assert main.main(arguments(tmp_path, "--check", cell.name)) == 0
     assert "the same" in capsys.readouterr().out
 
-    path = store.path_of(cell, tmp_path)
-    result = json.loads(path.read_text())
+    result = stored(tmp_path)[cell.name]
     assert store.cell_of(result) == cell
     assert len(result["ratios"]) == 2
-    path.write_text(json.dumps({**result, "test": [0.5, 1.0]}))
+    results.path_of("digits").write_text(json.dumps({**result, "test": [0.5, 1.0]}) + "\n")
     assert main.main(arguments(tmp_path, "--check", cell.name)) == 1
     assert "test: [0.5, 1.0] was stored" in capsys.readouterr().out
     assert main.main(arguments(tmp_path, "--check", "digits/nothing")) == 2
