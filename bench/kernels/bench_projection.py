@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from unittest import mock
 
 import pytest
 import torch
@@ -27,9 +28,10 @@ from bench.kernels.inputs import (
     normal,
     size_label,
 )
-from bench.kernels.measure import DIRECT, ONE_DOT, ONE_SEGMENT
+from bench.kernels.measure import DIRECT, ONE_DOT, ONE_SEGMENT, TWO, TWO_APART
 from bench.kernels.timing import DEVICE, Call
 from bench.shapes import MODELS
+from kernels.gpu import launcher
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 # About 8 MiB of float32 fit on a chip; from there to 25 MiB, a usual bucket of gradients, the GPU's
@@ -194,6 +196,21 @@ def _adasum(job: Job) -> Made:
     return ours, direct, in_torch.adasum(job.pair, bound), job.expected, kernels.adasum_bytes(a, b)
 
 
+def _in_two_launches(job: Job) -> dict[str, Call]:
+    """Return plans of two launches, whose second one waits by itself or, as before, is held back.
+
+    None where the GPU cannot do the former.
+    """
+    a, b, out = job.pair.a, job.pair.b, job.pair.out
+    chip = launcher.chip_of(a.device)
+    plans: dict[str, Call] = {}
+    for name, dependent in ((TWO, True), (TWO_APART, False)) if chip.dependent_launch else ():
+        as_if = chip._replace(dependent_launch=dependent)
+        with mock.patch.object(launcher, "chip_of", return_value=as_if):
+            plans[name] = kernels.plan_adasum(a, b, job.segments, out=out, cooperative=False)
+    return plans
+
+
 MAKERS = {"dot_and_norms": _dot_and_norms, "combine": _combine, "adasum": _adasum}
 
 
@@ -212,6 +229,8 @@ def case_of(spec: Spec, compiled: bool) -> Case:
     if compiled:
         peers = [*peers, *_compiled(spec.kernel, job, ours.bound)]
     beside: dict[str, Call] = {DIRECT: direct} if spec.planned else {}
+    if spec.kernel == "adasum" and spec.planned and DEVICE == "cuda":
+        beside |= _in_two_launches(job)
     if spec.kernel == "dot_and_norms":
         beside[ONE_DOT] = lambda: torch.dot(a, b)
     if job.pair.many and not (spec.planned or spec.wall):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from bench.kernels.inputs import FRESH, PLANNED, WALL
 from bench.kernels.judging import Goal
-from bench.kernels.measure import DIRECT, EMPTY, ONE_DOT, ONE_SEGMENT, OURS, Row
+from bench.kernels.measure import DIRECT, EMPTY, ONE_DOT, ONE_SEGMENT, OURS, TWO, TWO_APART, Row
 from bench.kernels.peers_compiled import COMPILED
 from bench.kernels.peers_elementwise import CHAIN
 from bench.kernels.peers_projection import EAGER, THREE_DOTS
@@ -104,6 +104,12 @@ def _slowdown(name: str) -> Callable[[Row], float | None]:
 
 def _planned(row: Row) -> bool:
     return DIRECT in row.times
+
+
+def _gain_of_overlap(row: Row) -> float | None:
+    """Return the time of two launches that do not overlap over that of two that do."""
+    both = TWO in row.times and TWO_APART in row.times
+    return row.times[TWO_APART].median / row.times[TWO].median if both else None
 
 
 def _host_microseconds(row: Row) -> float | None:
@@ -216,6 +222,14 @@ GPU = (
         _slowdown(ONE_SEGMENT),
         1.05,
         True,
+    ),
+    Goal(
+        "adasum of up to 1 MiB in two launches: without overlap over with it",
+        "cuda",
+        lambda row: _one_segment(row) and _planned(row),
+        _gain_of_overlap,
+        1.0,
+        mean=True,
     ),
     Goal("adasum: torch eager over ours", "cuda", _one_segment, _over_best(EAGER), 3.0),
     Goal("adasum: torch.compile over ours", "cuda", _one_segment, _over_best(COMPILED), 1.5),

@@ -86,8 +86,8 @@ KERNELS = {
     "combine": Kernel(
         projection_kernels._combine_kernel.function,
         chunking.tile_of,
-        {},
-        _FINDINGS,
+        {"DEPENDENT": False},
+        {**_FINDINGS, "dependent": {"DEPENDENT": True}},
     ),
     "one_launch": Kernel(
         one_launch_kernel._one_launch_kernel.function,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib
 import inspect
@@ -217,14 +218,40 @@ def block_of(numel: int, itemsize: int) -> tuple[int, int]:
 
 
 class Chip(NamedTuple):
-    """What launchers ask of a GPU. cache: bytes of L2."""
+    """What launchers ask of a GPU.
+
+    Attributes:
+        multiprocessors: How many it has.
+        cache: Bytes of L2.
+        dependent_launch: Whether a kernel may be launched while the one ahead of it on the stream
+            ends, and wait for that itself, also in a CUDA graph.
+    """
 
     multiprocessors: int
     cache: int
+    dependent_launch: bool = False
 
 
 @functools.cache
 def chip_of(device: torch.device) -> Chip:
     """Return what launchers ask of this GPU."""
     properties = torch.cuda.get_device_properties(device)
-    return Chip(properties.multi_processor_count, properties.L2_cache_size)
+    able = (
+        torch.version.hip is None and properties.major >= 9 and not triton.knobs.runtime.interpret
+    )
+    return Chip(
+        properties.multi_processor_count,
+        properties.L2_cache_size,
+        # CUDA 12.3 gave graphs the edges that such launches need.
+        able and _driver_version() >= 12030,
+    )
+
+
+def _driver_version() -> int:
+    """Return the CUDA version of NVIDIA's driver, 12030 for 12.3; 0 where there is none."""
+    version = ctypes.c_int(0)
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return 0
+    return version.value

@@ -131,11 +131,16 @@ def _combine_kernel(
     DTYPE: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """One chunk of the result. Chunks and tiles go backwards: the dots left their tail in L2.
 
-    What has been read or written leaves the caches first, before what is yet to be read.
+    What has been read or written leaves the caches first, before what is yet to be read. DEPENDENT:
+    the kernel ahead on the stream may not have ended, and what it wrote may not be seen yet. Every
+    program waits for that before it does anything, so that whatever follows waits for both.
     """
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
     ONCE: tl.constexpr = "evict_first"
     BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
     VECTOR: tl.constexpr = 16 // BYTES
@@ -239,15 +244,30 @@ def dot_and_norms(call: Call) -> Callable[[], None]:
     return _with_scratch(launch, aligned, "dots", chunks, chunks.segments)
 
 
-def combine(call: Call) -> Callable[[float, float], None]:
-    """Bind out from the dots and the factors of the squared norms, in one launch."""
+def combine(call: Call, dependent: bool = False) -> Callable[[float, float], None]:
+    """Bind out from the dots and the factors of the squared norms, in one launch.
+
+    dependent: whether to launch it while the kernel ahead on the stream ends, where the GPU can.
+    """
     (a, b), dots = call.inputs, call.dots
     assert dots is not None
     if a.numel() == 0:
         return launcher.nothing
     chunks = chunks_of(a, call.bounds)
+    dependent = dependent and launcher.chip_of(a.device).dependent_launch
     launch = _combine_kernel.bind(
-        chunks.chunks, (0, 0), a, b, dots, chunks.table, call.out, call.findings, **_meta(a, chunks)
+        chunks.chunks,
+        (0, 0),
+        a,
+        b,
+        dots,
+        chunks.table,
+        call.out,
+        call.findings,
+        DEPENDENT=dependent,
+        **_meta(a, chunks),
+        # Only where it is: a backend that lacks the option refuses its name.
+        **({"launch_pdl": True} if dependent else {}),
     )
     return lambda f, g: launch(launcher.float_bits(f), launcher.float_bits(g))
 
@@ -296,10 +316,16 @@ def adasum(call: Call) -> Callable[[float, float], None]:
 
 
 def _in_two(call: Call) -> Callable[[float, float], None]:
+    """Bind the dots and, behind them, what combines.
+
+    The second launch is set up while the last programs of the first end. No program of the dots
+    lets it begin sooner: a kernel of another thread, launched so and not waiting, could then come
+    between, end before the dots and be all that the second launch waits for.
+    """
     count, device = len(call.bounds) - 1, call.out.device
     dots = torch.empty(count, 3, dtype=torch.float64, device=device)
     first = dot_and_norms(replace(call, out=dots))
-    second = combine(replace(call, dots=dots))
+    second = combine(replace(call, dots=dots), dependent=True)
 
     def run(factor_a: float, factor_b: float) -> None:
         first()

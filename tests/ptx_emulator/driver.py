@@ -72,6 +72,7 @@ class Emulator:
                 seed=self.seed,
                 races=self.races,
                 traffic=traffic,
+                dependent=metadata.launch_pdl,
             )
             self.launches.append(Launched(program.name, grid, traffic))
 
@@ -113,7 +114,7 @@ def emulated(
     capability: int = 90,
     *,
     resident: int = 64,
-    chip: launcher.Chip = SMALL_CHIP,
+    chip: launcher.Chip | None = None,
     seed: int = 0,
     races: bool = True,
     traffic: bool = False,
@@ -123,7 +124,8 @@ def emulated(
     Args:
         capability: Compute capability times ten.
         resident: Blocks that run at once, in a launch that is not cooperative.
-        chip: The GPU whose size decides between one cooperative launch and two.
+        chip: The GPU whose size decides between one cooperative launch and two: SMALL_CHIP, with
+            all that its capability brings, if None.
         seed: Of the order of blocks and threads.
         races: Whether to look for data races.
         traffic: Whether to count memory traffic.
@@ -141,6 +143,7 @@ def emulated(
     from triton.runtime.driver import driver
 
     emulator = Emulator(resident, seed, races, traffic)
+    chip = chip or SMALL_CHIP._replace(dependent_launch=capability >= 90)
 
     def handles(self: Any) -> None:
         if self._run is not None:

@@ -36,6 +36,7 @@ def launch(
     seed: int = 0,
     races: bool = True,
     traffic: Traffic | None = None,
+    dependent: bool = False,
 ) -> None:
     """Run every block of `grid` to its end.
 
@@ -48,10 +49,13 @@ def launch(
         seed: Of everything that is random.
         races: Whether to look for data races.
         traffic: Filled, where given.
+        dependent: Whether the launch ahead on the stream may not have ended, so that each thread
+            must wait for it before it accesses global memory or exits.
 
     Raises:
         NotImplementedError: The program has an instruction that is not listed; nothing has run.
-        AccessError: An access is out of bounds or misaligned, or two values go to one address.
+        AccessError: An access is out of bounds or misaligned, or two values go to one address, or
+            a thread does not wait for the launch ahead.
         RaceError: Nothing orders two accesses to one address.
         HangError: The blocks do not finish.
     """
@@ -61,7 +65,7 @@ def launch(
     random = np.random.default_rng(seed)
     named = dict(zip(program.parameters, arguments, strict=True))
     clocks = Clocks(grid, program.threads) if races else None
-    common = Launch(program, grid, named, shared, random, clocks, traffic)
+    common = Launch(program, grid, named, shared, random, clocks, traffic, dependent)
     order = random.permutation(grid)
     with np.errstate(all="ignore"):
         for first in range(0, grid, resident):
@@ -129,6 +133,7 @@ class _Residents:
             if opcode in ("bra", "bra.uni"):
                 at[taken] = self._label(instruction)
             elif opcode == "ret":
+                self._threads.require_wait(instruction, taken)
                 at[taken] = _EXITED
             elif opcode == "bar.sync":
                 if instruction.operands != (Immediate(0),):

@@ -70,5 +70,7 @@ MATRICES = {
     for trans in ("", ".trans")
     for space in ("shared", "shared::cta")
 }
+# Waits for the launch ahead on the stream, which is over here: only who has waited is kept.
+WAITS = {"griddepcontrol.wait": None}
 # Handled by machine.py itself.
 CONTROL = frozenset({"bra", "bra.uni", "ret", "bar.sync"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import Counter
 
@@ -167,6 +168,30 @@ def test_access_outside_every_tensor_raises(emulator):
 @triton.jit
 def _address_kernel(addresses, out):
     tl.store(out, tl.load(tl.load(addresses).to(tl.pointer_type(tl.float32))))
+
+
+@triton.jit
+def _waiting_kernel(x, out, EARLY: tl.constexpr, MOST: tl.constexpr):
+    """Wait for the launch ahead, where EARLY after an access, in programs below MOST."""
+    program = tl.program_id(0)
+    if EARLY:
+        tl.store(out + program, 0.0)
+    if program < MOST:
+        tl.extra.cuda.gdc_wait()
+        tl.store(out + program, tl.load(x + program))
+
+
+@pytest.mark.parametrize(
+    ("early", "most", "found"), [(False, 2, None), (True, 2, "st.global"), (False, 1, "ret")]
+)
+def test_dependent_launch_that_does_not_wait_first_raises(emulator, early, most, found):
+    """An access before the wait, or an exit without it; launched plainly both are right."""
+    x, out = torch.randn(2), torch.full((2,), torch.nan)
+    _waiting_kernel[(2,)](x, out, EARLY=early, MOST=most)
+    assert torch.equal(out[:most], x[:most])
+    outcome = pytest.raises(AccessError, match=f"{found}.*before griddepcontrol.wait")
+    with outcome if found else contextlib.nullcontext():
+        _waiting_kernel[(2,)](x, out, EARLY=early, MOST=most, launch_pdl=True)
 
 
 def test_misaligned_access_raises(emulator):

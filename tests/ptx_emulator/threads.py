@@ -25,6 +25,7 @@ from tests.ptx_emulator.opcodes import (
     REDUCTIONS,
     SHUFFLES,
     STORES,
+    WAITS,
     Access,
 )
 from tests.ptx_emulator.parse import (
@@ -56,6 +57,7 @@ class Launch:
     Attributes:
         traffic: Filled while they run, where given.
         clocks: Where given, races are looked for.
+        dependent: Whether the launch ahead on the stream may not have ended.
     """
 
     def __init__(
@@ -67,7 +69,9 @@ class Launch:
         random: np.random.Generator,
         clocks: Clocks | None,
         traffic: Traffic | None,
+        dependent: bool,
     ) -> None:
+        self.dependent = dependent
         self.program, self.grid, self.arguments = program, grid, arguments
         self.shared_size, self.random = shared, random
         self.clocks, self.traffic = clocks, traffic
@@ -119,6 +123,7 @@ class Threads:
         lane, block = np.tile(np.arange(width), count), np.repeat(blocks, width)
         self._thread = block * width + lane
         self._warp = self._thread // WARP
+        self._waited = np.full(width * count, not launch.dependent)
         self._shared = SharedMemory(launch.shared_size, count, launch.clocks)
         special = {
             "%tid.x": lane,
@@ -137,12 +142,25 @@ class Threads:
 
         Raises:
             NotImplementedError: The instruction or an operand of it is not known.
+            AccessError: It is no access that may be made here.
         """
         method, entry = _found(instruction)
+        if ".global" in instruction.opcode:
+            self.require_wait(instruction, index)
         try:
             method(self, instruction, entry, index)
         except NotImplementedError as error:
             raise NotImplementedError(f"{instruction.text}: {error}") from error
+
+    def require_wait(self, instruction: Instruction, index: Array | None) -> None:
+        """Raise AccessError if threads that must wait for the launch ahead have not done so."""
+        if not self._waited[slice(None) if index is None else index].all():
+            raise AccessError(
+                f"{instruction.text}: before griddepcontrol.wait, in a launch with launch_pdl"
+            )
+
+    def _wait(self, instruction: Instruction, entry: None, index: Array | None) -> None:
+        self._waited[slice(None) if index is None else index] = True
 
     def _compute(self, instruction: Instruction, operation: Operation, index: Array | None) -> None:
         target, *sources = instruction.operands
@@ -333,4 +351,5 @@ _TABLES: tuple[tuple[dict[str, Any], Method], ...] = (
     (SHUFFLES, Threads._shuffle),
     (REDUCTIONS, Threads._reduce),
     (MATRICES, Threads._matrices),
+    (WAITS, Threads._wait),
 )

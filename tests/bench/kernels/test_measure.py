@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
@@ -11,8 +12,11 @@ import kernels
 from bench.kernels import bench_packing, bench_projection, bench_reduction, peers_compiled
 from bench.kernels.bench_packing import Spec
 from bench.kernels.case import Case, WrongAnswer, check_flag
-from bench.kernels.measure import COPY, EMPTY, OURS, measure
+from bench.kernels.measure import COPY, EMPTY, OURS, TWO, TWO_APART, measure
+from bench.kernels.peers_projection import Pair
 from bench.kernels.timing import DEVICE, Limits, Times
+from kernels.gpu.launcher import Kernel
+from tests.ptx_emulator.driver import emulated
 
 FAST = Limits(seconds=0.0, fewest=2, most=2)
 SHAPES = ((5, 3), (), (70,))
@@ -63,6 +67,23 @@ def gpu_cases() -> list[Case]:
         bench_reduction.case_of(fresh),
         bench_projection.case_of(odd, compiled=False),
     ]
+
+
+def test_two_launches_are_planned_with_overlap_and_without():
+    pytest.importorskip("triton")
+    a, b = (torch.randn(3000) for _ in range(2))
+    job = bench_projection.Job(Pair(a, b, torch.empty(3000), (0, 3000)), (0, 3000), planned=True)
+    bind = Kernel.bind
+    with emulated(80):
+        assert bench_projection._in_two_launches(job) == {}
+    with emulated(90):
+        with mock.patch.object(Kernel, "bind", autospec=True, side_effect=bind) as bound:
+            plans = bench_projection._in_two_launches(job)
+        expected = kernels.adasum(a, b)
+        assert all(torch.equal(plan(), expected) for plan in plans.values())
+    assert [*plans] == [TWO, TWO_APART]
+    asked = [call.kwargs.get("launch_pdl", False) for call in bound.call_args_list]
+    assert asked == [False, True, False, False]
 
 
 @pytest.mark.parametrize("case", gpu_cases(), ids=lambda case: f"{case.kernel} {case.series}")

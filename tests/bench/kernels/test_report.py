@@ -10,7 +10,16 @@ import sys
 import pytest
 
 from bench.kernels import goals, judging, report
-from bench.kernels.measure import COPY, EMPTY, OURS, Row, geometric_mean
+from bench.kernels.measure import (
+    COPY,
+    DIRECT,
+    EMPTY,
+    OURS,
+    TWO,
+    TWO_APART,
+    Row,
+    geometric_mean,
+)
 from bench.kernels.timing import Times
 
 META = {"device": "Made-Up GPU 80GB", "kind": "cuda", "torch": "0", "date": "never"}
@@ -97,6 +106,16 @@ def test_goals_of_adasum_count_three_and_five_units():
     # Five units take 102.4 * 5/3 us at the roof; ours take 128.
     beyond = verdict_of("adasum beyond: fraction of the five-unit roof", [on_chip])
     assert beyond.value == pytest.approx(4 / 3)
+
+
+def test_goal_of_two_launches_is_the_mean_gain_of_overlap_where_both_were_timed():
+    name = "adasum of up to 1 MiB in two launches: without overlap over with it"
+    beside = {DIRECT: 1e-4, TWO: 8e-6, TWO_APART: 10e-6}
+    rows = [row_of("adasum", "planned 64 KiB", "planned", **beside)]
+    assert verdict_of(name, rows).value == pytest.approx(1.25)
+    del beside[TWO_APART]
+    rows.append(row_of("adasum", "planned 1 MiB", "planned", **beside))
+    assert (verdict_of(name, rows).status, verdict_of(name, rows).measured) == (judging.PARTLY, 1)
 
 
 def test_goals_of_large_rows_leave_out_smaller_and_misaligned_ones():

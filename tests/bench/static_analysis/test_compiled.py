@@ -19,9 +19,10 @@ tl = pytest.importorskip("triton.language")
 
 import kernels  # noqa: E402
 from bench.static_analysis import compiled, sass, table  # noqa: E402
-from bench.static_analysis.cases import KERNELS, Case, cases  # noqa: E402
+from bench.static_analysis.cases import ITEMSIZES, KERNELS, Case, cases  # noqa: E402
 from bench.static_analysis.occupancy import residency  # noqa: E402
 from kernels.gpu import launcher  # noqa: E402
+from tests.ptx_emulator.parse import parse  # noqa: E402
 
 REGENERATE = "Where the change is meant: `make bench-compiled`, and commit bench/results/compiled.*"
 # ptxas changes its mind about a few registers and instructions at the slightest change of source.
@@ -92,6 +93,32 @@ def test_kernel_compiled_needs_no_more_registers_than_recorded(case, measured, r
     if SLACK * held < before:
         grown["bytes in flight a thread"] = f"{held} now, {before} recorded"
     assert not grown, f"{case}: {grown}. {REGENERATE}"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability"),
+    [
+        pytest.param(dtype, capability, marks=() if dtype == "fp16" else pytest.mark.slow)
+        for dtype in ITEMSIZES
+        for capability in (90, 100)
+    ],
+)
+def test_dependent_combine_waits_for_the_launch_ahead_on_every_path(dtype, capability, tmp_path):
+    """Under no condition, before any access: in PTX, and in what ptxas makes of it."""
+    plain, dependent = (
+        compiled.compile_case(Case("combine", variant, dtype, capability))
+        for variant in ("plain", "dependent")
+    )
+    assert "griddepcontrol" not in plain.asm["ptx"]
+    first = parse(dependent.asm["ptx"]).basic_blocks[0]
+    (wait,) = (k for k, each in enumerate(first) if each.opcode == "griddepcontrol.wait")
+    assert first[wait].guard is None
+    assert not any(".global" in each.opcode for each in first[:wait])
+    file = tmp_path / "kernel.cubin"
+    file.write_bytes(dependent.asm["cubin"])
+    entry = sass.parse(compiled._tool("nvdisasm", "-c", str(file)))[0].instructions
+    (wait,) = (k for k, each in enumerate(entry) if each.opcode == "ACQBULK")
+    assert not any(each.access_bytes for each in entry[:wait])
 
 
 def test_table_committed_is_made_from_the_committed_records(recorded):

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -104,8 +105,7 @@ def test_one_launch_or_two(on_triton, monkeypatch, chip, segments, expected):
     the segments. The bits are the same either way."""
     a, b = (random(5000, torch.float32, on_triton.device, seed) for seed in (1, 2))
     out = torch.full_like(a, float("nan"))
-    monkeypatch.setattr(launcher, "chip_of", lambda device: chip)
-    with launches(monkeypatch) as log:
+    with launches(monkeypatch) as log, mock.patch.object(launcher, "chip_of", return_value=chip):
         kernels.adasum(a, b, segments, out=out)
         apart = kernels.adasum(a, b, segments, cooperative=False)
         assert torch.equal(kernels.plan_adasum(a, b, segments, cooperative=False)(), apart)

@@ -114,6 +114,22 @@ def test_tensors_on_a_device_that_is_not_the_current_one():
     assert bits(plan()) == bits(alone) and torch.cuda.current_device() == 0
 
 
+@pytest.mark.parametrize("numel", [1 << 10, 1 << 16, 1 << 20, 1 << 24])
+def test_the_second_launch_combines_by_the_dots_of_the_first(numel):
+    """Not by those of the run before, of other inputs, where both launches overlap."""
+    pairs = [pair(numel, seed) for seed in (1, 5)]
+    expected = [kernels.combine(*each, kernels.dot_and_norms(*each)) for each in pairs]
+    a, b = (torch.empty_like(each) for each in pairs[0])
+    plan = kernels.plan_adasum(a, b, cooperative=False)
+    wrong = torch.zeros((), dtype=torch.int64, device=a.device)
+    for _ in range(ROUNDS):
+        for (one, other), result in zip(pairs, expected, strict=True):
+            a.copy_(one)
+            b.copy_(other)
+            wrong += (plan().view(torch.int32) != result.view(torch.int32)).sum()
+    assert wrong.item() == 0
+
+
 @pytest.mark.parametrize("cooperative", [True, False])
 def test_adasum_beside_products_of_matrices(cooperative):
     """A cooperative launch waits for multiprocessors that a product has; the product ends."""

@@ -117,7 +117,7 @@ def test_odd_segments_cost_their_own_edges(emulator, dtype):
 
 
 # An H200 as torch describes it.
-H200 = Chip(132, 60 << 20)
+H200 = Chip(132, 60 << 20, dependent_launch=True)
 # As many elements as a program of 128 threads has in one vector a thread, in bytes.
 LEAST_TILE = 2048
 REGIMES = [
@@ -149,7 +149,7 @@ def test_traffic_of_adasum_grows_with_the_data(monkeypatch, numel, dtype, segmen
     assert (scale * rows[:, :2] == there[:, :2]).all()
 
     a, b = (random(numel // scale, dtype, "cpu", seed) for seed in (1, 2))
-    chip = Chip(H200.multiprocessors, H200.cache // scale)
+    chip = H200._replace(cache=H200.cache // scale)
     with emulated(traffic=True, races=False, chip=chip) as emulator:
         out = kernels.adasum(a, b, bounds)
     assert torch.isfinite(out).all()
