@@ -22,11 +22,12 @@ RECIPES := $(VENV)/.recipes
 OUT := out
 BENCH = $(PY) -m pytest bench/kernels --benchmark-only --benchmark-quiet --bench-results=bench/results
 TORCH := $(shell grep -o '^torch==[^;]*' constraints.txt)
+FIRST = -c $(VENV)/first.txt
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
 .PHONY: help demo evidence test test-slow test-kernels test-collectives test-emulated \
-	test-timing test-recipes lint docs docs-links bench gpu bench-compiled clean
+	test-timing test-recipes test-newest lint docs docs-links bench gpu bench-compiled clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 20
@@ -64,6 +65,11 @@ test-recipes: $(RECIPES)  ## the examples for other frameworks and mpirun, which
 	$(PY) -m pytest tests/examples/test_frameworks.py tests/packaging/test_other_packages.py \
 		tests/processes/test_mpirun.py -m 'not timing' $(PYTEST_ARGS)
 
+# What torch does not promise to keep breaks here first. An index of nightly builds: PIP_ARGS="--extra-index-url ...".
+test-newest:  ## the tests on the newest torch, pre-releases too, in an environment made anew: for every night
+	rm -rf $(VENV)-newest
+	$(MAKE) test VENV=$(VENV)-newest TORCH=torch FIRST= PIP_ARGS='--pre $(PIP_ARGS)'
+
 lint: $(READY)  ## ruff and mypy
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -86,7 +92,7 @@ bench-compiled: $(READY)  ## what the compiler makes of each kernel, no GPU need
 	$(PY) -m bench.static_analysis
 
 clean:  ## remove .venv, out/ and caches
-	rm -rf $(VENV) $(OUT) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(VENV)-newest $(OUT) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(MADE): pyproject.toml constraints.txt
@@ -98,7 +104,7 @@ $(MADE): pyproject.toml constraints.txt
 	else \
 		echo "set-up: creating $(VENV) with $(TORCH) (about a minute)"; \
 		$(PYTHON) -m venv --clear $(VENV) && grep -v '^triton==' constraints.txt >$(VENV)/first.txt && \
-		$(PY) -m pip install -qq $(PIP_ARGS) -c $(VENV)/first.txt '$(TORCH)'; \
+		$(PY) -m pip install -qq $(PIP_ARGS) $(FIRST) '$(TORCH)'; \
 	fi
 	@touch $(MADE)
 

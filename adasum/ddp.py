@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 import collectives
 from adasum.observer import Observer, require_observer
+from adasum.optimizer.parameter_check import checks_parameters
 from adasum.request_pool import PooledReduction, RequestPool
 from adasum.sparse import sparse_all_reduce_async
 from collectives import Average, Group, Reducer, Work, validation
@@ -53,11 +54,12 @@ class HookState:
             a second at the first reduction: `collectives.from_process_group`. It must be the same
             on all ranks.
         check_parameters: FSDP only, DDP broadcasts rank 0's parameters itself: whether replicas
-            compare a checksum of each unit's parameters at its first reduction.
+            compare a checksum of each unit's parameters at its first reduction; as the environment
+            variable ADASUM_CHECK_PARAMETERS says, 0 or 1, unless given, and 1 without that.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: An argument has a bad value.
+        ValueError: An argument or ADASUM_CHECK_PARAMETERS has a bad value.
     """
 
     # Weak, so that a state shared by models keeps none of them alive.
@@ -73,7 +75,7 @@ class HookState:
         *,
         named_parameters: Iterable[tuple[str, Tensor]] = (),
         calibrate: bool = True,
-        check_parameters: bool = True,
+        check_parameters: bool | None = None,
     ) -> None:
         if not isinstance(op, Reducer):
             raise TypeError(f"op must be Sum, Average or Adasum, not {op!r}")
@@ -81,7 +83,8 @@ class HookState:
             collectives.parse_all_reduce_spec(algorithm)
         validation.timeout(timeout)
         validation.instance("calibrate", calibrate, bool, "a bool")
-        validation.instance("check_parameters", check_parameters, bool, "a bool")
+        if check_parameters is not None:
+            validation.instance("check_parameters", check_parameters, bool, "a bool or None")
         require_observer(observer)
         if not (process_group is None or isinstance(process_group, _GROUPS)):
             raise TypeError(
@@ -94,7 +97,7 @@ class HookState:
         self.observer = observer
         self.timeout = timeout
         self.calibrate = calibrate
-        self.check_parameters = check_parameters
+        self.check_parameters = checks_parameters(check_parameters)
         self._names = WeakIdKeyDictionary({each: name for name, each in named_parameters})
         self._num_named = len(self._names)
         self._requests = RequestPool()

@@ -136,7 +136,7 @@ class _Hook:
         ]
         fix = (
             ": seed replicas alike or load the same checkpoint; HookState(check_parameters=False) "
-            "leaves this check out"
+            "or ADASUM_CHECK_PARAMETERS=0 leaves this check out"
         )
         require_equal_parameters(self.state.group, named, fix=fix)
         self.checked = True

@@ -23,7 +23,7 @@ from adasum.optimizer.distributed_mixin import DistributedMixin, Settings, requi
 from adasum.optimizer.gradient_method import GradientMethod
 from adasum.optimizer.local_steps import LocalStepsMethod
 from adasum.optimizer.owners_method import OwnersMethod
-from adasum.optimizer.parameter_check import ParameterCheck
+from adasum.optimizer.parameter_check import ParameterCheck, checks_parameters
 from adasum.optimizer.parameters import Groups, Named, name_parameters, plan_buckets
 from adasum.reducer import UNWEIGHTED, Adasum
 from collectives import Average, Reducer, Sum, default_group
@@ -72,7 +72,9 @@ class DistributedOptimizer(DistributedMixin):
             rank order, both are the same, bit for bit.
         check_parameters: At the first step, and for what `add_param_group` adds at the next, ranks
             compare a checksum of every parameter, and raise CollectiveMismatchError where one
-            differs: broadcast_parameters was forgotten. False leaves that out.
+            differs: broadcast_parameters was forgotten. False leaves that out. Unless given, the
+            environment variable ADASUM_CHECK_PARAMETERS says it, 0 or 1, and 1 without that. All
+            ranks must say the same.
         method: With Adasum, "gradient" reduces the gradients instead of the steps, as the DDP hook
             does: one optimizer state for all ranks, and clipping sees the reduced gradient. "delta"
             unless given, and "gradient" with mode="owners".
@@ -86,7 +88,8 @@ class DistributedOptimizer(DistributedMixin):
     Raises:
         TypeError: `optimizer` is no optimizer, `compression` no compression, or another argument
             has the wrong type.
-        ValueError: An argument has a bad value, or arguments that do not go together.
+        ValueError: An argument or ADASUM_CHECK_PARAMETERS has a bad value, or arguments do not go
+            together.
     """
 
     def __init__(
@@ -105,7 +108,7 @@ class DistributedOptimizer(DistributedMixin):
         algorithm: str | None = None,
         mode: str | None = None,
         weighted: bool = True,
-        check_parameters: bool = True,
+        check_parameters: bool | None = None,
         local_steps: int = 1,
         method: str | None = None,
         step_in_backward: bool = False,
@@ -128,7 +131,7 @@ class DistributedOptimizer(DistributedMixin):
         require("sparse_as_dense", sparse_as_dense, bool)
         require("step_in_backward", step_in_backward, bool)
         require("weighted", weighted, bool)
-        require("check_parameters", check_parameters, bool)
+        require("check_parameters", check_parameters, bool, type(None))
         if not weighted and op is not Adasum:
             raise ValueError(
                 f"weighted=False is for op=Adasum, whose pairs have weights, not {op!r}"
@@ -169,7 +172,7 @@ class DistributedOptimizer(DistributedMixin):
             op=asked,
             process_set=process_set or global_process_set,
             local_steps=local_steps,
-            check_parameters=check_parameters,
+            check_parameters=checks_parameters(check_parameters),
         )
         if asked is Adasum:
             warn_of_scaled_rate(algorithm)

@@ -6,6 +6,7 @@ import gc
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Sequence
 
 import torch
@@ -16,12 +17,35 @@ from adasum.optimizer.parameters import Named
 from collectives import CollectiveMismatchError, Group
 
 _logger = logging.getLogger(__name__)
+_VARIABLE = "ADASUM_CHECK_PARAMETERS"
+# What errors call the comparison: on ranks that do not agree on it, too.
+_CALL = f"check of the parameters, by check_parameters or {_VARIABLE}"
 # Words of a row. A prime: what two layers, rows or columns of a matrix have exchanged comes into
 # other columns, since no usual width is a multiple of it.
 _WIDTH = 509
 # Rows that are summed at once: on the CPU those whose copies stay in its cache, and for which torch
 # starts no other thread; on a GPU those whose copies take 16 MiB.
 _CPU_ROWS, _GPU_ROWS = 64, 4096
+
+
+def checks_parameters(asked: bool | None) -> bool:
+    """Return whether ranks compare: as asked, else as ADASUM_CHECK_PARAMETERS says, 1 unless set.
+
+    Args:
+        asked: The argument check_parameters.
+
+    Raises:
+        ValueError: The variable is neither 0 nor 1, and nothing was asked.
+    """
+    if asked is not None:
+        return asked
+    text = os.environ.get(_VARIABLE) or "1"
+    if text not in ("0", "1"):
+        raise ValueError(
+            f"{_VARIABLE} must be 1, for ranks to compare their parameters at the first step, or "
+            f"0 for not, got {text!r}"
+        )
+    return text == "1"
 
 
 def require_equal_parameters(
@@ -47,7 +71,7 @@ def require_equal_parameters(
     rows = [] if problem else _describe(named)
     whole = hashlib.blake2b(json.dumps(rows).encode(), digest_size=16).digest()
     mine = b"\1" + problem.encode() if problem else b"\0" + whole
-    told = group.all_gather_bytes(mine, name="check of the parameters")
+    told = group.all_gather_bytes(mine, name=_CALL)
     for rank, each in enumerate(told):
         if each[:1] == b"\1":
             raise ValueError(f"rank {rank}: {each[1:].decode()}")
@@ -152,7 +176,7 @@ class ParameterCheck:
 
     _FIX = (
         ": call hvd.broadcast_parameters(model.state_dict(), root_rank=0) on every rank before the "
-        "first step; check_parameters=False leaves this check out"
+        f"first step; check_parameters=False or {_VARIABLE}=0 leaves this check out"
     )
 
     def __init__(self, group: Group) -> None:

@@ -16,6 +16,7 @@ from types import ModuleType
 import pytest
 
 import adasum
+import adasum.check
 from collectives.schedules.registry import ALGORITHMS, SCHEDULES
 from tests.processes.harness import run_ranks, script
 
@@ -173,6 +174,20 @@ def test_names_of_horovod_exist_unless_the_table_says_absent() -> None:
     assert len(table) > 50
     wrong = [name for name, said in table.items() if hasattr(adasum, name) == (said == "absent")]
     assert wrong == []
+
+
+def test_environment_variables_of_the_packages_are_listed_and_reported() -> None:
+    sources = [
+        path
+        for name in ("adasum", "collectives", "kernels")
+        for path in (ROOT / name).rglob("*.py")
+    ]
+    read = {
+        name for path in sources for name in re.findall(r'"(ADASUM_[A-Z_]+)"', path.read_text())
+    }
+    text = (ROOT / "docs" / "troubleshooting.md").read_text()
+    assert set(re.findall(r"^- `(ADASUM_[A-Z_]+)", text, re.M)) == read
+    assert read <= set(adasum.check._VARIABLES)
 
 
 def test_absent_name_of_horovod_raises_and_says_what_to_use() -> None:

@@ -22,17 +22,8 @@ _WITH_JOINED = (
     "Horovod refuses this while a rank has joined, and here it works: the joined rank adds no rows "
     "to an allgather, and broadcasts come from the others"
 )
-_OTHER_MODELS = (
-    "trains without broadcast_parameters, so with another model on each rank, which is an error at "
-    "the first step here"
-)
 
 DIFFERENT = {
-    "test_broadcast_state": _OTHER_MODELS,
-    "test_broadcast_state_options": _OTHER_MODELS,
-    "test_delta_optimizer": _OTHER_MODELS,
-    "test_dynamic_requires_grad": _OTHER_MODELS,
-    "test_sparse_embeddings": _OTHER_MODELS,
     "test_broadcast_state_no_grad": (
         "broadcast_optimizer_state takes no step with zero gradients, so it leaves gradients and "
         "the optimizer's state as they were"
@@ -44,7 +35,8 @@ DIFFERENT = {
     "test_horovod_join_allgather": _WITH_JOINED,
     "test_horovod_join_broadcast": _WITH_JOINED,
     "test_horovod_reducescatter_adasum": (
-        "reducescatter takes op=Adasum here; of integers it is a TypeError, not a RuntimeError"
+        "it wants op=Adasum refused for every dtype; reducescatter takes it here, and refuses "
+        "integers alone, by a TypeError"
     ),
 }
 

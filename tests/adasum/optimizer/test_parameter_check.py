@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -89,6 +90,61 @@ def test_check_parameters_false_compares_nothing_and_one_rank_neither() -> None:
         _step(*_training(group.rank, process_set=alone), 0)
 
     run_threads(2, in_a_set)
+
+
+def test_variable_says_whether_ranks_compare_unless_the_argument_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def job(group: Group, said: bool | None, differ: bool) -> None:
+        model, optimizer = _training(group.rank, check_parameters=said)
+        if differ:
+            with pytest.raises(CollectiveMismatchError, match=r"=False or ADASUM_CHECK_PARAMETERS"):
+                _step(model, optimizer, group.rank)
+        else:
+            _step(model, optimizer, group.rank)
+
+    for text, said, differ in (
+        *(("0", None, False), ("0", True, True), ("1", None, True), ("1", False, False)),
+        *(("", None, True), ("maybe", True, True)),
+    ):
+        monkeypatch.setenv("ADASUM_CHECK_PARAMETERS", text)
+        assert hvd.HookState(check_parameters=said).check_parameters == differ
+        run_threads(2, partial(job, said=said, differ=differ))
+
+
+def test_variable_that_is_neither_0_nor_1_raises_naming_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ADASUM_CHECK_PARAMETERS", "false")
+    said = r"^ADASUM_CHECK_PARAMETERS must be 1, .* or 0 .*, got 'false'$"
+    with pytest.raises(ValueError, match=said):
+        hvd.HookState()
+
+    def job(group: Group) -> None:
+        optimizer = torch.optim.SGD(make_model().parameters(), lr=0.1)
+        with pytest.raises(ValueError, match=said):
+            hvd.DistributedOptimizer(optimizer)
+        # It is left as it was.
+        hvd.DistributedOptimizer(optimizer, check_parameters=True)
+
+    run_threads(1, job)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_ranks_that_disagree_whether_to_compare_raise_naming_both_ways_to_say_it(
+    method: str,
+) -> None:
+    def job(group: Group) -> str:
+        model, optimizer = _training(0, check_parameters=group.rank == 0, **METHODS[method])
+        if group.rank == 1 and method == "local steps":
+            # This one is taken alone.
+            _step(model, optimizer, 0)
+        with pytest.raises(CollectiveMismatchError) as caught:
+            _step(model, optimizer, 1)
+        return str(caught.value)
+
+    text, other_text = run_threads(2, job)
+    assert text == other_text
+    said = "rank 0 calls all_gather_bytes(check of the parameters, by check_parameters or ADASUM_"
+    assert said in text
 
 
 def _bits(value: int) -> Tensor:
