@@ -34,6 +34,8 @@ STYLES = {
     "LAMB": ("#56B4E9", "P"),
     "one": ("#000000", "X"),
 }
+# What labels of plain SGD end with.
+PLAIN = ", no momentum"
 DASHES = ("-", "--", ":", "-.", (0, (1, 3)))
 
 
@@ -54,7 +56,8 @@ def write(results: Results, folder: Path) -> list[Path]:
         if figure is not None:
             path = folder / f"{results.name}_{name}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(path, dpi=DPI)
+            # Else labels that constrained layout does not see, beside a legend, are cut off.
+            figure.savefig(path, dpi=DPI, bbox_inches="tight")
             plt.close(figure)
             written.append(path)
     return written
@@ -69,7 +72,7 @@ def curves(results: Results) -> Any:
             (", one rank's rate", results.untuned_rows()),
         )
         for label, by_ranks in table.items()
-        if not label.endswith("no momentum")
+        if not label.endswith(PLAIN)
     }
     rows = {"one rank": results.alone(), **rows}
     styles = _styles(rows)
@@ -89,13 +92,17 @@ def curves(results: Results) -> Any:
 
 def ranks(results: Results) -> Any:
     """Final score against ranks: rivals at their best, and with one rank's rate."""
-    figure, panels = _panels(2)
-    tables = (
-        ("each at its best", results.tuned_rows()),
-        ("one rank's rate", results.untuned_rows()),
-    )
-    alone = interval(results.scores(results.alone()))
-    for panel, (title, rows) in zip(panels, tables, strict=True):
+    untuned = results.untuned_rows()
+    plain = {label: row for label, row in untuned.items() if label.endswith(PLAIN)}
+    tables = {
+        "each at its best": results.tuned_rows(),
+        "one rank's rate": {label: row for label, row in untuned.items() if label not in plain},
+        f"one rank's rate{PLAIN}": {label.removesuffix(PLAIN): row for label, row in plain.items()},
+    }
+    tables = {title: rows for title, rows in tables.items() if rows}
+    figure, panels = _panels(len(tables))
+    for panel, (title, rows) in zip(panels, tables.items(), strict=True):
+        alone = interval(results.scores(results.alone("Average" + PLAIN * title.endswith(PLAIN))))
         styles = _styles(rows)
         for i, (label, by_ranks) in enumerate(rows.items()):
             found = [interval(results.scores(cells)) for cells in by_ranks.values()]
@@ -147,6 +154,7 @@ def rates(results: Results) -> Any:
         last.plot(multiples, scores, label=method.label, **all_styles[method.label])
     last.set(title=f"all at {TUNING_RANKS} ranks, one seed", xscale="log")
     last.set(xlabel="multiple of its best rate", ylabel=f"validation {results.task.score}")
+    last.xaxis.set_major_formatter("{x:g}")
     _legend(last)
     return _titled(figure, results.task.label)
 

@@ -43,9 +43,9 @@ class Results:
         """Return the final scores, of the test part where it was looked at."""
         return [(self(cell)["test"] or self(cell)["validation"])[0] for cell in cells]
 
-    def alone(self) -> list[Cell]:
-        """One rank with the optimizer of the untuned rows."""
-        method = self.choices.untuned_rows()["Average"][0]
+    def alone(self, label: str = "Average") -> list[Cell]:
+        """One rank with the optimizer of that untuned row."""
+        method = self.choices.untuned_rows()[label][0]
         return self.choices.untuned_cells(method, 0.0, 1)
 
     def tuned_rows(self) -> dict[str, dict[int, list[Cell]]]:
