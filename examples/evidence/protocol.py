@@ -70,7 +70,7 @@ class Choices:
         return list(dict.fromkeys(used))
 
     def base_cells(self, optimizer: str) -> list[Cell]:
-        method = self._plain(optimizer)
+        method = self.plain(optimizer)
         return [
             Cell(self.name, method, 1, rate, seed)
             for rate in BASE_RATES[optimizer]
@@ -163,7 +163,7 @@ class Choices:
     def untuned(self) -> list[Cell]:
         """One rank's rate, by each rule at every number of ranks, and one rank itself."""
         alone = [
-            Cell(self.name, self._plain(optimizer), 1, self.base(optimizer), seed, test=True)
+            Cell(self.name, self.plain(optimizer), 1, self.base(optimizer), seed, test=True)
             for optimizer in self.optimizers()
             for seed in self.task.seeds
         ]
@@ -181,7 +181,7 @@ class Choices:
 
     def unweighted(self) -> list[Cell]:
         """Adasum of deltas without weights, where they make a difference: at 3 and 6 ranks."""
-        method = self._delta()
+        method = self.delta()
         return [
             replace(cell, weighted=False)
             for n in self.task.ranks
@@ -193,7 +193,7 @@ class Choices:
         """Average and Adasum of deltas over a wide range of rates, on the validation part."""
         return [
             self._tuning(method, base * multiple, PAIRS[0], seed, ranks)
-            for method in (self._average(), self._delta())
+            for method in (self._average(), self.delta())
             for base in [self.base(METHODS[method].optimizer)]
             for ranks in SENSITIVE_RANKS[self.name]
             for multiple in MULTIPLES
@@ -205,7 +205,7 @@ class Choices:
         if self.name not in LOCAL_TASKS:
             return {}
         suffix = "-adamw" if self.task.family == "adamw" else ""
-        rows = [self._delta(), f"average-delta{suffix}", f"nesterov{suffix}"]
+        rows = [self.delta(), f"average-delta{suffix}", f"nesterov{suffix}"]
         return {
             (method, period): [
                 replace(cell, local_steps=period)
@@ -226,14 +226,15 @@ class Choices:
             for layer, numbers in (layers_of(self.task).items() if seeds else ())
         }
 
-    def _plain(self, optimizer: str) -> str:
+    def plain(self, optimizer: str) -> str:
         """The method that stands for one rank, which has nothing to reduce."""
         return {"sgd": "average-m0", "momentum": "average", "adamw": "average-adamw"}[optimizer]
 
     def _average(self) -> str:
         return "average" if self.task.family == "sgd" else "average-adamw"
 
-    def _delta(self) -> str:
+    def delta(self) -> str:
+        """Return the name of Adasum of deltas."""
         return "adasum-delta" if self.task.family == "sgd" else "adasum-delta-adamw"
 
     def _rates(self, method: str) -> list[float]:

@@ -44,8 +44,9 @@ class Results:
         return [(self(cell)["test"] or self(cell)["validation"])[0] for cell in cells]
 
     def alone(self, label: str = "Average") -> list[Cell]:
-        """One rank with the optimizer of that untuned row."""
-        method = self.choices.untuned_rows()[label][0]
+        """One rank with the optimizer of that untuned row; with momentum for tuned rows."""
+        row = self.choices.untuned_rows().get(label) or self.choices.untuned_rows()["Average"]
+        method = self.choices.plain(METHODS[row[0]].optimizer)
         return self.choices.untuned_cells(method, 0.0, 1)
 
     def tuned_rows(self) -> dict[str, dict[int, list[Cell]]]:
@@ -92,6 +93,7 @@ def page(results: Results) -> str:
         ("Tuning at 8 ranks", tuning_table),
         ("Rivals at their best", lambda r: sweep_table(r, r.tuned_rows())),
         ("One rank's rate", lambda r: sweep_table(r, r.untuned_rows())),
+        ("One rank's rate against rivals at their best", untuned_table),
         ("To the target", target_table),
         ("Noise", noise_table),
         ("Weights", weights_table),
@@ -140,20 +142,31 @@ def tuning_table(results: Results) -> Iterator[str]:
 def sweep_table(results: Results, rows: dict[str, dict[int, list[Cell]]]) -> Iterator[str]:
     """Yield a row a method and number of ranks, beside Adasum of the same table, seed by seed."""
     adasum = next(label for label in rows if label.startswith("Adasum"))
-    yield from _head("ranks", "method", "score", "less " + adasum, "shown", "every seed", "cells")
-    alone = results.alone()
-    yield f"| 1 | one rank | {_pm(results.scores(alone))} | | | {_row_end(results, alone)}"
+    names = ("score", "less one rank", "shown", f"less {adasum}", "shown", "every seed", "cells")
+    yield from _head("ranks", "method", *names)
+    for alone in {tuple(results.alone(label)): None for label in rows}:
+        label = f"one rank: {METHODS[alone[0].method].label}"
+        yield f"| 1 | {label} | {_pm(results.scores(alone))} | | | | | {_row_end(results, alone)}"
     for n in results.task.ranks:
-        theirs = results.scores(rows[adasum][n])
         for label, by_ranks in rows.items():
-            scores = results.scores(by_ranks[n])
-            difference, shown = "", ""
-            if label != adasum:
-                beside = paired(scores, theirs)
-                difference = f"{beside.mean:+.4f} ± {beside.half:.4f}"
-                shown = verdict(beside, results.task.score)
-            end = _row_end(results, by_ranks[n])
-            yield f"| {n} | {label} | {_pm(scores)} | {difference} | {shown} | {end}"
+            cells, theirs = by_ranks[n], rows[adasum][n]
+            one_rank = results.alone(label)
+            beside = "| " if cells == theirs else _beside(results, cells, theirs)
+            yield (
+                f"| {n} | {label} | {_pm(results.scores(cells))} "
+                f"| {_beside(results, cells, one_rank)} | {beside} | {_row_end(results, cells)}"
+            )
+
+
+def untuned_table(results: Results) -> Iterator[str]:
+    """Yield what Adasum has without tuning, less what each of the best has with it."""
+    tuned = results.tuned_rows()
+    yield from _head("ranks", "one rank's rate", "at its best", "difference", "shown")
+    for label, by_ranks in results.untuned_rows().items():
+        if label.startswith("Adasum"):
+            for n, cells in by_ranks.items():
+                for rival, theirs in tuned.items():
+                    yield f"| {n} | {label} | {rival} | {_beside(results, cells, theirs[n])} |"
 
 
 def target_table(results: Results) -> Iterator[str]:
@@ -197,11 +210,10 @@ def weights_table(results: Results) -> Iterator[str]:
     yield from _head("ranks", "weighted", "unweighted", "difference", "shown")
     rows = results.untuned_rows()["Adasum of deltas"]
     for n, cells in _by_ranks(plain).items():
-        with_, without = results.scores(rows[n]), results.scores(cells)
-        beside = paired(with_, without)
+        with_ = rows[n]
         yield (
-            f"| {n} | {_pm(with_)} | {_pm(without)} | {beside.mean:+.4f} ± {beside.half:.4f} "
-            f"| {verdict(beside, results.task.score)} |"
+            f"| {n} | {_pm(results.scores(with_))} | {_pm(results.scores(cells))} "
+            f"| {_beside(results, with_, cells)} |"
         )
 
 
@@ -234,18 +246,17 @@ def local_table(results: Results) -> Iterator[str]:
     rows = results.choices.local()
     if not rows:
         return
-    yield from _head("H", "method", "score", "less Average", "shown", "every seed", "cells")
-    average = next(method for method, _ in rows if method.startswith("average"))
+    adasum = results.choices.delta()
+    less = f"less {METHODS[adasum].label}"
+    yield from _head("H", "method", "score", less, "shown", "every seed", "cells")
     for period in PERIODS:
-        theirs = results.scores(rows[average, period])
+        theirs = rows[adasum, period]
         for method in dict.fromkeys(method for method, _ in rows):
-            scores = results.scores(rows[method, period])
-            beside = paired(scores, theirs)
-            shown = "" if method == average else verdict(beside, results.task.score)
-            end = _row_end(results, rows[method, period])
+            cells = rows[method, period]
+            beside = "| " if cells == theirs else _beside(results, cells, theirs)
             yield (
-                f"| {period} | {METHODS[method].label} | {_pm(scores)} "
-                f"| {beside.mean:+.4f} ± {beside.half:.4f} | {shown} | {end}"
+                f"| {period} | {METHODS[method].label} | {_pm(results.scores(cells))} "
+                f"| {beside} | {_row_end(results, cells)}"
             )
 
 
@@ -304,6 +315,12 @@ def _head(*names: str) -> tuple[str, str]:
 def _pm(scores: Sequence[float]) -> str:
     found = interval(scores)
     return f"{found.mean:.4f} ± {found.half:.4f}"
+
+
+def _beside(results: Results, cells: Sequence[Cell], theirs: Sequence[Cell]) -> str:
+    """Return the difference seed by seed and what it shows, as two columns."""
+    beside = paired(results.scores(cells), results.scores(theirs))
+    return f"{beside.mean:+.4f} ± {beside.half:.4f} | {verdict(beside, results.task.score)}"
 
 
 def _listed(scores: Sequence[float]) -> str:

@@ -273,7 +273,7 @@ def test_evidence_resumes_after_an_interruption_and_writes_all(
     assert len((tmp_path / "digits.jsonl").read_text().splitlines()) == len(pretended)
     text = (tmp_path / "digits.md").read_text()
     assert "Not run yet" not in text
-    assert text.count("## ") == 10
+    assert text.count("## ") == 11
     # A variance of 6 beside a squared gradient of 1: 48 of 8 examples.
     assert "| 3 | 24 | 48 |  |" in text
     assert "| 8 | 64 | 48 | yes |" in text
