@@ -85,3 +85,5 @@ LOCAL = {
     "nesterov-adamw": Method("Average, outer Nesterov", "average", "delta", "adamw", ()),
 }
 METHODS = {**SGD, **ADAMW, **LOCAL}
+# Multiples of one rank's rate for local steps, by optimizer.
+LOCAL_GRIDS = {"momentum": FLAT, "adamw": powers(0, 2)}

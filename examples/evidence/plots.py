@@ -18,7 +18,7 @@ from evidence.cells import Cell
 from evidence.intervals import interval
 from evidence.methods import METHODS
 from evidence.protocol import TUNING_RANKS
-from evidence.report import Missing, Results, layer_points, rates_by_cell
+from evidence.report import Missing, Results, layer_points, rates_by_row, row_label
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -128,23 +128,22 @@ def rates(results: Results) -> Any:
         return None
     counts = list(dict.fromkeys(cell.ranks for cell in cells))
     figure, (*panels, last) = _panels(len(counts) + 1)
-    groups = rates_by_cell(cells)
-    methods = list(dict.fromkeys(cell.method for cell in cells))
-    styles = _styles(METHODS[method].label for method in methods)
+    rows = rates_by_row(cells)
+    styles = _styles(row_label(method, clip) for method, clip, _ in rows)
     for panel, n in zip(panels, counts, strict=True):
-        for method in methods:
-            base, label = results.choices.base(METHODS[method].optimizer), METHODS[method].label
+        for method, clip in ((m, c) for m, c, count in rows if count == n):
+            base, label = results.choices.base(METHODS[method].optimizer), row_label(method, clip)
             points = [
                 (rate / base, statistics.mean(results.scores(group)))
-                for (m, count, rate), group in groups.items()
-                if (m, count) == (method, n)
+                for rate, group in rows[method, clip, n].items()
             ]
             panel.plot(*zip(*points, strict=True), label=label, **styles[label])
+        panel.axhline(results.target(), color="#000000", linewidth=0.8, linestyle=":")
         panel.set(title=f"{n} ranks", xscale="log", ylabel=f"validation {results.task.score}")
         panel.set_xticks([x for x, _ in points], [f"{x:g}" for x, _ in points])
         panel.minorticks_off()
+        _legend(panel)
     panels[-1].set_xlabel("multiple of one rank's rate")
-    _legend(panels[-1])
     all_styles = _styles(method.label for method in results.choices.methods.values())
     for name, method in results.choices.methods.items():
         grid = results.choices.plain_grid(name)

@@ -8,29 +8,43 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from evidence.cells import Cell
-from evidence.methods import ADAMW, BASE_RATES, METHODS, SGD, Method, powers
+from evidence.methods import ADAMW, BASE_RATES, LOCAL_GRIDS, METHODS, SGD, Method, powers
 from evidence.tasks import TASKS, Task
 
 TUNING_RANKS = 8
 TUNING_SEEDS = (100, 101)
 PAIRS = ((0.1, None), (0.3, 1.0))
+CLIP = 1.0
 OTHER_PAIRS = ((0.1, 1.0), (0.3, None))
 SECOND_SEED = 4
 BEST = 4
-PERIODS = (1, 4, 16, 64)
 # Of the rate that is best on one rank, for the range of rates that work.
 MULTIPLES = powers(-2, 5)
 SENSITIVE_RANKS = {"digits": (2, 8, 32), "fashion": (2, 8, 32), "text": (8, 32), "finetune": ()}
-LOCAL_TASKS = ("digits", "text")
+# Of the text H = 1 is in the other tables.
+PERIODS_OF = {"digits": (1, 4, 16, 64), "text": (4, 16, 64)}
+LOCAL_SEEDS = {"digits": TUNING_SEEDS, "text": TUNING_SEEDS[:1]}
 LAYERED = {"digits": 10, "fashion": 5}
 FINETUNED = ("average", "adasum-gradient", "adasum-delta")
 
+# Rows that were added have these numbers of ranks alone where a training is dear.
+FEW_RANKS = {"text": (8, 32), "finetune": ()}
+
 Result = Callable[[Cell], dict[str, Any]]
 Stage = tuple[str, list[Cell]]
+
+
+@dataclass(frozen=True)
+class Untuned:
+    """One rank's rate at n ranks, by a rule: times n to this power, and maybe clipped."""
+
+    method: str
+    power: float = 0.0
+    clip: float | None = None
 
 
 def methods_of(name: str, task: Task) -> dict[str, Method]:
@@ -51,7 +65,8 @@ def stages(name: str, result: Result) -> Iterator[Stage]:
     yield "untuned", chosen.untuned()
     yield "unweighted", chosen.unweighted()
     yield "rates", chosen.rates()
-    yield "local steps", [cell for rows in chosen.local().values() for cell in rows]
+    yield "local steps", [cell for cells in chosen.local_grids().values() for cell in cells]
+    yield "local steps", [cell for cells in chosen.local().values() for cell in cells]
     yield "layers", [cell for cells in chosen.layers().values() for cell in cells]
 
 
@@ -140,79 +155,101 @@ class Choices:
             for seed in self.task.seeds
         ]
 
-    def untuned_rows(self) -> dict[str, tuple[str, float]]:
-        """Label, method and power of the rules that take one rank's rate to n ranks."""
+    def untuned_rows(self) -> dict[str, Untuned]:
+        """The rules that take one rank's rate to n ranks, by label."""
         if self.task.family == "adamw":
             return {
-                "Average": ("average-adamw", 0.0),
-                "Average, rate × √n": ("average-adamw", 0.5),
-                "Adasum of deltas": ("adasum-delta-adamw", 0.0),
+                "Average": Untuned("average-adamw"),
+                "Average, rate × √n": Untuned("average-adamw", 0.5),
+                "Adasum of deltas": Untuned("adasum-delta-adamw"),
+                "Average, rate × √n, clipped": Untuned("average-adamw", 0.5, CLIP),
+                "Adasum of gradients": Untuned("adasum-gradient-adamw"),
             }
         rows = {
-            "Average": ("average", 0.0),
-            "Average, rate × n (Sum)": ("average", 1.0),
-            "Adasum of deltas": ("adasum-delta", 0.0),
+            "Average": Untuned("average"),
+            "Average, rate × n (Sum)": Untuned("average", 1.0),
+            "Adasum of deltas": Untuned("adasum-delta"),
+            "Average, rate × n, clipped": Untuned("average", 1.0, CLIP),
+            "Adasum of gradients": Untuned("adasum-gradient"),
         }
         if self.name == "digits":
-            rows["Average, rate × √n"] = ("average", 0.5)
-            rows["Average, no momentum"] = ("average-m0", 0.0)
-            rows["Average, rate × n (Sum), no momentum"] = ("average-m0", 1.0)
-            rows["Adasum, no momentum"] = ("adasum-m0", 0.0)
+            rows["Average, rate × √n"] = Untuned("average", 0.5)
+            rows["Average, no momentum"] = Untuned("average-m0")
+            rows["Average, rate × n (Sum), no momentum"] = Untuned("average-m0", 1.0)
+            rows["Adasum, no momentum"] = Untuned("adasum-m0")
         return rows
 
+    def untuned_ranks(self, label: str) -> tuple[int, ...]:
+        """Return the numbers of ranks of a row: few where it was added and is dear."""
+        added = label.endswith("clipped") or label == "Adasum of gradients"
+        return FEW_RANKS.get(self.name, self.task.ranks) if added else self.task.ranks
+
     def untuned(self) -> list[Cell]:
-        """One rank's rate, by each rule at every number of ranks, and one rank itself."""
+        """One rank's rate, by each rule at its numbers of ranks, and one rank itself."""
         alone = [
-            Cell(self.name, self.plain(optimizer), 1, self.base(optimizer), seed, test=True)
+            cell
             for optimizer in self.optimizers()
-            for seed in self.task.seeds
+            for cell in self.untuned_cells(Untuned(self.plain(optimizer)), 1)
         ]
-        rows = self.untuned_rows().values()
         return alone + [
             cell
-            for method, power in rows
-            for n in self.task.ranks
-            for cell in self.untuned_cells(method, power, n)
+            for label, row in self.untuned_rows().items()
+            for n in self.untuned_ranks(label)
+            for cell in self.untuned_cells(row, n)
         ]
 
-    def untuned_cells(self, method: str, power: float, ranks: int) -> list[Cell]:
-        rate = self.base(METHODS[method].optimizer) * ranks**power
-        return [Cell(self.name, method, ranks, rate, seed, test=True) for seed in self.task.seeds]
+    def untuned_cells(self, row: Untuned, ranks: int) -> list[Cell]:
+        rate = self.base(METHODS[row.method].optimizer) * ranks**row.power
+        return [
+            Cell(self.name, row.method, ranks, rate, seed, clip=row.clip, test=True)
+            for seed in self.task.seeds
+        ]
 
     def unweighted(self) -> list[Cell]:
         """Adasum of deltas without weights, where they make a difference: at 3 and 6 ranks."""
-        method = self.delta()
         return [
             replace(cell, weighted=False)
             for n in self.task.ranks
             if n & (n - 1)
-            for cell in self.untuned_cells(method, 0.0, n)
+            for cell in self.untuned_cells(Untuned(self.delta()), n)
         ]
 
     def rates(self) -> list[Cell]:
-        """Average and Adasum of deltas over a wide range of rates, on the validation part."""
+        """The main methods over a wide range of rates, on the validation part."""
+        suffix = self._suffix()
+        main = ((self._average(), None), (self.delta(), None))
+        added = ((self._average(), CLIP), (f"adasum-gradient{suffix}", None))
+        counts = SENSITIVE_RANKS[self.name]
+        few = {"digits": counts, "fashion": (TUNING_RANKS,)}.get(self.name, ())
         return [
-            self._tuning(method, base * multiple, PAIRS[0], seed, ranks)
-            for method in (self._average(), self.delta())
+            self._tuning(method, base * multiple, (PAIRS[0][0], clip), seed, ranks)
+            for rows, all_ranks in ((main, counts), (added, few))
+            for method, clip in rows
             for base in [self.base(METHODS[method].optimizer)]
-            for ranks in SENSITIVE_RANKS[self.name]
+            for ranks in all_ranks
             for multiple in MULTIPLES
             for seed in TUNING_SEEDS
         ]
 
-    def local(self) -> dict[tuple[str, int], list[Cell]]:
-        """H local steps at 8 ranks and one rank's rate, by method and H."""
-        if self.name not in LOCAL_TASKS:
-            return {}
-        suffix = "-adamw" if self.task.family == "adamw" else ""
-        rows = [self.delta(), f"average-delta{suffix}", f"nesterov{suffix}"]
+    def local_grids(self) -> dict[tuple[str, int], list[Cell]]:
+        """The rates to tune H local steps among at 8 ranks, by method and H."""
+        suffix, periods = self._suffix(), PERIODS_OF.get(self.name, ())
         return {
             (method, period): [
-                replace(cell, local_steps=period)
-                for cell in self.untuned_cells(method, 0.0, TUNING_RANKS)
+                replace(self._tuning(method, base * multiple, PAIRS[0], seed), local_steps=period)
+                for base in [self.base(METHODS[method].optimizer)]
+                for multiple in LOCAL_GRIDS[METHODS[method].optimizer]
+                for seed in LOCAL_SEEDS[self.name]
             ]
-            for method in rows
-            for period in PERIODS
+            for method in (self.delta(), f"average-delta{suffix}", f"nesterov{suffix}")
+            for period in periods
+        }
+
+    def local(self) -> dict[tuple[str, int], list[Cell]]:
+        """H local steps at 8 ranks and the rate that was best for this method and H."""
+        return {
+            key: [replace(self._best(grid)[0], seed=seed, test=True) for seed in self.task.seeds]
+            for key, grid in self.local_grids().items()
         }
 
     def layers(self) -> dict[str, list[Cell]]:
@@ -221,7 +258,7 @@ class Choices:
         return {
             layer: [
                 replace(cell, layers=numbers)
-                for cell in self.untuned_cells("adasum-gradient", 0.0, TUNING_RANKS)[:seeds]
+                for cell in self.untuned_cells(Untuned("adasum-gradient"), TUNING_RANKS)[:seeds]
             ]
             for layer, numbers in (layers_of(self.task).items() if seeds else ())
         }
@@ -229,6 +266,9 @@ class Choices:
     def plain(self, optimizer: str) -> str:
         """The method that stands for one rank, which has nothing to reduce."""
         return {"sgd": "average-m0", "momentum": "average", "adamw": "average-adamw"}[optimizer]
+
+    def _suffix(self) -> str:
+        return "" if self.task.family == "sgd" else "-adamw"
 
     def _average(self) -> str:
         return "average" if self.task.family == "sgd" else "average-adamw"

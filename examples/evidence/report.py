@@ -10,7 +10,7 @@ from typing import Any
 from evidence.cells import Cell
 from evidence.intervals import interval, paired, verdict
 from evidence.methods import METHODS
-from evidence.protocol import PERIODS, TUNING_RANKS, Choices
+from evidence.protocol import PERIODS_OF, TUNING_RANKS, Choices, Untuned
 from evidence.store import Store
 from evidence.tasks import Task
 from evidence.wall_clock import seconds_a_step
@@ -46,8 +46,8 @@ class Results:
     def alone(self, label: str = "Average") -> list[Cell]:
         """One rank with the optimizer of that untuned row; with momentum for tuned rows."""
         row = self.choices.untuned_rows().get(label) or self.choices.untuned_rows()["Average"]
-        method = self.choices.plain(METHODS[row[0]].optimizer)
-        return self.choices.untuned_cells(method, 0.0, 1)
+        method = self.choices.plain(METHODS[row.method].optimizer)
+        return self.choices.untuned_cells(Untuned(method), 1)
 
     def tuned_rows(self) -> dict[str, dict[int, list[Cell]]]:
         """The best four methods' cells, by label and ranks."""
@@ -58,8 +58,11 @@ class Results:
 
     def untuned_rows(self) -> dict[str, dict[int, list[Cell]]]:
         return {
-            label: {n: self.choices.untuned_cells(*row, n) for n in self.task.ranks}
+            label: {
+                n: self.choices.untuned_cells(row, n) for n in self.choices.untuned_ranks(label)
+            }
             for label, row in self.choices.untuned_rows().items()
+            if self.choices.untuned_ranks(label)
         }
 
     def batch_seconds(self) -> float:
@@ -148,8 +151,8 @@ def sweep_table(results: Results, rows: dict[str, dict[int, list[Cell]]]) -> Ite
         label = f"one rank: {METHODS[alone[0].method].label}"
         yield f"| 1 | {label} | {_pm(results.scores(alone))} | | | | | {_row_end(results, alone)}"
     for n in results.task.ranks:
-        for label, by_ranks in rows.items():
-            cells, theirs = by_ranks[n], rows[adasum][n]
+        for label in (label for label, by_ranks in rows.items() if n in by_ranks):
+            cells, theirs = rows[label][n], rows[adasum][n]
             one_rank = results.alone(label)
             beside = "| " if cells == theirs else _beside(results, cells, theirs)
             yield (
@@ -175,8 +178,8 @@ def target_table(results: Results) -> Iterator[str]:
     panels = (("best", results.tuned_rows()), ("untuned", results.untuned_rows()))
     for panel, rows in panels:
         for n in results.task.ranks:
-            for label, by_ranks in rows.items():
-                cells = by_ranks[n]
+            for label in (label for label, by_ranks in rows.items() if n in by_ranks):
+                cells = rows[label][n]
                 seen = [examples for c in cells if (examples := results.examples_to_target(c))]
                 row = f"| {panel} | {n} | {label} | {len(seen)} of {len(cells)} |"
                 if seen:
@@ -221,24 +224,27 @@ def rates_table(results: Results) -> Iterator[str]:
     cells = results.choices.rates()
     if not cells:
         return
-    yield from _head("method", "ranks", "rate", "of one rank's", "score by seed", "works")
-    rows: dict[tuple[str, int], dict[float, list[float]]] = {}
-    for (method, n, rate), group in rates_by_cell(cells).items():
-        rows.setdefault((method, n), {})[rate] = results.scores(group)
+    yield from _head(
+        "method", "ranks", "rate", "of one rank's", "score by seed", "works", "has the target"
+    )
+    target = results.task.better(results.target())
+    rows = rates_by_row(cells)
     # The other methods at 8 ranks: the plain trainings of their grids.
     for method in results.choices.methods:
-        if (method, TUNING_RANKS) not in rows:
-            for cell in results.choices.plain_grid(method):
-                scores = rows.setdefault((method, TUNING_RANKS), {})
-                scores[cell.rate] = results.scores([cell])
-    for (method, n), by_rate in rows.items():
-        good = working(results.task, {rate: statistics.mean(s) for rate, s in by_rate.items()})
-        for rate, scores in by_rate.items():
-            one = METHODS[method]
+        if (method, None, TUNING_RANKS) not in rows:
+            grid = results.choices.plain_grid(method)
+            rows[method, None, TUNING_RANKS] = {cell.rate: [cell] for cell in grid}
+    for (method, clip, n), by_rate in rows.items():
+        one, label = METHODS[method], row_label(method, clip)
+        means = {rate: statistics.mean(results.scores(group)) for rate, group in by_rate.items()}
+        good = working(results.task, means)
+        for rate, group in by_rate.items():
             of_one = "" if one.absolute else f"{rate / results.choices.base(one.optimizer):g}"
+            marks = rate in good, results.task.better(means[rate]) >= target
+            works, has_it = ("yes" if mark else "" for mark in marks)
             yield (
-                f"| {one.label} | {n} | {rate:.6g} | {of_one} | {_listed(scores)} "
-                f"| {'yes' if rate in good else ''} |"
+                f"| {label} | {n} | {rate:.6g} | {of_one} | {_listed(results.scores(group))} "
+                f"| {works} | {has_it} |"
             )
 
 
@@ -248,14 +254,17 @@ def local_table(results: Results) -> Iterator[str]:
         return
     adasum = results.choices.delta()
     less = f"less {METHODS[adasum].label}"
-    yield from _head("H", "method", "score", less, "shown", "every seed", "cells")
-    for period in PERIODS:
+    yield from _head(
+        "H", "method", "of one rank's rate", "score", less, "shown", "every seed", "cells"
+    )
+    for period in PERIODS_OF[results.name]:
         theirs = rows[adasum, period]
         for method in dict.fromkeys(method for method, _ in rows):
             cells = rows[method, period]
             beside = "| " if cells == theirs else _beside(results, cells, theirs)
+            of_one = f"{cells[0].rate / results.choices.base(METHODS[method].optimizer):g}"
             yield (
-                f"| {period} | {METHODS[method].label} | {_pm(results.scores(cells))} "
+                f"| {period} | {METHODS[method].label} | {of_one} | {_pm(results.scores(cells))} "
                 f"| {beside} | {_row_end(results, cells)}"
             )
 
@@ -273,8 +282,10 @@ def layer_points(results: Results) -> dict[str, tuple[float, Any]]:
     """Return each layer's mean orthogonality under Adasum, and what Adasum there alone gains."""
     points = {}
     for layer, cells in results.choices.layers().items():
-        whole = results.choices.untuned_cells("adasum-delta", 0.0, TUNING_RANKS)[: len(cells)]
-        plain = results.choices.untuned_cells("average", 0.0, TUNING_RANKS)[: len(cells)]
+        whole, plain = (
+            results.choices.untuned_cells(Untuned(method), TUNING_RANKS)[: len(cells)]
+            for method in ("adasum-gradient", "average")
+        )
         ratios = [
             look[i]
             for cell in whole
@@ -294,11 +305,19 @@ def working(task: Task, scores: dict[float, float]) -> set[float]:
     return {rate for rate, score in scores.items() if task.better(score) >= task.better(least)}
 
 
-def rates_by_cell(cells: Sequence[Cell]) -> dict[tuple[str, int, float], list[Cell]]:
-    groups: dict[tuple[str, int, float], list[Cell]] = {}
+def row_label(method: str, clip: float | None) -> str:
+    return METHODS[method].label + (", clipped" if clip else "")
+
+
+def rates_by_row(
+    cells: Sequence[Cell],
+) -> dict[tuple[str, float | None, int], dict[float, list[Cell]]]:
+    """Return the cells by (method, clip, ranks), then by rate."""
+    rows: dict[tuple[str, float | None, int], dict[float, list[Cell]]] = {}
     for cell in cells:
-        groups.setdefault((cell.method, cell.ranks, cell.rate), []).append(cell)
-    return groups
+        row = rows.setdefault((cell.method, cell.clip, cell.ranks), {})
+        row.setdefault(cell.rate, []).append(cell)
+    return rows
 
 
 def _by_ranks(cells: Sequence[Cell]) -> dict[int, list[Cell]]:
