@@ -52,13 +52,16 @@ def numpy_type(kind: str) -> Any:
     return np.dtype(f"{kind[0].replace('b', 'u').replace('s', 'i')}{int(kind[1:]) // 8}").type
 
 
+@cache
 def from_bits(kind: str, bits: int) -> Array:
-    """Return a literal as a value of a PTX type."""
+    """Return a literal as a value of a PTX type, which all who ask for it share."""
     dtype = np.dtype(numpy_type(kind))
-    if kind == "pred":
-        return np.array(bits & 1, bool)
     width = dtype.itemsize
-    return np.array(bits & ((1 << 8 * width) - 1), f"u{width}").view(dtype)
+    value = np.array(bits & ((1 << 8 * width) - 1), f"u{width}").view(dtype)
+    if kind == "pred":
+        value = np.array(bits & 1, bool)
+    value.flags.writeable = False
+    return value
 
 
 def _canonical(values: Array) -> Array:
