@@ -48,7 +48,8 @@ class Registers:
         for bank, size in sizes.items():
             garbage = np.frombuffer(random.bytes(64 * WIDTHS[bank]), np.uint8)
             total = size * count * WIDTHS[bank]
-            values = np.tile(garbage, -(-total // len(garbage)))[:total]
+            again = -(-total // len(garbage))
+            values = np.broadcast_to(garbage, (again, len(garbage))).reshape(-1)[:total]
             dtype = np.dtype(f"u{WIDTHS[bank]}") if bank != "p" else np.dtype(bool)
             typed = (values & 1).astype(bool) if bank == "p" else values.view(dtype)
             self._banks[bank] = typed.reshape(size, count)
