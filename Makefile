@@ -40,6 +40,8 @@ evidence: $(READY)  ## run what is missing of docs/evidence/protocol.md: tables 
 
 # Two files at a time have more threads than there are cores: one that spins keeps the one it waits for from running.
 test test-slow test-kernels test-collectives test-emulated: export OMP_WAIT_POLICY = passive
+# Tests start hundreds of processes; without bytecode on disk each would compile every module anew, for about a second.
+test test-slow test-kernels test-collectives test-emulated: export PYTHONDONTWRITEBYTECODE =
 TWO_FILES = -n 2 --dist loadfile --no-loadscope-reorder
 
 test: $(READY)  ## the tests to run before a commit: every package, two files at a time

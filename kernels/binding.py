@@ -28,12 +28,12 @@ _PAIRS_ON_TRITON: dict[str, Callable[[Call], Run]] = {
 }
 
 
-def bind(call: Call, table: AddressTable) -> Run:
+def bind(call: Call, table: AddressTable | None = None) -> Run:
     """Bind a call to the memory of its tensors.
 
     Args:
         call: Checked. Its addresses are those of its inputs, or none and are then read.
-        table: Of these addresses in device memory, where there is one.
+        table: Of these addresses in device memory, where there is one; None makes it.
 
     Returns:
         What runs the call any number of times, with its scalars.
@@ -47,12 +47,12 @@ def bind(call: Call, table: AddressTable) -> Run:
     return call.findings.reset_before(_bound(call, table))
 
 
-def _bound(call: Call, table: AddressTable) -> Run:
+def _bound(call: Call, table: AddressTable | None) -> Run:
     if not launcher.on_triton(call.out):
         return dispatch.bind(call)
     with launcher.device_guard(call.out):
         if call.function in _LISTS_ON_TRITON:
-            return _LISTS_ON_TRITON[call.function](call, table)
+            return _LISTS_ON_TRITON[call.function](call, table or AddressTable())
         return _PAIRS_ON_TRITON[call.function](call)
 
 

@@ -36,6 +36,8 @@ class Findings(NamedTuple):
 
     def given(self) -> list[tuple[str, Tensor]]:
         """Return the name and tensor of those asked for."""
+        if {*self} == {None}:
+            return []
         named = zip(self._fields, self, strict=False)
         return [(name, tensor) for name, tensor in named if tensor is not None]
 

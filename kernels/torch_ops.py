@@ -22,7 +22,6 @@ from torch.autograd.graph import increment_version
 from kernels.arguments import FUNCTIONS, Call
 from kernels.binding import bind
 from kernels.findings import SCHEMA, Findings
-from kernels.gpu.device_tables import AddressTable
 from kernels.layout import packed_within
 from kernels.validation import tracing
 
@@ -60,7 +59,7 @@ def run(call: Call, *scalars: float) -> Any:
 
 
 def _run_at_once(call: Call, *scalars: float) -> None:
-    bind(call, AddressTable())(*scalars)
+    bind(call)(*scalars)
     # Without it a backward pass that had saved one of them would use the new values in silence.
     # Those made in inference mode have no version, which torch knows.
     increment_version(call.written)

@@ -223,8 +223,8 @@ def byte_range(tensor: Tensor) -> tuple[int, int]:
 
 def check_no_overlap(name: str, written: Tensor, other_name: str, other: Tensor) -> None:
     """Raise ValueError if any byte of `written` belongs to `other`."""
-    low, high = byte_range(written)
-    start, stop = byte_range(other)
+    low, start = written.data_ptr(), other.data_ptr()
+    high, stop = low + written.nbytes, start + other.nbytes
     if low < stop and start < high and low < high and start < stop:
         raise ValueError(f"{name} overlaps {other_name} in memory: pass a separate tensor")
 

@@ -1,14 +1,14 @@
-"""The order of the test files, `--emulated` and `--gpu`, and kernels compiled once at the start."""
+"""The order of the test files, `--emulated` and `--gpu`, and kernels compiled once at the start.
+
+What takes long to import is imported where it is used: the process that hands out files to others
+runs no test, and they start after it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
-import torch
-
-import kernels
-from tests.ptx_emulator.driver import emulated
 
 # Files and folders that take longest. Two workers take files in turn: one that is long and last
 # leaves the other worker without work.
@@ -52,13 +52,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """With `--gpu`, do not take skipped tests for passed ones."""
-    if config.getoption("gpu") and not torch.cuda.is_available():
-        pytest.exit("torch sees no GPU here", returncode=2)
+    if config.getoption("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.exit("torch sees no GPU here", returncode=2)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _compile_kernels() -> None:
     """Compile the C kernels once, so that no timed rank has to."""
+    import kernels
+
     kernels.backend_info()
 
 
@@ -68,6 +73,8 @@ def _emulate_kernels(request: pytest.FixtureRequest) -> Iterator[None]:
     if not request.config.getoption("emulated"):
         yield
         return
+    from tests.ptx_emulator.driver import emulated
+
     # Looking for races copies all memory, and ranks here have buffers of 32 MiB.
     with emulated(races=False):
         yield

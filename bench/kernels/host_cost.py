@@ -92,7 +92,10 @@ def checks() -> Iterator[tuple[str, Callable[[], object]]]:
         )
         yield f"sum_n of {count}", lambda g=given: kernels.sum_n(g, out=out)
     a, b = tensors[:2]
+    dots = kernels.dot_and_norms(a, b)
     yield "scaled_add", lambda: kernels.scaled_add(a, b, out=out)
+    yield "dot_and_norms", lambda: kernels.dot_and_norms(a, b)
+    yield "combine", lambda: kernels.combine(a, b, dots, out=out)
     yield "adasum", lambda: kernels.adasum(a, b, out=out)
     if hasattr(kernels, "plan_pack"):
         pack = kernels.plan_pack(tensors, layout=layout, out=buffer)
@@ -154,6 +157,8 @@ def figures() -> dict[str, float]:
         for name, call in planned(numel)
     }
     found |= {name: microseconds(call) for name, call in checks()}
+    for name in ("scaled_add", "dot_and_norms", "combine", "adasum"):
+        found[f"{name}, over its plan"] = found[name] - found[f"{name}, {4 * SIZES[0]} bytes"]
     for name in ("pack", "unpack", "sum_n"):
         one, many = found[f"{name} of 1"], found[f"{name} of {COUNT}"]
         found[f"{name} of 1, over its plan"] = one - found[f"{name}, {4 * SIZES[0]} bytes"]

@@ -73,7 +73,8 @@ _ROWS = "\n".join(f"    {kind} {name};" for name, kind in _FIELDS.items())
 # What native.c includes.
 HEADERS = {"task.h": f"struct task {{\n{_ROWS}\n}};\n"}
 _THREADS = list(_FIELDS).index("threads")
-_in_order = operator.itemgetter(*_FIELDS)
+# What a call says; what runs the threads follows, the same for all.
+_in_order = operator.itemgetter(*list(_FIELDS)[: _THREADS + 1])
 _WITH_PARTIALS = ("dot_and_norms", "adasum")
 _NONE = array("q")
 
@@ -88,7 +89,7 @@ class Library:
         self._functions["pack"] = self._functions["unpack"] = library["copy"]
         for function in self._functions.values():
             function.argtypes, function.restype = (ctypes.c_void_p,), None
-        self._team = _team()
+        self._team = operator.itemgetter(*list(_FIELDS)[_THREADS + 1 :])(_team())
 
     def bind(self, call: Call) -> Callable[..., None]:
         """Return what runs a call any number of times, with its scalars.
@@ -114,15 +115,17 @@ class Library:
             dots = call.dots.data_ptr()
         else:
             dots = own_dots if name == "adasum" else out
+        arrays = call.addresses, codes, bounds, numels
+        tensors, dtypes, starts, elements = [one.buffer_info()[0] for one in arrays]
         fields = {
-            "tensors": _address(call.addresses),
-            "dtypes": _address(codes),
+            "tensors": tensors,
+            "dtypes": dtypes,
             "count": len(codes),
             "out": out,
             "out_dtype": _CODES[call.out.dtype],
-            "bounds": _address(bounds),
+            "bounds": starts,
             "segments": segments,
-            "numels": _address(numels),
+            "numels": elements,
             "packing": call.packing,
             "coefficients": start,
             "partials": own_dots + 24 * segments,
@@ -130,10 +133,8 @@ class Library:
             "found_inf": 0 if found_inf is None else found_inf.data_ptr(),
             "largest": 0 if max_abs is None else start + 8 * largest,
             "threads": 1,
-            **self._team,
         }
-        task = array("Q", _in_order(fields))
-        arrays = call.addresses, codes, bounds, numels
+        task = array("Q", _in_order(fields) + self._team)
         function, reference = self._functions[name], _address(task)
 
         # `kept`: the arrays live as long as what runs.

@@ -77,7 +77,7 @@ EVERY = pytest.param(1, marks=pytest.mark.slow, id="everywhere")
 WAYS = [("threads", 1), ("threads", 2), ("shm", 2), ("tcp", 2)]
 
 
-@pytest.mark.parametrize("step", [EVERY, pytest.param(5, id="here and there")])
+@pytest.mark.parametrize("step", [EVERY, pytest.param(13, id="here and there")])
 @pytest.mark.parametrize(("way", "size"), WAYS)
 def test_interrupt_anywhere_leaves_a_usable_group_or_one_that_refuses(
     way: str, size: int, step: int

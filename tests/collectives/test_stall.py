@@ -16,11 +16,10 @@ from collectives import Group
 from collectives.stall import Stall, warning_seconds
 from collectives.transport.nccl.pending import Pending, Posted
 from tests.collectives.consistency.ranks import WAYS, run
-from tests.processes.harness import run_ranks
 
-EVERY = 0.2
+EVERY = 0.1
 # Some warnings' time, and no timeout.
-LATE, TIMEOUT = 0.9, 30.0
+LATE, TIMEOUT = 0.6, 30.0
 SAID = (
     r"^rank 0 has waited 0\.\d+ s for rank 1 in .*(step|negotiation).* of all_reduce 'late' "
     r"\(call 0\).*: an error after 30 s$"
@@ -67,42 +66,6 @@ def test_wait_of_less_than_the_setting_is_not_warned_of(
     run("shm", 2, come_late, TIMEOUT)
     assert not caplog.records
     assert warning_seconds() == {"0": float("inf"), "": 60.0, "10": 10.0}[text]
-
-
-class Kept(logging.Handler):
-    """Keeps what is said."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
-
-
-def _over_gloo(rank: int) -> list[str]:
-    kept = Kept()
-    logging.getLogger("collectives").addHandler(kept)
-    group = collectives.init(timeout=TIMEOUT, transport="gloo", calibrate=False)
-    # From here on, since a start may take long where many ranks start at a time.
-    warning_seconds.cache_clear()
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("ADASUM_STALL_WARNING_SECONDS", str(EVERY))
-        group.barrier()
-        kept.said.clear()
-        group.barrier("before")
-        if rank == 1:
-            time.sleep(LATE)
-        group.all_reduce(torch.ones(1), name="late")
-    collectives.shutdown()
-    return [each for each in kept.said if "late" in each]
-
-
-def test_long_wait_over_gloo_is_warned_of_beside_the_thread_that_waits() -> None:
-    waiting, late = run_ranks(2, _over_gloo)
-    assert len(waiting) >= 2 and not late
-    for said in waiting:
-        assert "rank 0 has waited" in said and "for rank 1 in step 0" in said, said
 
 
 class Event:

@@ -6,7 +6,6 @@ That the kernels compute in 64 bits is read from the intermediate code that Trit
 from __future__ import annotations
 
 import math
-import mmap
 import re
 from fractions import Fraction
 from itertools import pairwise
@@ -15,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import kernels
@@ -27,17 +25,10 @@ from collectives.schedules import ring
 from collectives.schedules.partition import segment_bounds
 from collectives.schedules.schedule import Schedule, steps_of
 from tests.fuzz.outcome import SETTINGS
+from tests.kernels.cases import reserved
 
 HUGE = 2**33 + 5
 numels = st.integers(2**31 - 2, 2**45)
-
-
-def _reserved(nbytes: int) -> Tensor:
-    """uint8 tensor over address space that no memory stands behind until it is touched."""
-    # Python before 3.13 has no name for Linux's flag.
-    unreserved = getattr(mmap, "MAP_NORESERVE", 0x4000)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | unreserved
-    return torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=torch.uint8)
 
 
 @SETTINGS
@@ -65,7 +56,7 @@ def test_owners(sizes: list[int], size: int) -> None:
 
 @pytest.mark.parametrize("dtype", kernels.DTYPES)
 def test_layouts_and_bytes(dtype: torch.dtype) -> None:
-    memory = _reserved(3 * 2**32 * dtype.itemsize)
+    memory = reserved(3 * 2**32 * dtype.itemsize)
     flat = memory.view(dtype)
     tensors = [flat[: 2**32 + 1], flat[2**32 + 1 : 2**32 + 3], flat[2**32 + 3 :]]
     step = 64 // dtype.itemsize
@@ -88,7 +79,7 @@ def test_layouts_and_bytes(dtype: torch.dtype) -> None:
 
 
 def test_overlap_is_found_past_4_gib() -> None:
-    flat = _reserved(2**33).view(torch.float16)
+    flat = reserved(2**33).view(torch.float16)
     with pytest.raises(ValueError, match="out overlaps a"):
         kernels.adasum(flat[: 2**31], flat[2**31 :], out=flat[2**31 - 1 : -1])
     with pytest.raises(ValueError, match="segments must start at 0 and end at the 2147483648"):

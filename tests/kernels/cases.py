@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Iterator
 
 import torch
@@ -48,6 +49,14 @@ def misaligned(tensor: Tensor) -> Tensor:
     base = poisoned(tensor.numel() + 1, tensor.dtype, str(tensor.device))
     view = base[1:].view(tensor.shape)
     return view.copy_(tensor)
+
+
+def reserved(nbytes: int) -> Tensor:
+    """uint8 tensor over address space that no memory stands behind until it is touched."""
+    # Python before 3.13 has no name for Linux's flag.
+    unreserved = getattr(mmap, "MAP_NORESERVE", 0x4000)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | unreserved
+    return torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=torch.uint8)
 
 
 def assert_close(actual: Tensor, expected: Tensor, scale: Tensor, bound: float) -> None:

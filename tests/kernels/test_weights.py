@@ -38,6 +38,9 @@ def test_equal_weights_give_the_unweighted_formula_bit_for_bit(
 ) -> None:
     """The formula as it stands in the paper, in Python's float64, as scalars of scaled_add."""
     rows = rows_at_the_edges()
+    if backend.slow and dtype != torch.float32:
+        # The coefficients are float64's, whatever the tensors are.
+        rows = rows[::4].contiguous()
     bounds = tuple(range(0, 8 * len(rows) + 1, 8))
     a, b = (random(bounds[-1], dtype, backend.device, seed) for seed in (1, 2))
     expected = torch.empty_like(a)
@@ -47,17 +50,23 @@ def test_equal_weights_give_the_unweighted_formula_bit_for_bit(
             for n in norms
         )
         kernels.scaled_add(a[low:high], b[low:high], alpha=alpha, beta=beta, out=expected[low:high])
-    for n in (1, 1.0, 3, 17, 1e-300, 1.7e308):
+    for n in (1, 17, 1.7e308) if backend.slow else (1, 1.0, 3, 17, 1e-300, 1.7e308):
         got = kernels.combine(a, b, rows.to(backend.device), bounds, weights=(n, n))
         assert got.isnan().equal(expected.isnan())
         # One NaN is as good as another.
         assert bits(got.nan_to_num(nan=0.5)) == bits(expected.nan_to_num(nan=0.5))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("weights", UNEQUAL)
+@pytest.mark.parametrize(
+    ("weights", "dtype"),
+    [
+        pytest.param(weights, dtype, marks=() if (row + column) % 2 == 0 else pytest.mark.slow)
+        for row, weights in enumerate(UNEQUAL)
+        for column, dtype in enumerate(DTYPES)
+    ],
+)
 def test_weights_agree_with_float64(
-    backend: Backend, dtype: torch.dtype, weights: tuple[float, float]
+    backend: Backend, weights: tuple[float, float], dtype: torch.dtype
 ) -> None:
     a, b = (random(NUMEL, dtype, backend.device, seed) for seed in (3, 4))
     expected = kernels.adasum_reference(a, b, CUTS, weights=weights)

@@ -15,7 +15,7 @@ from tests.ptx_emulator.arithmetic import Array
 from tests.ptx_emulator.memory import Traffic
 from tests.ptx_emulator.parse import Immediate, Instruction, Name, Program
 from tests.ptx_emulator.races import Clocks
-from tests.ptx_emulator.threads import Launch, Threads, require_listed
+from tests.ptx_emulator.threads import Launch, Threads
 
 _EXITED = np.iinfo(np.int64).max
 # Basic blocks run, for each resident block, after which a launch counts as hung.
@@ -59,7 +59,6 @@ def launch(
         RaceError: Nothing orders two accesses to one address.
         HangError: The blocks do not finish.
     """
-    require_listed(program)
     if len(arguments) != len(program.parameters):
         raise ValueError(f"{program.name} takes {len(program.parameters)} arguments")
     random = np.random.default_rng(seed)
@@ -95,15 +94,16 @@ class _Residents:
                 if self._waits.any():
                     raise self._hang("threads wait at a barrier for others that have exited")
                 return
-            position = int(random.choice(positions))
+            position = int(positions[random.integers(len(positions))])
             candidates = np.flatnonzero(behind == position)
-            chosen = candidates[random.random(len(candidates)) < random.choice([0.5, 1.0])]
+            chosen = candidates[random.random(len(candidates)) < (0.5, 1.0)[random.integers(2)]]
+            if len(chosen) == 0:
+                continue
             active = np.zeros(self._at.shape, bool)
             active[chosen] = (self._at[chosen] == position) & ~self._waits[chosen]
             if clocks:
                 clocks.time += 1
-            if len(chosen):
-                self._run(position, np.flatnonzero(active))
+            self._run(position, np.flatnonzero(active))
         raise self._hang(f"no end after {steps} basic blocks")
 
     def _hang(self, what: str) -> HangError:
@@ -113,6 +113,8 @@ class _Residents:
 
     def _pass_barriers(self) -> None:
         """Let the threads of each block pass a barrier that all of them have reached."""
+        if not self._waits.any():
+            return
         for slot in np.flatnonzero(self._waits.all(axis=1)):
             if (self._at[slot] != self._at[slot][0]).any():
                 raise self._hang("the threads of a block wait at different barriers")
@@ -126,8 +128,9 @@ class _Residents:
         everyone = len(threads) == len(at)
         index: Array | None = None if everyone else threads
         at[threads] = position + 1
-        for instruction in self._launch.program.basic_blocks[position]:
-            opcode, taken = instruction.opcode, threads
+        for listed in self._launch.basic_blocks[position]:
+            instruction, taken = listed[0], threads
+            opcode = instruction.opcode
             if instruction.guard is not None:
                 taken = threads[self._threads.holds(*instruction.guard, index)]
             if opcode in ("bra", "bra.uni"):
@@ -141,7 +144,7 @@ class _Residents:
                 waits[taken] = True
             elif len(taken):
                 whole = everyone and len(taken) == len(threads)
-                self._threads.execute(instruction, None if whole else taken)
+                self._threads.execute(listed, None if whole else taken)
 
     def _label(self, instruction: Instruction) -> int:
         (target,) = instruction.operands

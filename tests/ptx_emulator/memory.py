@@ -7,6 +7,7 @@ import ctypes
 import gc
 import weakref
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain, compress, repeat
 from typing import Any
@@ -96,6 +97,15 @@ def _distinct(parts: list[Array]) -> int:
     return SECTOR * len(np.unique(np.concatenate(parts))) if parts else 0
 
 
+def _by_region(region: Array) -> Iterator[tuple[int, Any]]:
+    """Yield each region that is accessed, and which accesses are to it."""
+    if (region == region[0]).all():
+        yield int(region[0]), slice(None)
+        return
+    for one in np.unique(region):
+        yield int(one), region == one
+
+
 class Memory:
     """One address space, which moves elements as unsigned integers of 2, 4 or 8 bytes."""
 
@@ -151,22 +161,20 @@ class Memory:
         """
         region, offsets = self._located(addresses, width * count, text)
         results = [np.empty(len(addresses), f"u{width}") for _ in range(count)]
-        for one in np.unique(region):
-            here = slice(None) if region[0] == one and (region == one).all() else region == one
-            view, index = self._view(int(one), width), offsets[here] // width
+        for one, here in _by_region(region):
+            view, index = self._view(one, width), offsets[here] // width
             for k, result in enumerate(results):
                 result[here] = view[index + k]
             if self._races and racing:
-                self._races.read(int(one), offsets[here], width * count, threads[here], text)
+                self._races.read(one, offsets[here], width * count, threads[here], text)
         return results
 
     def store(self, addresses: Array, values: list[Array], threads: Array, text: str) -> None:
         """Store the elements of `values` at each address."""
         width = values[0].dtype.itemsize
         region, offsets = self._located(addresses, width * len(values), text)
-        for one in np.unique(region):
-            here = slice(None) if region[0] == one and (region == one).all() else region == one
-            view, index = self._view(int(one), width), offsets[here] // width
+        for one, here in _by_region(region):
+            view, index = self._view(one, width), offsets[here] // width
             changed = np.zeros(len(index), bool)
             for k, value in enumerate(values):
                 changed |= view[index + k] != value[here]
@@ -177,7 +185,7 @@ class Memory:
                     raise AccessError(f"{text}: two threads store different values at one address")
             if self._races:
                 self._races.write(
-                    int(one), offsets[here], width * len(values), threads[here], changed, text
+                    one, offsets[here], width * len(values), threads[here], changed, text
                 )
 
     def atomic_add(self, address: int, value: int, thread: int, text: str) -> int:

@@ -198,7 +198,8 @@ class Races:
         if shadow is None:
             return
         bad = shadow.unordered(grains, who, self._clocks)
-        bad = bad[np.broadcast_to(counts, grains.shape)[bad]]
+        if len(bad):
+            bad = bad[np.broadcast_to(counts, grains.shape)[bad]]
         if len(bad):
             raise RaceError(
                 f"{does} by thread {who[bad[0]]} where thread {shadow.thread[grains[bad[0]]]} has "

@@ -43,20 +43,23 @@ class Registers:
         """
         self.count = count
         self._special = special
-        self._views: dict[str, dict[str, Array]] = {}
+        self._banks: dict[str, Array] = {}
+        self._views: dict[tuple[str, str], Array] = {}
         for bank, size in sizes.items():
             garbage = np.frombuffer(random.bytes(64 * WIDTHS[bank]), np.uint8)
-            values = np.resize(garbage, size * count * WIDTHS[bank])
+            total = size * count * WIDTHS[bank]
+            again = -(-total // len(garbage))
+            values = np.broadcast_to(garbage, (again, len(garbage))).reshape(-1)[:total]
             dtype = np.dtype(f"u{WIDTHS[bank]}") if bank != "p" else np.dtype(bool)
             typed = (values & 1).astype(bool) if bank == "p" else values.view(dtype)
-            self._views[bank] = {dtype.str: typed.reshape(size, count)}
+            self._banks[bank] = typed.reshape(size, count)
 
     def _row(self, register: Register, kind: str) -> Array:
-        dtype = _view_type(register.bank, kind)
-        views = self._views[register.bank]
-        if dtype not in views:
-            views[dtype] = next(iter(views.values())).view(dtype)
-        row: Array = views[dtype][register.number]
+        view = self._views.get((register.bank, kind))
+        if view is None:
+            view = self._banks[register.bank].view(_view_type(register.bank, kind))
+            self._views[register.bank, kind] = view
+        row: Array = view[register.number]
         return row
 
     def size(self, index: Array | None) -> int:
@@ -77,15 +80,15 @@ class Registers:
 
     def read_each(self, operand: Operand, kind: str, index: Array | None) -> Array:
         """Return an operand's value of each thread."""
-        return np.broadcast_to(self.read(operand, kind, index), self.size(index))
+        values = self.read(operand, kind, index)
+        return values if values.ndim else np.broadcast_to(values, self.size(index))
 
     def write(self, operand: Operand, kind: str, values: Array, index: Array | None) -> None:
         """Set a register; `_` takes a value and drops it."""
-        if operand == Name("_"):
-            return
-        if not isinstance(operand, Register):
+        if isinstance(operand, Register):
+            self._row(operand, kind)[slice(None) if index is None else index] = values
+        elif operand != Name("_"):
             raise NotImplementedError(f"{operand} is no register")
-        self._row(operand, kind)[slice(None) if index is None else index] = values
 
     def write_extended(
         self, operand: Operand, kind: str, values: Array, index: Array | None

@@ -7,7 +7,7 @@ opcodes.py; one that is in none of them raises NotImplementedError with its text
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import reduce
+from functools import cache, reduce
 from typing import Any
 
 import numpy as np
@@ -75,12 +75,16 @@ class Launch:
         self.program, self.grid, self.arguments = program, grid, arguments
         self.shared_size, self.random = shared, random
         self.clocks, self.traffic = clocks, traffic
+        self.basic_blocks = listed(program)
         self.memory = GlobalMemory(clocks)
 
 
 Method = Callable[["Threads", Instruction, Any, "Array | None"], None]
+# An instruction, its method and its entry in the table that lists it.
+Listed = tuple[Instruction, Method, Any]
 
 
+@cache
 def _found(instruction: Instruction) -> tuple[Method, Any]:
     """Return the method for an instruction and its entry in the table that lists it."""
     opcode, operands = instruction.opcode, instruction.operands
@@ -101,12 +105,16 @@ def _found(instruction: Instruction) -> tuple[Method, Any]:
     )
 
 
-def require_listed(program: Program) -> None:
-    """Raise NotImplementedError for the first instruction of a program that is in no table."""
-    for block in program.basic_blocks:
-        for instruction in block:
-            if instruction.opcode not in CONTROL:
-                _found(instruction)
+def listed(program: Program) -> list[list[Listed]]:
+    """Return the instructions of each basic block with what the tables have for them.
+
+    Raises:
+        NotImplementedError: One that is in no table.
+    """
+    return [
+        [(one, *(_CONTROL if one.opcode in CONTROL else _found(one))) for one in block]
+        for block in program.basic_blocks
+    ]
 
 
 class Threads:
@@ -137,14 +145,14 @@ class Threads:
         """Return for each thread whether a predicate has that value."""
         return self._registers.read(register, "pred", index) == wanted
 
-    def execute(self, instruction: Instruction, index: Array | None) -> None:
+    def execute(self, listed: Listed, index: Array | None) -> None:
         """Execute any instruction but branches, returns and barriers.
 
         Raises:
             NotImplementedError: The instruction or an operand of it is not known.
             AccessError: It is no access that may be made here.
         """
-        method, entry = _found(instruction)
+        instruction, method, entry = listed
         if ".global" in instruction.opcode:
             self.require_wait(instruction, index)
         try:
@@ -169,6 +177,9 @@ class Threads:
             for source, kind in zip(sources, operation.sources, strict=True)
         ]
         self._registers.write(target, operation.result, operation.compute(*values), index)
+
+    def _control(self, instruction: Instruction, entry: None, index: Array | None) -> None:
+        raise AssertionError(f"{instruction.text}: machine.py does this itself")
 
     def _repack(self, instruction: Instruction, kind: str, index: Array | None) -> None:
         """Move between one register and its halves or quarters."""
@@ -341,6 +352,7 @@ def _parts(operand: Operand, count: int) -> tuple[Operand, ...]:
     return parts
 
 
+_CONTROL = Threads._control, None
 _TABLES: tuple[tuple[dict[str, Any], Method], ...] = (
     (PARAMETER_LOADS, Threads._load_parameter),
     (LOADS, Threads._load),

@@ -122,8 +122,13 @@ class _Counting:
 
 
 def _chain(length: int) -> torch.nn.Sequential:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(length)))
+    # Of its own, since ranks that are threads share torch's.
+    generator = torch.Generator().manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(length)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(8, 8, generator=generator))
+    return model
 
 
 def test_delta_method_copies_only_the_buckets_in_flight() -> None:

@@ -5,15 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
-from typing import Any
 
 import pytest
-import torch
 
-import collectives
 from collectives.bootstrap import launchers
-from tests.processes.harness import run_ranks
 
 TORCHRUNS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # What each calls rank, size, local rank and local size.
@@ -173,55 +168,3 @@ def test_ranks_behind_shells_of_their_own_know_what_started_them_all() -> None:
     first, second = (int(rank.communicate(timeout=60)[0]) for rank in ranks)
     assert first == second
     assert first % (1 << 22) == os.getpid()
-
-
-def _launched(rank: int, nodes: int) -> list[Any]:
-    """What a rank is told under one launcher after the other, and by the group."""
-    said = []
-    for launcher in ["srun", "mpirun"][: 3 - nodes]:
-        for name in TORCHRUNS:
-            os.environ.pop(name, None)
-        os.environ.update(by(launcher, rank, 4, 4 // nodes))
-        group = collectives.init(timeout=30.0, calibrate=False)
-        total = group.all_reduce(torch.tensor([float(rank)])).item()
-        said.append([group.rank, group.local_rank, group.local_size, group.num_nodes, total])
-        assert os.environ["LOCAL_RANK"] == str(group.local_rank)
-        group.barrier()
-        collectives.shutdown()
-        for name in by(launcher, rank, 4):
-            del os.environ[name]
-    return said
-
-
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_ranks_of_other_launchers_reduce_where_the_launcher_says(nodes: int) -> None:
-    of = 4 // nodes
-    want = [[[rank, rank % of, of, nodes, 6.0]] * (3 - nodes) for rank in range(4)]
-    assert run_ranks(4, _launched, nodes, timeout=90.0) == want
-
-
-def _two_jobs_at_one_port(rank: int) -> str:
-    """Ranks 0 and 1 are a job; 2 and 3 are ranks 0 and 1 of another one."""
-    job, own = divmod(rank, 2)
-    for name in TORCHRUNS:
-        os.environ.pop(name, None)
-    apart = launchers._PORTS if job else 0
-    os.environ.update({**by("srun", own, 2), "SLURM_JOB_ID": str(4711 + apart)})
-    # The other job's rank 1 comes before this one's, and its rank 0 last.
-    time.sleep({0: 0.0, 1: 0.6, 2: 0.3, 3: 0.1}[rank])
-    try:
-        group = collectives.init(timeout=2.0, calibrate=False)
-        met = str(group.all_gather_bytes(str(rank).encode()))
-        # The other job is to find the store, which rank 0 keeps.
-        time.sleep(2.5 if rank == 0 else 0.0)
-        return met
-    except collectives.CollectiveError as error:
-        return f"{type(error).__name__}: {error}"
-
-
-def test_two_jobs_told_one_port_do_not_meet() -> None:
-    first, second, taken, astray = run_ranks(4, _two_jobs_at_one_port, timeout=60.0)
-    assert first == second == "[b'0', b'1']"
-    assert "TransportError: rank 0 cannot listen on 127.0.0.1:" in taken
-    assert "set another MASTER_PORT" in taken
-    assert "CollectiveTimeoutError: rank 1 could not start: rank 0 did not come" in astray

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-import collectives
 from collectives.bootstrap.report import report
 from collectives.cost import ASSUMED
 from collectives.schedules.topology import Topology
@@ -20,7 +19,6 @@ from collectives.transport.connections import shm_listener
 from kernels.cpu import dispatch, native
 from kernels.cpu.build import Unavailable
 from tests.collectives.transport.thread_ranks import connect
-from tests.processes.harness import run_ranks
 
 ROOT = Path(__file__).parents[3]
 
@@ -55,32 +53,6 @@ def test_adasum_log_is_silent_where_it_should_be_and_refuses_other_words() -> No
     assert line.startswith("mine rank 0 of 1")
     (line,) = _run(CODE, ADASUM_LOG="loud").splitlines()
     assert "WARNING kernels: ADASUM_LOG must be one of debug, info, warning, error, got" in line
-
-
-def _init(rank: int) -> list[str]:
-    said: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
-
-    logger = logging.getLogger("collectives.initialize")
-    logger.addHandler(Keep())
-    logger.setLevel(logging.INFO)
-    collectives.init(timeout=60.0)
-    collectives.shutdown()
-    collectives.init(timeout=60.0, transport="gloo", calibrate=False)
-    collectives.shutdown()
-    return said
-
-
-def test_init_logs_transport_reason_algorithms_and_kernels_once_a_rank() -> None:
-    for rank, said in enumerate(run_ranks(2, _init)):
-        fast, slow = said
-        assert fast.startswith(f"rank {rank} of 2 on 1 host(s): transport='auto': Connection")
-        assert "sums of CPU tensors by measured link rates: " in fast and " at 64 MiB; " in fast
-        assert "transport='gloo': GlooTransport(), gloo where nothing faster" in slow
-        assert "by size alone: " in slow
 
 
 def test_report_of_many_ranks_names_their_number_and_hosts() -> None:

@@ -39,7 +39,9 @@ def _values(rank: int, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("op", [Sum, Average])
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8])
+@pytest.mark.parametrize(
+    "size", [1, 2, 3, 4, 5, *(pytest.param(size, marks=pytest.mark.slow) for size in (7, 8))]
+)
 def test_reduction_to_given_owners_has_the_bits_of_rd_and_rechd(size: int, op: Sum) -> None:
     """Packed, in a FusedBuffer, and of dtypes that nothing packs; on scattered and few owners."""
 

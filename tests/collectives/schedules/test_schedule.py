@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from collectives.schedules import binomial_tree, recursive_doubling, recursive_halving, ring
@@ -12,13 +14,18 @@ from collectives.schedules.topology import Topology
 from collectives.schedules.verify import ScheduleError, verify
 from tests.collectives.schedules.simulation import one_level, with_step
 
-SIZES = range(1, 65)
+# A proof of a ring takes size³ operations, the others size² log size.
+QUICK = (*range(1, 33), 64)
+RINGS = pytest.mark.parametrize(
+    "sizes", [QUICK, pytest.param(range(33, 64), marks=pytest.mark.slow)], ids=["quick", "rest"]
+)
 
 
+@RINGS
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_all_reduce_is_proved_for_every_size(name: str) -> None:
+def test_all_reduce_is_proved_for_every_size(name: str, sizes: Sequence[int]) -> None:
     """With an operator that needs one tree to 16 ranks; the line of larger rings has a test."""
-    for size in SIZES:
+    for size in sizes:
         assert verify(one_level(name, 1, Topology(size, size))).phases == (size > 1)
         if size <= 16:
             schedule = one_level(name, 1, Topology(size, size), one_tree=True)
@@ -28,15 +35,15 @@ def test_all_reduce_is_proved_for_every_size(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_all_reduce_is_proved_for_many_ranks(name: str) -> None:
-    # A proof of a ring takes size³ operations, the others size² log size.
     size = 150 if name == "xring" else 500
     proof = verify(one_level(name, 1, Topology(size, size)))
     steps = {"xring": 2 * 149, "rechd": 2 * 8 + 2, "vhdd": 2 * 8 + 2, "rd": 8 + 2}
     assert proof.steps == steps.get(name, proof.steps)
 
 
-def test_other_collectives_are_proved_for_every_size() -> None:
-    for size in SIZES:
+@RINGS
+def test_other_collectives_are_proved_for_every_size(sizes: Sequence[int]) -> None:
+    for size in sizes:
         assert verify(ring.reduce_scatter(size)).steps == size - 1
         assert verify(ring.all_gather(size)).steps == size - 1
         for root in {0, size // 2, size - 1}:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import platform
 import shutil
 import subprocess
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,22 +20,15 @@ import kernels
 from kernels.cpu import build, dispatch, native
 from tests.kernels.cases import DTYPES, bits, random
 
-# By the processor that they compile for.
-COMPILERS = {
-    "gcc": platform.machine(),
-    "clang": platform.machine(),
-    "x86_64-linux-gnu-gcc": "x86_64",
-    "aarch64-linux-gnu-gcc": "aarch64",
-}
+HERE = platform.machine()
+# By the processor that they compile for; Debian's other name of the gcc for this one is left out.
+OTHERS = {"x86_64-linux-gnu-gcc": "x86_64", "aarch64-linux-gnu-gcc": "aarch64"}
+COMPILERS = {"gcc": HERE, "clang": HERE} | {k: v for k, v in OTHERS.items() if v != HERE}
 # clang says that one of two options of ours overrides the other.
 STRICT = ("-Wall", "-Wextra", "-Werror", "-Wno-unknown-warning-option", "-Wno-overriding-t-option")
 
 
-def compile_strictly(
-    compiler: str, machine: str, folder: Path, to: Path = Path("/dev/null")
-) -> Path:
-    """As at first use, where a warning is an error: also that of clang, if a loop that is marked as
-    elementwise has not become one of vectors. folder: for what is generated."""
+def _compile_strictly(compiler: str, machine: str, folder: Path) -> Path:
     if not shutil.which(compiler):
         pytest.skip(f"no {compiler} on the PATH")
     if machine not in native._PROCESSORS:
@@ -42,16 +37,28 @@ def compile_strictly(
         (folder / name).write_text(text)
     flags = [*build._FLAGS, *native._FLAGS, *native._PROCESSORS[machine], f"-I{folder}"]
     # Of another processor there may be the compiler alone, without libraries to link.
-    kind = ["-S", "-Wno-unused-command-line-argument"] if to == Path("/dev/null") else []
-    command = [compiler, *flags, *kind, *STRICT, str(native._SOURCES[0]), "-o", str(to)]
+    kind = [] if machine == HERE else ["-S", "-Wno-unused-command-line-argument"]
+    made = folder / "native.so"
+    command = [compiler, *flags, *kind, *STRICT, str(native._SOURCES[0]), "-o", str(made)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    return to
+    return made
+
+
+@pytest.fixture(scope="module")
+def compile_strictly(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """As at first use, where a warning is an error: also that of clang, if a loop that is marked as
+    elementwise has not become one of vectors. Each compiler once."""
+    return cache(
+        lambda name: _compile_strictly(name, COMPILERS[name], tmp_path_factory.mktemp("strict"))
+    )
 
 
 @pytest.mark.parametrize("compiler", COMPILERS)
-def test_arithmetic_compiles_without_a_warning(compiler: str, tmp_path: Path) -> None:
-    compile_strictly(compiler, COMPILERS[compiler], tmp_path)
+def test_arithmetic_compiles_without_a_warning(
+    compiler: str, compile_strictly: Callable[[str], Path]
+) -> None:
+    assert compile_strictly(compiler).exists()
 
 
 def answers() -> list[Tensor]:
@@ -74,13 +81,12 @@ def answers() -> list[Tensor]:
 
 @pytest.mark.parametrize("compiler", ["gcc", "clang"])
 def test_the_bits_are_those_of_any_compiler(
-    compiler: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    compiler: str, monkeypatch: pytest.MonkeyPatch, compile_strictly: Callable[[str], Path]
 ) -> None:
     if why_not := kernels.backend_info().why_torch:
         pytest.skip(f"no compiled CPU path: {why_not}")
     expected = answers()
-    made = compile_strictly(compiler, platform.machine(), tmp_path, tmp_path / "native.so")
-    library = native.Library(made)
+    library = native.Library(compile_strictly(compiler))
     monkeypatch.setattr(dispatch, "library", lambda: library)
     for got, wanted in zip(answers(), expected, strict=True):
         assert bits(got) == bits(wanted)

@@ -15,17 +15,8 @@ import kernels
 from kernels.cpu import build, dispatch, native
 from tests.kernels.cases import random
 
-
-@pytest.mark.parametrize("shown", [True, False])
-def test_it_has_torchs_threads(shown: bool) -> None:
-    """One OpenMP in the process: two would put two pools of threads on the same cores.
-
-    As many threads as torch was told, in one of the user's own, too.
-    """
-    if why_not := kernels.backend_info().why_torch:
-        pytest.skip(f"no compiled CPU path: {why_not}")
-    # As in torch's wheels for aarch64, whose OpenMP only those see that name it.
-    hide = """
+# As in torch's wheels for aarch64, whose OpenMP only those see that name it.
+HIDE = """
 import ctypes
 whole = ctypes.CDLL
 ctypes.CDLL = lambda name, mode=0: whole(name)
@@ -33,7 +24,21 @@ import torch
 ctypes.CDLL = whole
 assert not hasattr(whole(None), "GOMP_parallel")
 """
-    code = """
+FORK = """
+import os, signal, kernels
+from kernels.cpu import dispatch
+# As if another thread were about to compile.
+dispatch._state.lock.acquire()
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    print(kernels.backend_info().cpu_path, flush=True)
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+dispatch._state.lock.release()
+print(kernels.backend_info().cpu_path)
+"""
+COUNT = """
 import os, re, threading, time, kernels, torch
 def more():
     before = len(os.listdir("/proc/self/task"))
@@ -55,16 +60,37 @@ print(*seen)
 files = {line.split()[-1] for line in open("/proc/self/maps")}
 print(*{file for file in files if re.match("lib[gi]?omp", file.split("/")[-1])})
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code if shown else hide + code],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+
+
+def lines_of(code: str) -> list[str]:
+    """Return what another process that runs `code` prints."""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout.splitlines()
+
+
+@pytest.fixture(scope="module")
+def forked_and_counted() -> list[str]:
+    return lines_of(FORK + COUNT)
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_it_has_torchs_threads(shown: bool, forked_and_counted: list[str]) -> None:
+    """One OpenMP in the process: two would put two pools of threads on the same cores.
+
+    As many threads as torch was told, in one of the user's own, too.
+    """
+    if why_not := kernels.backend_info().why_torch:
+        pytest.skip(f"no compiled CPU path: {why_not}")
+    seen, runtime = forked_and_counted[2:] if shown else lines_of(HIDE + COUNT)
     if "OpenMP" in torch.__config__.parallel_info():
-        seen, runtime = done.stdout.splitlines()
         assert seen == "0 2" and len(runtime.split()) == 1
+
+
+def test_forked_child_does_not_wait_for_a_thread_of_its_parent(
+    forked_and_counted: list[str],
+) -> None:
+    assert forked_and_counted[:2] == [kernels.backend_info().cpu_path] * 2
 
 
 def test_threads_compute_at_once() -> None:
@@ -111,26 +137,3 @@ def test_others_go_on_while_c_computes(tmp_path: Path, monkeypatch: pytest.Monke
         turns += 1
     # Had it been kept from them, there would be one or two.
     assert turns > 20
-
-
-CHILD = """if True:
-    import os, signal, kernels
-    from kernels.cpu import dispatch
-    # As if another thread were about to compile.
-    dispatch._state.lock.acquire()
-    child = os.fork()
-    if child == 0:
-        signal.alarm(60)
-        print(kernels.backend_info().cpu_path, flush=True)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-    dispatch._state.lock.release()
-    print(kernels.backend_info().cpu_path)
-"""
-
-
-def test_forked_child_does_not_wait_for_a_thread_of_its_parent() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD], capture_output=True, text=True, timeout=120, check=True
-    )
-    assert done.stdout.splitlines() == [kernels.backend_info().cpu_path] * 2

@@ -20,8 +20,7 @@ import kernels
 from kernels.findings import Findings
 from kernels.gpu import chunking, launcher, sum_kernels
 from kernels.gpu.launcher import Chip, Kernel, Launch, _in_triton, _unaligned, triton
-from tests.fuzz.test_huge import _reserved
-from tests.kernels.cases import random, relative_l2
+from tests.kernels.cases import random, relative_l2, reserved
 from tests.kernels.conftest import Backend
 from tests.ptx_emulator.driver import emulated
 
@@ -131,7 +130,7 @@ def test_chunks_past_2_31_elements(monkeypatch, cooperative):
 
     monkeypatch.setattr(chunking, "cut", last)
     monkeypatch.setattr(chunking, "_tiles", lambda *_: 1)
-    tensors = [_reserved(2 * numel).view(torch.bfloat16) for _ in range(3)]
+    tensors = [reserved(2 * numel).view(torch.bfloat16) for _ in range(3)]
     a, b, out = (tensor[base + 5 :] for tensor in tensors)
     for tensor, seed in ((a, 1), (b, 2)):
         tensor.copy_(random(len(tensor), torch.bfloat16, "cpu", seed))

@@ -1,0 +1,130 @@
+"""Ranks in processes of their own: how they start, what they log then and while they wait."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import collectives
+from collectives.bootstrap import launchers
+from collectives.stall import warning_seconds
+from tests.collectives.bootstrap.test_launchers import TORCHRUNS, by
+from tests.processes.harness import run_ranks
+
+
+def _launched(rank: int) -> list[Any]:
+    """What a rank is told under one launcher after the other, and by the group."""
+    said = []
+    for launcher, local_size in (("srun", 4), ("mpirun", 4), ("srun", 2)):
+        for name in TORCHRUNS:
+            os.environ.pop(name, None)
+        os.environ.update(by(launcher, rank, 4, local_size))
+        group = collectives.init(timeout=30.0, calibrate=False)
+        total = group.all_reduce(torch.tensor([float(rank)])).item()
+        said.append([group.rank, group.local_rank, group.local_size, group.num_nodes, total])
+        assert os.environ["LOCAL_RANK"] == str(group.local_rank)
+        group.barrier()
+        collectives.shutdown()
+        for name in by(launcher, rank, 4):
+            del os.environ[name]
+    return said
+
+
+def test_ranks_of_other_launchers_reduce_where_the_launcher_says() -> None:
+    for rank, (*one_host, two_hosts) in enumerate(run_ranks(4, _launched, timeout=90.0)):
+        assert one_host == [[rank, rank, 4, 1, 6.0]] * 2
+        assert two_hosts == [rank, rank % 2, 2, 2, 6.0]
+
+
+def _two_jobs_at_one_port(rank: int) -> str:
+    """Ranks 0 and 1 are a job; 2 and 3 are ranks 0 and 1 of another one."""
+    job, own = divmod(rank, 2)
+    for name in TORCHRUNS:
+        os.environ.pop(name, None)
+    apart = launchers._PORTS if job else 0
+    os.environ.update({**by("srun", own, 2), "SLURM_JOB_ID": str(4711 + apart)})
+    # The other job's rank 1 comes before this one's, and its rank 0 last.
+    time.sleep({0: 0.0, 1: 0.6, 2: 0.3, 3: 0.1}[rank])
+    try:
+        group = collectives.init(timeout=2.0, calibrate=False)
+        met = str(group.all_gather_bytes(str(rank).encode()))
+        # The other job is to find the store, which rank 0 keeps.
+        time.sleep(2.5 if rank == 0 else 0.0)
+        return met
+    except collectives.CollectiveError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_two_jobs_told_one_port_do_not_meet() -> None:
+    first, second, taken, astray = run_ranks(4, _two_jobs_at_one_port, timeout=60.0)
+    assert first == second == "[b'0', b'1']"
+    assert "TransportError: rank 0 cannot listen on 127.0.0.1:" in taken
+    assert "set another MASTER_PORT" in taken
+    assert "CollectiveTimeoutError: rank 1 could not start: rank 0 did not come" in astray
+
+
+def _init(rank: int) -> list[str]:
+    said: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    logger = logging.getLogger("collectives.initialize")
+    logger.addHandler(Keep())
+    logger.setLevel(logging.INFO)
+    collectives.init(timeout=60.0)
+    collectives.shutdown()
+    collectives.init(timeout=60.0, transport="gloo", calibrate=False)
+    collectives.shutdown()
+    return said
+
+
+def test_init_logs_transport_reason_algorithms_and_kernels_once_a_rank() -> None:
+    for rank, said in enumerate(run_ranks(2, _init)):
+        fast, slow = said
+        assert fast.startswith(f"rank {rank} of 2 on 1 host(s): transport='auto': Connection")
+        assert "sums of CPU tensors by measured link rates: " in fast and " at 64 MiB; " in fast
+        assert "transport='gloo': GlooTransport(), gloo where nothing faster" in slow
+        assert "by size alone: " in slow
+
+
+class Kept(logging.Handler):
+    """Keeps what is said."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def _over_gloo(rank: int) -> list[str]:
+    kept = Kept()
+    logging.getLogger("collectives").addHandler(kept)
+    group = collectives.init(timeout=30.0, transport="gloo", calibrate=False)
+    # From here on, since a start may take long where many ranks start at a time.
+    warning_seconds.cache_clear()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("ADASUM_STALL_WARNING_SECONDS", "0.1")
+        group.barrier()
+        kept.said.clear()
+        group.barrier("before")
+        if rank == 1:
+            time.sleep(0.6)
+        group.all_reduce(torch.ones(1), name="late")
+    collectives.shutdown()
+    return [each for each in kept.said if "late" in each]
+
+
+def test_long_wait_over_gloo_is_warned_of_beside_the_thread_that_waits() -> None:
+    waiting, late = run_ranks(2, _over_gloo)
+    assert len(waiting) >= 2 and not late
+    for said in waiting:
+        assert "rank 0 has waited" in said and "for rank 1 in step 0" in said, said
