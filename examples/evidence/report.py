@@ -88,7 +88,7 @@ class Results:
 def page(results: Results) -> str:
     """Return all tables of a task that its results allow; the others say which cell is missing."""
     parts = [
-        f"# {results.task.label}",
+        f"# Results: {results.task.label}",
         f"Scores: {results.task.score}. ± is half of a 95 % interval.",
     ]
     for title, make in (

@@ -212,9 +212,11 @@ def test_runner_that_is_killed_leaves_a_record_that_runs_again(
 ) -> None:
     script = tmp_path / "runner.py"
     script.write_text(
-        "import sys\n"
+        "import signal, sys\n"
         "from pathlib import Path\n"
         "from bench.gpu.stages import Runner, Stage\n"
+        # A shell that starts tests in the background ignores it, and so would the runner.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "command = [sys.executable, '-c', 'import time; time.sleep(60)']\n"
         "Runner(Path(sys.argv[1]), 'a GPU', '1', None, print)"
         ".run([Stage('one', command, 0.0, 60.0)])\n"
