@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,40 +16,6 @@ from collectives.transport.connections import shm_listener
 from kernels.cpu import dispatch, native
 from kernels.cpu.build import Unavailable
 from tests.collectives.transport.thread_ranks import connect
-
-ROOT = Path(__file__).parents[3]
-
-
-CODE = "import adasum; adasum.init(); adasum.init()"
-
-
-def _run(code: str, **variables: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
-    )
-    return done.stderr
-
-
-def test_adasum_log_info_shows_one_line_at_init() -> None:
-    (line,) = _run(CODE, ADASUM_LOG="info").splitlines()
-    assert " INFO collectives.initialize: rank 0 of 1 on 1 host(s): transport='auto'" in line
-    assert "; CPU kernels " in line and "; NCCL " in line
-
-
-@pytest.mark.slow
-def test_adasum_log_is_silent_where_it_should_be_and_refuses_other_words() -> None:
-    assert _run(CODE, ADASUM_LOG="") == ""
-    mine = "import logging; logging.basicConfig(format='mine %(message)s');"
-    (line,) = _run(mine + CODE, ADASUM_LOG="INFO").splitlines()
-    assert line.startswith("mine rank 0 of 1")
-    (line,) = _run(CODE, ADASUM_LOG="loud").splitlines()
-    assert "WARNING kernels: ADASUM_LOG must be one of debug, info, warning, error, got" in line
 
 
 def test_report_of_many_ranks_names_their_number_and_hosts() -> None:

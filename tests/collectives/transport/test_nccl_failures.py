@@ -5,12 +5,10 @@ Over fakes that keep NCCL's rules (fake_nccl.py): no GPU needed.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -35,7 +33,6 @@ from tests.fakes.nccl_machine import (
     told,
 )
 
-ROOT = Path(__file__).parents[3]
 TIMEOUT = 0.3
 
 
@@ -267,42 +264,3 @@ def test_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     assert communicators.load_nccl() is module.nccl
     # Each id costs a thread and a socket for good.
     assert module.nccl.get_unique_id()[0] == 0
-
-
-EXIT = """
-import threading, time, torch, torch.distributed as dist
-from collectives.transport import Message, ThreadWorld
-from collectives.transport.nccl import communicators, transport as nccl
-from tests.fakes.fake_cuda import FakeCuda, device_tensor
-from tests.fakes.fake_nccl import FakeNccl
-nccl.cuda = communicators.cuda = FakeCuda()
-fake = FakeNccl()
-nccl.load_nccl = lambda: fake
-world, store, kept = ThreadWorld(2), dist.HashStore(), []
-communicators._CLOSE_SECONDS = 0.3
-message = Message(0, device_tensor(torch.ones(3)))
-def rank(r):
-    transport = nccl.NcclTransport(world.transport(r), store, timeout=10.0)
-    kept.append(transport)
-    if r == 1:
-        transport.exchange([message], [message], "a step", 1000.0)
-for r in range(2):
-    threading.Thread(target=rank, args=(r,), daemon=True).start()
-while len(kept) < 2 or not any(clique.letters.get((1, 0)) for clique in fake.cliques.values()):
-    time.sleep(0.01)
-print("ending", flush=True)
-"""
-
-
-def test_a_process_ends_that_never_closed() -> None:
-    """With an exchange under way, too, whose peer never comes."""
-    start = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", EXIT],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert (done.returncode, done.stdout) == (0, "ending\n"), done.stderr
-    assert time.monotonic() - start < 40.0

@@ -1,0 +1,109 @@
+"""A process without others: what it logs at the start, and how it ends where something is late."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+INIT = "import adasum; adasum.init(); adasum.init()"
+
+
+def _run(code: str, **variables: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
+    )
+    return done.stderr
+
+
+def test_adasum_log_info_shows_one_line_at_init() -> None:
+    (line,) = _run(INIT, ADASUM_LOG="info").splitlines()
+    assert " INFO collectives.initialize: rank 0 of 1 on 1 host(s): transport='auto'" in line
+    assert "; CPU kernels " in line and "; NCCL " in line
+
+
+@pytest.mark.slow
+def test_adasum_log_is_silent_where_it_should_be_and_refuses_other_words() -> None:
+    assert _run(INIT, ADASUM_LOG="") == ""
+    mine = "import logging; logging.basicConfig(format='mine %(message)s');"
+    (line,) = _run(mine + INIT, ADASUM_LOG="INFO").splitlines()
+    assert line.startswith("mine rank 0 of 1")
+    (line,) = _run(INIT, ADASUM_LOG="loud").splitlines()
+    assert "WARNING kernels: ADASUM_LOG must be one of debug, info, warning, error, got" in line
+
+
+# Torch gives up after half a second, in the middle of an exit that takes one.
+_LATE_START = """
+import time
+from datetime import timedelta
+import torch.distributed as dist
+from collectives.bootstrap.rendezvous import bounded
+
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(1.0)
+
+slow = Slow()
+bounded(lambda: dist.HashStore().wait(["never"], timedelta(seconds=0.5)), 1, 0.2)
+"""
+
+
+def test_torch_may_be_late_while_the_rank_ends() -> None:
+    """It ends with its own error, not by a signal."""
+    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    ended = subprocess.run(
+        [sys.executable, "-c", _LATE_START], env=env, capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 1, ended.stderr[-3000:]
+    assert "rank 1 could not start within 0.2 s" in ended.stderr
+
+
+EXIT = """
+import threading, time, torch, torch.distributed as dist
+from collectives.transport import Message, ThreadWorld
+from collectives.transport.nccl import communicators, transport as nccl
+from tests.fakes.fake_cuda import FakeCuda, device_tensor
+from tests.fakes.fake_nccl import FakeNccl
+nccl.cuda = communicators.cuda = FakeCuda()
+fake = FakeNccl()
+nccl.load_nccl = lambda: fake
+world, store, kept = ThreadWorld(2), dist.HashStore(), []
+communicators._CLOSE_SECONDS = 0.3
+message = Message(0, device_tensor(torch.ones(3)))
+def rank(r):
+    transport = nccl.NcclTransport(world.transport(r), store, timeout=10.0)
+    kept.append(transport)
+    if r == 1:
+        transport.exchange([message], [message], "a step", 1000.0)
+for r in range(2):
+    threading.Thread(target=rank, args=(r,), daemon=True).start()
+while len(kept) < 2 or not any(clique.letters.get((1, 0)) for clique in fake.cliques.values()):
+    time.sleep(0.01)
+print("ending", flush=True)
+"""
+
+
+def test_a_process_ends_that_never_closed() -> None:
+    """With an exchange under way, too, whose peer never comes."""
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", EXIT],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (0, "ending\n"), done.stderr
+    assert time.monotonic() - start < 40.0
