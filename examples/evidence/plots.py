@@ -129,7 +129,7 @@ def rates(results: Results) -> Any:
     counts = list(dict.fromkeys(cell.ranks for cell in cells))
     figure, (*panels, last) = _panels(len(counts) + 1)
     rows = rates_by_row(cells)
-    styles = _styles(row_label(method, clip) for method, clip, _ in rows)
+    styles = _styles(dict.fromkeys(row_label(method, clip) for method, clip, _ in rows))
     for panel, n in zip(panels, counts, strict=True):
         for method, clip in ((m, c) for m, c, count in rows if count == n):
             base, label = results.choices.base(METHODS[method].optimizer), row_label(method, clip)
@@ -142,7 +142,9 @@ def rates(results: Results) -> Any:
         panel.set(title=f"{n} ranks", xscale="log", ylabel=f"validation {results.task.score}")
         panel.set_xticks([x for x, _ in points], [f"{x:g}" for x, _ in points])
         panel.minorticks_off()
-        _legend(panel)
+        if n == TUNING_RANKS:
+            # Here alone every row is.
+            _legend(panel)
     panels[-1].set_xlabel("multiple of one rank's rate")
     all_styles = _styles(method.label for method in results.choices.methods.values())
     for name, method in results.choices.methods.items():

@@ -50,9 +50,11 @@ def test_long_wait_is_warned_of_again_and_again_and_goes_on(
     way: str, seconds: Callable[[str], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     seconds(str(EVERY))
+    start = time.monotonic()
     assert run(way, 2, come_late, TIMEOUT) == [2.0, 2.0]
+    waited = time.monotonic() - start
     said = [each for each in caplog.records if each.name == "collectives.stall"]
-    assert 3 <= len(said) <= LATE / EVERY
+    assert 3 <= len(said) <= waited / EVERY
     for each in said:
         assert each.levelno == logging.WARNING
         assert re.match(SAID, each.getMessage()), each.getMessage()
