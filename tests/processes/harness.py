@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import pickle
 import runpy
 import socket
@@ -131,3 +132,14 @@ def _answer(process: Rank, path: Path, deadline: float) -> tuple[bool, Any]:
         time.sleep(0.01)
     good, value = pickle.loads(path.read_bytes())
     return bool(good), value
+
+
+class Kept(logging.Handler):
+    """Keeps what is said."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())

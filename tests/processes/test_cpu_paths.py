@@ -15,7 +15,7 @@ import adasum
 import collectives
 import kernels
 from kernels.cpu import dispatch
-from tests.processes.harness import run_ranks
+from tests.processes.harness import Kept, run_ranks
 
 ASKED = "ADASUM_CPU_KERNELS=torch"
 
@@ -23,15 +23,6 @@ ASKED = "ADASUM_CPU_KERNELS=torch"
 def need_compiled() -> None:
     if kernels.backend_info().cpu_path != "compiled":
         pytest.skip(f"no compiled CPU path: {kernels.backend_info().cpu_path}")
-
-
-class Kept(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
 
 
 def _reduce(rank: int, lacking: Sequence[int]) -> tuple[str, list[str], bytes]:

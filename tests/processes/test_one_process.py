@@ -15,32 +15,37 @@ ROOT = Path(__file__).parents[2]
 INIT = "import adasum; adasum.init(); adasum.init()"
 
 
-def _run(code: str, **variables: str) -> str:
-    done = subprocess.run(
+def _run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        check=True,
         timeout=120,
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
     )
+
+
+def _said(code: str, **variables: str) -> str:
+    """Return what a program that ends well writes to stderr."""
+    done = _run(code, **variables)
+    assert done.returncode == 0, done.stderr
     return done.stderr
 
 
 def test_adasum_log_info_shows_one_line_at_init() -> None:
-    (line,) = _run(INIT, ADASUM_LOG="info").splitlines()
+    (line,) = _said(INIT, ADASUM_LOG="info").splitlines()
     assert " INFO collectives.initialize: rank 0 of 1 on 1 host(s): transport='auto'" in line
     assert "; CPU kernels " in line and "; NCCL " in line
 
 
 @pytest.mark.slow
 def test_adasum_log_is_silent_where_it_should_be_and_refuses_other_words() -> None:
-    assert _run(INIT, ADASUM_LOG="") == ""
+    assert _said(INIT, ADASUM_LOG="") == ""
     mine = "import logging; logging.basicConfig(format='mine %(message)s');"
-    (line,) = _run(mine + INIT, ADASUM_LOG="INFO").splitlines()
+    (line,) = _said(mine + INIT, ADASUM_LOG="INFO").splitlines()
     assert line.startswith("mine rank 0 of 1")
-    (line,) = _run(INIT, ADASUM_LOG="loud").splitlines()
+    (line,) = _said(INIT, ADASUM_LOG="loud").splitlines()
     assert "WARNING kernels: ADASUM_LOG must be one of debug, info, warning, error, got" in line
 
 
@@ -62,10 +67,7 @@ bounded(lambda: dist.HashStore().wait(["never"], timedelta(seconds=0.5)), 1, 0.2
 
 def test_torch_may_be_late_while_the_rank_ends() -> None:
     """It ends with its own error, not by a signal."""
-    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    ended = subprocess.run(
-        [sys.executable, "-c", _LATE_START], env=env, capture_output=True, text=True, timeout=60
-    )
+    ended = _run(_LATE_START, MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     assert ended.returncode == 1, ended.stderr[-3000:]
     assert "rank 1 could not start within 0.2 s" in ended.stderr
 
@@ -98,12 +100,6 @@ print("ending", flush=True)
 def test_a_process_ends_that_never_closed() -> None:
     """With an exchange under way, too, whose peer never comes."""
     start = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", EXIT],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = _run(EXIT)
     assert (done.returncode, done.stdout) == (0, "ending\n"), done.stderr
     assert time.monotonic() - start < 40.0

@@ -14,7 +14,7 @@ import collectives
 from collectives.bootstrap import launchers
 from collectives.stall import warning_seconds
 from tests.collectives.bootstrap.test_launchers import TORCHRUNS, by
-from tests.processes.harness import run_ranks
+from tests.processes.harness import Kept, run_ranks
 
 
 def _launched(rank: int) -> list[Any]:
@@ -69,20 +69,15 @@ def test_two_jobs_told_one_port_do_not_meet() -> None:
 
 
 def _init(rank: int) -> list[str]:
-    said: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
-
+    kept = Kept()
     logger = logging.getLogger("collectives.initialize")
-    logger.addHandler(Keep())
+    logger.addHandler(kept)
     logger.setLevel(logging.INFO)
     collectives.init(timeout=60.0)
     collectives.shutdown()
     collectives.init(timeout=60.0, transport="gloo", calibrate=False)
     collectives.shutdown()
-    return said
+    return kept.said
 
 
 def test_init_logs_transport_reason_algorithms_and_kernels_once_a_rank() -> None:
@@ -92,17 +87,6 @@ def test_init_logs_transport_reason_algorithms_and_kernels_once_a_rank() -> None
         assert "sums of CPU tensors by measured link rates: " in fast and " at 64 MiB; " in fast
         assert "transport='gloo': GlooTransport(), gloo where nothing faster" in slow
         assert "by size alone: " in slow
-
-
-class Kept(logging.Handler):
-    """Keeps what is said."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
 
 
 def _over_gloo(rank: int) -> list[str]:
