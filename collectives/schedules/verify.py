@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import pairwise, zip_longest
 
 from collectives import validation
-from collectives.schedules.schedule import Action, Collective, Schedule, Step
+from collectives.schedules.schedule import Action, Collective, Schedule, Step, Transfer
 
 Leaves = tuple[int, int] | None
 """`Transfer.leaves`; None of a COPY, and where the chunks of a receive differ in them."""
@@ -84,6 +84,10 @@ class _Expressions:
 _State = list[list[int | None]]
 # By chunk: shapes of the left and the right operand of its reductions, one after the other.
 _Reductions = dict[int, tuple[tuple[int, int], ...]]
+# By sender and receiver: first chunk, last chunk + 1 and values of each message, in order.
+_Mail = dict[tuple[int, int], list[tuple[int, int, list[int]]]]
+# By chunk: what is received to stand before, and after, the rank's own value.
+_Operands = dict[int, tuple[list[int], list[int]]]
 
 
 def verify(schedule: Schedule) -> Proof:
@@ -188,70 +192,94 @@ def _run_step(
     where: str,
 ) -> list[_Reductions]:
     """Advance all ranks by one step; return every rank's reductions, add its receives' leaves."""
-    mail: dict[tuple[int, int], list[tuple[int, int, list[int | None]]]] = {}
+    mail = _send(steps, state, chunks, where)
+    reductions: list[_Reductions] = []
     for rank, step in enumerate(steps):
-        for peer, start, stop, *_ in step.sends:
-            _check_transfer(rank, peer, start, stop, len(steps), chunks, where)
-            values = state[rank][start:stop]
-            if None in values:
+        copied: set[int] = set()
+        operands: _Operands = {}
+        counted: list[Leaves] = []
+        for recv in step.recvs:
+            _check_transfer(rank, recv, len(steps), chunks, where)
+            values = _receive(rank, recv, mail, where)
+            mine = state[rank][recv.start : recv.stop]
+            reduces = recv.action is not Action.COPY
+            counted.append(_leaves(mine, values, expressions) if reduces else None)
+            if recv.leaves is not None and recv.leaves != counted[-1]:
+                raise ScheduleError(
+                    f"{where}: rank {rank} says that {recv.leaves} ranks stand behind its value "
+                    f"and rank {recv.peer}'s message, not {counted[-1]}"
+                )
+            for chunk, value in enumerate(values, recv.start):
+                if chunk in copied or (not reduces and chunk in operands):
+                    raise ScheduleError(f"{where}: rank {rank} writes chunk {chunk} twice")
+                if reduces:
+                    after_mine = recv.action is Action.REDUCE_RIGHT
+                    operands.setdefault(chunk, ([], []))[after_mine].append(value)
+                else:
+                    copied.add(chunk)
+                    state[rank][chunk] = value
+        leaves[rank].append(tuple(counted))
+        reduced = _reduce(state[rank], operands, step.phase, expressions, f"{where}: rank {rank}")
+        reductions.append(reduced)
+    for (source, peer), queue in mail.items():
+        if queue:
+            raise ScheduleError(f"{where}: rank {source} sends to rank {peer}, which receives none")
+    return reductions
+
+
+def _send(steps: Sequence[Step], state: _State, chunks: int, where: str) -> _Mail:
+    """Return all ranks' messages of a step, with the values before it."""
+    mail: _Mail = {}
+    for rank, step in enumerate(steps):
+        for send in step.sends:
+            _check_transfer(rank, send, len(steps), chunks, where)
+            values = [v for v in state[rank][send.start : send.stop] if v is not None]
+            if len(values) < send.stop - send.start:
                 raise ScheduleError(f"{where}: rank {rank} sends a chunk it does not have yet")
-            mail.setdefault((rank, peer), []).append((start, stop, values))
+            mail.setdefault((rank, send.peer), []).append((send.start, send.stop, values))
         for recv in step.recvs:
             if recv.action is Action.COPY and any(
                 send.start < recv.stop and recv.start < send.stop for send in step.sends
             ):
                 raise ScheduleError(f"{where}: rank {rank} receives into chunks it is sending")
-    reductions: list[_Reductions] = [{} for _ in steps]
-    for rank, step in enumerate(steps):
-        phase = step.phase
-        copied: set[int] = set()
-        sides: dict[int, tuple[list[int], list[int]]] = {}
-        counted: list[Leaves] = []
-        for peer, start, stop, action, said in step.recvs:
-            _check_transfer(rank, peer, start, stop, len(steps), chunks, where)
-            queue = mail.get((peer, rank))
-            if not queue:
-                raise ScheduleError(f"{where}: rank {rank} waits for rank {peer}, which sends none")
-            sent_start, sent_stop, values = queue.pop(0)
-            if (sent_start, sent_stop) != (start, stop):
-                raise ScheduleError(
-                    f"{where}: rank {peer} sends chunks [{sent_start}, {sent_stop}), "
-                    f"rank {rank} expects [{start}, {stop})"
-                )
-            counted.append(None)
-            if action is not Action.COPY:
-                counted[-1] = _leaves(state[rank][start:stop], values, expressions)
-            if said is not None and said != counted[-1]:
-                raise ScheduleError(
-                    f"{where}: rank {rank} says that {said} ranks stand behind its value and rank "
-                    f"{peer}'s message, not {counted[-1]}"
-                )
-            for chunk, value in enumerate(values, start):
-                assert value is not None
-                if chunk in copied or (action is Action.COPY and chunk in sides):
-                    raise ScheduleError(f"{where}: rank {rank} writes chunk {chunk} twice")
-                if action is Action.COPY:
-                    copied.add(chunk)
-                    state[rank][chunk] = value
-                else:
-                    after_mine = action is Action.REDUCE_RIGHT
-                    sides.setdefault(chunk, ([], []))[after_mine].append(value)
-        leaves[rank].append(tuple(counted))
-        for chunk, (before, after) in sides.items():
-            mine = state[rank][chunk]
-            if mine is None:
-                raise ScheduleError(f"{where}: rank {rank} reduces a chunk it does not have")
-            operands = [*before, mine, *after]
-            left = operands[0]
-            pairs = []
-            for right in operands[1:]:
-                pairs.append((expressions.shape(left, phase), expressions.shape(right, phase)))
-                left = expressions.reduce(left, right, phase, where)
-            reductions[rank][chunk] = tuple(pairs)
-            state[rank][chunk] = left
-    for (source, peer), queue in mail.items():
-        if queue:
-            raise ScheduleError(f"{where}: rank {source} sends to rank {peer}, which receives none")
+    return mail
+
+
+def _receive(rank: int, recv: Transfer, mail: _Mail, where: str) -> list[int]:
+    """Take the message that is next for a receive; return its values."""
+    queue = mail.get((recv.peer, rank))
+    if not queue:
+        raise ScheduleError(f"{where}: rank {rank} waits for rank {recv.peer}, which sends none")
+    start, stop, values = queue.pop(0)
+    if (start, stop) != (recv.start, recv.stop):
+        raise ScheduleError(
+            f"{where}: rank {recv.peer} sends chunks [{start}, {stop}), "
+            f"rank {rank} expects [{recv.start}, {recv.stop})"
+        )
+    return values
+
+
+def _reduce(
+    mine: list[int | None],
+    operands: _Operands,
+    phase: int,
+    expressions: _Expressions,
+    where: str,
+) -> _Reductions:
+    """Reduce what a rank has received into its own chunks; return its reductions."""
+    reductions: _Reductions = {}
+    for chunk, (before, after) in operands.items():
+        own = mine[chunk]
+        if own is None:
+            raise ScheduleError(f"{where} reduces a chunk it does not have")
+        whole = [*before, own, *after]
+        left = whole[0]
+        pairs = []
+        for right in whole[1:]:
+            pairs.append((expressions.shape(left, phase), expressions.shape(right, phase)))
+            left = expressions.reduce(left, right, phase, where)
+        reductions[chunk] = tuple(pairs)
+        mine[chunk] = left
     return reductions
 
 
@@ -273,9 +301,8 @@ def _is_uneven(step: Step, leaves: Sequence[Leaves]) -> bool:
     return any(found is None and recv.action is not Action.COPY for recv, found in recvs)
 
 
-def _check_transfer(
-    rank: int, peer: int, start: int, stop: int, size: int, chunks: int, where: str
-) -> None:
+def _check_transfer(rank: int, transfer: Transfer, size: int, chunks: int, where: str) -> None:
+    peer, start, stop, *_ = transfer
     if not 0 <= peer < size or peer == rank:
         raise ScheduleError(f"{where}: rank {rank} names rank {peer} as its peer")
     if not 0 <= start < stop <= chunks:
