@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from collectives import validation
 from collectives.schedules.schedule import Action, Collective, Schedule, Step, Transfer
-from collectives.schedules.verify import Proof, ScheduleError, verify, with_leaves
+from collectives.schedules.symbolic_step import ScheduleError
+from collectives.schedules.verify import Proof, verify, with_leaves
 
 # Of one rank; a generator that never ends must not hang its caller.
 MAX_STEPS = 1 << 16

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise, zip_longest
 
 from collectives import validation
-from collectives.schedules.schedule import Action, Collective, Schedule, Step, Transfer
-
-Leaves = tuple[int, int] | None
-"""`Transfer.leaves`; None of a COPY, and where the chunks of a receive differ in them."""
+from collectives.schedules.schedule import Action, Collective, Schedule, Step
+from collectives.schedules.symbolic_step import (
+    Expressions,
+    Leaves,
+    Reductions,
+    ScheduleError,
+    State,
+    run_step,
+)
 
 LeafWeights = tuple[tuple[tuple[Leaves, ...], ...], ...]
 """The Leaves of every receive: by rank, by step, in the order of the step's receives."""
-
-
-class ScheduleError(AssertionError):
-    """A schedule does not compute its collective."""
 
 
 @dataclass(frozen=True)
@@ -43,53 +44,6 @@ class Proof:
     leaves: LeafWeights = field(default=(), repr=False, compare=False)
 
 
-class _Expressions:
-    """Interned expression trees over the ranks' inputs; a node is an int.
-
-    Attributes:
-        ranks: The inputs in each node, a bit each.
-        phase: The phase of each node's root, -1 for an input.
-    """
-
-    def __init__(self, inputs: int) -> None:
-        self.ranks = [1 << i for i in range(inputs)]
-        self.phase = [-1] * inputs
-        self._shapes: list[int] = [-1] * inputs
-        self._nodes: dict[tuple[int, int, int], int] = {}
-        self._ids: dict[Hashable, int] = {}
-
-    def reduce(self, left: int, right: int, phase: int, where: str) -> int:
-        node = self._nodes.get((left, right, phase))
-        if node is not None:
-            return node
-        if self.ranks[left] & self.ranks[right]:
-            raise ScheduleError(f"{where}: a rank's contribution is counted twice")
-        if max(self.phase[left], self.phase[right]) > phase:
-            raise ScheduleError(f"{where}: phase {phase} reduces the result of a later phase")
-        node = self._nodes[left, right, phase] = len(self.ranks)
-        shape = (phase, self.shape(left, phase), self.shape(right, phase))
-        self._shapes.append(self._id(shape))
-        self.ranks.append(self.ranks[left] | self.ranks[right])
-        self.phase.append(phase)
-        return node
-
-    def shape(self, node: int, phase: int) -> int:
-        """Return an id of the node's tree, with earlier phases as the sets of their inputs."""
-        return self._shapes[node] if self.phase[node] == phase else self._id(self.ranks[node])
-
-    def _id(self, key: Hashable) -> int:
-        return self._ids.setdefault(key, len(self._ids))
-
-
-_State = list[list[int | None]]
-# By chunk: shapes of the left and the right operand of its reductions, one after the other.
-_Reductions = dict[int, tuple[tuple[int, int], ...]]
-# By sender and receiver: first chunk, last chunk + 1 and values of each message, in order.
-_Mail = dict[tuple[int, int], list[tuple[int, int, list[int]]]]
-# By chunk: what is received to stand before, and after, the rank's own value.
-_Operands = dict[int, tuple[list[int], list[int]]]
-
-
 def verify(schedule: Schedule) -> Proof:
     """Prove `schedule` for every rank.
 
@@ -108,7 +62,7 @@ def verify(schedule: Schedule) -> Proof:
     """
     validation.instance("schedule", schedule, Schedule, "a Schedule")
     size, chunks = schedule.size, schedule.chunks
-    expressions = _Expressions(size // schedule.replicas)
+    expressions = Expressions(size // schedule.replicas)
     state = _initial(schedule)
     grouped: dict[int, bool] = {}
     leaves: list[list[tuple[Leaves, ...]]] = [[] for _ in range(size)]
@@ -117,7 +71,7 @@ def verify(schedule: Schedule) -> Proof:
         where = f"{schedule.name} of {size}, step {count - 1}"
         if None in steps:
             raise ScheduleError(f"{where}: rank {steps.index(None)} has no step while others do")
-        reductions = _run_step(steps, state, expressions, chunks, leaves, where)
+        reductions = run_step(steps, state, expressions, chunks, leaves, where)
         _check_ranges(steps, where)
         _check_groups(steps, reductions, schedule, where)
         for rank, (step, reduced) in enumerate(zip(steps, reductions, strict=True)):
@@ -165,9 +119,9 @@ def with_leaves(schedule: Schedule) -> Schedule:
     return replace(schedule, steps=steps)
 
 
-def _initial(schedule: Schedule) -> _State:
+def _initial(schedule: Schedule) -> State:
     owners = [_owner(schedule, chunk) for chunk in range(schedule.chunks)]
-    state: _State = []
+    state: State = []
     for rank in range(schedule.size):
         mine = rank // schedule.replicas
         state.append([mine if owner in (None, rank) else None for owner in owners])
@@ -183,130 +137,10 @@ def _owner(schedule: Schedule, chunk: int) -> int | None:
     return chunk if schedule.collective is Collective.ALL_GATHER else None
 
 
-def _run_step(
-    steps: Sequence[Step],
-    state: _State,
-    expressions: _Expressions,
-    chunks: int,
-    leaves: Sequence[list[tuple[Leaves, ...]]],
-    where: str,
-) -> list[_Reductions]:
-    """Advance all ranks by one step; return every rank's reductions, add its receives' leaves."""
-    mail = _send(steps, state, chunks, where)
-    reductions: list[_Reductions] = []
-    for rank, step in enumerate(steps):
-        copied: set[int] = set()
-        operands: _Operands = {}
-        counted: list[Leaves] = []
-        for recv in step.recvs:
-            _check_transfer(rank, recv, len(steps), chunks, where)
-            values = _receive(rank, recv, mail, where)
-            mine = state[rank][recv.start : recv.stop]
-            reduces = recv.action is not Action.COPY
-            counted.append(_leaves(mine, values, expressions) if reduces else None)
-            if recv.leaves is not None and recv.leaves != counted[-1]:
-                raise ScheduleError(
-                    f"{where}: rank {rank} says that {recv.leaves} ranks stand behind its value "
-                    f"and rank {recv.peer}'s message, not {counted[-1]}"
-                )
-            for chunk, value in enumerate(values, recv.start):
-                if chunk in copied or (not reduces and chunk in operands):
-                    raise ScheduleError(f"{where}: rank {rank} writes chunk {chunk} twice")
-                if reduces:
-                    after_mine = recv.action is Action.REDUCE_RIGHT
-                    operands.setdefault(chunk, ([], []))[after_mine].append(value)
-                else:
-                    copied.add(chunk)
-                    state[rank][chunk] = value
-        leaves[rank].append(tuple(counted))
-        reduced = _reduce(state[rank], operands, step.phase, expressions, f"{where}: rank {rank}")
-        reductions.append(reduced)
-    for (source, peer), queue in mail.items():
-        if queue:
-            raise ScheduleError(f"{where}: rank {source} sends to rank {peer}, which receives none")
-    return reductions
-
-
-def _send(steps: Sequence[Step], state: _State, chunks: int, where: str) -> _Mail:
-    """Return all ranks' messages of a step, with the values before it."""
-    mail: _Mail = {}
-    for rank, step in enumerate(steps):
-        for send in step.sends:
-            _check_transfer(rank, send, len(steps), chunks, where)
-            values = [v for v in state[rank][send.start : send.stop] if v is not None]
-            if len(values) < send.stop - send.start:
-                raise ScheduleError(f"{where}: rank {rank} sends a chunk it does not have yet")
-            mail.setdefault((rank, send.peer), []).append((send.start, send.stop, values))
-        for recv in step.recvs:
-            if recv.action is Action.COPY and any(
-                send.start < recv.stop and recv.start < send.stop for send in step.sends
-            ):
-                raise ScheduleError(f"{where}: rank {rank} receives into chunks it is sending")
-    return mail
-
-
-def _receive(rank: int, recv: Transfer, mail: _Mail, where: str) -> list[int]:
-    """Take the message that is next for a receive; return its values."""
-    queue = mail.get((recv.peer, rank))
-    if not queue:
-        raise ScheduleError(f"{where}: rank {rank} waits for rank {recv.peer}, which sends none")
-    start, stop, values = queue.pop(0)
-    if (start, stop) != (recv.start, recv.stop):
-        raise ScheduleError(
-            f"{where}: rank {recv.peer} sends chunks [{start}, {stop}), "
-            f"rank {rank} expects [{recv.start}, {recv.stop})"
-        )
-    return values
-
-
-def _reduce(
-    mine: list[int | None],
-    operands: _Operands,
-    phase: int,
-    expressions: _Expressions,
-    where: str,
-) -> _Reductions:
-    """Reduce what a rank has received into its own chunks; return its reductions."""
-    reductions: _Reductions = {}
-    for chunk, (before, after) in operands.items():
-        own = mine[chunk]
-        if own is None:
-            raise ScheduleError(f"{where} reduces a chunk it does not have")
-        whole = [*before, own, *after]
-        left = whole[0]
-        pairs = []
-        for right in whole[1:]:
-            pairs.append((expressions.shape(left, phase), expressions.shape(right, phase)))
-            left = expressions.reduce(left, right, phase, where)
-        reductions[chunk] = tuple(pairs)
-        mine[chunk] = left
-    return reductions
-
-
-def _leaves(
-    mine: Sequence[int | None], received: Sequence[int | None], expressions: _Expressions
-) -> Leaves:
-    """Return how many inputs stand behind both of each pair of values; None where pairs differ."""
-
-    def count(value: int | None) -> int:
-        return 0 if value is None else expressions.ranks[value].bit_count()
-
-    first, *others = {(count(a), count(b)) for a, b in {*zip(mine, received, strict=True)}}
-    return None if others else first
-
-
 def _is_uneven(step: Step, leaves: Sequence[Leaves]) -> bool:
     """Return whether the chunks of a REDUCE receive differ in their leaves."""
     recvs = zip(step.recvs, leaves, strict=True)
     return any(found is None and recv.action is not Action.COPY for recv, found in recvs)
-
-
-def _check_transfer(rank: int, transfer: Transfer, size: int, chunks: int, where: str) -> None:
-    peer, start, stop, *_ = transfer
-    if not 0 <= peer < size or peer == rank:
-        raise ScheduleError(f"{where}: rank {rank} names rank {peer} as its peer")
-    if not 0 <= start < stop <= chunks:
-        raise ScheduleError(f"{where}: rank {rank} names chunks [{start}, {stop}) of {chunks}")
 
 
 def _check_ranges(steps: Sequence[Step], where: str) -> None:
@@ -321,7 +155,7 @@ def _check_ranges(steps: Sequence[Step], where: str) -> None:
 
 
 def _check_groups(
-    steps: Sequence[Step], reductions: Sequence[_Reductions], schedule: Schedule, where: str
+    steps: Sequence[Step], reductions: Sequence[Reductions], schedule: Schedule, where: str
 ) -> None:
     """Check that every group of a step holds the same whole operands, each chunk once."""
     seen: set[tuple[int, ...]] = set()
@@ -354,7 +188,7 @@ def _check_groups(
             )
 
 
-def _results(schedule: Schedule, state: _State, expressions: _Expressions) -> set[int]:
+def _results(schedule: Schedule, state: State, expressions: Expressions) -> set[int]:
     """Check what every rank ends with; return the distinct expressions of the reduced chunks."""
     size, chunks, collective = schedule.size, schedule.chunks, schedule.collective
     everyone = (1 << size // schedule.replicas) - 1

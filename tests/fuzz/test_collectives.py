@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import collectives
 from collectives import Action, Packing, Schedule, Step, Topology, Transfer
 from collectives.schedules.schedule import Collective
-from collectives.schedules.verify import ScheduleError
+from collectives.schedules.symbolic_step import ScheduleError
 from collectives.transport import ThreadWorld
 from tests.fuzz.outcome import REJECTIONS, SETTINGS, Recipe, attempt
 from tests.fuzz.values import ODD_VALUES, Arg, Look, constant, looks, sometimes, tensors, value

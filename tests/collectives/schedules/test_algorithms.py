@@ -19,8 +19,9 @@ from collectives.schedules import (
 )
 from collectives.schedules.registry import LIBRARIES
 from collectives.schedules.schedule import Schedule, sharded
+from collectives.schedules.symbolic_step import ScheduleError
 from collectives.schedules.topology import Topology
-from collectives.schedules.verify import ScheduleError, verify
+from collectives.schedules.verify import verify
 from tests.collectives.schedules.simulation import (
     answers,
     balanced,

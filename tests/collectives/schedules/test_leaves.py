@@ -9,8 +9,9 @@ import pytest
 from collectives.schedules import bruck, ring
 from collectives.schedules.registry import SCHEDULES
 from collectives.schedules.schedule import Action, Collective, Schedule, Step, Transfer
+from collectives.schedules.symbolic_step import ScheduleError
 from collectives.schedules.topology import Topology
-from collectives.schedules.verify import ScheduleError, leaf_weights, verify, with_leaves
+from collectives.schedules.verify import leaf_weights, verify, with_leaves
 from tests.collectives.schedules.simulation import one_level, silent, two_levels, with_step
 
 COPY = Action.COPY

@@ -10,8 +10,9 @@ from collectives.schedules import binomial_tree, recursive_doubling, recursive_h
 from collectives.schedules.folding import Fold
 from collectives.schedules.registry import SCHEDULES
 from collectives.schedules.schedule import IDLE, Action, Collective, Schedule, Step, Transfer
+from collectives.schedules.symbolic_step import ScheduleError
 from collectives.schedules.topology import Topology
-from collectives.schedules.verify import ScheduleError, verify
+from collectives.schedules.verify import verify
 from tests.collectives.schedules.simulation import one_level, with_step
 
 # A proof of a ring takes size³ operations, the others size² log size.

@@ -14,8 +14,9 @@ from collectives.schedules import recursive_halving, ring, two_level
 from collectives.schedules.registry import ALGORITHMS, LIBRARIES, SCHEDULES
 from collectives.schedules.schedule import Schedule
 from collectives.schedules.spec import INNER, OUTER
+from collectives.schedules.symbolic_step import ScheduleError
 from collectives.schedules.topology import Topology
-from collectives.schedules.verify import Proof, ScheduleError, verify
+from collectives.schedules.verify import Proof, verify
 from tests.collectives.schedules.simulation import (
     answers,
     cost,

@@ -9,7 +9,8 @@ from itertools import pairwise, permutations
 import pytest
 
 from collectives.schedules.schedule import IDLE, Action, Collective, Schedule, Step, Transfer
-from collectives.schedules.verify import Proof, ScheduleError, verify
+from collectives.schedules.symbolic_step import ScheduleError
+from collectives.schedules.verify import Proof, verify
 
 COPY, LEFT, RIGHT = Action.COPY, Action.REDUCE_LEFT, Action.REDUCE_RIGHT
 

@@ -1,0 +1,183 @@
+"""One step of all ranks' schedules, run on symbols: what `verify` proves things of."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from collectives.schedules.schedule import Action, Step, Transfer
+
+Leaves = tuple[int, int] | None
+"""`Transfer.leaves`; None of a COPY, and where the chunks of a receive differ in them."""
+
+
+class ScheduleError(AssertionError):
+    """A schedule does not compute its collective."""
+
+
+class Expressions:
+    """Interned expression trees over the ranks' inputs; a node is an int.
+
+    Attributes:
+        ranks: The inputs in each node, a bit each.
+        phase: The phase of each node's root, -1 for an input.
+    """
+
+    def __init__(self, inputs: int) -> None:
+        self.ranks = [1 << i for i in range(inputs)]
+        self.phase = [-1] * inputs
+        self._shapes: list[int] = [-1] * inputs
+        self._nodes: dict[tuple[int, int, int], int] = {}
+        self._ids: dict[Hashable, int] = {}
+
+    def reduce(self, left: int, right: int, phase: int, where: str) -> int:
+        """Return the node that reduces two, which share no rank; `where` begins errors."""
+        node = self._nodes.get((left, right, phase))
+        if node is not None:
+            return node
+        if self.ranks[left] & self.ranks[right]:
+            raise ScheduleError(f"{where}: a rank's contribution is counted twice")
+        if max(self.phase[left], self.phase[right]) > phase:
+            raise ScheduleError(f"{where}: phase {phase} reduces the result of a later phase")
+        node = self._nodes[left, right, phase] = len(self.ranks)
+        shape = (phase, self.shape(left, phase), self.shape(right, phase))
+        self._shapes.append(self._id(shape))
+        self.ranks.append(self.ranks[left] | self.ranks[right])
+        self.phase.append(phase)
+        return node
+
+    def shape(self, node: int, phase: int) -> int:
+        """Return an id of the node's tree, with earlier phases as the sets of their inputs."""
+        return self._shapes[node] if self.phase[node] == phase else self._id(self.ranks[node])
+
+    def _id(self, key: Hashable) -> int:
+        return self._ids.setdefault(key, len(self._ids))
+
+
+# By rank and chunk: the node that it holds, None before it is written.
+State = list[list[int | None]]
+# By chunk: shapes of the left and the right operand of its reductions, one after the other.
+Reductions = dict[int, tuple[tuple[int, int], ...]]
+# By sender and receiver: first chunk, last chunk + 1 and values of each message, in order.
+_Mail = dict[tuple[int, int], list[tuple[int, int, list[int]]]]
+# By chunk: what is received to stand before, and after, the rank's own value.
+_Operands = dict[int, tuple[list[int], list[int]]]
+
+
+def run_step(
+    steps: Sequence[Step],
+    state: State,
+    expressions: Expressions,
+    chunks: int,
+    leaves: Sequence[list[tuple[Leaves, ...]]],
+    where: str,
+) -> list[Reductions]:
+    """Advance all ranks by one step; return every rank's reductions, add its receives' leaves."""
+    mail = _send(steps, state, chunks, where)
+    reductions: list[Reductions] = []
+    for rank, step in enumerate(steps):
+        copied: set[int] = set()
+        operands: _Operands = {}
+        counted: list[Leaves] = []
+        for recv in step.recvs:
+            _check_transfer(rank, recv, len(steps), chunks, where)
+            values = _receive(rank, recv, mail, where)
+            mine = state[rank][recv.start : recv.stop]
+            reduces = recv.action is not Action.COPY
+            counted.append(_leaves(mine, values, expressions) if reduces else None)
+            if recv.leaves is not None and recv.leaves != counted[-1]:
+                raise ScheduleError(
+                    f"{where}: rank {rank} says that {recv.leaves} ranks stand behind its value "
+                    f"and rank {recv.peer}'s message, not {counted[-1]}"
+                )
+            for chunk, value in enumerate(values, recv.start):
+                if chunk in copied or (not reduces and chunk in operands):
+                    raise ScheduleError(f"{where}: rank {rank} writes chunk {chunk} twice")
+                if reduces:
+                    after_mine = recv.action is Action.REDUCE_RIGHT
+                    operands.setdefault(chunk, ([], []))[after_mine].append(value)
+                else:
+                    copied.add(chunk)
+                    state[rank][chunk] = value
+        leaves[rank].append(tuple(counted))
+        reduced = _reduce(state[rank], operands, step.phase, expressions, f"{where}: rank {rank}")
+        reductions.append(reduced)
+    for (source, peer), queue in mail.items():
+        if queue:
+            raise ScheduleError(f"{where}: rank {source} sends to rank {peer}, which receives none")
+    return reductions
+
+
+def _send(steps: Sequence[Step], state: State, chunks: int, where: str) -> _Mail:
+    """Return all ranks' messages of a step, with the values before it."""
+    mail: _Mail = {}
+    for rank, step in enumerate(steps):
+        for send in step.sends:
+            _check_transfer(rank, send, len(steps), chunks, where)
+            values = [v for v in state[rank][send.start : send.stop] if v is not None]
+            if len(values) < send.stop - send.start:
+                raise ScheduleError(f"{where}: rank {rank} sends a chunk it does not have yet")
+            mail.setdefault((rank, send.peer), []).append((send.start, send.stop, values))
+        for recv in step.recvs:
+            if recv.action is Action.COPY and any(
+                send.start < recv.stop and recv.start < send.stop for send in step.sends
+            ):
+                raise ScheduleError(f"{where}: rank {rank} receives into chunks it is sending")
+    return mail
+
+
+def _receive(rank: int, recv: Transfer, mail: _Mail, where: str) -> list[int]:
+    """Take the message that is next for a receive; return its values."""
+    queue = mail.get((recv.peer, rank))
+    if not queue:
+        raise ScheduleError(f"{where}: rank {rank} waits for rank {recv.peer}, which sends none")
+    start, stop, values = queue.pop(0)
+    if (start, stop) != (recv.start, recv.stop):
+        raise ScheduleError(
+            f"{where}: rank {recv.peer} sends chunks [{start}, {stop}), "
+            f"rank {rank} expects [{recv.start}, {recv.stop})"
+        )
+    return values
+
+
+def _reduce(
+    mine: list[int | None],
+    operands: _Operands,
+    phase: int,
+    expressions: Expressions,
+    where: str,
+) -> Reductions:
+    """Reduce what a rank has received into its own chunks; return its reductions."""
+    reductions: Reductions = {}
+    for chunk, (before, after) in operands.items():
+        own = mine[chunk]
+        if own is None:
+            raise ScheduleError(f"{where} reduces a chunk it does not have")
+        whole = [*before, own, *after]
+        left = whole[0]
+        pairs = []
+        for right in whole[1:]:
+            pairs.append((expressions.shape(left, phase), expressions.shape(right, phase)))
+            left = expressions.reduce(left, right, phase, where)
+        reductions[chunk] = tuple(pairs)
+        mine[chunk] = left
+    return reductions
+
+
+def _leaves(
+    mine: Sequence[int | None], received: Sequence[int | None], expressions: Expressions
+) -> Leaves:
+    """Return how many inputs stand behind both of each pair of values; None where pairs differ."""
+
+    def count(value: int | None) -> int:
+        return 0 if value is None else expressions.ranks[value].bit_count()
+
+    first, *others = {(count(a), count(b)) for a, b in {*zip(mine, received, strict=True)}}
+    return None if others else first
+
+
+def _check_transfer(rank: int, transfer: Transfer, size: int, chunks: int, where: str) -> None:
+    peer, start, stop, *_ = transfer
+    if not 0 <= peer < size or peer == rank:
+        raise ScheduleError(f"{where}: rank {rank} names rank {peer} as its peer")
+    if not 0 <= start < stop <= chunks:
+        raise ScheduleError(f"{where}: rank {rank} names chunks [{start}, {stop}) of {chunks}")
