@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial, wraps
@@ -15,7 +13,13 @@ from adasum.compression import Compression, Compressor, require_compressor
 from adasum.horovod.arguments import require
 from adasum.horovod.capabilities import warn_of_scaled_rate
 from adasum.horovod.process_sets import ProcessSet, global_process_set, group_of
-from adasum.horovod.reduction_options import require_reducer
+from adasum.optimizer.arguments import (
+    groups_of,
+    require_local_steps,
+    require_operator,
+    require_optimizer,
+    require_owners,
+)
 from adasum.optimizer.backward_hooks import BackwardHooks, OptimizerOrderError
 from adasum.optimizer.bucket_reduction import BucketReducer, Reduction
 from adasum.optimizer.delta_method import DeltaMethod, DeltaMethodInBackward, steps_by_parameter
@@ -26,7 +30,7 @@ from adasum.optimizer.owners_method import OwnersMethod
 from adasum.optimizer.parameter_check import ParameterCheck, checks_parameters
 from adasum.optimizer.parameters import Groups, Named, name_parameters, plan_buckets
 from adasum.reducer import UNWEIGHTED, Adasum
-from collectives import Average, Reducer, Sum, default_group
+from collectives import Average, Group, Reducer, Sum, default_group
 
 
 class DistributedOptimizer(DistributedMixin):
@@ -115,53 +119,28 @@ class DistributedOptimizer(DistributedMixin):
         memory_size: float | None = None,
         groups_size: int | None = None,
     ) -> None:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(
-                f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}"
-            )
-        if "_adasum_hooks" in optimizer.__dict__:
-            raise ValueError("optimizer is already wrapped by DistributedOptimizer")
-        require_reducer(op)
-        if op not in (Sum, Average, Adasum):
-            raise ValueError(f"op must be Sum, Average or Adasum, not {op!r}")
+        require_optimizer(optimizer)
+        require_operator(op, weighted, gradient_predivide_factor)
         require_compressor(compression)
         require_passes(backward_passes_per_step)
-        require("gradient_predivide_factor", gradient_predivide_factor, int, float)
         require("algorithm", algorithm, str, type(None))
         require("sparse_as_dense", sparse_as_dense, bool)
         require("step_in_backward", step_in_backward, bool)
-        require("weighted", weighted, bool)
         require("check_parameters", check_parameters, bool, type(None))
-        if not weighted and op is not Adasum:
-            raise ValueError(
-                f"weighted=False is for op=Adasum, whose pairs have weights, not {op!r}"
-            )
-        if gradient_predivide_factor != 1.0 and op is not Average:
-            raise ValueError("gradient_predivide_factor not supported with op != Average")
-        if not 0 < gradient_predivide_factor < math.inf:
-            raise ValueError(
-                "gradient_predivide_factor must be > 0 and finite, not "
-                f"{gradient_predivide_factor!r}"
-            )
-        _check_local_steps(
+        require_local_steps(
             local_steps, op, method, mode, step_in_backward, backward_passes_per_step
         )
         kind = _method(optimizer, op, method, mode, step_in_backward, local_steps)
-        groups = _groups_of(num_groups, groups)
+        groups = groups_of(num_groups, groups)
         named = name_parameters(optimizer, named_parameters)
-        asked, op = op, op if weighted else UNWEIGHTED
         members = default_group() if process_set is None else group_of(process_set)
-        group = members or default_group()
-        if algorithm is not None:
-            try:
-                group.check_algorithm(algorithm, op)
-            except ValueError as error:
-                raise ValueError(f"algorithm={algorithm!r}: {error}") from None
-        reducer = BucketReducer(group, op, compression, algorithm)
-        if gradient_predivide_factor != 1.0:
-            reducer.op = Sum
-            reducer.prescale = 1.0 / gradient_predivide_factor
-            reducer.postscale = gradient_predivide_factor / group.size
+        reducer = _reducer(
+            members or default_group(),
+            op if weighted else UNWEIGHTED,
+            compression,
+            algorithm,
+            gradient_predivide_factor,
+        )
         by_size = partial(plan_buckets, memory_size=memory_size, groups_size=groups_size)
         settings = Settings(
             reducer,
@@ -169,56 +148,35 @@ class DistributedOptimizer(DistributedMixin):
             backward_passes_per_step,
             sparse_as_dense,
             one_rank=members is None or members.size == 1,
-            op=asked,
+            op=op,
             process_set=process_set or global_process_set,
             local_steps=local_steps,
             check_parameters=checks_parameters(check_parameters),
         )
-        if asked is Adasum:
+        if op is Adasum:
             warn_of_scaled_rate(algorithm)
         _wrap(self, optimizer, kind, named, by_size(named, groups), settings)
 
 
-def _check_local_steps(
-    local_steps: int,
+def _reducer(
+    group: Group,
     op: Reducer,
-    method: str | None,
-    mode: str | None,
-    step_in_backward: bool,
-    backward_passes_per_step: int,
-) -> None:
-    """Raise ValueError where local steps do not go together with another argument."""
-    if isinstance(local_steps, bool) or not isinstance(local_steps, int) or local_steps < 1:
-        raise ValueError(f"local_steps must be an int >= 1, not {local_steps!r}")
-    if local_steps == 1:
-        return
-    steps = f"local_steps={local_steps}"
-    if mode is not None:
-        raise ValueError(
-            f"{steps} and mode={mode!r} exclude each other: local steps need every parameter's "
-            "state on every rank"
-        )
-    if backward_passes_per_step > 1:
-        raise ValueError(
-            f"{steps} and backward_passes_per_step={backward_passes_per_step} exclude each other: "
-            "between reductions call backward() and step() as with a plain optimizer"
-        )
-    if op is Sum:
-        raise ValueError(f"{steps} needs op=Adasum or op=Average: a Sum of steps overshoots")
-    if method == "gradient" or step_in_backward:
-        other = "step_in_backward=True" if step_in_backward else "method='gradient'"
-        raise ValueError(f"{steps} and {other} exclude each other: local steps reduce differences")
-
-
-def _groups_of(num_groups: int, groups: Groups) -> Groups:
-    if isinstance(num_groups, bool) or not isinstance(num_groups, int) or num_groups < 0:
-        raise ValueError(f"num_groups must be an int >= 0, not {num_groups!r}")
-    if num_groups == 0:
-        return groups
-    if groups is not None:
-        raise ValueError("groups supersedes num_groups: give only groups")
-    warnings.warn("num_groups is deprecated: use groups", DeprecationWarning, stacklevel=3)
-    return num_groups
+    compression: type[Compressor],
+    algorithm: str | None,
+    predivide_factor: float,
+) -> BucketReducer:
+    """Return what reduces buckets over the group; ValueError where the algorithm cannot."""
+    if algorithm is not None:
+        try:
+            group.check_algorithm(algorithm, op)
+        except ValueError as error:
+            raise ValueError(f"algorithm={algorithm!r}: {error}") from None
+    reducer = BucketReducer(group, op, compression, algorithm)
+    if predivide_factor != 1.0:
+        reducer.op = Sum
+        reducer.prescale = 1.0 / predivide_factor
+        reducer.postscale = predivide_factor / group.size
+    return reducer
 
 
 def _method(
@@ -234,7 +192,7 @@ def _method(
     if mode not in (None, "owners"):
         raise ValueError(f"mode must be 'owners' or None, not {mode!r}")
     if mode is not None:
-        _check_owners(optimizer, method, step_in_backward)
+        require_owners(optimizer, method, step_in_backward)
         return OwnersMethod
     if local_steps > 1:
         return LocalStepsMethod
@@ -250,23 +208,6 @@ def _method(
             f"{type(optimizer).__name__} is not: pass step_in_backward=False"
         )
     return DeltaMethodInBackward
-
-
-def _check_owners(
-    optimizer: torch.optim.Optimizer, method: str | None, step_in_backward: bool
-) -> None:
-    """Raise ValueError where mode="owners" does not go together with another argument."""
-    if method == "delta" or step_in_backward:
-        other = "step_in_backward=True" if step_in_backward else "method='delta'"
-        raise ValueError(
-            f"mode='owners' and {other} exclude each other: owners step by reduced gradients, "
-            "which is method='gradient'"
-        )
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError(
-            f"mode='owners' needs an optimizer that steps each parameter by itself, which "
-            f"{type(optimizer).__name__} does not: pass mode=None"
-        )
 
 
 def _wrap(
@@ -309,6 +250,18 @@ def _wrap(
         wrapper._adasum_check = ParameterCheck(settings.reducer.group)
         wrapper._adasum_check.add(named, buckets)
     wrapper._prepare()
+    wrapper._adasum_hooks = _hooks(wrapper, method, named, buckets, settings)
+    _keep_scheduler_patch(wrapper)
+
+
+def _hooks(
+    wrapper: Any,
+    method: type[DistributedMixin],
+    named: Sequence[Named],
+    buckets: Sequence[Sequence[Named]],
+    settings: Settings,
+) -> BackwardHooks:
+    """Return hooks on the parameters that reduce for `wrapper`, as long as somebody holds it."""
     reference = weakref.ref(wrapper)
 
     def start_bucket(members: Sequence[Named], name: str) -> list[Reduction]:
@@ -329,7 +282,7 @@ def _wrap(
         if target is not None and not settings.one_rank:
             target._finish_reductions()
 
-    wrapper._adasum_hooks = BackwardHooks(
+    return BackwardHooks(
         named,
         buckets,
         start_bucket,
@@ -338,8 +291,6 @@ def _wrap(
         final=method._adasum_final,
         finish=finish,
     )
-    _keep_scheduler_patch(wrapper)
-    return wrapper
 
 
 def _keep_scheduler_patch(wrapper: Any) -> None:

@@ -1,0 +1,101 @@
+"""What DistributedOptimizer requires of its arguments, before it changes anything."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import torch
+
+from adasum.horovod.arguments import require
+from adasum.horovod.reduction_options import require_reducer
+from adasum.optimizer.parameters import Groups
+from adasum.reducer import Adasum
+from collectives import Average, Reducer, Sum
+
+
+def require_optimizer(optimizer: object) -> None:
+    """Raise where `optimizer` is none, or is wrapped already."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}"
+        )
+    if "_adasum_hooks" in optimizer.__dict__:
+        raise ValueError("optimizer is already wrapped by DistributedOptimizer")
+
+
+def require_operator(op: Reducer, weighted: bool, predivide_factor: float) -> None:
+    """Raise where `op` is none for gradients, or is given with what it does not take."""
+    require_reducer(op)
+    if op not in (Sum, Average, Adasum):
+        raise ValueError(f"op must be Sum, Average or Adasum, not {op!r}")
+    require("weighted", weighted, bool)
+    if not weighted and op is not Adasum:
+        raise ValueError(f"weighted=False is for op=Adasum, whose pairs have weights, not {op!r}")
+    require("gradient_predivide_factor", predivide_factor, int, float)
+    if predivide_factor != 1.0 and op is not Average:
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    if not 0 < predivide_factor < math.inf:
+        raise ValueError(
+            f"gradient_predivide_factor must be > 0 and finite, not {predivide_factor!r}"
+        )
+
+
+def require_local_steps(
+    local_steps: int,
+    op: Reducer,
+    method: str | None,
+    mode: str | None,
+    step_in_backward: bool,
+    backward_passes_per_step: int,
+) -> None:
+    """Raise ValueError where local steps do not go together with another argument."""
+    if isinstance(local_steps, bool) or not isinstance(local_steps, int) or local_steps < 1:
+        raise ValueError(f"local_steps must be an int >= 1, not {local_steps!r}")
+    if local_steps == 1:
+        return
+    steps = f"local_steps={local_steps}"
+    if mode is not None:
+        raise ValueError(
+            f"{steps} and mode={mode!r} exclude each other: local steps need every parameter's "
+            "state on every rank"
+        )
+    if backward_passes_per_step > 1:
+        raise ValueError(
+            f"{steps} and backward_passes_per_step={backward_passes_per_step} exclude each other: "
+            "between reductions call backward() and step() as with a plain optimizer"
+        )
+    if op is Sum:
+        raise ValueError(f"{steps} needs op=Adasum or op=Average: a Sum of steps overshoots")
+    if method == "gradient" or step_in_backward:
+        other = "step_in_backward=True" if step_in_backward else "method='gradient'"
+        raise ValueError(f"{steps} and {other} exclude each other: local steps reduce differences")
+
+
+def groups_of(num_groups: int, groups: Groups) -> Groups:
+    """Return what to divide parameters by; num_groups is Horovod's older name of `groups`."""
+    if isinstance(num_groups, bool) or not isinstance(num_groups, int) or num_groups < 0:
+        raise ValueError(f"num_groups must be an int >= 0, not {num_groups!r}")
+    if num_groups == 0:
+        return groups
+    if groups is not None:
+        raise ValueError("groups supersedes num_groups: give only groups")
+    warnings.warn("num_groups is deprecated: use groups", DeprecationWarning, stacklevel=3)
+    return num_groups
+
+
+def require_owners(
+    optimizer: torch.optim.Optimizer, method: str | None, step_in_backward: bool
+) -> None:
+    """Raise ValueError where mode="owners" does not go together with another argument."""
+    if method == "delta" or step_in_backward:
+        other = "step_in_backward=True" if step_in_backward else "method='delta'"
+        raise ValueError(
+            f"mode='owners' and {other} exclude each other: owners step by reduced gradients, "
+            "which is method='gradient'"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            f"mode='owners' needs an optimizer that steps each parameter by itself, which "
+            f"{type(optimizer).__name__} does not: pass mode=None"
+        )
