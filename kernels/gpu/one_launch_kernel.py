@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from kernels.gpu.launcher import Kernel, jit, tl
-from kernels.gpu.tiles import (
-    THREADS,
+from kernels.gpu.dot_products import (
     arrive,
     cancels,
     coefficient,
     edge_dots,
+    over_threads,
+    store_row,
+    thread_dots,
+)
+from kernels.gpu.launcher import Kernel, jit, tl
+from kernels.gpu.tiles import (
+    THREADS,
     edge_pointer,
     float_of,
     load_edges,
     load_tile,
-    over_threads,
     report,
-    store_row,
     store_tile,
-    thread_dots,
     weigh,
     whole_vectors,
 )

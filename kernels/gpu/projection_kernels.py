@@ -19,22 +19,24 @@ from kernels.arithmetic import compute_dtype
 from kernels.gpu import launcher
 from kernels.gpu.chunking import Chunks, chunks_of
 from kernels.gpu.device_tables import Scratch
-from kernels.gpu.launcher import Kernel, jit, tl
-from kernels.gpu.one_launch_kernel import REGISTERS, _one_launch_kernel
-from kernels.gpu.tiles import (
-    THREADS,
+from kernels.gpu.dot_products import (
     arrive,
     cancels,
     coefficient,
     edge_dots,
+    over_threads,
+    store_row,
+    thread_dots,
+)
+from kernels.gpu.launcher import Kernel, jit, tl
+from kernels.gpu.one_launch_kernel import REGISTERS, _one_launch_kernel
+from kernels.gpu.tiles import (
+    THREADS,
     float_of,
     load_tile,
-    over_threads,
     part_of,
     report,
-    store_row,
     store_tile,
-    thread_dots,
     weigh,
     whole_vectors,
 )
