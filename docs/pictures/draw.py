@@ -1,14 +1,12 @@
 """Draw the pictures beside this file; `python docs/pictures/draw.py` writes all of them again.
 
 The messages are read from the schedules, the results of the pairs come from `kernels.adasum`, and
-the accuracies from docs/evidence/digits.json: nothing is drawn by hand.
+the accuracies from docs/evidence/results: nothing is drawn by hand.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 import sys
 from collections.abc import Iterator
 from fractions import Fraction
@@ -21,8 +19,9 @@ import torch
 FOLDER = Path(__file__).parent
 sys.path[:0] = [str(FOLDER.parents[1]), str(FOLDER.parents[1] / "examples")]
 
-import compare_digits  # noqa: E402
-from train_digits import Run  # noqa: E402
+from evidence.intervals import interval  # noqa: E402
+from evidence.report import Results  # noqa: E402
+from evidence.store import Store  # noqa: E402
 
 import kernels  # noqa: E402
 from collectives.schedules import two_level  # noqa: E402
@@ -38,7 +37,13 @@ from matplotlib.lines import Line2D  # noqa: E402
 RANKS = 4
 # Okabe and Ito's colours, which colour-blind readers tell apart; shapes and dashes differ, too.
 BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
-STYLES = {"sum": (VERMILION, "s", ":"), "average": (BLUE, "^", "--"), "adasum": (GREEN, "o", "-")}
+# By the row of the results: its name, how it is drawn, and how far above its end it is named.
+ACCURACIES = {
+    "Average": ("Average", BLUE, "^", "--", 0),
+    "Average, rate × n, clipped": ("Average,\nrate × n,\nclipped", BLUE, "v", ":", 3),
+    "Adasum of gradients": ("Adasum of\ngradients", GREEN, "s", "-", -19),
+    "Adasum of deltas": ("Adasum\nof deltas", VERMILION, "o", "-", 0),
+}
 # As wide as a phone shows without making 11 points smaller than it can be read.
 WIDTH = 4.8
 plt.rcParams.update({"font.size": 11, "svg.hashsalt": "adasum", "axes.spines.top": False})
@@ -177,38 +182,31 @@ def draw_pair() -> Any:
     return figure
 
 
-def digits() -> list[Run]:
-    """Return the trainings on digits in docs/evidence, Sum's first."""
-    content = json.loads((FOLDER.parent / "evidence" / "digits.json").read_text())
-    runs = [Run(**row) for row in content["same_epochs"]]
-    return sorted(runs, key=lambda run: (run.ranks, list(STYLES).index(run.op), run.seed))
-
-
 def draw_accuracy() -> Any:
-    """Draw final accuracy over the number of ranks, from the runs of docs/evidence."""
-    runs = digits()
-    figure, axes = plt.subplots(figsize=(WIDTH, 3.2), layout="constrained")
-    ranks = sorted({run.ranks for run in runs})
-    for op, (colour, marker, dashes) in STYLES.items():
-        means, spreads = [], []
-        for count in ranks:
-            # One rank has nothing to reduce, and was trained once.
-            wanted = "average" if count == 1 else op
-            values = [100 * run.accuracy for run in runs if (run.ranks, run.op) == (count, wanted)]
-            means.append(statistics.mean(values))
-            spreads.append(statistics.stdev(values))
-        axes.errorbar(ranks, means, spreads, color=colour, marker=marker, ls=dashes, capsize=3)
+    """Draw the digits' final accuracy over the number of ranks, at one rank's rate."""
+    results = Results("digits", Store())
+    alone = results.alone()
+    figure, axes = plt.subplots(figsize=(WIDTH, 3.4), layout="constrained")
+    for label, (name, colour, marker, dashes, above) in ACCURACIES.items():
+        cells = {1: alone, **results.untuned_rows()[label]}
+        found = [
+            interval([100 * score for score in results.scores(each)]) for each in cells.values()
+        ]
+        means, halves = [each.mean for each in found], [each.half for each in found]
+        axes.errorbar(list(cells), means, halves, color=colour, marker=marker, ls=dashes, capsize=3)
         axes.annotate(
-            op.capitalize(),
-            (ranks[-1], means[-1]),
-            (10, -6 if op == "sum" else 0),
+            name,
+            (max(cells), means[-1]),
+            (10, above),
             textcoords="offset points",
             color=colour,
             va="center",
             weight="bold",
+            fontsize=9,
         )
     axes.set(xscale="log", ylim=(0, 103), xlabel="ranks", ylabel="final test accuracy in %")
-    axes.set_xlim(0.9, 90)
+    axes.set_xlim(0.9, 110)
+    ranks = [1, *results.task.ranks]
     axes.set_xticks(ranks, [str(count) for count in ranks])
     axes.minorticks_off()
     axes.set_title("Digits, the learning rate of one rank, 8 epochs", fontsize=11)
@@ -223,8 +221,6 @@ def main() -> None:
     figures |= {name: draw_messages(*each) for name, each in schedules().items()}
     for name, figure in figures.items():
         figure.savefig(out / f"{name}.svg", metadata={"Date": None})
-    demo = [run for run in digits() if run.ranks <= 8 and run.seed < 3]
-    compare_digits.plot(demo, out / "epochs.png")
 
 
 if __name__ == "__main__":

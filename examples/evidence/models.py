@@ -1,4 +1,4 @@
-"""The models that are trained, beside train_digits.py's LeNet and char_transformer.py's."""
+"""The models that are trained, beside train_digits.py's LeNet and characters.py's."""
 
 from __future__ import annotations
 

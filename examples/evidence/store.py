@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import platform
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import numpy
+import torch
 
 from evidence import data
 from evidence.cells import Cell
-from evidence.first.shared import machine
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "evidence" / "results"
@@ -96,11 +97,23 @@ def made_by(task: str) -> dict[str, Any]:
     }[task]
     return {
         "commit": _commit(),
-        **machine(),
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
         "numpy": numpy.__version__,
         "platform": f"{platform.system()} {platform.machine()}",
         "data": {package.file: package.sha256 for package in packages},
     }
+
+
+def _cpu() -> str:
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        for line in information.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def _commit() -> str:

@@ -11,13 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-import char_transformer
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from train_digits import VALIDATION_IMAGES, Digits, LeNet
 
-from evidence import data
+from evidence import characters, data
 from evidence.models import EfficientNetLite0, ResNet, accuracy
 
 RANKS = (2, 3, 4, 6, 8, 16, 32)
@@ -90,22 +89,22 @@ def finetune() -> Task:
 
 
 def text() -> Task:
-    numbers = {character: i for i, character in enumerate(char_transformer.ALPHABET, start=1)}
+    numbers = {character: i for i, character in enumerate(characters.ALPHABET, start=1)}
     text_ = torch.tensor([numbers.get(character, 0) for character in data.shakespeare()])
-    blocks = text_.split(char_transformer.BLOCK)
+    blocks = text_.split(characters.BLOCK)
     training = torch.cat([block for i, block in enumerate(blocks) if i % 10 < 8])
     held = {VALIDATION: torch.cat(blocks[8::10]), TEST: torch.cat(blocks[9::10])}
     batches, batch = 576, 4
 
     def losses(seed: int) -> LossOf:
-        windows = char_transformer.batches(training, batches, batch, seed)
-        return lambda model, i: char_transformer.loss(model, windows[i])
+        windows = characters.batches(training, batches, batch, seed)
+        return lambda model, i: characters.loss(model, windows[i])
 
     def evaluate(model: nn.Module, part: int) -> tuple[float, float]:
-        loss = char_transformer.held_out_loss(model, held[part])
+        loss = characters.held_out_loss(model, held[part])
         return loss, loss
 
-    guess = math.log(len(char_transformer.ALPHABET) + 1)
+    guess = math.log(len(characters.ALPHABET) + 1)
     return Task(
         "Shakespeare",
         "adamw",
@@ -116,7 +115,7 @@ def text() -> Task:
         RANKS,
         "loss",
         (guess, guess),
-        lambda: char_transformer.Transformer(128, 5, 4),
+        lambda: characters.Transformer(128, 5, 4),
         losses,
         evaluate,
     )

@@ -1,14 +1,6 @@
-"""A character-level transformer and its text, the language reference that ships with Python.
-
-The text is `pydoc_data.topics`, what `help("topics")` shows: every paragraph once, topics in the
-order of their names. It grows with each version of Python, so results name its size and SHA-256.
-"""
+"""A transformer over characters, and the windows of a text that it is trained and measured on."""
 
 from __future__ import annotations
-
-import hashlib
-from dataclasses import dataclass
-from pydoc_data.topics import topics
 
 import torch
 from torch import Tensor, nn
@@ -17,38 +9,10 @@ from torch.nn import functional
 # Printable ASCII; number 0 stands for every other character.
 ALPHABET = "\n" + "".join(map(chr, range(32, 127)))
 CONTEXT = 64
-# Of ten blocks of so many characters, eight are trained on, one is for tuning the learning rate.
+# Of ten blocks of so many characters, eight are trained on, and one is for each other part.
 BLOCK = 4096
-# Evenly spread over the tuning or the test text, and the same at every evaluation.
+# Evenly spread over the validation or the test part, and the same at every evaluation.
 WINDOWS = 256
-
-
-@dataclass(frozen=True)
-class Text:
-    """The parts of the text, as int64 numbers of characters, [n] each."""
-
-    training: Tensor
-    tuning: Tensor
-    test: Tensor
-    characters: int
-    sha256: str
-
-    @classmethod
-    def load(cls) -> Text:
-        paragraphs: dict[str, None] = {}
-        for name in sorted(topics):
-            # Topics quote each other: a paragraph of the test text must not be trained on.
-            paragraphs.update(dict.fromkeys(p.rstrip() for p in topics[name].split("\n\n")))
-        text = "\n\n".join(paragraphs)
-        numbers = {character: i for i, character in enumerate(ALPHABET, start=1)}
-        blocks = torch.tensor([numbers.get(character, 0) for character in text]).split(BLOCK)
-        return cls(
-            torch.cat([block for i, block in enumerate(blocks) if i % 10 < 8]),
-            torch.cat(blocks[8::10]),
-            torch.cat(blocks[9::10]),
-            len(text),
-            hashlib.sha256(text.encode()).hexdigest(),
-        )
 
 
 def batches(training: Tensor, count: int, batch: int, seed: int) -> Tensor:
@@ -78,9 +42,9 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Maps characters [batch, length] to logits [batch, length, characters]; 69,000 weights."""
+    """Maps characters [batch, length] to logits [batch, length, characters]."""
 
-    def __init__(self, width: int = 48, layers: int = 2, heads: int = 3) -> None:
+    def __init__(self, width: int, layers: int, heads: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(len(ALPHABET) + 1, width)
         self.position = nn.Parameter(0.02 * torch.randn(CONTEXT, width))
