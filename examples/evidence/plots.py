@@ -22,6 +22,7 @@ from evidence.report import Missing, Results, layer_points, rates_by_row, row_la
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.ticker import LogLocator, NullFormatter
 
 WIDTH, DPI = 4.6, 180
 # By the first word of a label: colour and marker.
@@ -64,29 +65,31 @@ def write(results: Results, folder: Path) -> list[Path]:
 
 
 def curves(results: Results) -> Any:
-    """Validation loss against examples and against the modelled clock, at 8 ranks."""
-    rows = {
-        f"{label}{suffix}": by_ranks[TUNING_RANKS]
-        for suffix, table in (
-            (", tuned", results.tuned_rows()),
-            (", one rank's rate", results.untuned_rows()),
-        )
-        for label, by_ranks in table.items()
-        if not label.endswith(PLAIN)
-    }
-    rows = {"one rank": results.alone(), **rows}
-    styles = _styles(rows)
-    figure, (over_examples, over_time) = _panels(2)
-    for label, cells in rows.items():
-        seen, losses = _mean_curve(results, cells)
-        steps = [count / results.task.batch / cells[0].ranks for count in seen]
-        seconds = [step * results.step_seconds(cells[0]) for step in steps]
-        over_examples.plot(seen, losses, label=label, **styles[label])
-        over_time.plot(seconds, losses, **styles[label])
-    for panel, name in ((over_examples, "examples"), (over_time, "modelled seconds")):
-        panel.set(xlabel=name, ylabel="validation loss", yscale="log")
-    over_time.set_xscale("log")
-    _legend(over_examples)
+    """Validation loss against examples and the modelled clock, at 8 ranks: two panels a table."""
+    tables = {"each at its best": results.tuned_rows(), "one rank's rate": results.untuned_rows()}
+    figure, panels = _panels(2 * len(tables))
+    for i, (title, table) in enumerate(tables.items()):
+        over_examples, over_time = panels[2 * i : 2 * i + 2]
+        rows = {
+            label: by_ranks[TUNING_RANKS]
+            for label, by_ranks in table.items()
+            if not label.endswith(PLAIN)
+        }
+        rows = {"one rank": results.alone(), **rows}
+        styles = _styles(rows)
+        for label, cells in rows.items():
+            seen, losses = _mean_curve(results, cells)
+            steps = [count / results.task.batch / cells[0].ranks for count in seen]
+            seconds = [step * results.step_seconds(cells[0]) for step in steps]
+            over_examples.plot(seen, losses, **styles[label])
+            over_time.plot(seconds, losses, label=label, **styles[label])
+        over_examples.set(title=title, xlabel="examples")
+        over_time.set(title=title, xlabel="modelled seconds", xscale="log")
+        _plain_numbers(over_time.xaxis)
+        for panel in (over_examples, over_time):
+            panel.set(ylabel="validation loss", yscale="log")
+            _plain_numbers(panel.yaxis)
+        _legend(over_time)
     return _titled(figure, f"{results.task.label}, {TUNING_RANKS} ranks")
 
 
@@ -142,10 +145,9 @@ def rates(results: Results) -> Any:
         panel.set(title=f"{n} ranks", xscale="log", ylabel=f"validation {results.task.score}")
         panel.set_xticks([x for x, _ in points], [f"{x:g}" for x, _ in points])
         panel.minorticks_off()
-        if n == TUNING_RANKS:
-            # Here alone every row is.
-            _legend(panel)
     panels[-1].set_xlabel("multiple of one rank's rate")
+    # There alone every row is.
+    _legend(panels[-1], panels[counts.index(TUNING_RANKS)])
     all_styles = _styles(method.label for method in results.choices.methods.values())
     for name, method in results.choices.methods.items():
         grid = results.choices.plain_grid(name)
@@ -213,9 +215,18 @@ def _panels(count: int) -> tuple[Any, Sequence[Any]]:
     return figure, panels[:, 0]
 
 
-def _legend(panel: Any) -> None:
-    """Put the legend below the panel, where it hides nothing."""
-    panel.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.45, -0.18), frameon=False)
+def _legend(panel: Any, drawn: Any = None) -> None:
+    """Put the legend of what is `drawn` in a panel below this one, where it hides nothing."""
+    handles, labels = (drawn or panel).get_legend_handles_labels()
+    place = {"loc": "upper center", "bbox_to_anchor": (0.45, -0.18)}
+    panel.legend(handles, labels, fontsize=8, frameon=False, **place)
+
+
+def _plain_numbers(axis: Any) -> None:
+    """Mark 1, 2 and 5 times the powers of ten of a logarithmic axis, without exponents."""
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _titled(figure: Any, title: str) -> Any:
