@@ -17,11 +17,14 @@ from evidence.tasks import TASKS, Task
 
 TUNING_RANKS = 8
 TUNING_SEEDS = (100, 101)
+# Where the best methods are tuned once more: what their rules make of the rate, times these.
+RETUNING_RANKS = 32
 PAIRS = ((0.1, None), (0.3, 1.0))
 CLIP = 1.0
 OTHER_PAIRS = ((0.1, 1.0), (0.3, None))
 SECOND_SEED = 4
 BEST = 4
+RETUNING_MULTIPLES = powers(-4, 1)
 # Of the rate that is best on one rank, for the range of rates that work.
 MULTIPLES = powers(-2, 5)
 SENSITIVE_RANKS = {"digits": (2, 8, 32), "fashion": (2, 8, 32), "text": (8, 32), "finetune": ()}
@@ -60,8 +63,13 @@ def stages(name: str, result: Result) -> Iterator[Stage]:
     for method in methods_of(name, task):
         yield "tuning", chosen.grid(method)
         yield "tuning", chosen.rest(method)
-        yield "tuning", chosen.again(method)
+        yield "tuning", chosen.again(chosen.first(method))
     yield "tuned", [cell for method in chosen.best() for cell in chosen.tuned(method)]
+    if RETUNING_RANKS in task.ranks:
+        for method in chosen.best():
+            yield "retuning", chosen.regrid(method)
+            yield "retuning", chosen.again(chosen.regrid(method))
+        yield "retuned", [cell for method in chosen.best() for cell in chosen.retuned(method)]
     yield "untuned", chosen.untuned()
     yield "unweighted", chosen.unweighted()
     yield "rates", chosen.rates()
@@ -115,20 +123,24 @@ class Choices:
         rate = self._best(self.grid(method))[0].rate
         return [self._tuning(method, rate, pair, TUNING_SEEDS[0]) for pair in OTHER_PAIRS]
 
-    def again(self, method: str) -> list[Cell]:
-        """The best so far, with the second seed."""
-        best = self._best(self.grid(method) + self.rest(method))[:SECOND_SEED]
-        return [self._tuning(method, c.rate, (c.warm_up, c.clip), TUNING_SEEDS[1]) for c in best]
+    def first(self, method: str) -> list[Cell]:
+        """All of a method's tuning with the first seed."""
+        return self.grid(method) + self.rest(method)
+
+    def again(self, tried: Sequence[Cell]) -> list[Cell]:
+        """The best of what was tried with the first seed, with the second."""
+        return [replace(cell, seed=TUNING_SEEDS[1]) for cell in self._best(tried)[:SECOND_SEED]]
+
+    def settle(self, tried: Sequence[Cell]) -> tuple[Cell, float]:
+        """Return the best of both seeds, and its mean score."""
+        second = self.again(tried)
+        cell = self._best([replace(cell, seed=TUNING_SEEDS[0]) for cell in second] + second)[0]
+        return cell, self._mean([cell, replace(cell, seed=TUNING_SEEDS[1])])
 
     def setting(self, method: str) -> tuple[Cell, float]:
         """Return the frozen setting of a method, and its mean score over both seeds."""
-        if method in self._settings:
-            return self._settings[method]
-        second = self.again(method)
-        first = [replace(cell, seed=TUNING_SEEDS[0]) for cell in second]
-        cell = self._best(first + second)[0]
-        both = [cell, replace(cell, seed=TUNING_SEEDS[1])]
-        self._settings[method] = cell, self._mean(both)
+        if method not in self._settings:
+            self._settings[method] = self.settle(self.first(method))
         return self._settings[method]
 
     def best(self) -> list[str]:
@@ -146,14 +158,34 @@ class Choices:
 
     def tuned(self, method: str, ranks: Sequence[int] | None = None) -> list[Cell]:
         """The frozen setting at every number of ranks, by the method's own rule for the rate."""
-        cell, _ = self.setting(method)
-        power = METHODS[method].power
         return [
-            Cell(self.name, method, n, rate, seed, cell.warm_up, cell.clip, test=True)
+            replace(cell, seed=seed, test=True)
             for n in ranks or self.task.ranks
-            for rate in [cell.rate * (n / TUNING_RANKS) ** power]
+            for cell in [self._at(method, n)]
             for seed in self.task.seeds
         ]
+
+    def regrid(self, method: str) -> list[Cell]:
+        """At 32 ranks six rates about what the rule says, by two pairs that clip or are frozen."""
+        cell = self._at(method, RETUNING_RANKS)
+        frozen = cell.warm_up, cell.clip
+        other = next(pair for pair in ((0.1, CLIP), (0.3, CLIP)) if pair != frozen)
+        return [
+            self._tuning(method, cell.rate * multiple, pair, TUNING_SEEDS[0], RETUNING_RANKS)
+            for multiple in RETUNING_MULTIPLES
+            for pair in (frozen, other)
+        ]
+
+    def retuned(self, method: str) -> list[Cell]:
+        """The best of these, as final trainings."""
+        cell, _ = self.settle(self.regrid(method))
+        return [replace(cell, seed=seed, test=True) for seed in self.task.seeds]
+
+    def _at(self, method: str, ranks: int) -> Cell:
+        """Return the frozen setting at so many ranks, by the method's own rule for the rate."""
+        cell, _ = self.setting(method)
+        rate = cell.rate * (ranks / TUNING_RANKS) ** METHODS[method].power
+        return replace(cell, ranks=ranks, rate=rate)
 
     def untuned_rows(self) -> dict[str, Untuned]:
         """The rules that take one rank's rate to n ranks, by label."""

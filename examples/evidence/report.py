@@ -10,7 +10,7 @@ from typing import Any
 from evidence.cells import Cell
 from evidence.intervals import interval, paired, verdict
 from evidence.methods import METHODS
-from evidence.protocol import PERIODS_OF, TUNING_RANKS, Choices, Untuned
+from evidence.protocol import PERIODS_OF, RETUNING_RANKS, TUNING_RANKS, Choices, Untuned
 from evidence.store import Store
 from evidence.tasks import Task
 from evidence.wall_clock import seconds_a_step
@@ -56,6 +56,15 @@ class Results:
             for method in self.choices.best()
         }
 
+    def retuned_rows(self) -> dict[str, dict[int, list[Cell]]]:
+        """The same methods, tuned anew at 32 ranks; none where a task has no 32."""
+        if RETUNING_RANKS not in self.task.ranks:
+            return {}
+        return {
+            METHODS[method].label: {RETUNING_RANKS: self.choices.retuned(method)}
+            for method in self.choices.best()
+        }
+
     def untuned_rows(self) -> dict[str, dict[int, list[Cell]]]:
         return {
             label: {
@@ -95,6 +104,8 @@ def page(results: Results) -> str:
         ("Rates of one rank", base_table),
         ("Tuning at 8 ranks", tuning_table),
         ("Rivals at their best", lambda r: sweep_table(r, r.tuned_rows())),
+        ("Tuning at 32 ranks", retuning_table),
+        ("Rivals tuned at 32 ranks", lambda r: sweep_table(r, r.retuned_rows())),
         ("One rank's rate", lambda r: sweep_table(r, r.untuned_rows())),
         ("One rank's rate against rivals at their best", untuned_table),
         ("To the target", target_table),
@@ -124,11 +135,22 @@ def base_table(results: Results) -> Iterator[str]:
 
 
 def tuning_table(results: Results) -> Iterator[str]:
-    yield from _head("method", "rate", "warm-up", "clip", "score by seed", "chosen")
     choices = results.choices
-    for method in choices.methods:
-        frozen, _ = choices.setting(method)
-        cells = [*choices.grid(method), *choices.rest(method), *choices.again(method)]
+    tried = {method: choices.first(method) for method in choices.methods}
+    yield from _tuning(results, tried)
+
+
+def retuning_table(results: Results) -> Iterator[str]:
+    choices = results.choices
+    if RETUNING_RANKS in results.task.ranks:
+        yield from _tuning(results, {method: choices.regrid(method) for method in choices.best()})
+
+
+def _tuning(results: Results, tried: dict[str, list[Cell]]) -> Iterator[str]:
+    yield from _head("method", "rate", "warm-up", "clip", "score by seed", "chosen")
+    for method, first in tried.items():
+        frozen, _ = results.choices.settle(first)
+        cells = [*first, *results.choices.again(first)]
         groups: dict[tuple[Any, ...], list[Cell]] = {}
         for cell in cells:
             groups.setdefault((cell.rate, cell.warm_up, cell.clip), []).append(cell)
@@ -144,7 +166,9 @@ def tuning_table(results: Results) -> Iterator[str]:
 
 def sweep_table(results: Results, rows: dict[str, dict[int, list[Cell]]]) -> Iterator[str]:
     """Yield a row a method and number of ranks, beside Adasum of the same table, seed by seed."""
-    adasum = next(label for label in rows if label.startswith("Adasum"))
+    adasum = next((label for label in rows if label.startswith("Adasum")), None)
+    if adasum is None:
+        return
     names = ("score", "less one rank", "shown", f"less {adasum}", "shown", "every seed", "cells")
     yield from _head("ranks", "method", *names)
     for alone in {tuple(results.alone(label)): None for label in rows}:

@@ -29,7 +29,7 @@ def small(load, monkeypatch):
     tasks = load("tasks")
     whole = tasks.TASKS["digits"]()
     # The same batches, of fewer images.
-    task = dataclasses.replace(whole, batches=96, looks=2, seeds=(0, 1), ranks=(2, 3, 8))
+    task = dataclasses.replace(whole, batches=96, looks=2, seeds=(0, 1), ranks=(2, 3, 8, 32))
     monkeypatch.setitem(tasks.TASKS, "digits", lambda: task)
     return task
 
@@ -129,7 +129,7 @@ def test_evidence_resumes_after_an_interruption_and_writes_all(
     assert len((tmp_path / "digits.jsonl").read_text().splitlines()) == len(pretended)
     text = (tmp_path / "digits.md").read_text()
     assert "Not run yet" not in text
-    assert text.count("## ") == 11
+    assert text.count("## ") == 13
     # A variance of 6 beside a squared gradient of 1: 48 of 8 examples.
     assert "| 3 | 24 | 48 |  |" in text
     assert "| 8 | 64 | 48 | yes |" in text
