@@ -24,7 +24,7 @@ CLIP = 1.0
 OTHER_PAIRS = ((0.1, 1.0), (0.3, None))
 SECOND_SEED = 4
 BEST = 4
-RETUNING_MULTIPLES = powers(-4, 1)
+RETUNING_MULTIPLES = powers(-4, 2)
 # Of the rate that is best on one rank, for the range of rates that work.
 MULTIPLES = powers(-2, 5)
 SENSITIVE_RANKS = {"digits": (2, 8, 32), "fashion": (2, 8, 32), "text": (8, 32), "finetune": ()}
@@ -166,7 +166,7 @@ class Choices:
         ]
 
     def regrid(self, method: str) -> list[Cell]:
-        """At 32 ranks six rates about what the rule says, by two pairs that clip or are frozen."""
+        """At 32 ranks seven rates about what the rule says, by two pairs that clip or are frozen."""
         cell = self._at(method, RETUNING_RANKS)
         frozen = cell.warm_up, cell.clip
         other = next(pair for pair in ((0.1, CLIP), (0.3, CLIP)) if pair != frozen)
