@@ -166,7 +166,7 @@ class Choices:
         ]
 
     def regrid(self, method: str) -> list[Cell]:
-        """At 32 ranks seven rates about what the rule says, by two pairs that clip or are frozen."""
+        """At 32 ranks seven rates about the rule's, by two pairs that clip or are frozen."""
         cell = self._at(method, RETUNING_RANKS)
         frozen = cell.warm_up, cell.clip
         other = next(pair for pair in ((0.1, CLIP), (0.3, CLIP)) if pair != frozen)
