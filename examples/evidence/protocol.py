@@ -25,6 +25,8 @@ OTHER_PAIRS = ((0.1, 1.0), (0.3, None))
 SECOND_SEED = 4
 BEST = 4
 RETUNING_MULTIPLES = powers(-4, 2)
+# Of one rank: pretrained weights take lower ones than those of BASE_RATES.
+FINETUNING_RATES = powers(-13, -8)
 # Of the rate that is best on one rank, for the range of rates that work.
 MULTIPLES = powers(-2, 5)
 SENSITIVE_RANKS = {"digits": (2, 8, 32), "fashion": (2, 8, 32), "text": (8, 32), "finetune": ()}
@@ -96,7 +98,7 @@ class Choices:
         method = self.plain(optimizer)
         return [
             Cell(self.name, method, 1, rate, seed)
-            for rate in BASE_RATES[optimizer]
+            for rate in (FINETUNING_RATES if self.name == "finetune" else BASE_RATES[optimizer])
             for seed in TUNING_SEEDS
         ]
 
