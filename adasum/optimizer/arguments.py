@@ -15,7 +15,7 @@ from collectives import Average, Reducer, Sum
 
 
 def require_optimizer(optimizer: object) -> None:
-    """Raise where `optimizer` is none, or is wrapped already."""
+    """Raise unless `optimizer` is a torch optimizer that is not wrapped yet."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
             f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}"
@@ -25,7 +25,7 @@ def require_optimizer(optimizer: object) -> None:
 
 
 def require_operator(op: Reducer, weighted: bool, predivide_factor: float) -> None:
-    """Raise where `op` is none for gradients, or is given with what it does not take."""
+    """Raise unless `op` can reduce gradients and takes the other two arguments."""
     require_reducer(op)
     if op not in (Sum, Average, Adasum):
         raise ValueError(f"op must be Sum, Average or Adasum, not {op!r}")
@@ -72,8 +72,11 @@ def require_local_steps(
         raise ValueError(f"{steps} and {other} exclude each other: local steps reduce differences")
 
 
-def groups_of(num_groups: int, groups: Groups) -> Groups:
-    """Return what to divide parameters by; num_groups is Horovod's older name of `groups`."""
+def require_groups(num_groups: int, groups: Groups) -> Groups:
+    """Return how to divide parameters into buckets.
+
+    `num_groups` is Horovod's older name of `groups`.
+    """
     if isinstance(num_groups, bool) or not isinstance(num_groups, int) or num_groups < 0:
         raise ValueError(f"num_groups must be an int >= 0, not {num_groups!r}")
     if num_groups == 0:

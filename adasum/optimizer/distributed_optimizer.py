@@ -14,7 +14,7 @@ from adasum.horovod.arguments import require
 from adasum.horovod.capabilities import warn_of_scaled_rate
 from adasum.horovod.process_sets import ProcessSet, global_process_set, group_of
 from adasum.optimizer.arguments import (
-    groups_of,
+    require_groups,
     require_local_steps,
     require_operator,
     require_optimizer,
@@ -131,7 +131,7 @@ class DistributedOptimizer(DistributedMixin):
             local_steps, op, method, mode, step_in_backward, backward_passes_per_step
         )
         kind = _method(optimizer, op, method, mode, step_in_backward, local_steps)
-        groups = groups_of(num_groups, groups)
+        groups = require_groups(num_groups, groups)
         named = name_parameters(optimizer, named_parameters)
         members = default_group() if process_set is None else group_of(process_set)
         reducer = _reducer(
@@ -165,7 +165,7 @@ def _reducer(
     algorithm: str | None,
     predivide_factor: float,
 ) -> BucketReducer:
-    """Return what reduces buckets over the group; ValueError where the algorithm cannot."""
+    """Return the reducer of buckets; ValueError where `algorithm` cannot run `op`."""
     if algorithm is not None:
         try:
             group.check_algorithm(algorithm, op)

@@ -1,4 +1,4 @@
-"""One step of all ranks' schedules, run on symbols: what `verify` proves things of."""
+"""Runs one step of all ranks' schedules on symbols, for `verify`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Hashable, Sequence
 
 from collectives.schedules.schedule import Action, Step, Transfer
 
+# As `Transfer.leaves`: None for a COPY, and where a receive's chunks differ in them.
 Leaves = tuple[int, int] | None
-"""`Transfer.leaves`; None of a COPY, and where the chunks of a receive differ in them."""
 
 
 class ScheduleError(AssertionError):
@@ -30,7 +30,10 @@ class Expressions:
         self._ids: dict[Hashable, int] = {}
 
     def reduce(self, left: int, right: int, phase: int, where: str) -> int:
-        """Return the node that reduces two, which share no rank; `where` begins errors."""
+        """Return the node that reduces `left` and `right`, which share no rank.
+
+        Errors begin with `where`.
+        """
         node = self._nodes.get((left, right, phase))
         if node is not None:
             return node
@@ -108,7 +111,10 @@ def run_step(
 
 
 def _send(steps: Sequence[Step], state: State, chunks: int, where: str) -> _Mail:
-    """Return all ranks' messages of a step, with the values before it."""
+    """Return all ranks' messages of a step, with the values before it.
+
+    Also checks that no rank receives by COPY into chunks that it sends.
+    """
     mail: _Mail = {}
     for rank, step in enumerate(steps):
         for send in step.sends:

@@ -95,7 +95,7 @@ class Parts:
 
 
 @lru_cache(maxsize=2)
-def fashion(training: int, validation: int = 1024, test: int = 4096) -> Parts:
+def fashion(training: int, validation: int, test: int) -> Parts:
     """Return so many of Fashion-MNIST's training images in two parts, and of its test images.
 
     The images are 28 by 28, in 0..1, less their mean and divided by their deviation, those of the

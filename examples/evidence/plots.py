@@ -146,7 +146,7 @@ def rates(results: Results) -> Any:
         panel.set_xticks([x for x, _ in points], [f"{x:g}" for x, _ in points])
         panel.minorticks_off()
     panels[-1].set_xlabel("multiple of one rank's rate")
-    # There alone every row is.
+    # Only the panel of 8 ranks has every row.
     _legend(panels[-1], panels[counts.index(TUNING_RANKS)])
     all_styles = _styles(method.label for method in results.choices.methods.values())
     for name, method in results.choices.methods.items():
@@ -157,7 +157,7 @@ def rates(results: Results) -> Any:
         last.plot(multiples, scores, label=method.label, **all_styles[method.label])
     last.set(title=f"all at {TUNING_RANKS} ranks, one seed", xscale="log")
     last.set(xlabel="multiple of its best rate", ylabel=f"validation {results.task.score}")
-    last.xaxis.set_major_formatter("{x:g}")
+    _plain_numbers(last.xaxis)
     _legend(last)
     return _titled(figure, results.task.label)
 
@@ -191,10 +191,13 @@ def _mean_curve(results: Results, cells: Sequence[Cell]) -> tuple[list[int], lis
 
 
 def _styles(labels: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Give each label its word's colour and marker, and a dash of its own among these."""
+    """Give each label its word's colour and marker, and a dash of its own among these.
+
+    In the order of their letters, so that a method looks alike in every panel of a task.
+    """
     styles: dict[str, dict[str, Any]] = {}
     met: Counter[str] = Counter()
-    for label in labels:
+    for label in sorted(labels):
         word = label.split(",")[0].split()[0]
         colour, marker = STYLES[word]
         styles[label] = {
@@ -216,7 +219,7 @@ def _panels(count: int) -> tuple[Any, Sequence[Any]]:
 
 
 def _legend(panel: Any, drawn: Any = None) -> None:
-    """Put the legend of what is `drawn` in a panel below this one, where it hides nothing."""
+    """Put below `panel` the legend of `drawn`, by default its own, where it hides nothing."""
     handles, labels = (drawn or panel).get_legend_handles_labels()
     place = {"loc": "upper center", "bbox_to_anchor": (0.45, -0.18)}
     panel.legend(handles, labels, fontsize=8, frameon=False, **place)

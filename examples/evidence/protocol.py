@@ -17,14 +17,13 @@ from evidence.tasks import TASKS, Task
 
 TUNING_RANKS = 8
 TUNING_SEEDS = (100, 101)
-# Where the best methods are tuned once more: what their rules make of the rate, times these.
-RETUNING_RANKS = 32
 PAIRS = ((0.1, None), (0.3, 1.0))
 CLIP = 1.0
 OTHER_PAIRS = ((0.1, 1.0), (0.3, None))
 SECOND_SEED = 4
 BEST = 4
-RETUNING_MULTIPLES = powers(-4, 2)
+# At so many ranks the best methods are tuned again, about the rate that their rule gives there.
+RETUNING_RANKS, RETUNING_MULTIPLES = 32, powers(-4, 2)
 # Of one rank: pretrained weights take lower ones than those of BASE_RATES.
 FINETUNING_RATES = powers(-13, -8)
 # Of the rate that is best on one rank, for the range of rates that work.
@@ -126,15 +125,15 @@ class Choices:
         return [self._tuning(method, rate, pair, TUNING_SEEDS[0]) for pair in OTHER_PAIRS]
 
     def first(self, method: str) -> list[Cell]:
-        """All of a method's tuning with the first seed."""
+        """Return a method's tuning cells of the first seed."""
         return self.grid(method) + self.rest(method)
 
     def again(self, tried: Sequence[Cell]) -> list[Cell]:
-        """The best of what was tried with the first seed, with the second."""
+        """Return the best cells of `tried`, whose seed is the first, with the second seed."""
         return [replace(cell, seed=TUNING_SEEDS[1]) for cell in self._best(tried)[:SECOND_SEED]]
 
     def settle(self, tried: Sequence[Cell]) -> tuple[Cell, float]:
-        """Return the best of both seeds, and its mean score."""
+        """Return the cell with the best mean over both seeds, and that mean."""
         second = self.again(tried)
         cell = self._best([replace(cell, seed=TUNING_SEEDS[0]) for cell in second] + second)[0]
         return cell, self._mean([cell, replace(cell, seed=TUNING_SEEDS[1])])
@@ -168,7 +167,7 @@ class Choices:
         ]
 
     def regrid(self, method: str) -> list[Cell]:
-        """At 32 ranks seven rates about the rule's, by two pairs that clip or are frozen."""
+        """Return rates about the rule's at 32 ranks, with the frozen pair and one that clips."""
         cell = self._at(method, RETUNING_RANKS)
         frozen = cell.warm_up, cell.clip
         other = next(pair for pair in ((0.1, CLIP), (0.3, CLIP)) if pair != frozen)
@@ -179,7 +178,7 @@ class Choices:
         ]
 
     def retuned(self, method: str) -> list[Cell]:
-        """The best of these, as final trainings."""
+        """Return the final trainings of the best cell of `regrid`."""
         cell, _ = self.settle(self.regrid(method))
         return [replace(cell, seed=seed, test=True) for seed in self.task.seeds]
 

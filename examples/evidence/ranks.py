@@ -32,7 +32,6 @@ class Reduction:
         op: "sum", "average" or "adasum".
         method: With "gradient" one optimizer steps by the reduced gradients; with "delta" (Adasum
             and Average) each rank's optimizer steps, and the differences are reduced.
-        local_size: Ranks of a node; Adasum runs across nodes, on the average within each.
         weighted: Adasum weighs a pair by the ranks behind both sides. It makes a difference where
             the number of leaves is no power of two, and raises there if the library has it not.
         layers: With Adasum, the numbers of the parameters that it reduces, None for all; the others
@@ -41,7 +40,6 @@ class Reduction:
 
     op: str
     method: str = "gradient"
-    local_size: int = 1
     weighted: bool = True
     layers: tuple[int, ...] | None = None
 
@@ -51,8 +49,7 @@ class Reduction:
             return total(rows)
         if self.op == "average":
             return total(rows) / len(rows)
-        nodes = rows.view(-1, self.local_size, rows.shape[1]) / self.local_size
-        both = self._adasum([total(node) for node in nodes], bounds)
+        both = self._adasum(list(rows), bounds)
         if self.layers is None:
             return both
         mean = total(rows) / len(rows)
@@ -114,8 +111,6 @@ class Ranks:
     ) -> None:
         if size < 1:
             raise ValueError(f"size must be positive, not {size}")
-        if size % reduction.local_size:
-            raise ValueError(f"local_size {reduction.local_size} does not divide size {size}")
         if reduction.method == "delta" and gain is not None:
             raise ValueError("gain is for the gradient method: a difference has a rate already")
         if reduction.method != "delta" and outer is not None:

@@ -215,13 +215,38 @@ def test_local_steps_end_with_what_is_left_of_a_period(load, small):
     assert result["looks"][-1][0] == 96 * small.batch
 
 
-def test_batches_of_every_task_divide_by_every_number_of_ranks(load):
-    # Read from the source: making the tasks would fetch their data.
-    tasks = load("tasks")
-    counts = {"digits": 8 * 1152 // 8, "fashion": 3 * 3584 // 16, "text": 576}
-    assert tasks.TASKS["digits"]().batches == counts["digits"]
-    for count in counts.values():
-        assert all(count % n == 0 for n in tasks.RANKS)
+def test_batches_of_every_task_divide_by_every_number_of_ranks(load, monkeypatch):
+    tasks, data = load("tasks"), load("data")
+
+    def fashion(*sizes):
+        return data.Parts(*((torch.zeros(n, 1, 28, 28), torch.zeros(n).long()) for n in sizes))
+
+    # In place of what would be fetched.
+    monkeypatch.setattr(data, "fashion", fashion)
+    monkeypatch.setattr(data, "shakespeare", lambda: "To be, or not to be. " * 10_000)
+    for make in (tasks.digits, tasks.fashion, tasks.finetune, tasks.text):
+        task = make()
+        assert [n for n in task.ranks if task.batches % n] == []
+
+
+def test_best_methods_are_tuned_again_at_32_ranks(load, small):
+    protocol = load("protocol")
+
+    def result(cell):
+        return {"validation": [zlib.crc32(cell.name.encode()), 0.0]}
+
+    choices = protocol.Choices("digits", result)
+    for method in choices.best():
+        grid = choices.regrid(method)
+        assert len(grid + choices.again(grid)) == 18
+        assert {cell.ranks for cell in grid} == {32}
+        frozen, _ = choices.setting(method)
+        rule = frozen.rate * 4 ** load("methods").METHODS[method].power
+        assert {cell.rate / rule for cell in grid} == {2.0**k for k in range(-4, 3)}
+        pairs = {(cell.warm_up, cell.clip) for cell in grid}
+        assert len(pairs) == 2
+        assert (frozen.warm_up, frozen.clip) in pairs
+        assert [clip for _, clip in pairs - {(frozen.warm_up, frozen.clip)}] == [1.0]
 
 
 def test_package_that_is_another_file_is_refused(load, tmp_path, monkeypatch):

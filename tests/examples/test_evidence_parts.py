@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from pathlib import Path
 
 import numpy
 import pytest
 import torch
-
-ROOT = Path(__file__).parents[2]
 
 
 def parameter(*values: float) -> torch.nn.Parameter:

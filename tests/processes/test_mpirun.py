@@ -26,7 +26,7 @@ JOB = """
     # What torch's own "env://" asks for is there, too.
     collectives.shutdown()
     torch.distributed.init_process_group("gloo")
-    # A rank that left now would close links to others that still make theirs.
+    # A rank that left now would close its connections while others still make theirs.
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 """
