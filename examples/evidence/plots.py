@@ -94,7 +94,9 @@ def curves(results: Results) -> Any:
 
 
 def ranks(results: Results) -> Any:
-    """Final score against ranks: rivals at their best, and with one rank's rate."""
+    """Final score against ranks, where a task has several: at the best and at one rank's rate."""
+    if len(results.task.ranks) < 2:
+        return None
     untuned = results.untuned_rows()
     plain = {label: row for label, row in untuned.items() if label.endswith(PLAIN)}
     tables = {
