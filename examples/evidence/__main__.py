@@ -63,8 +63,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.check:
         return check(options.check, results)
     if options.bill:
-        print(bill.table(options.tasks))
-        return 0
+        text, hours = bill.table(options.tasks)
+        print(text)
+        if hours <= bill.MOST_HOURS:
+            return 0
+        print(f"evidence: a run stops after {bill.MOST_HOURS:g} core-hours", file=sys.stderr)
+        return 1
     if not options.report:
         run(options, results)
     options.folder.mkdir(parents=True, exist_ok=True)

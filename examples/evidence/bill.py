@@ -45,8 +45,8 @@ class Prices:
         return _timed(lambda: ranks.step(loss_of, 1e-3)) / TUNING_RANKS
 
 
-def table(names: Sequence[str]) -> str:
-    """Return a Markdown table of the stages and their sum."""
+def table(names: Sequence[str]) -> tuple[str, float]:
+    """Return a Markdown table of the stages, and the hours in all."""
     lines = ["| task | stage | trainings | seconds each | core-hours |", "|---|---|---:|---:|---:|"]
     total, trainings = 0.0, Counter[str]()
     for name in names:
@@ -60,7 +60,7 @@ def table(names: Sequence[str]) -> str:
             total += seconds / 3600
             trainings[name] += len(cells)
     lines.append(f"| all | | {trainings.total()} | | {total:.2f} |")
-    return "\n".join(lines)
+    return "\n".join(lines), total
 
 
 def _timed(work: Callable[[], object]) -> float:

@@ -33,7 +33,7 @@ class Reduction:
         method: With "gradient" one optimizer steps by the reduced gradients; with "delta" (Adasum
             and Average) each rank's optimizer steps, and the differences are reduced.
         weighted: Adasum weighs a pair by the ranks behind both sides. It makes a difference where
-            the number of leaves is no power of two, and raises there if the library has it not.
+            the number of ranks is no power of two.
         layers: With Adasum, the numbers of the parameters that it reduces, None for all; the others
             are averaged.
     """
