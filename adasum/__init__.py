@@ -6,7 +6,10 @@ A Horovod PyTorch script runs with `import adasum as hvd`: names and meaning are
 from __future__ import annotations
 
 from difflib import get_close_matches
+from inspect import isfunction
 from typing import TYPE_CHECKING
+
+from torch.compiler import disable
 
 # First, because it explains the error where another package is called collectives or kernels.
 import adasum._collectives_check  # noqa: F401
@@ -174,6 +177,11 @@ __all__ = [
 ]
 
 logs.show(__name__)
+
+# Ranks wait for each other in these functions, which torch.compile must not trace: it calls them.
+for _name in __all__:
+    if isfunction(globals()[_name]):
+        globals()[_name] = disable(globals()[_name])
 
 # Names of horovod.torch that are missing here, and what to use instead.
 _ABSENT = {

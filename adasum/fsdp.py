@@ -138,7 +138,7 @@ class _Hook:
             ": seed replicas alike or load the same checkpoint; HookState(check_parameters=False) "
             "or ADASUM_CHECK_PARAMETERS=0 leaves this check out"
         )
-        require_equal_parameters(self.state.group, named, fix=fix)
+        require_equal_parameters(self.state.group, named, fix=lambda _: fix)
         self.checked = True
 
     def _operator(self) -> Reducer:

@@ -41,6 +41,12 @@ def require_operator(op: Reducer, weighted: bool, predivide_factor: float) -> No
         )
 
 
+def require_check_every(check_every: int) -> None:
+    """Raise ValueError unless it is a number of steps, or 0 for never."""
+    if isinstance(check_every, bool) or not isinstance(check_every, int) or check_every < 0:
+        raise ValueError(f"check_every must be an int >= 0, 0 for never, not {check_every!r}")
+
+
 def require_local_steps(
     local_steps: int,
     op: Reducer,

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import takewhile
+from itertools import count, takewhile
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from adasum.optimizer.bucket_reduction import Reduction
 from adasum.optimizer.parameters import Named, by_kind
@@ -31,8 +32,10 @@ class OptimizerOrderError(RuntimeError, AssertionError):
 
 StartBucket: TypeAlias = Callable[[Sequence[Named], str], Sequence[Reduction]]
 
-# The optimizers that reduce a parameter's gradient while backward runs.
-_owners: MutableMapping[Tensor, list[weakref.ref[BackwardHooks]]] = WeakIdKeyDictionary()
+# The hooks of all optimizers that are still there. None of them holds a weak reference to a
+# parameter, since torch refuses to swap tensors that somebody refers to so.
+_live: dict[int, weakref.ref[BackwardHooks]] = {}
+_numbers = count()
 
 
 class _Bucket(NamedTuple):
@@ -48,6 +51,8 @@ class BackwardHooks:
     since `restart`. Buckets are started in one order on every rank: a complete one waits for those
     before it. Hooks may run in any of autograd's threads.
 
+    Of several that are alive and have a parameter in common the newest reduces its gradient.
+
     Args:
         named: (name, parameter) of every parameter, in registration order.
         buckets: The same pairs, divided into buckets in the order in which they start.
@@ -59,6 +64,11 @@ class BackwardHooks:
             leaves are final.
         finish: Called when all buckets of a step are reduced, at the same point on every rank, so
             that it may call collectives.
+        before: Called with a parameter before backward gives it its gradient.
+
+    Attributes:
+        names: Of every parameter, in registration order.
+        passes: As given.
     """
 
     def __init__(
@@ -71,26 +81,36 @@ class BackwardHooks:
         early: bool,
         final: bool,
         finish: Callable[[], None] = lambda: None,
+        before: Callable[[Tensor], None] | None = None,
     ) -> None:
         self.passes = passes
         self._start_bucket = start_bucket
         self._early = early
         self._final = final
         self._finish = finish
+        self._before = before
         self._lock = threading.RLock()
-        self._names: dict[Tensor, str] = {}
+        self.names: dict[Tensor, str] = {}
         self._counts: dict[Tensor, int] = {}
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[Tensor, _Bucket] = {}
-        self._hooked: set[Tensor] = set()
+        self._hooked: dict[Tensor, list[RemovableHandle]] = {}
+        self._by_id: dict[int, Tensor] = {}
+        # What accumulates a parameter's gradient: another where torch has swapped the parameter.
+        self._accumulators: dict[Tensor, Node] = {}
+        # Those that the optimizer has no longer, until `restart`.
+        self._gone: set[Tensor] = set()
         self._in_flight: list[Reduction] = []
+        self._num_started = 0
+        self._number = number = next(_numbers)
+        _live[number] = weakref.ref(self, lambda _: _live.pop(number, None))
         self.restart()
         self.add(named, buckets)
 
     @property
     def named(self) -> list[Named]:
         """(name, parameter) of every parameter, in registration order."""
-        return [(name, parameter) for parameter, name in self._names.items()]
+        return [(name, parameter) for parameter, name in self.names.items()]
 
     @property
     def busy(self) -> bool:
@@ -105,15 +125,39 @@ class BackwardHooks:
         with self._lock:
             self.synchronized = False
             for name, parameter in named:
-                self._names[parameter] = name
+                self.names[parameter] = name
                 self._counts[parameter] = 0
-            for members in buckets:
-                number = len(self._buckets)
-                name = f"bucket {number}: {members[0][0]} to {members[-1][0]}"
-                bucket = _Bucket(number, name, members)
-                self._buckets.append(bucket)
-                self._bucket_of.update((parameter, bucket) for _, parameter in members)
+                self._gone.discard(parameter)
+            self._append(buckets)
             self._hook_trainable()
+
+    def _append(self, buckets: Iterable[Sequence[Named]]) -> None:
+        for members in buckets:
+            number = len(self._buckets)
+            name = f"bucket {number}: {members[0][0]} to {members[-1][0]}"
+            bucket = _Bucket(number, name, members)
+            self._buckets.append(bucket)
+            self._bucket_of.update((parameter, bucket) for _, parameter in members)
+
+    def forget(self, parameters: Iterable[Tensor]) -> None:
+        """Leave these out from the next step on; at once where no bucket has been started."""
+        with self._lock:
+            self._gone = set(parameters)
+            if not self._num_started:
+                self._drop_gone()
+
+    def _drop_gone(self) -> None:
+        if not self._gone:
+            return
+        for parameter in self._gone:
+            del self.names[parameter], self._counts[parameter], self._bucket_of[parameter]
+            self._accumulators.pop(parameter, None)
+            self._by_id.pop(id(parameter), None)
+            for handle in self._hooked.pop(parameter, []):
+                handle.remove()
+        buckets = [[e for e in each.members if e[1] not in self._gone] for each in self._buckets]
+        self._gone, self._buckets = set(), []
+        self._append(members for members in buckets if members)
 
     def reached(self, parameter: Tensor) -> bool:
         """Return whether backward has produced the parameter's gradient since `restart`."""
@@ -122,8 +166,9 @@ class BackwardHooks:
     def restart(self) -> None:
         """Begin a new step: no passes are counted and no bucket is started yet."""
         with self._lock:
-            self._counts = dict.fromkeys(self._counts, 0)
             self._num_started = 0
+            self._drop_gone()
+            self._counts = dict.fromkeys(self._counts, 0)
             self._done: list[Reduction] = []
             self.synchronized = False
             self._callback_queued = False
@@ -194,14 +239,32 @@ class BackwardHooks:
 
     def _hook_trainable(self) -> None:
         me = weakref.ref(self)
+        # Somebody who holds a parameter's accumulator holds on to the stream that it was made on.
+        swaps = torch.__future__.get_swap_module_params_on_conversion()
+        if swaps and self._early:
+            self._refuse_swapped()
         for _, parameter in self._unhooked():
-            self._hooked.add(parameter)
-            handle = parameter.register_post_accumulate_grad_hook(_hook(me))
+            handles = [parameter.register_post_accumulate_grad_hook(_hook(me))]
+            if self._before is not None:
+                self._by_id[id(parameter)] = parameter
+                handles.append(parameter.register_hook(_hook_before(me, id(parameter))))
+            self._hooked[parameter] = handles
             # A hook must not keep a dropped optimizer alive, nor go on counting for it.
-            weakref.finalize(self, handle.remove)
-            if self._early:
-                others = [other for other in _owners.get(parameter, ()) if other() is not None]
-                _owners[parameter] = [*others, me]
+            for handle in handles:
+                weakref.finalize(self, handle.remove)
+            if swaps:
+                self._accumulators[parameter] = get_gradient_edge(parameter).node
+
+    def _refuse_swapped(self) -> None:
+        """Raise where torch has put other tensors behind the parameters, without their hooks."""
+        for parameter, accumulator in self._accumulators.items():
+            if parameter.requires_grad and get_gradient_edge(parameter).node != accumulator:
+                raise OptimizerOrderError(
+                    f"{self.names[parameter]} was swapped for another tensor, as a conversion of "
+                    "the model does under torch.__future__.set_swap_module_params_on_conversion("
+                    "True), and torch leaves behind the hooks by which its gradient is reduced: "
+                    "convert the model before DistributedOptimizer is made, or with False"
+                )
 
     def _complete(self, bucket: _Bucket) -> bool:
         # From the last, which backward most often reaches last, so that an incomplete bucket is
@@ -213,7 +276,8 @@ class BackwardHooks:
         )
 
     def _on_gradient(self, parameter: Tensor) -> None:
-        self._refuse_sharing(parameter)
+        if parameter not in self._counts or self._newer(parameter):
+            return
         with self._lock:
             self._counts[parameter] += 1
             self._refuse_untimely(parameter)
@@ -224,23 +288,46 @@ class BackwardHooks:
                 self._start_next()
                 self._queue_callback()
 
-    def _refuse_sharing(self, parameter: Tensor) -> None:
-        if any(other() not in (None, self) for other in _owners.get(parameter, ())):
-            raise OptimizerOrderError(
-                f"the gradient of {self._names[parameter]} would be reduced twice, by two "
-                "optimizers that DistributedOptimizer returned: give each its own parameters, or "
-                "drop the first (del) before the second is made"
-            )
+    def _on_gradient_comes(self, number: int) -> None:
+        parameter = self._by_id.get(number)
+        if parameter is not None and self._before is not None and not self._newer(parameter):
+            self._before(parameter)
+
+    def _newer(self, parameter: Tensor) -> list[BackwardHooks]:
+        """Return the hooks of optimizers made later that have the parameter, too."""
+        if len(_live) == 1:
+            return []
+        newer = [each() for number, each in _live.copy().items() if number > self._number]
+        return [each for each in newer if each is not None and parameter in each._counts]
+
+    def refuse_taken_over(self) -> None:
+        """Raise OptimizerOrderError where a newer optimizer has a parameter of this one.
+
+        Two that reduce what they have stepped may share it: they do so one after the other.
+        """
+        if len(_live) == 1:
+            return
+        for parameter, name in self.names.items():
+            newer = self._newer(parameter)
+            if newer and (self._early or any(each._early for each in newer)):
+                raise OptimizerOrderError(
+                    f"the gradient of {name} would be reduced twice: it is in a second optimizer "
+                    "that DistributedOptimizer returned, made after the one that steps now. Step "
+                    "the newer one alone; parameters that two losses share go into one optimizer, "
+                    "as a group of their own, or into two with op=Adasum and method='delta'"
+                )
 
     def _refuse_untimely(self, parameter: Tensor) -> None:
         """Raise OptimizerOrderError for a gradient that comes too often or too late."""
-        name, bucket = self._names[parameter], self._bucket_of[parameter]
-        if self._counts[parameter] > self.passes:
+        name, bucket = self.names[parameter], self._bucket_of[parameter]
+        if self._counts[parameter] > self.passes and self._has_too_many():
             raise OptimizerOrderError(
                 f"the gradient of {name} was computed more than "
                 f"backward_passes_per_step={self.passes} times before step(): raise "
-                "backward_passes_per_step to accumulate gradients, or call step() between (of "
-                "the optimizer that DistributedOptimizer returned)"
+                "backward_passes_per_step to accumulate gradients, call step() between (of the "
+                "optimizer that DistributedOptimizer returned), or, to leave gradients out as a "
+                "GAN's generator does the discriminator's, optimizer.zero_grad() and not the "
+                "model's"
             )
         if self.synchronized or bucket.number < self._num_started:
             when = "synchronize()" if self.synchronized else f"{bucket.name} was sent"
@@ -249,12 +336,22 @@ class BackwardHooks:
                 "left out of the reduction"
             )
 
+    def _has_too_many(self) -> bool:
+        """Return whether more backward passes than `passes` must have been.
+
+        Where nothing starts in backward a gradient may come in parts: a layer that several
+        reentrant checkpoints share gets one from each. Then no parameter has fewer than so many.
+        """
+        return self._early or all(n > self.passes for n in self._counts.values() if n)
+
     def _queue_callback(self) -> None:
         """Once a backward, ask autograd's engine for a call at its end, as torch's DDP does."""
         if self._final and not self._callback_queued:
             self._callback_queued = True
             _engine.queue_callback(self._on_backward_end)
 
+    # Autograd calls it, in a compiled step under torch.compile, as it does hooks.
+    @torch.compiler.disable
     def _on_backward_end(self) -> None:
         self._callback_queued = False
         if self._num_started == len(self._buckets) and not self._unhooked():
@@ -283,12 +380,25 @@ class BackwardHooks:
 
 
 def _hook(owner: weakref.ref[BackwardHooks]) -> Callable[[Tensor], None]:
+    # Compiled autograd traces hooks; this one waits for other ranks.
+    @torch.compiler.disable
     def on_gradient(parameter: Tensor) -> None:
         hooks = owner()
         if hooks is not None:
             hooks._on_gradient(parameter)
 
     return on_gradient
+
+
+def _hook_before(owner: weakref.ref[BackwardHooks], number: int) -> Callable[[Tensor], None]:
+    # By its number, because a hook that held its parameter would keep it alive.
+    @torch.compiler.disable
+    def before_gradient(_: Tensor) -> None:
+        hooks = owner()
+        if hooks is not None:
+            hooks._on_gradient_comes(number)
+
+    return before_gradient
 
 
 def _add_note(error: BaseException, text: str) -> None:

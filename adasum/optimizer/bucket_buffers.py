@@ -1,82 +1,313 @@
-"""Buffers in which a bucket's gradients or differences lie side by side, to be reduced in place."""
+"""Buffers in which a bucket's gradients or differences lie side by side, to be reduced in place.
+
+What users hold may change between two steps under the same object: `.data = ...`, `model.half()`,
+another memory format. So a buffer remembers what it was made for, by address, dtype, shape and
+strides, is compared with that before each use, and made anew where it differs. The tensors through
+which it is reduced are nobody else's.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from typing import TypeAlias
+from operator import is_
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 import kernels
+from adasum.optimizer.parameters import Named
 from collectives import FusedBuffer
 from collectives.fused_buffer import memory_of
 
-_Kind: TypeAlias = tuple[str, torch.dtype, torch.device]
+_Place: TypeAlias = tuple[str, torch.dtype, torch.device]
 
 
-def fits_in_buffer(tensor: Tensor) -> bool:
-    """Return whether tensors of this dtype and device can lie in a buffer."""
-    return tensor.dtype in kernels.DTYPES and tensor.device.type in ("cpu", "cuda")
+class Kind(NamedTuple):
+    """What a tensor's place in a buffer depends on."""
+
+    dtype: torch.dtype
+    device: torch.device
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+def kind_of(tensor: Tensor) -> Kind:
+    """Return the kind of a dense tensor."""
+    return Kind(tensor.dtype, tensor.device, tensor.shape, tensor.stride())
+
+
+def describe_kind(tensor: Tensor) -> str:
+    """Return the tensor's kind in words."""
+    dtype, device, shape, stride = kind_of(tensor)
+    return f"{dtype} of shape {tuple(shape)} with strides {stride} on {device}"
+
+
+def kind_of_gradient(parameter: Tensor) -> Kind:
+    """Return the kind of the parameter's gradient, whose dtype may be another (`grad_dtype`)."""
+    kind = kind_of(parameter)
+    dtype = _dtype_of_gradient(parameter)
+    return kind if dtype is kind.dtype else kind._replace(dtype=dtype)
+
+
+def _dtype_of_gradient(parameter: Tensor) -> torch.dtype:
+    if parameter.grad is not None:
+        return parameter.grad.dtype
+    dtype: torch.dtype | None = getattr(parameter, "grad_dtype", None)
+    return dtype or parameter.dtype
+
+
+def split_by_kind(named: Sequence[Named]) -> list[list[Named]]:
+    """Split by the gradients' dtype and device, ordered by the first of each kind."""
+    parts: dict[tuple[torch.dtype, torch.device], list[Named]] = {}
+    for name, parameter in named:
+        kind = _dtype_of_gradient(parameter), parameter.device
+        parts.setdefault(kind, []).append((name, parameter))
+    return list(parts.values())
+
+
+def fits_in_buffer(parameter: Tensor) -> bool:
+    """Return whether gradients of the parameter's can lie in a buffer."""
+    dtype = _dtype_of_gradient(parameter)
+    return dtype.to_real() in kernels.DTYPES and parameter.device.type in ("cpu", "cuda")
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """Return a view of the tensor for no gradients, complex numbers as pairs of real ones."""
+    tensor = tensor.detach()
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _buffer_for(
+    parameters: Sequence[Tensor], kinds: Sequence[Kind], memory: Tensor | None = None
+) -> FusedBuffer:
+    """Return a buffer for tensors like the parameters, or of their kinds where that is another."""
+    likes = [
+        parameter.detach()
+        if parameter.dtype is kind.dtype
+        else torch.empty_strided(kind.shape, kind.stride, dtype=kind.dtype, device=kind.device)
+        for parameter, kind in zip(parameters, kinds, strict=True)
+    ]
+    return FusedBuffer(list(map(as_real, likes)), memory)
+
+
+class _Slot:
+    """A gradient's place in a bucket's buffer.
+
+    Attributes:
+        view: Reads and writes the place: shaped as the gradient, complex numbers as pairs.
+        address: Of its first element.
+        kind: Of the gradient that lies there.
+        given: The tensor object that was made the parameter's gradient there.
+    """
+
+    def __init__(self, view: Tensor, kind: Kind) -> None:
+        self.view = view
+        self.address = view.data_ptr()
+        self.kind = kind
+        self.kind = kind._replace(stride=self.make().stride())
+        self.given: weakref.ref[Tensor] | None = None
+
+    def make(self) -> Tensor:
+        """Return a gradient that lies here: an object that is not used for anything else."""
+        whole = self.view.data
+        return torch.view_as_complex(whole).data if self.kind.dtype.is_complex else whole
+
+    def give(self, parameter: Tensor) -> None:
+        """Make what lies here the parameter's gradient."""
+        if parameter.grad is None or parameter.grad.is_conj():
+            parameter.grad = self.make()
+        else:
+            # The same object, which somebody may hold, as torch's accumulation leaves it.
+            parameter.grad.data = self.make()
+        assert parameter.grad is not None
+        self.given = weakref.ref(parameter.grad)
+
+    def holds(self, gradient: Tensor) -> bool:
+        """Return whether the gradient lies here, with its values."""
+        return (
+            gradient.data_ptr() == self.address
+            and kind_of(gradient) == self.kind
+            and not gradient.is_conj()
+        )
+
+    def is_kept(self, gradient: Tensor | None) -> bool:
+        """Return whether somebody holds an earlier gradient that lies here."""
+        given = None if self.given is None else self.given()
+        return given is not None and given is not gradient
+
+
+class GradientBucket:
+    """A bucket's gradients, side by side in a buffer.
+
+    Attributes:
+        fused: The buffer.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], kinds: Sequence[Kind]) -> None:
+        self._parameters = list(parameters)
+        self._kinds = list(kinds)
+        self.fused = _buffer_for(parameters, kinds, _memory_of_gradients(parameters))
+        self._slots = [
+            _Slot(view, kind) for view, kind in zip(self.fused.views, kinds, strict=True)
+        ]
+        # The gradients to which results are copied, None for one that is to be made.
+        self._apart: list[tuple[Tensor, _Slot, Tensor | None]] = []
+        # Whether it holds zeros, to which backward may add.
+        self._is_zero = False
+
+    def is_for(self, parameters: Sequence[Tensor], kinds: Sequence[Kind]) -> bool:
+        """Return whether the parameters are its own, and nobody keeps a gradient that is here."""
+        return (
+            len(parameters) == len(self._parameters)
+            and all(map(is_, parameters, self._parameters))
+            and self._kinds == kinds
+            and not any(
+                slot.is_kept(parameter.grad)
+                for slot, parameter in zip(self._slots, parameters, strict=True)
+            )
+        )
+
+    def shares(self, parameters: Sequence[Tensor]) -> bool:
+        """Return whether one of the parameters is among its own."""
+        return not set(map(id, parameters)).isdisjoint(map(id, self._parameters))
+
+    def zero(self) -> None:
+        """Zero the buffer where no gradient lies there any more, so that backward can add to it.
+
+        On the CPU alone: there fresh memory for every gradient costs more than to add to zeros, on
+        a GPU the addition does.
+        """
+        self._is_zero = self.fused.buffer.is_cpu and all(
+            parameter.grad is None and not slot.is_kept(None)
+            for parameter, slot in zip(self._parameters, self._slots, strict=True)
+        )
+        if self._is_zero:
+            self.fused.buffer.zero_()
+
+    def attach(self, index: int) -> None:
+        """Have backward add a parameter's gradient to the zeros here, unless it has one."""
+        parameter, slot = self._parameters[index], self._slots[index]
+        if not self._is_zero or parameter.grad is not None:
+            return
+        if kind_of_gradient(parameter) == self._kinds[index]:
+            slot.give(parameter)
+
+    def fill(self, names: Sequence[str], as_views: bool) -> None:
+        """Move the gradients here where they are not, zeros for none, or copy them.
+
+        Args:
+            names: Of the parameters.
+            as_views: Whether the gradients lie here from now on.
+
+        Raises:
+            ValueError: A gradient has another shape than its parameter.
+        """
+        is_zero, self._is_zero = self._is_zero, False
+        if not is_zero:
+            # Adasum of what is not finite leaves NaN there.
+            self.fused.clear_padding()
+        gradients = [parameter.grad for parameter in self._parameters]
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        outside: list[int] = []
+        for i, (name, gradient, slot) in enumerate(zip(names, gradients, self._slots, strict=True)):
+            if gradient is None:
+                if not is_zero:
+                    slot.view.zero_()
+            elif gradient.shape != slot.kind.shape:
+                raise ValueError(
+                    f"the gradient of {name} has shape {tuple(gradient.shape)} and the parameter "
+                    f"{tuple(slot.kind.shape)}: where a parameter is given another shape, set its "
+                    "grad to None, and change what the optimizer keeps of it"
+                )
+            elif slot.holds(gradient):
+                slot.given = weakref.ref(gradient)
+                continue
+            else:
+                targets.append(slot.view)
+                sources.append(as_real(gradient.resolve_conj()))
+            outside.append(i)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        for i in outside:
+            parameter, slot, gradient = self._parameters[i], self._slots[i], gradients[i]
+            if as_views:
+                slot.give(parameter)
+            else:
+                self._apart.append((parameter, slot, gradient))
+
+    def copy_out(self) -> None:
+        """Copy the results to gradients that do not lie here."""
+        apart, self._apart = self._apart, []
+        for parameter, slot, gradient in apart:
+            if gradient is None:
+                parameter.grad = gradient = torch.empty_like(slot.make())
+            as_real(gradient).copy_(slot.view)
 
 
 class GradientBuffers:
-    """One buffer a bucket, of which its gradients are views from the first step on."""
+    """One buffer a bucket.
 
-    def __init__(self) -> None:
-        self._buckets: dict[str, tuple[list[Tensor], FusedBuffer]] = {}
+    Args:
+        as_views: Whether gradients are views of the buffers, from their first reduction on. Else
+            they have memory of their own, from which and to which they are copied.
+    """
 
-    def place(self, name: str, parameters: Sequence[Tensor]) -> FusedBuffer:
-        """Move a bucket's gradients into its buffer, where they are not there yet.
+    def __init__(self, as_views: bool = True) -> None:
+        self._as_views = as_views
+        self._buckets: dict[str, GradientBucket] = {}
+        self._places: dict[Tensor, tuple[GradientBucket, int]] = {}
 
-        Afterwards each parameter's `grad` is a view of the buffer; one that had no gradient has
-        zeros. What backward accumulated in the buffer is not copied.
+    def place(self, bucket: str, named: Sequence[Named]) -> GradientBucket:
+        """Bring gradients of one dtype and device into the bucket's buffer.
+
+        One that is missing counts as zeros. What backward has accumulated in the buffer is not
+        copied. Where somebody still holds a gradient of an earlier step that lies there, or
+        anything is not as it was, the bucket gets another buffer.
 
         Args:
-            name: The bucket's name.
-            parameters: Its parameters; with others than at the last call it gets a new buffer.
+            bucket: The bucket's name.
+            named: (name, parameter) of its members.
         """
-        members, fused = self._buckets.get(name, ([], None))
-        if fused is None or not _same(members, parameters):
-            fused = FusedBuffer(parameters, _memory_of_gradients(parameters))
+        names, parameters = zip(*named, strict=True)
+        kinds = list(map(kind_of_gradient, parameters))
+        found = self._buckets.get(bucket)
+        if found is None or not found.is_for(parameters, kinds):
+            found = GradientBucket(parameters, kinds)
             # A gradient lies in one buffer: those that hold one of these are dropped.
-            moved = {id(parameter) for parameter in parameters}
             self._buckets = {
-                other: bucket
-                for other, bucket in self._buckets.items()
-                if moved.isdisjoint(map(id, bucket[0]))
+                name: each for name, each in self._buckets.items() if not each.shares(parameters)
             }
-            self._buckets[name] = list(parameters), fused
-        targets: list[Tensor] = []
-        gradients: list[Tensor] = []
-        for parameter, view in zip(parameters, fused.views, strict=True):
-            gradient = parameter.grad
-            if gradient is None:
-                view.zero_()
-            elif gradient.data_ptr() == view.data_ptr() and gradient.stride() == view.stride():
-                continue
-            else:
-                targets.append(view)
-                gradients.append(gradient.detach())
-            parameter.grad = view
-        if targets:
-            torch._foreach_copy_(targets, gradients)
-        return fused
+            self._buckets[bucket] = found
+            self._places.update((each, (found, i)) for i, each in enumerate(parameters))
+        found.fill(names, self._as_views)
+        return found
+
+    def clear(self) -> None:
+        """Let go of all buffers; gradients that lie in one stay there until they are placed."""
+        self._buckets.clear()
+        self._places.clear()
 
     def zero(self) -> None:
-        """Zero the buffers, and make them the gradients of their trainable parameters."""
-        for parameters, fused in self._buckets.values():
-            fused.buffer.zero_()
-            for parameter, view in zip(parameters, fused.views, strict=True):
-                if parameter.requires_grad:
-                    parameter.grad = view
+        """Zero the buffers in which no gradients lie any more."""
+        if self._as_views:
+            for bucket in self._buckets.values():
+                bucket.zero()
+
+    def attach(self, parameter: Tensor) -> None:
+        """Have backward add the parameter's gradient to the zeros in its buffer, if there are."""
+        if parameter in self._places:
+            bucket, index = self._places[parameter]
+            bucket.attach(index)
 
 
 def _memory_of_gradients(parameters: Sequence[Tensor]) -> Tensor | None:
     """Return the memory in which all gradients lie already as a buffer would hold them, or None."""
     gradients = [parameter.grad for parameter in parameters]
     found = [
-        gradient.detach()
+        as_real(gradient)
         for gradient, parameter in zip(gradients, parameters, strict=True)
         if gradient is not None and gradient.stride() == parameter.stride()
     ]
@@ -97,8 +328,8 @@ class DeltaBuffers:
     def __init__(self, slots: int | None) -> None:
         self._slots = slots
         self._turn = 0
-        self._memory: dict[_Kind, Tensor] = {}
-        self._buffers: dict[_Kind, dict[str, tuple[list[Tensor], FusedBuffer]]] = {}
+        self._memory: dict[_Place, Tensor] = {}
+        self._buffers: dict[_Place, dict[str, tuple[list[Kind], FusedBuffer]]] = {}
 
     def restart(self) -> None:
         """Begin a new step with nothing in flight: buckets get the same slots as in the last."""
@@ -106,6 +337,10 @@ class DeltaBuffers:
 
     def of(self, name: str, parameters: Sequence[Tensor]) -> tuple[FusedBuffer, FusedBuffer]:
         """Return a bucket's two buffers, each with views like its parameters.
+
+        Args:
+            name: The bucket's name.
+            parameters: Of one dtype and device. Views of complex ones are pairs of real numbers.
 
         Returns:
             One for the values before the step, whose content the next call overwrites, and one for
@@ -118,23 +353,25 @@ class DeltaBuffers:
         return before, delta
 
     def _in(self, slot: str, name: str, parameters: Sequence[Tensor]) -> FusedBuffer:
-        kind = slot, parameters[0].dtype, parameters[0].device
-        buffers = self._buffers.setdefault(kind, {})
-        members, buffer = buffers.get(name, ([], None))
-        if buffer is None or not _same(members, parameters):
+        kinds = list(map(kind_of, parameters))
+        place = slot, kinds[0].dtype, kinds[0].device
+        buffers = self._buffers.setdefault(place, {})
+        made_for, buffer = buffers.get(name, (None, None))
+        if buffer is None or made_for != kinds:
             # Evenly strided elements become 1-D without a copy, and are not contiguous then.
-            flat = [p.detach().reshape(-1).contiguous() for p in parameters]
+            flat = [as_real(p).reshape(-1).contiguous() for p in parameters]
             numel = kernels.layout_of(flat).numel
-            memory = self._memory.get(kind)
+            memory = self._memory.get(place)
             if memory is None or memory.numel() < numel:
-                memory = torch.empty(numel, dtype=kind[1], device=kind[2])
-                self._memory[kind] = memory
+                memory = torch.empty(numel, dtype=flat[0].dtype, device=kinds[0].device)
+                self._memory[place] = memory
                 # Buckets in the smaller memory move, so that it is freed.
                 buffers.clear()
-            buffer = FusedBuffer(parameters, memory)
-            buffers[name] = list(parameters), buffer
+            buffer = _buffer_for(parameters, kinds, memory)
+            buffers[name] = kinds, buffer
         return buffer
 
-
-def _same(members: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    return list(map(id, members)) == list(map(id, others))
+    def clear(self) -> None:
+        """Let go of all buffers; nothing may be in flight."""
+        self._memory.clear()
+        self._buffers.clear()

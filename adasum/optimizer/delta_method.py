@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from adasum.optimizer.backward_hooks import OptimizerOrderError
-from adasum.optimizer.bucket_buffers import DeltaBuffers
+from adasum.optimizer.bucket_buffers import DeltaBuffers, as_real
 from adasum.optimizer.bucket_reduction import Reduction
 from adasum.optimizer.distributed_mixin import DistributedMixin
-from adasum.optimizer.parameters import Named
+from adasum.optimizer.membership import Change
+from adasum.optimizer.parameters import Named, by_kind
+from adasum.optimizer.step_hooks import has_pre_hooks
 
 # One bucket's reduction hides the next one's step; more would only hold more memory.
 MAX_IN_FLIGHT = 2
@@ -50,17 +51,6 @@ def steps_by_parameter(kind: type[torch.optim.Optimizer]) -> bool:
     return any(unwrap(each.step) is unwrap(kind.step) for each in _BY_PARAMETER)
 
 
-def _has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a hook expects to see the step as a whole."""
-    # Not public, but torch lists its hooks nowhere else.
-    return bool(
-        optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or _global_optimizer_pre_hooks
-        or _global_optimizer_post_hooks
-    )
-
-
 class DeltaMethod(DistributedMixin):
     """Sets parameters to before + Adasum over the ranks of (after - before).
 
@@ -69,12 +59,17 @@ class DeltaMethod(DistributedMixin):
     model is. After an error each parameter has its value from before the step or after it.
     """
 
+    _adasum_asked = "op=Adasum and method='delta'"
     _adasum_before: dict[Tensor, Tensor] | None = None
     _adasum_buffers: DeltaBuffers
 
     def _prepare(self) -> None:
         # While backward runs nothing waits for a slot: every bucket may be in flight at once.
         self._adasum_buffers = DeltaBuffers(None if self._adasum_early else MAX_IN_FLIGHT + 1)
+
+    def _follow(self, change: Change) -> None:
+        super()._follow(change)
+        self._adasum_buffers.clear()
 
     def synchronize(self) -> None:
         """Do nothing: gradients stay this rank's own, and the step's differences are reduced.
@@ -83,18 +78,21 @@ class DeltaMethod(DistributedMixin):
         skip_synchronize(), which clips this rank's gradients.
         """
 
-    def _take_step(self, closure: Callable[[], Any] | None) -> Any:
+    def _take_step(self, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
         if self._adasum_settings.one_rank:
-            return self._local_step(closure)
+            return self._between_hooks(self._local_step, closure, options)
         if self._any_rank_skips():
             return None
+        return self._between_hooks(self._step_and_reduce, closure, options)
+
+    def _step_and_reduce(self, closure: Callable[[], Any] | None, **options: Any) -> Any:
         self._adasum_buffers.restart()
-        if closure is None and steps_by_parameter(self._adasum_base) and not _has_step_hooks(self):
+        if closure is None and not options and steps_by_parameter(self._adasum_base):
             self._adasum_hooks.synchronize(max_in_flight=MAX_IN_FLIGHT)
             return None
-        return self._step_as_a_whole(closure)
+        return self._step_as_a_whole(closure, **options)
 
-    def _step_as_a_whole(self, closure: Callable[[], Any] | None) -> Any:
+    def _step_as_a_whole(self, closure: Callable[[], Any] | None, **options: Any) -> Any:
         with torch.no_grad():
             self._adasum_before = {
                 parameter: parameter.clone()
@@ -102,7 +100,7 @@ class DeltaMethod(DistributedMixin):
                 if may_step(parameter)
             }
         try:
-            result = self._local_step(closure)
+            result = self._local_step(closure, **options)
             self._adasum_hooks.synchronize(max_in_flight=MAX_IN_FLIGHT)
             # What a bucket's start has made dense.
             self._resparsify()
@@ -121,10 +119,15 @@ class DeltaMethod(DistributedMixin):
             for name, parameter in members
             if (may_step(parameter) if whole is None else parameter in whole)
         ]
-        if not stepping:
-            return []
-        names, parameters = zip(*stepping, strict=True)
-        values = [parameter.detach() for parameter in parameters]
+        # One kind, unless dtypes or devices have changed since the buckets were planned.
+        parts = enumerate(by_kind(stepping))
+        return [self._start_part(part, f"{bucket}, {i}" if i else bucket) for i, part in parts]
+
+    def _start_part(self, members: Sequence[Named], bucket: str) -> Reduction:
+        """Take the local step of parameters of one kind, and start reducing its difference."""
+        whole = self._adasum_before
+        names, parameters = zip(*members, strict=True)
+        values = [as_real(parameter) for parameter in parameters]
         # Before the buffers, which know nothing of other dtypes.
         self._adasum_settings.reducer.op.check(values[0].dtype)
         saved, fused = self._adasum_buffers.of(bucket, parameters)
@@ -132,7 +135,7 @@ class DeltaMethod(DistributedMixin):
         if whole is None:
             torch._foreach_copy_(before, values)
         else:
-            before = [whole.pop(parameter) for parameter in parameters]
+            before = [as_real(whole.pop(parameter)) for parameter in parameters]
         try:
             if whole is None:
                 with self._only(parameters):
@@ -147,7 +150,7 @@ class DeltaMethod(DistributedMixin):
             reduction.install(result)
             torch._foreach_add_(values, deltas)
 
-        return [replace(reduction, install=install)]
+        return replace(reduction, install=install)
 
     @contextmanager
     def _only(self, parameters: Sequence[Tensor]) -> Iterator[None]:
@@ -181,24 +184,32 @@ class DeltaMethodInBackward(DeltaMethod):
             "while backward runs, before gradients could be clipped"
         )
 
-    def _take_step(self, closure: Callable[[], Any] | None) -> Any:
+    def _take_step(self, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
         if "found_inf" in self.__dict__:
             raise OptimizerOrderError(
                 "GradScaler cannot be used with step_in_backward=True: the local steps were taken "
                 "with scaled gradients"
             )
+        if options:
+            raise OptimizerOrderError(
+                f"step({', '.join(options)}=...) comes too late with step_in_backward=True: the "
+                "local steps were taken in backward; pass step_in_backward=False"
+            )
         if self._adasum_settings.one_rank:
-            return self._local_step(closure)
+            return self._between_hooks(self._local_step, closure, options)
+        return self._between_hooks(self._finish_steps, closure, options)
+
+    def _finish_steps(self, closure: Callable[[], Any] | None) -> Any:
         with torch.enable_grad():
             result = None if closure is None else closure()
         self._adasum_hooks.synchronize()
         return result
 
     def _start_bucket(self, members: Sequence[Named], bucket: str) -> list[Reduction]:
-        if _has_step_hooks(self):
+        if has_pre_hooks(self):
             raise OptimizerOrderError(
-                "step hooks cannot be used with step_in_backward=True: each bucket has a step of "
-                "its own, and they would run for every one; pass step_in_backward=False"
+                "hooks of register_step_pre_hook cannot be used with step_in_backward=True: the "
+                "local steps are taken in backward; pass step_in_backward=False"
             )
         return super()._start_bucket(members, bucket)
 

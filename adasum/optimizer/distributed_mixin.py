@@ -16,13 +16,26 @@ from adasum.observer import Observer, require_observer
 from adasum.optimizer.backward_hooks import BackwardHooks, OptimizerOrderError
 from adasum.optimizer.bucket_reduction import BucketReducer, Reduction
 from adasum.optimizer.clipping import clip, norm_of
+from adasum.optimizer.membership import Change, Membership
 from adasum.optimizer.parameter_check import ParameterCheck
 from adasum.optimizer.parameters import Named, PlanBuckets
 from adasum.optimizer.state_average import average_state
+from adasum.optimizer.step_hooks import (
+    run_post_hooks,
+    run_pre_hooks,
+    without_hooks,
+)
 from collectives import Reducer, Sum
 
 # What GradScaler sets on an optimizer for the time of a step.
 _SCALER_STATE = ("grad_scale", "found_inf")
+
+
+# The methods in which ranks may wait for each other, or which change what hooks do.
+COLLECTIVE_METHODS = (
+    *("step", "zero_grad", "synchronize", "clip_grad_norm_", "add_param_group"),
+    *("average_state", "reduce_local_steps", "consolidate_state_dict"),
+)
 
 
 @dataclass
@@ -38,7 +51,7 @@ class Settings:
         op: As asked for; the reducer's is Sum where Average is divided before and after it.
         process_set: As asked for.
         local_steps: Steps between two reductions.
-        check_parameters: Whether ranks compare their parameters before the first reduction.
+        gradient_as_bucket_view: Whether gradients that are reduced lie in their buckets' buffers.
     """
 
     reducer: BucketReducer
@@ -49,7 +62,7 @@ class Settings:
     op: Reducer
     process_set: ProcessSet
     local_steps: int = 1
-    check_parameters: bool = True
+    gradient_as_bucket_view: bool = True
 
 
 class DistributedMixin(torch.optim.Optimizer):
@@ -64,10 +77,15 @@ class DistributedMixin(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
     # Whether buckets start while backward runs, and backward returns only once they are reduced.
     _adasum_early = False
+    # How it is asked for, in errors.
+    _adasum_asked = ""
     _adasum_final = False
     _adasum_skip = False
+    # Whether this is inside of `step`.
+    _adasum_stepping = False
     _adasum_base: type[torch.optim.Optimizer]
     _adasum_hooks: BackwardHooks
+    _adasum_membership: Membership
     # None where nothing is to be compared.
     _adasum_check: ParameterCheck | None
     _adasum_settings: Settings
@@ -84,8 +102,13 @@ class DistributedMixin(torch.optim.Optimizer):
     def _finish_reductions(self) -> None:
         """Do what is left when all buckets are reduced."""
 
-    def _take_step(self, closure: Callable[[], Any] | None) -> Any:
-        """Reduce and step, in the method's order; the closure is `step`'s, through `_evaluate`."""
+    def _take_step(self, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
+        """Reduce and step, in the method's order.
+
+        Args:
+            closure: The one of `step`, through `_evaluate`.
+            options: What `step` was given beside it.
+        """
         raise NotImplementedError
 
     @property
@@ -106,7 +129,7 @@ class DistributedMixin(torch.optim.Optimizer):
     @property
     def _parameter_names(self) -> dict[Tensor, str]:
         """The name of each parameter: Horovod's, which scripts and its own tests read."""
-        return {parameter: name for name, parameter in self._adasum_hooks.named}
+        return self._adasum_hooks.names
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         """Evaluate the closure of a step, and make its gradients dense."""
@@ -114,26 +137,31 @@ class DistributedMixin(torch.optim.Optimizer):
         self._densify(self._adasum_hooks.named)
         return loss
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Reduce and take one step.
 
         By the gradient method a closure is evaluated as often as the wrapped optimizer asks for.
         Each time its gradients are reduced, and so is a loss returned as a floating-point tensor,
         so that optimizers that decide by the loss decide alike on every rank. By the delta method
-        a closure sees this rank's data alone.
+        a closure sees this rank's data alone. Hooks of `register_step_pre_hook` see the gradients
+        that are stepped by, those of `register_step_post_hook` the parameters that are installed.
 
         Args:
             closure: Evaluates the model, calls backward and returns the loss.
+            options: What the wrapped optimizer's step takes beside it.
 
         Returns:
             What the wrapped optimizer's step returns: the loss with a closure, else None.
 
         Raises:
             OptimizerOrderError: The call comes where gradients would be lost or stepped by twice.
-            CollectiveMismatchError: At the first step, where the ranks' parameters differ.
+            CollectiveMismatchError: Where the ranks' parameters or settings differ: at the first
+                step, or at a later one that compares them (`check_every`).
             CollectiveError: A reduction failed.
         """
         try:
+            self._follow_groups()
+            self._adasum_hooks.refuse_taken_over()
             if self._adasum_check is not None and closure is None:
                 self._adasum_check.warn_without_gradients()
             self._check_parameters()
@@ -141,20 +169,72 @@ class DistributedMixin(torch.optim.Optimizer):
                 self._densify(self._adasum_hooks.named)
             else:
                 closure = partial(self._evaluate, closure)
-            result = self._take_step(closure)
+            self._adasum_stepping = True
+            result = self._take_step(closure, options)
         except BaseException:
             # GradScaler itself drops what it has set only after steps that return, and multiplies
             # its next scale by what is left.
             for key in _SCALER_STATE:
                 self.__dict__.pop(key, None)
             raise
+        finally:
+            self._adasum_stepping = False
         self._adasum_hooks.restart()
+        self._check_again()
+        self._end_step()
         return result
+
+    def _end_step(self) -> None:
+        """Do what is left when a step is over."""
+
+    def _between_hooks(
+        self, step: Callable[..., Any], closure: Callable[[], Any] | None, options: dict[str, Any]
+    ) -> Any:
+        """Return `step(closure, **options)`, run between the step hooks; None where it is skipped.
+
+        GradScaler leaves unscaling, and skipping, to a step of ours.
+        """
+        if self._skips():
+            return None
+        self._unscale()
+        args: tuple[Any, ...] = () if closure is None else (closure,)
+        args, options = run_pre_hooks(self, args, options)
+        options = {**options}
+        closure = args[0] if args else options.pop("closure", None)
+        result = step(closure, **options)
+        run_post_hooks(self, args, options)
+        return result
+
+    def _skips(self) -> bool:
+        """Return whether GradScaler wants the step skipped, for this rank's gradients."""
+        if self._adasum_unscales_itself:
+            return False
+        return bool(self.__dict__.get("found_inf", False))
+
+    def _follow_groups(self) -> None:
+        """Take note of parameters that users have put into the groups, or taken from them."""
+        change = self._adasum_membership.update(self.param_groups, self._adasum_hooks.names)
+        if change is not None:
+            self._follow(change)
+
+    def _follow(self, change: Change) -> None:
+        """Reduce other parameters from now on, in buckets by size behind all others."""
+        buckets = self._adasum_settings.plan_buckets(change.new)
+        self._adasum_hooks.add(change.new, buckets)
+        self._adasum_hooks.forget(change.gone)
+        if self._adasum_check is not None:
+            self._adasum_check.add(change.new)
+            self._adasum_check.forget(change.gone)
 
     def _check_parameters(self) -> None:
         """Let ranks compare the parameters that are new, before anything of them is reduced."""
         if self._adasum_check is not None:
             self._adasum_check.run()
+
+    def _check_again(self) -> None:
+        """Let ranks compare a part of the parameters now and then, after a step."""
+        if self._adasum_check is not None:
+            self._adasum_check.run_again()
 
     def synchronize(self) -> None:
         """Wait until the gradients may be read and changed."""
@@ -207,6 +287,7 @@ class DistributedMixin(torch.optim.Optimizer):
         """
         if not norm_type > 0:
             raise ValueError(f"norm_type must be above 0, not {norm_type!r}")
+        self._follow_groups()
         self._finish_gradients()
         total = self._total_norm(float(norm_type), foreach)
         if error_if_nonfinite and not bool(total.isfinite()):
@@ -232,6 +313,7 @@ class DistributedMixin(torch.optim.Optimizer):
             OptimizerOrderError: backward was interrupted, with reductions in flight.
         """
         self._refuse_in_flight("zero_grad()")
+        self._follow_groups()
         self._adasum_hooks.restart()
         super().zero_grad(*args, **kwargs)
 
@@ -245,13 +327,7 @@ class DistributedMixin(torch.optim.Optimizer):
         """
         self._refuse_in_flight("add_param_group()")
         super().add_param_group(param_group)
-        number = len(self.param_groups) - 1
-        added = enumerate(self.param_groups[number]["params"])
-        named = [(f"allreduce.noname.{number}.{i}", parameter) for i, parameter in added]
-        buckets = self._adasum_settings.plan_buckets(named)
-        self._adasum_hooks.add(named, buckets)
-        if self._adasum_check is not None:
-            self._adasum_check.add(named, buckets)
+        self._follow_groups()
 
     def set_observer(self, observer: Observer | None) -> None:
         """Show an observer every reduction from now on; None ends it. The same on all ranks.
@@ -347,35 +423,51 @@ class DistributedMixin(torch.optim.Optimizer):
             "state_dict(), and load it into a new optimizer"
         )
 
-    def _local_step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take the wrapped optimizer's step, unscaled or skipped as GradScaler asks for."""
+    def _local_step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        """Take the wrapped optimizer's step, without step hooks."""
+        args: tuple[Any, ...] = ()
         if closure is None:
             self._resparsify()
         else:
-            closure = partial(self._evaluate_and_resparsify, closure)
-        scaled = "found_inf" in self.__dict__
-        if not scaled or self._adasum_unscales_itself:
-            return super().step() if closure is None else super().step(closure)
-        if bool(self.__dict__["found_inf"]):
-            return None
-        scale = self.__dict__.get("grad_scale")
-        if scale is not None:
-            # By float64, as GradScaler does it: a subnormal's reciprocal is infinite in float32.
-            inverse = scale.double().reciprocal().float()
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        parameter.grad.mul_(inverse.to(parameter.grad.device))
+            args = (partial(self._evaluate_and_resparsify, closure),)
         # Some optimizers refuse a step while these are set; GradScaler deletes them afterwards.
-        held = {key: self.__dict__.pop(key) for key in _SCALER_STATE if key in self.__dict__}
+        keys = () if self._adasum_unscales_itself else _SCALER_STATE
+        held = {key: self.__dict__.pop(key) for key in keys if key in self.__dict__}
         try:
-            return super().step()
+            with without_hooks(self, self._adasum_base.step) as step:
+                return step(self, *args, **options)
+        except RuntimeError as error:
+            self._explain_shapes(error)
+            raise
         finally:
             self.__dict__.update(held)
 
+    def _explain_shapes(self, error: RuntimeError) -> None:
+        """Raise ValueError where a parameter has another shape than what belongs to it."""
+        for parameter, name in self._adasum_hooks.names.items():
+            belonging = {"gradient": parameter.grad, **self.state.get(parameter, {})}
+            for key, value in belonging.items():
+                # Of as many dimensions: some optimizers keep a number, or a row, of a matrix.
+                same_kind = isinstance(value, Tensor) and value.dim() == parameter.dim() > 0
+                if same_kind and value.shape != parameter.shape:
+                    raise ValueError(
+                        f"the {key} of {name} has shape {tuple(value.shape)} and the parameter "
+                        f"{tuple(parameter.shape)}: where a parameter is given another shape, give "
+                        "it to its tensors in optimizer.state, too, or drop them, and set its grad "
+                        "to None"
+                    ) from error
 
-# torch wraps the step of any optimizer class not so marked, and would run step hooks twice.
-vars(DistributedMixin)["step"].hooked = True
+    def _unscale(self) -> None:
+        """Divide the gradients by the scale that GradScaler has multiplied the loss by."""
+        scale = self.__dict__.get("grad_scale")
+        if scale is None or self._adasum_unscales_itself:
+            return
+        # By float64, as GradScaler does it: a subnormal's reciprocal is infinite in float32.
+        inverse = scale.double().reciprocal().float()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(inverse.to(parameter.grad.device))
 
 
 def require_passes(passes: int) -> None:

@@ -8,12 +8,14 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from adasum.compression import Compression, Compressor, require_compressor
 from adasum.horovod.arguments import require
 from adasum.horovod.capabilities import warn_of_scaled_rate
 from adasum.horovod.process_sets import ProcessSet, global_process_set, group_of
 from adasum.optimizer.arguments import (
+    require_check_every,
     require_groups,
     require_local_steps,
     require_operator,
@@ -23,12 +25,21 @@ from adasum.optimizer.arguments import (
 from adasum.optimizer.backward_hooks import BackwardHooks, OptimizerOrderError
 from adasum.optimizer.bucket_reduction import BucketReducer, Reduction
 from adasum.optimizer.delta_method import DeltaMethod, DeltaMethodInBackward, steps_by_parameter
-from adasum.optimizer.distributed_mixin import DistributedMixin, Settings, require_passes
+from adasum.optimizer.distributed_mixin import (
+    COLLECTIVE_METHODS,
+    DistributedMixin,
+    Settings,
+    require_passes,
+)
 from adasum.optimizer.gradient_method import GradientMethod
 from adasum.optimizer.local_steps import LocalStepsMethod
+from adasum.optimizer.membership import Membership
+from adasum.optimizer.outside_steps import guarded, methods_of, require_steps_alone
 from adasum.optimizer.owners_method import OwnersMethod
-from adasum.optimizer.parameter_check import ParameterCheck, checks_parameters
+from adasum.optimizer.parameter_check import ParameterCheck, Setting, checks_parameters
 from adasum.optimizer.parameters import Groups, Named, name_parameters, plan_buckets
+from adasum.optimizer.settings_rows import describe_hyperparameters, describe_value
+from adasum.optimizer.step_hooks import refuse_plain_steps
 from adasum.reducer import UNWEIGHTED, Adasum
 from collectives import Average, Group, Reducer, Sum, default_group
 
@@ -74,11 +85,12 @@ class DistributedOptimizer(DistributedMixin):
             parallel gradients of n ranks weigh 1/n each, whatever n. False weighs them alike, as
             Horovod does; of a power of two of ranks, but for "xring" and the other algorithms in
             rank order, both are the same, bit for bit.
-        check_parameters: At the first step, and for what `add_param_group` adds at the next, ranks
-            compare a checksum of every parameter, and raise CollectiveMismatchError where one
-            differs: broadcast_parameters was forgotten. False leaves that out. Unless given, the
-            environment variable ADASUM_CHECK_PARAMETERS says it, 0 or 1, and 1 without that. All
-            ranks must say the same.
+        check_parameters: At the first step, and for parameters that come later at the next, ranks
+            compare a checksum of every parameter, the optimizer's class, its hyperparameters and
+            these arguments, and raise CollectiveMismatchError where one differs. False leaves that
+            out, and `check_every` with it. Unless given, the environment variable
+            ADASUM_CHECK_PARAMETERS says it, 0 or 1, and 1 without that. All ranks must say the
+            same.
         method: With Adasum, "gradient" reduces the gradients instead of the steps, as the DDP hook
             does: one optimizer state for all ranks, and clipping sees the reduced gradient. "delta"
             unless given, and "gradient" with mode="owners".
@@ -88,6 +100,11 @@ class DistributedOptimizer(DistributedMixin):
         memory_size: Buckets by size close before they grow past so many MiB; 25 unless this or
             `groups_size` is given.
         groups_size: Buckets by size close before they grow past so many parameters.
+        check_every: Every so many steps ranks compare a part of the parameters, 16 MiB, the next
+            one each time, and raise CollectiveMismatchError where they have come to differ; 0 for
+            never.
+        gradient_as_bucket_view: Gradients that are reduced are views of their buckets' buffers, as
+            with DDP's argument of this name. False gives them memory of their own, as much again.
 
     Raises:
         TypeError: `optimizer` is no optimizer, `compression` no compression, or another argument
@@ -118,6 +135,8 @@ class DistributedOptimizer(DistributedMixin):
         step_in_backward: bool = False,
         memory_size: float | None = None,
         groups_size: int | None = None,
+        check_every: int = 100,
+        gradient_as_bucket_view: bool = True,
     ) -> None:
         require_optimizer(optimizer)
         require_operator(op, weighted, gradient_predivide_factor)
@@ -127,6 +146,8 @@ class DistributedOptimizer(DistributedMixin):
         require("sparse_as_dense", sparse_as_dense, bool)
         require("step_in_backward", step_in_backward, bool)
         require("check_parameters", check_parameters, bool, type(None))
+        require("gradient_as_bucket_view", gradient_as_bucket_view, bool)
+        require_check_every(check_every)
         require_local_steps(
             local_steps, op, method, mode, step_in_backward, backward_passes_per_step
         )
@@ -151,11 +172,36 @@ class DistributedOptimizer(DistributedMixin):
             op=op,
             process_set=process_set or global_process_set,
             local_steps=local_steps,
-            check_parameters=checks_parameters(check_parameters),
+            gradient_as_bucket_view=gradient_as_bucket_view,
         )
+        comparing = checks_parameters(check_parameters) and not settings.one_rank
+        asked = [
+            ("op", str(op if weighted else UNWEIGHTED)),
+            ("the method", kind.__name__),
+            ("local_steps", str(local_steps)),
+            ("compression", describe_value(compression)),
+            ("algorithm", repr(algorithm)),
+            ("gradient_predivide_factor", str(float(gradient_predivide_factor))),
+            ("sparse_as_dense", str(sparse_as_dense)),
+            ("check_every", str(check_every)),
+        ]
         if op is Adasum:
             warn_of_scaled_rate(algorithm)
         _wrap(self, optimizer, kind, named, by_size(named, groups), settings)
+        if comparing:
+            self._adasum_check = ParameterCheck(
+                settings.reducer.group, partial(_settings_of, weakref.ref(self), asked), check_every
+            )
+            self._adasum_check.add(named)
+
+
+def _settings_of(
+    reference: weakref.ref[DistributedOptimizer], asked: Sequence[Setting]
+) -> list[Setting]:
+    """Return what ranks have to ask for alike, the hyperparameters as they are now."""
+    wrapper: Any = reference()
+    passes = ("backward_passes_per_step", str(wrapper.backward_passes_per_step))
+    return [*describe_hyperparameters(wrapper, wrapper._adasum_base), *asked, passes]
 
 
 def _reducer(
@@ -234,6 +280,7 @@ def _wrap(
     base = type(optimizer)
     # Not in __new__, so that the one signature that editors and type checkers see is __init__'s.
     both = type(base.__name__, (type(wrapper), method, base), {})
+    _override(both, method, base, settings)
     try:
         wrapper.__class__ = both
     except TypeError as error:
@@ -246,12 +293,37 @@ def _wrap(
     wrapper._adasum_settings = settings
     wrapper._adasum_unscales_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
     wrapper._adasum_check = None
-    if settings.check_parameters and not settings.one_rank:
-        wrapper._adasum_check = ParameterCheck(settings.reducer.group)
-        wrapper._adasum_check.add(named, buckets)
+    wrapper._adasum_membership = Membership(optimizer.param_groups)
     wrapper._prepare()
     wrapper._adasum_hooks = _hooks(wrapper, method, named, buckets, settings)
     _keep_scheduler_patch(wrapper)
+    if not settings.one_rank:
+        refuse_plain_steps(optimizer, wrapper)
+
+
+def _override(
+    both: Any,
+    method: type[DistributedMixin],
+    base: type[torch.optim.Optimizer],
+    settings: Settings,
+) -> None:
+    """Keep torch.compile out of the methods in which ranks wait for each other, and guard others.
+
+    Args:
+        both: The wrapper's class.
+        method: How the ranks reduce.
+        base: The optimizer's class.
+        settings: What the method needs to know.
+    """
+    for name in COLLECTIVE_METHODS:
+        setattr(both, name, torch.compiler.disable(getattr(both, name)))
+    # torch wraps the step of any optimizer class not so marked, and would run step hooks twice.
+    both.step.hooked = True
+    if settings.one_rank or method is GradientMethod:
+        return
+    require_steps_alone(base, method._adasum_asked)
+    for name, function in methods_of(base):
+        setattr(both, name, guarded(function, method._adasum_asked))
 
 
 def _hooks(
@@ -282,6 +354,12 @@ def _hooks(
         if target is not None and not settings.one_rank:
             target._finish_reductions()
 
+    def before_gradient(parameter: Tensor) -> None:
+        target: Any = reference()
+        if target is not None:
+            target._before_gradient(parameter)
+
+    looks = issubclass(method, GradientMethod) and not settings.one_rank
     return BackwardHooks(
         named,
         buckets,
@@ -290,6 +368,7 @@ def _hooks(
         early=method._adasum_early and not settings.one_rank,
         final=method._adasum_final,
         finish=finish,
+        before=before_gradient if looks else None,
     )
 
 

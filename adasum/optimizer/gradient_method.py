@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from adasum.optimizer.backward_hooks import OptimizerOrderError
-from adasum.optimizer.bucket_buffers import GradientBuffers, fits_in_buffer
+from adasum.optimizer.bucket_buffers import GradientBuffers, fits_in_buffer, split_by_kind
 from adasum.optimizer.bucket_reduction import Owners, Reduction
 from adasum.optimizer.distributed_mixin import DistributedMixin
+from adasum.optimizer.membership import Change
 from adasum.optimizer.parameters import Named
 from collectives import Average, Sum
 
@@ -25,23 +27,36 @@ class GradientMethod(DistributedMixin):
     _adasum_synchronized_by_user = False
     # A sparse gradient without entries, by which a missing one is replaced.
     _adasum_sparse_zeros: dict[Tensor, Tensor]
+    # The parameters that had no gradient when their buckets were started.
+    _adasum_missing: list[Tensor]
     _adasum_buffers: GradientBuffers
 
     def _prepare(self) -> None:
-        self._adasum_sparse_zeros = {}
-        self._adasum_buffers = GradientBuffers()
+        self._adasum_sparse_zeros, self._adasum_missing = {}, []
+        self._adasum_buffers = GradientBuffers(self._adasum_settings.gradient_as_bucket_view)
+
+    def _follow(self, change: Change) -> None:
+        super()._follow(change)
+        self._adasum_buffers.clear()
+        for parameter in change.gone:
+            self._adasum_sparse_zeros.pop(parameter, None)
 
     def synchronize(self) -> None:
         """Wait until every gradient is the reduced one.
 
         backward waits for what it started before it returns: where it produced every gradient, they
         are reduced without this call. A trainable parameter without a gradient contributes zeros
-        and receives the reduced gradient, so that all ranks have one, whatever path backward took.
+        and receives the reduced gradient, so that all ranks have one, whatever path backward took;
+        where no rank has one it stays None.
         """
+        self._follow_groups()
         self._adasum_synchronized_by_user = True
         self._adasum_hooks.synchronize()
 
-    def _take_step(self, closure: Callable[[], Any] | None) -> Any:
+    def _before_gradient(self, parameter: Tensor) -> None:
+        self._adasum_buffers.attach(parameter)
+
+    def _take_step(self, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
         hooks = self._adasum_hooks
         scaled = "found_inf" in self.__dict__
         if not self._adasum_settings.one_rank and scaled and not hooks.synchronized:
@@ -68,7 +83,7 @@ class GradientMethod(DistributedMixin):
                     stacklevel=3,
                 )
             hooks.synchronize()
-        result = self._local_step(closure)
+        result = self._between_hooks(self._local_step, closure, options)
         self._adasum_synchronized_by_user = False
         return result
 
@@ -77,10 +92,7 @@ class GradientMethod(DistributedMixin):
         self._adasum_hooks.synchronize()
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Do as the wrapped optimizer, but keep gradients that lie in a bucket's buffer, as zeros.
-
-        So backward accumulates in the buffer, and nothing has to be copied there.
-        """
+        """Do as the wrapped optimizer, and begin the step anew: a batch may be left out."""
         super().zero_grad(*args, **kwargs)
         self._adasum_synchronized_by_user = False
         self._adasum_buffers.zero()
@@ -105,15 +117,16 @@ class GradientMethod(DistributedMixin):
         in_buffer: list[Named] = []
         others: list[Named] = []
         started: list[Reduction] = []
-        reducer = self._adasum_settings.reducer
         for name, parameter in members:
             # One frozen since backward has a gradient of this rank alone, and would step by it.
             if not (parameter.requires_grad or self._adasum_hooks.reached(parameter)):
                 continue
             if parameter.grad is None:
+                self._adasum_missing.append(parameter)
                 parameter.grad = self._adasum_sparse_zeros.get(parameter)
             if parameter.grad is not None and parameter.grad.is_sparse:
                 self._adasum_sparse_zeros[parameter] = torch.zeros_like(parameter.grad)
+                reducer = self._adasum_settings.reducer
                 started.append(reducer.reduce_sparse_async(name, parameter, bucket))
             elif fits_in_buffer(parameter) and (
                 # One that autograd records (create_graph) has to stay where it is.
@@ -123,17 +136,50 @@ class GradientMethod(DistributedMixin):
             else:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = parameter.grad.resolve_conj()
                 others.append((name, parameter))
-        if in_buffer:
-            names, parameters = zip(*self._sorted(in_buffer), strict=True)
-            fused = self._adasum_buffers.place(bucket, parameters)
-            started.append(reducer.reduce_async(names, fused, bucket, self._owners_of(parameters)))
-        if others:
-            names, parameters = zip(*others, strict=True)
+        # One kind, unless dtypes or devices have changed since the buckets were planned.
+        for i, part in enumerate(split_by_kind(self._sorted(in_buffer))):
+            started.append(self._start_in_buffer(part, f"{bucket}, {i}" if i else bucket))
+        for part in split_by_kind(others):
+            names, parameters = zip(*part, strict=True)
             gradients = [parameter.grad for parameter in parameters]
             owners = self._owners_of(parameters)
+            reducer = self._adasum_settings.reducer
             started.append(reducer.reduce_async(names, gradients, f"{bucket}, others", owners))
         return started
+
+    def _start_in_buffer(self, members: Sequence[Named], bucket: str) -> Reduction:
+        placed = self._adasum_buffers.place(bucket, members)
+        names, parameters = zip(*members, strict=True)
+        reduction = self._adasum_settings.reducer.reduce_async(
+            names, placed.fused, bucket, self._owners_of(parameters)
+        )
+
+        def install(result: Any) -> None:
+            reduction.install(result)
+            placed.copy_out()
+
+        return replace(reduction, install=install)
+
+    @torch.no_grad()
+    def _finish_reductions(self) -> None:
+        """Let a gradient that no rank had be None again, so that nothing steps by its zeros."""
+        missing, self._adasum_missing = self._adasum_missing, []
+        named = self._adasum_hooks.named
+        absent = set(map(id, missing))
+        had = [float(id(p) not in absent and p.grad is not None) for _, p in named]
+        if not had:
+            return
+        # All ranks take part, but only one that lacks a gradient has to read the answer.
+        count = torch.tensor(had, device=named[0][1].device)
+        name = "which parameters have gradients"
+        self._adasum_settings.reducer.group.all_reduce(count, Sum, name=name)
+        if missing:
+            ranks = dict(zip((id(p) for _, p in named), count.tolist(), strict=True))
+            for parameter in missing:
+                if not ranks[id(parameter)]:
+                    parameter.grad = None
 
     def _sorted(self, members: list[Named]) -> list[Named]:
         """Return the members of a bucket in the order in which they lie in its buffer."""

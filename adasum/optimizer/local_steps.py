@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adasum.optimizer.bucket_buffers import describe_kind, kind_of
 from adasum.optimizer.delta_method import MAX_IN_FLIGHT, DeltaMethod, may_step
+from adasum.optimizer.membership import Change
 
 _KEY = "local_steps"
 
@@ -23,7 +25,8 @@ class LocalStepsMethod(DeltaMethod):
     Beside the buckets in flight it keeps a copy of the model, as the last reduction left it.
     """
 
-    # The parameters' values since the last reduction; of those that may have changed since.
+    _adasum_asked = "local_steps"
+    # The parameters' values when the period began; of those that may have changed since.
     _adasum_start: dict[Tensor, Tensor]
     _adasum_taken = 0
 
@@ -32,37 +35,68 @@ class LocalStepsMethod(DeltaMethod):
         self._adasum_start = {}
 
     def _check_parameters(self) -> None:
-        """Compare the parameters as the last reduction left them: since then ranks differ."""
+        """Compare the parameters as the period began with them: since then ranks differ."""
         if self._adasum_check is not None:
-            self._adasum_check.run(self._adasum_start)
+            self._adasum_check.run(self._adasum_start if self._adasum_taken else {})
 
     def synchronize(self) -> None:
         """Do nothing: gradients stay this rank's own. See `reduce_local_steps`."""
 
-    def _take_step(self, closure: Callable[[], Any] | None) -> Any:
+    def _take_step(self, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
         if self._adasum_settings.one_rank:
-            return self._local_step(closure)
+            return self._between_hooks(self._local_step, closure, options)
         self._remember_start()
-        result = self._local_step(closure)
+        if self._skips():
+            self._count_step()
+            return None
+        return self._between_hooks(self._step_and_count, closure, options)
+
+    def _step_and_count(self, closure: Callable[[], Any] | None, **options: Any) -> Any:
+        result = self._local_step(closure, **options)
+        self._count_step()
+        return result
+
+    def _count_step(self) -> None:
+        """Reduce where this step is the last one of its period."""
         self._adasum_taken += 1
         if self._adasum_taken >= self._adasum_settings.local_steps:
             self._reduce_difference()
-        return result
 
     def reduce_local_steps(self) -> None:
         """Reduce the difference now, and begin a period anew."""
         if self._adasum_settings.one_rank:
             return
+        self._follow_groups()
         self._remember_start()
         self._reduce_difference()
         self._adasum_hooks.restart()
 
+    def _follow(self, change: Change) -> None:
+        super()._follow(change)
+        for parameter in change.gone:
+            self._adasum_start.pop(parameter, None)
+
     @torch.no_grad()
     def _remember_start(self) -> None:
-        """Copy the parameters that may step from now on."""
-        for _, parameter in self._adasum_hooks.named:
-            if parameter not in self._adasum_start and may_step(parameter):
-                self._adasum_start[parameter] = parameter.detach().clone()
+        """Copy the parameters that may step from now on; all of them where a period begins.
+
+        Raises:
+            ValueError: One has changed in the middle of a period, so that there is no difference.
+        """
+        for name, parameter in self._adasum_hooks.named:
+            start = self._adasum_start.get(parameter)
+            same = start is not None and kind_of(start) == kind_of(parameter)
+            if start is not None and same and not self._adasum_taken:
+                start.copy_(parameter)
+            elif start is not None and not same and self._adasum_taken:
+                raise ValueError(
+                    f"{name} was {describe_kind(start)} at the last reduction and is "
+                    f"{describe_kind(parameter)} after {self._adasum_taken} local steps: its "
+                    "shape, dtype, device or strides can change where a period ends, so call "
+                    "optimizer.reduce_local_steps() before"
+                )
+            elif not same and may_step(parameter):
+                self._adasum_start[parameter] = _like(parameter).copy_(parameter)
 
     def _reduce_difference(self) -> None:
         self._adasum_buffers.restart()
@@ -75,9 +109,11 @@ class LocalStepsMethod(DeltaMethod):
                 for parameter, before in self._adasum_before.items():
                     parameter.copy_(before)
                 self._adasum_before = None
-                for parameter, start in self._adasum_start.items():
-                    start.copy_(parameter)
             self._adasum_taken = 0
+
+    def _check_again(self) -> None:
+        if self._adasum_check is not None:
+            self._adasum_check.run_again(equal=not self._adasum_taken)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state; between two reductions also how far this rank is from one.
@@ -103,7 +139,7 @@ class LocalStepsMethod(DeltaMethod):
         parameters = self._parameters()
         self._adasum_taken = saved["taken"]
         self._adasum_start = {
-            parameters[number]: torch.empty_like(parameters[number]).copy_(value).detach()
+            parameters[number]: _like(parameters[number]).copy_(value)
             for number, value in saved["start"].items()
         }
 
@@ -121,3 +157,9 @@ class LocalStepsMethod(DeltaMethod):
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
+
+
+def _like(parameter: Tensor) -> Tensor:
+    """Return memory for the parameter's values with its strides, whatever those are."""
+    dtype, device, shape, stride = kind_of(parameter)
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device)

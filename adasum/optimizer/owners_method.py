@@ -7,6 +7,7 @@ training trillion parameter models", arXiv 1910.02054, stage 1.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,14 +15,17 @@ import torch
 from torch import Tensor
 
 from adasum.optimizer.backward_hooks import OptimizerOrderError
+from adasum.optimizer.bucket_buffers import as_real
 from adasum.optimizer.bucket_reduction import Owners, Reduction
 from adasum.optimizer.gradient_method import GradientMethod
+from adasum.optimizer.membership import Change
 from adasum.optimizer.owned_state import gather_states
 from adasum.optimizer.parameters import Named
 from collectives import Group, Sum
-from collectives.owners import owners
 from collectives.reducers import Max
 from collectives.schedules.spec import parse_all_reduce_spec
+
+_HAS, _LACKS = b"1", b"0"
 
 
 def reduces_to_owners(algorithm: str | None) -> bool:
@@ -40,9 +44,10 @@ class OwnersMethod(GradientMethod):
     the wrapped optimizer leaves them out.
     """
 
+    _adasum_asked = "mode='owners'"
     _adasum_owners: dict[Tensor, int]
-    # Of the parameters in `_adasum_owners`, in its order.
-    _adasum_loads: list[int]
+    # Whether parameters have come that have no owner yet.
+    _adasum_unowned = False
     # The parameters that were reduced in some step, and so may change, with their buckets.
     _adasum_reduced: dict[Tensor, str]
     # Every parameter's state by number, where this rank has it: until the next step.
@@ -53,6 +58,8 @@ class OwnersMethod(GradientMethod):
     _adasum_witness: Tensor | None = None
     # An element of a gradient, what it holds without the mark, and whether it is marked.
     _adasum_mark: tuple[Tensor, Tensor, Tensor] | None = None
+    # The gradients that the last step has left, with their versions, until they are zeroed.
+    _adasum_left: dict[Tensor, tuple[weakref.ref[Tensor], int]]
     # The ranks' places in a buffer.
     _adasum_places: Mapping[int, int]
     # Whether gradients go to their owners alone.
@@ -60,7 +67,7 @@ class OwnersMethod(GradientMethod):
 
     def _prepare(self) -> None:
         super()._prepare()
-        self._adasum_owners, self._adasum_loads, self._adasum_reduced = {}, [], {}
+        self._adasum_owners, self._adasum_reduced, self._adasum_left = {}, {}, {}
         if self._adasum_settings.one_rank:
             return
         reducer = self._adasum_settings.reducer
@@ -72,7 +79,7 @@ class OwnersMethod(GradientMethod):
             reducer.algorithm = "rechd"
         self._adasum_places = {rank: i for i, rank in enumerate(self._group.owners_order())}
         self._adasum_scattered = bool(self.state)
-        self._assign_owners()
+        self._assign_owners(self._parameters(), [])
 
     @property
     def _group(self) -> Group:
@@ -82,54 +89,118 @@ class OwnersMethod(GradientMethod):
         """Return all parameters, in the order of their numbers in a state_dict."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
-    def _assign_owners(self) -> None:
-        """Give the parameters that have none an owner, and drop the states of other ranks' ones.
+    def _assign_owners(self, new: Sequence[Tensor], states: Sequence[bytes]) -> None:
+        """Give each of these parameters an owner, and drop the states of other ranks' ones.
 
-        Trainable ones first: with a state of k bytes for each of theirs, no rank has more than an
-        n-th of all state and that of the largest.
+        Trainable ones first, each to the rank with the least: with a state of k bytes for each of
+        theirs, no rank has more than an n-th of all state and that of the largest.
+
+        Args:
+            new: Parameters without an owner.
+            states: For each rank which of them it has a state of, as `_own_states` has it. A
+                parameter whose state some ranks have, and others not, is the first one's of them.
         """
-        new = [each for each in self._parameters() if each not in self._adasum_owners]
-        new.sort(key=lambda parameter: not parameter.requires_grad)
-        self._adasum_loads += [parameter.nbytes for parameter in new]
-        ranks = owners(self._adasum_loads, self._group.size)
-        known = [*self._adasum_owners, *new]
-        self._adasum_owners = dict(zip(known, ranks, strict=True))
-        self._drop_foreign_states()
-
-    def _drop_foreign_states(self) -> None:
-        for parameter in self._adasum_owners:
-            if not self._is_mine(parameter):
-                self.state.pop(parameter, None)
+        loads = [0] * self._group.size
+        for parameter, rank in self._adasum_owners.items():
+            loads[rank] += parameter.nbytes
+        for k in sorted(range(len(new)), key=lambda k: not new[k].requires_grad):
+            holders = [i for i, each in enumerate(states) if each[k : k + 1] == _HAS]
+            some = 0 < len(holders) < sum(map(bool, states))
+            rank = holders[0] if some else loads.index(min(loads))
+            self._adasum_owners[new[k]] = rank
+            loads[rank] += new[k].nbytes
+            if not self._is_mine(new[k]):
+                self.state.pop(new[k], None)
 
     def _is_mine(self, parameter: Tensor) -> bool:
-        return self._adasum_owners[parameter] == self._group.rank
+        return self._adasum_owners.get(parameter, self._group.rank) == self._group.rank
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Do as the wrapped optimizer, and give the parameters owners."""
-        super().add_param_group(param_group)
-        if not self._adasum_settings.one_rank:
-            self._assign_owners()
+    def _owner_of(self, parameter: Tensor) -> int:
+        # Nobody's is one that has left the optimizer since backward.
+        return self._adasum_owners.get(parameter, 0)
+
+    def _follow(self, change: Change) -> None:
+        super()._follow(change)
+        if self._adasum_settings.one_rank:
+            return
+        for parameter in change.gone:
+            self._adasum_owners.pop(parameter, None)
+            self._adasum_reduced.pop(parameter, None)
+        self._adasum_whole_state = None
+        self._adasum_unowned = True
+
+    def _end_step(self) -> None:
+        if self._adasum_settings.one_rank:
+            return
+        self._adasum_left = {
+            parameter: (weakref.ref(parameter.grad), parameter.grad._version)
+            for parameter in self._adasum_reduced
+            if parameter.grad is not None
+        }
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Do as the wrapped optimizer, and begin the step anew: a batch may be left out."""
+        self._adasum_left = {}
+        super().zero_grad(*args, **kwargs)
+
+    def _before_gradient(self, parameter: Tensor) -> None:
+        """Refuse to add to a reduced gradient, which this rank alone has.
+
+        Raises:
+            OptimizerOrderError: Nobody has zeroed it since the last step.
+        """
+        left, version = self._adasum_left.pop(parameter, (lambda: None, 0))
+        gradient = parameter.grad
+        if gradient is None or gradient is not left():
+            super()._before_gradient(parameter)
+        # Somebody may have changed it, to zeros or to something else.
+        elif gradient._version == version or bool(gradient.any()):
+            raise OptimizerOrderError(
+                f"the gradient of {self._adasum_hooks.names[parameter]} is still that of the last "
+                "step, which with mode='owners' its owner alone has, so nothing can be added to "
+                "it: call optimizer.zero_grad() between two steps"
+            )
+
+    def _check_parameters(self) -> None:
+        super()._check_parameters()
+        self._own_new_parameters()
+
+    def _own_new_parameters(self) -> None:
+        """Give owners to the parameters that have come; collective where any have.
+
+        A parameter put at another's place has been given its state by the owner of that one alone,
+        which has to own it, too.
+        """
+        if not self._adasum_unowned:
+            return
+        new = [each for each in self._parameters() if each not in self._adasum_owners]
+        mine = b"".join(_HAS if self.state.get(each) else _LACKS for each in new)
+        name = "which ranks have states of new parameters"
+        self._assign_owners(new, self._group.all_gather_bytes(mine, name=name))
+        self._adasum_unowned = False
 
     def _sorted(self, members: list[Named]) -> list[Named]:
         if not self._adasum_to_owners:
             return members
-        return sorted(members, key=lambda each: self._adasum_places[self._adasum_owners[each[1]]])
+        return sorted(members, key=lambda each: self._adasum_places[self._owner_of(each[1])])
 
     def _owners_of(self, parameters: Sequence[Tensor]) -> Owners:
         if not self._adasum_to_owners or self._adasum_settings.reducer.observer is not None:
             return None
-        return [self._adasum_owners[parameter] for parameter in parameters]
+        return list(map(self._owner_of, parameters))
 
     def _start_bucket(self, members: Sequence[Named], bucket: str) -> list[Reduction]:
         started = super()._start_bucket(members, bucket)
         for _, parameter in members:
-            if parameter.requires_grad or self._adasum_hooks.reached(parameter):
+            here = parameter in self._adasum_owners
+            if here and (parameter.requires_grad or self._adasum_hooks.reached(parameter)):
                 self._adasum_reduced.setdefault(parameter, bucket)
         return started
 
     @torch.no_grad()
     def _finish_reductions(self) -> None:
         """Keep this rank's own gradients, and let every rank see a non-finite one of any."""
+        super()._finish_reductions()
         self._adasum_witness = self._adasum_mark = None
         if not self._adasum_reduced:
             return
@@ -180,17 +251,23 @@ class OwnersMethod(GradientMethod):
         self._unmark()
         return loss
 
-    def _local_step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def _between_hooks(
+        self, step: Callable[..., Any], closure: Callable[[], Any] | None, options: dict[str, Any]
+    ) -> Any:
+        if not self._adasum_settings.one_rank:
+            if self._any_rank_skips():
+                return None
+            if "found_inf" in self.__dict__:
+                # There is no mark, and what GradScaler has unscaled must stay.
+                self._adasum_mark = None
+            self._unmark()
+        return super()._between_hooks(step, closure, options)
+
+    def _local_step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         if self._adasum_settings.one_rank:
-            return super()._local_step(closure)
-        if self._any_rank_skips():
-            return None
-        if "found_inf" in self.__dict__:
-            # There is no mark, and what GradScaler has unscaled must stay.
-            self._adasum_mark = None
-        self._unmark()
+            return super()._local_step(closure, **options)
         self._adasum_whole_state, self._adasum_scattered = None, True
-        result = super()._local_step(closure)
+        result = super()._local_step(closure, **options)
         self._broadcast_parameters()
         return result
 
@@ -202,7 +279,7 @@ class OwnersMethod(GradientMethod):
             buckets.setdefault(bucket, []).append(parameter)
         started = []
         for bucket, parameters in buckets.items():
-            targets = [parameter.detach() for parameter in parameters]
+            targets = list(map(as_real, parameters))
             sent = [target.contiguous() for target in targets]
             ranks = [self._adasum_owners[parameter] for parameter in parameters]
             name = f"parameters of {bucket}"
@@ -237,6 +314,8 @@ class OwnersMethod(GradientMethod):
         self._refuse_in_flight("consolidate_state_dict()")
         if self._adasum_settings.one_rank:
             return
+        self._follow_groups()
+        self._own_new_parameters()
         whole = gather_states(
             self._group,
             [(self._adasum_owners[each], self.state.get(each, {})) for each in self._parameters()],

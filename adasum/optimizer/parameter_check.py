@@ -1,4 +1,4 @@
-"""Whether all ranks start from the same parameters: one small message a rank, at the first step."""
+"""Whether all ranks have the same parameters and settings: a small message now and then."""
 
 from __future__ import annotations
 
@@ -7,25 +7,34 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from adasum.broadcasts import was_broadcast
+from adasum.optimizer.checksums import describe_parameters, has_bits
 from adasum.optimizer.parameters import Named
 from collectives import CollectiveMismatchError, Group
+
+Setting: TypeAlias = tuple[str, str]
 
 _logger = logging.getLogger(__name__)
 _VARIABLE = "ADASUM_CHECK_PARAMETERS"
 # What errors call the comparison: on ranks that do not agree on it, too.
 _CALL = f"check of the parameters, by check_parameters or {_VARIABLE}"
-# Words of a row. A prime: what two layers, rows or columns of a matrix have exchanged comes into
-# other columns, since no usual width is a multiple of it.
-_WIDTH = 509
-# Rows that are summed at once: on the CPU those whose copies stay in its cache, and for which torch
-# starts no other thread; on a GPU those whose copies take 16 MiB.
-_CPU_ROWS, _GPU_ROWS = 64, 4096
+_CALL_AGAIN = "running check of the parameters, by check_every"
+_OUT = f"check_parameters=False or {_VARIABLE}=0 leaves this check out"
+# Of a running check, so that it takes some milliseconds; of models larger than that each compares
+# the next part.
+_PART_BYTES = 16 * 2**20
+_CAUSES = (
+    "a checkpoint loaded on one rank alone, a schedule that follows a rank's own loss "
+    "(ReduceLROnPlateau), weights that forward changes (Embedding(max_norm=...)), code under "
+    "`if rank == 0`"
+)
 
 
 def checks_parameters(asked: bool | None) -> bool:
@@ -49,7 +58,13 @@ def checks_parameters(asked: bool | None) -> bool:
 
 
 def require_equal_parameters(
-    group: Group, named: Sequence[Named], problem: str = "", fix: str = ""
+    group: Group,
+    named: Sequence[Named],
+    *,
+    fix: Callable[[Tensor], str] = lambda _: "",
+    settings: Sequence[Setting] = (),
+    when: str = "before their first reduction",
+    call: str = _CALL,
 ) -> bool:
     """Raise on every rank where ranks have not the same parameters, bit for bit; collective.
 
@@ -58,32 +73,52 @@ def require_equal_parameters(
     Args:
         group: The ranks.
         named: (name, parameter), in an order that is the same on all ranks.
-        problem: What this rank has found by itself; all ranks raise it.
-        fix: What the error says can be done where values differ.
+        fix: Returns what the error says can be done about the first parameter that differs.
+        settings: (name, value) of what else must be the same.
+        when: When the parameters differ, for the error.
+        call: How errors call the comparison.
 
     Returns:
         Whether all ranks took part.
 
     Raises:
-        CollectiveMismatchError: Names the first parameter that differs.
-        ValueError: A rank has a problem.
+        CollectiveMismatchError: Names the first setting or parameter that differs.
     """
-    rows = [] if problem else _describe(named)
-    whole = hashlib.blake2b(json.dumps(rows).encode(), digest_size=16).digest()
-    mine = b"\1" + problem.encode() if problem else b"\0" + whole
-    told = group.all_gather_bytes(mine, name=_CALL)
-    for rank, each in enumerate(told):
-        if each[:1] == b"\1":
-            raise ValueError(f"rank {rank}: {each[1:].decode()}")
+    rows = describe_parameters(named)
+    mine = json.dumps([settings, rows]).encode()
+    told = group.all_gather_bytes(hashlib.blake2b(mine, digest_size=16).digest(), name=call)
     if len({each for each in told if each}) == 1:
         return all(told)
-    sent = group.all_gather_bytes(json.dumps(rows).encode(), name="parameters that differ")
+    sent = group.all_gather_bytes(mine, name="what differs between the ranks")
     by_rank = {rank: json.loads(each) for rank, each in enumerate(sent) if each}
-    raise CollectiveMismatchError(_difference(by_rank, fix))
+    difference = _differing_setting({rank: each[0] for rank, each in by_rank.items()})
+    if not difference:
+        found = {rank: each[1] for rank, each in by_rank.items()}
+        difference = _differing_parameter(found, when, lambda i: fix(named[i][1]))
+    raise CollectiveMismatchError(difference)
 
 
-def _difference(by_rank: dict[int, list[list[str]]], fix: str) -> str:
-    """Return how the ranks' parameters differ, as `_describe` describes them."""
+def _differing_setting(by_rank: dict[int, list[list[str]]]) -> str:
+    """Return how the ranks' settings differ, or nothing."""
+    first, *others = by_rank
+    mine = dict(by_rank[first])
+    for rank in others:
+        theirs = dict(by_rank[rank])
+        for name in {**mine, **theirs}:
+            values = [each.get(name, "not there") for each in (mine, theirs)]
+            if values[0] != values[1]:
+                return (
+                    f"the ranks' settings differ: {name} is {values[0]} on rank {first} and "
+                    f"{values[1]} on rank {rank}: give DistributedOptimizer and the optimizer in "
+                    f"it the same on every rank; {_OUT}"
+                )
+    return ""
+
+
+def _differing_parameter(
+    by_rank: dict[int, list[list[str]]], when: str, fix: Callable[[int], str]
+) -> str:
+    """Return how the ranks' parameters differ, as `describe_parameters` describes them."""
     first, *others = by_rank
     rows = by_rank[first]
     for rank in others:
@@ -101,122 +136,142 @@ def _difference(by_rank: dict[int, list[list[str]]], fix: str) -> str:
         if len(rows) != len(theirs):
             return (
                 f"the optimizer has {len(rows)} parameters on rank {first} and {len(theirs)} on "
-                f"rank {rank}: build the model and the optimizer in the same way on every rank"
+                f"rank {rank}: build the model and the optimizer, and change its param_groups, in "
+                "the same way on every rank"
             )
     differ = [i for i, row in enumerate(rows) if any(by_rank[rank][i] != row for rank in others)]
     ranks = [rank for rank in others if by_rank[rank][differ[0]] != rows[differ[0]]]
     return (
-        f"the ranks' parameters differ before their first reduction: {rows[differ[0]][0]} on ranks "
-        f"{ranks} is not what it is on rank {first} ({len(differ)} of {len(rows)} parameters "
-        f"differ){fix}"
+        f"the ranks' parameters differ {when}: {rows[differ[0]][0]} on ranks {ranks} is not what "
+        f"it is on rank {first} ({len(differ)} of {len(rows)} parameters differ)"
+        f"{fix(differ[0])}"
     )
-
-
-@torch.no_grad()
-def _describe(named: Sequence[Named]) -> list[list[str]]:
-    """Return each parameter's name, its dtype and shape, and a checksum."""
-    compared = [(name, each.detach()) for name, each in named if _has_bits(each)]
-    digests: list[bytes] = [b""] * len(compared)
-    devices: dict[torch.device, list[int]] = {}
-    for i, (_, tensor) in enumerate(compared):
-        devices.setdefault(tensor.device, []).append(i)
-    for indices in devices.values():
-        short = [_shorten(compared[i][1]) for i in indices]
-        # One copy from each device.
-        whole = torch.cat(short).cpu()
-        parts = whole.split([each.numel() for each in short])
-        for i, part in zip(indices, parts, strict=True):
-            digests[i] = hashlib.blake2b(part.numpy(), digest_size=8).digest()
-    return [
-        [name, f"{str(tensor.dtype).removeprefix('torch.')}{tuple(tensor.shape)}", digest.hex()]
-        for (name, tensor), digest in zip(compared, digests, strict=True)
-    ]
-
-
-def _has_bits(parameter: Tensor) -> bool:
-    """Return whether it has memory of its own: no lazy, sparse or fake one, and no DTensor."""
-    return type(parameter) in (Tensor, torch.nn.Parameter) and (
-        parameter.layout is torch.strided and not parameter.is_meta
-    )
-
-
-def _shorten(tensor: Tensor) -> Tensor:
-    """Return a few KiB that depend on every bit of a tensor, on its device: uint8 [n].
-
-    The bytes as int64 words, in rows of `_WIDTH`: the columns' sums modulo 2**64, and those of the
-    words' upper halves, as two changes of the top bit cancel out in the first. What is left behind
-    the last row, so all of a small tensor, stays as it is. Integer sums do not depend on the
-    device, the number of threads or the order.
-    """
-    tensor = tensor.resolve_conj().resolve_neg().contiguous()
-    raw = tensor.view(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0).byte()
-    count = raw.numel() // (8 * _WIDTH)
-    if not count:
-        return raw
-    head, tail = raw[: count * 8 * _WIDTH], raw[count * 8 * _WIDTH :]
-    if head.data_ptr() % 8:
-        # A view of words has to begin at one.
-        head = head.clone()
-    sums = torch.zeros(2, _WIDTH, dtype=torch.int64, device=raw.device)
-    whole, upper = sums
-    for rows in (
-        head.view(torch.int64).view(count, _WIDTH).split(_CPU_ROWS if raw.is_cpu else _GPU_ROWS)
-    ):
-        whole += rows.sum(0)
-        upper += (rows >> 32).sum(0)
-    return torch.cat([sums.view(-1).view(torch.uint8), tail])
 
 
 class ParameterCheck:
-    """Compares an optimizer's parameters between the ranks, once each, before they are reduced.
+    """Compares an optimizer's parameters and settings between the ranks.
+
+    All of them once, before they are first reduced, and then a part of the parameters now and then.
 
     Args:
         group: The ranks that reduce together.
+        settings: Returns (name, value) of the settings, as they are.
+        every: Steps from one running check to the next; 0 for none.
     """
 
-    _FIX = (
-        ": call hvd.broadcast_parameters(model.state_dict(), root_rank=0) on every rank before the "
-        f"first step; check_parameters=False or {_VARIABLE}=0 leaves this check out"
-    )
-
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, settings: Callable[[], Sequence[Setting]], every: int) -> None:
         self._group = group
-        self._buckets: list[Sequence[Named]] = []
-        self._kinds: dict[Tensor, tuple[torch.dtype, torch.device]] = {}
-        self._new: list[Named] = []
+        self._settings = settings
+        self._every = every
+        self._new: dict[Tensor, str] = {}
+        self._compared: dict[Tensor, str] = {}
         self._begun = False
+        self._steps = self._due = 0
+        # Where the next running check begins: a parameter's number, and an element of it.
+        self._next = 0, 0
 
-    def add(self, named: Sequence[Named], buckets: Sequence[Sequence[Named]]) -> None:
-        """Have parameters compared at the next reduction; buckets as they were divided into."""
-        self._new += named
-        self._buckets += buckets
-        self._kinds.update((each, (each.dtype, each.device)) for _, each in named)
+    def add(self, named: Sequence[Named]) -> None:
+        """Have parameters compared at the next reduction."""
+        self._new.update((parameter, name) for name, parameter in named)
 
-    def run(self, values: dict[Tensor, Tensor] | None = None) -> None:
-        """Compare what is new; collective where anything is.
+    def forget(self, parameters: Iterable[Tensor]) -> None:
+        """Leave parameters out from now on."""
+        for parameter in parameters:
+            self._new.pop(parameter, None)
+            self._compared.pop(parameter, None)
+
+    def run(self, values: Mapping[Tensor, Tensor] | None = None) -> None:
+        """Compare what is new, and the settings; collective where anything is new.
 
         Args:
             values: What to compare in the place of some parameters.
 
         Raises:
-            CollectiveMismatchError: On every rank, where parameters differ.
-            ValueError: On every rank, where a part of a bucket was moved since it was planned.
+            CollectiveMismatchError: On every rank, where parameters or settings differ.
         """
         if not self._new or _is_capturing(self._new):
             return
         values = values or {}
-        named = [(name, values.get(parameter, parameter)) for name, parameter in self._new]
-        everywhere = require_equal_parameters(self._group, named, self._moved(), self._FIX)
+        named = [(name, values.get(parameter, parameter)) for parameter, name in self._new.items()]
+        everywhere = require_equal_parameters(
+            self._group, named, fix=self._fix, settings=self._settings()
+        )
         if not self._begun and self._group.rank == 0:
-            _warn_of_ddp([parameter for _, parameter in self._new])
+            _warn_of_ddp(self._new)
         self._begun = True
         # A rank that has joined compares at its own first step, for which it needs all others.
         if everywhere:
-            self._new, self._buckets = [], []
+            self._compared.update(self._new)
+            self._new = {}
+
+    def _fix(self, parameter: Tensor) -> str:
+        if was_broadcast(self._group, parameter):
+            return (
+                "; it was equal after broadcast_parameters, and has changed since on some ranks. "
+                f"Usual causes: {_CAUSES}; {_OUT}"
+            )
+        if self._compared:
+            return (
+                ". It was put into param_groups after the first step: make it of the same values "
+                "on every rank, with local_steps after optimizer.reduce_local_steps(), or give it "
+                f"to hvd.broadcast_parameters; {_OUT}"
+            )
+        return (
+            ": call hvd.broadcast_parameters(model.state_dict(), root_rank=0) on every rank before "
+            f"the first step; {_OUT}"
+        )
+
+    def run_again(self, *, equal: bool = True) -> None:
+        """Count a step, and compare a part of the parameters where it is time; collective then.
+
+        Args:
+            equal: Whether the parameters are equal now where all is well: between two reductions
+                of local steps they are not, and the check waits.
+
+        Raises:
+            CollectiveMismatchError: On every rank, where they differ.
+        """
+        self._steps += 1
+        self._due += 1
+        if not self._every or self._due < self._every or not equal:
+            return
+        if not self._compared or _is_capturing(self._compared):
+            return
+        self._due = 0
+        require_equal_parameters(
+            self._group,
+            self._next_part(),
+            fix=lambda _: f". Usual causes: {_CAUSES}; check_every=0 leaves this check out",
+            when=f"after {self._steps} steps",
+            call=_CALL_AGAIN,
+        )
+
+    def _next_part(self) -> list[Named]:
+        """Return the parameters, or their elements, that are compared this time."""
+        parameters = [(n, p.detach()) for p, n in self._compared.items() if has_bits(p)]
+        part: list[Named] = []
+        room, (number, begin) = _PART_BYTES, self._next
+        for _ in parameters:
+            name, parameter = parameters[number % len(parameters)]
+            if parameter.is_contiguous():
+                flat = parameter.view(-1)[begin : begin + room // parameter.element_size()]
+                part.append((name, flat))
+                room -= flat.nbytes
+                begin += flat.numel()
+            else:
+                part.append((name, parameter))
+                room -= parameter.nbytes
+                begin = parameter.numel()
+            if begin >= parameter.numel():
+                number, begin = (number + 1) % len(parameters), 0
+            if room < 16:
+                break
+        self._next = number, begin
+        return part
 
     def warn_without_gradients(self) -> None:
         """Warn before the first step, where nothing has a gradient: the model may have changed."""
-        if self._begun or any(parameter.grad is not None for _, parameter in self._new):
+        if self._begun or any(parameter.grad is not None for parameter in self._new):
             return
         _logger.warning(
             "rank %d: no parameter of this optimizer has a gradient at its first step: backward "
@@ -226,30 +281,13 @@ class ParameterCheck:
             self._group.rank,
         )
 
-    def _moved(self) -> str:
-        """Return what is wrong where parameters of one bucket are no longer of one kind."""
-        for members in self._buckets:
-            if len({(each.dtype, each.device) for _, each in members}) > 1:
-                name, moved = next(
-                    (name, each)
-                    for name, each in members
-                    if self._kinds[each] != (each.dtype, each.device)
-                )
-                dtype, device = self._kinds[moved]
-                return (
-                    f"{name} was {dtype} on {device} when DistributedOptimizer was made, and is "
-                    f"{moved.dtype} on {moved.device} now, as others of its bucket are not: move "
-                    "and convert the model before DistributedOptimizer is made"
-                )
-        return ""
 
-
-def _is_capturing(named: Sequence[Named]) -> bool:
+def _is_capturing(parameters: Iterable[Tensor]) -> bool:
     """Return whether a CUDA graph is being captured, which can hold no copy to the host."""
-    return any(each.is_cuda for _, each in named) and torch.cuda.is_current_stream_capturing()
+    return any(each.is_cuda for each in parameters) and torch.cuda.is_current_stream_capturing()
 
 
-def _warn_of_ddp(parameters: Sequence[Tensor]) -> None:
+def _warn_of_ddp(parameters: Iterable[Tensor]) -> None:
     """Warn where DistributedDataParallel reduces the gradients of these parameters, too."""
     if not (dist.is_available() and dist.is_initialized()):
         return

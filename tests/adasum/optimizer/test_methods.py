@@ -191,8 +191,8 @@ def test_step_in_backward_with_what_needs_the_gradients_raises() -> None:
             scaler.step(optimizer)
         hooked = make_model().float()
         optimizer = wrapped(torch.optim.SGD(hooked.parameters(), lr=0.1), groups=4)
-        hook = optimizer.register_step_post_hook(lambda *_: None)
-        with pytest.raises(OptimizerOrderError, match="step hooks cannot be used with"):
+        hook = optimizer.register_step_pre_hook(lambda *_: None)
+        with pytest.raises(OptimizerOrderError, match="register_step_pre_hook cannot be used with"):
             hooked(torch.ones(1, 6)).sum().backward()
         hook.remove()
         optimizer.zero_grad()

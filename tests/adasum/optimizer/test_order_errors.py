@@ -32,7 +32,7 @@ def test_too_many_backward_passes_raise_and_name_the_parameter(op: str, size: in
         )
         for turn in range(2):
             loss_of(model, group.rank, 0, turn).backward()
-        with pytest.raises(AssertionError, match=r"of 2\.\w+ .* backward_passes_per_step=2") as e:
+        with pytest.raises(AssertionError, match=r"of \d\.\w+ .* backward_passes_per_step=2") as e:
             loss_of(model, group.rank, 0, 2).backward()
         assert isinstance(e.value, OptimizerOrderError)
         optimizer.step()

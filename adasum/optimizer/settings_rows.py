@@ -1,0 +1,57 @@
+"""What ranks have to ask for alike, in words: the settings that give a step its meaning."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from adasum.optimizer.parameter_check import Setting
+
+
+def describe_hyperparameters(optimizer: torch.optim.Optimizer, kind: type) -> list[Setting]:
+    """Return (name, value) of the optimizer's class and of all in its groups but parameters.
+
+    Numbers, strings and tensors by their value, other objects by their class.
+
+    Args:
+        optimizer: Whose groups.
+        kind: Its class, before it was wrapped.
+    """
+    rows = [("the optimizer's class", f"{kind.__module__}.{kind.__qualname__}")]
+    for i, group in enumerate(optimizer.param_groups):
+        values = {key: value for key, value in group.items() if key != "params"}
+        rows += [(f"{key} of group {i}", describe_value(values[key])) for key in sorted(values)]
+    return rows
+
+
+def describe_value(value: Any) -> str:
+    """Return a value in words, the same for equal ones on every rank."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, Tensor):
+        return _describe_tensor(value)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(describe_value, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key!r}: {describe_value(value[key])}' for key in value)}}}"
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53:
+        # 1 and 1.0 are one learning rate.
+        value = float(value)
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+        return repr(value)
+    return f"a {type(value).__module__}.{type(value).__qualname__}"
+
+
+def _describe_tensor(tensor: Tensor) -> str:
+    if tensor.numel() == 1 and tensor.layout is torch.strided and not tensor.is_meta:
+        return repr(tensor.item())
+    kind = f"{str(tensor.dtype).removeprefix('torch.')}{tuple(tensor.shape)}"
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return kind
+    raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return f"{kind} {hashlib.blake2b(raw, digest_size=8).hexdigest()}"
