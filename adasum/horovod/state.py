@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from adasum.broadcasts import remember_broadcast
 from adasum.horovod.objects import allgather_object, broadcast_object
 from adasum.horovod.process_sets import ProcessSet, group_and_root
 from collectives import Group
@@ -44,7 +45,9 @@ def broadcast_parameters(
         if value is not None and not isinstance(value, Tensor):
             raise TypeError(f"params[{name!r}] must be a tensor, not {type(value).__name__}")
     tensors = [(name, value) for name, value in entries if value is not None]
-    _broadcast_tensors(tensors, *group_and_root(process_set, root_rank))
+    group, root = group_and_root(process_set, root_rank)
+    _broadcast_tensors(tensors, group, root)
+    remember_broadcast(group, [tensor for _, tensor in tensors])
 
 
 def broadcast_optimizer_state(

@@ -317,32 +317,37 @@ class BackwardHooks:
                     "as a group of their own, or into two with op=Adasum and method='delta'"
                 )
 
+    def refuse_too_many(self) -> None:
+        """Raise OptimizerOrderError where there were more backward passes than `passes`.
+
+        Where buckets start in backward that has been found there. Elsewhere a gradient may come in
+        parts, as that of a layer that several reentrant checkpoints share, and be counted often:
+        then others are not.
+        """
+        reached = {parameter: number for parameter, number in self._counts.items() if number}
+        if not self._early and reached and min(reached.values()) > self.passes:
+            raise self._too_many(next(iter(reached)))
+
+    def _too_many(self, parameter: Tensor) -> OptimizerOrderError:
+        return OptimizerOrderError(
+            f"the gradient of {self.names[parameter]} was computed more than "
+            f"backward_passes_per_step={self.passes} times before step(): raise "
+            "backward_passes_per_step to accumulate gradients, call step() between (of the "
+            "optimizer that DistributedOptimizer returned), or, to leave gradients out as a GAN's "
+            "generator does the discriminator's, optimizer.zero_grad() and not the model's"
+        )
+
     def _refuse_untimely(self, parameter: Tensor) -> None:
         """Raise OptimizerOrderError for a gradient that comes too often or too late."""
         name, bucket = self.names[parameter], self._bucket_of[parameter]
-        if self._counts[parameter] > self.passes and self._has_too_many():
-            raise OptimizerOrderError(
-                f"the gradient of {name} was computed more than "
-                f"backward_passes_per_step={self.passes} times before step(): raise "
-                "backward_passes_per_step to accumulate gradients, call step() between (of the "
-                "optimizer that DistributedOptimizer returned), or, to leave gradients out as a "
-                "GAN's generator does the discriminator's, optimizer.zero_grad() and not the "
-                "model's"
-            )
+        if self._early and self._counts[parameter] > self.passes:
+            raise self._too_many(parameter)
         if self.synchronized or bucket.number < self._num_started:
             when = "synchronize()" if self.synchronized else f"{bucket.name} was sent"
             raise OptimizerOrderError(
                 f"the gradient of {name} was computed after {when} and before step(): it would be "
                 "left out of the reduction"
             )
-
-    def _has_too_many(self) -> bool:
-        """Return whether more backward passes than `passes` must have been.
-
-        Where nothing starts in backward a gradient may come in parts: a layer that several
-        reentrant checkpoints share gets one from each. Then no parameter has fewer than so many.
-        """
-        return self._early or all(n > self.passes for n in self._counts.values() if n)
 
     def _queue_callback(self) -> None:
         """Once a backward, ask autograd's engine for a call at its end, as torch's DDP does."""

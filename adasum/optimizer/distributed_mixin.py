@@ -166,6 +166,7 @@ class DistributedMixin(torch.optim.Optimizer):
                 self._adasum_check.warn_without_gradients()
             self._check_parameters()
             if closure is None:
+                self._adasum_hooks.refuse_too_many()
                 self._densify(self._adasum_hooks.named)
             else:
                 closure = partial(self._evaluate, closure)

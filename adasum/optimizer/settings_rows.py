@@ -44,7 +44,8 @@ def describe_value(value: Any) -> str:
         value = float(value)
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
         return repr(value)
-    return f"a {type(value).__module__}.{type(value).__qualname__}"
+    kind = value if isinstance(value, type) else type(value)
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _describe_tensor(tensor: Tensor) -> str:

@@ -34,13 +34,15 @@ def test_too_many_backward_passes_raise_and_name_the_parameter(op: str, size: in
             loss_of(model, group.rank, 0, turn).backward()
         with pytest.raises(AssertionError, match=r"of \d\.\w+ .* backward_passes_per_step=2") as e:
             loss_of(model, group.rank, 0, 2).backward()
+            # Where nothing starts in backward.
+            optimizer.step()
         assert isinstance(e.value, OptimizerOrderError)
-        optimizer.step()
+        optimizer.zero_grad() if op == "Adasum" or size == 1 else optimizer.step()
         optimizer.set_backward_passes_per_step(1)
         loss_of(model, group.rank, 1).backward()
         with pytest.raises(OptimizerOrderError, match="backward_passes_per_step=1"):
             loss_of(model, group.rank, 1).backward()
-        optimizer.step()
+            optimizer.step()
         with pytest.raises(ValueError, match="not -1"):
             optimizer.set_backward_passes_per_step(-1)
 

@@ -1,0 +1,267 @@
+"""Whose memory gradients lie in: the buffer's, the user's who kept one, or their own."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import adasum as hvd
+from collectives import Group, run_threads
+from tests.adasum.definition import flat, loss_of, make_model
+
+WAYS: dict[str, dict[str, Any]] = {
+    "average": {"op": hvd.Average},
+    "gradient": {"op": hvd.Adasum, "method": "gradient"},
+    "owners": {"op": hvd.Average, "mode": "owners"},
+}
+
+
+def wrapped(model: torch.nn.Module, way: str, **options: Any) -> Any:
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return hvd.DistributedOptimizer(sgd, model.named_parameters(), **WAYS[way], **options)
+
+
+def buffers_of(optimizer: Any) -> list[Any]:
+    return [bucket.fused for bucket in optimizer._adasum_buffers._buckets.values()]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradient_buffers_of_steps_in_which_nothing_is_kept_stay_the_same(way: str) -> None:
+    def run(group: Group) -> None:
+        model = make_model()
+        optimizer = wrapped(model, way, groups=2)
+        found = []
+        for step in range(4):
+            optimizer.zero_grad()
+            loss_of(model, group.rank, step).backward()
+            optimizer.step()
+            found.append(list(map(id, buffers_of(optimizer))))
+        assert all(each == found[0] for each in found)
+
+    run_threads(2, run)
+
+
+@pytest.mark.parametrize("way", ["average", "gradient"])
+def test_a_kept_gradient_costs_one_more_buffer_while_it_is_kept(way: str) -> None:
+    def run(group: Group) -> None:
+        model = make_model()
+        optimizer = wrapped(model, way)
+        buffers: list[weakref.ref[Any]] = []
+        kept: list[Tensor | None] = []
+        for step in range(6):
+            optimizer.zero_grad()
+            loss_of(model, group.rank, step).backward()
+            optimizer.step()
+            buffers.append(weakref.ref(buffers_of(optimizer)[0].buffer.untyped_storage()))
+            # Only the last step's gradients are kept, as for a difference to the one before.
+            kept = [p.grad for p in model.parameters()]
+        gc.collect()
+        alive = {id(each()) for each in buffers if each() is not None}
+        assert len(kept) == 4 and len(alive) <= 2
+
+    run_threads(2, run)
+
+
+@pytest.mark.parametrize("way", ["average", "gradient"])
+def test_gradients_kept_over_many_steps_keep_their_values(way: str) -> None:
+    def run(group: Group) -> None:
+        model = make_model()
+        optimizer = wrapped(model, way, groups=2)
+        kept, values = [], []
+        for step in range(4):
+            optimizer.zero_grad()
+            loss_of(model, group.rank, step).backward()
+            kept.append([p.grad for p in model.parameters()])
+            values.append([p.grad.clone() for p in model.parameters()])
+            optimizer.step()
+        for held, value in zip(kept, values, strict=True):
+            assert all(map(torch.equal, held, value))
+
+    run_threads(2, run)
+
+
+@pytest.mark.parametrize("how", ["view", "slice"])
+def test_what_refers_to_a_kept_gradient_keeps_its_values_too(how: str) -> None:
+    ways = {"view": lambda g: g.view(-1), "slice": lambda g: g[:1]}
+
+    def run(group: Group) -> None:
+        model = make_model()
+        optimizer = wrapped(model, "average")
+        loss_of(model, group.rank, 0).backward()
+        kept = ways[how](model[0].weight.grad)
+        value = torch.as_tensor(kept).clone()
+        for step in range(2):
+            optimizer.step()
+            optimizer.zero_grad()
+            loss_of(model, group.rank, step).backward()
+        assert torch.equal(torch.as_tensor(kept), value)
+
+    run_threads(2, run)
+
+
+def test_a_gradient_object_held_without_zeroing_it_follows_as_in_torch() -> None:
+    def run(group: Group) -> None:
+        model = make_model()
+        optimizer = wrapped(model, "average")
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        held = [parameter.grad for parameter in model.parameters()]
+        for step in range(3):
+            optimizer.zero_grad(set_to_none=False)
+            loss_of(model, group.rank, step).backward()
+            optimizer.step()
+            assert all(p.grad is one for p, one in zip(model.parameters(), held, strict=True))
+
+    run_threads(2, run)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_apart_have_memory_of_their_own_and_the_same_steps(way: str) -> None:
+    def run(group: Group, as_view: bool) -> Tensor:
+        model = make_model()
+        optimizer = wrapped(model, way, gradient_as_bucket_view=as_view)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss_of(model, group.rank, step).backward()
+            optimizer.synchronize()
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            detached = [each.detach() for each in gradients]
+            values = [each.clone() for each in gradients]
+            storages = {each.untyped_storage().data_ptr() for each in gradients}
+            assert len(storages) == (1 if as_view else len(gradients))
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            optimizer.zero_grad()
+            if not as_view:
+                assert all(map(torch.equal, detached, values))
+        return flat(model)
+
+    apart = run_threads(2, lambda group: run(group, False))
+    views = run_threads(2, lambda group: run(group, True))
+    assert torch.equal(apart[0], apart[1]) and torch.equal(apart[0], views[0])
+
+
+@pytest.mark.parametrize("as_view", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, None])
+def test_gradients_of_another_dtype_than_their_parameter_are_reduced_in_it(
+    dtype: torch.dtype | None, as_view: bool
+) -> None:
+    if not hasattr(torch.Tensor, "grad_dtype"):
+        pytest.skip("this torch has no grad_dtype")
+
+    def run(group: Group) -> None:
+        parameter = torch.nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
+        other = torch.nn.Parameter(torch.ones(3))
+        parameter.grad_dtype = dtype
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD([parameter, other], lr=0.0), gradient_as_bucket_view=as_view
+        )
+        for step in range(2):
+            optimizer.zero_grad()
+            wide = dtype or torch.float32
+            mine = torch.full((5,), 1.0 + (group.rank + step) * 2.0**-12, dtype=wide)
+            if group.rank == 0 or dtype is None:
+                parameter.grad = mine.clone()
+            else:
+                # This rank has none.
+                mine.zero_()
+            other.grad = torch.full((3,), float(group.rank))
+            optimizer.synchronize()
+            ranks = [
+                1.0 + step * 2.0**-12,
+                1.0 + (1 + step) * 2.0**-12 if dtype is None else 0.0,
+            ]
+            assert parameter.grad.dtype == wide
+            assert torch.equal(parameter.grad, torch.full((5,), sum(ranks) / 2, dtype=wide))
+            assert torch.equal(other.grad, torch.full((3,), 0.5))
+            with optimizer.skip_synchronize():
+                optimizer.step()
+
+    run_threads(2, run)
+
+
+@pytest.mark.parametrize("way", [*WAYS, "delta"])
+def test_a_state_of_another_shape_than_its_parameter_raises_and_names_both(way: str) -> None:
+    options = WAYS.get(way, {"op": hvd.Adasum})
+
+    def run(group: Group) -> None:
+        model = torch.nn.Linear(4, 4)
+        with torch.no_grad():
+            for each in model.parameters():
+                each.fill_(0.5)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.Adam(model.parameters()), model.named_parameters(), **options
+        )
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+
+        step()
+        for each in model.parameters():
+            each.grad = None
+            each.data = torch.cat([each.data, each.data])[:6].clone()
+        # A state is on its owner alone, and the other rank waits for its parameters.
+        if way != "owners":
+            with pytest.raises(ValueError, match=r"exp_avg of (bias|weight) has shape \(4.*\(6"):
+                step()
+            for each in model.parameters():
+                optimizer.state.pop(each)
+            step()
+
+    run_threads(2, run)
+
+
+def test_a_gradient_of_another_shape_than_its_parameter_raises_and_names_it() -> None:
+    def run(group: Group) -> None:
+        model = torch.nn.Linear(4, 4)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            model.named_parameters(),
+            check_parameters=False,
+        )
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        model.bias.data = torch.zeros(6)
+        with pytest.raises(ValueError, match=r"gradient of bias has shape \(4,\) .* \(6,\).*None"):
+            optimizer.step()
+
+    run_threads(2, run)
+
+
+def test_swapped_parameters_raise_for_gradients_and_train_on_by_steps() -> None:
+    def run(group: Group, options: dict[str, Any]) -> Tensor:
+        model = make_model()
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), **options
+        )
+        for step in range(3):
+            if step == 1:
+                # Gradients in buffers are referred to weakly, which torch does not swap.
+                optimizer.zero_grad()
+                model.float()
+                model.double()
+            if step == 1 and options["op"] is hvd.Average:
+                with pytest.raises(hvd.OptimizerOrderError, match=r"0.weight was swapped .*False"):
+                    optimizer.zero_grad()
+                break
+            optimizer.zero_grad()
+            loss_of(model, group.rank, step).backward()
+            optimizer.step()
+        return flat(model)
+
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        run_threads(2, lambda group: run(group, {"op": hvd.Average}))
+        swapped = run_threads(2, lambda group: run(group, {"op": hvd.Adasum}))
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+    plain = run_threads(2, lambda group: run(group, {"op": hvd.Adasum}))
+    assert torch.equal(*swapped) and torch.equal(swapped[0], plain[0])

@@ -1,0 +1,283 @@
+"""Optimizers that step by another name, hooks and arguments of steps, and steps of the wrapped."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import adasum as hvd
+from adasum import OptimizerOrderError
+from collectives import Group, run_threads
+from tests.adasum.definition import flat, loss_of, make_model
+
+BY_GRADIENTS: dict[str, dict[str, Any]] = {
+    "average": {"op": hvd.Average},
+    "gradient": {"op": hvd.Adasum, "method": "gradient"},
+}
+BY_STEPS: dict[str, dict[str, Any]] = {
+    "delta": {"op": hvd.Adasum},
+    "local steps": {"op": hvd.Average, "local_steps": 2},
+    "owners": {"op": hvd.Average, "mode": "owners"},
+}
+WAYS = {**BY_GRADIENTS, **BY_STEPS}
+
+
+class TwoSteps(torch.optim.SGD):
+    """Climbs, then steps from where it was by the gradient found there, as SAM does."""
+
+    @torch.no_grad()
+    def climb(self, rho: float = 0.05) -> None:
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    self.state[each]["old"] = each.clone()
+                    each.add_(each.grad, alpha=rho)
+
+    @torch.no_grad()
+    def descend(self) -> None:
+        for group in self.param_groups:
+            for each in group["params"]:
+                if "old" in self.state[each]:
+                    each.copy_(self.state[each].pop("old"))
+        torch.optim.SGD.step(self)
+
+    def described(self) -> str:
+        return "TwoSteps"
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        assert closure is not None
+        closure()
+        self.climb()
+        self.zero_grad()
+        loss = closure()
+        self.descend()
+        return loss
+
+
+class Averaged(torch.optim.SGD):
+    """Evaluates at other parameters than it trains at."""
+
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+
+def wrapped(
+    make: Callable[..., torch.optim.Optimizer], model: torch.nn.Module, **options: Any
+) -> Any:
+    return hvd.DistributedOptimizer(
+        make(model.parameters(), lr=0.1), model.named_parameters(), **options
+    )
+
+
+@pytest.mark.parametrize("way", BY_GRADIENTS)
+def test_two_steps_by_other_names_by_reduced_gradients_are_those_of_one_rank(way: str) -> None:
+    """With equal data the ranks' reduction is what each has."""
+
+    def run(group: Group) -> Tensor:
+        model = make_model()
+        optimizer = wrapped(TwoSteps, model, **WAYS[way])
+        for step in range(3):
+            for half in (optimizer.climb, optimizer.descend):
+                optimizer.zero_grad()
+                loss_of(model, group.rank if group.size > 1 else 0, step).backward()
+                half()
+        return flat(model)
+
+    results = run_threads(2, run)
+    assert torch.equal(*results)
+    assert not torch.equal(results[0], run_threads(1, run)[0])
+
+
+@pytest.mark.parametrize("way", BY_STEPS)
+def test_a_step_by_another_name_that_would_reduce_nothing_raises_and_changes_nothing(
+    way: str,
+) -> None:
+    def run(group: Group) -> None:
+        model = make_model()
+        optimizer = wrapped(TwoSteps, model, **WAYS[way])
+        assert optimizer.described() == "TwoSteps"
+        loss_of(model, group.rank, 0).backward()
+        if way == "owners":
+            optimizer.synchronize()
+        before = flat(model)
+        with pytest.raises(OptimizerOrderError, match=r"climb\(\) changed .* method='gradient'"):
+            optimizer.climb()
+        assert torch.equal(before, flat(model))
+
+    run_threads(2, run)
+
+
+def test_two_steps_within_a_closure_are_reduced_as_one_by_the_delta_method() -> None:
+    def run(group: Group) -> Tensor:
+        model = make_model()
+        optimizer = wrapped(TwoSteps, model, op=hvd.Adasum)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, group.rank, 0)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        return flat(model)
+
+    results = run_threads(2, run)
+    assert torch.equal(*results)
+    assert not torch.equal(results[0], flat(make_model()))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_optimizer_with_train_and_eval_is_refused_where_states_differ(way: str) -> None:
+    def run(group: Group) -> None:
+        if way in BY_GRADIENTS:
+            wrapped(Averaged, make_model(), **WAYS[way])
+            return
+        with pytest.raises(
+            ValueError, match=r"Averaged changes .*train\(\) and eval\(\).*'gradient'"
+        ):
+            wrapped(Averaged, make_model(), **WAYS[way])
+
+    run_threads(2, run)
+    run_threads(1, lambda group: wrapped(Averaged, make_model(), **WAYS[way]))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_step_hooks_run_once_and_see_the_installed_parameters(way: str) -> None:
+    def run(group: Group) -> None:
+        model = make_model()
+        optimizer = wrapped(torch.optim.SGD, model, groups=3, **WAYS[way])
+        seen: list[Tensor] = []
+        calls = Counter[str]()
+        optimizer.register_step_pre_hook(lambda *_: calls.update(["before"]))
+        optimizer.register_step_post_hook(lambda *_: seen.append(flat(model)))
+        for step in range(4):
+            optimizer.zero_grad()
+            loss_of(model, group.rank, step).backward()
+            optimizer.step()
+            assert torch.equal(seen[-1], flat(model))
+        assert calls["before"] == len(seen) == 4
+        last = hvd.allgather(seen[-1][None], name="seen")
+        assert torch.equal(last[0], last[1])
+
+    run_threads(2, run)
+
+
+def test_global_step_hooks_run_once_and_see_the_installed_parameters() -> None:
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    def run(group: Group) -> None:
+        model = make_model()
+        optimizer = wrapped(torch.optim.SGD, model, groups=3, op=hvd.Adasum)
+        # Made once before, so that torch has wrapped this class's step by itself.
+        torch.optim.SGD(make_model().parameters())
+        seen: list[Tensor] = []
+
+        def look(stepped: Any, *_: Any) -> None:
+            if stepped is optimizer:
+                seen.append(flat(model))
+
+        handle = register_optimizer_step_post_hook(look)
+        try:
+            loss_of(model, group.rank, 0).backward()
+            optimizer.step()
+            group.barrier()
+        finally:
+            handle.remove()
+        assert len(seen) == 1 and torch.equal(seen[0], flat(model))
+
+    run_threads(2, run)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_hooks_that_clip_before_the_step_clip_what_it_takes(way: str) -> None:
+    def run(group: Group, hooked: bool) -> Tensor:
+        model = make_model()
+        optimizer = wrapped(torch.optim.SGD, model, **WAYS[way])
+
+        def clip(*_: Any) -> None:
+            optimizer.clip_grad_norm_(0.01)
+
+        if hooked:
+            optimizer.register_step_pre_hook(clip)
+        loss_of(model, group.rank, 0).backward()
+        if not hooked:
+            clip()
+        optimizer.step()
+        if way == "local steps":
+            optimizer.reduce_local_steps()
+        return flat(model)
+
+    by_hook, by_hand = (run_threads(2, lambda group, how=how: run(group, how))[0] for how in (1, 0))
+    assert torch.equal(by_hook, by_hand)
+
+
+class Scaled(torch.optim.SGD):
+    """Takes its rate by the step's own argument."""
+
+    def step(self, closure: Any = None, *, factor: float = 1.0) -> Any:
+        for group in self.param_groups:
+            group["lr"] *= factor
+        result = super().step(closure)
+        for group in self.param_groups:
+            group["lr"] /= factor
+        return result
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_arguments_of_step_reach_the_wrapped_optimizer(way: str) -> None:
+    def run(group: Group, factor: float, rate: float) -> Tensor:
+        model = make_model()
+        optimizer = hvd.DistributedOptimizer(Scaled(model.parameters(), lr=rate), **WAYS[way])
+        loss_of(model, group.rank, 0).backward()
+        optimizer.step(factor=factor)
+        optimizer.reduce_local_steps()
+        return flat(model)
+
+    got = run_threads(2, lambda group: run(group, 0.5, 0.25))
+    want = run_threads(2, lambda group: run(group, 1.0, 0.125))
+    assert torch.equal(got[0], got[1]) and torch.equal(got[0], want[0])
+
+
+def test_arguments_of_step_with_step_in_backward_raise() -> None:
+    def run(group: Group) -> None:
+        model = make_model()
+        optimizer = wrapped(torch.optim.SGD, model, op=hvd.Adasum, step_in_backward=True)
+        loss_of(model, group.rank, 0).backward()
+        with pytest.raises(OptimizerOrderError, match=r"step\(factor=...\) comes too late"):
+            optimizer.step(factor=0.5)
+
+    run_threads(2, run)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_of_the_optimizer_that_was_wrapped_raises_while_its_wrapper_lives(way: str) -> None:
+    def run(group: Group) -> None:
+        model = make_model()
+        plain = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer: Any = hvd.DistributedOptimizer(plain, **WAYS[way])
+        loss_of(model, group.rank, 0).backward()
+        before = flat(model)
+        with pytest.raises(OptimizerOrderError, match=r"call that of the one .* returned"):
+            plain.step()
+        assert torch.equal(before, flat(model))
+        optimizer.step()
+        del optimizer
+        plain.step()
+
+    run_threads(2, run)
+    run_threads(1, lambda group: _one_rank())
+
+
+def _one_rank() -> None:
+    model = make_model()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(plain)
+    loss_of(model, 0, 0).backward()
+    plain.step()
+    optimizer.step()

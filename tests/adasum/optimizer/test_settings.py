@@ -1,0 +1,253 @@
+"""Ranks that ask for different things, or whose parameters come to differ, are told which."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import adasum as hvd
+from adasum.optimizer import parameter_check
+from adasum.optimizer.settings_rows import describe_value
+from collectives import CollectiveMismatchError, Group, run_threads
+from tests.adasum.definition import flat, loss_of, make_model
+from tests.adasum.optimizer.test_parameter_check import METHODS
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+# What differs: how rank 0's optimizer is made, how rank 1's, and what the error says.
+DIFFERING: dict[str, tuple[Any, Any, str]] = {
+    "rate": ((SGD, {}), (partial(torch.optim.SGD, lr=0.2), {}), "lr of group 0 is 0.1 on rank 0"),
+    "momentum": ((SGD, {}), (partial(SGD, momentum=0.9), {}), "momentum of group 0 is 0.0"),
+    "class": ((SGD, {}), (torch.optim.Adam, {}), "class is torch.optim.sgd.SGD on rank 0"),
+    "a tensor": (
+        (partial(torch.optim.Adam, lr=torch.tensor(0.25)), {}),
+        (partial(torch.optim.Adam, lr=torch.tensor(0.5)), {}),
+        "lr of group 0 is 0.25 on rank 0 and 0.5 on rank 1",
+    ),
+    "passes": (
+        (SGD, {"backward_passes_per_step": 1}),
+        (SGD, {"backward_passes_per_step": 2}),
+        "backward_passes_per_step is 1 on rank 0 and 2 on rank 1",
+    ),
+    "op": ((SGD, {"op": hvd.Sum}), (SGD, {"op": hvd.Average}), "op is Sum on rank 0"),
+    "weights": (
+        (SGD, {"op": hvd.Adasum}),
+        (SGD, {"op": hvd.Adasum, "weighted": False}),
+        "op is Adasum on rank 0 and Adasum(weighted=False) on rank 1",
+    ),
+    "method": (
+        (SGD, {"op": hvd.Adasum}),
+        (SGD, {"op": hvd.Adasum, "method": "gradient"}),
+        "the method is DeltaMethod on rank 0 and GradientMethod on rank 1",
+    ),
+    "mode": ((SGD, {"mode": "owners"}), (SGD, {}), "the method is OwnersMethod on rank 0"),
+    "local steps": (
+        (SGD, {"op": hvd.Adasum, "local_steps": 2}),
+        (SGD, {"op": hvd.Adasum, "local_steps": 3}),
+        "local_steps is 2 on rank 0 and 3 on rank 1",
+    ),
+    "compression": (
+        (SGD, {}),
+        (SGD, {"compression": hvd.Compression.bf16}),
+        "compression is ",
+    ),
+    "algorithm": ((SGD, {"algorithm": "rd"}), (SGD, {}), "algorithm is 'rd' on rank 0 and None"),
+    "check_every": ((SGD, {}), (SGD, {"check_every": 7}), "check_every is 100 on rank 0 and 7"),
+    "sparse_as_dense": ((SGD, {}), (SGD, {"sparse_as_dense": True}), "sparse_as_dense is False"),
+    "predivide": (
+        (SGD, {}),
+        (SGD, {"gradient_predivide_factor": 2.0}),
+        "gradient_predivide_factor is 1.0 on rank 0",
+    ),
+}
+
+
+def _step(optimizer: Any, model: torch.nn.Module, rank: int, number: int = 0) -> None:
+    optimizer.zero_grad()
+    for turn in range(optimizer.backward_passes_per_step):
+        loss_of(model, rank, number, turn).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("what", DIFFERING)
+def test_settings_that_differ_raise_at_the_first_step_on_every_rank(what: str) -> None:
+    *sides, said = DIFFERING[what]
+
+    def run(group: Group) -> str:
+        model = make_model()
+        before = flat(model)
+        make, options = sides[group.rank]
+        optimizer = hvd.DistributedOptimizer(make(model.parameters()), **options)
+        with pytest.raises(CollectiveMismatchError) as caught:
+            _step(optimizer, model, group.rank)
+        assert torch.equal(before, flat(model))
+        return str(caught.value)
+
+    text, other = run_threads(2, run)
+    assert text == other
+    assert f"the ranks' settings differ: {said}" in text.replace("optimizer's ", "") or said in text
+    assert "check_parameters=False or ADASUM_CHECK_PARAMETERS=0" in text
+
+
+@pytest.mark.parametrize("what", ["rate", "momentum", "class", "check_every"])
+def test_settings_that_differ_are_not_compared_with_check_parameters_false(what: str) -> None:
+    *sides, _ = DIFFERING[what]
+
+    def run(group: Group) -> None:
+        model = make_model()
+        make, options = sides[group.rank]
+        options = {**options, "check_parameters": False}
+        _step(hvd.DistributedOptimizer(make(model.parameters()), **options), model, group.rank)
+
+    run_threads(2, run)
+
+
+def test_settings_that_are_equal_in_other_words_pass() -> None:
+    def run(group: Group) -> None:
+        model = make_model()
+        rate = (1, 1.0, np.float64(1.0), torch.tensor(1.0))[group.rank]
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        for each in optimizer.param_groups:
+            each.update(lr=rate, note=object(), function=lambda: None)
+        _step(hvd.DistributedOptimizer(optimizer), model, group.rank)
+
+    run_threads(4, run)
+
+
+def test_describe_value_tells_values_apart_and_objects_by_their_class() -> None:
+    same = [(1, 1.0), (np.int64(3), 3.0), ((0.9, 0.99), [0.9, 0.99]), (object(), object())]
+    assert all(describe_value(one) == describe_value(other) for one, other in same)
+    tensors = [torch.arange(3.0), torch.arange(3.0) + 1, torch.arange(3.0, dtype=torch.float64)]
+    values = [0, 1, True, None, "1", 2**60, 2**60 + 1, (1, 2), {"a": 1}, {"a": 2}, 1j, *tensors]
+    values += [float("nan"), torch.empty(2, device="meta"), torch.optim.SGD, hvd.Compression.fp16]
+    assert len({describe_value(value) for value in values}) == len(values)
+
+
+def _drift(model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        next(model.parameters())[0] += 1e-3
+
+
+def test_owners_broadcast_away_what_comes_to_differ() -> None:
+    def run(group: Group) -> None:
+        model = make_model()
+        optimizer = hvd.DistributedOptimizer(
+            SGD(model.parameters()), check_every=1, **METHODS["owners"]
+        )
+        _step(optimizer, model, group.rank)
+        if group.rank == 1:
+            _drift(model)
+        _step(optimizer, model, group.rank, 1)
+        gathered = hvd.allgather(flat(model)[None], name="models")
+        assert torch.equal(gathered[0], gathered[1])
+
+    run_threads(2, run)
+
+
+@pytest.mark.parametrize("way", [each for each in METHODS if each != "owners"])
+def test_parameters_that_come_to_differ_raise_at_the_next_running_check(way: str) -> None:
+    def run(group: Group) -> str:
+        model = make_model()
+        optimizer = hvd.DistributedOptimizer(
+            SGD(model.parameters()), model.named_parameters(), check_every=4, **METHODS[way]
+        )
+        for number in range(8):
+            _step(optimizer, model, group.rank, number)
+        if group.rank == 1:
+            _drift(model)
+        for number in range(3):
+            _step(optimizer, model, group.rank, number)
+        with pytest.raises(CollectiveMismatchError) as caught:
+            _step(optimizer, model, group.rank, 3)
+        return str(caught.value)
+
+    # Local steps carry a difference of the start on, as a difference of each rank's own.
+    texts = run_threads(2, run)
+    assert texts[0] == texts[1]
+    assert "differ after 12 steps: 0.weight on ranks [1] is not what it is on rank 0" in texts[0]
+    for cause in ("checkpoint", "ReduceLROnPlateau", "max_norm", "check_every=0"):
+        assert cause in texts[0]
+    assert "broadcast" not in texts[0]
+
+
+@pytest.mark.parametrize("options", [{"check_every": 0}, {"check_parameters": False}])
+def test_no_running_check_where_it_is_not_asked_for(options: dict[str, Any]) -> None:
+    def run(group: Group) -> None:
+        model = make_model()
+        optimizer = hvd.DistributedOptimizer(SGD(model.parameters()), **options)
+        _step(optimizer, model, group.rank)
+        if group.rank == 1:
+            _drift(model)
+        for number in range(101):
+            _step(optimizer, model, group.rank, number)
+
+    run_threads(2, run)
+
+
+def test_running_checks_take_turns_over_all_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of 64 bytes: whatever element differs, some check finds it."""
+    monkeypatch.setattr(parameter_check, "_PART_BYTES", 64)
+    count = flat(make_model()).numel()
+
+    def run(group: Group, element: int) -> None:
+        model = make_model()
+        transposed = torch.nn.Parameter(torch.zeros(3, 2).t())
+        model.register_parameter("transposed", transposed)
+        optimizer = hvd.DistributedOptimizer(SGD(model.parameters()), check_every=1)
+        _step(optimizer, model, group.rank)
+        if group.rank == 1:
+            with torch.no_grad():
+                for each in model.parameters():
+                    if element < each.numel():
+                        each[np.unravel_index(element, each.shape)] += 1.0
+                        break
+                    element -= each.numel()
+        # In float64 8 elements at once, and the end of a parameter may end a part.
+        for number in range(count // 8 + 2 + len(list(model.parameters()))):
+            try:
+                _step(optimizer, model, group.rank, number)
+            except CollectiveMismatchError:
+                return
+        raise AssertionError("not found")
+
+    for element in range(0, count + 6, 5):
+        run_threads(2, lambda group, element=element: run(group, element))
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True, None])
+def test_check_every_that_is_no_number_of_steps_raises(value: Any) -> None:
+    def run(group: Group) -> None:
+        with pytest.raises(ValueError, match="check_every must be an int >= 0"):
+            hvd.DistributedOptimizer(SGD(make_model().parameters()), check_every=value)
+
+    run_threads(1, run)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model[0].load_state_dict(torch.nn.Linear(6, 5).double().state_dict()),
+        _drift,
+    ],
+)
+def test_a_difference_after_a_broadcast_is_not_told_to_broadcast(
+    change: Callable[[torch.nn.Module], None],
+) -> None:
+    def run(group: Group) -> str:
+        model = make_model(group.rank)
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        optimizer = hvd.DistributedOptimizer(SGD(model.parameters()))
+        if group.rank == 1:
+            change(model)
+        with pytest.raises(CollectiveMismatchError) as caught:
+            _step(optimizer, model, group.rank)
+        return str(caught.value)
+
+    text, other = run_threads(2, run)
+    assert text == other
+    assert "it was equal after broadcast_parameters, and has changed since" in text
+    assert "call hvd.broadcast_parameters" not in text
