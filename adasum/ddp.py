@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 import collectives
 from adasum.observer import Observer, require_observer
 from adasum.optimizer.parameter_check import checks_parameters
+from adasum.real_pairs import real_numel
 from adasum.request_pool import PooledReduction, RequestPool
 from adasum.sparse import sparse_all_reduce_async
 from collectives import Average, Group, Reducer, Work, validation
@@ -182,8 +183,7 @@ def ddp_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[Tenso
     name = f"DDP bucket {bucket.index()}"
     if buffer.is_sparse:
         return _future_of(sparse_all_reduce_async(state.group, buffer, state.op, name).wait())
-    gradients = bucket.gradients()
-    segments = [0, *accumulate(gradient.numel() for gradient in gradients)]
+    segments = [0, *accumulate(map(real_numel, bucket.parameters()))]
     # Not public, but the only way to ask whether backward is running.
     if torch._C._current_graph_task_id() == -1:
         # It is not: this rank has joined, and has nothing to do meanwhile.
@@ -197,6 +197,7 @@ def ddp_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[Tenso
     token: Any = None
     if state.observer is not None:
         names = [state.name_of(parameter) for parameter in bucket.parameters()]
+        gradients = _gradients_in(bucket)
         token = state.observer.before_reduction(names, gradients)
     reduction = state.start(buffer, name, segments)
 
@@ -207,6 +208,22 @@ def ddp_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[Tenso
 
     _call_after_ddp(finish)
     return _future_of(buffer, reduction.work)
+
+
+def _gradients_in(bucket: GradBucket) -> list[Tensor]:
+    """Return the gradients in a bucket, which holds complex ones as pairs of reals.
+
+    torch's own `gradients` counts the elements of those, and so returns others' memory. They stay
+    pairs, [..., 2], where a wrapper sends another dtype, in which torch computes little.
+    """
+    parameters, buffer = bucket.parameters(), bucket.buffer()
+    if not any(parameter.is_complex() for parameter in parameters):
+        return bucket.gradients()
+    parts = buffer.split([real_numel(parameter) for parameter in parameters])
+    pairs = [part.view(*p.shape, 2) for part, p in zip(parts, parameters, strict=True)]
+    if buffer.dtype != parameters[0].dtype.to_real():
+        return pairs
+    return [torch.view_as_complex(pair) for pair in pairs]
 
 
 def _call_after_ddp(function: Callable[[], None]) -> None:

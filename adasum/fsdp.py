@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import collectives
 from adasum.ddp import HookState, require_state
 from adasum.optimizer.parameter_check import require_equal_parameters
+from adasum.real_pairs import as_reals
 from collectives import Group, Operands, Reducer, Sum
 
 
@@ -117,7 +118,10 @@ class _Hook:
     def __call__(self, gradients: Tensor) -> None:
         # Padded with zeros to equal sizes on all shards: every shard has the same segments.
         parameters = [p for p in self.group.fsdp_params if p.sharded_param.requires_grad]
-        segments = [0, *accumulate(p.padded_sharded_param_size.numel() for p in parameters)]
+        gradients = as_reals(gradients).view(-1)
+        reals = 2 if parameters[0].sharded_param.is_complex() else 1
+        sizes = (reals * p.padded_sharded_param_size.numel() for p in parameters)
+        segments = [0, *accumulate(sizes)]
         if segments[-1] != gradients.numel():
             raise RuntimeError(
                 f"FSDP hands over {gradients.numel()} elements of gradients where the unit's "
