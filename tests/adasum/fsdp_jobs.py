@@ -15,6 +15,7 @@ import adasum as hvd
 from adasum.ddp import HookState
 from adasum.fsdp import register_fsdp_hook
 from collectives import CollectiveMismatchError
+from tests.adasum import fsdp_switches
 from tests.adasum.ddp_complex import check_fsdp_complex
 from tests.adasum.ddp_model import STEPS, defined, loss_of
 from tests.adasum.definition import relative_error, trajectory_tolerance
@@ -144,6 +145,7 @@ CHECKS: list[Callable[[Ranks], None]] = [
     check_mismatch,
     check_parameters,
     check_fsdp_complex,
+    *fsdp_switches.CHECKS,
 ]
 
 
