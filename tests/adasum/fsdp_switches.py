@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 
 from adasum.fsdp import register_fsdp_hook
-from tests.adasum.ddp_model import STEPS, loss_of
+from tests.adasum.ddp_model import STEPS, loss_of, warnings_of
 from tests.adasum.fsdp_model import Odd, Ranks
 
 
@@ -31,19 +29,6 @@ def accumulated(ranks: Ranks, model: nn.Module, steps: Sequence[int]) -> list[li
 def train(model: nn.Module, rank: int, steps: Sequence[int]) -> None:
     for step in steps:
         loss_of(model, rank, step).backward()
-
-
-@contextmanager
-def warnings_of(name: str) -> Iterator[list[str]]:
-    """The texts that a logger warns with."""
-    texts: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger(name).addHandler(handler)
-    try:
-        yield texts
-    finally:
-        logging.getLogger(name).removeHandler(handler)
 
 
 def check_without_all_reduce(ranks: Ranks) -> None:
