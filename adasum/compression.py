@@ -66,9 +66,10 @@ class _BF16Compressor(_CastCompressor):
 class Compression:
     """The compressions that come with the library.
 
-    `none` sends tensors as they are; `fp16` and `bf16` send float32 and float64 in 2 bytes. Values
-    beyond float16's 65,504, and Sum's and Adasum's results beyond it, become infinite; an average
-    cannot overflow, but over many ranks loses what is small (`Average`): prefer bf16 there.
+    `none` sends tensors as they are; `fp16` and `bf16` send float32 and float64 in 2 bytes, and
+    others as they are, complex ones too. Values beyond float16's 65,504, and Sum's and Adasum's
+    results beyond it, become infinite; an average cannot overflow, but over many ranks loses what
+    is small (`Average`): prefer bf16 there.
     """
 
     none = _NoneCompressor

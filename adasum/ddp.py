@@ -6,6 +6,7 @@ model.register_comm_hook(adasum.HookState(op=adasum.Adasum), adasum.ddp_hook)
 
 # No `from __future__ import annotations` here: torch compares a hook's annotations with classes.
 
+import copy
 import logging
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from itertools import accumulate
@@ -19,12 +20,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 import collectives
 from adasum.observer import Observer, require_observer
 from adasum.optimizer.parameter_check import checks_parameters
+from adasum.real_pairs import real_numel
 from adasum.request_pool import PooledReduction, RequestPool
 from adasum.sparse import sparse_all_reduce_async
 from collectives import Average, Group, Reducer, Work, validation
 
 if TYPE_CHECKING or dist.is_available():
     from torch.distributed import GradBucket
+    from torch.nn.parallel import DistributedDataParallel
 
     _GROUPS = (Group, dist.ProcessGroup)
 else:
@@ -37,7 +40,8 @@ class HookState:
     """How gradients are reduced: the state that DDP and FSDP hand to the hook.
 
     Models may share one, and a checkpoint loses nothing without it. Pickling leaves out
-    `process_group`, with a warning.
+    `process_group`, with a warning. A copy or pickle of a DistributedDataParallel has no hook until
+    `register_comm_hook` gives it one: torch leaves that out.
 
     Args:
         op: Sum, Average or Adasum. Average divides by the number of ranks, joined ones (`Join`)
@@ -136,6 +140,26 @@ class HookState:
             self._num_named += 1
         return self._names[parameter]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "HookState":
+        if dist.is_available() and any(
+            isinstance(each, DistributedDataParallel) for each in list(memo.values())
+        ):
+            _logger.warning(
+                "a copy of a DistributedDataParallel has no communication hook, and would average "
+                "its gradients: call register_comm_hook on it before you train it"
+            )
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        # The names of those parameters that are copied with it are those of the copies.
+        names = {memo.get(id(each), each): name for each, name in self._names.items()}
+        copied.__dict__.update(
+            self.__dict__,
+            observer=copy.deepcopy(self.observer, memo),
+            _names=WeakIdKeyDictionary(names),
+            _requests=RequestPool(),
+        )
+        return copied
+
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group is not None:
             _logger.warning(
@@ -175,15 +199,26 @@ def ddp_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[Tenso
         A future of the bucket's buffer, which completes when the reduction ends.
 
     Raises:
-        NotImplementedError: Adasum of a sparse gradient.
+        NotImplementedError: Adasum of a sparse gradient, or the hook is called by torch.compile's
+            "python_reducer".
+        RuntimeError: A gradient that is a view of the bucket was given other memory.
     """
     require_state(state)
+    if not hasattr(bucket, "buffer"):
+        raise NotImplementedError(
+            "torch._dynamo.config.optimize_ddp='python_reducer' calls hooks with single gradients, "
+            "not with DDP's buckets: set it to 'ddp_optimizer', the default"
+        )
     buffer = bucket.buffer()
     name = f"DDP bucket {bucket.index()}"
     if buffer.is_sparse:
         return _future_of(sparse_all_reduce_async(state.group, buffer, state.op, name).wait())
-    gradients = bucket.gradients()
-    segments = [0, *accumulate(gradient.numel() for gradient in gradients)]
+    parameters = bucket.parameters()
+    segments = [0, *accumulate(map(real_numel, parameters))]
+    moved = next((p for p in parameters if _is_moved(p.grad, buffer)), None)
+    if moved is not None:
+        # Ranks compare names: where it is so on one of them, all get an error.
+        name += f" (the gradient of {state.name_of(moved)} was moved)"
     # Not public, but the only way to ask whether backward is running.
     if torch._C._current_graph_task_id() == -1:
         # It is not: this rank has joined, and has nothing to do meanwhile.
@@ -196,17 +231,56 @@ def ddp_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[Tenso
 
     token: Any = None
     if state.observer is not None:
-        names = [state.name_of(parameter) for parameter in bucket.parameters()]
+        names = [state.name_of(parameter) for parameter in parameters]
+        gradients = _gradients_in(bucket)
         token = state.observer.before_reduction(names, gradients)
     reduction = state.start(buffer, name, segments)
 
     def finish() -> None:
         reduction.wait()
+        if moved is not None:
+            raise RuntimeError(
+                f"the gradient of {state.name_of(moved)} was moved out of its bucket, as `grad.data"
+                " = ...` does, and DistributedDataParallel with gradient_as_bucket_view=True will "
+                "not see it again: wrap the model anew, and assign to `grad` itself"
+            )
         if state.observer is not None:
             state.observer.after_reduction(token, gradients)
 
     _call_after_ddp(finish)
     return _future_of(buffer, reduction.work)
+
+
+def _is_moved(gradient: Tensor | None, buffer: Tensor) -> bool:
+    """Return whether a gradient is a view of a bucket, but with other memory.
+
+    Giving a gradient's tensor other memory moves DDP's own view of the bucket, which is that
+    tensor. The bucket's part is then never written to again.
+    """
+    # Not public, but nothing else tells such a view from a gradient that was never one.
+    base = None if gradient is None else gradient._base
+    if gradient is None or base is None or base.shape != buffer.shape or not gradient.numel():
+        return False
+    # A wrapper puts a compressed copy in the bucket's place.
+    if base.data_ptr() != buffer.data_ptr() and base.dtype == buffer.dtype:
+        return False
+    return not 0 <= gradient.data_ptr() - base.data_ptr() < base.nbytes
+
+
+def _gradients_in(bucket: GradBucket) -> list[Tensor]:
+    """Return the gradients in a bucket, which holds complex ones as pairs of reals.
+
+    torch's own `gradients` counts the elements of those, and so returns others' memory. They stay
+    pairs, [..., 2], where a wrapper sends another dtype, in which torch computes little.
+    """
+    parameters, buffer = bucket.parameters(), bucket.buffer()
+    if not any(parameter.is_complex() for parameter in parameters):
+        return bucket.gradients()
+    parts = buffer.split([real_numel(parameter) for parameter in parameters])
+    pairs = [part.view(*p.shape, 2) for part, p in zip(parts, parameters, strict=True)]
+    if buffer.dtype != parameters[0].dtype.to_real():
+        return pairs
+    return [torch.view_as_complex(pair) for pair in pairs]
 
 
 def _call_after_ddp(function: Callable[[], None]) -> None:

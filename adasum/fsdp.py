@@ -10,6 +10,7 @@ adasum.register_fsdp_hook(model, state)
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -21,7 +22,10 @@ from torch import Tensor, nn
 import collectives
 from adasum.ddp import HookState, require_state
 from adasum.optimizer.parameter_check import require_equal_parameters
+from adasum.real_pairs import as_reals
 from collectives import Group, Operands, Reducer, Sum
+
+_logger = logging.getLogger(__name__)
 
 
 def register_fsdp_hook(model: nn.Module, state: HookState) -> None:
@@ -31,6 +35,11 @@ def register_fsdp_hook(model: nn.Module, state: HookState) -> None:
     Adasum that is the two-level form, so the learning rate may grow with the number of shards.
     Every parameter is a segment of its own, whole: its dot products are summed over the shards too,
     by two small messages a level.
+
+    `set_requires_all_reduce(False)` adds up the shards' averages without this reduction, as FSDP2
+    does over a mesh of two dimensions; the next backward with it reduces the sum, and until then
+    the gradients are not there. `set_requires_gradient_sync(False)` leaves out both.
+    `set_gradient_divide_factor` is what the sum over the shards is divided by.
 
     Replicas must start with equal parameters: seed them alike, or load the same checkpoint. They
     compare them at each unit's first reduction, and backward raises CollectiveMismatchError where
@@ -46,8 +55,9 @@ def register_fsdp_hook(model: nn.Module, state: HookState) -> None:
     Raises:
         TypeError: An argument has the wrong type.
         ValueError: The model has no unit, or is sharded over a mesh of more dimensions, where
-            FSDP's own all-reduce would run before this one; the state has no process_group; or it
-            has an observer, which would see shards in the place of gradients.
+            FSDP's own all-reduce would run before this one; a unit has another hook; the state has
+            no process_group; or it has an observer, which would see shards in the place of
+            gradients.
         RuntimeError: torch is built without torch.distributed.
     """
     if not torch.distributed.is_available():
@@ -70,6 +80,12 @@ def register_fsdp_hook(model: nn.Module, state: HookState) -> None:
     if not units:
         raise ValueError("model has no fully_shard module: call fully_shard first")
     found = [(unit, group, _mesh_of(group)) for unit in units for group in _parameter_groups(unit)]
+    for _, group, _ in found:
+        if not isinstance(group._all_reduce_hook, _Hook | None):
+            raise ValueError(
+                f"a unit has an all-reduce hook, {group._all_reduce_hook!r}, which this one would "
+                "replace: register one of them"
+            )
     # The group of the replicas is made here, where all ranks are.
     _ = state.group
     for unit, group, mesh in found:
@@ -104,30 +120,115 @@ def _mesh_of(group: Any) -> Any:
     return mesh
 
 
-@dataclass
+@dataclass(eq=False)
 class _Hook:
-    """What FSDP calls with a unit's reduce-scattered gradients, flattened into one tensor."""
+    """What FSDP calls with a unit's reduce-scattered gradients, flattened into one tensor.
+
+    Attributes:
+        group: FSDP's, of the unit's parameters.
+        state: How to reduce.
+        shards: The ranks that hold a replica.
+        over_shards: The operator whose dot products are summed over them, once there is one.
+        began: Whether it has been called.
+        checked: Whether the replicas have compared their parameters.
+        partial: The sum of what was not yet reduced over the replicas.
+        backward: The number of the backward pass that added to it last.
+    """
 
     group: Any
     state: HookState
     shards: Group
     over_shards: _OverShards | None = None
+    began: bool = False
     checked: bool = False
+    partial: Tensor | None = None
+    backward: int = -1
 
     def __call__(self, gradients: Tensor) -> None:
         # Padded with zeros to equal sizes on all shards: every shard has the same segments.
         parameters = [p for p in self.group.fsdp_params if p.sharded_param.requires_grad]
-        segments = [0, *accumulate(p.padded_sharded_param_size.numel() for p in parameters)]
+        gradients = as_reals(gradients).view(-1)
+        reals = 2 if parameters[0].sharded_param.is_complex() else 1
+        sizes = (reals * p.padded_sharded_param_size.numel() for p in parameters)
+        segments = [0, *accumulate(sizes)]
         if segments[-1] != gradients.numel():
             raise RuntimeError(
                 f"FSDP hands over {gradients.numel()} elements of gradients where the unit's "
                 f"parameters have {segments[-1]}: some had no gradient, which this torch's FSDP "
                 "cannot fill with zeros; leave them out of the unit or use a newer torch"
             )
+        if not self.began:
+            self._warn_of_others()
+            self.began = True
+        if not self.group.all_reduce_grads:
+            self._accumulate(gradients, [p.sharded_param for p in parameters])
+            return
+        partial = self._accumulated(gradients)
+        if partial is not None:
+            gradients.add_(partial)
+            self.partial = None
         if self.state.check_parameters and not self.checked:
             self._check_parameters()
         name = f"FSDP unit {parameters[0]._param_fqn}..."
         self.state.start(gradients, name, segments, self._operator()).wait()
+
+    def _warn_of_others(self) -> None:
+        """Warn, from one unit, of those that were made after the hooks."""
+        states = self.group.modules[0]._get_fsdp_state()._state_ctx.all_states
+        groups = [group for state in states for group in state._fsdp_param_groups]
+        hooked = [group for group in groups if isinstance(group._all_reduce_hook, _Hook)]
+        others = [
+            p for group in groups if group._all_reduce_hook is None for p in group.fsdp_params
+        ]
+        names = [p._param_fqn for p in others if p.sharded_param.requires_grad]
+        if names and hooked[0] is self.group:
+            _logger.warning(
+                "%d parameters, %s first, are in units without a hook, and no gradient of theirs "
+                "is reduced over the replicas: call register_fsdp_hook after the last fully_shard",
+                len(names),
+                names[0],
+            )
+
+    def _accumulate(self, gradients: Tensor, parameters: Sequence[Tensor]) -> None:
+        """Keep the gradients for a later reduction, and hand out none."""
+        if any(parameter._post_accumulate_grad_hooks for parameter in parameters):
+            raise NotImplementedError(
+                "set_requires_all_reduce(False) with register_post_accumulate_grad_hook: FSDP "
+                "would call such a hook with gradients of zero; use "
+                "set_requires_gradient_sync(False)"
+            )
+        partial = self._accumulated(gradients)
+        self.partial = gradients.clone() if partial is None else partial.add_(gradients)
+        self.backward = torch._C._current_graph_task_id()
+        gradients.zero_()
+        without = [parameter for parameter in parameters if parameter.grad is None]
+
+        def finish() -> None:
+            # FSDP has made gradients of the zeros.
+            for parameter in without:
+                parameter.grad = None
+            self.group._partial_reduce_output = self.partial
+
+        torch.autograd.Variable._execution_engine.queue_callback(finish)
+
+    def _accumulated(self, gradients: Tensor) -> Tensor | None:
+        """Return what is kept of earlier backward passes, None where there is nothing.
+
+        It is also where FSDP would keep it, and takes it away in `reset_iter_state`.
+        """
+        partial = self.partial
+        if partial is None or (
+            self.backward != torch._C._current_graph_task_id()
+            and self.group._partial_reduce_output is not partial
+        ):
+            return None
+        if partial.shape != gradients.shape:
+            raise RuntimeError(
+                f"a unit has {gradients.numel()} elements of gradients, and had {partial.numel()} "
+                "in the backward passes before it, under set_requires_all_reduce(False): change "
+                "requires_grad after a backward pass that reduces"
+            )
+        return partial
 
     def _check_parameters(self) -> None:
         """Raise on every replica of this shard where the replicas' shards differ; collective."""

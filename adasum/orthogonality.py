@@ -24,6 +24,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from adasum.real_pairs import as_reals
 from adasum.reducer import Adasum
 from collectives import Group, Sum, default_group, validation
 
@@ -66,7 +67,10 @@ def orthogonality(tensors: Sequence[Tensor], group: Group | None = None) -> Tens
     """
     for tensor in validation.tensors("tensors", tensors, dense=True):
         Adasum.check(tensor.dtype)
-    copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
+    copies = [
+        as_reals(tensor.detach().resolve_conj().clone(memory_format=torch.contiguous_format))
+        for tensor in tensors
+    ]
     squares = squared_norms(copies)
     (group or default_group()).grouped_all_reduce(copies, Adasum, name="orthogonality")
     return _ratios(squares, copies, group)
@@ -147,7 +151,8 @@ def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
     """Return |t|^2 of each tensor, float64 [len(tensors)] on the first one's device."""
     if not tensors:
         return torch.zeros(0, dtype=torch.float64)
-    norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors]
+    reals = [as_reals(tensor.resolve_conj()) for tensor in tensors]
+    norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in reals]
     return torch.stack([norm.to(norms[0].device) for norm in norms]).square()
 
 

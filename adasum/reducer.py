@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import kernels
+from adasum.real_pairs import real_dtype, real_operands
 from collectives import Operands, Reducer
 from kernels.validation import EQUAL, tracing
 
@@ -75,8 +76,9 @@ class AdasumReducer(Reducer):
     order: of a = s x, the mean of p, and b = t x, the mean of q, it is (p s + q t)/(p + q) x.
     Orthogonal ones give their sum.
 
-    For float16, bfloat16, float32 and float64; dot products and norms are float64. Symmetric, but
-    not associative: the order of the ranks is part of the answer (adjacent ranks pair first).
+    For float16, bfloat16, float32 and float64; dot products and norms are float64. A complex vector
+    counts as one of twice as many reals: a.b is Re<a, b>. Symmetric, but not associative: the order
+    of the ranks is part of the answer (adjacent ranks pair first).
 
     On a GPU it takes two launches, dots and combination, also where one cooperative launch would
     do: that one waits until all of its programs are resident, maybe for NCCL's kernel, which waits
@@ -104,10 +106,11 @@ class AdasumReducer(Reducer):
             self.name = f"{self.name}(weighted=False)"
 
     def check(self, dtype: torch.dtype) -> None:
-        """Raise TypeError, naming the dtype, unless it is a floating-point one the kernels take."""
-        if dtype not in kernels.DTYPES:
+        """Raise TypeError, naming the dtype, unless the kernels take its reals."""
+        if real_dtype(dtype) not in kernels.DTYPES:
             raise TypeError(
-                f"Adasum reduces float16, bfloat16, float32 and float64 tensors, not {dtype}"
+                "Adasum reduces float16, bfloat16, float32, float64 and complex tensors, not "
+                f"{dtype}"
             )
 
     def algorithm(self, nbytes: int, size: int) -> str:
@@ -121,6 +124,7 @@ class AdasumReducer(Reducer):
         of the step sum tables of one shape wherever their pieces are cut, inside a segment or not.
         More than two vectors are folded from the left.
         """
+        operands = real_operands(operands)
         segments, leaves = _segments_of(operands), operands.leaves if self.weighted else ()
         if not _are_whole(operands, segments):
             _reduce_cut(operands, segments, leaves)
@@ -142,6 +146,7 @@ class AdasumReducer(Reducer):
         # Under a dispatch mode of any thread no plan can be made.
         if not planned or tracing():
             return super().bind(operands)
+        operands = real_operands(operands)
         segments = _segments_of(operands)
         weights = _weights(operands.leaves if self.weighted else (), 1)
         if not _are_whole(operands, segments):

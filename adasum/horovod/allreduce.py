@@ -16,6 +16,8 @@ from adasum.horovod.autograd import backward_name, refuse_gradient, with_gradien
 from adasum.horovod.names import start_named
 from adasum.horovod.process_sets import ProcessSet, require_group
 from adasum.horovod.reduction_options import ReductionOptions, options_of, require_reducer
+from adasum.real_pairs import as_reals
+from adasum.reducer import AdasumReducer
 from adasum.sparse import SparseHandle, sparse_all_reduce_async
 from collectives import Max, Min, Product, Reducer
 
@@ -37,7 +39,8 @@ def allreduce(
     depend on the tensors too; Horovod does the same.
 
     Args:
-        tensor: Equal in shape and dtype on all ranks; not changed.
+        tensor: Equal in shape and dtype on all ranks; not changed. A complex one counts for Adasum
+            as its real pairs, `torch.view_as_real(tensor)`.
         average: Horovod's deprecated way to ask for Average (True) or Sum (False).
         name: Names the collective in errors; equal on all ranks, and of no other allreduce that is
             still under way: that is a ValueError, in all of these functions.
@@ -222,11 +225,12 @@ def _start_in_place(
     """Start an all-reduce, whose result is the list of tensors; errors say how it was called."""
     group, op = options.group, options.op
     scales: Any = {"prescale": options.prescale, "postscale": options.postscale}
-    if kind != "allreduce":
-        many = partial(
-            group.grouped_all_reduce, tensors, op, name=options.name, async_op=True, **scales
-        )
-        return start_named(kind, options.name, group, many)
-    (tensor,) = tensors
-    single = partial(group.all_reduce, tensor, op, name=options.name, async_op=True, **scales)
-    return Handle([start_named(kind, options.name, group, single)], lambda result: [result])
+    given = list(tensors)
+    if isinstance(op, AdasumReducer):
+        # So that they are cut between ranks, and packed, as their reals are.
+        tensors = [as_reals(tensor) if isinstance(tensor, Tensor) else tensor for tensor in tensors]
+    start: Any = partial(group.grouped_all_reduce, tensors, op)
+    if kind == "allreduce":
+        start = partial(group.all_reduce, *tensors, op)
+    start = partial(start, name=options.name, async_op=True, **scales)
+    return Handle([start_named(kind, options.name, group, start)], lambda _: given)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,8 +12,12 @@ from torch import Tensor
 
 from adasum.broadcasts import remember_broadcast
 from adasum.horovod.objects import allgather_object, broadcast_object
-from adasum.horovod.process_sets import ProcessSet, group_and_root
-from collectives import Group
+from adasum.horovod.process_sets import ProcessSet, global_process_set, group_and_root
+from adasum.horovod.state_entries import Entry, agreed, entry_of
+from collectives import Group, Work, default_group
+
+# The last part of the name that state_dict gives to what get_extra_state returned.
+_EXTRA_STATE = "_extra_state"
 
 
 def broadcast_parameters(
@@ -23,6 +27,9 @@ def broadcast_parameters(
 ) -> None:
     """Overwrite every parameter with that of the root; collective.
 
+    What `get_extra_state` put into a state_dict is broadcast where it is a tensor, and left alone
+    where it is anything else. Of an expanded tensor the part that is expanded is broadcast.
+
     Args:
         params: `model.state_dict()`, `model.named_parameters()`, `model.parameters()` or a list of
             tensors, with the same names, shapes and dtypes on every rank. None is skipped.
@@ -30,24 +37,43 @@ def broadcast_parameters(
         process_set: The ranks that take part; all ranks unless given.
 
     Raises:
-        TypeError: An entry is not a tensor; raised before anything is sent.
+        TypeError, ValueError: On every rank, where an entry of one rank is no tensor or none that
+            can be sent; raised before anything is overwritten.
+        CollectiveMismatchError: On every rank, where names, shapes, dtypes or kinds of devices
+            differ, naming the first entry that does; raised before anything is overwritten.
     """
+    group, root = group_and_root(process_set, root_rank)
+    ranks = (process_set or global_process_set).ranks
+    entries = agreed(group, ranks, "broadcast_parameters", lambda: _entries_of(params))
+    _broadcast_entries(entries, group, root)
+    remember_broadcast(group, [entry.target for entry in entries])
+
+
+def _entries_of(params: Any) -> list[Entry]:
     if isinstance(params, Mapping):
-        entries: list[Any] = sorted(params.items())
+        for name in params:
+            if not isinstance(name, str):
+                raise TypeError(f"params must have names as keys, not {name!r}")
+        named = sorted(params.items())
     elif isinstance(params, Tensor | str) or not isinstance(params, Iterable):
         raise TypeError(f"params must be a dict or a list, not {type(params).__name__}")
     else:
-        entries = [
-            entry if isinstance(entry, tuple) and len(entry) == 2 else (f"parameter {i}", entry)
+        named = [
+            entry if _is_named(entry) else (f"parameter {i}", entry)
             for i, entry in enumerate(params)
         ]
-    for name, value in entries:
-        if value is not None and not isinstance(value, Tensor):
-            raise TypeError(f"params[{name!r}] must be a tensor, not {type(value).__name__}")
-    tensors = [(name, value) for name, value in entries if value is not None]
-    group, root = group_and_root(process_set, root_rank)
-    _broadcast_tensors(tensors, group, root)
-    remember_broadcast(group, [tensor for _, tensor in tensors])
+    entries = []
+    for name, value in named:
+        argument = f"params[{name!r}]"
+        if isinstance(value, Tensor):
+            entries.append(entry_of(name, argument, value))
+        elif value is not None and not name.endswith(_EXTRA_STATE):
+            raise TypeError(f"{argument} must be a tensor, not {type(value).__name__}")
+    return entries
+
+
+def _is_named(entry: object) -> bool:
+    return isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)
 
 
 def broadcast_optimizer_state(
@@ -69,39 +95,45 @@ def broadcast_optimizer_state(
         process_set: The ranks that take part; all ranks unless given.
 
     Raises:
-        TypeError: `optimizer` is not a torch.optim.Optimizer.
-        ValueError: On every rank, where the ranks' parameter groups differ in number or length.
+        TypeError, ValueError: On every rank, where `optimizer` is not a torch.optim.Optimizer on
+            one, parameter groups differ in number or length, or the root's state cannot be sent.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}"
-        )
     group, root = group_and_root(process_set, root_rank)
-    _check_parameter_groups(optimizer, group, root, process_set)
+    _check_parameter_groups(optimizer, root_rank, process_set)
     parameters = [p for each in optimizer.param_groups for p in each["params"]]
-    tensors: list[Tensor] = []
+    entries: list[Entry] = []
     devices: list[str] = []
 
-    def take_out(tensor: Tensor) -> Tensor:
-        tensors.append(tensor)
+    def take_out(tensor: Tensor, path: str) -> Tensor:
+        entry = entry_of(f"state {len(entries)}", path, tensor)
+        # The others' tensors are not expanded.
+        entries.append(entry._replace(sent=entry.sent.expand(tensor.shape).contiguous()))
         devices.append(tensor.device.type)
-        return tensor.to("meta")
+        return tensor.detach().resolve_conj().resolve_neg().to("meta")
 
-    def allocate(like: Tensor) -> Tensor:
-        device = "cpu" if devices[len(tensors)] == "cpu" else parameters[0].device
-        tensors.append(torch.empty_like(like, device=device))
-        return tensors[-1]
+    def allocate(like: Tensor, path: str) -> Tensor:
+        device = "cpu" if devices[len(entries)] == "cpu" else parameters[0].device
+        tensor = torch.empty_like(like, device=device)
+        entries.append(entry_of(f"state {len(entries)}", path, tensor))
+        return tensor
 
     # The optimizer of mode="owners", whose state is spread over the ranks.
     consolidate = getattr(optimizer, "consolidate_state_dict", None)
     if consolidate is not None:
         consolidate(to=root)
     is_root = group.rank == root
-    sent = [_map_tensors(take_out, optimizer.state_dict()), devices] if is_root else None
-    received, devices = broadcast_object(sent, root_rank, None, process_set)
+    sent: Any = None
+    if is_root:
+        try:
+            sent = [_map_tensors(take_out, optimizer.state_dict()), devices, ""]
+        except (TypeError, ValueError) as error:
+            sent = [None, [], str(error)]
+    received, devices, problem = broadcast_object(sent, root_rank, None, process_set)
+    if problem:
+        raise TypeError(f"rank {root_rank}: {problem}")
     if not is_root:
         received = _map_tensors(allocate, received)
-    _broadcast_tensors([(f"state {i}", tensor) for i, tensor in enumerate(tensors)], group, root)
+    _broadcast_entries(entries, group, root)
     if is_root:
         return
     optimizer.load_state_dict(received)
@@ -113,45 +145,57 @@ def broadcast_optimizer_state(
             optimizer.state[parameters[index]] = _map_tensors(move, state)
 
 
-def _move(device: torch.device, tensor: Tensor) -> Tensor:
+def _move(device: torch.device, tensor: Tensor, path: str) -> Tensor:
     return tensor if tensor.is_cpu else tensor.to(device)
 
 
 def _check_parameter_groups(
-    optimizer: torch.optim.Optimizer, group: Group, root: int, process_set: ProcessSet | None
+    optimizer: object, root_rank: int, process_set: ProcessSet | None
 ) -> None:
-    mine = [len(each["params"]) for each in optimizer.param_groups]
+    lengths: list[int] = []
+    problem = f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}"
+    if isinstance(optimizer, torch.optim.Optimizer):
+        lengths, problem = [len(each["params"]) for each in optimizer.param_groups], ""
     # With the rank beside it, because ranks that have joined answer nothing.
-    lengths = dict(allgather_object((group.rank, mine), process_set=process_set))
-    for rank, other in lengths.items():
-        if other != lengths.get(root, other):
+    mine = default_group().rank, lengths, problem
+    answers = allgather_object(mine, process_set=process_set)
+    by_rank = {rank: others for rank, others, _ in answers}
+    for rank, others, problem in answers:
+        if problem:
+            raise TypeError(f"rank {rank}: {problem}")
+        if others != by_rank.get(root_rank, others):
             raise ValueError(
-                f"the optimizer has parameter groups of {lengths[root]} parameters on rank "
-                f"{root} and of {other} on rank {rank}"
+                f"the optimizer has parameter groups of {by_rank[root_rank]} parameters on rank "
+                f"{root_rank} and of {others} on rank {rank}"
             )
 
 
-def _broadcast_tensors(entries: list[tuple[str, Tensor]], group: Group, root: int) -> None:
-    started = []
-    for name, tensor in entries:
-        target = tensor.detach()
-        dense = target.contiguous()
-        work: Any = group.broadcast(dense, root=root, name=name, async_op=True)
-        started.append((work, target, dense))
-    for work, target, dense in started:
+def _broadcast_entries(entries: Sequence[Entry], group: Group, root: int) -> None:
+    works: list[Work[Tensor]] = [
+        group.broadcast(entry.sent, root=root, name=entry.name, async_op=True) for entry in entries
+    ]
+    for work, entry in zip(works, entries, strict=True):
         work.wait()
-        if dense is not target:
-            target.copy_(dense)
+        if group.rank != root:
+            entry.store()
 
 
-def _map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Return a copy of nested lists and dicts with function(tensor) in the place of each tensor."""
+def _map_tensors(
+    function: Callable[[Tensor, str], Tensor], value: Any, path: str = "optimizer.state_dict()"
+) -> Any:
+    """Return a copy of nested lists and dicts with function(tensor, path) in each tensor's place.
+
+    path: how errors call the value.
+    """
     if isinstance(value, Tensor):
-        return function(value)
+        return function(value, path)
     if isinstance(value, dict):
-        return {key: _map_tensors(function, item) for key, item in value.items()}
+        return {
+            key: _map_tensors(function, item, f"{path}[{key!r}]") for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
-        return type(value)(_map_tensors(function, item) for item in value)
+        items = (_map_tensors(function, item, f"{path}[{i}]") for i, item in enumerate(value))
+        return type(value)(items)
     if isinstance(value, np.generic):  # a rate that a schedule computed with numpy
         return value.item()
     return value

@@ -18,6 +18,7 @@ from torch import Tensor
 
 import kernels
 from adasum.optimizer.parameters import Named
+from adasum.real_pairs import as_reals, real_dtype
 from collectives import FusedBuffer
 from collectives.fused_buffer import memory_of
 
@@ -70,13 +71,7 @@ def split_by_kind(named: Sequence[Named]) -> list[list[Named]]:
 def fits_in_buffer(parameter: Tensor) -> bool:
     """Return whether gradients of the parameter's can lie in a buffer."""
     dtype = _dtype_of_gradient(parameter)
-    return dtype.to_real() in kernels.DTYPES and parameter.device.type in ("cpu", "cuda")
-
-
-def as_real(tensor: Tensor) -> Tensor:
-    """Return a view of the tensor for no gradients, complex numbers as pairs of real ones."""
-    tensor = tensor.detach()
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real_dtype(dtype) in kernels.DTYPES and parameter.device.type in ("cpu", "cuda")
 
 
 def _buffer_for(
@@ -89,7 +84,7 @@ def _buffer_for(
         else torch.empty_strided(kind.shape, kind.stride, dtype=kind.dtype, device=kind.device)
         for parameter, kind in zip(parameters, kinds, strict=True)
     ]
-    return FusedBuffer(list(map(as_real, likes)), memory)
+    return FusedBuffer(list(map(as_reals, likes)), memory)
 
 
 class _Slot:
@@ -227,7 +222,7 @@ class GradientBucket:
                 continue
             else:
                 targets.append(slot.view)
-                sources.append(as_real(gradient.resolve_conj()))
+                sources.append(as_reals(gradient.resolve_conj().detach()))
             outside.append(i)
         if targets:
             torch._foreach_copy_(targets, sources)
@@ -244,7 +239,7 @@ class GradientBucket:
         for parameter, slot, gradient in apart:
             if gradient is None:
                 parameter.grad = gradient = torch.empty_like(slot.make())
-            as_real(gradient).copy_(slot.view)
+            as_reals(gradient.detach()).copy_(slot.view)
 
 
 class GradientBuffers:
@@ -307,7 +302,7 @@ def _memory_of_gradients(parameters: Sequence[Tensor]) -> Tensor | None:
     """Return the memory in which all gradients lie already as a buffer would hold them, or None."""
     gradients = [parameter.grad for parameter in parameters]
     found = [
-        as_real(gradient)
+        as_reals(gradient.detach())
         for gradient, parameter in zip(gradients, parameters, strict=True)
         if gradient is not None and gradient.stride() == parameter.stride()
     ]
@@ -359,7 +354,7 @@ class DeltaBuffers:
         made_for, buffer = buffers.get(name, (None, None))
         if buffer is None or made_for != kinds:
             # Evenly strided elements become 1-D without a copy, and are not contiguous then.
-            flat = [as_real(p).reshape(-1).contiguous() for p in parameters]
+            flat = [as_reals(p.detach()).reshape(-1).contiguous() for p in parameters]
             numel = kernels.layout_of(flat).numel
             memory = self._memory.get(place)
             if memory is None or memory.numel() < numel:

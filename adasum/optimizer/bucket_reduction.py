@@ -12,7 +12,7 @@ from torch import Tensor
 
 from adasum.compression import Compression, Compressor, cast_dtype
 from adasum.observer import Observer
-from adasum.optimizer.bucket_buffers import as_real
+from adasum.real_pairs import as_reals
 from adasum.sparse import sparse_all_reduce_async
 from collectives import Average, FusedBuffer, Group, Reducer, Request, Sum
 
@@ -88,7 +88,7 @@ class BucketReducer:
         if isinstance(tensors, FusedBuffer):
             fused, targets = tensors, tensors.tensors
         else:
-            targets = list(map(as_real, tensors))
+            targets = [as_reals(each.detach()) for each in tensors]
         observer = self.observer
         token = observer.before_reduction(names, targets) if observer else None
 

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from adasum.optimizer.backward_hooks import OptimizerOrderError
-from adasum.optimizer.bucket_buffers import DeltaBuffers, as_real
+from adasum.optimizer.bucket_buffers import DeltaBuffers
 from adasum.optimizer.bucket_reduction import Reduction
 from adasum.optimizer.distributed_mixin import DistributedMixin
 from adasum.optimizer.membership import Change
 from adasum.optimizer.parameters import Named, by_kind
 from adasum.optimizer.step_hooks import has_pre_hooks
+from adasum.real_pairs import as_reals
 
 # One bucket's reduction hides the next one's step; more would only hold more memory.
 MAX_IN_FLIGHT = 2
@@ -127,7 +128,7 @@ class DeltaMethod(DistributedMixin):
         """Take the local step of parameters of one kind, and start reducing its difference."""
         whole = self._adasum_before
         names, parameters = zip(*members, strict=True)
-        values = [as_real(parameter) for parameter in parameters]
+        values = [as_reals(parameter.detach()) for parameter in parameters]
         # Before the buffers, which know nothing of other dtypes.
         self._adasum_settings.reducer.op.check(values[0].dtype)
         saved, fused = self._adasum_buffers.of(bucket, parameters)
@@ -135,7 +136,7 @@ class DeltaMethod(DistributedMixin):
         if whole is None:
             torch._foreach_copy_(before, values)
         else:
-            before = [as_real(whole.pop(parameter)) for parameter in parameters]
+            before = [as_reals(whole.pop(parameter).detach()) for parameter in parameters]
         try:
             if whole is None:
                 with self._only(parameters):

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from adasum.optimizer.backward_hooks import OptimizerOrderError
-from adasum.optimizer.bucket_buffers import as_real
 from adasum.optimizer.bucket_reduction import Owners, Reduction
 from adasum.optimizer.gradient_method import GradientMethod
 from adasum.optimizer.membership import Change
 from adasum.optimizer.owned_state import gather_states
 from adasum.optimizer.parameters import Named
+from adasum.real_pairs import as_reals
 from collectives import Group, Sum
 from collectives.reducers import Max
 from collectives.schedules.spec import parse_all_reduce_spec
@@ -279,7 +279,7 @@ class OwnersMethod(GradientMethod):
             buckets.setdefault(bucket, []).append(parameter)
         started = []
         for bucket, parameters in buckets.items():
-            targets = list(map(as_real, parameters))
+            targets = [as_reals(each.detach()) for each in parameters]
             sent = [target.contiguous() for target in targets]
             ranks = [self._adasum_owners[parameter] for parameter in parameters]
             name = f"parameters of {bucket}"

@@ -6,7 +6,9 @@ Every rank computes all ranks' gradients for itself, on a plain copy of the mode
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -117,3 +119,16 @@ def columns_of(
     run = backward or simple
     rows = [plain(model, lambda m, r=rank: run(m, r)) for rank in range(dist.get_world_size())]
     return [list(column) for column in zip(*rows, strict=True)]
+
+
+@contextmanager
+def warnings_of(name: str) -> Iterator[list[str]]:
+    """The texts that a logger warns with."""
+    texts: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(name).addHandler(handler)
+    try:
+        yield texts
+    finally:
+        logging.getLogger(name).removeHandler(handler)

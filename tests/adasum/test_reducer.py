@@ -119,7 +119,7 @@ def test_algorithm_by_size_is_rd_then_vhdd() -> None:
     assert Adasum.needs_one_tree
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.bool, torch.complex64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.bool], ids=str)
 def test_adasum_of_other_dtypes_raises_and_names_them(dtype: torch.dtype) -> None:
     tensor = torch.ones(4).to(dtype)
 

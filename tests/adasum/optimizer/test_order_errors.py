@@ -30,19 +30,22 @@ def test_too_many_backward_passes_raise_and_name_the_parameter(op: str, size: in
         optimizer = DistributedOptimizer(
             _sgd(model), model.named_parameters(), op=OPS[op], backward_passes_per_step=2
         )
+
+        def backward_and_step(number: int, turn: int) -> None:
+            """It raises in backward, or in step where nothing starts in backward."""
+            loss_of(model, group.rank, number, turn).backward()
+            optimizer.step()
+
         for turn in range(2):
             loss_of(model, group.rank, 0, turn).backward()
         with pytest.raises(AssertionError, match=r"of \d\.\w+ .* backward_passes_per_step=2") as e:
-            loss_of(model, group.rank, 0, 2).backward()
-            # Where nothing starts in backward.
-            optimizer.step()
+            backward_and_step(0, 2)
         assert isinstance(e.value, OptimizerOrderError)
         optimizer.zero_grad() if op == "Adasum" or size == 1 else optimizer.step()
         optimizer.set_backward_passes_per_step(1)
         loss_of(model, group.rank, 1).backward()
         with pytest.raises(OptimizerOrderError, match="backward_passes_per_step=1"):
-            loss_of(model, group.rank, 1).backward()
-            optimizer.step()
+            backward_and_step(1, 0)
         with pytest.raises(ValueError, match="not -1"):
             optimizer.set_backward_passes_per_step(-1)
 

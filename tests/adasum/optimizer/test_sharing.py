@@ -127,11 +127,15 @@ def test_a_discriminators_gradients_zeroed_by_its_module_name_the_optimizers_zer
     def run(group: Group) -> None:
         model = make_model()
         optimizer = wrapped(model.parameters(), **WAYS[way])
+
+        def train_discriminator() -> None:
+            loss_of(model, group.rank, 1).backward()
+            optimizer.step()
+
         loss_of(model, group.rank, 0).backward()
         model.zero_grad()
         with pytest.raises(OptimizerOrderError, match=r"GAN's .* optimizer\.zero_grad\(\) and not"):
-            loss_of(model, group.rank, 1).backward()
-            optimizer.step()
+            train_discriminator()
         optimizer.synchronize()
         optimizer.zero_grad()
         loss_of(model, group.rank, 1).backward()

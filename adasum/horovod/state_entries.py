@@ -1,0 +1,140 @@
+"""The tensors of a state: what is sent of each, and whether all ranks have the same ones."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from collectives import CollectiveMismatchError, Group, validation
+
+# What wrappers put before the names of a module's own parameters.
+_WRAPPERS = {
+    "_orig_mod.": "torch.compile",
+    "module.": "DistributedDataParallel",
+    "_checkpoint_wrapped_module.": "checkpoint_wrapper",
+}
+_ERRORS = {b"\1": TypeError, b"\2": ValueError}
+
+
+class Entry(NamedTuple):
+    """A tensor of a state.
+
+    Attributes:
+        name: Its name in the state.
+        target: Its memory, each element once: of an expanded tensor the part that is expanded.
+        sent: The same values, contiguous; the target itself where that is.
+        kind: Dtype, shape and device, as ranks compare them.
+    """
+
+    name: str
+    target: Tensor
+    sent: Tensor
+    kind: str
+
+    def store(self) -> None:
+        """Write what was received to the target."""
+        if self.sent is not self.target:
+            self.target.copy_(self.sent)
+
+
+def entry_of(name: str, argument: str, tensor: Tensor) -> Entry:
+    """Return a tensor's entry.
+
+    Raises:
+        TypeError, ValueError: It cannot be sent; the text names `argument`.
+    """
+    dense = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
+    if not dense or is_lazy(tensor):
+        validation.tensor(argument, tensor)
+    # Autograd does not see what is received.
+    target = tensor.detach()
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    kind = f"{dtype} {tuple(target.shape)} on {target.device.type}"
+    for dimension, stride in enumerate(target.stride()):
+        if stride == 0 and target.shape[dimension] > 1:
+            target = target.narrow(dimension, 0, 1)
+    if target.shape != tensor.shape:
+        kind += f", expanded from {tuple(target.shape)}"
+    held = target.is_contiguous() and not (target.is_conj() or target.is_neg())
+    sent = target if held else target.resolve_conj().resolve_neg().contiguous()
+    validation.tensor(argument, sent)
+    return Entry(name, target, sent, kind)
+
+
+def agreed(
+    group: Group, ranks: Sequence[int], call: str, entries: Callable[[], list[Entry]]
+) -> list[Entry]:
+    """Return this rank's entries once all ranks have such; collective.
+
+    Ranks that have joined take no part.
+
+    Args:
+        group: The ranks.
+        ranks: Their global numbers.
+        call: What the user called.
+        entries: Makes this rank's; may raise TypeError or ValueError.
+
+    Raises:
+        TypeError, ValueError: On every rank, where making the entries raised it on one.
+        CollectiveMismatchError: On every rank, naming the first entry that differs.
+    """
+    mine: list[Entry] = []
+    rows: list[tuple[str, str]] = []
+    try:
+        mine = entries()
+    # torch's own refusals of tensors without memory are RuntimeErrors.
+    except (TypeError, ValueError, RuntimeError) as error:
+        told = (b"\2" if isinstance(error, ValueError) else b"\1") + str(error).encode()
+    else:
+        rows = [(entry.name, entry.kind) for entry in mine]
+        told = b"\0" + hashlib.blake2b(json.dumps(rows).encode(), digest_size=16).digest()
+    answers = group.all_gather_bytes(told, name=f"{call}: comparison of what it was given")
+    for rank, answer in zip(ranks, answers, strict=True):
+        if answer[:1] in _ERRORS:
+            raise _ERRORS[answer[:1]](f"rank {rank}: {answer[1:].decode()}")
+    if len({answer for answer in answers if answer}) > 1:
+        sent = group.all_gather_bytes(json.dumps(rows).encode(), name=f"{call}: what differs")
+        by_rank = {rank: json.loads(each) for rank, each in zip(ranks, sent, strict=True) if each}
+        raise CollectiveMismatchError(f"{call}: {_difference(by_rank)}")
+    return mine
+
+
+def _difference(by_rank: dict[int, list[tuple[str, str]]]) -> str:
+    """Return how the ranks' entries, (name, kind), differ."""
+    first, *others = by_rank
+    rank = next(each for each in others if by_rank[each] != by_rank[first])
+    mine, theirs = by_rank[first], by_rank[rank]
+    names, their_names = [name for name, _ in mine], [name for name, _ in theirs]
+    missing = next((name for name in names if name not in set(their_names)), None)
+    added = next((name for name in their_names if name not in set(names)), None)
+    if missing is None and added is None:
+        if names != their_names:
+            return f"ranks {first} and {rank} have the same names in another order"
+        for (name, kind), (_, other) in zip(mine, theirs, strict=True):
+            if kind != other:
+                return f"{name} is {kind} on rank {first} and {other} on rank {rank}"
+    parts = [
+        f"rank {has} has {name!r}, which rank {lacks} has not"
+        for name, has, lacks in ((missing, first, rank), (added, rank, first))
+        if name is not None
+    ]
+    return " and ".join(parts) + _hint(names, their_names)
+
+
+def _hint(names: Sequence[str], others: Sequence[str]) -> str:
+    """Return what to do where only a wrapper's prefixes are between two ranks' names."""
+    for prefix, wrapper in _WRAPPERS.items():
+        if sorted(n.replace(prefix, "") for n in names) == sorted(
+            n.replace(prefix, "") for n in others
+        ):
+            return (
+                f": {prefix!r} is what {wrapper} puts before names; wrap the model on every rank "
+                "or on none before this call"
+            )
+    return ": build the model in the same way on every rank"
