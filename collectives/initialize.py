@@ -100,6 +100,7 @@ def init(
     global _group
     if (group := _open_group()) is not None:
         return group
+    validation.no_mode("init's messages")
     validation.timeout(timeout)
     options = {"transport": transport_choice(transport), "calibrate": calibrate}
     # What these raise, and the second it may take, come before anybody waits.

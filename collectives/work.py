@@ -13,6 +13,7 @@ import torch
 
 from collectives.errors import CollectiveError, CollectiveMismatchError
 from collectives.trace import recording, span
+from collectives.validation import active_mode
 
 # How often whoever waits looks whether there still is a thread that could end the wait.
 CHECK_SECONDS = 1.0
@@ -80,8 +81,8 @@ class Work(Generic[T_co]):
             return self._wait()
 
     def _wait(self) -> Any:
-        # Callbacks are the communication thread's.
-        if self._claimable and self._worker is not None and not self._callbacks:
+        # Callbacks are the communication thread's, and the user's modes this one's.
+        if self._claimable and self._worker is not None and not (self._callbacks or active_mode()):
             self._worker.run_first(self)
         self._wait_for_host()
         if self._error is not None:

@@ -14,6 +14,7 @@ import torch
 
 from adasum.horovod import plain_types
 from adasum.horovod.process_sets import ProcessSet, group_and_root, require_group
+from collectives import validation
 
 
 def broadcast_object(
@@ -33,6 +34,7 @@ def broadcast_object(
     Raises:
         TypeError: On every rank, where the root's object cannot be sent (see the module).
     """
+    validation.no_mode("obj")
     group, root = group_and_root(process_set, root_rank)
     name = _name(name)
     sent = _encode(obj) if group.rank == root else b""
@@ -60,6 +62,7 @@ def allgather_object(
     Raises:
         TypeError: On every rank, where one rank's object cannot be sent (see the module).
     """
+    validation.no_mode("obj")
     group = require_group(process_set)
     results = group.all_gather_bytes(_encode(obj), name=_name(name))
     # A rank that has joined sends nothing at all.

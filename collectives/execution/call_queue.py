@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from collectives import validation
 from collectives.errors import CollectiveMismatchError, TransportError, describe
 from collectives.transport.base import Transport
 from collectives.work import Work
@@ -89,6 +90,7 @@ class CallQueue:
         self._unnamed_from = weakref.ref(thread)
 
     def _check_usable(self, kind: str) -> None:
+        validation.no_mode(kind)
         if self.closed:
             raise TransportError(f"{kind}: this group was shut down; call init() again")
         if os.getpid() != self._process:
