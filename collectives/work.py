@@ -11,7 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from collectives.errors import CollectiveError, CollectiveMismatchError
+from collectives.errors import CollectiveError, CollectiveMismatchError, TransportError
 from collectives.trace import recording, span
 from collectives.validation import active_mode
 
@@ -34,6 +34,10 @@ class Runs(Protocol):
 
     def fail(self, error: BaseException) -> None:
         """Take note of what may have left a call half made."""
+        ...
+
+    def is_forked(self) -> bool:
+        """Whether this process was forked from the one whose calls these are."""
         ...
 
 
@@ -73,7 +77,8 @@ class Work(Generic[T_co]):
         """Block until the collective has ended; every wait is bounded by the group's timeout.
 
         Raises:
-            TransportError: Nobody is left to end it, or this thread is inside a call of the group.
+            TransportError: Nobody is left to end it, as in a process that was forked from the
+                rank, or this thread is inside a call of the group.
         """
         if not recording():
             return self._wait()
@@ -81,6 +86,7 @@ class Work(Generic[T_co]):
             return self._wait()
 
     def _wait(self) -> Any:
+        self._check_process()
         # Callbacks are the communication thread's, and the user's modes this one's.
         if self._claimable and self._worker is not None and not (self._callbacks or active_mode()):
             self._worker.run_first(self)
@@ -107,8 +113,21 @@ class Work(Generic[T_co]):
             if self._ending.acquire(timeout=CHECK_SECONDS):
                 self._ending.release()
 
+    def _check_process(self) -> None:
+        """Raise TransportError where what will end this is in another process."""
+        if not self._ended and self._worker is not None and self._worker.is_forked():
+            raise TransportError(
+                f"{self.name or 'this call'} was under way when this process was forked from a "
+                "rank, which alone carries it out: wait for it there, or before the fork"
+            )
+
     def is_completed(self) -> bool:
-        """Whether `wait()` would return or raise without waiting."""
+        """Whether `wait()` would return or raise without waiting.
+
+        Raises:
+            TransportError: It is not, in a process that was forked from the rank.
+        """
+        self._check_process()
         return self._ended and (
             all(event.query() for _, event in self._events) or self._streams_failed()
         )
@@ -122,6 +141,14 @@ class Work(Generic[T_co]):
             return True
         return False
 
+    def was_carried_out(self) -> bool:
+        """Whether the collective has ended, and well."""
+        return self._ended and self._error is None
+
+    def error(self) -> BaseException | None:
+        """Return what ended the collective, if anything has."""
+        return self._error
+
     def has_ended(self) -> bool:
         """Whether the collective has ended on the host, well or not."""
         return self._ended
@@ -132,7 +159,11 @@ class Work(Generic[T_co]):
         In the communication thread, or at once in this one where the collective has ended already;
         its CUDA stream is current. It must not wait for a collective of the same group. What it
         raises in the communication thread goes to threading.excepthook.
+
+        Raises:
+            TransportError: The collective has not ended, in a process forked from the rank.
         """
+        self._check_process()
         self._callbacks.append(callback)
         if self._ended:
             try:

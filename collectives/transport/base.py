@@ -45,6 +45,7 @@ class Transport(ABC):
         shares_gpu: Whether this process has other communicators on the GPU, torch's or of groups
             split from this one; whoever makes them sets it. NCCL wants those of one GPU called in
             one order on all ranks: calls of CUDA tensors then reach it in the caller's order.
+        steps: How many steps of calls have ended, by which whoever waits sees that they progress.
     """
 
     rank: int
@@ -54,6 +55,7 @@ class Transport(ABC):
     carries_codes: bool = False
     sums_on_gpu: bool = False
     shares_gpu: bool = False
+    steps: int = 0
     _interrupted = ""
 
     @property
