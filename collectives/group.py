@@ -89,7 +89,15 @@ class Group(Reductions, ScheduleRuns, PersistentCollectives, OwnerCollectives):
         self._whole: Group | None = None
 
     def __repr__(self) -> str:
-        return f"Group(rank={self.rank}, size={self.size})"
+        return f"Group(rank={self.rank}, size={self.size}{self.transport.of_ranks})"
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """What errors call the ranks: their numbers in the group that all were split from.
+
+        Of a Group of some of a process group's ranks, their numbers in torch.distributed.
+        """
+        return tuple(self.transport.names) or tuple(range(self.size))
 
     @property
     def num_nodes(self) -> int:
@@ -321,7 +329,7 @@ class Group(Reductions, ScheduleRuns, PersistentCollectives, OwnerCollectives):
             reason: What errors say, on this rank and on its peers.
         """
         validation.instance("reason", reason, str, "a str")
-        said = f"rank {self.rank} called abort()" + (f": {reason}" if reason else "")
+        said = f"{self.transport.me} called abort()" + (f": {reason}" if reason else "")
         for part in list(self._parts):
             part.abort(reason)
         self._call.queue.abort(said)

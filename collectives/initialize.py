@@ -214,9 +214,11 @@ def from_process_group(
         ranks = range(dist.get_world_size(process_group))
         require_room(len(ranks), None, choice, gloo=True)
         own = subgroup(process_group, ranks, _backend_of(process_group, timeout), timeout)
+        members = dist.get_process_group_ranks(process_group)
+        names = () if members == list(range(dist.get_world_size())) else members
         options = {"transport": choice, "calibrate": calibrate}
         start = Description("from_process_group", options=options)
-        group = _over_gloo(GlooTransport(own, owned=True), timeout, start)
+        group = _over_gloo(GlooTransport(own, owned=True, names=names), timeout, start)
         for each in (group, _group):
             if each is not None:
                 each.transport.shares_gpu = True

@@ -66,7 +66,7 @@ def allgather_object(
     group = require_group(process_set)
     results = group.all_gather_bytes(_encode(obj), name=_name(name))
     # A rank that has joined sends nothing at all.
-    return [_object_of(rank, sent) for rank, sent in enumerate(results) if sent]
+    return [_object_of(group.ranks[i], sent) for i, sent in enumerate(results) if sent]
 
 
 def _name(name: str | None) -> str:

@@ -124,7 +124,7 @@ def _check_parameter_groups(
         if other != lengths.get(root, other):
             raise ValueError(
                 f"the optimizer has parameter groups of {lengths[root]} parameters on rank "
-                f"{root} and of {other} on rank {rank}"
+                f"{group.ranks[root]} and of {other} on rank {group.ranks[rank]}"
             )
 
 

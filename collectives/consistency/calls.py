@@ -237,7 +237,7 @@ class Calls:
                 theirs = outcome.call
                 zeros = [each.zeros(device) for each in theirs.tensors]
                 op = by_name[theirs.options.get("op", str(Sum))]
-                label = f"{theirs} (call {self._count - 1}, joined)"
+                label = f"{theirs} (call {self._count - 1}{self._transport.of_ranks}, joined)"
                 self._run(Call(theirs, zeros, op), label)
 
         answer: int = self.queue.run("join", work)
@@ -247,7 +247,7 @@ class Calls:
         """Count a call; return what errors call it."""
         if isinstance(call, Description):
             call = f"{call.kind} {call.name!r}" if call.name else call.kind
-        label = f"{call} (call {self._count})"
+        label = f"{call} (call {self._count}{self._transport.of_ranks})"
         self._count += 1
         return label
 

@@ -15,6 +15,7 @@ import torch
 from collectives import validation
 from collectives.reducers import Reducer, Sum
 from collectives.schedules.schedule import Schedule
+from collectives.transport.base import Transport
 from collectives.transport.shared_memory.symmetric_memory import CODE_BITS
 
 ANY = -1
@@ -124,11 +125,12 @@ class Call(NamedTuple):
         return self.tensors if self.out is None else (*self.tensors, self.out)
 
 
-def difference(calls: Mapping[int, Description]) -> str:
+def difference(calls: Mapping[int, Description], transport: Transport) -> str:
     """Say how the lowest rank's call and the first one that is not like it differ.
 
     Args:
         calls: Two or more ranks' calls, not all alike, by rank.
+        transport: Between the ranks, whose names it has.
 
     Returns:
         The same text on every rank that asks.
@@ -137,16 +139,17 @@ def difference(calls: Mapping[int, Description]) -> str:
     first = calls[lowest].entries()
     rank = next(r for r in sorted(calls) if calls[r].entries() != first)
     other = calls[rank].entries()
+    disagree = f"ranks disagree{f' in the group{of}' if (of := transport.of_ranks) else ''}"
+    one, another = transport.named([lowest]), transport.named([rank])
     if first[0] != other[0]:
-        return f"ranks disagree: rank {lowest} calls {first[0]}, rank {rank} calls {other[0]}"
+        return f"{disagree}: {one} calls {first[0]}, {another} calls {other[0]}"
     number = next(i for i, (mine, theirs) in enumerate(zip_longest(first, other)) if mine != theirs)
     mine, theirs = (
         _part(calls[each], number, len(calls[lowest].tensors) != len(calls[rank].tensors))
         for each in (lowest, rank)
     )
     return (
-        f"ranks disagree: rank {lowest} calls {first[0]} with {mine}, "
-        f"rank {rank} calls {other[0]} with {theirs}"
+        f"{disagree}: {one} calls {first[0]} with {mine}, {another} calls {other[0]} with {theirs}"
     )
 
 

@@ -21,6 +21,7 @@ from collectives.execution.executor import execute
 from collectives.execution.operations import WITH_JOINED
 from collectives.reducers import Max
 from collectives.schedules import recursive_doubling
+from collectives.transport.base import Transport
 from collectives.transport.byte_gathering import gather_bytes
 
 _NO_CODE = torch.iinfo(torch.int64).min
@@ -81,25 +82,26 @@ def negotiate_by_messages(mine: Description | Joined, call: CallContext) -> Outc
     reports = gather_bytes(
         json.dumps(report).encode(), transport, call.label, call.timeout, call.code
     )
-    return _conclude([json.loads(each) for each in reports])
+    return _conclude([json.loads(each) for each in reports], transport)
 
 
-def _conclude(reports: list[list[Any]]) -> Outcome:
+def _conclude(reports: list[list[Any]], transport: Transport) -> Outcome:
     """Draw the conclusion that all ranks draw from all ranks' reports."""
     calls = {r: Description.from_json(text) for r, (text, *_) in enumerate(reports) if text}
     joined = [rank for rank in range(len(reports)) if rank not in calls]
     call = calls[min(calls)]
     if any(other != call for other in calls.values()):
-        raise CollectiveMismatchError(difference(calls))
+        raise CollectiveMismatchError(difference(calls, transport))
     for rank in joined:
         _, operators = reports[rank]
         problem = None
         if call.kind not in WITH_JOINED:
             problem = "cannot be called"
         elif rank in (call.options.get("root"), call.options.get("dst")):
-            problem = f"needs rank {rank}"
+            problem = f"needs {transport.named([rank])}"
         elif call.options.get("op", operators[0]) not in operators:
             problem = f"needs op {call.options['op']}, which join was not given there,"
         if problem:
-            raise CollectiveMismatchError(f"{call} {problem} while rank {rank} has joined")
+            named = transport.named([rank])
+            raise CollectiveMismatchError(f"{call} {problem} while {named} has joined")
     return Outcome(joined, call=call)

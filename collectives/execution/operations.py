@@ -167,8 +167,8 @@ def _row_bounds(call: Operation) -> list[int]:
     for rank, rows_of_out in enumerate(table[:, 1].tolist()):
         if rows_of_out not in (_NO_OUT, rows[-1]):
             raise CollectiveMismatchError(
-                f"{call.label}: out of rank {rank} has {rows_of_out} rows, and all ranks' tensors "
-                f"together have {rows[-1]}"
+                f"{call.label}: out of {call.runner.transport.named([rank])} has {rows_of_out} "
+                f"rows, and all ranks' tensors together have {rows[-1]}"
             )
     return rows
 

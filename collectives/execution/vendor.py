@@ -87,7 +87,7 @@ class Libraries:
         call: CallContext,
     ) -> None:
         group = self._process_group if ranks is None else self._node_group(ranks, call.timeout)
-        where = f"rank {self._transport.rank}: torch.distributed's all_reduce in {call.label}"
+        where = f"{self._transport.me}: torch.distributed's all_reduce in {call.label}"
         start = time.monotonic()
         try:
             works: list[Any] = [

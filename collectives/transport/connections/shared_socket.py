@@ -45,6 +45,7 @@ class Channel(Protocol):
     """What a connection is to its socket."""
 
     peer: int
+    name: int
     number: int
 
     def first(self) -> Queued:
@@ -197,7 +198,7 @@ class SharedSocket:
         error: Exception | None = None
         begun = False
         if not count:
-            error = PeerGone(reader.peer)
+            error = PeerGone(reader.peer, reader.name)
         elif unwanted:
             self._unwanted = unwanted - count
         else:
@@ -262,8 +263,8 @@ class SharedSocket:
 
 
 def _torn(channel: Channel) -> PeerGone:
-    peer = channel.peer
-    return PeerGone(peer, f"an interrupt has torn the connection to rank {peer}")
+    torn = f"an interrupt has torn the connection to rank {channel.name}"
+    return PeerGone(channel.peer, channel.name, torn)
 
 
 def _frame(item: Queued, number: int) -> list[memoryview]:

@@ -174,12 +174,12 @@ class ShmConnection(Connection):
             # The peer ended and left records unread. What it sent before can still be read.
             return True
         if not count:
-            raise PeerGone(self.peer)
+            raise PeerGone(self.peer, self.name)
         self._returned, field, code = _HEADER.unpack_from(self._record)
         kind, length = field >> KIND_SHIFT, field & LENGTH_MASK
         inline = self._inline[: count - _HEADER.size]
         if kind == FAREWELL:
-            raise PeerGone(self.peer, inline.tobytes().decode(errors="replace"))
+            raise PeerGone(self.peer, self.name, inline.tobytes().decode(errors="replace"))
         if kind != DATA:
             self._heed(kind, code)
         elif length and self._flushing:
@@ -199,7 +199,7 @@ class ShmConnection(Connection):
             raise RanksDiffer
         if length != target.size:
             raise TransportError(
-                f"rank {self.peer} sent {length} bytes where {target.size} were expected"
+                f"rank {self.name} sent {length} bytes where {target.size} were expected"
             )
         if inline.size:
             np.copyto(target, inline)

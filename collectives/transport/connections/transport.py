@@ -77,6 +77,7 @@ class ConnectionTransport(Transport):
     ) -> None:
         self.rank = other.rank
         self.size = other.size
+        self.names = other.names
         self.process_group = other.process_group
         self.device = other.device
         self._other = other
@@ -94,6 +95,8 @@ class ConnectionTransport(Transport):
             near=near,
             shared={} if shared is None else shared.connections,
         )
+        for peer, connection in self._connections.items():
+            connection.name = self.name(peer)
         self.connected_peers = frozenset(self._connections)
         self.memory_peers = frozenset(
             peer for peer, each in self._connections.items() if each.shares_memory
@@ -193,7 +196,7 @@ class ConnectionTransport(Transport):
         except PeerGone as gone:
             self.abort(str(gone))
             raise CollectiveTimeoutError(
-                f"rank {self.rank} got no answer from rank {gone.peer} in {step}: {gone}"
+                f"{self.me} got no answer from {self.named([gone.peer])} in {step}: {gone}"
             ) from None
         except BaseException as error:
             self.abort(describe(error))
@@ -206,7 +209,7 @@ class ConnectionTransport(Transport):
         stall: Stall | None = None
 
         def late() -> str:
-            return ", ".join(f"rank {connection.peer}" for connection in connections)
+            return self.named(connection.peer for connection in connections)
 
         while connections:
             moved = [connection.advance() for connection in connections]
@@ -224,12 +227,12 @@ class ConnectionTransport(Transport):
             waited += slept
             if time.monotonic() >= deadline:
                 raise CollectiveTimeoutError(
-                    f"rank {self.rank} got no answer from {late()} in {step} within {timeout:.3g} s"
+                    f"{self.me} got no answer from {late()} in {step} within {timeout:.3g} s"
                 )
             if waited < nap:
                 continue
             if stall is None:
-                stall = Stall(self.rank, step, timeout, late)
+                stall = Stall(self.name(self.rank), step, timeout, late)
                 # Once: probes that a peer has no reason to read remain in its socket.
                 for connection in self._connections.values() if code else ():
                     connection.probe(code)
@@ -283,7 +286,7 @@ class ConnectionTransport(Transport):
         told = gather_objects([next(self._numbers), short], members, timeout)
         for rank, (_, missing) in zip(ranks, told, strict=True):
             if missing:
-                raise TransportError(f"rank {rank} cannot split its group: {missing}")
+                raise TransportError(f"rank {self.name(rank)} cannot split its group: {missing}")
         # The first rank's number: no two channels of a socket have the same, whoever counts.
         number = told[0][0]
         if not far:
@@ -323,7 +326,7 @@ class ConnectionTransport(Transport):
         """Close `other` and every connection. What was sent before still arrives."""
         with ExitStack() as stack:
             stack.callback(self._other.close)
-            self._close_connections(f"rank {self.rank} has closed it")
+            self._close_connections(f"{self.me} has closed it")
 
     def _close_connections(self, reason: str) -> None:
         self._unusable = self._unusable or reason
