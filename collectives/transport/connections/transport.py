@@ -6,22 +6,25 @@ there is no connection, and those of other devices, go through another transport
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from collectives.errors import CollectiveTimeoutError, TransportError, describe
 from collectives.stall import Stall
-from collectives.transport.base import Message, Messages, Transport, as_bytes
+from collectives.transport.base import Message, Messages, Transport
 from collectives.transport.byte_gathering import gather_objects
 from collectives.transport.connections.connect import KINDS, descriptors_of, open_connections
-from collectives.transport.connections.connection import Connection, PeerGone
+from collectives.transport.connections.connection import Bytes, Connection, PeerGone
 from collectives.transport.connections.part import Shared, channel_numbers
 from collectives.transport.connections.tcp import TcpConnection
 from collectives.transport.connections.waker import Waker, wait_for_any
@@ -139,7 +142,7 @@ class ConnectionTransport(Transport):
                     elif tensor.numel():
                         active[peer] = connection = self._connections[peer]
                         post = connection.send if sending else connection.receive
-                        post(as_bytes(tensor).numpy(), code)
+                        post(_memory_of(tensor), code)
             if far_sends or far_recvs:
                 start = time.monotonic()
                 self._other.exchange(far_sends, far_recvs, step, timeout)
@@ -344,6 +347,16 @@ class ConnectionTransport(Transport):
             connection.detach()
         if self._waker is not None:
             self._waker.close()
+
+
+def _memory_of(tensor: torch.Tensor) -> Bytes:
+    """Return the memory of a contiguous tensor on the host, which lives as long as the array.
+
+    Not by Tensor.numpy(), after which torch lets nobody resize the tensor's storage any more.
+    """
+    memory: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    memory.tensor = tensor
+    return np.frombuffer(memory, np.uint8)
 
 
 def _cores() -> set[int]:
