@@ -14,7 +14,7 @@ import torch
 
 from adasum.horovod import plain_types
 from adasum.horovod.process_sets import ProcessSet, group_and_root, require_group
-from collectives import validation
+from collectives import TransportError, validation
 
 
 def broadcast_object(
@@ -40,6 +40,8 @@ def broadcast_object(
     sent = _encode(obj) if group.rank == root else b""
     length = torch.tensor([len(sent)], dtype=torch.int64, device="cpu")
     group.broadcast(length, root=root, name=f"{name}: length")
+    if int(length) < 1:
+        raise TransportError(f"rank {root_rank} says that its object has {int(length)} bytes")
     # bytearray: torch wants memory that can be written to.
     content = bytearray(sent or int(length))
     group.broadcast(

@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import torch
 
 from collectives.consistency.description import Description, difference
-from collectives.errors import CollectiveMismatchError
+from collectives.errors import CollectiveMismatchError, TransportError
 from collectives.execution.context import CallContext
 from collectives.execution.executor import execute
 from collectives.execution.operations import WITH_JOINED
 from collectives.reducers import Max
 from collectives.schedules import recursive_doubling
 from collectives.transport.base import Transport
-from collectives.transport.byte_gathering import gather_bytes
+from collectives.transport.byte_gathering import gather_bytes, read_objects
 
 _NO_CODE = torch.iinfo(torch.int64).min
 
@@ -82,7 +82,11 @@ def negotiate_by_messages(mine: Description | Joined, call: CallContext) -> Outc
     reports = gather_bytes(
         json.dumps(report).encode(), transport, call.label, call.timeout, call.code
     )
-    return _conclude([json.loads(each) for each in reports], transport)
+    told = read_objects(reports, transport)
+    try:
+        return _conclude(told, transport)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise TransportError(f"{call.label}: what ranks told is no call: {error}") from error
 
 
 def _conclude(reports: list[list[Any]], transport: Transport) -> Outcome:

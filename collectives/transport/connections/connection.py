@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from collectives.errors import TransportError
 from collectives.transport.base import same_number
 from collectives.transport.shared_memory.symmetric_memory import RanksDiffer
 
@@ -160,8 +161,8 @@ class Connection(ABC):
                 pass
         except PeerGone as gone:
             return gone
-        except OSError:
-            # Nothing is left to read: it ended without a farewell.
+        except (OSError, TransportError):
+            # Nothing is left that can be read: it ended without a farewell.
             pass
         return PeerGone(self.peer, self.name)
 

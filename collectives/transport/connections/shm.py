@@ -175,7 +175,7 @@ class ShmConnection(Connection):
             return True
         if not count:
             raise PeerGone(self.peer, self.name)
-        self._returned, field, code = _HEADER.unpack_from(self._record)
+        self._returned, field, code = self._header(count)
         kind, length = field >> KIND_SHIFT, field & LENGTH_MASK
         inline = self._inline[: count - _HEADER.size]
         if kind == FAREWELL:
@@ -189,6 +189,23 @@ class ShmConnection(Connection):
         elif length:
             self._early.append((code, length, inline.copy()))
         return True
+
+    def _header(self, count: int) -> tuple[int, int, int]:
+        """Return what a record of `count` bytes begins with; TransportError for what is none."""
+        if count >= _HEADER.size:
+            returned, field, code = _HEADER.unpack_from(self._record)
+            kind, length = field >> KIND_SHIFT, field & LENGTH_MASK
+            # Inline is what is small, and nothing else.
+            expected = length if kind == DATA and length <= INLINE_BYTES else 0
+            inside = count - _HEADER.size
+            # One that was sent may not be counted yet, after an interrupt.
+            fits = kind == FAREWELL or (inside == expected and length <= SLOT_BYTES)
+            if fits and self._returned <= returned <= self._sent + 1:
+                return returned, field, code
+        raise TransportError(
+            f"what came over the connection to rank {self.name} is no message of a rank: something "
+            "else has written to it"
+        )
 
     def _take(self, code: int, length: int, inline: Bytes) -> None:
         """Copy one piece to the first posted receive."""

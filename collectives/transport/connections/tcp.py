@@ -123,7 +123,7 @@ class TcpConnection(Connection):
         if not self._shared.was_shared:
             return False
         with self._shared.lock:
-            with contextlib.suppress(OSError, PeerGone):
+            with contextlib.suppress(OSError, PeerGone, TransportError):
                 while self._shared.read(self, self._socket, own=False):
                     pass
             return any(frame.kind == FAREWELL for frame in self._early)
