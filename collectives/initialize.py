@@ -33,7 +33,7 @@ from collectives.bootstrap.transport_selection import (
     transport_choice,
 )
 from collectives.consistency.description import Description
-from collectives.errors import CollectiveTimeoutError
+from collectives.errors import CollectiveTimeoutError, TransportError
 from collectives.group import Group
 from collectives.schedules.topology import Topology
 from collectives.stall import warning_seconds
@@ -339,8 +339,9 @@ def run_threads(
             errors.append(error)
         try:
             group.close()
-        except BaseException as error:  # noqa: BLE001 - likewise
-            errors.append(error)
+        except TransportError as error:
+            # Most often since another rank has ended, whose error is raised.
+            _logger.warning("rank %d: %s", group.rank, error)
 
     threads = [
         threading.Thread(target=main, args=(group,), name=f"rank-{group.rank}", daemon=True)

@@ -36,6 +36,9 @@ class Runs(Protocol):
         """Take note of what may have left a call half made."""
         ...
 
+    # What a mismatch has said that nobody has waited for yet.
+    untold: str
+
     def is_forked(self) -> bool:
         """Whether this process was forked from the one whose calls these are."""
         ...
@@ -92,6 +95,8 @@ class Work(Generic[T_co]):
             self._worker.run_first(self)
         self._wait_for_host()
         if self._error is not None:
+            if self._worker is not None and self._worker.untold == str(self._error):
+                self._worker.untold = ""
             raise self._error
         for device, event in self._events:
             torch.cuda.current_stream(device).wait_event(event)
@@ -190,6 +195,8 @@ class Work(Generic[T_co]):
                     self._events.append((stream.device, stream.record_event()))
             except CollectiveMismatchError as error:
                 self._error = error
+                if self._worker is not None:
+                    self._worker.untold = str(error)
             except BaseException as error:  # noqa: BLE001 - wait() raises it
                 self._error = error
                 if self._worker is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import zip_longest
@@ -125,12 +125,15 @@ class Call(NamedTuple):
         return self.tensors if self.out is None else (*self.tensors, self.out)
 
 
-def difference(calls: Mapping[int, Description], transport: Transport) -> str:
+def difference(
+    calls: Mapping[int, Description], transport: Transport, movable: Collection[int] = ()
+) -> str:
     """Say how the lowest rank's call and the first one that is not like it differ.
 
     Args:
         calls: Two or more ranks' calls, not all alike, by rank.
         transport: Between the ranks, whose names it has.
+        movable: The ranks whose call is a named asynchronous one.
 
     Returns:
         The same text on every rank that asks.
@@ -141,6 +144,9 @@ def difference(calls: Mapping[int, Description], transport: Transport) -> str:
     other = calls[rank].entries()
     disagree = f"ranks disagree{f' in the group{of}' if (of := transport.of_ranks) else ''}"
     one, another = transport.named([lowest]), transport.named([rank])
+    if first[0] != other[0] and (lowest in movable) is not (rank in movable):
+        early, late = (lowest, rank) if lowest in movable else (rank, lowest)
+        return f"{disagree}: {_moved(calls[early], calls[late], early, late, transport)}"
     if first[0] != other[0]:
         return f"{disagree}: {one} calls {first[0]}, {another} calls {other[0]}"
     number = next(i for i, (mine, theirs) in enumerate(zip_longest(first, other)) if mine != theirs)
@@ -150,6 +156,22 @@ def difference(calls: Mapping[int, Description], transport: Transport) -> str:
     )
     return (
         f"{disagree}: {one} calls {first[0]} with {mine}, {another} calls {other[0]} with {theirs}"
+    )
+
+
+def _moved(
+    call: Description, other: Description, rank: int, other_rank: int, transport: Transport
+) -> str:
+    """Say what to do about a named asynchronous call that met one of another name or kind.
+
+    That may be a call of the library's own, of which the user knows nothing.
+    """
+    met = f"makes another call, a {other.kind}" if other.kind != call.kind else f"calls {other}"
+    return (
+        f"{transport.named([rank])} calls {call}, and {transport.named([other_rank])} {met}: "
+        f"{call} was started at another place among the calls; start it at the same place on every "
+        "rank, as before backward() on all or behind it on all, or in a group of its own "
+        "(Group.split, or a process set)"
     )
 
 

@@ -53,12 +53,15 @@ class Outcome(NamedTuple):
     call: Description | None = None
 
 
-def negotiate_by_messages(mine: Description | Joined, call: CallContext) -> Outcome:
+def negotiate_by_messages(
+    mine: Description | Joined, call: CallContext, *, movable: bool = False
+) -> Outcome:
     """Return when all ranks that have not joined make one call, or all have joined.
 
     Args:
         mine: What this rank does.
         call: What the steps of the negotiation have in common.
+        movable: As `Negotiation.movable`.
 
     Raises:
         CollectiveMismatchError: On every rank with the same text, where the calls differ or the
@@ -78,7 +81,7 @@ def negotiate_by_messages(mine: Description | Joined, call: CallContext) -> Outc
         return Outcome(last=(since - 1) % transport.size)
     if most == -least and not since:
         return Outcome()
-    report = ["", sorted(mine.operators)] if isinstance(mine, Joined) else [mine.to_json()]
+    report = ["", sorted(mine.operators)] if isinstance(mine, Joined) else [mine.to_json(), movable]
     reports = gather_bytes(
         json.dumps(report).encode(), transport, call.label, call.timeout, call.code
     )
@@ -95,7 +98,8 @@ def _conclude(reports: list[list[Any]], transport: Transport) -> Outcome:
     joined = [rank for rank in range(len(reports)) if rank not in calls]
     call = calls[min(calls)]
     if any(other != call for other in calls.values()):
-        raise CollectiveMismatchError(difference(calls, transport))
+        movable = [rank for rank in calls if reports[rank][1]]
+        raise CollectiveMismatchError(difference(calls, transport, movable))
     for rank in joined:
         _, operators = reports[rank]
         problem = None

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from collectives import validation
-from collectives.errors import CollectiveMismatchError, TransportError, describe
+from collectives.errors import CollectiveError, CollectiveMismatchError, TransportError, describe
 from collectives.transport.base import Transport
 from collectives.work import Work
 from collectives.worker import Worker
@@ -112,7 +112,9 @@ class CallQueue:
             try:
                 # What an earlier call left on a stream may have ended meanwhile.
                 self._transport.check_streams()
-                return function()
+                result = function()
+                self._worker.untold = ""
+                return result
             except CollectiveMismatchError:
                 raise
             except BaseException as error:
@@ -121,6 +123,10 @@ class CallQueue:
                     self._worker.failure = error
                 if self._transport.size > 1:
                     self._end_transport(error)
+                if isinstance(error, CollectiveError) and (untold := self._worker.untold):
+                    # Of the call before: a rank that was told has ended, and this one does not
+                    # know why it waits in vain.
+                    raise CollectiveMismatchError(untold) from error
                 raise
 
         return guarded
