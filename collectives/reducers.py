@@ -135,7 +135,7 @@ _HALVES = _dtypes("float16", "complex32")
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
     """Return a complex tensor's memory as pairs of reals, any other tensor as it is.
 
-    A factor is real: times infinity, as a complex number, its imaginary part is NaN.
+    Times a real factor that torch takes for a complex one infinity has a part that is NaN.
     """
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
@@ -159,8 +159,11 @@ class SumReducer(Reducer):
 
     def reduce(self, operands: Operands) -> None:
         for parts, out, _ in operands.pieces:
-            # torch sums integers and complex numbers. On the CPU it also adds two floating-point
-            # tensors: the bits are the same, and kernels' checks cost more than a small sum.
+            if out.is_complex():
+                # torch multiplies the second one by a complex 1, which makes infinity NaN.
+                parts, out = tuple(map(as_real, parts)), as_real(out)
+            # torch sums integers. On the CPU it also adds two floating-point tensors: the bits are
+            # the same, and kernels' checks cost more than a small sum.
             if out.dtype in kernels.DTYPES and (len(parts) > 2 or not out.is_cpu):
                 kernels.sum_n(parts, out=out)
             else:

@@ -13,15 +13,19 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 import adasum
+import collectives
 from collectives import Average, FusedBuffer, Group, Max, Min, Product, Sum, run_threads
 from collectives.reducers import COPIED
 from collectives.schedules import recursive_doubling
 from tests.collectives.consistency.ranks import everywhere, run
+from tests.processes.harness import run_ranks
 
 Tensor = torch.Tensor
 SPARSE = torch.sparse_coo_tensor(size=(2, 3))
@@ -362,3 +366,21 @@ def test_tables_of_dtypes_say_what_torch_computes(dtype: torch.dtype) -> None:
     assert accepts(Average) == added
     if added:
         assert works(lambda t: Average.finish(t, 3))
+
+
+def _distributed_tensor(rank: int, transport: str) -> None:
+    group = collectives.init(timeout=20.0, transport=transport, calibrate=False)
+    local = torch.full((3,), rank + 1.0)
+    if rank == 1:
+        mesh = DeviceMesh("cpu", [1], _init_backend=False)
+        given = DTensor.from_local(local, mesh, [Replicate()], run_check=False)
+        for call in (group.all_reduce, adasum.allreduce, adasum.allreduce_, group.all_reduce_init):
+            with pytest.raises(TypeError, match=r"got DTensor.*to_local\(\) of a DTensor"):
+                call(given)
+    assert group.all_reduce(local).tolist() == [3.0] * 3
+    collectives.shutdown()
+
+
+@pytest.mark.parametrize("transport", ["auto", "gloo", "tcp"])
+def test_dtensor_of_one_rank_is_refused_and_the_group_stays_usable(transport: str) -> None:
+    run_ranks(2, _distributed_tensor, transport, timeout=60.0)

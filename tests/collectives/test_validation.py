@@ -91,6 +91,11 @@ CASES: dict[str, Case] = {
         "limits must be positive and ascending",
     ),
     "specification type": (lambda g, t: g.all_reduce(t, algorithm=3), TypeError, "must be a str"),
+    "shards": (
+        lambda g, t: g.all_reduce(t, algorithm="rd#1099511627776"),
+        ValueError,
+        "chunks must be at most 1048576, rd#1099511627776 has 1099511627776",
+    ),
     "rings": (lambda g, t: g.all_reduce(t, algorithm="xring#3"), ValueError, "1 to 2 shards.* 3"),
     "servers": (lambda g, t: g.all_reduce(t, algorithm="psgpu#3"), ValueError, "1 to 2 shards"),
     "a range not taken": (

@@ -149,9 +149,7 @@ def train_with_metric(
 
 
 @pytest.mark.parametrize("first", [0, 1])
-@pytest.mark.parametrize(
-    "options", [{}, {"check_parameters": False}, {"num_groups": 1}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"check_parameters": False}, {"num_groups": 1}], ids=str)
 def test_metric_that_ranks_start_at_different_places_is_what_the_error_names(
     first: int, options: dict[str, object]
 ) -> None:
