@@ -17,7 +17,7 @@ from collectives.schedules.verify import Proof, verify, with_leaves
 
 # Of one rank; a generator that never ends must not hang its caller.
 MAX_STEPS = 1 << 16
-MAX_MESSAGES = 1 << 18
+MAX_MESSAGES = 1 << 17
 _MAX_ENTRIES = 64
 
 

@@ -166,7 +166,7 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "messages for ever": (
         replace(FINE, steps=lambda rank: [Step(sends=repeat(Transfer(1 - rank, 0, 1)))]),
         ValueError,
-        "rank 0 has more than 262144 messages",
+        "rank 0 has more than 131072 messages",
     ),
     "ranks of a group for ever": (
         replace(FINE, steps=lambda rank: [Step(group=repeat(rank))]),
