@@ -89,7 +89,8 @@ class Work(Generic[T_co]):
             return self._wait()
 
     def _wait(self) -> Any:
-        self._check_process()
+        if not self._ended:
+            self._check_process()
         # Callbacks are the communication thread's, and the user's modes this one's.
         if self._claimable and self._worker is not None and not (self._callbacks or active_mode()):
             self._worker.run_first(self)

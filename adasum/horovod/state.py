@@ -12,7 +12,7 @@ from torch import Tensor
 
 from adasum.horovod.objects import allgather_object, broadcast_object
 from adasum.horovod.process_sets import ProcessSet, group_and_root
-from collectives import Group
+from collectives import Group, validation
 
 
 def broadcast_parameters(
@@ -73,6 +73,8 @@ def broadcast_optimizer_state(
         raise TypeError(
             f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}"
         )
+    validation.no_mode("optimizer's state")
+    _map_tensors(partial(_checked, "a tensor of optimizer's state"), optimizer.state_dict())
     group, root = group_and_root(process_set, root_rank)
     _check_parameter_groups(optimizer, group, root, process_set)
     parameters = [p for each in optimizer.param_groups for p in each["params"]]
@@ -108,6 +110,11 @@ def broadcast_optimizer_state(
         if parameters[index] in optimizer.state:
             move = partial(_move, parameters[index].device)
             optimizer.state[parameters[index]] = _map_tensors(move, state)
+
+
+def _checked(argument: str, tensor: Tensor) -> Tensor:
+    validation.plain(argument, tensor)
+    return tensor
 
 
 def _move(device: torch.device, tensor: Tensor) -> Tensor:

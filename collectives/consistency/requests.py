@@ -60,7 +60,7 @@ class Request(Generic[T_co]):
     def _bind(self, call: Call) -> None:
         self._call = call
         self._kinds = [(tensor.shape, tensor.dtype, tensor.device) for tensor in call.tensors]
-        self._memory = list(map(_memory_of, call.memory))
+        self._memory = [(tensor, *_memory_of(tensor)) for tensor in call.memory]
         self._shared = self._calls.plan(call)
 
     def start(self, tensor: Tensor | Sequence[Tensor] | None = None) -> Work[T_co]:
@@ -98,12 +98,14 @@ class Request(Generic[T_co]):
 
     def _check_memory(self) -> None:
         """Raise ValueError where a buffer's memory, shape or dtype is not what was passed."""
-        for number, (tensor, memory) in enumerate(
-            zip(self._call.memory, self._memory, strict=True)
-        ):
-            if _memory_of(tensor) != memory:
-                address, shape, dtype, _ = memory
-                now, other, kind, _ = _memory_of(tensor)
+        for number, (tensor, address, shape, dtype) in enumerate(self._memory):
+            if (
+                tensor.data_ptr() != address
+                or tensor.shape != shape
+                or tensor.dtype is not dtype
+                or not tensor.is_contiguous()
+            ):
+                now, other, kind = _memory_of(tensor)
                 raise ValueError(
                     f"tensor {number} of {self!r} has other memory than when it was passed, as by "
                     f"set_(), resize_() or .data = (shape {tuple(other)} {kind} at {now:#x}, "
@@ -160,7 +162,7 @@ class Request(Generic[T_co]):
         if self._work is not None:
             raise RuntimeError(f"{self!r} was started: call wait() first")
         self._call, self._shared = self._call._replace(tensors=()), None
-        self._memory = list(map(_memory_of, self._call.memory))
+        self._memory = []
 
     def close(self) -> None:
         """Let go of the buffers; it cannot be started again. Other ranks need not close theirs.
@@ -182,6 +184,6 @@ class Request(Generic[T_co]):
             raise RuntimeError(f"{self!r} was closed: make another one")
 
 
-def _memory_of(tensor: Tensor) -> tuple[int, torch.Size, torch.dtype, bool]:
-    """Return what a request relies on: where a tensor lies, and how."""
-    return tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.is_contiguous()
+def _memory_of(tensor: Tensor) -> tuple[int, torch.Size, torch.dtype]:
+    """Return what a request relies on: where a contiguous tensor lies, and of what it is."""
+    return tensor.data_ptr(), tensor.shape, tensor.dtype
