@@ -38,11 +38,14 @@ _PACKAGES = ("triton", "numpy", *itertools.chain(*_CUDA.values()))
 PRIVATE_NAMES = (
     *(f"torch:_foreach_{each}_" for each in ("add", "copy", "sub", "zero")),
     "torch:_C._current_graph_task_id",
+    "torch:_C._functorch",
+    *(f"torch:_C._len_torch_{each}_stack" for each in ("dispatch", "function")),
     "torch:autograd.Variable._execution_engine",
     "torch.autograd.profiler:_is_profiler_enabled",
     "torch.optim.optimizer:_global_optimizer_post_hooks",
     "torch.optim.optimizer:_global_optimizer_pre_hooks",
-    "torch.utils:_python_dispatch",
+    "torch.overrides:_get_current_function_mode_stack",
+    *(f"torch.utils:{each}" for each in ("_device", "_python_dispatch")),
     *(
         f"torch.distributed.distributed_c10d:{each}"
         for each in ("_world.pg_map", "_world.pg_group_ranks", "_new_process_group_helper")

@@ -35,8 +35,9 @@ class Group(Reductions, ScheduleRuns, PersistentCollectives, OwnerCollectives):
     negotiate each call, so a difference between ranks is a CollectiveMismatchError on all of them:
     tensors are as they were before the call, and the group stays usable; after any other error
     raised while a call runs it is not. Between ranks that share memory the negotiation needs no
-    message. Any number of asynchronous calls may be under way; they run in the order in which they
-    were made.
+    message. Asynchronous calls run in the order in which they were made. So many may be under way
+    that no program should notice, 8,192: who makes another one then waits for the oldest, but for a
+    callback, which waits for none.
 
     Every method checks its arguments before anything is sent: TypeError or ValueError, naming the
     argument and the fix. With `async_op` a method returns a Work, whose wait() returns what the
@@ -88,7 +89,15 @@ class Group(Reductions, ScheduleRuns, PersistentCollectives, OwnerCollectives):
         self._whole: Group | None = None
 
     def __repr__(self) -> str:
-        return f"Group(rank={self.rank}, size={self.size})"
+        return f"Group(rank={self.rank}, size={self.size}{self.transport.of_ranks})"
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """What errors call the ranks: their numbers in the group that all were split from.
+
+        Of a Group of some of a process group's ranks, their numbers in torch.distributed.
+        """
+        return tuple(self.transport.names) or tuple(range(self.size))
 
     @property
     def num_nodes(self) -> int:
@@ -320,7 +329,7 @@ class Group(Reductions, ScheduleRuns, PersistentCollectives, OwnerCollectives):
             reason: What errors say, on this rank and on its peers.
         """
         validation.instance("reason", reason, str, "a str")
-        said = f"rank {self.rank} called abort()" + (f": {reason}" if reason else "")
+        said = f"{self.transport.me} called abort()" + (f": {reason}" if reason else "")
         for part in list(self._parts):
             part.abort(reason)
         self._call.queue.abort(said)
@@ -333,8 +342,12 @@ class Group(Reductions, ScheduleRuns, PersistentCollectives, OwnerCollectives):
     def close(self) -> None:
         """Let queued calls finish, then end the communication thread and close the transport.
 
+        They have all the time that they need as long as they progress: `timeout` is for each step.
         Groups that were split from this one are closed first. Where one of all this fails the rest
         is closed all the same.
+
+        Raises:
+            TransportError: Asynchronous calls were lost; the text says how many, and why.
         """
         if self.closed:
             return

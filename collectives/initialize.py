@@ -8,6 +8,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import TypeVar
 
@@ -24,6 +25,7 @@ from collectives.bootstrap.rendezvous import (
     start_torch_distributed,
 )
 from collectives.bootstrap.report import report
+from collectives.bootstrap.settings import TIMEOUT, Settings, check_process_group
 from collectives.bootstrap.transport_selection import (
     check_alone,
     connect,
@@ -31,7 +33,7 @@ from collectives.bootstrap.transport_selection import (
     transport_choice,
 )
 from collectives.consistency.description import Description
-from collectives.errors import CollectiveTimeoutError
+from collectives.errors import CollectiveTimeoutError, TransportError
 from collectives.group import Group
 from collectives.schedules.topology import Topology
 from collectives.stall import warning_seconds
@@ -43,16 +45,17 @@ T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
 _group: Group | None = None
+_settings = Settings()
 _thread = threading.local()
 _adopted: weakref.WeakKeyDictionary[dist.ProcessGroup, Group] = weakref.WeakKeyDictionary()
 
 
 def init(
     *,
-    timeout: float = 300.0,
+    timeout: float | None = None,
     process_group: dist.ProcessGroup | None = None,
     transport: str | None = None,
-    calibrate: bool = True,
+    calibrate: bool | None = None,
 ) -> Group:
     """Join the ranks that a launcher started and return their group; without one, one rank.
 
@@ -60,13 +63,14 @@ def init(
     LOCAL_WORLD_SIZE, as torchrun sets them. Where neither RANK nor WORLD_SIZE is set, it sets all
     of them by the variables of horovodrun, mpirun (Open MPI), mpiexec (PMI) or srun, the first that
     is found. If torch.distributed is initialised already, or with `process_group`, it uses those
-    ranks. A second call returns the first one's group unless that was closed.
+    ranks. A second call returns the first one's group unless that was closed; what it gives must be
+    what the first one gave, or had by default. Under `run_threads` it returns the thread's group.
 
     A rank that waits for others in a collective logs a WARNING after 60 seconds and each 60 more,
     or after as many as the environment variable ADASUM_STALL_WARNING_SECONDS says, 0 for never.
 
     Args:
-        timeout: Seconds that any step of a collective may wait for a peer.
+        timeout: Seconds that any step of a collective may wait for a peer; 300 unless given.
         process_group: The torch.distributed process group whose ranks to use.
         transport: How CPU tensors travel. None reads the environment variable ADASUM_TRANSPORT,
             else "auto". It must be the same on all ranks.
@@ -80,8 +84,8 @@ def init(
               tensors as with "auto". Otherwise CUDA tensors travel over torch.distributed, where
               every rank of every host can have a GPU of its own.
         calibrate: Whether to measure link rates, for a fraction of a second, by which "auto"
-            chooses the algorithm of Sum and Average of CPU tensors. False chooses by size alone,
-            the same in every run. It must be the same on all ranks.
+            chooses the algorithm of Sum and Average of CPU tensors; True unless given. False
+            chooses by size alone, the same in every run. It must be the same on all ranks.
 
     Returns:
         The default group.
@@ -89,7 +93,8 @@ def init(
     Raises:
         ValueError: The environment variables are incomplete or wrong, or do not say at which
             address ranks of several hosts meet; or `transport` is unknown, or
-            ADASUM_STALL_WARNING_SECONDS no number.
+            ADASUM_STALL_WARNING_SECONDS no number. Or a second call gives another argument than
+            the first: nothing is changed.
         RuntimeError: There is more than one rank but torch is built without torch.distributed, or
             ADASUM_CPU_KERNELS demands compiled kernels that are not available.
         CollectiveTimeoutError: Ranks did not arrive; the text names them.
@@ -97,27 +102,32 @@ def init(
         TransportError: `transport` is not available. Raised on all ranks. Or this process may not
             open as many files as there are ranks.
     """
-    global _group
+    global _group, _settings
+    given = Settings(timeout, process_group, transport, calibrate)
     if (group := _open_group()) is not None:
+        if group is _group:
+            given.require_same(_settings)
         return group
-    validation.timeout(timeout)
-    options = {"transport": transport_choice(transport), "calibrate": calibrate}
+    settings = given.checked()
+    timeout, choice = settings.timeout or TIMEOUT, str(settings.transport)
+    validation.no_mode("init's messages")
     # What these raise, and the second it may take, come before anybody waits.
     warning_seconds()
     kernels.backend_info()
-    validation.instance("calibrate", calibrate, bool, "a bool")
     # Else torch's communicators are ours.
     shares_gpu = process_group is not None or _distributed()
-    gloo = _gloo(process_group, timeout, transport_choice(transport))
+    gloo = _gloo(process_group, timeout, choice)
     if gloo is None:
-        check_alone(transport_choice(transport))
-        _group = Group(ThreadWorld(1).transport(0), timeout=timeout, local_rank=0, local_size=1)
-        _report(_group, transport_choice(transport))
-        return _group
-    _group = _over_gloo(gloo, timeout, Description("init", options=options))
-    _group.transport.shares_gpu = shares_gpu
-    atexit.register(shutdown)
-    return _group
+        check_alone(choice)
+        group = Group(ThreadWorld(1).transport(0), timeout=timeout, local_rank=0, local_size=1)
+        _report(group, choice)
+    else:
+        options = {"transport": choice, "calibrate": settings.calibrate}
+        group = _over_gloo(gloo, timeout, Description("init", options=options))
+        group.transport.shares_gpu = shares_gpu
+        atexit.register(shutdown)
+    _group, _settings = group, settings
+    return group
 
 
 def _gloo(
@@ -125,7 +135,6 @@ def _gloo(
 ) -> GlooTransport | None:
     """Return what `init` starts from; None for a rank that is alone."""
     if process_group is not None:
-        _check_process_group(process_group)
         require_room(dist.get_world_size(process_group), None, choice, gloo=False)
         return GlooTransport(process_group)
     if _distributed():
@@ -150,14 +159,6 @@ def _backend_of(process_group: dist.ProcessGroup, timeout: float) -> str:
     return agree_on_backend(store_of(process_group), rank, size, timeout)
 
 
-def _check_process_group(process_group: object) -> None:
-    if not (dist.is_available() and isinstance(process_group, dist.ProcessGroup)):
-        raise TypeError(
-            "process_group must be a torch.distributed.ProcessGroup that this rank is in, got "
-            f"{type(process_group).__name__}"
-        )
-
-
 def _distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
@@ -177,7 +178,7 @@ def new_group(ranks: Sequence[int]) -> Group | None:
 
 
 def from_process_group(
-    process_group: dist.ProcessGroup, *, timeout: float = 300.0, calibrate: bool = True
+    process_group: dist.ProcessGroup, *, timeout: float = TIMEOUT, calibrate: bool = True
 ) -> Group:
     """Return a group of the ranks of a torch.distributed process group, in its order.
 
@@ -200,11 +201,12 @@ def from_process_group(
     _require_distributed()
     if not _distributed():
         raise RuntimeError("torch.distributed is not initialised: call init_process_group first")
-    _check_process_group(process_group)
+    check_process_group(process_group)
     validation.timeout(timeout)
     validation.instance("calibrate", calibrate, bool, "a bool")
     group = _adopted.get(process_group)
     if group is None or group.closed:
+        validation.no_mode("from_process_group's messages")
         # What these raise comes before anybody waits.
         choice = transport_choice(None)
         warning_seconds()
@@ -212,9 +214,11 @@ def from_process_group(
         ranks = range(dist.get_world_size(process_group))
         require_room(len(ranks), None, choice, gloo=True)
         own = subgroup(process_group, ranks, _backend_of(process_group, timeout), timeout)
+        members = dist.get_process_group_ranks(process_group)
+        names = () if members == list(range(dist.get_world_size())) else members
         options = {"transport": choice, "calibrate": calibrate}
         start = Description("from_process_group", options=options)
-        group = _over_gloo(GlooTransport(own, owned=True), timeout, start)
+        group = _over_gloo(GlooTransport(own, owned=True, names=names), timeout, start)
         for each in (group, _group):
             if each is not None:
                 each.transport.shares_gpu = True
@@ -225,8 +229,9 @@ def from_process_group(
 
 
 def _close_adopted() -> None:
-    for group in list(_adopted.values()):
-        group.close()
+    with ExitStack() as stack:
+        for group in list(_adopted.values()):
+            stack.callback(group.close)
 
 
 def _over_gloo(gloo: GlooTransport, timeout: float, start: Description) -> Group:
@@ -257,13 +262,17 @@ def _report(group: Group, choice: str) -> None:
 
 
 def shutdown() -> None:
-    """Close the group that `init` made, if any; `init` may be called again."""
+    """Close the group that `init` made, if any: `Group.close`; `init` may be called again.
+
+    Raises:
+        TransportError: Asynchronous calls were lost; the text says how many.
+    """
     global _group
     if _group is None:
         return
     group, _group = _group, None
-    group.close()
     atexit.unregister(shutdown)
+    group.close()
 
 
 def _open_group() -> Group | None:
@@ -328,8 +337,11 @@ def run_threads(
             results[group.rank] = fn(group)
         except BaseException as error:  # noqa: BLE001 - raised below, for all threads
             errors.append(error)
-        finally:
+        try:
             group.close()
+        except TransportError as error:
+            # Most often since another rank has ended, whose error is raised.
+            _logger.warning("rank %d: %s", group.rank, error)
 
     threads = [
         threading.Thread(target=main, args=(group,), name=f"rank-{group.rank}", daemon=True)

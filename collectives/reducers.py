@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial, reduce
+from functools import partial, reduce
 from typing import NamedTuple
 
 import torch
@@ -109,15 +109,35 @@ class Reducer:
         """Do what is left on the reduced buffer, element by element; it may come in parts."""
 
 
-@lru_cache
-def computes(operator: Callable[..., torch.Tensor], dtype: torch.dtype) -> bool:
-    """Return whether torch has the operator for the dtype; it adds no 8-bit floats."""
-    one = torch.empty(1, dtype=dtype, device="cpu")
-    try:
-        operator(one, one)
-    except (RuntimeError, TypeError):
-        return False
-    return True
+def _dtypes(*names: str) -> frozenset[torch.dtype]:
+    """Return those of the dtypes that this torch has."""
+    return frozenset(getattr(torch, name) for name in names if hasattr(torch, name))
+
+
+# What torch computes with, as tables: to ask torch itself would be an operation that the user's
+# modes see, and may make fail. Tests compare them with every dtype that torch has.
+_REAL = _dtypes("float16", "bfloat16", "float32", "float64", "int8", "int16", "int32", "int64")
+ORDERED = _REAL | _dtypes("uint8", "bool")
+_COMPLEX = _dtypes("complex32", "complex64", "complex128")
+ADDED = ORDERED | _COMPLEX
+# torch multiplies unsigned integers, and does not add them.
+MULTIPLIED = ADDED | _dtypes("uint16", "uint32", "uint64")
+# All but those whose elements are smaller than a byte, and quantized ones.
+COPIED = MULTIPLIED | _dtypes(
+    *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    *("float4_e2m1fn_x2", "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"),
+)
+
+
+_HALVES = _dtypes("float16", "complex32")
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a complex tensor's memory as pairs of reals, any other tensor as it is.
+
+    Times a real factor that torch takes for a complex one infinity has a part that is NaN.
+    """
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 class SumReducer(Reducer):
@@ -129,7 +149,7 @@ class SumReducer(Reducer):
     def check(self, dtype: torch.dtype) -> None:
         if dtype == torch.bool:
             raise TypeError(f"{self.name} has no meaning on {dtype}: convert to an integer dtype")
-        if not computes(torch.add, dtype):
+        if dtype not in ADDED:
             raise TypeError(f"{self.name} needs additions, which torch has not for {dtype}")
 
     def algorithm(self, nbytes: int, size: int) -> str:
@@ -139,8 +159,11 @@ class SumReducer(Reducer):
 
     def reduce(self, operands: Operands) -> None:
         for parts, out, _ in operands.pieces:
-            # torch sums integers and complex numbers. On the CPU it also adds two floating-point
-            # tensors: the bits are the same, and kernels' checks cost more than a small sum.
+            if out.is_complex():
+                # torch multiplies the second one by a complex 1, which makes infinity NaN.
+                parts, out = tuple(map(as_real, parts)), as_real(out)
+            # torch sums integers. On the CPU it also adds two floating-point tensors: the bits are
+            # the same, and kernels' checks cost more than a small sum.
             if out.dtype in kernels.DTYPES and (len(parts) > 2 or not out.is_cpu):
                 kernels.sum_n(parts, out=out)
             else:
@@ -150,28 +173,28 @@ class SumReducer(Reducer):
 class AverageReducer(SumReducer):
     """The sum divided once, at the end, by the number of ranks n.
 
-    float16 is divided by P before the sum, the least power of two not below n, and by n/P at the
-    end: the sum of what is finite cannot overflow, but for rounding beside the largest values. As
-    long as x/P is a normal number nothing is lost; below, up to log2 P bits of x.
+    float16, and complex32, is divided by P before the sum, the least power of two not below n, and
+    by n/P at the end: the sum of what is finite cannot overflow, but for rounding beside the
+    largest values. As long as x/P is a normal number nothing is lost; below, up to log2 P bits of
+    x. Complex numbers are divided as pairs of reals.
 
     Integers are divided exactly and truncated towards zero, as C divides; their sum may overflow.
     """
 
     name = "Average"
 
-    def check(self, dtype: torch.dtype) -> None:
-        super().check(dtype)
-        if not computes(torch.div, dtype):
-            raise TypeError(f"{self.name} needs divisions, which torch has not for {dtype}")
-
     def prescale(self, dtype: torch.dtype, size: int) -> float:
-        return 0.5 ** (size - 1).bit_length() if dtype == torch.float16 else 1.0
+        return 0.5 ** (size - 1).bit_length() if dtype in _HALVES else 1.0
 
     def finish(self, buffer: torch.Tensor, size: int) -> None:
         divisor = size * self.prescale(buffer.dtype, size)
-        if divisor != 1.0:
-            real = buffer.is_floating_point() or buffer.is_complex()
-            buffer.div_(divisor) if real else buffer.div_(size, rounding_mode="trunc")
+        if divisor == 1.0:
+            return
+        buffer = as_real(buffer)
+        if buffer.is_floating_point():
+            buffer.div_(divisor)
+        else:
+            buffer.div_(size, rounding_mode="trunc")
 
 
 class ElementwiseReducer(Reducer):
@@ -180,16 +203,20 @@ class ElementwiseReducer(Reducer):
     Args:
         name: How errors and traces call it.
         operator: The function.
+        dtypes: Those that it takes.
     """
 
     reduces_in_shared_memory = True
 
-    def __init__(self, name: str, operator: Callable[..., torch.Tensor]) -> None:
+    def __init__(
+        self, name: str, operator: Callable[..., torch.Tensor], dtypes: frozenset[torch.dtype]
+    ) -> None:
         self.name = name
         self._operator = operator
+        self._dtypes = dtypes
 
     def check(self, dtype: torch.dtype) -> None:
-        if not computes(self._operator, dtype):
+        if dtype not in self._dtypes:
             raise TypeError(f"{self.name} has no meaning on {dtype}")
 
     def algorithm(self, nbytes: int, size: int) -> str:
@@ -216,6 +243,6 @@ def is_plain_sum(op: Reducer) -> bool:
 Sum = SumReducer()
 Average = AverageReducer()
 # A NaN is the Max and the Min of whatever it meets. By Max ranks also compare a call's arguments.
-Max = ElementwiseReducer("Max", torch.maximum)
-Min = ElementwiseReducer("Min", torch.minimum)
-Product = ElementwiseReducer("Product", torch.mul)
+Max = ElementwiseReducer("Max", torch.maximum, ORDERED)
+Min = ElementwiseReducer("Min", torch.minimum, ORDERED)
+Product = ElementwiseReducer("Product", torch.mul, MULTIPLIED)

@@ -51,7 +51,7 @@ class Stall:
     """One wait of a rank.
 
     Args:
-        rank: This rank.
+        rank: What errors call this rank.
         step: What an error calls the step, with its call.
         timeout: Seconds after which the wait is an error.
         late: Says for whom this rank waits, such as "rank 1, rank 3".

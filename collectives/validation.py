@@ -13,11 +13,17 @@ from itertools import pairwise
 from types import UnionType
 
 import torch
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C._functorch import peek_interpreter_stack
 from torch.nn.parameter import is_lazy
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
-from collectives.reducers import Reducer, computes
+from collectives.reducers import COPIED, Reducer
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+# nn.Buffer makes plain tensors.
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def instance(argument: str, value: object, kinds: type | UnionType, expected: str) -> None:
@@ -26,13 +32,106 @@ def instance(argument: str, value: object, kinds: type | UnionType, expected: st
         raise TypeError(f"{argument} must be {expected}, got {type(value).__name__}")
 
 
+def no_mode(what: str) -> None:
+    """Check that torch runs what it is asked to run, rather than a mode or a transform of the user.
+
+    Operations of a collective would go through it on this rank, and what they leave behind, such as
+    memory for the next call, would be the mode's.
+
+    Args:
+        what: How errors call what cannot be done.
+
+    Raises:
+        TypeError: A TorchDispatchMode, a TorchFunctionMode or a torch.func transform is active.
+    """
+    if mode := active_mode():
+        raise TypeError(f"{what} cannot be sent inside {mode}: make the call outside of it")
+
+
+def active_mode() -> str:
+    """Return what sees this thread's operations before torch runs them, "" where nothing does."""
+    # torch's own is_in_torch_dispatch_mode() answers for all threads together.
+    if _len_torch_dispatch_stack():
+        return "a TorchDispatchMode, such as FakeTensorMode or FlopCounterMode"
+    if peek_interpreter_stack() is not None:
+        return "a transform of torch.func, such as vmap or grad"
+    if _len_torch_function_stack() and _has_function_mode():
+        return "a TorchFunctionMode"
+    return ""
+
+
+def _has_function_mode() -> bool:
+    """Whether a TorchFunctionMode is active, other than torch.set_default_device's."""
+    return any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
+
+
+def plain(argument: str, value: torch.Tensor) -> None:
+    """Check that a tensor is no more than its own memory; of any layout.
+
+    Raises:
+        TypeError: It is of a class that changes what operators do on it, such as DTensor or
+            FakeTensor, or wrapped by a transform of torch.func; the text says what to pass.
+        ValueError: Its storage holds fewer elements than it has.
+    """
+    if type(value) not in _PLAIN:
+        _check_class(argument, type(value))
+    if value.layout is torch.strided and not (value.is_meta or value.is_nested):
+        _check_memory(argument, value)
+
+
+def _check_class(argument: str, kind: type[torch.Tensor]) -> None:
+    """Refuse a subclass whose operators are not torch's own."""
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise TypeError(
+            f"{argument} must be a plain torch.Tensor, got {kind.__name__}, which may have no "
+            "memory of its own: pass what is inside it, such as to_local() of a DTensor, or "
+            "unbind() of a nested tensor"
+        )
+
+
+def _check_memory(argument: str, value: torch.Tensor) -> None:
+    """Refuse a strided tensor whose elements are not all in memory."""
+    needed = value.nbytes
+    if not needed:
+        return
+    if not value.is_contiguous():
+        steps = zip(value.shape, value.stride(), strict=True)
+        needed = (1 + sum((size - 1) * stride for size, stride in steps)) * value.element_size()
+    if offset := value.storage_offset():
+        needed += int(offset) * value.element_size()
+    try:
+        held, address = value.untyped_storage().nbytes(), value.data_ptr()
+    except RuntimeError:
+        held, address = needed, 0
+    if needed > held:
+        raise ValueError(
+            f"{argument} needs {needed} bytes of its storage, which has {held}: that was resized, "
+            f"as FSDP frees what it does not use; pass {argument} while its memory is there"
+        )
+    if not address:
+        raise TypeError(
+            f"{argument} has no memory of its own: it belongs to a transform of torch.func, such "
+            "as vmap, grad or functionalize; make the call outside of it, on a plain tensor"
+        )
+
+
 def tensor(argument: str, value: torch.Tensor, *, written: bool = True) -> None:
     """Check a dense, contiguous tensor that can be copied and, if `written`, written to."""
-    instance(argument, value, torch.Tensor, "a torch.Tensor")
+    no_mode(argument)
+    entry(argument, value, written=written)
+
+
+def entry(argument: str, value: torch.Tensor, *, written: bool = True) -> None:
+    """Check what `tensor` does, of one of many: the caller has looked for modes, once."""
+    if type(value) not in _PLAIN:
+        instance(argument, value, torch.Tensor, "a torch.Tensor")
+        if is_lazy(value):
+            raise ValueError(
+                f"{argument} is an uninitialised parameter: call its module once first"
+            )
+        _check_class(argument, type(value))
     if value.layout is not torch.strided:
         raise ValueError(f"{argument} must be dense, got layout {value.layout}: use to_dense()")
-    if is_lazy(value):
-        raise ValueError(f"{argument} is an uninitialised parameter: call its module once first")
     if value.is_nested:
         raise ValueError(f"{argument} must not be nested: pass its parts, {argument}.unbind()")
     if value.is_quantized:
@@ -42,7 +141,7 @@ def tensor(argument: str, value: torch.Tensor, *, written: bool = True) -> None:
             f"{argument} is on meta, where tensors have no values: give the module memory first, "
             'by to_empty(device="cpu") or by loading it'
         )
-    if not computes(_copy, value.dtype):
+    if value.dtype not in COPIED:
         raise TypeError(f"{argument} is of {value.dtype}, which torch cannot copy")
     if value.is_conj() or value.is_neg():
         raise ValueError(
@@ -56,11 +155,7 @@ def tensor(argument: str, value: torch.Tensor, *, written: bool = True) -> None:
             f"{argument} must be contiguous, got shape {tuple(value.shape)} with strides "
             f"{value.stride()}: pass {argument}.contiguous() and copy the result back"
         )
-
-
-def _copy(one: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor, which torch cannot do where elements are smaller than a byte."""
-    return one.clone()
+    _check_memory(argument, value)
 
 
 def tensors(argument: str, values: object, *, dense: bool = False) -> list[torch.Tensor]:
@@ -68,8 +163,11 @@ def tensors(argument: str, values: object, *, dense: bool = False) -> list[torch
     if isinstance(values, torch.Tensor) or not isinstance(values, Sequence):
         kind = type(values).__name__
         raise TypeError(f"{argument} must be a list or tuple of tensors, got {kind}")
+    no_mode(argument)
     for i, value in enumerate(values):
         instance(f"{argument}[{i}]", value, torch.Tensor, "a torch.Tensor")
+        if not is_lazy(value):
+            plain(f"{argument}[{i}]", value)
         if value.is_nested or (dense and value.layout is not torch.strided):
             raise ValueError(f"{argument}[{i}] must be a dense tensor: use to_dense() or unbind()")
     return list(values)
@@ -89,9 +187,10 @@ def tensor_list(argument: str, values: object) -> list[torch.Tensor]:
         raise TypeError(f"{argument} must be a sequence of tensors, got one tensor")
     if not isinstance(values, Iterable):
         raise TypeError(f"{argument} must be a sequence of tensors, got {type(values).__name__}")
+    no_mode(argument)
     values = list(values)
     for i, value in enumerate(values):
-        tensor(f"{argument}[{i}]", value)
+        entry(f"{argument}[{i}]", value)
     spans = sorted(
         (str(v.device), v.data_ptr(), v.data_ptr() + v.numel() * v.element_size(), i)
         for i, v in enumerate(values)
@@ -169,17 +268,22 @@ def row_splits(
                 f"{rows} rows are not equally many for each"
             )
         return torch.full((size,), rows // size, device="cpu")
+    if isinstance(values, torch.Tensor):
+        plain(argument, values)
     try:
         counts = torch.as_tensor(values, device="cpu")
-    except (RuntimeError, TypeError, ValueError) as error:
+    except (OverflowError, RuntimeError, TypeError, ValueError) as error:
+        if "verflow" in str(error):
+            raise ValueError(f"{argument} must be numbers of rows, got {values}") from error
         kind = type(values).__name__
         raise TypeError(f"{argument} must be a list or tensor of ints, got {kind}") from error
     if counts.dtype not in _INTEGERS or counts.layout is not torch.strided or counts.is_nested:
         raise ValueError(f"{argument} must be ints, got {counts.dtype} {counts.layout}")
     if counts.shape != (size,) or bool((counts < 0).any()):
         raise ValueError(f"{argument} must be {size} numbers of rows, got {counts.tolist()}")
-    if int(counts.sum()) > rows:
-        raise ValueError(f"{argument} are {int(counts.sum())} rows in all, tensor has {rows}")
+    # In Python, whose integers hold any sum.
+    if (whole := sum(counts.tolist())) > rows:
+        raise ValueError(f"{argument} are {whole} rows in all, tensor has {rows}")
     return counts.to(torch.int64)
 
 

@@ -11,8 +11,9 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from collectives.errors import CollectiveError, CollectiveMismatchError
+from collectives.errors import CollectiveError, CollectiveMismatchError, TransportError
 from collectives.trace import recording, span
+from collectives.validation import active_mode
 
 # How often whoever waits looks whether there still is a thread that could end the wait.
 CHECK_SECONDS = 1.0
@@ -33,6 +34,13 @@ class Runs(Protocol):
 
     def fail(self, error: BaseException) -> None:
         """Take note of what may have left a call half made."""
+        ...
+
+    # What a mismatch has said that nobody has waited for yet.
+    untold: str
+
+    def is_forked(self) -> bool:
+        """Whether this process was forked from the one whose calls these are."""
         ...
 
 
@@ -72,7 +80,8 @@ class Work(Generic[T_co]):
         """Block until the collective has ended; every wait is bounded by the group's timeout.
 
         Raises:
-            TransportError: Nobody is left to end it, or this thread is inside a call of the group.
+            TransportError: Nobody is left to end it, as in a process that was forked from the
+                rank, or this thread is inside a call of the group.
         """
         if not recording():
             return self._wait()
@@ -80,11 +89,15 @@ class Work(Generic[T_co]):
             return self._wait()
 
     def _wait(self) -> Any:
-        # Callbacks are the communication thread's.
-        if self._claimable and self._worker is not None and not self._callbacks:
+        if not self._ended:
+            self._check_process()
+        # Callbacks are the communication thread's, and the user's modes this one's.
+        if self._claimable and self._worker is not None and not (self._callbacks or active_mode()):
             self._worker.run_first(self)
         self._wait_for_host()
         if self._error is not None:
+            if self._worker is not None and self._worker.untold == str(self._error):
+                self._worker.untold = ""
             raise self._error
         for device, event in self._events:
             torch.cuda.current_stream(device).wait_event(event)
@@ -106,8 +119,21 @@ class Work(Generic[T_co]):
             if self._ending.acquire(timeout=CHECK_SECONDS):
                 self._ending.release()
 
+    def _check_process(self) -> None:
+        """Raise TransportError where what will end this is in another process."""
+        if not self._ended and self._worker is not None and self._worker.is_forked():
+            raise TransportError(
+                f"{self.name or 'this call'} was under way when this process was forked from a "
+                "rank, which alone carries it out: wait for it there, or before the fork"
+            )
+
     def is_completed(self) -> bool:
-        """Whether `wait()` would return or raise without waiting."""
+        """Whether `wait()` would return or raise without waiting.
+
+        Raises:
+            TransportError: It is not, in a process that was forked from the rank.
+        """
+        self._check_process()
         return self._ended and (
             all(event.query() for _, event in self._events) or self._streams_failed()
         )
@@ -121,6 +147,14 @@ class Work(Generic[T_co]):
             return True
         return False
 
+    def was_carried_out(self) -> bool:
+        """Whether the collective has ended, and well."""
+        return self._ended and self._error is None
+
+    def error(self) -> BaseException | None:
+        """Return what ended the collective, if anything has."""
+        return self._error
+
     def has_ended(self) -> bool:
         """Whether the collective has ended on the host, well or not."""
         return self._ended
@@ -131,7 +165,11 @@ class Work(Generic[T_co]):
         In the communication thread, or at once in this one where the collective has ended already;
         its CUDA stream is current. It must not wait for a collective of the same group. What it
         raises in the communication thread goes to threading.excepthook.
+
+        Raises:
+            TransportError: The collective has not ended, in a process forked from the rank.
         """
+        self._check_process()
         self._callbacks.append(callback)
         if self._ended:
             try:
@@ -158,6 +196,8 @@ class Work(Generic[T_co]):
                     self._events.append((stream.device, stream.record_event()))
             except CollectiveMismatchError as error:
                 self._error = error
+                if self._worker is not None:
+                    self._worker.untold = str(error)
             except BaseException as error:  # noqa: BLE001 - wait() raises it
                 self._error = error
                 if self._worker is not None:

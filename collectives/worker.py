@@ -9,10 +9,12 @@ function begins, after a call of one in C, and where a loop goes back; never bet
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -24,6 +26,11 @@ from collectives.work import CHECK_SECONDS, Work, on_cuda, report_error
 # The communication thread looks for jobs so often after one, before it sleeps until it is woken.
 _POLL_SECONDS, _MAX_POLLS = 5e-3, 10
 _FOR_EVER = -1.0
+# Calls that may be queued. Who makes another one waits for the oldest.
+MAX_QUEUED = 8192
+# How much longer than a step's timeout nothing may come of the queue while it is closed: the step
+# raises its own error before.
+_CLOSE_SECONDS = 2.0
 
 
 class Worker:
@@ -39,12 +46,14 @@ class Worker:
     Attributes:
         failure: The first error by which a call may have been left half made. What runs calls has
             to look at it; the worker runs them all the same.
+        untold: What the mismatch of an asynchronous call has said that nobody has waited for yet.
     """
 
     def __init__(self, name: str, check_streams: Callable[[], None] = lambda: None) -> None:
         self._name = name
         self.check_streams = check_streams
         self.failure: BaseException | None = None
+        self.untold = ""
         # Each collective that has not ended, with what runs it. The first may be running.
         self._jobs: deque[tuple[Work[Any], Callable[[], None]]] = deque()
         # An Event would be left locked by an exception while it is set.
@@ -60,6 +69,7 @@ class Worker:
         # setdefault is atomic, and whoever is interrupted behind it still finds whose it is.
         self._claim: dict[int, tuple[int]] = {}
         self._closed = False
+        self._process = os.getpid()
 
     def call(self, function: Callable[[], Any], tensors: Sequence[torch.Tensor] = ()) -> Any:
         """Run `function` in its turn and return its result. Arguments as for `submit`.
@@ -199,6 +209,7 @@ class Worker:
             TransportError: After `close`.
             RuntimeError: The system has no thread left; nothing was queued.
         """
+        self._wait_for_room()
         # The streams, one a device, with an event behind the caller's work so far.
         before: dict[torch.cuda.Stream, torch.cuda.Event] = {}
         for tensor in on_cuda(tensors):
@@ -232,6 +243,20 @@ class Worker:
                 self.failure = error
             raise
         return job[0]
+
+    def _wait_for_room(self) -> None:
+        """Wait until the oldest call has ended where MAX_QUEUED are queued.
+
+        Not inside a call, as in a callback: that has to end first. Nor for its callbacks, which may
+        want a lock that this thread holds.
+        """
+        if len(self._jobs) >= MAX_QUEUED and not self._is_inside():
+            with suppress(IndexError):
+                self._jobs[0][0]._wait_for_host()
+
+    def is_forked(self) -> bool:
+        """Whether this process was forked from the one whose calls these are."""
+        return os.getpid() != self._process
 
     def is_alive(self) -> bool:
         """Whether the communication thread can still run what is queued."""
@@ -318,9 +343,31 @@ class Worker:
             seconds = CHECK_SECONDS if self._jobs else _FOR_EVER
         return 0 if self._wake.acquire(timeout=seconds) else polls + 1
 
-    def close(self, timeout: float) -> None:
-        """Let what is queued finish, then end the thread; wait `timeout` seconds at most."""
+    def close(self, timeout: float, steps: Callable[[], int] = lambda: 0) -> list[Work[Any]]:
+        """Take no more calls, let those queued finish while they progress, and end the thread.
+
+        Inside a call, as in a callback, nothing is waited for.
+
+        Args:
+            timeout: Seconds that a step may take.
+            steps: Counts the steps that have ended.
+
+        Returns:
+            The calls that were queued and were not carried out: they failed, or nothing came of
+            them for longer than `timeout`.
+        """
+        queued = [work for work, _ in self._jobs.copy()]
         self._closed = True
         self._wake_thread()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout)
+        thread = self._thread
+        if self.is_forked():
+            return []
+        if thread is not None and thread is not threading.current_thread():
+            seen, since = (-1, -1), time.monotonic()
+            while self.is_alive() and not self._is_inside():
+                if (now := (len(self._jobs), steps())) != seen:
+                    seen, since = now, time.monotonic()
+                elif time.monotonic() - since > timeout + _CLOSE_SECONDS:
+                    break
+                thread.join(CHECK_SECONDS)
+        return [work for work in queued if not work.was_carried_out()]

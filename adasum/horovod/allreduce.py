@@ -19,7 +19,7 @@ from adasum.horovod.reduction_options import ReductionOptions, options_of, requi
 from adasum.real_pairs import as_reals
 from adasum.reducer import AdasumReducer
 from adasum.sparse import SparseHandle, sparse_all_reduce_async
-from collectives import Max, Min, Product, Reducer
+from collectives import Max, Min, Product, Reducer, validation
 
 
 def allreduce(
@@ -169,7 +169,7 @@ def grouped_allreduce_async_(
     options = options_of(name, op, prescale_factor, postscale_factor, process_set, average)
     inputs = tensor_list(tensors)
     # Detached: in place on a parameter changes its value and is not for autograd to record.
-    detached = [dense(tensor).detach() for tensor in inputs]
+    detached = [dense(each, f"tensors[{i}]").detach() for i, each in enumerate(inputs)]
     work = _start_in_place(options, detached, "grouped_allreduce")
     return Handle([work], lambda _: inputs)
 
@@ -194,6 +194,9 @@ def sparse_allreduce_async(
     """
     refuse_gradient("sparse_allreduce_async", tensor)
     require_reducer(op)
+    validation.no_mode("tensor")
+    if isinstance(tensor, Tensor):
+        validation.plain("tensor", tensor)
     group = require_group(process_set)
     start = partial(sparse_all_reduce_async, group, tensor, op, name)
     handle: SparseHandle = start_named("sparse_allreduce", name, group, start)
@@ -206,7 +209,7 @@ def _reduce(
     """Start reducing copies; autograd reduces the gradients in the same way."""
     if options.op in (Max, Min, Product):
         refuse_gradient(f"allreduce with op={options.op}", *tensors)
-    sent, decompress = options.compress(tensors)
+    sent, decompress = options.compress(tensors, "tensor" if kind == "allreduce" else "tensors")
     handle = Handle([_start_in_place(options, sent, kind)], decompress)
 
     def backward(*gradients: Tensor) -> list[Tensor | None]:

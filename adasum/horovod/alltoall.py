@@ -68,4 +68,11 @@ def _start(group: Group, splits: _Splits, name: str | None, tensor: Tensor) -> H
     work = start_named("alltoall", name, group, start)
     # Horovod counts in int32 unless a tensor of splits has another dtype.
     like = splits if isinstance(splits, Tensor) else torch.empty(0, dtype=torch.int32, device="cpu")
-    return Handle([work], lambda result: (result[0], result[1].to(like.device, like.dtype)))
+
+    def finish(result: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        rows, counts = result
+        # Others may send more rows than a dtype of one byte counts.
+        fits = int(counts.max()) <= torch.iinfo(like.dtype).max
+        return rows, counts.to(like.device, like.dtype if fits else torch.int64)
+
+    return Handle([work], finish)

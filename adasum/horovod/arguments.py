@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from collectives import validation
+
 
 def require(argument: str, value: object, *types: type) -> None:
     """Raise TypeError unless the value has one of the types; a bool is not an int."""
@@ -17,14 +19,16 @@ def require(argument: str, value: object, *types: type) -> None:
         raise TypeError(f"{argument} must be of type {names}, not {type(value).__name__}")
 
 
-def dense(tensor: Tensor) -> Tensor:
-    """Return the tensor; raise for what is not a dense, initialised tensor."""
+def dense(tensor: Tensor, argument: str = "tensor") -> Tensor:
+    """Return the tensor; raise for what is not a dense, initialised tensor in memory."""
+    validation.no_mode(argument)
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"tensor must be a torch.Tensor, not {type(tensor).__name__}")
+        raise TypeError(f"{argument} must be a torch.Tensor, not {type(tensor).__name__}")
     if is_lazy(tensor):
-        raise ValueError("tensor is an uninitialised parameter: call its module once first")
+        raise ValueError(f"{argument} is an uninitialised parameter: call its module once first")
+    validation.plain(argument, tensor)
     if tensor.layout is not torch.strided:
-        raise TypeError(f"tensor must be dense, not {tensor.layout}: pass tensor.to_dense()")
+        raise TypeError(f"{argument} must be dense, not {tensor.layout}: pass its to_dense()")
     return tensor
 
 
@@ -35,9 +39,9 @@ def tensor_list(tensors: object) -> list[Any]:
     return list(tensors)
 
 
-def copied(tensor: Tensor) -> Tensor:
+def copied(tensor: Tensor, argument: str = "tensor") -> Tensor:
     """Return a contiguous copy, detached from autograd."""
-    return dense(tensor).detach().clone(memory_format=torch.contiguous_format)
+    return dense(tensor, argument).detach().clone(memory_format=torch.contiguous_format)
 
 
 def contiguous(tensor: Tensor) -> Tensor:
@@ -48,8 +52,15 @@ def contiguous(tensor: Tensor) -> Tensor:
 def for_each(
     function: Callable[..., Any], tensors: object, name: str | None, *rest: object
 ) -> list[Any]:
-    """Call the function with each tensor, its number added to the name."""
+    """Call the function with each tensor, its number added to the name.
+
+    All are checked before the first call, so that no rank makes a part of the calls.
+    """
+    checked = [dense(each, f"tensors[{i}]") for i, each in enumerate(tensor_list(tensors))]
+    for i, each in enumerate(checked):
+        if not each.dim():
+            raise ValueError(f"tensors[{i}] must have a first dimension: use reshape(1)")
     return [
-        function(tensor, None if name is None else f"{name}.{i}", *rest)
-        for i, tensor in enumerate(tensor_list(tensors))
+        function(each, None if name is None else f"{name}.{i}", *rest)
+        for i, each in enumerate(checked)
     ]

@@ -13,7 +13,7 @@ import collectives
 from adasum.horovod.arguments import require
 from adasum.horovod.process_sets import ProcessSet, add_process_set, require_group
 from adasum.reducer import UNWEIGHTED, Adasum
-from collectives import default_group, is_initialized
+from collectives import default_group
 
 _logger = logging.getLogger(__name__)
 _looked_for_variables = False
@@ -23,27 +23,30 @@ def init(
     comm: None = None,
     process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None,
     *,
-    timeout: float = 300.0,
+    timeout: float | None = None,
     process_group: dist.ProcessGroup | None = None,
     transport: str | None = None,
-    calibrate: bool = True,
+    calibrate: bool | None = None,
 ) -> None:
     """Connect the ranks that a launcher started; without one, this process is the only rank.
 
-    A second call does not connect again.
+    A second call does not connect again; what it gives must be what the first one gave, or had by
+    default.
 
     Args:
         comm: Horovod's; must be None.
-        process_sets: Process sets to add, the same on every rank. Sets may be added later in any
-            case, which is what Horovod's "dynamic" asks for.
-        timeout: Seconds that any step of a collective may wait for a peer.
+        process_sets: Process sets to add, the same on every rank; a second call adds those that are
+            not there. Sets may be added later in any case, which is what Horovod's "dynamic" asks
+            for.
+        timeout: Seconds that any step of a collective may wait for a peer; 300 unless given.
         process_group: The torch.distributed process group whose ranks to use.
         transport: How tensors travel, as in `collectives.init`: "auto", "tcp", "nccl" and others.
         calibrate: Whether to measure link rates, as in `collectives.init`.
 
     Raises:
         NotImplementedError: `comm` was given.
-        ValueError: `process_sets` is a string other than "dynamic".
+        ValueError: `process_sets` is a string other than "dynamic", or a second call gives another
+            argument than the first.
     """
     if comm is not None:
         raise NotImplementedError(
@@ -53,13 +56,9 @@ def init(
         raise ValueError(f'process_sets must be a list of sets or "dynamic", not {process_sets!r}')
     if process_sets is not None:
         require("process_sets", process_sets, Sequence)
-    if not is_initialized():
-        collectives.init(
-            timeout=timeout,
-            process_group=process_group,
-            transport=transport,
-            calibrate=calibrate,
-        )
+    collectives.init(
+        timeout=timeout, process_group=process_group, transport=transport, calibrate=calibrate
+    )
     _report_ignored_variables()
     if process_sets is not None and not isinstance(process_sets, str):
         for process_set in process_sets:

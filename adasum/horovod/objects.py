@@ -14,6 +14,7 @@ import torch
 
 from adasum.horovod import plain_types
 from adasum.horovod.process_sets import ProcessSet, group_and_root, require_group
+from collectives import TransportError, validation
 
 
 def broadcast_object(
@@ -33,11 +34,14 @@ def broadcast_object(
     Raises:
         TypeError: On every rank, where the root's object cannot be sent (see the module).
     """
+    validation.no_mode("obj")
     group, root = group_and_root(process_set, root_rank)
     name = _name(name)
     sent = _encode(obj) if group.rank == root else b""
     length = torch.tensor([len(sent)], dtype=torch.int64, device="cpu")
     group.broadcast(length, root=root, name=f"{name}: length")
+    if int(length) < 1:
+        raise TransportError(f"rank {root_rank} says that its object has {int(length)} bytes")
     # bytearray: torch wants memory that can be written to.
     content = bytearray(sent or int(length))
     group.broadcast(
@@ -60,10 +64,11 @@ def allgather_object(
     Raises:
         TypeError: On every rank, where one rank's object cannot be sent (see the module).
     """
+    validation.no_mode("obj")
     group = require_group(process_set)
     results = group.all_gather_bytes(_encode(obj), name=_name(name))
     # A rank that has joined sends nothing at all.
-    return [_object_of(rank, sent) for rank, sent in enumerate(results) if sent]
+    return [_object_of(group.ranks[i], sent) for i, sent in enumerate(results) if sent]
 
 
 def _name(name: str | None) -> str:

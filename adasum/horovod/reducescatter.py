@@ -10,11 +10,11 @@ from torch import Tensor
 
 from adasum.compression import Compression, Compressor
 from adasum.handle import Handle, wait_for_all
-from adasum.horovod.arguments import for_each
+from adasum.horovod.arguments import dense, for_each, tensor_list
 from adasum.horovod.autograd import backward_name, refuse_gradient, with_gradient
 from adasum.horovod.names import start_named
 from adasum.horovod.process_sets import ProcessSet
-from adasum.horovod.reduction_options import ReductionOptions, options_of
+from adasum.horovod.reduction_options import ReductionOptions, options_of, require_reducer
 from collectives import Average, Reducer, Sum
 
 
@@ -76,6 +76,7 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
     """`reducescatter` each tensor of a list."""
+    _check(tensors, op)
     rest = (compression, op, process_set, prescale_factor, postscale_factor)
     return for_each(reducescatter, tensors, name, *rest)
 
@@ -89,8 +90,16 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     """Start a `reducescatter_async` of each tensor; `synchronize` returns the list of results."""
+    _check(tensors, op)
     rest = (op, process_set, prescale_factor, postscale_factor)
     return wait_for_all(for_each(reducescatter_async, tensors, name, *rest))
+
+
+def _check(tensors: Sequence[Tensor], op: Reducer) -> None:
+    """Check the dtypes of all tensors before the first one is sent."""
+    require_reducer(op)
+    for tensor in tensor_list(tensors):
+        op.check(dense(tensor).dtype)
 
 
 def _reduce(options: ReductionOptions, tensor: Tensor) -> Handle:

@@ -34,10 +34,17 @@ class ReductionOptions(NamedTuple):
     postscale: float
 
     def compress(
-        self, tensors: Sequence[Tensor]
+        self, tensors: Sequence[Tensor], argument: str = "tensor"
     ) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], list[Tensor]]]:
-        """Return copies of the tensors to send, and what decompresses the results."""
-        compressed = [self.compression.compress(copied(tensor)) for tensor in tensors]
+        """Return copies of the tensors to send, and what decompresses the results.
+
+        argument: what errors call the tensors, "tensors" where they are a list.
+        """
+        numbered = argument == "tensors"
+        names = [f"{argument}[{i}]" if numbered else argument for i in range(len(tensors))]
+        compressed = [
+            self.compression.compress(copied(*each)) for each in zip(tensors, names, strict=True)
+        ]
         contexts = [context for _, context in compressed]
 
         def decompress(results: Sequence[Tensor]) -> list[Tensor]:

@@ -49,9 +49,12 @@ def entry_of(name: str, argument: str, tensor: Tensor) -> Entry:
     Raises:
         TypeError, ValueError: It cannot be sent; the text names `argument`.
     """
+    if is_lazy(tensor):
+        validation.entry(argument, tensor)
+    validation.plain(argument, tensor)
     dense = tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
-    if not dense or is_lazy(tensor):
-        validation.tensor(argument, tensor)
+    if not dense:
+        validation.entry(argument, tensor)
     # Autograd does not see what is received.
     target = tensor.detach()
     dtype = str(tensor.dtype).removeprefix("torch.")
@@ -63,7 +66,7 @@ def entry_of(name: str, argument: str, tensor: Tensor) -> Entry:
         kind += f", expanded from {tuple(target.shape)}"
     held = target.is_contiguous() and not (target.is_conj() or target.is_neg())
     sent = target if held else target.resolve_conj().resolve_neg().contiguous()
-    validation.tensor(argument, sent)
+    validation.entry(argument, sent)
     return Entry(name, target, sent, kind)
 
 

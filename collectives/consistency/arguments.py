@@ -169,6 +169,7 @@ class Arguments:
     def all_gather_bytes(self, payload: bytes, name: str | None) -> Call:
         """Check and describe an all_gather_bytes."""
         validation.instance("payload", payload, bytes | bytearray | memoryview, "bytes")
+        validation.no_mode("payload")
         return _call("all_gather_bytes", name, [as_tensor(payload)], any_rows=True)
 
     def all_to_all(

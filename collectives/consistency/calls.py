@@ -62,7 +62,10 @@ class Calls:
         if not description.name:
             self.queue.check_thread(description.kind)
 
+        movable = async_op and description.name is not None
+
         def work() -> Any:
+            self._negotiation.movable = movable
             if run is not None:
                 self._negotiation.negotiate(description, self._next_label(description))
                 return run()
@@ -114,6 +117,7 @@ class Calls:
             label = self._signal(call, shared)
 
         def rest() -> Any:
+            self._negotiation.movable = False
             if not label:
                 first()
             code = None
@@ -229,6 +233,7 @@ class Calls:
             if self._transport.size == 1:
                 return self._transport.rank
             mine = Joined(self._count, by_name)
+            self._negotiation.movable = False
             while True:
                 outcome = self._negotiation.negotiate(mine, self._next_label("join"))
                 if outcome.last is not None:
@@ -237,7 +242,7 @@ class Calls:
                 theirs = outcome.call
                 zeros = [each.zeros(device) for each in theirs.tensors]
                 op = by_name[theirs.options.get("op", str(Sum))]
-                label = f"{theirs} (call {self._count - 1}, joined)"
+                label = f"{theirs} (call {self._count - 1}{self._transport.of_ranks}, joined)"
                 self._run(Call(theirs, zeros, op), label)
 
         answer: int = self.queue.run("join", work)
@@ -247,7 +252,7 @@ class Calls:
         """Count a call; return what errors call it."""
         if isinstance(call, Description):
             call = f"{call.kind} {call.name!r}" if call.name else call.kind
-        label = f"{call} (call {self._count})"
+        label = f"{call} (call {self._count}{self._transport.of_ranks})"
         self._count += 1
         return label
 

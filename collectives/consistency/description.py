@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import zip_longest
@@ -15,6 +15,7 @@ import torch
 from collectives import validation
 from collectives.reducers import Reducer, Sum
 from collectives.schedules.schedule import Schedule
+from collectives.transport.base import Transport
 from collectives.transport.shared_memory.symmetric_memory import CODE_BITS
 
 ANY = -1
@@ -124,11 +125,15 @@ class Call(NamedTuple):
         return self.tensors if self.out is None else (*self.tensors, self.out)
 
 
-def difference(calls: Mapping[int, Description]) -> str:
+def difference(
+    calls: Mapping[int, Description], transport: Transport, movable: Collection[int] = ()
+) -> str:
     """Say how the lowest rank's call and the first one that is not like it differ.
 
     Args:
         calls: Two or more ranks' calls, not all alike, by rank.
+        transport: Between the ranks, whose names it has.
+        movable: The ranks whose call is a named asynchronous one.
 
     Returns:
         The same text on every rank that asks.
@@ -137,16 +142,36 @@ def difference(calls: Mapping[int, Description]) -> str:
     first = calls[lowest].entries()
     rank = next(r for r in sorted(calls) if calls[r].entries() != first)
     other = calls[rank].entries()
+    disagree = f"ranks disagree{f' in the group{of}' if (of := transport.of_ranks) else ''}"
+    one, another = transport.named([lowest]), transport.named([rank])
+    if first[0] != other[0] and (lowest in movable) is not (rank in movable):
+        early, late = (lowest, rank) if lowest in movable else (rank, lowest)
+        return f"{disagree}: {_moved(calls[early], calls[late], early, late, transport)}"
     if first[0] != other[0]:
-        return f"ranks disagree: rank {lowest} calls {first[0]}, rank {rank} calls {other[0]}"
+        return f"{disagree}: {one} calls {first[0]}, {another} calls {other[0]}"
     number = next(i for i, (mine, theirs) in enumerate(zip_longest(first, other)) if mine != theirs)
     mine, theirs = (
         _part(calls[each], number, len(calls[lowest].tensors) != len(calls[rank].tensors))
         for each in (lowest, rank)
     )
     return (
-        f"ranks disagree: rank {lowest} calls {first[0]} with {mine}, "
-        f"rank {rank} calls {other[0]} with {theirs}"
+        f"{disagree}: {one} calls {first[0]} with {mine}, {another} calls {other[0]} with {theirs}"
+    )
+
+
+def _moved(
+    call: Description, other: Description, rank: int, other_rank: int, transport: Transport
+) -> str:
+    """Say what to do about a named asynchronous call that met one of another name or kind.
+
+    That may be a call of the library's own, of which the user knows nothing.
+    """
+    met = f"makes another call, a {other.kind}" if other.kind != call.kind else f"calls {other}"
+    return (
+        f"{transport.named([rank])} calls {call}, and {transport.named([other_rank])} {met}: "
+        f"{call} was started at another place among the calls; start it at the same place on every "
+        "rank, as before backward() on all or behind it on all, or in a group of its own "
+        "(Group.split, or a process set)"
     )
 
 

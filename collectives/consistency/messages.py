@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 import torch
 
 from collectives.consistency.description import Description, difference
-from collectives.errors import CollectiveMismatchError
+from collectives.errors import CollectiveMismatchError, TransportError
 from collectives.execution.context import CallContext
 from collectives.execution.executor import execute
 from collectives.execution.operations import WITH_JOINED
 from collectives.reducers import Max
 from collectives.schedules import recursive_doubling
-from collectives.transport.byte_gathering import gather_bytes
+from collectives.transport.base import Transport
+from collectives.transport.byte_gathering import gather_bytes, read_objects
 
 _NO_CODE = torch.iinfo(torch.int64).min
 
@@ -52,12 +53,15 @@ class Outcome(NamedTuple):
     call: Description | None = None
 
 
-def negotiate_by_messages(mine: Description | Joined, call: CallContext) -> Outcome:
+def negotiate_by_messages(
+    mine: Description | Joined, call: CallContext, *, movable: bool = False
+) -> Outcome:
     """Return when all ranks that have not joined make one call, or all have joined.
 
     Args:
         mine: What this rank does.
         call: What the steps of the negotiation have in common.
+        movable: As `Negotiation.movable`.
 
     Raises:
         CollectiveMismatchError: On every rank with the same text, where the calls differ or the
@@ -77,29 +81,35 @@ def negotiate_by_messages(mine: Description | Joined, call: CallContext) -> Outc
         return Outcome(last=(since - 1) % transport.size)
     if most == -least and not since:
         return Outcome()
-    report = ["", sorted(mine.operators)] if isinstance(mine, Joined) else [mine.to_json()]
+    report = ["", sorted(mine.operators)] if isinstance(mine, Joined) else [mine.to_json(), movable]
     reports = gather_bytes(
         json.dumps(report).encode(), transport, call.label, call.timeout, call.code
     )
-    return _conclude([json.loads(each) for each in reports])
+    told = read_objects(reports, transport)
+    try:
+        return _conclude(told, transport)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise TransportError(f"{call.label}: what ranks told is no call: {error}") from error
 
 
-def _conclude(reports: list[list[Any]]) -> Outcome:
+def _conclude(reports: list[list[Any]], transport: Transport) -> Outcome:
     """Draw the conclusion that all ranks draw from all ranks' reports."""
     calls = {r: Description.from_json(text) for r, (text, *_) in enumerate(reports) if text}
     joined = [rank for rank in range(len(reports)) if rank not in calls]
     call = calls[min(calls)]
     if any(other != call for other in calls.values()):
-        raise CollectiveMismatchError(difference(calls))
+        movable = [rank for rank in calls if reports[rank][1]]
+        raise CollectiveMismatchError(difference(calls, transport, movable))
     for rank in joined:
         _, operators = reports[rank]
         problem = None
         if call.kind not in WITH_JOINED:
             problem = "cannot be called"
         elif rank in (call.options.get("root"), call.options.get("dst")):
-            problem = f"needs rank {rank}"
+            problem = f"needs {transport.named([rank])}"
         elif call.options.get("op", operators[0]) not in operators:
             problem = f"needs op {call.options['op']}, which join was not given there,"
         if problem:
-            raise CollectiveMismatchError(f"{call} {problem} while rank {rank} has joined")
+            named = transport.named([rank])
+            raise CollectiveMismatchError(f"{call} {problem} while {named} has joined")
     return Outcome(joined, call=call)

@@ -30,6 +30,10 @@ class Negotiation:
         transport: Between the ranks.
         timeout: Seconds that each step may wait for a peer.
         workspace: Memory for what is received.
+
+    Attributes:
+        movable: Whether the call is a named asynchronous one, whose place among the calls is the
+            user's choice; errors name it first. Set by whoever runs the call.
     """
 
     def __init__(self, transport: Transport, timeout: float, workspace: Workspace) -> None:
@@ -38,6 +42,7 @@ class Negotiation:
         self._workspace = workspace
         self._any_joined = False
         self._calls = 0
+        self.movable = False
 
     def negotiate(self, mine: Description | Joined, label: str) -> Outcome:
         """Return when all ranks that have not joined make one call, or all have joined.
@@ -89,10 +94,10 @@ class Negotiation:
         call = CallContext(self._transport, where, self._timeout, self._workspace, code)
         outcome: Outcome | None = None
         with suppress(RanksDiffer):
-            outcome = negotiate_by_messages(mine, call)
+            outcome = negotiate_by_messages(mine, call, movable=self.movable)
         if outcome is None:
             # Another rank negotiates by its call's own messages.
             self.flush(label)
-            outcome = negotiate_by_messages(mine, call)
+            outcome = negotiate_by_messages(mine, call, movable=self.movable)
         self._any_joined = bool(outcome.joined)
         return outcome

@@ -37,9 +37,10 @@ class Request(Generic[T_co]):
     all ranks, naming both; the group and the request stay usable, and the buffers are as they were
     before `start`.
 
-    From `start` to `wait` the buffers must be neither read nor written, and from the start to the
-    end of a request's life they must not be resized or given other memory (`resize_`, `set_`,
-    `.data =`): a request holds them, and finds out nothing of it.
+    From `start` to `wait` the buffers must be neither read nor written, nor resized or given other
+    memory (`resize_`, `set_`, `.data =`). Where that has happened before, `start` raises: a request
+    holds what it was made for, and takes other memory, of the same tensor too, by `start(tensor)`.
+    Of threads that start it at once one does, and the others get the error of a second start.
 
     The group's communication thread carries it out from `start` on. Where that has not begun when
     `wait` is called, the thread that waits does it, which saves two thread switches.
@@ -48,6 +49,8 @@ class Request(Generic[T_co]):
     def __init__(self, calls: Calls, call: Call, *, negotiate: bool = True) -> None:
         self._calls = calls
         self._work: Work[T_co] | None = None
+        # Under 0 who has started it: setdefault is atomic, so of several threads it is one.
+        self._started_by: dict[int, object] = {}
         self._closed = False
         self._bind(calls.number(call) if negotiate else call)
 
@@ -57,6 +60,7 @@ class Request(Generic[T_co]):
     def _bind(self, call: Call) -> None:
         self._call = call
         self._kinds = [(tensor.shape, tensor.dtype, tensor.device) for tensor in call.tensors]
+        self._memory = [(tensor, *_memory_of(tensor)) for tensor in call.memory]
         self._shared = self._calls.plan(call)
 
     def start(self, tensor: Tensor | Sequence[Tensor] | None = None) -> Work[T_co]:
@@ -71,17 +75,42 @@ class Request(Generic[T_co]):
 
         Raises:
             RuntimeError: Where it was started and not waited for, is closed, or has no buffer.
-            TypeError, ValueError: Where `tensor` is no such buffer; nothing is started.
+            TypeError, ValueError: Where `tensor` is no such buffer, or a buffer has other memory
+                than when it was passed; nothing is started.
         """
         self._check_open()
-        if self._work is not None:
-            raise RuntimeError(f"{self!r} was started already: call wait() first")
-        if tensor is not None:
-            self._rebind([tensor] if isinstance(tensor, Tensor) else tensor)
-        if not self._call.tensors and self._kinds:
-            raise RuntimeError(f"{self!r} has released its buffers: pass start() others")
-        self._work = self._calls.start(self._call, self._shared)
-        return self._work
+        me = object()
+        try:
+            if self._started_by.setdefault(0, me) is not me:
+                raise RuntimeError(f"{self!r} was started already: call wait() first")
+            if tensor is not None:
+                self._rebind([tensor] if isinstance(tensor, Tensor) else tensor)
+            if not self._call.tensors and self._kinds:
+                raise RuntimeError(f"{self!r} has released its buffers: pass start() others")
+            if tensor is None:
+                self._check_memory()
+            self._work = work = self._calls.start(self._call, self._shared)
+        except BaseException:
+            if self._started_by.get(0) is me:
+                del self._started_by[0]
+            raise
+        return work
+
+    def _check_memory(self) -> None:
+        """Raise ValueError where a buffer's memory, shape or dtype is not what was passed."""
+        for number, (tensor, address, shape, dtype) in enumerate(self._memory):
+            if (
+                tensor.data_ptr() != address
+                or tensor.shape != shape
+                or tensor.dtype is not dtype
+                or not tensor.is_contiguous()
+            ):
+                now, other, kind = _memory_of(tensor)
+                raise ValueError(
+                    f"tensor {number} of {self!r} has other memory than when it was passed, as by "
+                    f"set_(), resize_() or .data = (shape {tuple(other)} {kind} at {now:#x}, "
+                    f"was {tuple(shape)} {dtype} at {address:#x}): pass it to start() again"
+                )
 
     def _rebind(self, tensors: Sequence[Tensor]) -> None:
         tensors = validation.tensor_list("tensor", tensors)
@@ -108,8 +137,9 @@ class Request(Generic[T_co]):
         try:
             return work.wait()
         finally:
-            if work.has_ended():
+            if work.has_ended() and self._work is work:
                 self._work = None
+                self._started_by.pop(0, None)
 
     def is_completed(self) -> bool:
         """Whether `wait()` would return or raise without waiting.
@@ -132,6 +162,7 @@ class Request(Generic[T_co]):
         if self._work is not None:
             raise RuntimeError(f"{self!r} was started: call wait() first")
         self._call, self._shared = self._call._replace(tensors=()), None
+        self._memory = []
 
     def close(self) -> None:
         """Let go of the buffers; it cannot be started again. Other ranks need not close theirs.
@@ -151,3 +182,8 @@ class Request(Generic[T_co]):
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError(f"{self!r} was closed: make another one")
+
+
+def _memory_of(tensor: Tensor) -> tuple[int, torch.Size, torch.dtype]:
+    """Return what a request relies on: where a contiguous tensor lies, and of what it is."""
+    return tensor.data_ptr(), tensor.shape, tensor.dtype

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -11,7 +10,8 @@ from typing import Any
 
 import torch
 
-from collectives.errors import CollectiveMismatchError, TransportError, describe
+from collectives import validation
+from collectives.errors import CollectiveError, CollectiveMismatchError, TransportError, describe
 from collectives.transport.base import Transport
 from collectives.work import Work
 from collectives.worker import Worker
@@ -37,7 +37,6 @@ class CallQueue:
         self._asked: TransportError | None = None
         self._ended = False
         self._unnamed_from: Callable[[], threading.Thread | None] = lambda: None
-        self._process = os.getpid()
         self.closed = False
 
     def run(
@@ -89,9 +88,10 @@ class CallQueue:
         self._unnamed_from = weakref.ref(thread)
 
     def _check_usable(self, kind: str) -> None:
+        validation.no_mode(kind)
         if self.closed:
             raise TransportError(f"{kind}: this group was shut down; call init() again")
-        if os.getpid() != self._process:
+        if self._worker.is_forked():
             # Its communication thread is not here, and some transports' sockets are shared.
             raise TransportError(
                 f"{kind}: this process was forked from a rank; only the rank itself can use its "
@@ -112,7 +112,9 @@ class CallQueue:
             try:
                 # What an earlier call left on a stream may have ended meanwhile.
                 self._transport.check_streams()
-                return function()
+                result = function()
+                self._worker.untold = ""
+                return result
             except CollectiveMismatchError:
                 raise
             except BaseException as error:
@@ -121,6 +123,10 @@ class CallQueue:
                     self._worker.failure = error
                 if self._transport.size > 1:
                     self._end_transport(error)
+                if isinstance(error, CollectiveError) and (untold := self._worker.untold):
+                    # Of the call before: a rank that was told has ended, and this one does not
+                    # know why it waits in vain.
+                    raise CollectiveMismatchError(untold) from error
                 raise
 
         return guarded
@@ -153,6 +159,20 @@ class CallQueue:
             self._ended = True
 
     def close(self) -> None:
-        """Take no more calls; let the queued ones finish, and end the communication thread."""
+        """Take no more calls; let the queued ones finish, and end the communication thread.
+
+        Raises:
+            TransportError: Calls were lost: they failed, or nothing came of them for longer than a
+                step may take, or this is called inside a call, behind which they wait. Not after
+                `abort`.
+        """
         self.closed = True
-        self._worker.close(self._timeout)
+        lost = self._worker.close(self._timeout, lambda: self._transport.steps)
+        if not lost or self._asked is not None:
+            return
+        error = next((each for work in lost if (each := work.error()) is not None), None)
+        why = f"the first with {describe(error)}" if error else "they did not end"
+        raise TransportError(
+            f"{len(lost)} asynchronous {'call was' if len(lost) == 1 else 'calls were'} under way "
+            f"when this group was closed and lost, {why}: wait() for what must be done"
+        ) from error

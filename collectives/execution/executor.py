@@ -82,6 +82,7 @@ def _run(
                 numel = buffer.numel()
                 operator.reduce(Operands(pieces, numel, segments, sum_partials, leaves))
         posted.wait()
+        call.transport.steps += 1
 
 
 def _alike(

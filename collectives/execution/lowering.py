@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from collectives.schedules.partition import segment_bounds, split_bounds
+from collectives.schedules.partition import Ranges, segment_bounds, split_bounds
 from collectives.schedules.schedule import Action, Schedule, Step, steps_of
 
 # Of the latest schedules and lengths. One of 1,024 ranks' rings takes a megabyte.
@@ -146,9 +146,6 @@ def _leaves(received: Sequence[tuple[int, int] | None], before: int) -> tuple[in
 
 def sent_first(step: Step) -> bool:
     """Whether what a part of a message is reduced into has been sent when that part arrives."""
-    return all(
-        sent.stop <= recv.start or recv.stop <= sent.start or sent[1:3] == recv[1:3]
-        for recv in step.recvs
-        if recv.action is not Action.COPY
-        for sent in step.sends
-    )
+    sent = Ranges(each[1:3] for each in step.sends)
+    received = {each[1:3] for each in step.recvs if each.action is not Action.COPY}
+    return all(sent.overlapping(*each) <= (each in sent) for each in received)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from collectives.cost.choice import all_gather_schedule, reduce_schedule
-from collectives.errors import CollectiveMismatchError
+from collectives.errors import CollectiveMismatchError, TransportError
 from collectives.execution.all_reduce import AllReduceOptions
 from collectives.execution.operation import Operation
 from collectives.execution.owner_pieces import in_pieces
@@ -163,12 +163,13 @@ def _row_bounds(call: Operation) -> list[int]:
     table[call.rank, 1] = _NO_OUT if call.out is None else call.out.shape[0]
     bounds = range(0, 2 * call.size + 1, 2)
     call.execute(bruck.all_gather(call.size), table.view(-1), Sum, bounds)
+    _check_counts(call, table[:, 0])
     rows = [0, *torch.cumsum(table[:, 0], 0).tolist()]
     for rank, rows_of_out in enumerate(table[:, 1].tolist()):
         if rows_of_out not in (_NO_OUT, rows[-1]):
             raise CollectiveMismatchError(
-                f"{call.label}: out of rank {rank} has {rows_of_out} rows, and all ranks' tensors "
-                f"together have {rows[-1]}"
+                f"{call.label}: out of {call.runner.transport.named([rank])} has {rows_of_out} "
+                f"rows, and all ranks' tensors together have {rows[-1]}"
             )
     return rows
 
@@ -178,10 +179,18 @@ def _all_to_all(call: Operation) -> tuple[Tensor, Tensor]:
     tensor, splits = call.tensors
     received = torch.empty_like(splits)
     _exchange(call, splits.split(1), received.split(1), f"the counts of {call.label}")
+    _check_counts(call, received)
     whole = tensor.new_empty(int(received.sum()), *tensor.shape[1:])
     sends = tensor.detach().split([*splits.tolist(), tensor.shape[0] - int(splits.sum())])
     _exchange(call, sends[: call.size], whole.split(received.tolist()), call.label)
     return whole, received
+
+
+def _check_counts(call: Operation, counts: Tensor) -> None:
+    """Refuse numbers of rows that no ranks can have, before there is memory for them."""
+    said = counts.tolist()
+    if min(said) < 0 or sum(said) >= 1 << 63:
+        raise TransportError(f"{call.label}: ranks say that they have {said} rows")
 
 
 def _exchange(call: Operation, sends: Sequence[Tensor], recvs: Sequence[Tensor], step: str) -> None:

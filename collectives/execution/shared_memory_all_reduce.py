@@ -175,6 +175,7 @@ class SharedMemoryAllReduce:
     def _bind_levels(self, vectors: Sequence[Tensor]) -> Callable[[str], Tensor]:
         """Bind what makes, level by level, each pair's first vector the pair's reduction."""
         memory, timeout = self.memory, self.runner.timeout
+        transport = self.runner.transport
         module = recursive_halving if self.method == "two-shot" else recursive_doubling
         levels = tree_levels(module.all_reduce(len(vectors)))
         steps = [
@@ -193,6 +194,7 @@ class SharedMemoryAllReduce:
                     # Others share their dot products.
                     memory.barrier(where, timeout)
                 memory.barrier(where, timeout)
+                transport.steps += 1
             return vectors[0]
 
         return run

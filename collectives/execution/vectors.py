@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 
 from collectives.fused_buffer import buffer_of, memory_of
-from collectives.reducers import kernels
+from collectives.reducers import as_real, kernels
 from kernels import Layout
 
 Tensor = torch.Tensor
@@ -48,7 +48,7 @@ class Vector:
         elif scale == 1.0:
             buffer.copy_(self.tensors[0])
         else:
-            torch.mul(self.tensors[0], scale, out=buffer)
+            torch.mul(as_real(self.tensors[0]), scale, out=as_real(buffer))
 
     def store(self, result: Tensor, scale: float) -> None:
         """Copy `result` to the tensors and scale them."""
@@ -90,7 +90,8 @@ def multiply(tensor: Tensor, factor: float) -> None:
     """Multiply a tensor in place; integers in float64, truncated towards zero, as Horovod does."""
     if factor == 1.0:
         return
-    if tensor.is_floating_point() or tensor.is_complex():
+    tensor = as_real(tensor)
+    if tensor.is_floating_point():
         tensor.mul_(factor)
     else:
         tensor.copy_(tensor.double().mul_(factor))

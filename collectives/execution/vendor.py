@@ -71,7 +71,8 @@ class Libraries:
 
         ranks: those of this rank's node, to sum over these alone; all ranks for None.
         """
-        bounds = split_bounds(flat.numel(), shards)
+        # No piece is empty, however many are asked for.
+        bounds = split_bounds(flat.numel(), max(1, min(shards, flat.numel())))
         pieces = [flat[low:high] for low, high in pairwise(bounds) if low < high]
         if name != "nccl":
             self._all_reduce_by_torch(pieces, flat.device, ranks, call)
@@ -87,7 +88,7 @@ class Libraries:
         call: CallContext,
     ) -> None:
         group = self._process_group if ranks is None else self._node_group(ranks, call.timeout)
-        where = f"rank {self._transport.rank}: torch.distributed's all_reduce in {call.label}"
+        where = f"{self._transport.me}: torch.distributed's all_reduce in {call.label}"
         start = time.monotonic()
         try:
             works: list[Any] = [

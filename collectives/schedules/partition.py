@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
 
 from collectives import validation
 
@@ -39,3 +39,24 @@ def segment_bounds(segments: Sequence[int], pieces: int) -> list[int]:
         nearer = ideal - segments[below] < segments[above] - ideal
         bounds.append(segments[below if nearer else above])
     return bounds
+
+
+class Ranges:
+    """Half-open ranges of whole numbers, each once; made so that looking one up costs a logarithm.
+
+    Args:
+        ranges: (start, stop) of each.
+    """
+
+    def __init__(self, ranges: Iterable[tuple[int, int]]) -> None:
+        self._ranges = {*ranges}
+        self._starts = sorted(start for start, _ in self._ranges)
+        self._stops = sorted(stop for _, stop in self._ranges)
+
+    def __contains__(self, one: tuple[int, int]) -> bool:
+        return one in self._ranges
+
+    def overlapping(self, start: int, stop: int) -> int:
+        """Return how many have a number in common with [start, stop)."""
+        # All that begin before its end, less those that have ended before it begins.
+        return bisect_left(self._starts, stop) - bisect_right(self._stops, start)

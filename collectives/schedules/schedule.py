@@ -15,6 +15,9 @@ from typing import NamedTuple
 
 from collectives import validation
 
+# Of a schedule: whoever runs it keeps a boundary for each.
+MAX_CHUNKS = 1 << 20
+
 
 class Action(Enum):
     """What a receiver does with a message; LEFT and RIGHT say which operand the message is.
@@ -134,6 +137,11 @@ class Schedule:
     def __post_init__(self) -> None:
         for name in ("size", "chunks", "replicas"):
             validation.integer(name, getattr(self, name), 1)
+        if self.chunks > MAX_CHUNKS:
+            raise ValueError(
+                f"chunks must be at most {MAX_CHUNKS}, {self.name} has {self.chunks}: use fewer "
+                "shards, or larger chunks"
+            )
         validation.rank("root", self.root, self.size)
         validation.instance("collective", self.collective, Collective, "a Collective")
         if self.size % self.replicas:

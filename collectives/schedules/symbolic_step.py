@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Sequence
 
+from collectives.schedules.partition import Ranges
 from collectives.schedules.schedule import Action, Step, Transfer
 
 # As `Transfer.leaves`: None for a COPY, and where a receive's chunks differ in them.
@@ -61,7 +63,7 @@ State = list[list[int | None]]
 # By chunk: shapes of the left and the right operand of its reductions, one after the other.
 Reductions = dict[int, tuple[tuple[int, int], ...]]
 # By sender and receiver: first chunk, last chunk + 1 and values of each message, in order.
-_Mail = dict[tuple[int, int], list[tuple[int, int, list[int]]]]
+_Mail = dict[tuple[int, int], deque[tuple[int, int, list[int]]]]
 # By chunk: what is received to stand before, and after, the rank's own value.
 _Operands = dict[int, tuple[list[int], list[int]]]
 
@@ -122,11 +124,10 @@ def _send(steps: Sequence[Step], state: State, chunks: int, where: str) -> _Mail
             values = [v for v in state[rank][send.start : send.stop] if v is not None]
             if len(values) < send.stop - send.start:
                 raise ScheduleError(f"{where}: rank {rank} sends a chunk it does not have yet")
-            mail.setdefault((rank, send.peer), []).append((send.start, send.stop, values))
+            mail.setdefault((rank, send.peer), deque()).append((send.start, send.stop, values))
+        sent = Ranges(send[1:3] for send in step.sends)
         for recv in step.recvs:
-            if recv.action is Action.COPY and any(
-                send.start < recv.stop and recv.start < send.stop for send in step.sends
-            ):
+            if recv.action is Action.COPY and sent.overlapping(recv.start, recv.stop) > 0:
                 raise ScheduleError(f"{where}: rank {rank} receives into chunks it is sending")
     return mail
 
@@ -136,7 +137,7 @@ def _receive(rank: int, recv: Transfer, mail: _Mail, where: str) -> list[int]:
     queue = mail.get((recv.peer, rank))
     if not queue:
         raise ScheduleError(f"{where}: rank {rank} waits for rank {recv.peer}, which sends none")
-    start, stop, values = queue.pop(0)
+    start, stop, values = queue.popleft()
     if (start, stop) != (recv.start, recv.stop):
         raise ScheduleError(
             f"{where}: rank {recv.peer} sends chunks [{start}, {stop}), "

@@ -17,6 +17,7 @@ from collectives.schedules.verify import Proof, verify, with_leaves
 
 # Of one rank; a generator that never ends must not hang its caller.
 MAX_STEPS = 1 << 16
+MAX_MESSAGES = 1 << 17
 _MAX_ENTRIES = 64
 
 
@@ -94,22 +95,26 @@ def _checked_steps(schedule: Schedule, rank: int) -> Iterator[Step]:
 
     Raises:
         TypeError: One is no Step, or is made of other things than a Step is.
-        ValueError: There are too many.
+        ValueError: There are too many, or they have too many messages.
     """
     where = f"schedule {schedule.name!r}, rank {rank}"
+    left = MAX_MESSAGES
     for number, step in enumerate(islice(schedule.steps(rank), MAX_STEPS + 1)):
         if number == MAX_STEPS:
             raise ValueError(f"{where} has more than {MAX_STEPS} steps")
         validation.instance(f"{where}, step {number}", step, Step, "a Step")
         try:
-            yield Step(
-                tuple(map(_checked, step.sends)),
-                tuple(map(_checked, step.recvs)),
-                tuple(map(index, step.group)),
-                index(step.phase),
-            )
+            # One more than there may be, so that it is seen that there are.
+            sends = tuple(map(_checked, islice(step.sends, left + 1)))
+            recvs = tuple(map(_checked, islice(step.recvs, left + 1)))
+            group = tuple(map(index, islice(step.group, schedule.size + 1)))
+            checked = Step(sends, recvs, group, index(step.phase))
         except TypeError as error:
             raise TypeError(f"{where}, step {number}: {error}") from None
+        left -= len(sends) + len(recvs)
+        if left < 0:
+            raise ValueError(f"{where} has more than {MAX_MESSAGES} messages")
+        yield checked
 
 
 def _checked(each: Transfer) -> Transfer:

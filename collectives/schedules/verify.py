@@ -18,6 +18,9 @@ from collectives.schedules.symbolic_step import (
     run_step,
 )
 
+# Of all ranks together; each takes some bytes, and a part of a microsecond in every step.
+_MAX_VALUES = 1 << 24
+
 LeafWeights = tuple[tuple[tuple[Leaves, ...], ...], ...]
 """The Leaves of every receive: by rank, by step, in the order of the step's receives."""
 
@@ -62,6 +65,11 @@ def verify(schedule: Schedule) -> Proof:
     """
     validation.instance("schedule", schedule, Schedule, "a Schedule")
     size, chunks = schedule.size, schedule.chunks
+    if size * chunks > _MAX_VALUES:
+        raise ScheduleError(
+            f"{schedule.name} of {size}: {chunks} chunks on each of {size} ranks are too many to "
+            f"be verified: {_MAX_VALUES // size} are the most"
+        )
     expressions = Expressions(size // schedule.replicas)
     state = _initial(schedule)
     grouped: dict[int, bool] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,6 +15,8 @@ from collectives.transport.shared_memory.symmetric_memory import SymmetricMemory
 # Of a code: the call's number above the hash.
 _HASH_BITS = 40
 MAX_CALL_NUMBER = (1 << 24) - 1
+# Ranks by which errors call a group.
+_MAX_NAMES = 16
 
 
 class Message(NamedTuple):
@@ -38,6 +40,8 @@ class Transport(ABC):
     Attributes:
         rank: This rank's number.
         size: How many ranks there are.
+        names: What errors call the ranks, where these are some of a larger group's: their numbers
+            there, which users know them by.
         device: The GPU whose tensors the transport carries, where it is bound to one.
         process_group: What torch.distributed's own collectives run on, where there is one.
         carries_codes: Whether CPU messages carry a code to every rank (`exchange`).
@@ -45,16 +49,41 @@ class Transport(ABC):
         shares_gpu: Whether this process has other communicators on the GPU, torch's or of groups
             split from this one; whoever makes them sets it. NCCL wants those of one GPU called in
             one order on all ranks: calls of CUDA tensors then reach it in the caller's order.
+        steps: How many steps of calls have ended, by which whoever waits sees that they progress.
     """
 
     rank: int
     size: int
+    names: Sequence[int] = ()
     device: torch.device | None = None
     process_group: dist.ProcessGroup | None = None
     carries_codes: bool = False
     sums_on_gpu: bool = False
     shares_gpu: bool = False
+    steps: int = 0
     _interrupted = ""
+
+    def name(self, rank: int) -> int:
+        """Return what errors call a rank."""
+        return self.names[rank] if self.names else rank
+
+    def named(self, ranks: Iterable[int]) -> str:
+        """Return what errors call ranks, such as "rank 1, rank 3"."""
+        return ", ".join(f"rank {self.name(rank)}" for rank in ranks)
+
+    @property
+    def me(self) -> str:
+        """What errors call this rank."""
+        return f"rank {self.name(self.rank)}"
+
+    @property
+    def of_ranks(self) -> str:
+        """What errors call these ranks where they are some of a group's: " of ranks 1, 3"."""
+        if not self.names:
+            return ""
+        shown = [str(name) for name in self.names[:_MAX_NAMES]]
+        more = f" and {self.size - _MAX_NAMES} more" if self.size > _MAX_NAMES else ""
+        return f" of rank{'' if self.size == 1 else 's'} {', '.join(shown)}{more}"
 
     @property
     def symmetric_memory(self) -> SymmetricMemory | None:
@@ -144,7 +173,7 @@ class Transport(ABC):
 
     def why_gone(self, peer: int) -> str:
         """Say why the end of a rank that is gone was closed."""
-        return f"rank {peer} has ended"
+        return f"rank {self.name(peer)} has ended"
 
     def flush(self, step: str, timeout: float) -> None:
         """Forget all messages that are under way, on all ranks, so that they can go on.
@@ -193,7 +222,7 @@ class Transport(ABC):
     def check_interrupt(self, step: str) -> None:
         """Raise TransportError where a thread has called `interrupt`. step: what is under way."""
         if self._interrupted:
-            raise TransportError(f"rank {self.rank} was stopped in {step}: {self._interrupted}")
+            raise TransportError(f"{self.me} was stopped in {step}: {self._interrupted}")
 
     def abort(self, reason: str) -> None:
         """End what is under way and become unusable; tell the peers why, where that can be."""

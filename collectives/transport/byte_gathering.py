@@ -9,7 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from collectives.errors import TransportError
 from collectives.transport.base import Message, Transport
+
+# Of what ranks tell each other: a call of a million tensors takes less.
+_MAX_BYTES = 1 << 26
 
 
 def as_tensor(payload: bytes) -> torch.Tensor:
@@ -43,7 +47,14 @@ def gather_bytes(
 
     lengths = torch.full((transport.size, 1), len(payload), device="cpu")
     gather([*lengths], "lengths")
-    pieces = [torch.empty(n, dtype=torch.uint8, device="cpu") for n in lengths.flatten().tolist()]
+    told = lengths.flatten().tolist()
+    for peer, length in enumerate(told):
+        if not 0 <= length <= _MAX_BYTES:
+            raise TransportError(
+                f"{step}: rank {transport.name(peer)} says that it sends {length} bytes, which is "
+                f"not from 0 to {_MAX_BYTES}"
+            )
+    pieces = [torch.empty(n, dtype=torch.uint8, device="cpu") for n in told]
     pieces[transport.rank] = as_tensor(payload)
     gather(pieces, "contents")
     return [piece.numpy().tobytes() for piece in pieces]
@@ -51,5 +62,23 @@ def gather_bytes(
 
 def gather_objects(value: Any, transport: Transport, timeout: float) -> list[Any]:
     """Return what every rank gives at start-up, by rank; it travels as JSON."""
-    told = gather_bytes(json.dumps(value).encode(), transport, "start-up", timeout)
-    return [json.loads(each) for each in told]
+    return read_objects(
+        gather_bytes(json.dumps(value).encode(), transport, "start-up", timeout), transport
+    )
+
+
+def read_objects(told: Sequence[bytes], transport: Transport) -> list[Any]:
+    """Return what ranks told as JSON, by rank.
+
+    Raises:
+        TransportError: It is none; the text names the rank.
+    """
+    read = []
+    for rank, each in enumerate(told):
+        try:
+            read.append(json.loads(each))
+        except (ValueError, RecursionError) as error:
+            raise TransportError(
+                f"what rank {transport.name(rank)} told is not what a rank tells: {error}"
+            ) from None
+    return read

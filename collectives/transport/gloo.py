@@ -22,11 +22,15 @@ class GlooTransport(Transport):
     Args:
         process_group: What the messages travel on.
         owned: Whether closing this transport destroys it.
+        names: As `Transport.names`.
     """
 
     process_group: dist.ProcessGroup
 
-    def __init__(self, process_group: dist.ProcessGroup, *, owned: bool = False) -> None:
+    def __init__(
+        self, process_group: dist.ProcessGroup, *, owned: bool = False, names: Sequence[int] = ()
+    ) -> None:
+        self.names = names
         self.process_group = process_group
         self._owned = owned
         self.rank = dist.get_rank(process_group)
@@ -40,7 +44,7 @@ class GlooTransport(Transport):
                 f"process_group must carry CPU tensors over gloo, its backends are "
                 f'{self._backends}: make it with backend="gloo" or "cpu:gloo,cuda:nccl"'
             )
-        self._nccl = TorchNccl(process_group, self.rank)
+        self._nccl = TorchNccl(process_group, self.rank, names)
         if owned:
             extend_timeout(process_group)
 
@@ -75,7 +79,7 @@ class GlooTransport(Transport):
                 for peer, tensor in messages:
                     if tensor.numel():
                         posted.append((peer, post([as_bytes(tensor)], peer, 0)))
-            with Stall(self.rank, step, timeout, lambda: f"rank {peer}").within():
+            with Stall(self.name(self.rank), step, timeout, lambda: self.named([peer])).within():
                 for other, work in posted:
                     peer = other
                     work.wait(timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
@@ -85,8 +89,8 @@ class GlooTransport(Transport):
         except RuntimeError as error:
             waited = timeout - (deadline - time.monotonic())
             raise failed(
-                f"rank {self.rank} got no answer from rank {peer} in {step} (stopped after "
-                f"{waited:.1f} s of {timeout:g} s)",
+                f"{self.me} got no answer from {self.named([peer])} in {step} (stopped "
+                f"after {waited:.1f} s of {timeout:g} s)",
                 error,
             ) from error
 
@@ -132,7 +136,7 @@ class GlooTransport(Transport):
     def split(self, ranks: Sequence[int], timeout: float) -> GlooTransport:
         """Make a process group of some of the ranks, whose gloo connects those that use it."""
         part = subgroup(self.process_group, ranks, self._config, timeout, lazy=True)
-        return GlooTransport(part, owned=True)
+        return GlooTransport(part, owned=True, names=tuple(map(self.name, ranks)))
 
     def close(self) -> None:
         """Wait for CUDA messages under way; destroy the process group, if it is owned."""

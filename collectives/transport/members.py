@@ -24,6 +24,7 @@ class Members(Transport):
         self._ranks = tuple(ranks)
         self.rank = self._ranks.index(whole.rank)
         self.size = len(self._ranks)
+        self.names = tuple(map(whole.name, self._ranks))
 
     def check_device(self, device: torch.device) -> None:
         """Raise ValueError as the whole does."""

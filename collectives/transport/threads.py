@@ -134,7 +134,7 @@ class ThreadTransport(Transport):
         self.check_interrupt(step)
         if parcel.tensor.numel() != tensor.numel():
             raise TransportError(
-                f"rank {peer} sent {parcel.tensor.numel()} elements in {step} where "
+                f"rank {self.name(peer)} sent {parcel.tensor.numel()} elements in {step} where "
                 f"{tensor.numel()} were expected"
             )
         if parcel.ready is not None:
@@ -144,17 +144,15 @@ class ThreadTransport(Transport):
         parcel.taken.set()
 
     def _stall(self, peer: int, step: str, timeout: float) -> Stall:
-        return Stall(self.rank, step, timeout, lambda: f"rank {peer}")
+        return Stall(self.name(self.rank), step, timeout, lambda: self.named([peer]))
 
     def _check_waiting(self, peer: int, step: str, deadline: float, timeout: float) -> None:
         self.check_interrupt(step)
         if peer in self._world.ended:
-            raise CollectiveTimeoutError(
-                f"rank {self.rank} cannot go on in {step}: {self.why_gone(peer)}"
-            )
+            raise CollectiveTimeoutError(f"{self.me} cannot go on in {step}: {self.why_gone(peer)}")
         if time.monotonic() > deadline:
             raise CollectiveTimeoutError(
-                f"rank {self.rank} waited {timeout:g} s for rank {peer} in {step}"
+                f"{self.me} waited {timeout:g} s for {self.named([peer])} in {step}"
             )
 
     def gone(self, peers: Collection[int] | None = None) -> int | None:
@@ -165,7 +163,7 @@ class ThreadTransport(Transport):
     def why_gone(self, peer: int) -> str:
         """Say why a rank has ended."""
         why = self._world.aborted.get(peer)
-        return f"rank {peer} has ended" + (f": {why}" if why else "")
+        return f"rank {self.name(peer)} has ended" + (f": {why}" if why else "")
 
     def interrupt(self, reason: str) -> None:
         """Let this rank's waits raise: `Transport.interrupt`."""
@@ -185,7 +183,9 @@ class ThreadTransport(Transport):
         members = tuple(ranks)
         self._made[members] += 1
         world = self._world.part(members, self._made[members])
-        return world.transport(members.index(self.rank))
+        part = world.transport(members.index(self.rank))
+        part.names = tuple(map(self.name, members))
+        return part
 
     def close(self) -> None:
         """Tell the other ranks that this one has ended."""

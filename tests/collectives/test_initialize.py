@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+import adasum
 import collectives
-from collectives import TransportError
+from collectives import Group, TransportError
 from collectives.bootstrap.transport_selection import connect
 from collectives.consistency.description import Description
 
@@ -55,3 +56,41 @@ def test_nccl_that_is_missing_is_an_error_of_a_process_group_of_one(
     with pytest.raises(TransportError, match='"nccl": rank 0: NCCL needs a GPU'):
         connect(gloo, 1.0, Description("init", options={"transport": "nccl"}))
     assert connect(gloo, 1.0, Description("init", options={"transport": "auto"})) is gloo
+
+
+def test_second_init_with_the_same_or_no_arguments_returns_the_group() -> None:
+    group = collectives.init(timeout=20.0, transport="auto", calibrate=False)
+    assert collectives.init() is group
+    assert collectives.init(timeout=20, transport="auto") is group
+    assert collectives.init(calibrate=False) is group
+    adasum.init()
+    adasum.init(timeout=20.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "first"),
+    [("timeout", 21.0, "20.0"), ("transport", "gloo", "'auto'"), ("calibrate", True, "False")],
+)
+@pytest.mark.parametrize("init", [collectives.init, adasum.init])
+def test_second_init_with_another_argument_raises_and_names_it(
+    init: Any, name: str, value: Any, first: str
+) -> None:
+    group = collectives.init(timeout=20.0, calibrate=False)
+    with pytest.raises(ValueError, match=f"^{name} is {value!r} in a second .* was {first} in"):
+        init(**{name: value})
+    assert collectives.default_group() is group and not group.closed
+    collectives.shutdown()
+    assert init(**{name: value}) is not group
+
+
+def test_second_init_with_a_process_group_that_is_none_raises() -> None:
+    collectives.init()
+    with pytest.raises(TypeError, match="process_group must be a torch"):
+        collectives.init(process_group=3)  # type: ignore[arg-type]
+
+
+def test_init_under_thread_ranks_takes_any_arguments() -> None:
+    def job(group: Group) -> bool:
+        return collectives.init(timeout=3.0, transport="tcp") is group
+
+    assert collectives.run_threads(2, job) == [True, True]

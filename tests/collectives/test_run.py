@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import repeat
 from typing import Any
 
 import pytest
@@ -161,6 +162,16 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
         replace(FINE, steps=lambda rank: [Step(recvs=(Transfer(1, 0, 1, "copy"),))]),
         TypeError,
         "action must be an Action",
+    ),
+    "messages for ever": (
+        replace(FINE, steps=lambda rank: [Step(sends=repeat(Transfer(1 - rank, 0, 1)))]),
+        ValueError,
+        "rank 0 has more than 131072 messages",
+    ),
+    "ranks of a group for ever": (
+        replace(FINE, steps=lambda rank: [Step(group=repeat(rank))]),
+        ValueError,
+        "group",
     ),
     "no hash": (replace(FINE, steps=Unhashable()), TypeError, r"schedule\.steps must have a hash"),
 }

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import adasum
 import collectives
 from collectives import initialize
 from collectives.transport import ConnectionTransport
@@ -146,18 +148,42 @@ def test_torch_distributed_ended_first() -> None:
 
 def _forked(rank: int) -> list[bytes]:
     group = collectives.init(timeout=20.0, calibrate=False)
-    group.all_reduce(torch.ones(1), async_op=True).wait()
+    done = group.all_reduce(torch.ones(1), async_op=True)
+    done.wait()
+    request = group.all_reduce_init(torch.ones(1))
+    # What is under way at the fork.
+    gate = threading.Event()
+    group._call.queue._worker.submit(lambda: gate.wait(20.0))
+    work = group.all_reduce(torch.ones(1), async_op=True)
+    request.start()
+    handle = adasum.allreduce_async(torch.ones(1), op=adasum.Sum)
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         # A hang would end with the test's pipe.
         signal.alarm(10)
-        for options in ({}, {"async_op": True}):
+        for call in (
+            lambda: group.all_reduce(torch.ones(1)),
+            lambda: group.all_reduce(torch.ones(1), async_op=True),
+            work.wait,
+            work.is_completed,
+            lambda: work.add_done_callback(lambda: None),
+            request.wait,
+            request.is_completed,
+            request.start,
+            lambda: adasum.synchronize(handle),
+            lambda: adasum.poll(handle),
+        ):
             try:
-                group.all_reduce(torch.ones(1), **options).wait()
-            except collectives.TransportError as error:
+                call()
+            except (collectives.TransportError, RuntimeError) as error:
                 os.write(writing, f"{error}\n".encode())
+        assert done.wait().item() == 2.0
+        group.close()
+        os.write(writing, b"closed\n")
         os._exit(0)
+    gate.set()
+    assert work.wait().item() == request.wait().item() == handle.wait().item() == 2.0
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
         said = pipe.read().splitlines()
@@ -171,7 +197,10 @@ def _forked(rank: int) -> list[bytes]:
 def test_a_forked_child_is_told(transport: str) -> None:
     """An asynchronous call waited without an end for a thread that the child does not have."""
     for said in run_ranks(2, partial(_with, _forked, ADASUM_TRANSPORT=transport), timeout=60.0):
-        assert len(said) == 2 and all(b"forked from a rank" in line for line in said)
+        assert said.pop() == b"closed"
+        started = said.pop(7)
+        assert b"was started already" in started
+        assert len(said) == 9 and all(b"forked from a rank" in line for line in said), said
 
 
 def _on_meta(rank: int) -> list[Any]:

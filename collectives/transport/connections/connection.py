@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from collectives.errors import TransportError
 from collectives.transport.base import same_number
 from collectives.transport.shared_memory.symmetric_memory import RanksDiffer
 
@@ -37,11 +38,17 @@ EMPTY = np.empty(0, np.uint8)
 
 
 class PeerGone(Exception):
-    """The peer's end is closed; the text is its farewell, else what may have closed it."""
+    """The peer's end is closed; the text is its farewell, else what may have closed it.
 
-    def __init__(self, peer: int, farewell: str = "") -> None:
+    Args:
+        peer: The rank.
+        name: What errors call it.
+        farewell: What it has said.
+    """
+
+    def __init__(self, peer: int, name: int, farewell: str = "") -> None:
         # A network resets connections, too, whose ranks live on.
-        cause = f"rank {peer} has ended, or the connection to it was closed on the way"
+        cause = f"rank {name} has ended, or the connection to it was closed on the way"
         super().__init__(farewell or cause)
         self.peer = peer
 
@@ -62,6 +69,7 @@ class Connection(ABC):
         sock: Connected to it.
 
     Attributes:
+        name: What errors call the peer.
         shares_memory: Whether messages go through memory that both ranks share.
     """
 
@@ -69,7 +77,7 @@ class Connection(ABC):
 
     def __init__(self, peer: int, sock: socket.socket) -> None:
         sock.setblocking(False)
-        self.peer = peer
+        self.peer = self.name = peer
         self._socket = sock
         self._sends: deque[Queued] = deque()
         self._recvs: deque[Queued] = deque()
@@ -153,10 +161,10 @@ class Connection(ABC):
                 pass
         except PeerGone as gone:
             return gone
-        except OSError:
-            # Nothing is left to read: it ended without a farewell.
+        except (OSError, TransportError):
+            # Nothing is left that can be read: it ended without a farewell.
             pass
-        return PeerGone(self.peer)
+        return PeerGone(self.peer, self.name)
 
     def advance(self) -> bool:
         """Do what can be done without waiting; return whether anything was.
@@ -171,8 +179,8 @@ class Connection(ABC):
         except CLOSED:
             raise self.gone() from None
         except OSError as error:
-            broken = f"the connection to rank {self.peer} broke: {error.strerror}"
-            raise PeerGone(self.peer, broken) from None
+            broken = f"the connection to rank {self.name} broke: {error.strerror}"
+            raise PeerGone(self.peer, self.name, broken) from None
 
     def has_left(self) -> bool:
         """Whether the peer has ended this connection and not its socket; for any thread."""

@@ -23,9 +23,12 @@ from typing import Protocol
 
 import numpy as np
 
+from collectives.errors import TransportError
 from collectives.transport.connections.connection import (
     CLOSED,
     DATA,
+    EMPTY,
+    FAREWELL_BYTES,
     KIND_SHIFT,
     LENGTH_MASK,
     Bytes,
@@ -34,8 +37,12 @@ from collectives.transport.connections.connection import (
 )
 
 LINE_BYTES = 64
-# How many bytes follow, less the padding, with the kind above them; the code; the channel.
-_HEADER = struct.Struct(f"<QQQ{LINE_BYTES - 24}x")
+# What every frame begins with, so that bytes of anything else are not taken for one; then how many
+# bytes follow, less the padding, with the kind above them; the code; the channel.
+_FRAME = 0x6D61_7573_6164_AD03
+_HEADER = struct.Struct(f"<QQQQ{LINE_BYTES - 32}x")
+# Of a frame that nothing waits for, so much memory is taken at a time: as much as has come.
+_PIECE_BYTES = 1 << 20
 _PADDING = memoryview(bytes(LINE_BYTES))
 # Where padding is written, and what is dropped; never read.
 SCRATCH = memoryview(bytearray(1 << 16))
@@ -45,6 +52,7 @@ class Channel(Protocol):
     """What a connection is to its socket."""
 
     peer: int
+    name: int
     number: int
 
     def first(self) -> Queued:
@@ -82,8 +90,10 @@ class SharedSocket:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        # Whether an interrupt came before it was noted how much the kernel took or gave.
+        # Whether an interrupt came before it was noted how much the kernel took or gave, or what
+        # came was no frame.
         self._torn = False
+        self._why_torn = ""
         self._channels: dict[int, Channel] = {}
         self.was_shared = False
         # Frames for channels that this rank has not opened yet, and channels that it has closed.
@@ -102,11 +112,11 @@ class SharedSocket:
         self._incoming = self._next
         # Whose message comes straight to where it goes; or the frame that comes, to be kept.
         self._placed: Channel | None = None
-        self._kept: tuple[int, Queued] | None = None
+        self._kept: _Kept | None = None
 
     @property
     def torn(self) -> bool:
-        """Whether an interrupt has made the socket useless."""
+        """Whether the socket has become useless."""
         return self._torn
 
     @property
@@ -145,7 +155,7 @@ class SharedSocket:
     def write(self, channel: Channel, sock: socket.socket) -> None:
         """Send what can be of the frame under way, else of the channel's next; OSError as send."""
         if self._torn:
-            raise _torn(channel)
+            raise self._gone(channel)
         outgoing, writer = self._outgoing, self._writer
         late = not outgoing and bool(self._last_words)
         if late:
@@ -179,10 +189,10 @@ class SharedSocket:
         Raises:
             PeerGone: The other end is closed, or the socket is torn.
             RanksDiffer: A message for the reader has another code than it expects.
-            TransportError: It has another length.
+            TransportError: It has another length, or what has come is no frame at all.
         """
         if self._torn:
-            raise _torn(reader)
+            raise self._gone(reader)
         self._torn, unwanted = True, self._unwanted
         try:
             count = sock.recvmsg_into([SCRATCH[:unwanted]] if unwanted else self._incoming)[0]
@@ -197,19 +207,21 @@ class SharedSocket:
         error: Exception | None = None
         begun = False
         if not count:
-            error = PeerGone(reader.peer)
+            error = PeerGone(reader.peer, reader.name)
         elif unwanted:
             self._unwanted = unwanted - count
         else:
             self._incoming = _behind(self._incoming, count)
-            if not self._incoming:
+            if not self._incoming and self._kept is not None and self._kept.left:
+                self._incoming = self._kept.grow()
+            elif not self._incoming:
                 self._incoming = self._next
                 if self._placed is None and self._kept is None:
                     error = self._begin(reader, own)
                     begun = self._placed is not None
                 else:
                     self._end(reader, own)
-        self._torn = False
+        self._torn = bool(self._why_torn)
         if error is not None:
             raise error
         if begun:
@@ -217,10 +229,20 @@ class SharedSocket:
             self.read(reader, sock, own=own)
         return True
 
+    def _gone(self, channel: Channel) -> PeerGone:
+        interrupted = f"an interrupt has torn the connection to rank {channel.name}"
+        return PeerGone(channel.peer, channel.name, self._why_torn or interrupted)
+
     def _begin(self, reader: Channel, own: bool) -> Exception | None:
         """Take note of the header that has come; return what the reader is to raise."""
-        field, code, number = _HEADER.unpack(self._header)
+        begins, field, code, number = _HEADER.unpack(self._header)
         kind, length = field >> KIND_SHIFT, field & LENGTH_MASK
+        if begins != _FRAME or (kind != DATA and length > FAREWELL_BYTES):
+            self._why_torn = (
+                f"what came over the connection to rank {reader.name} is no message of a rank: "
+                "something else has written to it, or a part was lost on the way"
+            )
+            return TransportError(self._why_torn)
         channel = self._channels.get(number)
         if kind == DATA and channel is not None:
             target = channel.place(length, code)
@@ -235,10 +257,9 @@ class SharedSocket:
         if unwanted or error is not None:
             self._unwanted = length + -length % LINE_BYTES
             return error
-        frame = Queued(np.empty(length, np.uint8), code, kind)
-        self._kept = number, frame
+        self._kept = _Kept(number, code, kind, length)
         if length:
-            self._incoming = [frame.data.data, SCRATCH[: -length % LINE_BYTES]]
+            self._incoming = self._kept.grow()
         else:
             self._end(reader, own)
         return None
@@ -251,7 +272,7 @@ class SharedSocket:
             channel.placed()
         else:
             assert self._kept is not None
-            (number, frame), self._kept = self._kept, None
+            number, frame, self._kept = self._kept.number, self._kept.frame(), None
             channel = self._channels.get(number)
             if channel is not None:
                 channel.put(frame)
@@ -261,15 +282,45 @@ class SharedSocket:
             channel.wake()
 
 
-def _torn(channel: Channel) -> PeerGone:
-    peer = channel.peer
-    return PeerGone(peer, f"an interrupt has torn the connection to rank {peer}")
+class _Kept:
+    """A frame that comes before anything waits for it: no more memory than has come, and a piece.
+
+    Args:
+        number: Its channel's.
+        code: Its code.
+        kind: Its kind.
+        length: Of its message, as its header says.
+
+    Attributes:
+        number: As given.
+        left: Bytes of the message for which there is no memory yet.
+    """
+
+    def __init__(self, number: int, code: int, kind: int, length: int) -> None:
+        self.number, self._code, self._kind = number, code, kind
+        self._padding = -length % LINE_BYTES
+        self._pieces: list[Bytes] = []
+        self.left = length
+
+    def grow(self) -> list[memoryview]:
+        """Return where the next piece goes, the last one with the padding."""
+        piece = np.empty(min(self.left, _PIECE_BYTES), np.uint8)
+        self._pieces.append(piece)
+        self.left -= piece.size
+        return [piece.data] if self.left else [piece.data, SCRATCH[: self._padding]]
+
+    def frame(self) -> Queued:
+        """Return the frame, which has come."""
+        if len(self._pieces) == 1:
+            return Queued(self._pieces[0], self._code, self._kind)
+        data = np.concatenate(self._pieces) if self._pieces else EMPTY
+        return Queued(data, self._code, self._kind)
 
 
 def _frame(item: Queued, number: int) -> list[memoryview]:
     """What goes out for a message, or for one of the other kinds."""
     size = item.data.size
-    header = _HEADER.pack(size | item.kind << KIND_SHIFT, item.code, number)
+    header = _HEADER.pack(_FRAME, size | item.kind << KIND_SHIFT, item.code, number)
     parts = [memoryview(header), item.data.data, _PADDING[: -size % LINE_BYTES]]
     return parts if size else parts[:1]
 

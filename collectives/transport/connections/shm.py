@@ -174,12 +174,12 @@ class ShmConnection(Connection):
             # The peer ended and left records unread. What it sent before can still be read.
             return True
         if not count:
-            raise PeerGone(self.peer)
-        self._returned, field, code = _HEADER.unpack_from(self._record)
+            raise PeerGone(self.peer, self.name)
+        self._returned, field, code = self._header(count)
         kind, length = field >> KIND_SHIFT, field & LENGTH_MASK
         inline = self._inline[: count - _HEADER.size]
         if kind == FAREWELL:
-            raise PeerGone(self.peer, inline.tobytes().decode(errors="replace"))
+            raise PeerGone(self.peer, self.name, inline.tobytes().decode(errors="replace"))
         if kind != DATA:
             self._heed(kind, code)
         elif length and self._flushing:
@@ -190,6 +190,23 @@ class ShmConnection(Connection):
             self._early.append((code, length, inline.copy()))
         return True
 
+    def _header(self, count: int) -> tuple[int, int, int]:
+        """Return what a record of `count` bytes begins with; TransportError for what is none."""
+        if count >= _HEADER.size:
+            returned, field, code = _HEADER.unpack_from(self._record)
+            kind, length = field >> KIND_SHIFT, field & LENGTH_MASK
+            # Inline is what is small, and nothing else.
+            expected = length if kind == DATA and length <= INLINE_BYTES else 0
+            inside = count - _HEADER.size
+            # One that was sent may not be counted yet, after an interrupt.
+            fits = kind == FAREWELL or (inside == expected and length <= SLOT_BYTES)
+            if fits and self._returned <= returned <= self._sent + 1:
+                return returned, field, code
+        raise TransportError(
+            f"what came over the connection to rank {self.name} is no message of a rank: something "
+            "else has written to it"
+        )
+
     def _take(self, code: int, length: int, inline: Bytes) -> None:
         """Copy one piece to the first posted receive."""
         number = self._taken
@@ -199,7 +216,7 @@ class ShmConnection(Connection):
             raise RanksDiffer
         if length != target.size:
             raise TransportError(
-                f"rank {self.peer} sent {length} bytes where {target.size} were expected"
+                f"rank {self.name} sent {length} bytes where {target.size} were expected"
             )
         if inline.size:
             np.copyto(target, inline)

@@ -95,7 +95,7 @@ class TcpConnection(Connection):
         if code != expected:
             return RanksDiffer()
         return TransportError(
-            f"rank {self.peer} sent a message of {length} bytes where one of {data.size} was "
+            f"rank {self.name} sent a message of {length} bytes where one of {data.size} was "
             "expected"
         )
 
@@ -123,7 +123,7 @@ class TcpConnection(Connection):
         if not self._shared.was_shared:
             return False
         with self._shared.lock:
-            with contextlib.suppress(OSError, PeerGone):
+            with contextlib.suppress(OSError, PeerGone, TransportError):
                 while self._shared.read(self, self._socket, own=False):
                     pass
             return any(frame.kind == FAREWELL for frame in self._early)
@@ -157,7 +157,7 @@ class TcpConnection(Connection):
         """Do what a frame asks for that came before."""
         data, code, kind = frame
         if kind == FAREWELL:
-            raise PeerGone(self.peer, data.tobytes().decode(errors="replace"))
+            raise PeerGone(self.peer, self.name, data.tobytes().decode(errors="replace"))
         if kind != DATA:
             self._heed(kind, code)
         elif not self._flushing:

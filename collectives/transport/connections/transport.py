@@ -6,22 +6,25 @@ there is no connection, and those of other devices, go through another transport
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from collectives.errors import CollectiveTimeoutError, TransportError, describe
 from collectives.stall import Stall
-from collectives.transport.base import Message, Messages, Transport, as_bytes
+from collectives.transport.base import Message, Messages, Transport
 from collectives.transport.byte_gathering import gather_objects
 from collectives.transport.connections.connect import KINDS, descriptors_of, open_connections
-from collectives.transport.connections.connection import Connection, PeerGone
+from collectives.transport.connections.connection import Bytes, Connection, PeerGone
 from collectives.transport.connections.part import Shared, channel_numbers
 from collectives.transport.connections.tcp import TcpConnection
 from collectives.transport.connections.waker import Waker, wait_for_any
@@ -77,6 +80,7 @@ class ConnectionTransport(Transport):
     ) -> None:
         self.rank = other.rank
         self.size = other.size
+        self.names = other.names
         self.process_group = other.process_group
         self.device = other.device
         self._other = other
@@ -94,6 +98,8 @@ class ConnectionTransport(Transport):
             near=near,
             shared={} if shared is None else shared.connections,
         )
+        for peer, connection in self._connections.items():
+            connection.name = self.name(peer)
         self.connected_peers = frozenset(self._connections)
         self.memory_peers = frozenset(
             peer for peer, each in self._connections.items() if each.shares_memory
@@ -136,7 +142,7 @@ class ConnectionTransport(Transport):
                     elif tensor.numel():
                         active[peer] = connection = self._connections[peer]
                         post = connection.send if sending else connection.receive
-                        post(as_bytes(tensor).numpy(), code)
+                        post(_memory_of(tensor), code)
             if far_sends or far_recvs:
                 start = time.monotonic()
                 self._other.exchange(far_sends, far_recvs, step, timeout)
@@ -193,7 +199,7 @@ class ConnectionTransport(Transport):
         except PeerGone as gone:
             self.abort(str(gone))
             raise CollectiveTimeoutError(
-                f"rank {self.rank} got no answer from rank {gone.peer} in {step}: {gone}"
+                f"{self.me} got no answer from {self.named([gone.peer])} in {step}: {gone}"
             ) from None
         except BaseException as error:
             self.abort(describe(error))
@@ -206,7 +212,7 @@ class ConnectionTransport(Transport):
         stall: Stall | None = None
 
         def late() -> str:
-            return ", ".join(f"rank {connection.peer}" for connection in connections)
+            return self.named(connection.peer for connection in connections)
 
         while connections:
             moved = [connection.advance() for connection in connections]
@@ -224,12 +230,12 @@ class ConnectionTransport(Transport):
             waited += slept
             if time.monotonic() >= deadline:
                 raise CollectiveTimeoutError(
-                    f"rank {self.rank} got no answer from {late()} in {step} within {timeout:.3g} s"
+                    f"{self.me} got no answer from {late()} in {step} within {timeout:.3g} s"
                 )
             if waited < nap:
                 continue
             if stall is None:
-                stall = Stall(self.rank, step, timeout, late)
+                stall = Stall(self.name(self.rank), step, timeout, late)
                 # Once: probes that a peer has no reason to read remain in its socket.
                 for connection in self._connections.values() if code else ():
                     connection.probe(code)
@@ -283,7 +289,7 @@ class ConnectionTransport(Transport):
         told = gather_objects([next(self._numbers), short], members, timeout)
         for rank, (_, missing) in zip(ranks, told, strict=True):
             if missing:
-                raise TransportError(f"rank {rank} cannot split its group: {missing}")
+                raise TransportError(f"rank {self.name(rank)} cannot split its group: {missing}")
         # The first rank's number: no two channels of a socket have the same, whoever counts.
         number = told[0][0]
         if not far:
@@ -323,7 +329,7 @@ class ConnectionTransport(Transport):
         """Close `other` and every connection. What was sent before still arrives."""
         with ExitStack() as stack:
             stack.callback(self._other.close)
-            self._close_connections(f"rank {self.rank} has closed it")
+            self._close_connections(f"{self.me} has closed it")
 
     def _close_connections(self, reason: str) -> None:
         self._unusable = self._unusable or reason
@@ -341,6 +347,16 @@ class ConnectionTransport(Transport):
             connection.detach()
         if self._waker is not None:
             self._waker.close()
+
+
+def _memory_of(tensor: torch.Tensor) -> Bytes:
+    """Return the memory of a contiguous tensor on the host, which lives as long as the array.
+
+    Not by Tensor.numpy(), after which torch lets nobody resize the tensor's storage any more.
+    """
+    memory: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    memory.tensor = tensor
+    return np.frombuffer(memory, np.uint8)
 
 
 def _cores() -> set[int]:

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -51,10 +51,11 @@ class Pending:
     in any thread. So a step behind one that nobody has asked for may take up to twice its timeout.
 
     Args:
-        rank: This rank, for errors.
+        rank: This rank.
         end: Aborts all that is under way, in bounded time; returns how that went.
         gone: Returns one of some ranks (of all for None) that has ended; None where none has.
         check: Raises NCCL's asynchronous error, if any, for the step it is given.
+        names: As `Transport.names`.
 
     Attributes:
         items: The steps, in their order.
@@ -67,10 +68,12 @@ class Pending:
         end: Callable[[], str],
         gone: Callable[[Collection[int] | None], int | None] = lambda peers: None,
         check: Callable[[str], None] = lambda step: None,
+        names: Sequence[int] = (),
     ) -> None:
         self.items: deque[Posted] = deque()
         self.error: CollectiveError | None = None
-        self._rank = rank
+        self._names = names
+        self._rank = self._name(rank)
         self._end = end
         self._gone = gone
         self._check = check
@@ -158,7 +161,7 @@ class Pending:
 
     def late(self, peers: tuple[int, ...], step: str, timeout: float) -> None:
         """End all steps: one took over its timeout."""
-        said = f"rank {self._rank} got no answer from {_names(peers)} in"
+        said = f"rank {self._rank} got no answer from {self._named(peers)} in"
         said = f"{said} {step} (stopped after {timeout:g} s)"
         self.fail(lambda how: CollectiveTimeoutError(f"{said}: {how}"))
 
@@ -189,14 +192,15 @@ class Pending:
             if peer is None:
                 self.late(first.peers, first.step, first.timeout)
                 return
-            said = f"rank {self._rank} got no answer from rank {peer} in {first.step}"
-            self.fail(lambda how: CollectiveTimeoutError(f"{said}: rank {peer} has ended; {how}"))
+            name = self._name(peer)
+            said = f"rank {self._rank} got no answer from rank {name} in {first.step}"
+            self.fail(lambda how: CollectiveTimeoutError(f"{said}: rank {name} has ended; {how}"))
 
     def _warn(self, first: Posted) -> None:
         """Warn of a step that has not come for long; only then ask CUDA whether it has."""
         if self._stall is None or self._stall[0] is not first:
             since = max(first.since, self._passed)
-            late = functools.partial(_names, first.peers)
+            late = functools.partial(self._named, first.peers)
             self._stall = first, Stall(self._rank, first.step, first.timeout, late, since)
         stall = self._stall[1]
         if stall.is_due():
@@ -218,6 +222,15 @@ class Pending:
             return peer
         return None
 
+    def _name(self, rank: int) -> int:
+        return self._names[rank] if self._names else rank
+
+    def _named(self, peers: tuple[int, ...]) -> str:
+        names = tuple(map(self._name, peers))
+        if not names:
+            return "the other ranks"
+        return f"rank {names[0]}" if len(names) == 1 else f"one of the ranks {names}"
+
     def _is_late(self, first: Posted) -> bool:
         return time.monotonic() - max(first.since, self._passed) > first.timeout
 
@@ -228,12 +241,6 @@ class Pending:
             self.items.popleft()
             self._passed, any_done = time.monotonic(), True
         return any_done
-
-
-def _names(peers: tuple[int, ...]) -> str:
-    if not peers:
-        return "the other ranks"
-    return f"rank {peers[0]}" if len(peers) == 1 else f"one of the ranks {peers}"
 
 
 class Watchdog:

@@ -33,20 +33,23 @@ class TorchNccl:
 
     Args:
         process_group: What the messages travel on.
-        rank: This rank, for errors.
+        rank: This rank.
+        names: As `Transport.names`.
 
     Attributes:
         pending: The steps under way.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup, rank: int) -> None:
+    def __init__(
+        self, process_group: dist.ProcessGroup, rank: int, names: Sequence[int] = ()
+    ) -> None:
         self._process_group = process_group
         self._connected: set[torch.device] = set()
         self._behind: dict[torch.device, cuda.Stream] = {}
         # Of what is under way, in the order in which it was first used.
         groups = self._groups = [process_group]
         asked = self._asked = _Asked()
-        self.pending = Pending(rank, lambda: _abort(groups), asked.gone)
+        self.pending = Pending(rank, lambda: _abort(groups), asked.gone, names=names)
         self._watchdog = Watchdog(self.pending, self, f"nccl-watch-{rank}")
 
     def ask(self, peers: Transport) -> None:

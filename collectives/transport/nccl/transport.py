@@ -80,6 +80,7 @@ class NcclTransport(Transport):
             raise ValueError(f'device must be a CUDA device such as "cuda:0", got {self.device}')
         self.rank = host.rank
         self.size = host.size
+        self.names = host.names
         self.process_group = host.process_group
         self.carries_codes = host.carries_codes
         self._nccl = nccl
@@ -97,7 +98,7 @@ class NcclTransport(Transport):
             with translate_errors(nccl, step):
                 made.check()
 
-        self._pending = Pending(self.rank, made.abort, host.gone, check)
+        self._pending = Pending(self.rank, made.abort, host.gone, check, host.names)
         made.watch(self._pending)
         # Runs at the latest when the interpreter exits.
         self._close = weakref.finalize(self, self._communicators.close)

@@ -29,7 +29,7 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -90,6 +90,14 @@ class Peers(Protocol):
 
     def why_gone(self, peer: int) -> str:
         """Say why the end of a rank that is gone was closed."""
+        ...
+
+    def name(self, rank: int) -> int:
+        """Return what errors call a rank."""
+        ...
+
+    def named(self, ranks: Iterable[int]) -> str:
+        """Return what errors call ranks."""
         ...
 
     def abort(self, reason: str) -> None:
@@ -299,17 +307,18 @@ class SymmetricMemory:
                 gone = self._peers.gone()
                 if gone is not None and not there():
                     raise CollectiveTimeoutError(
-                        f"rank {self.rank} got no answer from rank {gone} in {step}: "
-                        f"{self._peers.why_gone(gone)}"
+                        f"{self._peers.named([self.rank])} got no answer from "
+                        f"{self._peers.named([gone])} in {step}: {self._peers.why_gone(gone)}"
                     )
                 waited = time.monotonic() - start
                 if waited > timeout:
                     raise CollectiveTimeoutError(
-                        f"rank {self.rank} got no answer from {self._late(word)} in {step} within "
-                        f"{timeout:.3g} s"
+                        f"{self._peers.named([self.rank])} got no answer from {self._late(word)} "
+                        f"in {step} within {timeout:.3g} s"
                     )
                 if waited > _CHECK_SECONDS:
-                    stall = stall or Stall(self.rank, step, timeout, lambda: self._late(word))
+                    me = self._peers.name(self.rank)
+                    stall = stall or Stall(me, step, timeout, lambda: self._late(word))
                     stall.check()
                 self._sleep(there, word, waited, timeout - waited)
         except RanksDiffer:
@@ -322,7 +331,7 @@ class SymmetricMemory:
         words = self._words[word].tolist()
         mine = words[self.rank]
         late = int.__lt__ if word == _BARRIERS else int.__ne__
-        return ", ".join(f"rank {rank}" for rank, other in enumerate(words) if late(other, mine))
+        return self._peers.named(r for r, other in enumerate(words) if late(other, mine))
 
     def _fence(self) -> None:
         """Keep the processor from moving memory accesses across this.

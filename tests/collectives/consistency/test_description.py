@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from collectives.consistency.description import Description, describe_tensor, difference
+from collectives.transport import ThreadWorld
+
+RANKS = ThreadWorld(3).transport(0)
 
 
 def call(kind: str, name: str | None, op: str, *numels: int) -> Description:
@@ -38,7 +41,7 @@ def call(kind: str, name: str | None, op: str, *numels: int) -> Description:
 )
 def test_difference_names_the_first_one(other: Description, text: str) -> None:
     mine = call("all_reduce", "w", "Sum", 3)
-    said = difference({2: other, 1: mine, 0: mine})
+    said = difference({2: other, 1: mine, 0: mine}, RANKS)
     assert said.startswith("ranks disagree: rank 0 calls all_reduce(w)")
     assert text in said
 
@@ -49,5 +52,6 @@ def test_difference_calls_tensors_by_their_names() -> None:
                     names=[f"layer{i}" for i in range(len(numels))])
         for numels in ((2, 3), (2, 4))
     )  # fmt: skip
-    assert "with layer1: shape (3,) torch.float32 cpu, rank 1" in difference({0: mine, 1: other})
+    said = difference({0: mine, 1: other}, RANKS)
+    assert "with layer1: shape (3,) torch.float32 cpu, rank 1" in said
     assert Description.from_json(mine.to_json()).entries() == mine.entries()

@@ -114,3 +114,81 @@ def test_bad_names_are_refused(names: object, error: type[Exception], text: str)
             group.all_reduce(torch.ones(1), names=["a"])
 
     collectives.run_threads(1, job)
+
+
+def train_with_metric(
+    rank: int, *, first: int, process_set: hvd.ProcessSet | None = None, **options: object
+) -> list[float]:
+    """Steps in which rank `first` starts its metric before backward, and the others behind it."""
+    model = nn.Linear(3, 2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        named_parameters=model.named_parameters(),
+        **options,  # type: ignore[arg-type]
+    )
+    seen = []
+    for _ in range(3):
+
+        def metric(value: float) -> hvd.Handle:
+            tensor = torch.tensor([value])
+            return hvd.allreduce_async(tensor, name="metric", op=hvd.Sum, process_set=process_set)
+
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 3)).sum()
+        if rank == first:
+            handle = metric(loss.item())
+        loss.backward()
+        if rank != first:
+            handle = metric(loss.item())
+        optimizer.step()
+        seen.append(hvd.synchronize(handle).item())
+    return seen
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("options", [{}, {"check_parameters": False}, {"num_groups": 1}], ids=str)
+def test_metric_that_ranks_start_at_different_places_is_what_the_error_names(
+    first: int, options: dict[str, object]
+) -> None:
+    """On every rank, and no call of the library's own, of which the user knows nothing."""
+
+    def job(group: Group) -> str:
+        with pytest.raises(CollectiveMismatchError) as caught:
+            train_with_metric(group.rank, first=first, **options)
+        return str(caught.value)
+
+    said, other = collectives.run_threads(2, job)
+    assert said == other
+    assert f"rank {first} calls all_reduce(metric)" in said
+    assert "start it at the same place on every rank" in said
+    assert "check" not in said
+
+
+def test_metric_in_a_process_set_of_its_own_may_be_started_anywhere() -> None:
+    def job(group: Group) -> list[float]:
+        everyone = hvd.add_process_set(range(group.size))
+        return train_with_metric(group.rank, first=1, process_set=everyone)
+
+    first, second = collectives.run_threads(2, job)
+    assert first == second and len({*first}) == 3
+
+
+@everywhere
+def test_named_asynchronous_call_that_meets_another_kind_is_named_first(way: str) -> None:
+    def job(group: Group) -> str:
+        if group.rank == 1:
+            work = group.all_reduce(torch.ones(3), name="metric", async_op=True)
+        with pytest.raises(CollectiveMismatchError) as caught:
+            group.barrier("epoch") if group.rank != 1 else work.wait()
+        return str(caught.value)
+
+    said = {*run(way, 3, job)}
+    assert said == {
+        "ranks disagree: rank 1 calls all_reduce(metric), and rank 0 makes another call, a "
+        "barrier: all_reduce(metric) was started at another place among the calls; start it at "
+        "the same place on every rank, as before backward() on all or behind it on all, or in a "
+        "group of its own (Group.split, or a process set)"
+    }

@@ -25,6 +25,7 @@ from collectives import (
 )
 from collectives.consistency.requests import Request
 from collectives.reducers import SumReducer
+from collectives.schedules import recursive_doubling
 from tests.collectives.consistency.ranks import everywhere, run, start_and_wait
 from tests.collectives.transport.thread_ranks import TIMEOUT
 
@@ -367,3 +368,109 @@ def test_request_made_in_inference_mode_works_there() -> None:
             assert torch.equal(tensor, torch.full((4,), 2.0))
 
     run("threads", 2, job)
+
+
+def _shrunk(tensor: torch.Tensor) -> None:
+    tensor.resize_(5)
+
+
+MOVES: dict[str, Callable[[torch.Tensor], object]] = {
+    "set_": lambda tensor: tensor.set_(torch.ones(8)),  # type: ignore[call-overload]
+    "data": lambda tensor: setattr(tensor, "data", torch.ones(8)),
+    "double": lambda tensor: setattr(tensor, "data", tensor.data.double()),
+    "resize_": lambda tensor: tensor.resize_(4096),
+    "shrunk": _shrunk,
+    "strides": lambda tensor: setattr(tensor, "data", tensor.data.as_strided((8,), (0,))),
+    "freed": lambda tensor: tensor.untyped_storage().resize_(0),
+}
+
+
+@everywhere
+@pytest.mark.parametrize("move", MOVES)
+def test_start_of_a_request_whose_buffer_was_moved_raises_and_starts_nothing(
+    way: str, move: str
+) -> None:
+    """On one rank, whose next start is the one that the other waits for."""
+
+    def job(group: Group) -> list[float]:
+        flat = torch.ones(8)
+        request = group.all_reduce_init(flat)
+        assert start_and_wait(request) is flat
+        if group.rank == 1:
+            MOVES[move](flat)
+            with pytest.raises(
+                ValueError, match=r"other memory than when it was passed.*start\(\)"
+            ):
+                request.start()
+        flat = torch.full((8,), group.rank + 1.0)
+        request.start(flat)
+        assert request.wait() is flat
+        return flat.tolist()
+
+    assert run(way, 2, job) == [[3.0] * 8] * 2
+
+
+@everywhere
+def test_start_with_the_moved_buffer_itself_takes_its_new_memory(way: str) -> None:
+    def job(group: Group) -> list[float]:
+        flat = torch.zeros(8)
+        request = group.all_reduce_init(flat)
+        start_and_wait(request)
+        flat.data = torch.full((8,), group.rank + 1.0)
+        request.start(flat)
+        request.wait()
+        return flat.tolist()
+
+    assert run(way, 2, job) == [[3.0] * 8] * 2
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda g, t: g.grouped_all_reduce_init([torch.ones(3), t]),
+        lambda g, t: g.broadcast_init(t),
+        lambda g, t: g.reduce_scatter_init(t),
+        lambda g, t: g.reduce_scatter_init(torch.ones(16), out=t),
+        lambda g, t: g.reduce_to_owners_init([t]),
+        lambda g, t: g.run_init(recursive_doubling.all_reduce(2), t),
+    ],
+)
+def test_start_of_every_kind_of_request_looks_for_moved_buffers(make: Any) -> None:
+    def job(group: Group) -> None:
+        tensor = torch.ones(8)
+        request = make(group, tensor)
+        start_and_wait(request)
+        tensor.data = torch.ones(8)
+        with pytest.raises(ValueError, match="other memory than when it was passed"):
+            request.start()
+        group.barrier()
+
+    run_threads(2, job)
+
+
+@everywhere
+def test_start_from_several_threads_at_once_starts_it_once(way: str) -> None:
+    def job(group: Group) -> None:
+        flat = torch.ones(8)
+        request = group.all_reduce_init(flat, name="flat")
+        for _ in range(10):
+            gate, outcomes = threading.Barrier(4), []
+
+            def start(gate: threading.Barrier = gate, outcomes: list[str] = outcomes) -> None:
+                gate.wait(TIMEOUT)
+                try:
+                    request.start()
+                    outcomes.append("started")
+                except RuntimeError as error:
+                    outcomes.append(str(error))
+
+            threads = [threading.Thread(target=start) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            request.wait()
+            assert outcomes.count("started") == 1
+            assert sum("was started already" in said for said in outcomes) == 3
+
+    run(way, 2, job)

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from collectives.execution.lowering import LoweredStep, Range, Reduction, chunk_bounds, lower
-from collectives.schedules import ring
+from collectives.execution.lowering import (
+    LoweredStep,
+    Range,
+    Reduction,
+    chunk_bounds,
+    lower,
+    sent_first,
+)
+from collectives.schedules import recursive_doubling, ring
 from collectives.schedules.registry import SCHEDULES
-from collectives.schedules.schedule import Action, Schedule, Step, Transfer
+from collectives.schedules.schedule import Action, Schedule, Step, Transfer, sharded
 from collectives.schedules.topology import Topology
 from tests.collectives.schedules.simulation import one_level
 
@@ -128,6 +138,31 @@ def test_lower_ranges_received_twice_makes_one_reduction() -> None:
     assert step.recvs[2] == Range(3, 5, 9)
     assert [each.low for each in step.recvs if each.staged] == [0, 5, 10]
     assert step.staged == 15
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4)), max_size=6),
+    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4)), max_size=6),
+)
+def test_sent_first_is_what_comparing_all_ranges_says(
+    sent: list[tuple[int, int]], received: list[tuple[int, int]]
+) -> None:
+    sends = tuple(Transfer(1, start, start + length) for start, length in sent)
+    recvs = tuple(Transfer(1, a, a + length, Action.REDUCE_LEFT) for a, length in received)
+    expected = all(
+        send.stop <= recv.start or recv.stop <= send.start or send[1:3] == recv[1:3]
+        for recv in recvs
+        for send in sends
+    )
+    assert sent_first(Step(sends, recvs)) is expected
+
+
+def test_lower_of_many_shards_costs_no_square_of_them() -> None:
+    """Comparing each with each takes minutes."""
+    schedule, start = sharded(recursive_doubling.all_reduce(2), 100_000), time.monotonic()
+    (step,) = steps_of(schedule, 0, 1_000_000)
+    assert step.sent_first and len(step.sends) == 100_000
+    assert time.monotonic() - start < 20.0
 
 
 def test_lower_where_one_receive_does_not_say_its_leaves_leaves_them_open() -> None:

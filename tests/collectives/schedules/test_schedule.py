@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -9,7 +10,15 @@ import pytest
 from collectives.schedules import binomial_tree, recursive_doubling, recursive_halving, ring
 from collectives.schedules.folding import Fold
 from collectives.schedules.registry import SCHEDULES
-from collectives.schedules.schedule import IDLE, Action, Collective, Schedule, Step, Transfer
+from collectives.schedules.schedule import (
+    IDLE,
+    Action,
+    Collective,
+    Schedule,
+    Step,
+    Transfer,
+    sharded,
+)
 from collectives.schedules.symbolic_step import ScheduleError
 from collectives.schedules.topology import Topology
 from collectives.schedules.verify import verify
@@ -158,6 +167,27 @@ def _pair(steps: dict[int, list[Step]], chunks: int = 1) -> Schedule:
 def test_faults_are_named(steps: dict[int, list[Step]], chunks: int, message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         verify(_pair(steps, chunks))
+
+
+@pytest.mark.parametrize("chunks", [2**20 + 1, 2**40])
+def test_schedule_of_too_many_chunks_is_refused_before_there_is_memory_for_them(
+    chunks: int,
+) -> None:
+    with pytest.raises(ValueError, match="chunks must be at most 1048576, made up has"):
+        _pair({}, chunks)
+
+
+def test_verification_of_more_chunks_than_can_be_held_is_refused() -> None:
+    schedule = Schedule("large", 64, 2**20, Collective.ALL_REDUCE, lambda rank: [])
+    with pytest.raises(ScheduleError, match=r"262144 are the most"):
+        verify(schedule)
+
+
+def test_verification_of_many_messages_costs_no_square_of_them() -> None:
+    """Comparing each with each takes minutes."""
+    start = time.monotonic()
+    assert verify(sharded(recursive_doubling.all_reduce(2), 50_000)).steps == 1
+    assert time.monotonic() - start < 20.0
 
 
 def test_unwritten_chunks_are_not_sent() -> None:

@@ -258,7 +258,7 @@ def test_a_whole_that_is_closed_first_leaves_its_parts() -> None:
         send(whole[0], noise(3, 0))
     together(lambda: send(part[0], noise(3, 1)), lambda: receive(part[1], 3))
     part[0].close()
-    with pytest.raises(CollectiveTimeoutError, match="from rank 0 in a step: rank 0 has ended"):
+    with pytest.raises(CollectiveTimeoutError, match="from rank 1 in a step: rank 1 has ended"):
         receive(part[1], 3)
 
 

@@ -147,10 +147,11 @@ def test_the_secret_is_needed() -> None:
         own = TcpListener(0, LOOPBACK, stack)
         wrong = [*own.offer[:2], "00" * 16]
         assert wrong != own.offer
-        with pytest.raises(OSError, match="rank 0 speaks 3, this one 2"):
-            TcpListener(2, LOOPBACK, stack).connect(0, [3, *own.offer[1:]], 5.0)
-        with pytest.raises(OSError, match="speaks 3"):
-            TcpListener(2, LOOPBACK, stack).connect(0, [3], 5.0)
+        other = TcpListener.FORMAT + 1
+        said = f"rank 0 speaks {other}, this one {TcpListener.FORMAT}"
+        for offer in ([other, *own.offer[1:]], [other]):
+            with pytest.raises(OSError, match=said):
+                TcpListener(2, LOOPBACK, stack).connect(0, offer, 5.0)
         TcpListener(1, LOOPBACK, stack).connect(0, wrong, 5.0).close()
         start = time.monotonic()
         assert own.accept([1], 0.3) == {}
@@ -183,7 +184,7 @@ def test_connecting_stops_where_a_network_answers_nothing(
         start = time.monotonic()
         for peer in range(9):
             with pytest.raises(TimeoutError):
-                own.connect(peer, [2, ["10.255.0.1", 1], "00" * 16], timeout)
+                own.connect(peer, [TcpListener.FORMAT, ["10.255.0.1", 1], "00" * 16], timeout)
         assert 0.4 <= time.monotonic() - start < 2.0
 
 

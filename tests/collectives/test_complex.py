@@ -1,0 +1,188 @@
+"""Complex tensors: what an operator takes is reduced, one by one and in groups, over everything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from collectives import Average, FusedBuffer, Group, Product, Reducer, Sum, run_threads
+from collectives.reducers import as_real
+from tests.collectives.consistency.ranks import WAYS, everywhere, run
+from tests.processes.harness import run_ranks
+
+Tensor = torch.Tensor
+DTYPES = (torch.complex32, torch.complex64, torch.complex128)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+SIZE = 3
+# Of one element, of an odd number, and of more than a call in shared memory reduces by itself.
+NUMELS = (1, 77, 40_000)
+
+
+def values(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """Small whole numbers, whose sums are exact in every dtype."""
+    generator = torch.Generator().manual_seed(rank)
+    pairs = torch.randint(-8, 9, (numel, 2), generator=generator)
+    return torch.view_as_complex(pairs.double()).to(dtype)
+
+
+def total(numel: int, dtype: torch.dtype) -> Tensor:
+    return sum(values(rank, numel, torch.complex128) for rank in range(SIZE)).to(dtype)  # type: ignore[union-attr]
+
+
+def average(numel: int, dtype: torch.dtype) -> Tensor:
+    """The sum, its reals divided once: halves by 4 before it and by 3/4 behind it."""
+    reals = as_real(total(numel, dtype))
+    reals = reals / 4 / 0.75 if dtype is torch.complex32 else reals / 3
+    return torch.view_as_complex(reals)
+
+
+EXPECTED: dict[Reducer, Callable[[int, torch.dtype], Tensor]] = {Sum: total, Average: average}
+
+
+def equal(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(as_real(one), as_real(other))
+
+
+@everywhere
+@dtypes
+@pytest.mark.parametrize("op", EXPECTED, ids=str)
+def test_complex_tensors_are_reduced_alone_and_in_groups(
+    way: str, dtype: torch.dtype, op: Reducer
+) -> None:
+    def job(group: Group) -> None:
+        for numel in NUMELS:
+            mine = values(group.rank, numel, dtype)
+            assert equal(group.all_reduce(mine, op), EXPECTED[op](numel, dtype))
+        many = [values(group.rank, numel, dtype) for numel in NUMELS]
+        many.append(torch.ones(5))
+        group.grouped_all_reduce(many, op)
+        for tensor, numel in zip(many, NUMELS, strict=False):
+            assert equal(tensor, EXPECTED[op](numel, dtype))
+
+    run(way, SIZE, job)
+
+
+@dtypes
+@pytest.mark.parametrize("algorithm", ["rd", "rechd", "xring", "pscpu", "rd#3", "xring/rd"])
+def test_complex_tensors_are_reduced_by_every_algorithm(dtype: torch.dtype, algorithm: str) -> None:
+    def job(group: Group) -> None:
+        mine = values(group.rank, 77, dtype)
+        segments = (0, 10, 77)
+        group.all_reduce(mine, Sum, algorithm=algorithm, segments=segments)
+        assert equal(mine, total(77, dtype))
+
+    run_threads(SIZE, job)
+
+
+@dtypes
+def test_complex_tensors_pass_every_other_collective(dtype: torch.dtype) -> None:
+    numel = 12
+
+    def job(group: Group) -> None:
+        def mine() -> Tensor:
+            return values(group.rank, numel, dtype)
+
+        want, rank = total(numel, dtype), group.rank
+        piece = slice(4 * rank, 4 * rank + 4)
+        assert equal(group.reduce_scatter(mine()), want[piece])
+        assert equal(group.reduce_scatter(mine(), Average), average(numel, dtype)[piece])
+        reduced = group.reduce(mine(), 1)
+        assert rank != 1 or equal(reduced, want)
+        gathered = group.all_gather(mine())
+        assert equal(gathered, torch.cat([values(r, numel, dtype) for r in range(SIZE)]))
+        received, _ = group.all_to_all(mine())
+        assert equal(received, torch.cat([values(r, numel, dtype)[piece] for r in range(SIZE)]))
+        assert equal(group.broadcast(mine(), 2), values(2, numel, dtype))
+        for owners in (None, [2, 0]):
+            both = [mine(), mine()]
+            chosen = group.reduce_to_owners(both, owners=owners)
+            for tensor, owner in zip(both, chosen, strict=True):
+                assert owner != rank or equal(tensor, want)
+            group.broadcast_from_owners(both, owners=owners)
+            assert all(equal(tensor, want) for tensor in both)
+
+    run_threads(SIZE, job)
+
+
+@dtypes
+@pytest.mark.parametrize("way", WAYS)
+def test_request_of_a_complex_tensor_has_the_bits_of_a_call(way: str, dtype: torch.dtype) -> None:
+    def job(group: Group) -> None:
+        flat = torch.empty(77, dtype=dtype)
+        request = group.all_reduce_init(flat, Average)
+        many = [torch.empty(77, dtype=dtype) for _ in range(2)]
+        grouped = group.grouped_all_reduce_init(many, Average)
+        for _ in range(2):
+            for tensor in (flat, *many):
+                tensor.copy_(values(group.rank, 77, dtype))
+            request.start()
+            request.wait()
+            grouped.start()
+            grouped.wait()
+            assert all(equal(each, average(77, dtype)) for each in (flat, *many))
+
+    run(way, 3, job)
+
+
+@dtypes
+def test_infinity_in_a_complex_tensor_stays_in_its_part(dtype: torch.dtype) -> None:
+    """Infinity times a complex number, such as 2 + 0i, has an imaginary part that is NaN."""
+
+    def job(group: Group) -> None:
+        one = torch.view_as_complex(torch.tensor([[torch.inf, 1.0], [2.0, 3.0]])).to(dtype)
+        for tensor in (
+            group.all_reduce(one.clone(), Sum, prescale=2.0, postscale=0.5),
+            group.all_reduce(one.clone(), Average),
+        ):
+            assert as_real(tensor)[0].tolist()[0] == torch.inf
+            assert not as_real(tensor).isnan().any()
+
+    run_threads(2, job)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+def test_products_of_complex_tensors_are_complex(dtype: torch.dtype) -> None:
+    def job(group: Group) -> Any:
+        return group.all_reduce(torch.tensor([1j], dtype=dtype), Product).tolist()
+
+    assert run_threads(2, job) == [[-1 + 0j]] * 2
+
+
+def test_average_of_complex_halves_cannot_overflow() -> None:
+    def job(group: Group) -> list[float]:
+        tensor = torch.view_as_complex(torch.full((3, 2), 40_000.0)).to(torch.complex32)
+        return as_real(group.all_reduce(tensor, Average)).flatten().tolist()
+
+    assert run_threads(3, job) == [[40_000.0] * 6] * 3
+
+
+def test_fused_buffer_of_complex_tensors_says_what_it_takes() -> None:
+    with pytest.raises(TypeError, match="complex64"):
+        FusedBuffer([torch.ones(3, dtype=torch.complex64)])
+
+
+def _over(rank: int, transport: str) -> None:
+    import collectives
+
+    group = collectives.init(timeout=30.0, transport=transport, calibrate=False)
+    for dtype in DTYPES:
+        for op, expected in EXPECTED.items():
+            for numel in NUMELS:
+                mine = values(rank, numel, dtype)
+                assert equal(group.all_reduce(mine, op), expected(numel, dtype))
+            many = [values(rank, numel, dtype) for numel in NUMELS]
+            group.grouped_all_reduce(many, op)
+            for tensor, numel in zip(many, NUMELS, strict=True):
+                assert equal(tensor, expected(numel, dtype))
+    mine = values(rank, 77, torch.complex64)
+    group.all_reduce(mine, algorithm="collective")
+    assert equal(mine, total(77, torch.complex64))
+    collectives.shutdown()
+
+
+@pytest.mark.parametrize("transport", ["auto", "gloo", "tcp"])
+def test_complex_tensors_are_reduced_between_processes(transport: str) -> None:
+    run_ranks(SIZE, _over, transport)
