@@ -35,6 +35,7 @@ _CUDA = {f"cuda{n}": (f"cupy-cuda{n}x", f"nvidia-nccl-cu{n}") for n in (12, 13)}
 _PACKAGES = ("triton", "numpy", *itertools.chain(*_CUDA.values()))
 # Those of torch that a version may change without a word, "module:attribute"; tests/architecture
 # has the reasons, and compares. torch.distributed's are called at every init, which fails by name.
+_FUNCTION_MODES = ("_get_current_function_mode_stack", "_pop_mode_temporarily")
 PRIVATE_NAMES = (
     *(f"torch:_foreach_{each}_" for each in ("add", "copy", "sub", "zero")),
     "torch:_C._current_graph_task_id",
@@ -44,8 +45,9 @@ PRIVATE_NAMES = (
     "torch.autograd.profiler:_is_profiler_enabled",
     "torch.optim.optimizer:_global_optimizer_post_hooks",
     "torch.optim.optimizer:_global_optimizer_pre_hooks",
-    "torch.overrides:_get_current_function_mode_stack",
+    *(f"torch.overrides:{each}" for each in _FUNCTION_MODES),
     *(f"torch.utils:{each}" for each in ("_device", "_python_dispatch")),
+    "torch.utils._python_dispatch:_disable_current_modes",
     *(
         f"torch.distributed.distributed_c10d:{each}"
         for each in ("_world.pg_map", "_world.pg_group_ranks", "_new_process_group_helper")

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 import collectives
+from adasum.modes import outside_modes
 from adasum.observer import Observer, require_observer
 from adasum.optimizer.parameter_check import checks_parameters
 from adasum.real_pairs import real_numel
@@ -179,6 +180,7 @@ def require_state(state: object) -> None:
         raise TypeError(f"state must be a HookState, not {type(state).__name__}")
 
 
+@outside_modes
 def ddp_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Reduce a bucket of DDP's in place, while backward goes on.
 
@@ -290,7 +292,9 @@ def _call_after_ddp(function: Callable[[], None]) -> None:
     """
     # Not public, but the only way to be called when backward ends; DDP uses it too.
     engine = torch.autograd.Variable._execution_engine
-    engine.queue_callback(lambda: engine.queue_callback(function))
+    # Nothing that torch.compile traces where a compiled step calls backward.
+    function = torch.compiler.disable(function)
+    engine.queue_callback(torch.compiler.disable(lambda: engine.queue_callback(function)))
 
 
 def _future_of(result: Tensor, work: Work | None = None) -> torch.futures.Future[Tensor]:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import collectives
 from adasum.ddp import HookState, require_state
+from adasum.modes import outside_modes
 from adasum.optimizer.parameter_check import require_equal_parameters
 from adasum.real_pairs import as_reals
 from collectives import Group, Operands, Reducer, Sum
@@ -144,6 +145,7 @@ class _Hook:
     partial: Tensor | None = None
     backward: int = -1
 
+    @outside_modes
     def __call__(self, gradients: Tensor) -> None:
         # Padded with zeros to equal sizes on all shards: every shard has the same segments.
         parameters = [p for p in self.group.fsdp_params if p.sharded_param.requires_grad]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import kernels
+from adasum.modes import outside_modes
 from adasum.optimizer.parameters import Named
 from adasum.real_pairs import as_reals, real_dtype
 from collectives import FusedBuffer
@@ -255,6 +256,7 @@ class GradientBuffers:
         self._buckets: dict[str, GradientBucket] = {}
         self._places: dict[Tensor, tuple[GradientBucket, int]] = {}
 
+    @outside_modes
     def place(self, bucket: str, named: Sequence[Named]) -> GradientBucket:
         """Bring gradients of one dtype and device into the bucket's buffer.
 
@@ -285,12 +287,14 @@ class GradientBuffers:
         self._buckets.clear()
         self._places.clear()
 
+    @outside_modes
     def zero(self) -> None:
         """Zero the buffers in which no gradients lie any more."""
         if self._as_views:
             for bucket in self._buckets.values():
                 bucket.zero()
 
+    @outside_modes
     def attach(self, parameter: Tensor) -> None:
         """Have backward add the parameter's gradient to the zeros in its buffer, if there are."""
         if parameter in self._places:
@@ -330,6 +334,7 @@ class DeltaBuffers:
         """Begin a new step with nothing in flight: buckets get the same slots as in the last."""
         self._turn = 0
 
+    @outside_modes
     def of(self, name: str, parameters: Sequence[Tensor]) -> tuple[FusedBuffer, FusedBuffer]:
         """Return a bucket's two buffers, each with views like its parameters.
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from adasum.compression import Compression, Compressor, cast_dtype
+from adasum.modes import outside_modes
 from adasum.observer import Observer
 from adasum.real_pairs import as_reals
 from adasum.sparse import sparse_all_reduce_async
@@ -68,6 +69,7 @@ class BucketReducer:
         default_factory=WeakKeyDictionary
     )
 
+    @outside_modes
     def reduce_async(
         self,
         names: Sequence[str],
@@ -179,6 +181,7 @@ class BucketReducer:
     def _scaled(self, bucket: str) -> dict[str, Any]:
         return {"name": bucket, "prescale": self.prescale, "postscale": self.postscale}
 
+    @outside_modes
     def reduce_sparse_async(self, name: str, parameter: Tensor, bucket: str) -> Reduction:
         """Start reducing a sparse gradient, which `wait` replaces; it is sent uncompressed.
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from adasum.horovod.process_sets import ProcessSet
+from adasum.modes import outside_modes
 from adasum.observer import Observer, require_observer
 from adasum.optimizer.backward_hooks import BackwardHooks, OptimizerOrderError
 from adasum.optimizer.bucket_reduction import BucketReducer, Reduction
@@ -339,6 +340,7 @@ class DistributedMixin(torch.optim.Optimizer):
         require_observer(observer)
         self._adasum_settings.reducer.observer = observer
 
+    @outside_modes
     def average_state(self) -> None:
         """Average the optimizer's state over the ranks; collective.
 
@@ -385,6 +387,7 @@ class DistributedMixin(torch.optim.Optimizer):
                 "optimizer.synchronize(): the gradients are being reduced"
             )
 
+    @outside_modes
     def _any_rank_skips(self) -> bool:
         """Return whether, under GradScaler, any rank's gradients hold a non-finite value."""
         found = self.__dict__.get("found_inf")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adasum.modes import outside_modes
 from adasum.optimizer.backward_hooks import OptimizerOrderError
 from adasum.optimizer.bucket_buffers import GradientBuffers, fits_in_buffer, split_by_kind
 from adasum.optimizer.bucket_reduction import Owners, Reduction
@@ -106,11 +107,16 @@ class GradientMethod(DistributedMixin):
             and loss.is_floating_point()
             and not self._adasum_settings.one_rank
         ):
-            reducer = self._adasum_settings.reducer
-            # The Adasum of losses would not measure progress.
-            op = reducer.op if reducer.op in (Sum, Average) else Average
-            loss = loss.detach().clone()
-            reducer.group.all_reduce(loss, op, name="closure's loss")
+            loss = self._reduced_loss(loss)
+        return loss
+
+    @outside_modes
+    def _reduced_loss(self, loss: Tensor) -> Tensor:
+        reducer = self._adasum_settings.reducer
+        # The Adasum of losses would not measure progress.
+        op = reducer.op if reducer.op in (Sum, Average) else Average
+        loss = loss.detach().clone()
+        reducer.group.all_reduce(loss, op, name="closure's loss")
         return loss
 
     def _start_bucket(self, members: Sequence[Named], bucket: str) -> list[Reduction]:
@@ -162,6 +168,7 @@ class GradientMethod(DistributedMixin):
 
         return replace(reduction, install=install)
 
+    @outside_modes
     @torch.no_grad()
     def _finish_reductions(self) -> None:
         """Let a gradient that no rank had be None again, so that nothing steps by its zeros."""

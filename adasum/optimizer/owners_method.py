@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adasum.modes import outside_modes
 from adasum.optimizer.backward_hooks import OptimizerOrderError
 from adasum.optimizer.bucket_reduction import Owners, Reduction
 from adasum.optimizer.gradient_method import GradientMethod
@@ -165,6 +166,7 @@ class OwnersMethod(GradientMethod):
         super()._check_parameters()
         self._own_new_parameters()
 
+    @outside_modes
     def _own_new_parameters(self) -> None:
         """Give owners to the parameters that have come; collective where any have.
 
@@ -197,6 +199,7 @@ class OwnersMethod(GradientMethod):
                 self._adasum_reduced.setdefault(parameter, bucket)
         return started
 
+    @outside_modes
     @torch.no_grad()
     def _finish_reductions(self) -> None:
         """Keep this rank's own gradients, and let every rank see a non-finite one of any."""
@@ -271,6 +274,7 @@ class OwnersMethod(GradientMethod):
         self._broadcast_parameters()
         return result
 
+    @outside_modes
     @torch.no_grad()
     def _broadcast_parameters(self) -> None:
         """Give every rank the parameters that their owners have stepped."""
@@ -293,6 +297,7 @@ class OwnersMethod(GradientMethod):
                 if result is not target:
                     target.copy_(result)
 
+    @outside_modes
     def _total_norm(self, norm_type: float, foreach: bool | None) -> Tensor:
         """Return the norm of all owners' gradients."""
         mine = super()._total_norm(norm_type, foreach)
@@ -309,6 +314,7 @@ class OwnersMethod(GradientMethod):
         widest = max((p.dtype for p in self._parameters()), key=lambda dtype: dtype.itemsize)
         return total[0].to(torch.promote_types(widest.to_real(), torch.float32))
 
+    @outside_modes
     def consolidate_state_dict(self, to: int | None = 0) -> None:
         """Gather every parameter's state: `DistributedMixin.consolidate_state_dict`."""
         self._refuse_in_flight("consolidate_state_dict()")

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from adasum.broadcasts import was_broadcast
+from adasum.modes import outside_modes
 from adasum.optimizer.checksums import describe_parameters, has_bits
 from adasum.optimizer.parameters import Named
 from collectives import CollectiveMismatchError, Group
@@ -57,6 +58,7 @@ def checks_parameters(asked: bool | None) -> bool:
     return text == "1"
 
 
+@outside_modes
 def require_equal_parameters(
     group: Group,
     named: Sequence[Named],
@@ -90,7 +92,7 @@ def require_equal_parameters(
     if len({each for each in told if each}) == 1:
         return all(told)
     sent = group.all_gather_bytes(mine, name="what differs between the ranks")
-    by_rank = {rank: json.loads(each) for rank, each in enumerate(sent) if each}
+    by_rank = {rank: json.loads(each) for rank, each in zip(group.ranks, sent, strict=True) if each}
     difference = _differing_setting({rank: each[0] for rank, each in by_rank.items()})
     if not difference:
         found = {rank: each[1] for rank, each in by_rank.items()}

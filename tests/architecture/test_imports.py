@@ -78,6 +78,7 @@ PRIVATE_WITH_REASON = {
     "torch._C._len_torch_*_stack": "whether modes are active in this thread is told nowhere else",
     "torch._C._functorch": "nor whether torch.func transforms the caller",
     "torch.overrides._get_current_function_mode_stack": "which modes those of functions are",
+    "torch.overrides._pop_mode_temporarily": "reductions in a step run outside of users' modes",
     "torch.utils._device": "the mode of torch.set_default_device, which may stay active for ever",
     "torch.autograd.Variable._execution_engine": "queue_callback, the only call at backward's end",
     "torch.autograd.profiler._is_profiler_enabled": "names for a timeline are made only for one",
