@@ -10,6 +10,7 @@ import torch
 
 from collectives import validation
 from collectives.bootstrap.locality import find_locality, locality_on
+from collectives.compiling import untraced
 from collectives.consistency.arguments import Arguments
 from collectives.consistency.calls import Calls
 from collectives.consistency.description import Call, Description
@@ -28,6 +29,7 @@ from collectives.work import Work
 Tensor = torch.Tensor
 
 
+@untraced
 class Group(Reductions, ScheduleRuns, PersistentCollectives, OwnerCollectives):
     """Ranks that reduce together over one transport.
 

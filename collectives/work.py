@@ -11,6 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
+from collectives.compiling import untraced
 from collectives.errors import CollectiveError, CollectiveMismatchError, TransportError
 from collectives.trace import recording, span
 from collectives.validation import active_mode
@@ -48,6 +49,7 @@ class Runs(Protocol):
 T_co = TypeVar("T_co", covariant=True)
 
 
+@untraced
 class Work(Generic[T_co]):
     """A collective under way.
 

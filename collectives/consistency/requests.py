@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 import torch
 
 from collectives import validation
+from collectives.compiling import untraced
 from collectives.consistency.calls import Calls
 from collectives.consistency.description import Call
 from collectives.work import Work
@@ -20,6 +21,7 @@ Tensor = torch.Tensor
 T_co = TypeVar("T_co", covariant=True)
 
 
+@untraced
 class Request(Generic[T_co]):
     """A collective on a rank's buffers that can be started again and again.
 
