@@ -50,9 +50,10 @@ class Side:
     post: list[Callable[[], None]] = field(default_factory=list)
     head: int = 0
 
-    def register(self) -> None:
+    def register(self, before: bool) -> None:
         """Have the optimizer's step run the hooks; beside plain ones the definition runs them."""
-        self.optimizer.register_step_pre_hook(lambda *_: run(self.pre))
+        if before:
+            self.optimizer.register_step_pre_hook(lambda *_: run(self.pre))
         self.optimizer.register_step_post_hook(lambda *_: run(self.post))
 
     def gradients(self) -> list[Tensor]:

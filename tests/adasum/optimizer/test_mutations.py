@@ -16,7 +16,7 @@ from torch import Tensor
 import adasum as hvd
 from collectives import Group, run_threads
 from tests.adasum.definition import tolerance, tree
-from tests.adasum.optimizer.mutations import AFTER, AT_A_PERIOD, BEFORE, Model, Side, run
+from tests.adasum.optimizer.mutations import AFTER, AT_A_PERIOD, BEFORE, Model, Side, pre_hook, run
 
 STEPS = 7
 # The sum is ((0 + 1) + 2), whatever the size: the definition below adds in that order.
@@ -27,6 +27,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "gradient": {"op": hvd.Adasum, "method": "gradient"},
     "owners": {"op": hvd.Average, "mode": "owners", **SUMS},
     "delta": {"op": hvd.Adasum, "method": "delta"},
+    "delta in backward": {"op": hvd.Adasum, "step_in_backward": True},
     "local steps": {"op": hvd.Average, "local_steps": 2, **SUMS},
     "local steps of Adasum": {"op": hvd.Adasum, "local_steps": 2},
 }
@@ -131,12 +132,14 @@ def train(
             OPTIMIZERS[kind](model.parameters()), model.named_parameters(), **WAYS[way]
         ),
     )
-    mine.register()
+    # Its local steps are taken in backward, so nothing can be done between that and the step.
+    early = way == "delta in backward"
+    mine.register(before=not early)
     everyone = [mine, *definition.sides]
     done: list[str] = []
     for number in range(STEPS):
         for change in draw.sample(BEFORE, draw.randrange(3)) + [only] * (only in BEFORE):
-            if definition.taken and change in AT_A_PERIOD:
+            if (definition.taken and change in AT_A_PERIOD) or (early and change is pre_hook):
                 continue
             done.append(f"{number}: {change.__name__}")
             for side in everyone:
@@ -155,7 +158,8 @@ def train(
             mine.optimizer.synchronize()
             whole = mine if way != "owners" else definition.sides[group.rank]
             definition.reduce_gradients(whole, group.rank)
-        for change in draw.sample(AFTER, draw.randrange(2)) + [only] * (only in AFTER):
+        late = [] if early else draw.sample(AFTER, draw.randrange(2)) + [only] * (only in AFTER)
+        for change in late:
             done.append(f"{number}: {change.__name__} after backward")
             for side in everyone:
                 change(side)
