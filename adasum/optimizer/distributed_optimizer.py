@@ -100,9 +100,9 @@ class DistributedOptimizer(DistributedMixin):
         memory_size: Buckets by size close before they grow past so many MiB; 25 unless this or
             `groups_size` is given.
         groups_size: Buckets by size close before they grow past so many parameters.
-        check_every: Every so many steps ranks compare a part of the parameters, 16 MiB, the next
-            one each time, and raise CollectiveMismatchError where they have come to differ; 0 for
-            never.
+        check_every: Every so many steps ranks compare the hyperparameters and a part of the
+            parameters, 16 MiB, the next one each time, and raise CollectiveMismatchError where they
+            have come to differ; 0 for never.
         gradient_as_bucket_view: Gradients that are reduced are views of their buckets' buffers, as
             with DDP's argument of this name. False gives them memory of their own, as much again.
 

@@ -93,14 +93,14 @@ def require_equal_parameters(
         return all(told)
     sent = group.all_gather_bytes(mine, name="what differs between the ranks")
     by_rank = {rank: json.loads(each) for rank, each in zip(group.ranks, sent, strict=True) if each}
-    difference = _differing_setting({rank: each[0] for rank, each in by_rank.items()})
+    difference = _differing_setting({rank: each[0] for rank, each in by_rank.items()}, when)
     if not difference:
         found = {rank: each[1] for rank, each in by_rank.items()}
         difference = _differing_parameter(found, when, lambda i: fix(named[i][1]))
     raise CollectiveMismatchError(difference)
 
 
-def _differing_setting(by_rank: dict[int, list[list[str]]]) -> str:
+def _differing_setting(by_rank: dict[int, list[list[str]]], when: str) -> str:
     """Return how the ranks' settings differ, or nothing."""
     first, *others = by_rank
     mine = dict(by_rank[first])
@@ -110,9 +110,10 @@ def _differing_setting(by_rank: dict[int, list[list[str]]]) -> str:
             values = [each.get(name, "not there") for each in (mine, theirs)]
             if values[0] != values[1]:
                 return (
-                    f"the ranks' settings differ: {name} is {values[0]} on rank {first} and "
-                    f"{values[1]} on rank {rank}: give DistributedOptimizer and the optimizer in "
-                    f"it the same on every rank; {_OUT}"
+                    f"the ranks' settings differ {when}: {name} is {values[0]} on rank {first} "
+                    f"and {values[1]} on rank {rank}: give DistributedOptimizer and the optimizer "
+                    "in it the same on every rank, and a schedule that follows the loss the mean "
+                    f"of all ranks, hvd.allreduce(loss); {_OUT}"
                 )
     return ""
 
@@ -244,6 +245,7 @@ class ParameterCheck:
             self._group,
             self._next_part(),
             fix=lambda _: f". Usual causes: {_CAUSES}; check_every=0 leaves this check out",
+            settings=self._settings(),
             when=f"after {self._steps} steps",
             call=_CALL_AGAIN,
         )
