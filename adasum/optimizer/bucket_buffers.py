@@ -145,6 +145,7 @@ class GradientBucket:
         self._parameters = list(parameters)
         self._kinds = list(kinds)
         self.fused = _buffer_for(parameters, kinds, _memory_of_gradients(parameters))
+        self._address = self.fused.buffer.data_ptr()
         self._slots = [
             _Slot(view, kind) for view, kind in zip(self.fused.views, kinds, strict=True)
         ]
@@ -154,9 +155,13 @@ class GradientBucket:
         self._is_zero = False
 
     def is_for(self, parameters: Sequence[Tensor], kinds: Sequence[Kind]) -> bool:
-        """Return whether the parameters are its own, and nobody keeps a gradient that is here."""
+        """Return whether the parameters are its own, and nobody keeps a gradient that is here.
+
+        And the buffer is where it was: share_memory() of a gradient moves all that it lies in.
+        """
         return (
-            len(parameters) == len(self._parameters)
+            self.fused.buffer.data_ptr() == self._address
+            and len(parameters) == len(self._parameters)
             and all(map(is_, parameters, self._parameters))
             and self._kinds == kinds
             and not any(
@@ -175,7 +180,8 @@ class GradientBucket:
         On the CPU alone: there fresh memory for every gradient costs more than to add to zeros, on
         a GPU the addition does.
         """
-        self._is_zero = self.fused.buffer.is_cpu and all(
+        here = self.fused.buffer.is_cpu and self.fused.buffer.data_ptr() == self._address
+        self._is_zero = here and all(
             parameter.grad is None and not slot.is_kept(None)
             for parameter, slot in zip(self._parameters, self._slots, strict=True)
         )

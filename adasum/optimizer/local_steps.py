@@ -85,18 +85,20 @@ class LocalStepsMethod(DeltaMethod):
         """
         for name, parameter in self._adasum_hooks.named:
             start = self._adasum_start.get(parameter)
-            same = start is not None and kind_of(start) == kind_of(parameter)
-            if start is not None and same and not self._adasum_taken:
-                start.copy_(parameter)
-            elif start is not None and not same and self._adasum_taken:
-                raise ValueError(
-                    f"{name} was {describe_kind(start)} at the last reduction and is "
-                    f"{describe_kind(parameter)} after {self._adasum_taken} local steps: its "
-                    "shape, dtype, device or strides can change where a period ends, so call "
-                    "optimizer.reduce_local_steps() before"
-                )
-            elif not same and may_step(parameter):
+            if start is not None and kind_of(start) != kind_of(parameter):
+                if self._adasum_taken:
+                    raise ValueError(
+                        f"{name} was {describe_kind(start)} when this period of local steps began "
+                        f"and is {describe_kind(parameter)} after {self._adasum_taken} of them: "
+                        "its shape, dtype, device or strides can change where a period ends, so "
+                        "call optimizer.reduce_local_steps() before"
+                    )
+                start = None
+                del self._adasum_start[parameter]
+            if start is None and may_step(parameter):
                 self._adasum_start[parameter] = _like(parameter).copy_(parameter)
+            elif start is not None and not self._adasum_taken:
+                start.copy_(parameter)
 
     def _reduce_difference(self) -> None:
         self._adasum_buffers.restart()

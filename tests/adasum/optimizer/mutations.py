@@ -229,6 +229,10 @@ def halve_data(side: Side) -> None:
         each.data = each.data * 0.5
 
 
+def share_memory(side: Side) -> None:
+    side.model.heads[side.head].share_memory()
+
+
 def halve_in_place(side: Side) -> None:
     for each in side.gradients():
         each.data.mul_(0.5)
@@ -263,5 +267,5 @@ def new_strides(side: Side) -> None:
 # Done between backward and step.
 AFTER: list[Callable[[Side], None]] = [
     *(halve_data, halve_in_place, halve_by_another, drop_one, keep, gradients_through_half),
-    new_strides,
+    *(new_strides, share_memory),
 ]
