@@ -74,6 +74,64 @@ def check_tensor(name: str, tensor: object) -> Tensor:
     return tensor
 
 
+def require_plain(argument: str, tensor: object) -> None:
+    """Check that a tensor is no more than memory of its own, which may be read by its address.
+
+    The gate for what takes addresses or sends bytes, of tensors of any dtype, strides and device.
+    Of what is sparse or nested, or on meta, it asks only for the type: other checks have better
+    words for those.
+
+    Raises:
+        TypeError: It is no tensor, or one of a subclass, as DTensors and fake tensors are; a
+            transform of torch.func wraps it; its storage is shorter than its elements reach; or a
+            dispatch mode is active, which would not see what is done.
+    """
+    if type(tensor) not in PLAIN:
+        raise TypeError(_not_plain(argument, tensor))
+    if is_in_torch_dispatch_mode():
+        raise TypeError(
+            f"{argument} is passed under a torch dispatch mode, which does not see what happens to "
+            "its memory: make the call outside the mode"
+        )
+    assert isinstance(tensor, Tensor)
+    if tensor.layout is torch.strided and not tensor.is_nested and (lack := _lack(tensor)):
+        raise TypeError(f"{argument} {lack}")
+
+
+def _not_plain(argument: str, tensor: object) -> str:
+    kind = type(tensor).__name__
+    if not isinstance(tensor, Tensor):
+        return f"{argument} must be a torch.Tensor, not {kind}"
+    return (
+        f"{argument} is a {kind}, whose values its memory need not hold: pass the plain tensor "
+        "behind it, .to_local() of a DTensor or .as_subclass(torch.Tensor) of one that only adds "
+        "methods"
+    )
+
+
+def _lack(tensor: Tensor) -> str:
+    """What keeps a strided tensor from being read in its memory, in words; nothing where it can."""
+    try:
+        storage = tensor.untyped_storage()
+        # Both raise where there is no memory.
+        _, held = storage.data_ptr(), storage.nbytes()
+    except (NotImplementedError, RuntimeError):
+        return NO_MEMORY
+    reach = tensor.numel()
+    if reach and not tensor.is_contiguous():
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        reach = 1 + sum([(size - 1) * stride for size, stride in steps])
+    end = (tensor.storage_offset() + reach) * tensor.element_size()
+    return "" if not reach or end <= held else TOO_SHORT
+
+
+NO_MEMORY = (
+    "has no memory of its own, as tensors inside vmap, grad, jvp and functionalize of torch.func: "
+    "make the call outside of them"
+)
+TOO_SHORT = "reaches beyond its storage, which was resized: make the tensor anew"
+
+
 def check_sized(name: str, tensor: object) -> Tensor:
     """Return `tensor` if a kernel takes its dtype; where it lies and how does not matter.
 
