@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.compiler import is_compiling
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
@@ -23,7 +23,15 @@ _SUPPORTED = frozenset(DTYPES)
 _FEW = 16
 _dtype, _layout = operator.attrgetter("dtype"), operator.attrgetter("layout")
 _is_cpu, _is_cuda = operator.attrgetter("is_cpu"), operator.attrgetter("is_cuda")
+# Where memory begins: more bytes than any tensor has. Most addresses are higher; without memory a
+# tensor's address is where it starts, 0, or of a view more.
+_FAR = 2**40
+_nbytes, _itemsize = operator.attrgetter("nbytes"), operator.attrgetter("itemsize")
 _is_nested = operator.attrgetter("is_nested")
+
+
+class NoMemory(TypeError):
+    """A tensor is not where its values are."""
 
 
 def tracing() -> bool:
@@ -48,7 +56,8 @@ def check_tensor(name: str, tensor: object) -> Tensor:
     Raises TypeError (not a tensor, dtype) or ValueError (layout, contiguity, device).
     """
     if (
-        isinstance(tensor, Tensor)
+        (type(tensor) in PLAIN or is_compiling())
+        and isinstance(tensor, Tensor)
         and tensor.dtype in _SUPPORTED
         and tensor.layout is torch.strided
         and (tensor.is_cpu or tensor.is_cuda)
@@ -58,8 +67,8 @@ def check_tensor(name: str, tensor: object) -> Tensor:
         and (is_compiling() or not tensor.is_neg())
     ):
         return tensor
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
+    if not isinstance(tensor, Tensor) or not (type(tensor) in PLAIN or tracing()):
+        raise TypeError(_not_plain(name, tensor))
     check_dtype(name, tensor.dtype)
     if tensor.layout is not torch.strided:
         raise ValueError(f"{name} is {tensor.layout}, not dense: call .to_dense() first")
@@ -94,8 +103,8 @@ def require_plain(argument: str, tensor: object) -> None:
             "its memory: make the call outside the mode"
         )
     assert isinstance(tensor, Tensor)
-    if tensor.layout is torch.strided and not tensor.is_nested and (lack := _lack(tensor)):
-        raise TypeError(f"{argument} {lack}")
+    if tensor.layout is torch.strided and not tensor.is_nested:
+        check_memory_of(argument, tensor)
 
 
 def _not_plain(argument: str, tensor: object) -> str:
@@ -109,27 +118,50 @@ def _not_plain(argument: str, tensor: object) -> str:
     )
 
 
-def _lack(tensor: Tensor) -> str:
-    """What keeps a strided tensor from being read in its memory, in words; nothing where it can."""
+def check_memory_of(name: str, tensor: Tensor) -> None:
+    """Check that the storage of a strided tensor holds all its elements.
+
+    Raises NoMemory where there is none, TypeError where it is too short.
+    """
     try:
         storage = tensor.untyped_storage()
         # Both raise where there is no memory.
         _, held = storage.data_ptr(), storage.nbytes()
     except (NotImplementedError, RuntimeError):
-        return NO_MEMORY
+        raise NoMemory(
+            f"{name} has no memory of its own, as tensors inside vmap, grad, jvp and functionalize "
+            "of torch.func: make the call outside of them"
+        ) from None
     reach = tensor.numel()
     if reach and not tensor.is_contiguous():
         steps = zip(tensor.shape, tensor.stride(), strict=True)
         reach = 1 + sum([(size - 1) * stride for size, stride in steps])
-    end = (tensor.storage_offset() + reach) * tensor.element_size()
-    return "" if not reach or end <= held else TOO_SHORT
+    if reach and (tensor.storage_offset() + reach) * tensor.element_size() > held:
+        raise TypeError(f"{name} reaches beyond its storage, which was resized: make it anew")
 
 
-NO_MEMORY = (
-    "has no memory of its own, as tensors inside vmap, grad, jvp and functionalize of torch.func: "
-    "make the call outside of them"
-)
-TOO_SHORT = "reaches beyond its storage, which was resized: make the tensor anew"
+def reach_in_memory(tensors: Sequence[Tensor], addresses: Sequence[int]) -> bool:
+    """Whether contiguous tensors are found at these addresses, to their last element.
+
+    No word on what is wrong where not, nor is that sure: `check_memory_of` tells. It runs on every
+    call. Raises NotImplementedError where torch has no storage.
+    """
+    if len(tensors) <= _FEW:
+        for tensor, address in zip(tensors, addresses, strict=True):
+            start = tensor.storage_offset()
+            before = start * tensor.itemsize if start else 0
+            if address < _FAR or before + tensor.nbytes > tensor.untyped_storage().nbytes():
+                return False
+        return True
+    if min(addresses) < _FAR:
+        return False
+    held = list(map(UntypedStorage.nbytes, map(Tensor.untyped_storage, tensors)))
+    ends = list(map(_nbytes, tensors))
+    if any(map(Tensor.storage_offset, tensors)):
+        starts = map(operator.mul, map(Tensor.storage_offset, tensors), map(_itemsize, tensors))
+        ends = list(map(operator.add, ends, starts))
+    # Most often each has a storage of its own size.
+    return held == ends or all(map(operator.ge, held, ends))
 
 
 def check_sized(name: str, tensor: object) -> Tensor:
