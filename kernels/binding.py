@@ -13,14 +13,14 @@ from kernels.arguments import Call
 from kernels.cpu import dispatch
 from kernels.gpu import copy_kernel, launcher, projection_kernels, sum_kernels
 from kernels.gpu.device_tables import AddressTable
-from kernels.validation import (
+from kernels.memory import (
     byte_range,
     check_disjoint,
-    check_memory_of,
     check_no_overlap,
     near,
     reach_in_memory,
 )
+from kernels.validation import check_memory_of
 
 Run = Callable[..., None]
 _LISTS_ON_TRITON: dict[str, Callable[[Call, AddressTable], Run]] = {

@@ -40,21 +40,20 @@ def run(call: Call, *scalars: float) -> Any:
         ValueError: One shares memory with what is written, or requires a gradient that is not to
             be had.
     """
+    # Of no tensors there is nothing to follow.
     linear = call.function in LINEAR and bool(call.inputs)
     followed = is_followed(call)
     if tracing():
-        made = linear and call.made and not call.findings.given()
-        if not followed and not made:
+        if not followed and not (linear and call.made and not call.findings.given()):
             return _traced(call, *scalars)
+        return derivatives.run(call, *scalars)
+    try:
+        locate(call)
+    except NoMemory:
+        if not linear or not (call.made or call.function == "unpack"):
+            raise
         followed = True
-    elif not followed:
-        try:
-            locate(call)
-        except NoMemory:
-            if not linear or not (call.made or call.function == "unpack"):
-                raise
-            followed = True
-    if followed:
+    if followed and linear:
         return derivatives.run(call, *scalars)
     run_at_once(call, *scalars)
     return call.inputs if call.function == "unpack" else call.out

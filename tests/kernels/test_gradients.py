@@ -174,6 +174,14 @@ def test_gradients_of_any_strides_come_back_and_missing_ones_are_zero(grad: str)
     assert second.grad_fn is not None
 
 
+def test_unpack_with_gradients_refuses_tensors_that_overlap() -> None:
+    (buffer,), memory = buffer_leaf(), torch.zeros(40, dtype=F64)
+    for tensors in ([memory[:6], memory[5:9]], [memory[:6], buffer.detach()[:3]]):
+        with pytest.raises(ValueError, match="overlap"):
+            kernels.unpack(buffer[:16], tensors)
+    assert kernels.unpack(buffer[:0], []) == []
+
+
 def test_only_tensors_that_require_gradients_get_one() -> None:
     a, b, c = leaves(F64, ROWS)
     b.requires_grad_(False)
