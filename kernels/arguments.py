@@ -30,6 +30,8 @@ from kernels.validation import (
 )
 
 FUNCTIONS = ("pack", "unpack", "sum_n", "scaled_add", "dot_and_norms", "combine", "adasum")
+# Of its tensors: these have derivatives.
+LINEAR = FUNCTIONS[:4]
 _NO_FINDINGS = Findings()
 EMPTY = "tensors is empty: pass at least one tensor to sum"
 
@@ -48,6 +50,7 @@ class Call:
         dots: Of `combine`.
         packed: Of `pack` and `unpack`.
         cooperative: Of `adasum`: whether one cooperative launch may do it.
+        made: Whether `out` was made for it.
         rebound: Whether `Plan.rebind` was given the tensors, as its `tensors` and `out`.
         addresses: Where the inputs lie, as uint64, once the call is bound to memory.
     """
@@ -60,6 +63,7 @@ class Call:
     dots: Tensor | None = None
     packed: PackedList | None = None
     cooperative: bool = True
+    made: bool = False
     rebound: bool = False
     # The same for all: dynamo makes no array.
     addresses: array[int] = field(default_factory=lambda: tensor_list.UNREAD)
@@ -119,9 +123,13 @@ def check_pack(
         check_buffer("out", out, chosen, device)
         check_writable("out", out)
     findings.check(device, chosen.dtype)
+    made = out is None
     if out is None:
         out = torch.empty(chosen.numel, dtype=chosen.dtype, device=device)
-    return Call("pack", inputs, out, chosen.segments, findings, None, packed, addresses=addresses)
+    segments = chosen.segments
+    return Call(
+        "pack", inputs, out, segments, findings, None, packed, made=made, addresses=addresses
+    )
 
 
 def check_unpack(
@@ -146,7 +154,8 @@ def check_sum_n(
     target = _check_target(out, "tensors[0]", inputs[0], dtype)
     findings.check(inputs[0].device, target.dtype)
     bounds = 0, target.numel()
-    return Call("sum_n", inputs, target, bounds, findings, addresses=addresses)
+    made = out is None
+    return Call("sum_n", inputs, target, bounds, findings, made=made, addresses=addresses)
 
 
 def check_scaled_add(
@@ -157,7 +166,8 @@ def check_scaled_add(
     inputs = [left, check_like("b", b, "a", left, any_dtype=True)]
     target = _check_target(out, "a", left, dtype)
     findings.check(left.device, target.dtype)
-    return Call("scaled_add", inputs, target, (0, target.numel()), findings)
+    bounds = 0, target.numel()
+    return Call("scaled_add", inputs, target, bounds, findings, made=out is None)
 
 
 def check_dot_and_norms(a: Tensor, b: Tensor, segments: Sequence[int] | None) -> Call:
@@ -166,7 +176,7 @@ def check_dot_and_norms(a: Tensor, b: Tensor, segments: Sequence[int] | None) ->
     inputs = [left, check_like("b", b, "a", left)]
     bounds = check_segments(segments, left.numel())
     dots = torch.empty(len(bounds) - 1, 3, dtype=torch.float64, device=left.device)
-    return Call("dot_and_norms", inputs, dots, bounds)
+    return Call("dot_and_norms", inputs, dots, bounds, made=True)
 
 
 def check_combine(
@@ -182,7 +192,7 @@ def check_combine(
     bounds = check_segments(segments, target.numel())
     check_dots(dots, len(bounds) - 1, target)
     findings.check(target.device, target.dtype)
-    return Call("combine", inputs, target, bounds, findings, dots)
+    return Call("combine", inputs, target, bounds, findings, dots, made=out is None)
 
 
 def check_adasum(
@@ -197,7 +207,8 @@ def check_adasum(
     inputs, target = _check_pair(a, b, out)
     findings.check(inputs[0].device, inputs[0].dtype)
     bounds = check_segments(segments, inputs[0].numel())
-    return Call("adasum", inputs, target, bounds, findings, cooperative=cooperative)
+    made = out is None
+    return Call("adasum", inputs, target, bounds, findings, cooperative=cooperative, made=made)
 
 
 def device_of(tensors: Sequence[Tensor]) -> torch.device:

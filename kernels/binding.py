@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from kernels.arguments import Call
 from kernels.cpu import dispatch
 from kernels.gpu import copy_kernel, launcher, projection_kernels, sum_kernels
 from kernels.gpu.device_tables import AddressTable
-from kernels.validation import byte_range, check_disjoint, check_no_overlap, near
+from kernels.memory import (
+    byte_range,
+    check_disjoint,
+    check_no_overlap,
+    near,
+    reach_in_memory,
+)
+from kernels.validation import check_memory_of
 
 Run = Callable[..., None]
 _LISTS_ON_TRITON: dict[str, Callable[[Call, AddressTable], Run]] = {
@@ -39,15 +47,50 @@ def bind(call: Call, table: AddressTable | None = None) -> Run:
         What runs the call any number of times, with its scalars.
 
     Raises:
+        TypeError: A tensor cannot be read by its address.
         ValueError: What is written shares memory with anything else.
     """
-    if len(call.addresses) != len(call.inputs):
-        call.addresses = array("Q", map(Tensor.data_ptr, call.inputs))
-    check_memory(call)
+    locate(call)
     return call.findings.reset_before(_bound(call, table))
 
 
-def _bound(call: Call, table: AddressTable | None) -> Run:
+def run_at_once(call: Call, *scalars: float) -> None:
+    """Run a call whose tensors are located, once."""
+    call.findings.reset_before(_bound(call))(*scalars)
+    # Without it a backward pass that had saved one of them would use the new values in silence.
+    # Those made in inference mode have no version, which torch knows.
+    increment_version(call.written)
+
+
+def locate(call: Call) -> None:
+    """Read where a call's tensors lie, and refuse what cannot be read there, or overlaps.
+
+    Raises:
+        NoMemory: A tensor is not where its values are.
+        TypeError: A tensor reaches beyond its storage.
+        ValueError: What is written shares memory with anything else.
+    """
+    others, tensors = call.others(), call.inputs
+    given = [tensor for _, tensor in others if not (call.made and tensor is call.out)]
+    try:
+        if len(call.addresses) != len(call.inputs):
+            call.addresses = array("Q", map(Tensor.data_ptr, call.inputs))
+        addresses: Sequence[int] = call.addresses
+        if given:
+            tensors = [*tensors, *given]
+            addresses = [*addresses, *map(Tensor.data_ptr, given)]
+        found = reach_in_memory(tensors, addresses)
+    except RuntimeError:
+        # torch gives no address, or has no storage.
+        found = False
+    if not found:
+        inputs = ((call.name(i), tensor) for i, tensor in enumerate(call.inputs))
+        for name, tensor in itertools.chain(inputs, others):
+            check_memory_of(name, tensor)
+    check_memory(call, others)
+
+
+def _bound(call: Call, table: AddressTable | None = None) -> Run:
     if not launcher.on_triton(call.out):
         return dispatch.bind(call)
     with launcher.device_guard(call.out):
@@ -56,10 +99,9 @@ def _bound(call: Call, table: AddressTable | None) -> Run:
         return _PAIRS_ON_TRITON[call.function](call)
 
 
-def check_memory(call: Call) -> None:
+def check_memory(call: Call, others: list[tuple[str, Tensor]]) -> None:
     """Raise ValueError for overlap; what is written element by element may be what is read."""
     largest = call.inputs[0].numel() if call.packed is None else call.packed.layout.largest
-    others = call.others()
     for (name, tensor), (other_name, other) in itertools.combinations(others, 2):
         check_no_overlap(name, tensor, other_name, other)
     for name, tensor in others:

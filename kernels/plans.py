@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from kernels.arguments import Call
-from kernels.binding import Run, bind, check_memory
+from kernels.binding import Run, bind, locate
 from kernels.cpu import tensor_list
 from kernels.gpu import launcher
 from kernels.gpu.device_tables import AddressTable
+from kernels.gradients import refuse_followed
 from kernels.validation import (
     EQUAL,
     check_all_writable,
@@ -35,6 +36,8 @@ from kernels.validation import (
     tracing,
 )
 
+_UNSEEN = "autograd does not see what a plan does"
+
 
 def _released(*_: float) -> None:
     raise RuntimeError("this plan was released: rebind it to tensors before it runs again")
@@ -43,17 +46,19 @@ def _released(*_: float) -> None:
 class Plan:
     """A call that has passed its checks and is bound to its tensors.
 
-    A run does the launch (CUDA) or one call of compiled code (CPU) and nothing else. It writes to
-    the same output each time, and does not tell autograd so, whose version counters stay as they
-    are: plan what no backward pass has saved. One thread runs a plan at a time; on CUDA its runs
-    follow each other on their streams. torch.compile and dispatch modes do not see its runs, so
-    under them none is made. Nor is one made or bound while a CUDA graph is captured; its runs may
-    be.
+    A run asks each tensor where it lies, about 0.05 us a tensor, and does the launch (CUDA) or one
+    call of compiled code (CPU). It writes to the same output each time, and does not tell autograd
+    so, whose version counters stay as they are: plan what no backward pass has saved. Tensors that
+    require gradients are refused while grad mode is on. One thread runs a plan at a time; on CUDA
+    its runs follow each other on their streams. torch.compile and dispatch modes do not see its
+    runs, so under them none is made. Nor is one made or bound while a CUDA graph is captured; its
+    runs may be.
 
     A plan holds its tensors. While it does, nobody may give one of them other memory or another
-    shape: no `resize_`, no `set_`, no assignment to `.data`, no `resize_` of its storage. A run
-    would read or write where it lay before. `check` finds out. A CUDA graph that captured a run
-    needs the plan for as long as it is replayed, neither rebound nor released.
+    shape: no `resize_`, no `set_`, no assignment to `.data`, no `resize_` of its storage. A run of
+    a tensor that lies elsewhere raises, and writes nothing; one that has another shape or dtype at
+    the same address only `check` finds. A CUDA graph that captured a run needs the plan for as long
+    as it is replayed, neither rebound nor released, and its replays ask nobody.
 
     Attributes:
         out: What a run writes to and returns; of `plan_unpack`, what it reads.
@@ -62,9 +67,14 @@ class Plan:
     out: Tensor
     _call: Call
     _run: Run
+    # All but the inputs; all; and their addresses.
+    _others: list[Tensor]
+    _held: list[Tensor]
+    _places: list[int]
 
     def __init__(self, call: Call) -> None:
         _refuse_outside_eager(call.function)
+        refuse_followed(call, _UNSEEN)
         self._dtypes, self._shapes = call.dtypes, call.shapes
         self._device, self._table = call.out.device, AddressTable()
         # Which of the inputs `out` is.
@@ -83,9 +93,9 @@ class Plan:
                 inputs, takes the new one in its place.
 
         Raises:
-            TypeError: One has another type or dtype.
-            ValueError: One has another shape or device, is not contiguous, or shares memory that
-                is written.
+            TypeError: One has another type or dtype, or less memory than elements.
+            ValueError: One has another shape or device, is not contiguous, requires a gradient, or
+                shares memory that is written.
         """
         call = self._call
         _refuse_outside_eager(call.function)
@@ -104,12 +114,17 @@ class Plan:
             if call.function != "unpack":
                 check_writable("out", out)
         changed = {"inputs": inputs, "out": target, "addresses": addresses, "rebound": True}
+        if target is not self.out:
+            changed["made"] = False
         # In half the time of `replace`.
         fresh = Call(**{**vars(call), **changed})
+        refuse_followed(fresh, _UNSEEN)
         if self._moves and found and target is self.out:
-            check_memory(fresh)
+            locate(fresh)
             call.inputs[:], call.addresses[:] = inputs, addresses
             self._run = self._bound
+            self._held = [*inputs, *self._others]
+            self._places[: len(inputs)] = addresses
         else:
             self._take(fresh)
 
@@ -124,6 +139,8 @@ class Plan:
         if not self._moves:
             self._bound = _released
         self._call.inputs.clear()
+        self._others = [one for _, one in self._call.others()]
+        self._held = []
         self._run = _released
 
     def check(self) -> None:
@@ -175,7 +192,16 @@ class Plan:
         self._run = self._bound = bind(call, self._table)
         call.rebound, self._call = False, call
         self.out = call.out
-        self._others_seen = [_place(one) for _, one in call.others()]
+        self._others = [one for _, one in call.others()]
+        self._others_seen = [_place(one) for one in self._others]
+        self._held = [*call.inputs, *self._others]
+        self._places = [*call.addresses, *[one.data_ptr() for one in self._others]]
+
+    def _start(self, *scalars: float) -> None:
+        """Run, if all tensors are where they were."""
+        if [*map(Tensor.data_ptr, self._held)] != self._places:
+            self.check()
+        self._run(*scalars)
 
 
 def _place(tensor: Tensor) -> tuple[object, ...]:
@@ -186,7 +212,7 @@ def _place(tensor: Tensor) -> tuple[object, ...]:
 class _ScaledPlan(Plan):
     def __call__(self, scale: float = 1.0) -> Tensor:
         """Run with this factor of all that is written, and return `out`."""
-        self._run(check_scalar("scale", scale))
+        self._start(check_scalar("scale", scale))
         return self.out
 
 
@@ -199,7 +225,7 @@ class UnpackPlan(Plan):
 
     def __call__(self, scale: float = 1.0) -> list[Tensor]:
         """Copy the slots of the buffer, times `scale`, into the tensors, and return these."""
-        self._run(check_scalar("scale", scale))
+        self._start(check_scalar("scale", scale))
         return self._call.inputs[:]
 
 
@@ -212,7 +238,7 @@ class ScaledAddPlan(Plan):
 
     def __call__(self, alpha: float = 1.0, beta: float = 1.0) -> Tensor:
         """Write alpha*a + beta*b, and return it."""
-        self._run(check_scalar("alpha", alpha), check_scalar("beta", beta))
+        self._start(check_scalar("alpha", alpha), check_scalar("beta", beta))
         return self.out
 
 
@@ -221,14 +247,14 @@ class DotAndNormsPlan(Plan):
 
     def __call__(self) -> Tensor:
         """Write the result to `out`, and return it."""
-        self._run()
+        self._start()
         return self.out
 
 
 class _ProjectionPlan(Plan):
     def __call__(self, weights: tuple[float, float] = EQUAL) -> Tensor:
         """Write the result with these weights to `out`, and return it."""
-        self._run(*check_weights(weights))
+        self._start(*check_weights(weights))
         return self.out
 
 

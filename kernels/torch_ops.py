@@ -17,52 +17,63 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
-from kernels.arguments import FUNCTIONS, Call
-from kernels.binding import bind
+from kernels import derivatives
+from kernels.arguments import FUNCTIONS, LINEAR, Call
+from kernels.binding import locate, run_at_once
+from kernels.derivatives import tags
 from kernels.findings import SCHEMA, Findings
+from kernels.gradients import is_followed, refuse_followed
 from kernels.layout import packed_within
-from kernels.validation import tracing
+from kernels.validation import NoMemory, tracing
 
-_LIBRARY = torch.library.Library("adasum", "DEF")
-# Tags that some supported version of torch lacks are left out there. Contiguous inputs must stay
-# so. Address tables and scratch outlive a call, which the memory pool of torch's own CUDA graphs
-# (mode="reduce-overhead") takes for a leak: the calls run between those graphs.
-_TAGS = tuple(
-    getattr(torch.Tag, name)
-    for name in ("needs_exact_strides", "needs_fixed_stride_order", "cudagraph_unsafe")
-    if hasattr(torch.Tag, name)
-)
+_LIBRARY = torch.library.Library("adasum", "FRAGMENT")
+# Contiguous inputs must stay so.
+_TAGS = tags("needs_exact_strides", "needs_fixed_stride_order", "cudagraph_unsafe")
 
 
 def run(call: Call, *scalars: float) -> Any:
-    """Run a call, or have torch record it, and return what it writes."""
+    """Run a call, or have torch record it, and return what it writes.
+
+    Raises:
+        TypeError: A tensor cannot be read where it lies.
+        ValueError: One shares memory with what is written, or requires a gradient that is not to
+            be had.
+    """
+    # Of no tensors there is nothing to follow.
+    linear = call.function in LINEAR and bool(call.inputs)
+    followed = is_followed(call)
     if tracing():
-        alignment = 0 if call.packed is None else call.packed.layout.alignment
-        operator = getattr(torch.ops.adasum, f"{call.function}_4").default
-        # No kernel has a derivative: no result requires grad.
-        with torch.no_grad():
-            operator(
-                call.inputs,
-                call.bounds,
-                call.dots,
-                alignment,
-                scalars,
-                call.cooperative,
-                call.out,
-                *call.findings,
-            )
-    else:
-        _run_at_once(call, *scalars)
+        if not followed and not (linear and call.made and not call.findings.given()):
+            return _traced(call, *scalars)
+        return derivatives.run(call, *scalars)
+    try:
+        locate(call)
+    except NoMemory:
+        if not linear or not (call.made or call.function == "unpack"):
+            raise
+        followed = True
+    if followed and linear:
+        return derivatives.run(call, *scalars)
+    run_at_once(call, *scalars)
     return call.inputs if call.function == "unpack" else call.out
 
 
-def _run_at_once(call: Call, *scalars: float) -> None:
-    bind(call)(*scalars)
-    # Without it a backward pass that had saved one of them would use the new values in silence.
-    # Those made in inference mode have no version, which torch knows.
-    increment_version(call.written)
+def _traced(call: Call, *scalars: float) -> Any:
+    alignment = 0 if call.packed is None else call.packed.layout.alignment
+    operator = getattr(torch.ops.adasum, f"{call.function}_4").default
+    # Nothing that it takes requires a gradient which is asked for: see `is_followed`.
+    operator(
+        call.inputs,
+        call.bounds,
+        call.dots,
+        alignment,
+        scalars,
+        call.cooperative,
+        call.out,
+        *call.findings,
+    )
+    return call.inputs if call.function == "unpack" else call.out
 
 
 def _run_operator(
@@ -81,7 +92,17 @@ def _run_operator(
     call = Call(
         function, inputs, out, tuple(bounds), Findings(*findings), dots, packed, cooperative
     )
-    _run_at_once(call, *scalars)
+    # An exported graph runs on tensors that torch did not see while it traced.
+    refuse_followed(call, "torch traced this call without gradients")
+    locate(call)
+    run_at_once(call, *scalars)
+
+
+def _no_vmap(function: str, *_: object) -> None:
+    raise TypeError(
+        f"{function} of tensors inside vmap has no rule: call it outside, a row at a time"
+        + (", or without out=" if function in LINEAR else "")
+    )
 
 
 for _name in FUNCTIONS:
@@ -94,3 +115,4 @@ for _name in FUNCTIONS:
     _LIBRARY.impl(f"{_name}_4", partial(_run_operator, _name), "CompositeExplicitAutograd")
     # On tensors without data there is nothing to do: it only writes into its arguments.
     torch.library.register_fake(f"adasum::{_name}_4", lambda *_: None, lib=_LIBRARY)
+    torch.library.register_vmap(f"adasum::{_name}_4", partial(_no_vmap, _name), lib=_LIBRARY)

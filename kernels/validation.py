@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import operator
-from array import array
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
@@ -19,11 +17,13 @@ from kernels.cpu.tensor_list import PLAIN
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NAMES = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
 _SUPPORTED = frozenset(DTYPES)
-# So many numbers Python compares one by one in less time than numpy takes to start.
-_FEW = 16
 _dtype, _layout = operator.attrgetter("dtype"), operator.attrgetter("layout")
 _is_cpu, _is_cuda = operator.attrgetter("is_cpu"), operator.attrgetter("is_cuda")
 _is_nested = operator.attrgetter("is_nested")
+
+
+class NoMemory(TypeError):
+    """A tensor is not where its values are."""
 
 
 def tracing() -> bool:
@@ -48,7 +48,8 @@ def check_tensor(name: str, tensor: object) -> Tensor:
     Raises TypeError (not a tensor, dtype) or ValueError (layout, contiguity, device).
     """
     if (
-        isinstance(tensor, Tensor)
+        (type(tensor) in PLAIN or is_compiling())
+        and isinstance(tensor, Tensor)
         and tensor.dtype in _SUPPORTED
         and tensor.layout is torch.strided
         and (tensor.is_cpu or tensor.is_cuda)
@@ -58,8 +59,8 @@ def check_tensor(name: str, tensor: object) -> Tensor:
         and (is_compiling() or not tensor.is_neg())
     ):
         return tensor
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, not {type(tensor).__name__}")
+    if not isinstance(tensor, Tensor) or not (type(tensor) in PLAIN or tracing()):
+        raise TypeError(_not_plain(name, tensor))
     check_dtype(name, tensor.dtype)
     if tensor.layout is not torch.strided:
         raise ValueError(f"{name} is {tensor.layout}, not dense: call .to_dense() first")
@@ -72,6 +73,63 @@ def check_tensor(name: str, tensor: object) -> Tensor:
     if not tensor.is_contiguous():
         raise ValueError(f"{name} is not contiguous: pass {name}.contiguous()")
     return tensor
+
+
+def require_plain(argument: str, tensor: object) -> None:
+    """Check that a tensor is no more than memory of its own, which may be read by its address.
+
+    The gate for what takes addresses or sends bytes, of tensors of any dtype, strides and device.
+    Of what is sparse or nested, or on meta, it asks only for the type: other checks have better
+    words for those.
+
+    Raises:
+        TypeError: It is no tensor, or one of a subclass, as DTensors and fake tensors are; a
+            transform of torch.func wraps it; its storage is shorter than its elements reach; or a
+            dispatch mode is active, which would not see what is done.
+    """
+    if type(tensor) not in PLAIN:
+        raise TypeError(_not_plain(argument, tensor))
+    if is_in_torch_dispatch_mode():
+        raise TypeError(
+            f"{argument} is passed under a torch dispatch mode, which does not see what happens to "
+            "its memory: make the call outside the mode"
+        )
+    assert isinstance(tensor, Tensor)
+    if tensor.layout is torch.strided and not tensor.is_nested:
+        check_memory_of(argument, tensor)
+
+
+def _not_plain(argument: str, tensor: object) -> str:
+    kind = type(tensor).__name__
+    if not isinstance(tensor, Tensor):
+        return f"{argument} must be a torch.Tensor, not {kind}"
+    return (
+        f"{argument} is a {kind}, whose values its memory need not hold: pass the plain tensor "
+        "behind it, .to_local() of a DTensor or .as_subclass(torch.Tensor) of one that only adds "
+        "methods"
+    )
+
+
+def check_memory_of(name: str, tensor: Tensor) -> None:
+    """Check that the storage of a strided tensor holds all its elements.
+
+    Raises NoMemory where there is none, TypeError where it is too short.
+    """
+    try:
+        storage = tensor.untyped_storage()
+        # Both raise where there is no memory.
+        _, held = storage.data_ptr(), storage.nbytes()
+    except (NotImplementedError, RuntimeError):
+        raise NoMemory(
+            f"{name} has no memory of its own, as tensors inside vmap, grad, jvp and functionalize "
+            "of torch.func: make the call outside of them"
+        ) from None
+    reach = tensor.numel()
+    if reach and not tensor.is_contiguous():
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        reach = 1 + sum([(size - 1) * stride for size, stride in steps])
+    if reach and (tensor.storage_offset() + reach) * tensor.element_size() > held:
+        raise TypeError(f"{name} reaches beyond its storage, which was resized: make it anew")
 
 
 def check_sized(name: str, tensor: object) -> Tensor:
@@ -213,64 +271,3 @@ def check_all_writable(name: str, tensors: Sequence[Tensor]) -> None:
     if any(map(Tensor.is_inference, tensors)):
         for i, tensor in enumerate(tensors):
             check_writable(f"{name}[{i}]", tensor)
-
-
-def byte_range(tensor: Tensor) -> tuple[int, int]:
-    """First address and the one past the last of a contiguous tensor."""
-    start = tensor.data_ptr()
-    return start, start + tensor.nbytes
-
-
-def check_no_overlap(name: str, written: Tensor, other_name: str, other: Tensor) -> None:
-    """Raise ValueError if any byte of `written` belongs to `other`."""
-    low, start = written.data_ptr(), other.data_ptr()
-    high, stop = low + written.nbytes, start + other.nbytes
-    if low < stop and start < high and low < high and start < stop:
-        raise ValueError(f"{name} overlaps {other_name} in memory: pass a separate tensor")
-
-
-def check_disjoint(name: str, addresses: array[int], sizes: array[int]) -> None:
-    """Raise ValueError if two of the tensors of a list, all about to be written, share memory.
-
-    Args:
-        name: Of the list.
-        addresses: Where the tensors lie, as uint64.
-        sizes: Their bytes, as uint64.
-    """
-    if len(addresses) > _FEW:
-        starts, ends = _numbers(addresses).copy(), _numbers(addresses) + _numbers(sizes)
-        # Apart, the tensors end in the order in which they start.
-        starts.sort()
-        ends.sort()
-        if (ends[:-1] <= starts[1:]).all():
-            return
-    last, owner = 0, 0
-    for start, size, i in sorted(zip(addresses, sizes, range(len(sizes)), strict=True)):
-        if size and start < last:
-            raise ValueError(
-                f"{name}[{min(i, owner)}] and {name}[{max(i, owner)}] overlap in memory: "
-                "pass separate ones"
-            )
-        if size:
-            last, owner = start + size, i
-
-
-def _numbers(values: array[int]) -> np.ndarray:
-    return np.frombuffer(values, dtype=np.uint64)
-
-
-def near(addresses: array[int], reach: int, buffer: Tensor) -> list[int]:
-    """Return which of a list's tensors may overlap `buffer`, by their addresses.
-
-    Args:
-        addresses: Where the tensors lie, as uint64.
-        reach: More bytes than none of them has.
-        buffer: Contiguous.
-    """
-    low, high = byte_range(buffer)
-    low -= reach
-    if len(addresses) <= _FEW:
-        return [i for i, start in enumerate(addresses) if low < start < high]
-    starts = _numbers(addresses)
-    found: list[int] = ((starts < high) & (starts > max(low, 0))).nonzero()[0].tolist()
-    return found

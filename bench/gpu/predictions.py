@@ -139,8 +139,9 @@ PREDICTIONS = (
         "adasum: torch.compile over ours",
     ),
     _of_goal(
-        "A planned run costs the host at most 10 microseconds, the driver's part included.",
-        "host cost of a planned run, microseconds",
+        "A planned run costs the host at most 10 microseconds and 0.1 a tensor, the driver's part "
+        "included.",
+        "host cost of a planned run beside 0.1 a tensor, microseconds",
     ),
     _of_goal(
         "Every kernel replays inside a CUDA graph with the right answer.",

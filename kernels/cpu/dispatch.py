@@ -9,21 +9,16 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-
-from torch import Tensor
 
 from kernels.arguments import Call
 from kernels.cpu import native, torch_fallback
 from kernels.cpu.build import Unavailable
-from kernels.cpu.tensor_list import PLAIN
 
 _logger = logging.getLogger(__name__)
 _VARIABLE = "ADASUM_CPU_KERNELS"
 _CHOICES = ("auto", "native", "torch")
-# Where memory begins: more bytes than any tensor has. Most addresses are higher.
-_FAR = 2**40
 
 
 class _State:
@@ -104,21 +99,8 @@ def use_torch(why: str) -> None:
         _state.found = why
 
 
-def _in_memory(tensors: Sequence[Tensor], addresses: Sequence[int]) -> bool:
-    """Whether all can be read at their addresses: wrappers, fakes and torch's zeros cannot."""
-    if not PLAIN.issuperset(map(type, tensors)):
-        return False
-    # Without memory a tensor's address is where it starts: 0, of a view more, but no such number.
-    return min(addresses, default=_FAR) >= _FAR or not any(
-        tensor.numel() and address == tensor.storage_offset() * tensor.element_size()
-        for tensor, address in zip(tensors, addresses, strict=True)
-    )
-
-
 def bind(call: Call) -> Callable[..., None]:
     """Return what runs a call any number of times, with its scalars."""
-    others = [call.out] if call.dots is None else [call.out, call.dots]
-    addresses = [*call.addresses, *map(Tensor.data_ptr, others)]
-    if _in_memory([*call.inputs, *others], addresses) and (found := library()) is not None:
+    if (found := library()) is not None:
         return found.bind(call)
     return partial(getattr(torch_fallback, call.function), call)

@@ -35,7 +35,7 @@ WINGS = {
         ("kernels.__init__",),
         ("kernels.packing", "kernels.reduction", "kernels.projection"),
         ("kernels.torch_ops",),
-        ("kernels.plans",),
+        ("kernels.plans", "kernels.derivatives"),
         ("kernels.binding",),
         ("kernels.backends",),
         ("kernels.gpu", "kernels.cpu"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -55,6 +56,54 @@ def test_adasum_of_nearly_opposed_vectors_is_within_its_bound(
         lengths = (a.double().norm() + b.double().norm()).item()
         bound += 2 * (20 + math.log2(NUMEL)) * EPS * lengths
     assert (got.double() - expected).norm().item() <= bound
+
+
+def exact_adasum(a: torch.Tensor, b: torch.Tensor) -> tuple[list[Fraction], float]:
+    """Adasum without any rounding, and the lengths |alpha a| + |beta b| of which it is the sum."""
+    x, y = ([Fraction(value) for value in one.tolist()] for one in (a, b))
+    dot, norm_a, norm_b = (sum(map(Fraction.__mul__, *p)) for p in ((x, y), (x, x), (y, y)))
+    alpha, beta = 1 - dot / (2 * norm_a), 1 - dot / (2 * norm_b)
+    lengths = abs(float(alpha)) * math.sqrt(norm_a) + abs(float(beta)) * math.sqrt(norm_b)
+    return [alpha * u + beta * v for u, v in zip(x, y, strict=True)], lengths
+
+
+def assert_within_what_cancels(got: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """|got - v| <= 100 eps (|alpha a| + |beta b|), as promised of float64: of every single pair.
+
+    Of orthogonal vectors the right side is 100 sqrt(2) eps |v|.
+    """
+    expected, lengths = exact_adasum(a, b)
+    pairs = zip(got.tolist(), expected, strict=True)
+    error = math.sqrt(sum((Fraction(value) - want) ** 2 for value, want in pairs))
+    assert error <= 100 * torch.finfo(torch.float64).eps * lengths
+
+
+@pytest.mark.parametrize("apart", [1.0, 1e-1, 1e-3, 1e-5, 1e-7])
+def test_adasum_of_opposed_float64_vectors_is_within_what_cancels(
+    backend: Backend, apart: float
+) -> None:
+    a, b = opposed(torch.float64, backend.device, apart)
+    if backend.slow:
+        a, b = a[:300], b[:300]
+    assert_within_what_cancels(kernels.adasum(a, b), a, b)
+    dots = kernels.dot_and_norms(a, b)
+    assert_within_what_cancels(kernels.combine(a, b, dots), a, b)
+    # The float64 reference loses as much: it is no oracle here.
+    assert_within_what_cancels(kernels.adasum_reference(a, b), a, b)
+
+
+@pytest.mark.parametrize("apart", [1e-1, 1e-3, 1e-5, 1e-7])
+def test_every_pair_of_eight_opposed_float64_vectors_is_within_what_cancels(
+    cpu_path: str, apart: float
+) -> None:
+    a, b = opposed(torch.float64, "cpu", apart)
+    noise = [random(NUMEL, torch.float64, "cpu", 10 + i) for i in range(8)]
+    ranks = [(a if i % 2 else b) + apart * noise[i] for i in range(8)]
+    while len(ranks) > 1:
+        pairs = list(zip(ranks[::2], ranks[1::2], strict=True))
+        ranks = [kernels.adasum(left, right) for left, right in pairs]
+        for got, (left, right) in zip(ranks, pairs, strict=True):
+            assert_within_what_cancels(got, left, right)
 
 
 @pytest.mark.parametrize("weights", [(999.0, 1.0), (1.0, 999.0)])

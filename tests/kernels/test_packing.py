@@ -74,13 +74,15 @@ def test_layout_places():
     assert kernels.pack_bytes(tensors) == (3 + 32 + 1 + 64) * 4
 
 
-def test_a_grad_requiring_leaf_is_unpacked_in_place(backend):
+def test_a_grad_requiring_leaf_is_unpacked_in_place_without_grad_mode_alone(backend):
     leaf = random(10, torch.float32, backend.device, 1).requires_grad_()
-    buffer = kernels.pack([leaf], scale=2.0)
-    expected = leaf.detach() * 2.0
-    kernels.unpack(buffer, [leaf])
-    assert torch.equal(leaf.detach(), expected)
-    assert not buffer.requires_grad
+    buffer, before = kernels.pack([leaf], scale=2.0).detach(), leaf.detach().clone()
+    with pytest.raises(ValueError, match=r"^tensors\[0\] requires grad, but it is written"):
+        kernels.unpack(buffer, [leaf])
+    assert torch.equal(leaf.detach(), before)
+    with torch.no_grad():
+        kernels.unpack(buffer, [leaf])
+    assert torch.equal(leaf.detach(), before * 2.0) and leaf.requires_grad
 
 
 @pytest.mark.parametrize("alignment", [4, 12, 20, 64])

@@ -146,50 +146,6 @@ def test_bound_again_a_plan_lets_the_old_tensors_go(backend: Backend, function: 
     assert [reference() for reference in gone] == [None, None]
 
 
-def resized(tensor: Tensor) -> None:
-    tensor.resize_(3)
-
-
-def grown(tensor: Tensor) -> None:
-    tensor.resize_(1 << 20)
-
-
-def replaced(tensor: Tensor) -> None:
-    tensor.data = torch.zeros(70)
-
-
-def set_to_another(tensor: Tensor) -> None:
-    tensor.set_(torch.zeros(70))
-
-
-def emptied(tensor: Tensor) -> None:
-    tensor.untyped_storage().resize_(0)
-
-
-@pytest.mark.parametrize("change", [resized, grown, replaced, set_to_another, emptied])
-@pytest.mark.parametrize(("place", "name"), [(0, "a"), (1, "b"), (2, "out"), (3, "found_inf")])
-def test_check_names_the_tensor_that_was_given_other_memory(
-    change: Callable[[Tensor], None], place: int, name: str
-) -> None:
-    a, b, out = torch.ones(70), torch.ones(70), torch.ones(70)
-    flag = torch.zeros(1)
-    plan = kernels.plan_scaled_add(a, b, out=out, found_inf=flag)
-    plan.check()
-    change([a, b, out, flag][place])
-    with pytest.raises(RuntimeError, match=f"^{name} was resized or given other memory"):
-        plan.check()
-
-
-def test_check_names_a_tensor_of_a_list() -> None:
-    tensors = [torch.ones(5), torch.ones(6)]
-    plan = kernels.plan_pack(tensors)
-    tensors[1].data = torch.ones(6)
-    with pytest.raises(RuntimeError, match=r"tensors\[1\] was resized"):
-        plan.check()
-    plan.rebind(tensors)
-    plan.check()
-
-
 def negative() -> Tensor:
     return torch._neg_view(torch.ones(6))
 

@@ -1,0 +1,166 @@
+"""Tensors that are more, or less, than memory of their own: the right answer, or a TypeError."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import kernels
+from kernels.validation import require_plain
+from tests.kernels.conftest import Backend
+
+X = torch.ones(3, 4)
+
+
+class Subclass(Tensor):
+    """Adds nothing."""
+
+
+def resized(tensor: Tensor, nbytes: int) -> Tensor:
+    tensor.untyped_storage().resize_(nbytes)
+    return tensor
+
+
+def fake() -> Tensor:
+    with FakeTensorMode():
+        return torch.empty(8)
+
+
+PLAIN: dict[str, Callable[[], Tensor]] = {
+    "tensor": lambda: torch.ones(8),
+    "parameter": lambda: torch.nn.Parameter(torch.ones(8)),
+    "buffer": lambda: torch.nn.Buffer(torch.ones(8)),
+    "not a leaf": lambda: torch.ones(8, requires_grad=True) * 2,
+    "empty": lambda: torch.ones(0),
+    "expanded": lambda: torch.ones(1).expand(8),
+    "last element of its storage": lambda: torch.zeros(8).as_strided((2, 3), (5, 1)),
+    "channels last": lambda: torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "complex": lambda: torch.ones(3, dtype=torch.complex64).conj(),
+    "float8": lambda: torch.ones(3).to(torch.float8_e4m3fn),
+    "meta": lambda: torch.ones(8, device="meta"),
+    "sparse": lambda: torch.eye(8).to_sparse(),
+}
+NOT_PLAIN: dict[str, tuple[Callable[[], Any], str]] = {
+    "number": (lambda: 3, r"must be a torch\.Tensor, not int"),
+    "subclass": (lambda: torch.ones(8).as_subclass(Subclass), "is a Subclass, .* plain tensor"),
+    "fake": (fake, "is a FakeTensor"),
+    "zeros of torch": (lambda: torch._efficientzerotensor(8), "has no memory of its own"),
+    "too short": (lambda: resized(torch.ones(8), 28), "reaches beyond its storage"),
+    "emptied": (lambda: resized(torch.ones(8), 0), "reaches beyond its storage"),
+    "too short by one": (lambda: resized(torch.zeros(8)[::2], 24), "reaches beyond its storage"),
+}
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_gate_lets_tensors_with_memory_of_their_own_through(kind: str) -> None:
+    require_plain("tensor", PLAIN[kind]())
+
+
+@pytest.mark.parametrize("kind", NOT_PLAIN)
+def test_gate_names_what_has_no_memory_of_its_own(kind: str) -> None:
+    make, words = NOT_PLAIN[kind]
+    with pytest.raises(TypeError, match=rf"^tensors\[1\] {words}"):
+        require_plain("tensors[1]", make())
+
+
+@pytest.mark.parametrize("transform", ["vmap", "grad", "functionalize"])
+def test_gate_names_tensors_inside_a_transform(transform: str) -> None:
+    def inside(x: Tensor) -> Tensor:
+        with pytest.raises(TypeError, match=r"^x has no memory of its own, as tensors inside vmap"):
+            require_plain("x", x)
+        return x.sum()
+
+    getattr(torch.func, transform)(inside)(X)
+
+
+def test_gate_names_a_tensor_under_a_dispatch_mode() -> None:
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    with Mode(), pytest.raises(TypeError, match=r"^x is passed under a torch dispatch mode"):
+        require_plain("x", X)
+    with torch.device("cpu"):
+        require_plain("x", X)
+
+
+def channels_last() -> Tensor:
+    return torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+
+
+def transposed() -> Tensor:
+    return torch.randn(2, 3, 5, 4).transpose(2, 3)
+
+
+def contiguous() -> Tensor:
+    return torch.randn(2, 3, 4, 5)
+
+
+STRIDES = {"channels last": channels_last, "transposed": transposed, "contiguous": contiguous}
+# Each takes two tensors and an output; these of one shape.
+ELEMENTWISE: dict[str, Callable[[Tensor, Tensor, Tensor | None], Any]] = {
+    "sum_n": lambda a, b, out: kernels.sum_n([a, b], out=out),
+    "scaled_add": lambda a, b, out: kernels.scaled_add(a, b, out=out),
+    "combine": lambda a, b, out: kernels.combine(a, b, DOTS, out=out),
+    "adasum": lambda a, b, out: kernels.adasum(a, b, out=out),
+    "dot_and_norms": lambda a, b, out: kernels.dot_and_norms(a, b),
+    "pack": lambda a, b, out: kernels.pack([a, b]),
+    "unpack": lambda a, b, out: kernels.unpack(torch.ones(256), [a, b]),
+    "plan_sum_n": lambda a, b, out: kernels.plan_sum_n([a, b], out=out),
+    "plan_scaled_add": lambda a, b, out: kernels.plan_scaled_add(a, b, out=out),
+    "plan_pack": lambda a, b, out: kernels.plan_pack([contiguous(), a]).rebind([b, a]),
+    "sum_n of many": lambda a, b, out: kernels.sum_n([a, b] * 8, out=out),
+}
+DOTS = torch.ones(1, 3, dtype=torch.float64)
+WITHOUT_OUT = ("dot_and_norms", "pack", "unpack", "plan_pack")
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_tensors_of_other_strides_are_named_and_never_read_in_another_order(
+    backend: Backend, name: str
+) -> None:
+    outs = (None,) if name in WITHOUT_OUT else (None, *STRIDES)
+    for a, b, out in itertools.product(STRIDES, STRIDES, outs):
+        if {a, b, out} <= {"contiguous", None}:
+            continue
+        tensors = [STRIDES[kind]() for kind in (a, b, out) if kind is not None]
+        before = [one.clone() for one in tensors]
+        with pytest.raises(
+            ValueError, match=r"^(a|b|out|tensors\[\d+\]) is not contiguous: pass .*contiguous"
+        ):
+            ELEMENTWISE[name](tensors[0], tensors[1], None if out is None else tensors[2])
+        assert all(map(torch.equal, tensors, before))
+
+
+FUNCTIONS: dict[str, Callable[[Any], Any]] = {
+    "a": lambda x: kernels.adasum(x, torch.ones(8)),
+    "b": lambda x: kernels.scaled_add(torch.ones(8), x),
+    "tensors[1]": lambda x: kernels.sum_n([torch.ones(8), x]),
+    "tensors[13]": lambda x: kernels.pack([*[torch.ones(8)] * 13, x]),
+    "buffer": lambda x: kernels.unpack(x, [torch.ones(8)], layout=SMALL),
+    "out": lambda x: kernels.scaled_add(torch.ones(8), torch.ones(8), out=x),
+    "max_abs": lambda x: kernels.sum_n([torch.ones(8)], max_abs=x[:1]),
+    "plan's tensors[0]": lambda x: kernels.plan_pack([x]),
+}
+SMALL = kernels.layout_of([torch.ones(8)], alignment=4)
+
+
+@pytest.mark.parametrize("argument", FUNCTIONS)
+def test_functions_name_what_has_no_memory_of_its_own(backend: Backend, argument: str) -> None:
+    name = re.escape(argument.split()[-1])
+    for kind in ("subclass", "fake", "too short", "emptied"):
+        make, words = NOT_PLAIN[kind]
+        # Of a shrunk storage the first element is still there.
+        if argument != "max_abs" or kind in ("subclass", "fake"):
+            with pytest.raises(TypeError, match=rf"^{name} {words}"):
+                FUNCTIONS[argument](make())
