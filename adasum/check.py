@@ -46,7 +46,7 @@ PRIVATE_NAMES = (
     "torch.optim.optimizer:_global_optimizer_post_hooks",
     "torch.optim.optimizer:_global_optimizer_pre_hooks",
     *(f"torch.overrides:{each}" for each in _FUNCTION_MODES),
-    *(f"torch.utils:{each}" for each in ("_device", "_python_dispatch")),
+    "torch.utils:_device",
     "torch.utils._python_dispatch:_disable_current_modes",
     *(
         f"torch.distributed.distributed_c10d:{each}"

@@ -20,6 +20,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from collectives.reducers import COPIED, Reducer
+from kernels.validation import check_memory_of
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 # nn.Buffer makes plain tensors.
@@ -70,13 +71,13 @@ def plain(argument: str, value: torch.Tensor) -> None:
 
     Raises:
         TypeError: It is of a class that changes what operators do on it, such as DTensor or
-            FakeTensor, or wrapped by a transform of torch.func; the text says what to pass.
-        ValueError: Its storage holds fewer elements than it has.
+            FakeTensor, or wrapped by a transform of torch.func, or its storage is too short; the
+            text says what to pass.
     """
     if type(value) not in _PLAIN:
         _check_class(argument, type(value))
     if value.layout is torch.strided and not (value.is_meta or value.is_nested):
-        _check_memory(argument, value)
+        check_memory_of(argument, value)
 
 
 def _check_class(argument: str, kind: type[torch.Tensor]) -> None:
@@ -86,32 +87,6 @@ def _check_class(argument: str, kind: type[torch.Tensor]) -> None:
             f"{argument} must be a plain torch.Tensor, got {kind.__name__}, which may have no "
             "memory of its own: pass what is inside it, such as to_local() of a DTensor, or "
             "unbind() of a nested tensor"
-        )
-
-
-def _check_memory(argument: str, value: torch.Tensor) -> None:
-    """Refuse a strided tensor whose elements are not all in memory."""
-    needed = value.nbytes
-    if not needed:
-        return
-    if not value.is_contiguous():
-        steps = zip(value.shape, value.stride(), strict=True)
-        needed = (1 + sum((size - 1) * stride for size, stride in steps)) * value.element_size()
-    if offset := value.storage_offset():
-        needed += int(offset) * value.element_size()
-    try:
-        held, address = value.untyped_storage().nbytes(), value.data_ptr()
-    except RuntimeError:
-        held, address = needed, 0
-    if needed > held:
-        raise ValueError(
-            f"{argument} needs {needed} bytes of its storage, which has {held}: that was resized, "
-            f"as FSDP frees what it does not use; pass {argument} while its memory is there"
-        )
-    if not address:
-        raise TypeError(
-            f"{argument} has no memory of its own: it belongs to a transform of torch.func, such "
-            "as vmap, grad or functionalize; make the call outside of it, on a plain tensor"
         )
 
 
@@ -155,7 +130,7 @@ def entry(argument: str, value: torch.Tensor, *, written: bool = True) -> None:
             f"{argument} must be contiguous, got shape {tuple(value.shape)} with strides "
             f"{value.stride()}: pass {argument}.contiguous() and copy the result back"
         )
-    _check_memory(argument, value)
+    check_memory_of(argument, value)
 
 
 def tensors(argument: str, values: object, *, dense: bool = False) -> list[torch.Tensor]:

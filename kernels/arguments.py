@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling as is_compiling
 
 from kernels.cpu import tensor_list
 from kernels.findings import Findings

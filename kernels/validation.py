@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch._C import _len_torch_dispatch_stack
+from torch.compiler import is_dynamo_compiling as is_compiling
 
 from kernels.cpu.tensor_list import PLAIN
 
@@ -32,7 +32,9 @@ def tracing() -> bool:
     make_fx, aot_function and FakeTensorMode are dispatch modes. Under one that does run the call,
     a counting one say, the operator gives the same bits.
     """
-    return is_compiling() or is_in_torch_dispatch_mode()
+    # Of this thread: torch's is_compiling() and is_in_torch_dispatch_mode() answer for all threads
+    # together, and ranks reduce in one while another compiles.
+    return is_compiling() or bool(_len_torch_dispatch_stack())
 
 
 def check_dtype(name: str, dtype: torch.dtype) -> None:
@@ -75,30 +77,6 @@ def check_tensor(name: str, tensor: object) -> Tensor:
     return tensor
 
 
-def require_plain(argument: str, tensor: object) -> None:
-    """Check that a tensor is no more than memory of its own, which may be read by its address.
-
-    The gate for what takes addresses or sends bytes, of tensors of any dtype, strides and device.
-    Of what is sparse or nested, or on meta, it asks only for the type: other checks have better
-    words for those.
-
-    Raises:
-        TypeError: It is no tensor, or one of a subclass, as DTensors and fake tensors are; a
-            transform of torch.func wraps it; its storage is shorter than its elements reach; or a
-            dispatch mode is active, which would not see what is done.
-    """
-    if type(tensor) not in PLAIN:
-        raise TypeError(_not_plain(argument, tensor))
-    if is_in_torch_dispatch_mode():
-        raise TypeError(
-            f"{argument} is passed under a torch dispatch mode, which does not see what happens to "
-            "its memory: make the call outside the mode"
-        )
-    assert isinstance(tensor, Tensor)
-    if tensor.layout is torch.strided and not tensor.is_nested:
-        check_memory_of(argument, tensor)
-
-
 def _not_plain(argument: str, tensor: object) -> str:
     kind = type(tensor).__name__
     if not isinstance(tensor, Tensor):
@@ -111,9 +89,10 @@ def _not_plain(argument: str, tensor: object) -> str:
 
 
 def check_memory_of(name: str, tensor: Tensor) -> None:
-    """Check that the storage of a strided tensor holds all its elements.
+    """Check that the storage of a strided tensor of any dtype holds all its elements.
 
-    Raises NoMemory where there is none, TypeError where it is too short.
+    For all that reads memory by its address, or sends it, here and in collectives. Raises NoMemory
+    where there is none, TypeError where it is too short.
     """
     try:
         storage = tensor.untyped_storage()
@@ -129,7 +108,10 @@ def check_memory_of(name: str, tensor: Tensor) -> None:
         steps = zip(tensor.shape, tensor.stride(), strict=True)
         reach = 1 + sum([(size - 1) * stride for size, stride in steps])
     if reach and (tensor.storage_offset() + reach) * tensor.element_size() > held:
-        raise TypeError(f"{name} reaches beyond its storage, which was resized: make it anew")
+        raise TypeError(
+            f"{name} reaches beyond its storage, which was resized, as FSDP frees what it does not "
+            f"use: pass {name} while its memory is there"
+        )
 
 
 def check_sized(name: str, tensor: object) -> Tensor:

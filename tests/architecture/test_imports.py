@@ -83,7 +83,7 @@ PRIVATE_WITH_REASON = {
     "torch.autograd.Variable._execution_engine": "queue_callback, the only call at backward's end",
     "torch.autograd.profiler._is_profiler_enabled": "names for a timeline are made only for one",
     "torch.optim.optimizer._global_optimizer_*_hooks": "torch lists them nowhere else",
-    "torch.utils._python_dispatch*": "where modes of torch.library's operators are documented",
+    "torch.utils._python_dispatch._disable_current_modes": "reductions run outside of modes",
     "ctypes._NamedFuncPointer": "the type that ctypes.CDLL gives its functions",
 }
 
