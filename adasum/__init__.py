@@ -78,8 +78,8 @@ from adasum.horovod.reducescatter import (
 )
 from adasum.horovod.state import broadcast_optimizer_state, broadcast_parameters
 from adasum.horovod.timeline import start_timeline, stop_timeline
-from adasum.optimizer.backward_hooks import OptimizerOrderError
 from adasum.optimizer.distributed_optimizer import DistributedOptimizer
+from adasum.optimizer.errors import OptimizerOrderError
 from adasum.reducer import Adasum, AdasumReducer
 from collectives import (
     Average,

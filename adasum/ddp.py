@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 import collectives
 from adasum.modes import outside_modes
 from adasum.observer import Observer, require_observer
-from adasum.optimizer.parameter_check import checks_parameters
+from adasum.optimizer.consistency.parameter_check import checks_parameters
 from adasum.real_pairs import real_numel
 from adasum.request_pool import PooledReduction, RequestPool
 from adasum.sparse import sparse_all_reduce_async

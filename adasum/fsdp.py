@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import collectives
 from adasum.ddp import HookState, require_state
 from adasum.modes import outside_modes
-from adasum.optimizer.parameter_check import require_equal_parameters
+from adasum.optimizer.consistency.parameter_check import require_equal_parameters
 from adasum.real_pairs import as_reals
 from collectives import Group, Operands, Reducer, Sum
 

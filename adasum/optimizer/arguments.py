@@ -9,7 +9,7 @@ import torch
 
 from adasum.horovod.arguments import require
 from adasum.horovod.reduction_options import require_reducer
-from adasum.optimizer.parameters import Groups
+from adasum.optimizer.buckets.planning import Groups
 from adasum.reducer import Adasum
 from collectives import Average, Reducer, Sum
 
@@ -108,3 +108,9 @@ def require_owners(
             f"mode='owners' needs an optimizer that steps each parameter by itself, which "
             f"{type(optimizer).__name__} does not: pass mode=None"
         )
+
+
+def require_passes(passes: int) -> None:
+    """Raise ValueError unless it is a number of backward passes."""
+    if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
+        raise ValueError(f"backward_passes_per_step must be an int >= 1, not {passes!r}")

@@ -14,20 +14,14 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from adasum.optimizer.bucket_reduction import Reduction
-from adasum.optimizer.parameters import Named, by_kind
+from adasum.optimizer.buckets.planning import Named, by_kind
+from adasum.optimizer.buckets.reduction import Reduction
+from adasum.optimizer.errors import reduced_twice, swapped, too_late, too_many_passes
 from collectives import CollectiveError, TransportError
 from collectives.trace import span
 
 # Not public, but the only way to be called when backward ends; torch's DDP uses it too.
 _engine = torch.autograd.Variable._execution_engine
-
-
-class OptimizerOrderError(RuntimeError, AssertionError):
-    """backward, zero_grad, synchronize and step were called in an order that loses gradients.
-
-    Also an AssertionError, which is what Horovod raises for the same mistakes.
-    """
 
 
 StartBucket: TypeAlias = Callable[[Sequence[Named], str], Sequence[Reduction]]
@@ -259,12 +253,7 @@ class BackwardHooks:
         """Raise where torch has put other tensors behind the parameters, without their hooks."""
         for parameter, accumulator in self._accumulators.items():
             if parameter.requires_grad and get_gradient_edge(parameter).node != accumulator:
-                raise OptimizerOrderError(
-                    f"{self.names[parameter]} was swapped for another tensor, as a conversion of "
-                    "the model does under torch.__future__.set_swap_module_params_on_conversion("
-                    "True), and torch leaves behind the hooks by which its gradient is reduced: "
-                    "convert the model before DistributedOptimizer is made, or with False"
-                )
+                raise swapped(self.names[parameter])
 
     def _complete(self, bucket: _Bucket) -> bool:
         # From the last, which backward most often reaches last, so that an incomplete bucket is
@@ -310,12 +299,7 @@ class BackwardHooks:
         for parameter, name in self.names.items():
             newer = self._newer(parameter)
             if newer and (self._early or any(each._early for each in newer)):
-                raise OptimizerOrderError(
-                    f"the gradient of {name} would be reduced twice: it is in a second optimizer "
-                    "that DistributedOptimizer returned, made after the one that steps now. Step "
-                    "the newer one alone; parameters that two losses share go into one optimizer, "
-                    "as a group of their own, or into two with op=Adasum and method='delta'"
-                )
+                raise reduced_twice(name)
 
     def refuse_too_many(self) -> None:
         """Raise OptimizerOrderError where there were more backward passes than `passes`.
@@ -326,28 +310,16 @@ class BackwardHooks:
         """
         reached = {parameter: number for parameter, number in self._counts.items() if number}
         if not self._early and reached and min(reached.values()) > self.passes:
-            raise self._too_many(next(iter(reached)))
-
-    def _too_many(self, parameter: Tensor) -> OptimizerOrderError:
-        return OptimizerOrderError(
-            f"the gradient of {self.names[parameter]} was computed more than "
-            f"backward_passes_per_step={self.passes} times before step(): raise "
-            "backward_passes_per_step to accumulate gradients, call step() between (of the "
-            "optimizer that DistributedOptimizer returned), or, to leave gradients out as a GAN's "
-            "generator does the discriminator's, optimizer.zero_grad() and not the model's"
-        )
+            raise too_many_passes(self.names[next(iter(reached))], self.passes)
 
     def _refuse_untimely(self, parameter: Tensor) -> None:
         """Raise OptimizerOrderError for a gradient that comes too often or too late."""
         name, bucket = self.names[parameter], self._bucket_of[parameter]
         if self._early and self._counts[parameter] > self.passes:
-            raise self._too_many(parameter)
+            raise too_many_passes(name, self.passes)
         if self.synchronized or bucket.number < self._num_started:
             when = "synchronize()" if self.synchronized else f"{bucket.name} was sent"
-            raise OptimizerOrderError(
-                f"the gradient of {name} was computed after {when} and before step(): it would be "
-                "left out of the reduction"
-            )
+            raise too_late(name, when)
 
     def _queue_callback(self) -> None:
         """Once a backward, ask autograd's engine for a call at its end, as torch's DDP does."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from adasum.optimizer.parameters import Named
+from adasum.optimizer.buckets.planning import Named
 
 
 def norm_of(named: Sequence[Named], norm_type: float, foreach: bool | None) -> Tensor:

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adasum.optimizer.backward_hooks import OptimizerOrderError
-from adasum.optimizer.bucket_buffers import DeltaBuffers
-from adasum.optimizer.bucket_reduction import Reduction
+from adasum.optimizer.buckets.delta_buffers import DeltaBuffers
+from adasum.optimizer.buckets.planning import Named, by_kind
+from adasum.optimizer.buckets.reduction import Reduction
+from adasum.optimizer.consistency.membership import Change
 from adasum.optimizer.distributed_mixin import DistributedMixin
-from adasum.optimizer.membership import Change
-from adasum.optimizer.parameters import Named, by_kind
+from adasum.optimizer.errors import OptimizerOrderError
 from adasum.optimizer.step_hooks import has_pre_hooks
 from adasum.real_pairs import as_reals
 

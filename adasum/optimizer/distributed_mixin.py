@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,56 +13,30 @@ from torch import Tensor
 from adasum.horovod.process_sets import ProcessSet
 from adasum.modes import outside_modes
 from adasum.observer import Observer, require_observer
-from adasum.optimizer.backward_hooks import BackwardHooks, OptimizerOrderError
-from adasum.optimizer.bucket_reduction import BucketReducer, Reduction
+from adasum.optimizer.arguments import require_passes
+from adasum.optimizer.backward_hooks import BackwardHooks
+from adasum.optimizer.buckets.planning import Named
+from adasum.optimizer.buckets.reduction import Reduction
 from adasum.optimizer.clipping import clip, norm_of
-from adasum.optimizer.membership import Change, Membership
-from adasum.optimizer.parameter_check import ParameterCheck
-from adasum.optimizer.parameters import Named, PlanBuckets
+from adasum.optimizer.consistency.membership import Change, Membership
+from adasum.optimizer.consistency.parameter_check import ParameterCheck
+from adasum.optimizer.errors import OptimizerOrderError, explain_shapes
+from adasum.optimizer.grad_scaler import SCALER_STATE, any_rank_found_inf, found_inf, unscale
+from adasum.optimizer.settings import Settings
+from adasum.optimizer.sparse_gradients import densify, resparsify
 from adasum.optimizer.state_average import average_state
 from adasum.optimizer.step_hooks import (
     run_post_hooks,
     run_pre_hooks,
     without_hooks,
 )
-from collectives import Reducer, Sum
-
-# What GradScaler sets on an optimizer for the time of a step.
-_SCALER_STATE = ("grad_scale", "found_inf")
-
+from collectives import Reducer
 
 # The methods in which ranks may wait for each other, or which change what hooks do.
 COLLECTIVE_METHODS = (
     *("step", "zero_grad", "synchronize", "clip_grad_norm_", "add_param_group"),
     *("average_state", "reduce_local_steps", "consolidate_state_dict"),
 )
-
-
-@dataclass
-class Settings:
-    """What DistributedOptimizer was asked for.
-
-    Attributes:
-        reducer: Reduces each bucket.
-        plan_buckets: Divides parameters into buckets by size.
-        passes: Backward passes of a step.
-        sparse_as_dense: Whether sparse gradients are made dense first.
-        one_rank: Whether this rank reduces with no other.
-        op: As asked for; the reducer's is Sum where Average is divided before and after it.
-        process_set: As asked for.
-        local_steps: Steps between two reductions.
-        gradient_as_bucket_view: Whether gradients that are reduced lie in their buckets' buffers.
-    """
-
-    reducer: BucketReducer
-    plan_buckets: PlanBuckets
-    passes: int
-    sparse_as_dense: bool
-    one_rank: bool
-    op: Reducer
-    process_set: ProcessSet
-    local_steps: int = 1
-    gradient_as_bucket_view: bool = True
 
 
 class DistributedMixin(torch.optim.Optimizer):
@@ -176,7 +149,7 @@ class DistributedMixin(torch.optim.Optimizer):
         except BaseException:
             # GradScaler itself drops what it has set only after steps that return, and multiplies
             # its next scale by what is left.
-            for key in _SCALER_STATE:
+            for key in SCALER_STATE:
                 self.__dict__.pop(key, None)
             raise
         finally:
@@ -198,7 +171,7 @@ class DistributedMixin(torch.optim.Optimizer):
         """
         if self._skips():
             return None
-        self._unscale()
+        unscale(self, self._adasum_unscales_itself)
         args: tuple[Any, ...] = () if closure is None else (closure,)
         args, options = run_pre_hooks(self, args, options)
         options = {**options}
@@ -209,9 +182,7 @@ class DistributedMixin(torch.optim.Optimizer):
 
     def _skips(self) -> bool:
         """Return whether GradScaler wants the step skipped, for this rank's gradients."""
-        if self._adasum_unscales_itself:
-            return False
-        return bool(self.__dict__.get("found_inf", False))
+        return not self._adasum_unscales_itself and found_inf(self)
 
     def _follow_groups(self) -> None:
         """Take note of parameters that users have put into the groups, or taken from them."""
@@ -387,39 +358,27 @@ class DistributedMixin(torch.optim.Optimizer):
                 "optimizer.synchronize(): the gradients are being reduced"
             )
 
-    @outside_modes
     def _any_rank_skips(self) -> bool:
         """Return whether, under GradScaler, any rank's gradients hold a non-finite value."""
-        found = self.__dict__.get("found_inf")
-        if found is None:
-            return False
-        total = torch.as_tensor(found, dtype=torch.float32).reshape(1).clone()
-        self._adasum_settings.reducer.group.all_reduce(total, Sum, name="found_inf")
-        return bool(total.item())
+        return any_rank_found_inf(self, self._adasum_settings.reducer.group)
 
     def _densify(self, named: Sequence[Named]) -> None:
         """Make gradients dense where `sparse_as_dense` asks for it, on one rank too."""
         if self._adasum_settings.sparse_as_dense:
-            for _, parameter in named:
-                if parameter.grad is not None and parameter.grad.is_sparse:
-                    parameter.grad = parameter.grad.to_dense()
-
-    def _evaluate_and_resparsify(self, closure: Callable[[], Any]) -> Any:
-        loss = closure()
-        self._resparsify()
-        return loss
+            densify(parameter for _, parameter in named)
 
     def _resparsify(self) -> None:
         """Make gradients that were made dense sparse by rows again for SparseAdam, as Horovod does.
 
         It refuses dense ones, and leaves what belongs to rows without a gradient alone.
         """
-        if not (self._adasum_settings.sparse_as_dense and isinstance(self, torch.optim.SparseAdam)):
-            return
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None and not parameter.grad.is_sparse:
-                    parameter.grad = parameter.grad.to_sparse(1)
+        if self._adasum_settings.sparse_as_dense and isinstance(self, torch.optim.SparseAdam):
+            resparsify(parameter for group in self.param_groups for parameter in group["params"])
+
+    def _evaluate_and_resparsify(self, closure: Callable[[], Any]) -> Any:
+        loss = closure()
+        self._resparsify()
+        return loss
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -435,46 +394,13 @@ class DistributedMixin(torch.optim.Optimizer):
         else:
             args = (partial(self._evaluate_and_resparsify, closure),)
         # Some optimizers refuse a step while these are set; GradScaler deletes them afterwards.
-        keys = () if self._adasum_unscales_itself else _SCALER_STATE
+        keys = () if self._adasum_unscales_itself else SCALER_STATE
         held = {key: self.__dict__.pop(key) for key in keys if key in self.__dict__}
         try:
             with without_hooks(self, self._adasum_base.step) as step:
                 return step(self, *args, **options)
         except RuntimeError as error:
-            self._explain_shapes(error)
+            explain_shapes(self._adasum_hooks.names, self.state, error)
             raise
         finally:
             self.__dict__.update(held)
-
-    def _explain_shapes(self, error: RuntimeError) -> None:
-        """Raise ValueError where a parameter has another shape than what belongs to it."""
-        for parameter, name in self._adasum_hooks.names.items():
-            belonging = {"gradient": parameter.grad, **self.state.get(parameter, {})}
-            for key, value in belonging.items():
-                # Of as many dimensions: some optimizers keep a number, or a row, of a matrix.
-                same_kind = isinstance(value, Tensor) and value.dim() == parameter.dim() > 0
-                if same_kind and value.shape != parameter.shape:
-                    raise ValueError(
-                        f"the {key} of {name} has shape {tuple(value.shape)} and the parameter "
-                        f"{tuple(parameter.shape)}: where a parameter is given another shape, give "
-                        "it to its tensors in optimizer.state, too, or drop them, and set its grad "
-                        "to None"
-                    ) from error
-
-    def _unscale(self) -> None:
-        """Divide the gradients by the scale that GradScaler has multiplied the loss by."""
-        scale = self.__dict__.get("grad_scale")
-        if scale is None or self._adasum_unscales_itself:
-            return
-        # By float64, as GradScaler does it: a subnormal's reciprocal is infinite in float32.
-        inverse = scale.double().reciprocal().float()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(inverse.to(parameter.grad.device))
-
-
-def require_passes(passes: int) -> None:
-    """Raise ValueError unless it is a number of backward passes."""
-    if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
-        raise ValueError(f"backward_passes_per_step must be an int >= 1, not {passes!r}")

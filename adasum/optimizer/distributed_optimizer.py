@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from adasum.compression import Compression, Compressor, require_compressor
 from adasum.horovod.arguments import require
@@ -21,25 +20,19 @@ from adasum.optimizer.arguments import (
     require_operator,
     require_optimizer,
     require_owners,
-)
-from adasum.optimizer.backward_hooks import BackwardHooks, OptimizerOrderError
-from adasum.optimizer.bucket_reduction import BucketReducer, Reduction
-from adasum.optimizer.delta_method import DeltaMethod, DeltaMethodInBackward, steps_by_parameter
-from adasum.optimizer.distributed_mixin import (
-    COLLECTIVE_METHODS,
-    DistributedMixin,
-    Settings,
     require_passes,
 )
+from adasum.optimizer.buckets.planning import Groups, Named, name_parameters, plan_buckets
+from adasum.optimizer.buckets.reduction import BucketReducer
+from adasum.optimizer.consistency.parameter_check import ParameterCheck, Setting, checks_parameters
+from adasum.optimizer.consistency.settings import describe_hyperparameters, describe_value
+from adasum.optimizer.delta_method import DeltaMethod, DeltaMethodInBackward, steps_by_parameter
+from adasum.optimizer.distributed_mixin import DistributedMixin
 from adasum.optimizer.gradient_method import GradientMethod
 from adasum.optimizer.local_steps import LocalStepsMethod
-from adasum.optimizer.membership import Membership
-from adasum.optimizer.outside_steps import guarded, methods_of, require_steps_alone
 from adasum.optimizer.owners_method import OwnersMethod
-from adasum.optimizer.parameter_check import ParameterCheck, Setting, checks_parameters
-from adasum.optimizer.parameters import Groups, Named, name_parameters, plan_buckets
-from adasum.optimizer.settings_rows import describe_hyperparameters, describe_value
-from adasum.optimizer.step_hooks import refuse_plain_steps
+from adasum.optimizer.settings import Settings
+from adasum.optimizer.wrapping import wrap
 from adasum.reducer import UNWEIGHTED, Adasum
 from collectives import Average, Group, Reducer, Sum, default_group
 
@@ -187,7 +180,7 @@ class DistributedOptimizer(DistributedMixin):
         ]
         if op is Adasum:
             warn_of_scaled_rate(algorithm)
-        _wrap(self, optimizer, kind, named, by_size(named, groups), settings)
+        wrap(self, optimizer, kind, named, by_size(named, groups), settings)
         if comparing:
             self._adasum_check = ParameterCheck(
                 settings.reducer.group, partial(_settings_of, weakref.ref(self), asked), check_every
@@ -254,138 +247,3 @@ def _method(
             f"{type(optimizer).__name__} is not: pass step_in_backward=False"
         )
     return DeltaMethodInBackward
-
-
-def _wrap(
-    wrapper: Any,
-    optimizer: torch.optim.Optimizer,
-    method: type[DistributedMixin],
-    named: Sequence[Named],
-    buckets: Sequence[Sequence[Named]],
-    settings: Settings,
-) -> None:
-    """Make `wrapper` an instance of a subclass of its class, `method` and the optimizer's class.
-
-    It shares the optimizer's __dict__: load_state_dict on either replaces state and param_groups
-    for both.
-
-    Args:
-        wrapper: A DistributedOptimizer without attributes.
-        optimizer: Left as it is, but for what is added to its __dict__.
-        method: How the ranks reduce.
-        named: (name, parameter) of every parameter, in registration order.
-        buckets: The same pairs, divided into buckets in the order of their reductions.
-        settings: What the method needs to know.
-    """
-    base = type(optimizer)
-    # Not in __new__, so that the one signature that editors and type checkers see is __init__'s.
-    both = type(base.__name__, (type(wrapper), method, base), {})
-    _override(both, method, base, settings)
-    try:
-        wrapper.__class__ = both
-    except TypeError as error:
-        raise TypeError(
-            f"optimizer must keep all attributes in its __dict__, which {base.__name__} does not: "
-            "take __slots__ out of its class"
-        ) from error
-    wrapper.__dict__ = optimizer.__dict__
-    wrapper._adasum_base = base
-    wrapper._adasum_settings = settings
-    wrapper._adasum_unscales_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
-    wrapper._adasum_check = None
-    wrapper._adasum_membership = Membership(optimizer.param_groups)
-    wrapper._prepare()
-    wrapper._adasum_hooks = _hooks(wrapper, method, named, buckets, settings)
-    _keep_scheduler_patch(wrapper)
-    if not settings.one_rank:
-        refuse_plain_steps(optimizer, wrapper)
-
-
-def _override(
-    both: Any,
-    method: type[DistributedMixin],
-    base: type[torch.optim.Optimizer],
-    settings: Settings,
-) -> None:
-    """Keep torch.compile out of the methods in which ranks wait for each other, and guard others.
-
-    Args:
-        both: The wrapper's class.
-        method: How the ranks reduce.
-        base: The optimizer's class.
-        settings: What the method needs to know.
-    """
-    for name in COLLECTIVE_METHODS:
-        setattr(both, name, torch.compiler.disable(getattr(both, name)))
-    # torch wraps the step of any optimizer class not so marked, and would run step hooks twice.
-    both.step.hooked = True
-    if settings.one_rank or method is GradientMethod:
-        return
-    require_steps_alone(base, method._adasum_asked)
-    for name, function in methods_of(base):
-        setattr(both, name, guarded(function, method._adasum_asked))
-
-
-def _hooks(
-    wrapper: Any,
-    method: type[DistributedMixin],
-    named: Sequence[Named],
-    buckets: Sequence[Sequence[Named]],
-    settings: Settings,
-) -> BackwardHooks:
-    """Return hooks on the parameters that reduce for `wrapper`, as long as somebody holds it."""
-    reference = weakref.ref(wrapper)
-
-    def start_bucket(members: Sequence[Named], name: str) -> list[Reduction]:
-        target: Any = reference()
-        if target is None:
-            raise OptimizerOrderError(
-                "the optimizer that DistributedOptimizer returned was dropped, and the one given "
-                "to it reduces nothing: optimizer = DistributedOptimizer(optimizer) keeps it"
-            )
-        if settings.one_rank:
-            return []
-        target._check_parameters()
-        target._densify(members)
-        return target._start_bucket(members, name)
-
-    def finish() -> None:
-        target: Any = reference()
-        if target is not None and not settings.one_rank:
-            target._finish_reductions()
-
-    def before_gradient(parameter: Tensor) -> None:
-        target: Any = reference()
-        if target is not None:
-            target._before_gradient(parameter)
-
-    looks = issubclass(method, GradientMethod) and not settings.one_rank
-    return BackwardHooks(
-        named,
-        buckets,
-        start_bucket,
-        passes=settings.passes,
-        early=method._adasum_early and not settings.one_rank,
-        final=method._adasum_final,
-        finish=finish,
-        before=before_gradient if looks else None,
-    )
-
-
-def _keep_scheduler_patch(wrapper: Any) -> None:
-    """Patch the wrapper's step as a scheduler that was made before has patched the optimizer's.
-
-    By the two marks that torch's schedulers look for, which are private to torch.
-    """
-    if wrapper.__dict__.pop("step", None) is None:
-        return
-    reference = weakref.ref(wrapper)
-
-    @wraps(type(wrapper).step)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        target: Any = reference()
-        target._opt_called = True
-        return type(target).step(target, *args, **kwargs)
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    wrapper.step = step

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from adasum.modes import outside_modes
-from adasum.optimizer.backward_hooks import OptimizerOrderError
-from adasum.optimizer.bucket_buffers import GradientBuffers, fits_in_buffer, split_by_kind
-from adasum.optimizer.bucket_reduction import Owners, Reduction
+from adasum.optimizer.buckets.gradient_buffers import GradientBuffers
+from adasum.optimizer.buckets.kinds import fits_in_buffer, split_by_kind
+from adasum.optimizer.buckets.planning import Named
+from adasum.optimizer.buckets.reduction import Owners, Reduction
+from adasum.optimizer.consistency.membership import Change
 from adasum.optimizer.distributed_mixin import DistributedMixin
-from adasum.optimizer.membership import Change
-from adasum.optimizer.parameters import Named
+from adasum.optimizer.errors import OptimizerOrderError
 from collectives import Average, Sum
 
 

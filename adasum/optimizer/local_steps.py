@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adasum.optimizer.bucket_buffers import describe_kind, kind_of
+from adasum.optimizer.buckets.kinds import describe_kind, kind_of
+from adasum.optimizer.consistency.membership import Change
 from adasum.optimizer.delta_method import MAX_IN_FLIGHT, DeltaMethod, may_step
-from adasum.optimizer.membership import Change
 
 _KEY = "local_steps"
 

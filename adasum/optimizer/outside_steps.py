@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from adasum.optimizer.backward_hooks import OptimizerOrderError
+from adasum.optimizer.errors import OptimizerOrderError
 
 _RIGHT = (
     "pass method='gradient' (or op=Average without local_steps and mode), by which gradients are "

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from adasum.modes import outside_modes
-from adasum.optimizer.backward_hooks import OptimizerOrderError
-from adasum.optimizer.bucket_reduction import Owners, Reduction
+from adasum.optimizer.buckets.planning import Named
+from adasum.optimizer.buckets.reduction import Owners, Reduction
+from adasum.optimizer.consistency.membership import Change
+from adasum.optimizer.errors import OptimizerOrderError
 from adasum.optimizer.gradient_method import GradientMethod
-from adasum.optimizer.membership import Change
 from adasum.optimizer.owned_state import gather_states
-from adasum.optimizer.parameters import Named
 from adasum.real_pairs import as_reals
 from collectives import Group, Sum
 from collectives.reducers import Max

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from adasum.optimizer.backward_hooks import OptimizerOrderError
+from adasum.optimizer.errors import OptimizerOrderError
 
 # Not public, but torch lists an optimizer's hooks nowhere else.
 _REFUSE = "refuse_plain_steps"

@@ -19,7 +19,7 @@ import torch
 import adasum as hvd
 import collectives
 import collectives.initialize
-from adasum.optimizer.backward_hooks import OptimizerOrderError
+from adasum.optimizer.errors import OptimizerOrderError
 from collectives import CollectiveError, Group
 from tests.processes.harness import run_ranks
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import adasum as hvd
-from adasum.optimizer.parameter_check import require_equal_parameters
+from adasum.optimizer.consistency.parameter_check import require_equal_parameters
 from collectives import CollectiveMismatchError, Group, run_threads
 
 # Every method, by the options that choose it.

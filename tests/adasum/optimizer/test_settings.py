@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import adasum as hvd
-from adasum.optimizer import parameter_check
-from adasum.optimizer.settings_rows import describe_value
+from adasum.optimizer.consistency import parameter_check
+from adasum.optimizer.consistency.settings import describe_value
 from collectives import CollectiveMismatchError, Group, run_threads
 from tests.adasum.definition import flat, loss_of, make_model
 from tests.adasum.optimizer.test_parameter_check import METHODS

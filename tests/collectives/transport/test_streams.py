@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from adasum import Adasum, Compression
 from adasum.compression import Compressor
-from adasum.optimizer.bucket_buffers import DeltaBuffers, GradientBuffers
-from adasum.optimizer.bucket_reduction import BucketReducer, Reduction
+from adasum.optimizer.buckets.delta_buffers import DeltaBuffers
+from adasum.optimizer.buckets.gradient_buffers import GradientBuffers
+from adasum.optimizer.buckets.reduction import BucketReducer, Reduction
 from collectives import Average, FusedBuffer, Group, Reducer, Sum, Work
 from collectives.bootstrap import calibration
 from collectives.execution import pipelining

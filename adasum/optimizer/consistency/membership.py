@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from adasum.optimizer.parameters import Named
+from adasum.optimizer.buckets.planning import Named
 
 
 class Change(NamedTuple):

@@ -1,9 +1,7 @@
-"""Buffers in which a bucket's gradients or differences lie side by side, to be reduced in place.
+"""Buffers in which a bucket's gradients lie side by side, to be reduced in place.
 
-What users hold may change between two steps under the same object: `.data = ...`, `model.half()`,
-another memory format. So a buffer remembers what it was made for, by address, dtype, shape and
-strides, is compared with that before each use, and made anew where it differs. The tensors through
-which it is reduced are nobody else's.
+A buffer knows what it was made for, by address, dtype, shape and strides, and is compared with that
+before each use. The tensors through which it is reduced are nobody else's.
 """
 
 from __future__ import annotations
@@ -11,81 +9,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from operator import is_
-from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 import kernels
 from adasum.modes import outside_modes
-from adasum.optimizer.parameters import Named
-from adasum.real_pairs import as_reals, real_dtype
-from collectives import FusedBuffer
+from adasum.optimizer.buckets.kinds import Kind, buffer_for, kind_of, kind_of_gradient
+from adasum.optimizer.buckets.planning import Named
+from adasum.real_pairs import as_reals
 from collectives.fused_buffer import memory_of
-
-_Place: TypeAlias = tuple[str, torch.dtype, torch.device]
-
-
-class Kind(NamedTuple):
-    """What a tensor's place in a buffer depends on."""
-
-    dtype: torch.dtype
-    device: torch.device
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-
-def kind_of(tensor: Tensor) -> Kind:
-    """Return the kind of a dense tensor."""
-    return Kind(tensor.dtype, tensor.device, tensor.shape, tensor.stride())
-
-
-def describe_kind(tensor: Tensor) -> str:
-    """Return the tensor's kind in words."""
-    dtype, device, shape, stride = kind_of(tensor)
-    return f"{dtype} of shape {tuple(shape)} with strides {stride} on {device}"
-
-
-def kind_of_gradient(parameter: Tensor) -> Kind:
-    """Return the kind of the parameter's gradient, whose dtype may be another (`grad_dtype`)."""
-    kind = kind_of(parameter)
-    dtype = _dtype_of_gradient(parameter)
-    return kind if dtype is kind.dtype else kind._replace(dtype=dtype)
-
-
-def _dtype_of_gradient(parameter: Tensor) -> torch.dtype:
-    if parameter.grad is not None:
-        return parameter.grad.dtype
-    dtype: torch.dtype | None = getattr(parameter, "grad_dtype", None)
-    return dtype or parameter.dtype
-
-
-def split_by_kind(named: Sequence[Named]) -> list[list[Named]]:
-    """Split by the gradients' dtype and device, ordered by the first of each kind."""
-    parts: dict[tuple[torch.dtype, torch.device], list[Named]] = {}
-    for name, parameter in named:
-        kind = _dtype_of_gradient(parameter), parameter.device
-        parts.setdefault(kind, []).append((name, parameter))
-    return list(parts.values())
-
-
-def fits_in_buffer(parameter: Tensor) -> bool:
-    """Return whether gradients of the parameter's can lie in a buffer."""
-    dtype = _dtype_of_gradient(parameter)
-    return real_dtype(dtype) in kernels.DTYPES and parameter.device.type in ("cpu", "cuda")
-
-
-def _buffer_for(
-    parameters: Sequence[Tensor], kinds: Sequence[Kind], memory: Tensor | None = None
-) -> FusedBuffer:
-    """Return a buffer for tensors like the parameters, or of their kinds where that is another."""
-    likes = [
-        parameter.detach()
-        if parameter.dtype is kind.dtype
-        else torch.empty_strided(kind.shape, kind.stride, dtype=kind.dtype, device=kind.device)
-        for parameter, kind in zip(parameters, kinds, strict=True)
-    ]
-    return FusedBuffer(list(map(as_reals, likes)), memory)
 
 
 class _Slot:
@@ -144,7 +77,7 @@ class GradientBucket:
     def __init__(self, parameters: Sequence[Tensor], kinds: Sequence[Kind]) -> None:
         self._parameters = list(parameters)
         self._kinds = list(kinds)
-        self.fused = _buffer_for(parameters, kinds, _memory_of_gradients(parameters))
+        self.fused = buffer_for(parameters, kinds, _memory_of_gradients(parameters))
         self._address = self.fused.buffer.data_ptr()
         self._slots = [
             _Slot(view, kind) for view, kind in zip(self.fused.views, kinds, strict=True)
@@ -319,65 +252,3 @@ def _memory_of_gradients(parameters: Sequence[Tensor]) -> Tensor | None:
     if len(found) < len(gradients) or not all(gradient.is_contiguous() for gradient in found):
         return None
     return memory_of(found, kernels.layout_of(found))
-
-
-class DeltaBuffers:
-    """Buffers for the differences of the buckets in flight, used in turn.
-
-    Args:
-        slots: How many buckets may be in flight at once; None for a slot for every bucket. A
-            bucket's slot is used again `slots` buckets later, which must not start before it is
-            done.
-    """
-
-    def __init__(self, slots: int | None) -> None:
-        self._slots = slots
-        self._turn = 0
-        self._memory: dict[_Place, Tensor] = {}
-        self._buffers: dict[_Place, dict[str, tuple[list[Kind], FusedBuffer]]] = {}
-
-    def restart(self) -> None:
-        """Begin a new step with nothing in flight: buckets get the same slots as in the last."""
-        self._turn = 0
-
-    @outside_modes
-    def of(self, name: str, parameters: Sequence[Tensor]) -> tuple[FusedBuffer, FusedBuffer]:
-        """Return a bucket's two buffers, each with views like its parameters.
-
-        Args:
-            name: The bucket's name.
-            parameters: Of one dtype and device. Views of complex ones are pairs of real numbers.
-
-        Returns:
-            One for the values before the step, whose content the next call overwrites, and one for
-            the differences.
-        """
-        slot = name if self._slots is None else str(self._turn % self._slots)
-        self._turn += 1
-        before, delta = (self._in(each, name, parameters) for each in ("before", slot))
-        delta.clear_padding()
-        return before, delta
-
-    def _in(self, slot: str, name: str, parameters: Sequence[Tensor]) -> FusedBuffer:
-        kinds = list(map(kind_of, parameters))
-        place = slot, kinds[0].dtype, kinds[0].device
-        buffers = self._buffers.setdefault(place, {})
-        made_for, buffer = buffers.get(name, (None, None))
-        if buffer is None or made_for != kinds:
-            # Evenly strided elements become 1-D without a copy, and are not contiguous then.
-            flat = [as_reals(p.detach()).reshape(-1).contiguous() for p in parameters]
-            numel = kernels.layout_of(flat).numel
-            memory = self._memory.get(place)
-            if memory is None or memory.numel() < numel:
-                memory = torch.empty(numel, dtype=flat[0].dtype, device=kinds[0].device)
-                self._memory[place] = memory
-                # Buckets in the smaller memory move, so that it is freed.
-                buffers.clear()
-            buffer = _buffer_for(parameters, kinds, memory)
-            buffers[name] = kinds, buffer
-        return buffer
-
-    def clear(self) -> None:
-        """Let go of all buffers; nothing may be in flight."""
-        self._memory.clear()
-        self._buffers.clear()

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adasum.optimizer.parameter_check import Setting
+from adasum.optimizer.consistency.parameter_check import Setting
 
 
 def describe_hyperparameters(optimizer: torch.optim.Optimizer, kind: type) -> list[Setting]:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from adasum.broadcasts import was_broadcast
 from adasum.modes import outside_modes
-from adasum.optimizer.checksums import describe_parameters, has_bits
-from adasum.optimizer.parameters import Named
+from adasum.optimizer.buckets.planning import Named
+from adasum.optimizer.consistency.checksums import describe_parameters, has_bits
 from collectives import CollectiveMismatchError, Group
 
 Setting: TypeAlias = tuple[str, str]

@@ -1,0 +1,1 @@
+"""Buckets of parameters: how they are divided, where gradients lie, and their reductions."""

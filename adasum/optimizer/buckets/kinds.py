@@ -1,0 +1,81 @@
+"""What a tensor's place in a buffer depends on: dtype, device, shape and strides.
+
+What users hold may change between two steps under the same object: `.data = ...`, `model.half()`,
+another memory format. So a buffer remembers the kinds that it was made for, is compared with them
+before each use, and made anew where they differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import kernels
+from adasum.optimizer.buckets.planning import Named
+from adasum.real_pairs import as_reals, real_dtype
+from collectives import FusedBuffer
+
+
+class Kind(NamedTuple):
+    """What a tensor's place in a buffer depends on."""
+
+    dtype: torch.dtype
+    device: torch.device
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+def kind_of(tensor: Tensor) -> Kind:
+    """Return the kind of a dense tensor."""
+    return Kind(tensor.dtype, tensor.device, tensor.shape, tensor.stride())
+
+
+def describe_kind(tensor: Tensor) -> str:
+    """Return the tensor's kind in words."""
+    dtype, device, shape, stride = kind_of(tensor)
+    return f"{dtype} of shape {tuple(shape)} with strides {stride} on {device}"
+
+
+def kind_of_gradient(parameter: Tensor) -> Kind:
+    """Return the kind of the parameter's gradient, whose dtype may be another (`grad_dtype`)."""
+    kind = kind_of(parameter)
+    dtype = _dtype_of_gradient(parameter)
+    return kind if dtype is kind.dtype else kind._replace(dtype=dtype)
+
+
+def _dtype_of_gradient(parameter: Tensor) -> torch.dtype:
+    if parameter.grad is not None:
+        return parameter.grad.dtype
+    dtype: torch.dtype | None = getattr(parameter, "grad_dtype", None)
+    return dtype or parameter.dtype
+
+
+def split_by_kind(named: Sequence[Named]) -> list[list[Named]]:
+    """Split by the gradients' dtype and device, ordered by the first of each kind."""
+    parts: dict[tuple[torch.dtype, torch.device], list[Named]] = {}
+    for name, parameter in named:
+        kind = _dtype_of_gradient(parameter), parameter.device
+        parts.setdefault(kind, []).append((name, parameter))
+    return list(parts.values())
+
+
+def fits_in_buffer(parameter: Tensor) -> bool:
+    """Return whether gradients of the parameter's can lie in a buffer."""
+    dtype = _dtype_of_gradient(parameter)
+    return real_dtype(dtype) in kernels.DTYPES and parameter.device.type in ("cpu", "cuda")
+
+
+def buffer_for(
+    parameters: Sequence[Tensor], kinds: Sequence[Kind], memory: Tensor | None = None
+) -> FusedBuffer:
+    """Return a buffer for tensors like the parameters, or of their kinds where that is another."""
+    likes = [
+        parameter.detach()
+        if parameter.dtype is kind.dtype
+        else torch.empty_strided(kind.shape, kind.stride, dtype=kind.dtype, device=kind.device)
+        for parameter, kind in zip(parameters, kinds, strict=True)
+    ]
+    return FusedBuffer(list(map(as_reals, likes)), memory)

@@ -1,0 +1,1 @@
+"""Whether ranks agree: on parameters, settings, and which parameters there are."""

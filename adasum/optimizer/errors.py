@@ -1,0 +1,75 @@
+"""The errors of calls in an order that loses gradients, and of shapes that do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+class OptimizerOrderError(RuntimeError, AssertionError):
+    """backward, zero_grad, synchronize and step were called in an order that loses gradients.
+
+    Also an AssertionError, which is what Horovod raises for the same mistakes.
+    """
+
+
+def too_many_passes(name: str, passes: int) -> OptimizerOrderError:
+    """Return the error of a gradient that was computed too often before step()."""
+    return OptimizerOrderError(
+        f"the gradient of {name} was computed more than backward_passes_per_step={passes} times "
+        "before step(): raise backward_passes_per_step to accumulate gradients, call step() "
+        "between (of the optimizer that DistributedOptimizer returned), or, to leave gradients out "
+        "as a GAN's generator does the discriminator's, optimizer.zero_grad() and not the model's"
+    )
+
+
+def too_late(name: str, when: str) -> OptimizerOrderError:
+    """Return the error of a gradient that came after its bucket was sent."""
+    return OptimizerOrderError(
+        f"the gradient of {name} was computed after {when} and before step(): it would be left out "
+        "of the reduction"
+    )
+
+
+def reduced_twice(name: str) -> OptimizerOrderError:
+    """Return the error of a step by an optimizer of which a newer one has a parameter."""
+    return OptimizerOrderError(
+        f"the gradient of {name} would be reduced twice: it is in a second optimizer that "
+        "DistributedOptimizer returned, made after the one that steps now. Step the newer one "
+        "alone; parameters that two losses share go into one optimizer, as a group of their own, "
+        "or into two with op=Adasum and method='delta'"
+    )
+
+
+def swapped(name: str) -> OptimizerOrderError:
+    """Return the error of a parameter behind which torch has put another tensor."""
+    return OptimizerOrderError(
+        f"{name} was swapped for another tensor, as a conversion of the model does under "
+        "torch.__future__.set_swap_module_params_on_conversion(True), and torch leaves behind the "
+        "hooks by which its gradient is reduced: convert the model before DistributedOptimizer is "
+        "made, or with False"
+    )
+
+
+def explain_shapes(
+    names: Mapping[Tensor, str], state: Mapping[Tensor, Mapping[str, Any]], error: RuntimeError
+) -> None:
+    """Raise ValueError where a parameter has another shape than what belongs to it.
+
+    Args:
+        names: Of the parameters.
+        state: The optimizer's.
+        error: What its step raised.
+    """
+    for parameter, name in names.items():
+        for key, value in {"gradient": parameter.grad, **state.get(parameter, {})}.items():
+            # Of as many dimensions: some optimizers keep a number, or a row, of a matrix.
+            alike = isinstance(value, Tensor) and value.dim() == parameter.dim() > 0
+            if alike and value.shape != parameter.shape:
+                raise ValueError(
+                    f"the {key} of {name} has shape {tuple(value.shape)} and the parameter "
+                    f"{tuple(parameter.shape)}: where a parameter is given another shape, give it "
+                    "to its tensors in optimizer.state, too, or drop them, and set its grad to None"
+                ) from error

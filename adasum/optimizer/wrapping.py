@@ -1,0 +1,157 @@
+"""Making one object of a DistributedOptimizer, a method and the optimizer that is wrapped."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adasum.optimizer.backward_hooks import BackwardHooks
+from adasum.optimizer.buckets.planning import Named
+from adasum.optimizer.buckets.reduction import Reduction
+from adasum.optimizer.consistency.membership import Membership
+from adasum.optimizer.distributed_mixin import COLLECTIVE_METHODS, DistributedMixin
+from adasum.optimizer.errors import OptimizerOrderError
+from adasum.optimizer.gradient_method import GradientMethod
+from adasum.optimizer.outside_steps import guarded, methods_of, require_steps_alone
+from adasum.optimizer.settings import Settings
+from adasum.optimizer.step_hooks import refuse_plain_steps
+
+
+def wrap(
+    wrapper: Any,
+    optimizer: torch.optim.Optimizer,
+    method: type[DistributedMixin],
+    named: Sequence[Named],
+    buckets: Sequence[Sequence[Named]],
+    settings: Settings,
+) -> None:
+    """Make `wrapper` an instance of a subclass of its class, `method` and the optimizer's class.
+
+    It shares the optimizer's __dict__: load_state_dict on either replaces state and param_groups
+    for both.
+
+    Args:
+        wrapper: A DistributedOptimizer without attributes.
+        optimizer: Left as it is, but for what is added to its __dict__.
+        method: How the ranks reduce.
+        named: (name, parameter) of every parameter, in registration order.
+        buckets: The same pairs, divided into buckets in the order of their reductions.
+        settings: What the method needs to know.
+    """
+    base = type(optimizer)
+    # Not in __new__, so that the one signature that editors and type checkers see is __init__'s.
+    both = type(base.__name__, (type(wrapper), method, base), {})
+    _override(both, method, base, settings)
+    try:
+        wrapper.__class__ = both
+    except TypeError as error:
+        raise TypeError(
+            f"optimizer must keep all attributes in its __dict__, which {base.__name__} does not: "
+            "take __slots__ out of its class"
+        ) from error
+    wrapper.__dict__ = optimizer.__dict__
+    wrapper._adasum_base = base
+    wrapper._adasum_settings = settings
+    wrapper._adasum_unscales_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
+    wrapper._adasum_check = None
+    wrapper._adasum_membership = Membership(optimizer.param_groups)
+    wrapper._prepare()
+    wrapper._adasum_hooks = _hooks(wrapper, method, named, buckets, settings)
+    _keep_scheduler_patch(wrapper)
+    if not settings.one_rank:
+        refuse_plain_steps(optimizer, wrapper)
+
+
+def _override(
+    both: Any,
+    method: type[DistributedMixin],
+    base: type[torch.optim.Optimizer],
+    settings: Settings,
+) -> None:
+    """Keep torch.compile out of the methods in which ranks wait for each other, and guard others.
+
+    Args:
+        both: The wrapper's class.
+        method: How the ranks reduce.
+        base: The optimizer's class.
+        settings: What the method needs to know.
+    """
+    for name in COLLECTIVE_METHODS:
+        setattr(both, name, torch.compiler.disable(getattr(both, name)))
+    # torch wraps the step of any optimizer class not so marked, and would run step hooks twice.
+    both.step.hooked = True
+    if settings.one_rank or method is GradientMethod:
+        return
+    require_steps_alone(base, method._adasum_asked)
+    for name, function in methods_of(base):
+        setattr(both, name, guarded(function, method._adasum_asked))
+
+
+def _hooks(
+    wrapper: Any,
+    method: type[DistributedMixin],
+    named: Sequence[Named],
+    buckets: Sequence[Sequence[Named]],
+    settings: Settings,
+) -> BackwardHooks:
+    """Return hooks on the parameters that reduce for `wrapper`, as long as somebody holds it."""
+    reference = weakref.ref(wrapper)
+
+    def start_bucket(members: Sequence[Named], name: str) -> list[Reduction]:
+        target: Any = reference()
+        if target is None:
+            raise OptimizerOrderError(
+                "the optimizer that DistributedOptimizer returned was dropped, and the one given "
+                "to it reduces nothing: optimizer = DistributedOptimizer(optimizer) keeps it"
+            )
+        if settings.one_rank:
+            return []
+        target._check_parameters()
+        target._densify(members)
+        return target._start_bucket(members, name)
+
+    def finish() -> None:
+        target: Any = reference()
+        if target is not None and not settings.one_rank:
+            target._finish_reductions()
+
+    def before_gradient(parameter: Tensor) -> None:
+        target: Any = reference()
+        if target is not None:
+            target._before_gradient(parameter)
+
+    looks = issubclass(method, GradientMethod) and not settings.one_rank
+    return BackwardHooks(
+        named,
+        buckets,
+        start_bucket,
+        passes=settings.passes,
+        early=method._adasum_early and not settings.one_rank,
+        final=method._adasum_final,
+        finish=finish,
+        before=before_gradient if looks else None,
+    )
+
+
+def _keep_scheduler_patch(wrapper: Any) -> None:
+    """Patch the wrapper's step as a scheduler that was made before has patched the optimizer's.
+
+    By the two marks that torch's schedulers look for, which are private to torch.
+    """
+    if wrapper.__dict__.pop("step", None) is None:
+        return
+    reference = weakref.ref(wrapper)
+
+    @wraps(type(wrapper).step)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        target: Any = reference()
+        target._opt_called = True
+        return type(target).step(target, *args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    wrapper.step = step
