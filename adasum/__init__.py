@@ -5,6 +5,7 @@ A Horovod PyTorch script runs with `import adasum as hvd`: names and meaning are
 
 from __future__ import annotations
 
+import sys
 from difflib import get_close_matches
 from inspect import isfunction
 from typing import TYPE_CHECKING
@@ -179,9 +180,11 @@ __all__ = [
 logs.show(__name__)
 
 # Ranks wait for each other in these functions, which torch.compile must not trace: it calls them.
+# Pickle finds them in the modules that define them.
 for _name in __all__:
     if isfunction(globals()[_name]):
         globals()[_name] = disable(globals()[_name])
+        setattr(sys.modules[globals()[_name].__module__], _name, globals()[_name])
 
 # Names of horovod.torch that are missing here, and what to use instead.
 _ABSENT = {

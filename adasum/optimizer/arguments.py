@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
 import math
 import warnings
 
@@ -13,6 +15,8 @@ from adasum.optimizer.buckets.planning import Groups
 from adasum.reducer import Adasum
 from collectives import Average, Reducer, Sum
 
+_logger = logging.getLogger(__name__)
+
 
 def require_optimizer(optimizer: object) -> None:
     """Raise unless `optimizer` is a torch optimizer that is not wrapped yet."""
@@ -22,6 +26,13 @@ def require_optimizer(optimizer: object) -> None:
         )
     if "_adasum_hooks" in optimizer.__dict__:
         raise ValueError("optimizer is already wrapped by DistributedOptimizer")
+    step = optimizer.__dict__.get("step")
+    # Those that a learning-rate scheduler has made call the class's step, and nothing else.
+    if step is not None and inspect.unwrap(step) is not inspect.unwrap(type(optimizer).step):
+        raise ValueError(
+            "optimizer.step was replaced by another function, which DistributedOptimizer would not "
+            "call: replace the step of the optimizer that it returns, or register a step hook"
+        )
 
 
 def require_operator(op: Reducer, weighted: bool, predivide_factor: float) -> None:
@@ -94,7 +105,10 @@ def require_groups(num_groups: int, groups: Groups) -> Groups:
 
 
 def require_owners(
-    optimizer: torch.optim.Optimizer, method: str | None, step_in_backward: bool
+    optimizer: torch.optim.Optimizer,
+    method: str | None,
+    step_in_backward: bool,
+    known_to_step_by_parameter: bool,
 ) -> None:
     """Raise ValueError where mode="owners" does not go together with another argument."""
     if method == "delta" or step_in_backward:
@@ -107,6 +121,13 @@ def require_owners(
         raise ValueError(
             f"mode='owners' needs an optimizer that steps each parameter by itself, which "
             f"{type(optimizer).__name__} does not: pass mode=None"
+        )
+    if not known_to_step_by_parameter:
+        _logger.warning(
+            "mode='owners' needs an optimizer that steps each parameter by itself, which %s is not "
+            "known to do: one that looks at all gradients at once, as by their common norm, sees "
+            "each owner's alone",
+            type(optimizer).__name__,
         )
 
 

@@ -58,7 +58,9 @@ class BackwardHooks:
             leaves are final.
         finish: Called when all buckets of a step are reduced, at the same point on every rank, so
             that it may call collectives.
-        before: Called with a parameter before backward gives it its gradient.
+        before: Called with a parameter on the CPU before backward gives it its gradient.
+        wants: Where buckets start early: whether a parameter that is not trainable is to be reduced
+            all the same, for a gradient that somebody has given it.
 
     Attributes:
         names: Of every parameter, in registration order.
@@ -76,6 +78,7 @@ class BackwardHooks:
         final: bool,
         finish: Callable[[], None] = lambda: None,
         before: Callable[[Tensor], None] | None = None,
+        wants: Callable[[Tensor], bool] = lambda _: False,
     ) -> None:
         self.passes = passes
         self._start_bucket = start_bucket
@@ -83,6 +86,7 @@ class BackwardHooks:
         self._final = final
         self._finish = finish
         self._before = before
+        self._wants = wants
         self._lock = threading.RLock()
         self.names: dict[Tensor, str] = {}
         self._counts: dict[Tensor, int] = {}
@@ -153,6 +157,11 @@ class BackwardHooks:
         self._gone, self._buckets = set(), []
         self._append(members for members in buckets if members)
 
+    @property
+    def any_reached(self) -> bool:
+        """Whether backward has produced any gradient since `restart`."""
+        return any(self._counts.values())
+
     def reached(self, parameter: Tensor) -> bool:
         """Return whether backward has produced the parameter's gradient since `restart`."""
         return self._counts[parameter] > 0
@@ -161,6 +170,8 @@ class BackwardHooks:
         """Begin a new step: no passes are counted and no bucket is started yet."""
         with self._lock:
             self._num_started = 0
+            # What has been handed to `start_bucket`.
+            self._taken: set[Tensor] = set()
             self._drop_gone()
             self._counts = dict.fromkeys(self._counts, 0)
             self._done: list[Reduction] = []
@@ -177,7 +188,7 @@ class BackwardHooks:
         Raises:
             CollectiveError: A reduction failed; nothing is in flight any more.
         """
-        if self.synchronized:
+        if self.synchronized and not self._left_out():
             return
         with self._discarding():
             self._start_remaining(max_in_flight)
@@ -207,9 +218,8 @@ class BackwardHooks:
                     first = self._in_flight.pop(0)
                     first.wait()
                     first.notify_observer()
-            # Without early starts the buckets above have held these, too.
-            for members in by_kind(self._unhooked()) if self._early else ():
-                self._start(members, f"made trainable since the last step: {members[0][0]}...")
+            for members in by_kind(self._left_out()):
+                self._start(members, f"not made by backward: {members[0][0]}...")
 
     @contextmanager
     def _discarding(self) -> Iterator[None]:
@@ -227,6 +237,17 @@ class BackwardHooks:
                         _add_note(error, f"after it: {type(other).__name__}: {other}")
             raise
 
+    def _left_out(self) -> list[Named]:
+        """Return what no bucket of this step held, and is to be reduced.
+
+        Made trainable since `restart`, or given a gradient by somebody, at whatever time: buckets
+        may have started before that. Without early starts they hold all parameters.
+        """
+        if not self._early:
+            return []
+        others = [entry for entry in self.named if entry[1] not in self._taken]
+        return [(n, p) for n, p in others if p.requires_grad or self._wants(p)]
+
     def _unhooked(self) -> list[Named]:
         """Return the trainable parameters without a hook: made trainable since `restart`."""
         return [(n, p) for n, p in self.named if p.requires_grad and p not in self._hooked]
@@ -239,7 +260,7 @@ class BackwardHooks:
             self._refuse_swapped()
         for _, parameter in self._unhooked():
             handles = [parameter.register_post_accumulate_grad_hook(_hook(me))]
-            if self._before is not None:
+            if self._before is not None and parameter.is_cpu:
                 self._by_id[id(parameter)] = parameter
                 handles.append(parameter.register_hook(_hook_before(me, id(parameter))))
             self._hooked[parameter] = handles
@@ -278,9 +299,22 @@ class BackwardHooks:
                 self._queue_callback()
 
     def _on_gradient_comes(self, number: int) -> None:
+        """Call `before` once the accumulation itself begins.
+
+        A parameter's hook is called by torch.autograd.grad, too, which accumulates nothing, and
+        before hooks of users that look at its gradient. So its accumulator is asked, which is held
+        no longer than backward needs it: it would insist on the parameter's shape.
+        """
         parameter = self._by_id.get(number)
-        if parameter is not None and self._before is not None and not self._newer(parameter):
-            self._before(parameter)
+        if parameter is None or self._before is None or self._newer(parameter):
+            return
+        before = self._before
+
+        def on_accumulation(_: object) -> None:
+            handle.remove()
+            before(parameter)
+
+        handle = get_gradient_edge(parameter).node.register_prehook(on_accumulation)
 
     def _newer(self, parameter: Tensor) -> list[BackwardHooks]:
         """Return the hooks of optimizers made later that have the parameter, too."""
@@ -341,12 +375,19 @@ class BackwardHooks:
         self._num_started += 1
         members = bucket.members
         if self._early:
-            members = [entry for entry in members if entry[1] in self._hooked]
+            # One frozen since backward has a gradient of this rank alone.
+            members = [
+                (name, parameter)
+                for name, parameter in members
+                if parameter in self._hooked
+                and (parameter.requires_grad or self.reached(parameter))
+            ]
         self._start(members, bucket.name)
 
     def _start(self, members: Sequence[Named], name: str) -> None:
         if not members:
             return
+        self._taken.update(parameter for _, parameter in members)
         try:
             self._in_flight += self._start_bucket(members, name)
         except TransportError as error:
@@ -367,12 +408,16 @@ def _hook(owner: weakref.ref[BackwardHooks]) -> Callable[[Tensor], None]:
     return on_gradient
 
 
-def _hook_before(owner: weakref.ref[BackwardHooks], number: int) -> Callable[[Tensor], None]:
-    # By its number, because a hook that held its parameter would keep it alive.
+def _hook_before(owner: weakref.ref[BackwardHooks], number: int) -> Callable[[Tensor | None], None]:
+    """Return a hook of a parameter, called before backward accumulates its gradient.
+
+    By the parameter's number, because a hook that held its parameter would keep it alive.
+    """
+
     @torch.compiler.disable
-    def before_gradient(_: Tensor) -> None:
+    def before_gradient(gradient: Tensor | None) -> None:
         hooks = owner()
-        if hooks is not None:
+        if hooks is not None and gradient is not None:
             hooks._on_gradient_comes(number)
 
     return before_gradient

@@ -149,7 +149,16 @@ class DeltaMethod(DistributedMixin):
 
         def install(result: Any) -> None:
             reduction.install(result)
-            torch._foreach_add_(values, deltas)
+            # By step_in_backward they may have been given other memory since.
+            now = [as_reals(parameter.detach()) for parameter in parameters]
+            for name, value, delta in zip(names, now, deltas, strict=True):
+                if value.shape != delta.shape or value.dtype is not delta.dtype:
+                    raise ValueError(
+                        f"{name} has another shape or dtype than when its local step was taken, "
+                        "in backward: change it between step() and backward(), or pass "
+                        "step_in_backward=False"
+                    )
+            torch._foreach_add_(now, deltas)
 
         return replace(reduction, install=install)
 
@@ -199,6 +208,9 @@ class DeltaMethodInBackward(DeltaMethod):
         if self._adasum_settings.one_rank:
             return self._between_hooks(self._local_step, closure, options)
         return self._between_hooks(self._finish_steps, closure, options)
+
+    def _wants(self, parameter: Tensor) -> bool:
+        return may_step(parameter)
 
     def _finish_steps(self, closure: Callable[[], Any] | None) -> Any:
         with torch.enable_grad():

@@ -73,6 +73,10 @@ class DistributedMixin(torch.optim.Optimizer):
         """Start reducing the members of a bucket."""
         raise NotImplementedError
 
+    def _wants(self, parameter: Tensor) -> bool:
+        """Return whether a parameter that is not trainable is to be reduced all the same."""
+        return False
+
     def _finish_reductions(self) -> None:
         """Do what is left when all buckets are reduced."""
 
@@ -355,7 +359,9 @@ class DistributedMixin(torch.optim.Optimizer):
         if self._adasum_hooks.busy:
             raise OptimizerOrderError(
                 f"optimizer.{call} was called after loss.backward() but before optimizer.step() or "
-                "optimizer.synchronize(): the gradients are being reduced"
+                "optimizer.synchronize(): the gradients are being reduced. Where backward raised, "
+                "on every rank, call optimizer.synchronize() (with step_in_backward=True step()) "
+                "and then zero_grad(), to leave the batch out"
             )
 
     def _any_rank_skips(self) -> bool:

@@ -231,7 +231,10 @@ def _method(
     if mode not in (None, "owners"):
         raise ValueError(f"mode must be 'owners' or None, not {mode!r}")
     if mode is not None:
-        require_owners(optimizer, method, step_in_backward)
+        by_parameter = steps_by_parameter(type(optimizer)) or isinstance(
+            optimizer, torch.optim.Muon
+        )
+        require_owners(optimizer, method, step_in_backward, by_parameter)
         return OwnersMethod
     if local_steps > 1:
         return LocalStepsMethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from adasum.modes import outside_modes
 from adasum.optimizer.buckets.gradient_buffers import GradientBuffers
-from adasum.optimizer.buckets.kinds import fits_in_buffer, split_by_kind
+from adasum.optimizer.buckets.kinds import fits_in_buffer, split_by_kind, version_of
 from adasum.optimizer.buckets.planning import Named
 from adasum.optimizer.buckets.reduction import Owners, Reduction
 from adasum.optimizer.consistency.membership import Change
@@ -31,10 +32,12 @@ class GradientMethod(DistributedMixin):
     _adasum_sparse_zeros: dict[Tensor, Tensor]
     # The parameters that had no gradient when their buckets were started.
     _adasum_missing: list[Tensor]
+    # The gradients that the last step has left, with their versions, until they are zeroed.
+    _adasum_left: dict[Tensor, tuple[weakref.ref[Tensor], int | None]]
     _adasum_buffers: GradientBuffers
 
     def _prepare(self) -> None:
-        self._adasum_sparse_zeros, self._adasum_missing = {}, []
+        self._adasum_sparse_zeros, self._adasum_missing, self._adasum_left = {}, [], {}
         self._adasum_buffers = GradientBuffers(self._adasum_settings.gradient_as_bucket_view)
 
     def _follow(self, change: Change) -> None:
@@ -54,6 +57,25 @@ class GradientMethod(DistributedMixin):
         self._follow_groups()
         self._adasum_synchronized_by_user = True
         self._adasum_hooks.synchronize()
+
+    def _end_step(self) -> None:
+        if not self._adasum_settings.one_rank:
+            self._adasum_left = {
+                parameter: (weakref.ref(parameter.grad), version_of(parameter.grad))
+                for _, parameter in self._adasum_hooks.named
+                if parameter.grad is not None
+            }
+
+    def _is_left(self, parameter: Tensor) -> bool:
+        """Return whether the parameter's gradient is the one that the last step has left."""
+        left, version = self._adasum_left.get(parameter, (None, None))
+        gradient = parameter.grad
+        if left is None or gradient is None or gradient is not left():
+            return False
+        return version is not None and version_of(gradient) == version
+
+    def _wants(self, parameter: Tensor) -> bool:
+        return parameter.grad is not None and not self._is_left(parameter)
 
     def _before_gradient(self, parameter: Tensor) -> None:
         self._adasum_buffers.attach(parameter)
@@ -95,12 +117,16 @@ class GradientMethod(DistributedMixin):
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Do as the wrapped optimizer, and begin the step anew: a batch may be left out."""
+        self._adasum_left = {}
         super().zero_grad(*args, **kwargs)
         self._adasum_synchronized_by_user = False
         self._adasum_buffers.zero()
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         """Evaluate the closure of a step, and reduce its gradients and its loss."""
+        if self._adasum_hooks.synchronized:
+            # Evaluated once more in this step.
+            self._adasum_hooks.restart()
         loss = super()._evaluate(closure)
         self._adasum_hooks.synchronize()
         if (
@@ -121,13 +147,13 @@ class GradientMethod(DistributedMixin):
         return loss
 
     def _start_bucket(self, members: Sequence[Named], bucket: str) -> list[Reduction]:
+        if not self._adasum_hooks.any_reached:
+            # A second step by gradients that are reduced already.
+            members = [entry for entry in members if not self._is_left(entry[1])]
         in_buffer: list[Named] = []
         others: list[Named] = []
         started: list[Reduction] = []
         for name, parameter in members:
-            # One frozen since backward has a gradient of this rank alone, and would step by it.
-            if not (parameter.requires_grad or self._adasum_hooks.reached(parameter)):
-                continue
             if parameter.grad is None:
                 self._adasum_missing.append(parameter)
                 parameter.grad = self._adasum_sparse_zeros.get(parameter)
@@ -164,6 +190,7 @@ class GradientMethod(DistributedMixin):
         )
 
         def install(result: Any) -> None:
+            placed.require_unchanged(names)
             reduction.install(result)
             placed.copy_out()
 

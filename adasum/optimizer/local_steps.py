@@ -72,6 +72,20 @@ class LocalStepsMethod(DeltaMethod):
         self._adasum_hooks.restart()
 
     def _follow(self, change: Change) -> None:
+        """Follow a change where a period ends.
+
+        Raises:
+            ValueError: A parameter has left the optimizer with local steps that are not reduced.
+        """
+        stepped = [
+            each for each in change.gone if self._adasum_taken and each in self._adasum_start
+        ]
+        if stepped:
+            raise ValueError(
+                f"{self._adasum_hooks.names[stepped[0]]} was taken out of param_groups after "
+                f"{self._adasum_taken} local steps that are not reduced: call "
+                "optimizer.reduce_local_steps() before"
+            )
         super()._follow(change)
         for parameter in change.gone:
             self._adasum_start.pop(parameter, None)

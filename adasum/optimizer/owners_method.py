@@ -6,8 +6,8 @@ training trillion parameter models", arXiv 1910.02054, stage 1.
 
 from __future__ import annotations
 
+import copy
 import math
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from adasum.modes import outside_modes
+from adasum.optimizer.buckets.kinds import version_of
 from adasum.optimizer.buckets.planning import Named
 from adasum.optimizer.buckets.reduction import Owners, Reduction
 from adasum.optimizer.consistency.membership import Change
@@ -59,8 +60,8 @@ class OwnersMethod(GradientMethod):
     _adasum_witness: Tensor | None = None
     # An element of a gradient, what it holds without the mark, and whether it is marked.
     _adasum_mark: tuple[Tensor, Tensor, Tensor] | None = None
-    # The gradients that the last step has left, with their versions, until they are zeroed.
-    _adasum_left: dict[Tensor, tuple[weakref.ref[Tensor], int]]
+    # The parameters whose gradients were reduced onto other ranks, until they are zeroed.
+    _adasum_given: set[Tensor]
     # The ranks' places in a buffer.
     _adasum_places: Mapping[int, int]
     # Whether gradients go to their owners alone.
@@ -68,7 +69,7 @@ class OwnersMethod(GradientMethod):
 
     def _prepare(self) -> None:
         super()._prepare()
-        self._adasum_owners, self._adasum_reduced, self._adasum_left = {}, {}, {}
+        self._adasum_owners, self._adasum_reduced, self._adasum_given = {}, {}, set()
         if self._adasum_settings.one_rank:
             return
         reducer = self._adasum_settings.reducer
@@ -131,17 +132,18 @@ class OwnersMethod(GradientMethod):
         self._adasum_unowned = True
 
     def _end_step(self) -> None:
-        if self._adasum_settings.one_rank:
-            return
-        self._adasum_left = {
-            parameter: (weakref.ref(parameter.grad), parameter.grad._version)
-            for parameter in self._adasum_reduced
-            if parameter.grad is not None
-        }
+        super()._end_step()
+        if not self._adasum_settings.one_rank:
+            self._adasum_given = {p for p in self._adasum_reduced if not self._is_mine(p)}
+
+    def _is_left(self, parameter: Tensor) -> bool:
+        if parameter in self._adasum_given:
+            return parameter.grad is None
+        return super()._is_left(parameter)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Do as the wrapped optimizer, and begin the step anew: a batch may be left out."""
-        self._adasum_left = {}
+        self._adasum_given = set()
         super().zero_grad(*args, **kwargs)
 
     def _before_gradient(self, parameter: Tensor) -> None:
@@ -150,12 +152,12 @@ class OwnersMethod(GradientMethod):
         Raises:
             OptimizerOrderError: Nobody has zeroed it since the last step.
         """
-        left, version = self._adasum_left.pop(parameter, (lambda: None, 0))
         gradient = parameter.grad
-        if gradient is None or gradient is not left():
+        left, version = self._adasum_left.pop(parameter, (None, None))
+        if left is None or gradient is None or gradient is not left():
             super()._before_gradient(parameter)
         # Somebody may have changed it, to zeros or to something else.
-        elif gradient._version == version or bool(gradient.any()):
+        elif version is None or version_of(gradient) == version or bool(gradient.any()):
             raise OptimizerOrderError(
                 f"the gradient of {self._adasum_hooks.names[parameter]} is still that of the last "
                 "step, which with mode='owners' its owner alone has, so nothing can be added to "
@@ -194,8 +196,7 @@ class OwnersMethod(GradientMethod):
     def _start_bucket(self, members: Sequence[Named], bucket: str) -> list[Reduction]:
         started = super()._start_bucket(members, bucket)
         for _, parameter in members:
-            here = parameter in self._adasum_owners
-            if here and (parameter.requires_grad or self._adasum_hooks.reached(parameter)):
+            if parameter in self._adasum_owners:
                 self._adasum_reduced.setdefault(parameter, bucket)
         return started
 
@@ -326,7 +327,7 @@ class OwnersMethod(GradientMethod):
             self._group,
             [(self._adasum_owners[each], self.state.get(each, {})) for each in self._parameters()],
             to,
-            self._adasum_whole_state,
+            self._whole_state(super().state_dict()["state"]),
         )
         if whole is not None:
             self._adasum_whole_state = whole
@@ -341,8 +342,9 @@ class OwnersMethod(GradientMethod):
         packed = super().state_dict()
         if self._adasum_settings.one_rank:
             return packed
-        if self._adasum_whole_state is not None:
-            packed["state"] = {**packed["state"], **self._adasum_whole_state}
+        whole = self._whole_state(packed["state"])
+        if whole is not None:
+            packed["state"] = whole
         elif self._adasum_scattered:
             raise RuntimeError(
                 "mode='owners' keeps each parameter's state on one rank: call "
@@ -350,6 +352,19 @@ class OwnersMethod(GradientMethod):
                 "optimizer.state_dict() on this one"
             )
         return packed
+
+    def _whole_state(self, mine: Mapping[int, Any]) -> Mapping[int, Any] | None:
+        """Return the states of all parameters, this rank's as they are now.
+
+        None where this rank has not the others', or its own were taken out since it had.
+        """
+        whole = self._adasum_whole_state
+        if whole is None:
+            return None
+        numbers = [i for i, each in enumerate(self._parameters()) if self._is_mine(each)]
+        if any(number in whole and number not in mine for number in numbers):
+            return None
+        return {**whole, **copy.deepcopy(mine)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a whole state_dict, of any number of ranks, and keep this rank's part.

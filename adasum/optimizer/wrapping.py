@@ -125,6 +125,10 @@ def _hooks(
         if target is not None:
             target._before_gradient(parameter)
 
+    def wants(parameter: Tensor) -> bool:
+        target: Any = reference()
+        return target is not None and target._wants(parameter)
+
     looks = issubclass(method, GradientMethod) and not settings.one_rank
     return BackwardHooks(
         named,
@@ -135,6 +139,7 @@ def _hooks(
         final=method._adasum_final,
         finish=finish,
         before=before_gradient if looks else None,
+        wants=wants,
     )
 
 

@@ -7,7 +7,7 @@ before each use. The tensors through which it is reduced are nobody else's.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from operator import is_
 
 import torch
@@ -15,8 +15,9 @@ from torch import Tensor
 
 import kernels
 from adasum.modes import outside_modes
-from adasum.optimizer.buckets.kinds import Kind, buffer_for, kind_of, kind_of_gradient
+from adasum.optimizer.buckets.kinds import Kind, buffer_for, kind_of, kind_of_gradient, version_of
 from adasum.optimizer.buckets.planning import Named
+from adasum.optimizer.errors import OptimizerOrderError
 from adasum.real_pairs import as_reals
 from collectives.fused_buffer import memory_of
 
@@ -43,13 +44,20 @@ class _Slot:
         whole = self.view.data
         return torch.view_as_complex(whole).data if self.kind.dtype.is_complex else whole
 
-    def give(self, parameter: Tensor) -> None:
-        """Make what lies here the parameter's gradient."""
-        if parameter.grad is None or parameter.grad.is_conj():
+    def give(self, parameter: Tensor, taken: Collection[int] = ()) -> None:
+        """Make what lies here the parameter's gradient.
+
+        Args:
+            parameter: The parameter.
+            taken: Ids of tensors that are another's gradient by now.
+        """
+        gradient = parameter.grad
+        odd = gradient is not None and (gradient.is_conj() or gradient.is_inference())
+        if gradient is None or odd or id(gradient) in taken:
             parameter.grad = self.make()
         else:
             # The same object, which somebody may hold, as torch's accumulation leaves it.
-            parameter.grad.data = self.make()
+            gradient.data = self.make()
         assert parameter.grad is not None
         self.given = weakref.ref(parameter.grad)
 
@@ -74,18 +82,26 @@ class GradientBucket:
         fused: The buffer.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], kinds: Sequence[Kind]) -> None:
+    def __init__(self, parameters: Sequence[Tensor], kinds: Sequence[Kind], as_views: bool) -> None:
         self._parameters = list(parameters)
         self._kinds = list(kinds)
-        self.fused = buffer_for(parameters, kinds, _memory_of_gradients(parameters))
+        self._as_views = as_views
+        memory = _memory_of_gradients(parameters) if as_views else None
+        # Somebody else's, for as long as all gradients lie there.
+        self._is_foreign = memory is not None
+        self.fused = buffer_for(parameters, kinds, memory)
         self._address = self.fused.buffer.data_ptr()
         self._slots = [
             _Slot(view, kind) for view, kind in zip(self.fused.views, kinds, strict=True)
         ]
         # The gradients to which results are copied, None for one that is to be made.
         self._apart: list[tuple[Tensor, _Slot, Tensor | None]] = []
+        # The gradients as they were when their reduction was started.
+        self._sent: list[tuple[Tensor | None, int | None]] = []
         # Whether it holds zeros, to which backward may add.
         self._is_zero = False
+        # The places to which backward has been let add since.
+        self._attached: set[int] = set()
 
     def is_for(self, parameters: Sequence[Tensor], kinds: Sequence[Kind]) -> bool:
         """Return whether the parameters are its own, and nobody keeps a gradient that is here.
@@ -97,10 +113,18 @@ class GradientBucket:
             and len(parameters) == len(self._parameters)
             and all(map(is_, parameters, self._parameters))
             and self._kinds == kinds
+            and not (self._is_foreign and not self._holds_all())
             and not any(
                 slot.is_kept(parameter.grad)
                 for slot, parameter in zip(self._slots, parameters, strict=True)
             )
+        )
+
+    def _holds_all(self) -> bool:
+        """Return whether every gradient lies here."""
+        return all(
+            parameter.grad is not None and slot.holds(parameter.grad)
+            for parameter, slot in zip(self._parameters, self._slots, strict=True)
         )
 
     def shares(self, parameters: Sequence[Tensor]) -> bool:
@@ -113,28 +137,37 @@ class GradientBucket:
         On the CPU alone: there fresh memory for every gradient costs more than to add to zeros, on
         a GPU the addition does.
         """
-        here = self.fused.buffer.is_cpu and self.fused.buffer.data_ptr() == self._address
+        here = (
+            self.fused.buffer.is_cpu
+            and not self._is_foreign
+            and self.fused.buffer.data_ptr() == self._address
+        )
         self._is_zero = here and all(
             parameter.grad is None and not slot.is_kept(None)
             for parameter, slot in zip(self._parameters, self._slots, strict=True)
         )
+        self._attached.clear()
         if self._is_zero:
             self.fused.buffer.zero_()
 
     def attach(self, index: int) -> None:
         """Have backward add a parameter's gradient to the zeros here, unless it has one."""
         parameter, slot = self._parameters[index], self._slots[index]
-        if not self._is_zero or parameter.grad is not None:
+        # Once: a gradient that somebody has dropped since has left its values here.
+        if not self._is_zero or parameter.grad is not None or index in self._attached:
             return
         if kind_of_gradient(parameter) == self._kinds[index]:
+            self._attached.add(index)
             slot.give(parameter)
 
-    def fill(self, names: Sequence[str], as_views: bool) -> None:
+    def fill(self, names: Sequence[str], ours: Collection[int]) -> None:
         """Move the gradients here where they are not, zeros for none, or copy them.
+
+        A part of a larger memory stays there, which may be a buffer of the user's, and is copied.
 
         Args:
             names: Of the parameters.
-            as_views: Whether the gradients lie here from now on.
+            ours: Ids of gradients that lie in another bucket's buffer, and may leave it.
 
         Raises:
             ValueError: A gradient has another shape than its parameter.
@@ -149,7 +182,7 @@ class GradientBucket:
         outside: list[int] = []
         for i, (name, gradient, slot) in enumerate(zip(names, gradients, self._slots, strict=True)):
             if gradient is None:
-                if not is_zero:
+                if not is_zero or i in self._attached:
                     slot.view.zero_()
             elif gradient.shape != slot.kind.shape:
                 raise ValueError(
@@ -162,22 +195,60 @@ class GradientBucket:
                 continue
             else:
                 targets.append(slot.view)
-                sources.append(as_reals(gradient.resolve_conj().detach()))
+                source = as_reals(gradient.resolve_conj().detach())
+                # Where gradients have changed places, one is written before it is read.
+                sources.append(source.clone() if self._is_inside(source) else source)
             outside.append(i)
         if targets:
             torch._foreach_copy_(targets, sources)
+        taken: set[int] = set()
         for i in outside:
             parameter, slot, gradient = self._parameters[i], self._slots[i], gradients[i]
-            if as_views:
-                slot.give(parameter)
+            movable = gradient is None or id(gradient) in ours or not self._is_part(gradient)
+            if self._as_views and movable:
+                slot.give(parameter, taken)
+                taken.add(id(gradient))
             else:
                 self._apart.append((parameter, slot, gradient))
+        # Who has made the memory sees it change when it is reduced.
+        counts = not self._is_foreign
+        now = [parameter.grad for parameter in self._parameters]
+        self._sent = [(g, version_of(g) if counts and g is not None else None) for g in now]
+
+    def _is_inside(self, tensor: Tensor) -> bool:
+        """Return whether a tensor lies in this buffer."""
+        return 0 <= tensor.data_ptr() - self._address < self.fused.buffer.nbytes
+
+    def _is_part(self, gradient: Tensor) -> bool:
+        """Return whether a gradient is a part of a larger memory, other than this buffer."""
+        larger = gradient.untyped_storage().nbytes() > gradient.nbytes
+        return larger and not self._is_inside(gradient)
+
+    def given(self) -> list[int]:
+        """Return the ids of the gradients that were made to lie here."""
+        found = [slot.given() for slot in self._slots if slot.given is not None]
+        return [id(gradient) for gradient in found if gradient is not None]
+
+    def require_unchanged(self, names: Sequence[str]) -> None:
+        """Raise OptimizerOrderError where somebody has changed a gradient under way."""
+        sent, self._sent = self._sent, []
+        for name, parameter, (gradient, version) in zip(names, self._parameters, sent, strict=True):
+            now = parameter.grad
+            changed = now is not None and version is not None and version_of(now) != version
+            if now is not gradient or changed:
+                raise OptimizerOrderError(
+                    f"the gradient of {name} was changed while it was being reduced, as by a hook "
+                    "of register_post_accumulate_grad_hook that was registered after "
+                    "DistributedOptimizer was made: register it before, change gradients after "
+                    "backward, or in a hook of optimizer.register_step_pre_hook"
+                )
 
     def copy_out(self) -> None:
         """Copy the results to gradients that do not lie here."""
         apart, self._apart = self._apart, []
         for parameter, slot, gradient in apart:
-            if gradient is None:
+            # What is expanded has not every element in memory.
+            if gradient is None or 0 in gradient.stride():
                 parameter.grad = gradient = torch.empty_like(slot.make())
             as_reals(gradient.detach()).copy_(slot.view)
 
@@ -209,16 +280,17 @@ class GradientBuffers:
         """
         names, parameters = zip(*named, strict=True)
         kinds = list(map(kind_of_gradient, parameters))
-        found = self._buckets.get(bucket)
+        found, ours = self._buckets.get(bucket), set[int]()
         if found is None or not found.is_for(parameters, kinds):
-            found = GradientBucket(parameters, kinds)
+            found = GradientBucket(parameters, kinds, self._as_views)
+            ours.update(number for each in self._buckets.values() for number in each.given())
             # A gradient lies in one buffer: those that hold one of these are dropped.
             self._buckets = {
                 name: each for name, each in self._buckets.items() if not each.shares(parameters)
             }
             self._buckets[bucket] = found
             self._places.update((each, (found, i)) for i, each in enumerate(parameters))
-        found.fill(names, self._as_views)
+        found.fill(names, ours)
         return found
 
     def clear(self) -> None:

@@ -33,6 +33,11 @@ def kind_of(tensor: Tensor) -> Kind:
     return Kind(tensor.dtype, tensor.device, tensor.shape, tensor.stride())
 
 
+def version_of(tensor: Tensor) -> int | None:
+    """Return a number that every change in place raises; None where torch counts none."""
+    return None if tensor.is_inference() else tensor._version
+
+
 def describe_kind(tensor: Tensor) -> str:
     """Return the tensor's kind in words."""
     dtype, device, shape, stride = kind_of(tensor)

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from adasum.optimizer.consistency.parameter_check import Setting
 
+# Lists and dicts within each other.
+_MAX_DEPTH = 8
+
 
 def describe_hyperparameters(optimizer: torch.optim.Optimizer, kind: type) -> list[Setting]:
     """Return (name, value) of the optimizer's class and of all in its groups but parameters.
@@ -25,23 +28,33 @@ def describe_hyperparameters(optimizer: torch.optim.Optimizer, kind: type) -> li
     rows = [("the optimizer's class", f"{kind.__module__}.{kind.__qualname__}")]
     for i, group in enumerate(optimizer.param_groups):
         values = {key: value for key, value in group.items() if key != "params"}
-        rows += [(f"{key} of group {i}", describe_value(values[key])) for key in sorted(values)]
+        rows += [
+            (f"{key} of group {i}", describe_value(values[key])) for key in sorted(values, key=str)
+        ]
     return rows
 
 
-def describe_value(value: Any) -> str:
-    """Return a value in words, the same for equal ones on every rank."""
+def describe_value(value: Any, depth: int = 0) -> str:
+    """Return a value in words, the same for equal ones on every rank.
+
+    Args:
+        value: Any.
+        depth: Of what holds it; what lies too deep, as in a list that holds itself, has no words.
+    """
+    if depth > _MAX_DEPTH:
+        return "..."
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, Tensor):
         return _describe_tensor(value)
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(describe_value, value))}]"
+        return f"[{', '.join(describe_value(each, depth + 1) for each in value)}]"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key!r}: {describe_value(value[key])}' for key in value)}}}"
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53:
-        # 1 and 1.0 are one learning rate.
-        value = float(value)
+        keys = sorted(value, key=str)
+        return f"{{{', '.join(f'{k!r}: {describe_value(value[k], depth + 1)}' for k in keys)}}}"
+    if isinstance(value, float) or (type(value) is int and abs(value) < 2**53):
+        # 1 and 1.0 are one learning rate, and so are 0.0 and -0.0.
+        value = float(value) + 0.0
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
         return repr(value)
     kind = value if isinstance(value, type) else type(value)
@@ -54,5 +67,15 @@ def _describe_tensor(tensor: Tensor) -> str:
     kind = f"{str(tensor.dtype).removeprefix('torch.')}{tuple(tensor.shape)}"
     if tensor.layout is not torch.strided or tensor.is_meta:
         return kind
-    raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    raw = (
+        tensor.detach()
+        .resolve_conj()
+        .resolve_neg()
+        .cpu()
+        .contiguous()
+        .view(-1)
+        .view(torch.uint8)
+        .numpy()
+        .tobytes()
+    )
     return f"{kind} {hashlib.blake2b(raw, digest_size=8).hexdigest()}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import inspect
+import pickle
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -84,3 +86,10 @@ def test_name_of_a_call_whose_handle_was_dropped_is_still_under_way() -> None:
         hvd.barrier()
 
     run_threads(2, run)
+
+
+def test_functions_are_pickled_by_the_modules_that_define_them() -> None:
+    for name in hvd.__all__:
+        value = getattr(hvd, name)
+        if inspect.isfunction(value):
+            assert pickle.loads(pickle.dumps(value)) is value

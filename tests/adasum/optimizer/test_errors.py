@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import types
 from typing import Any
 
 import pytest
@@ -157,6 +158,27 @@ def test_ranks_with_different_models_raise_the_mismatch_everywhere() -> None:
     assert first == second
     assert "(3,)" in first
     assert "(4,)" in first
+
+
+def test_an_optimizer_whose_step_was_replaced_raises_before_anything_is_changed() -> None:
+    def run(group: collectives.Group, scheduled: bool) -> None:
+        plain = _sgd(make_model())
+        step = plain.step
+        plain.step = types.MethodType(lambda self, closure=None: step(closure), plain)
+        if scheduled:
+            torch.optim.lr_scheduler.StepLR(plain, 1)
+        with pytest.raises(ValueError, match=r"step was replaced .* that it returns"):
+            DistributedOptimizer(plain)
+        del plain.step
+        optimizer: Any = DistributedOptimizer(plain)
+        called = []
+        inner = optimizer.step
+        optimizer.step = lambda closure=None: called.append(1) or inner(closure)
+        optimizer.step()
+        assert called
+
+    for scheduled in (False, True):
+        collectives.run_threads(1, lambda group, how=scheduled: run(group, how))
 
 
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum], ids=str)

@@ -1,0 +1,344 @@
+"""Gradients that users drop, probe, or give to parameters themselves, against plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import adasum as hvd
+from collectives import Group, run_threads
+
+WAYS: dict[str, dict[str, Any]] = {
+    "average": {"op": hvd.Average},
+    "sum": {"op": hvd.Sum},
+    "apart": {"op": hvd.Average, "gradient_as_bucket_view": False},
+    "owners": {"op": hvd.Average, "mode": "owners"},
+}
+SIZE = 2
+
+
+class Heads(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = torch.nn.Linear(3, 3).double()
+        self.heads = torch.nn.ModuleList(torch.nn.Linear(3, 1).double() for _ in range(2))
+        with torch.no_grad():
+            for i, each in enumerate(self.parameters()):
+                each.copy_(torch.linspace(-1, 1, each.numel()).view_as(each) + i / 8)
+
+    def loss(self, rank: int, step: int, head: int = 0) -> Tensor:
+        x = torch.linspace(-1, 1, 6, dtype=torch.float64).view(2, 3) + rank + step / 4
+        return self.heads[head](torch.tanh(self.body(x))).square().mean()
+
+
+def sgd(model: Heads) -> torch.optim.Optimizer:
+    # Weight decay moves what has zeros for a gradient, but not what has none.
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+Step = Callable[[Heads, Any, int, int], None]
+
+
+def check(way: str, passes: int, before_step: Step) -> None:
+    """Train by `before_step(model, optimizer, rank, step)`, and beside it plain models of all."""
+
+    def run(group: Group) -> Tensor:
+        model = Heads()
+        optimizer: Any = hvd.DistributedOptimizer(
+            sgd(model), model.named_parameters(), backward_passes_per_step=passes, **WAYS[way]
+        )
+        for step in range(4):
+            before_step(model, optimizer, group.rank, step)
+            optimizer.step()
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+    models = [Heads() for _ in range(SIZE)]
+    optimizers = [sgd(model) for model in models]
+    for step in range(4):
+        for rank in range(SIZE):
+            before_step(models[rank], optimizers[rank], rank, step)
+        for column in zip(*(model.parameters() for model in models), strict=True):
+            gradients = [p.grad for p in column if p.grad is not None]
+            if gradients:
+                total = torch.stack(gradients).sum(0) / (1 if way == "sum" else SIZE)
+                for p in column:
+                    # In its place, but for what has no memory for every element.
+                    if p.grad is None or p.grad.is_inference() or 0 in p.grad.stride():
+                        p.grad = total.clone()
+                    else:
+                        p.grad.copy_(total)
+        for optimizer in optimizers:
+            optimizer.step()
+    want = torch.cat([p.detach().reshape(-1) for p in models[0].parameters()])
+    results = run_threads(SIZE, run)
+    assert torch.equal(results[0], results[1])
+    # Two ranks' sums and averages round as these do.
+    assert torch.equal(results[0], want)
+
+
+def dropped_after_backward(model: Heads, optimizer: Any, rank: int, step: int) -> None:
+    optimizer.zero_grad()
+    model.loss(rank, step).backward()
+    if rank == 0:
+        model.heads[0].weight.grad = None
+
+
+def dropped_between_passes(model: Heads, optimizer: Any, rank: int, step: int) -> None:
+    optimizer.zero_grad()
+    model.loss(rank, step).backward()
+    model.zero_grad()
+    model.loss(rank, step + 7).backward()
+
+
+class NoGradient(torch.autograd.Function):
+    """Has no gradient for what it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0] * 2, None
+
+
+def undefined(model: Heads, optimizer: Any, rank: int, step: int) -> None:
+    optimizer.zero_grad()
+    loss = model.loss(rank, step)
+    # The second head is given to the first steps alone.
+    if step < 2:
+        loss = loss + model.loss(rank, step, 1)
+    NoGradient.apply(loss, model.heads[1].weight).backward()
+
+
+def probed(model: Heads, optimizer: Any, rank: int, step: int) -> None:
+    optimizer.zero_grad()
+    if step < 1:
+        (model.loss(rank, step) + model.loss(rank, step, 1)).backward()
+    else:
+        torch.autograd.grad(model.loss(rank, step, 1), list(model.heads[1].parameters()))
+        model.loss(rank, step).backward()
+
+
+def probed_before_zeroing(model: Heads, optimizer: Any, rank: int, step: int) -> None:
+    torch.autograd.grad(model.loss(rank, step), list(model.body.parameters()))
+    optimizer.zero_grad()
+    model.loss(rank, step).backward()
+
+
+def estimated(model: Heads, optimizer: Any, rank: int, step: int) -> None:
+    """As evolution strategies do; nothing is trainable."""
+    optimizer.zero_grad()
+    for i, each in enumerate(model.parameters()):
+        each.requires_grad_(False)
+        each.grad = torch.full_like(each, (rank + 1) * (step + i) / 8)
+
+
+def estimated_in_part(model: Heads, optimizer: Any, rank: int, step: int) -> None:
+    """After backward, which has reduced all that it reached."""
+    optimizer.zero_grad()
+    model.heads[1].requires_grad_(False)
+    model.loss(rank, step).backward()
+    model.heads[1].weight.grad = torch.full_like(model.heads[1].weight, rank + step / 8)
+
+
+CHANGES: dict[str, tuple[Step, int]] = {
+    each.__name__: (each, 1)
+    for each in (
+        *(dropped_after_backward, undefined, probed, probed_before_zeroing, estimated),
+        *(estimated_in_part,),
+    )
+}
+CHANGES["dropped_between_passes"] = dropped_between_passes, 2
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_gradients_changed_by_hand_give_the_steps_of_plain_torch(change: str, way: str) -> None:
+    before_step, passes = CHANGES[change]
+    check(way, passes, before_step)
+
+
+@pytest.mark.parametrize("way", ["average", "apart"])
+def test_a_gradient_left_on_a_frozen_parameter_is_not_reduced_again(way: str) -> None:
+    def run(group: Group) -> None:
+        model = Heads()
+        optimizer: Any = hvd.DistributedOptimizer(sgd(model), **{**WAYS[way], "op": hvd.Sum})
+        model.loss(group.rank, 0).backward()
+        optimizer.step()
+        left = model.heads[0].weight.grad.clone()
+        model.heads.requires_grad_(False)
+        for each in model.body.parameters():
+            each.grad = None
+        model.loss(group.rank, 1).backward()
+        optimizer.step()
+        assert torch.equal(model.heads[0].weight.grad, left)
+
+    run_threads(SIZE, run)
+
+
+def shared(model: Heads, optimizer: Any, rank: int, step: int) -> None:
+    """One tensor is two parameters' gradient, on one rank alone."""
+    optimizer.zero_grad()
+    model.loss(rank, step).backward()
+    one, other = model.heads[0].weight, model.heads[1].weight
+    # In plain torch, too, what one gets the other gets.
+    other.grad = one.grad.clone() if rank or not hasattr(optimizer, "synchronize") else one.grad
+
+
+def exchanged(model: Heads, optimizer: Any, rank: int, step: int) -> None:
+    """Two gradients change places, in memory that is theirs from the second step on."""
+    optimizer.zero_grad(set_to_none=False)
+    (model.loss(rank, step) + model.loss(rank, step, 1)).backward()
+    one, other = model.heads[0].weight, model.heads[1].weight
+    one.grad, other.grad = other.grad, one.grad
+
+
+def expanded(model: Heads, optimizer: Any, rank: int, step: int) -> None:
+    optimizer.zero_grad()
+    model.loss(rank, step).backward()
+    weight = model.heads[1].weight
+    weight.grad = torch.ones(1, 1, dtype=weight.dtype).mul(rank + step).expand(weight.shape)
+
+
+def made_in_inference(model: Heads, optimizer: Any, rank: int, step: int) -> None:
+    optimizer.zero_grad()
+    model.loss(rank, step).backward()
+    with torch.inference_mode():
+        gradient = torch.full((1, 3), rank + step / 4, dtype=torch.float64)
+    model.heads[1].weight.grad = gradient
+
+
+class Flat:
+    """Gradients that are parts of a buffer, in no order of ours, which is zeroed as a whole."""
+
+    def __init__(self) -> None:
+        self.memory: dict[int, Tensor] = {}
+
+    def __call__(self, model: Heads, optimizer: Any, rank: int, step: int) -> None:
+        if id(model) not in self.memory:
+            parameters = list(model.parameters())
+            self.memory[id(model)] = memory = torch.zeros(
+                sum(p.numel() for p in parameters), dtype=torch.float64
+            )
+            sizes = [p.numel() for p in parameters]
+            for p, part in zip(parameters, memory.split(sizes), strict=True):
+                p.grad = part.view(p.shape)
+        self.memory[id(model)].zero_()
+        (model.loss(rank, step) + model.loss(rank, step, 1)).backward()
+
+
+@pytest.mark.parametrize("way", ["average", "sum", "apart"])
+@pytest.mark.parametrize("change", [shared, exchanged, expanded, made_in_inference])
+def test_gradients_in_odd_memory_give_the_steps_of_plain_torch(change: Step, way: str) -> None:
+    if change is exchanged and way == "apart":
+        pytest.skip("the definition's gradients lie apart, too")
+    check(way, 1, change)
+
+
+@pytest.mark.parametrize("way", ["average", "sum", "apart"])
+def test_gradients_in_a_users_buffer_are_zeroed_with_it(way: str) -> None:
+    check(way, 1, Flat())
+
+
+@pytest.mark.parametrize("way", ["average", "apart"])
+def test_a_hook_that_changes_a_gradient_under_way_raises_and_says_where_it_may(way: str) -> None:
+    def run(group: Group, replaced: bool) -> None:
+        model = Heads()
+        optimizer: Any = hvd.DistributedOptimizer(sgd(model), **WAYS[way])
+
+        def clip(parameter: Tensor) -> None:
+            if replaced:
+                parameter.grad = parameter.grad.clamp(-1e-3, 1e-3)
+            else:
+                parameter.grad.clamp_(-1e-3, 1e-3)
+
+        for each in model.parameters():
+            each.register_post_accumulate_grad_hook(clip)
+        with pytest.raises(hvd.OptimizerOrderError, match="changed while it was being reduced"):
+            (model.loss(group.rank, 0) + model.loss(group.rank, 0, 1)).backward()
+        optimizer.zero_grad()
+
+    for replaced in (True, False):
+        run_threads(SIZE, lambda group, how=replaced: run(group, how))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_second_step_without_backward_steps_by_the_same_gradients(way: str) -> None:
+    def run(group: Group) -> Tensor:
+        model = Heads()
+        optimizer: Any = hvd.DistributedOptimizer(sgd(model), **WAYS[way])
+        (model.loss(group.rank, 0) + model.loss(group.rank, 0, 1)).backward()
+        optimizer.step()
+        optimizer.step()
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+    models = [Heads() for _ in range(SIZE)]
+    for rank, model in enumerate(models):
+        (model.loss(rank, 0) + model.loss(rank, 0, 1)).backward()
+    plain = sgd(models[0])
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        one.grad = (one.grad + other.grad) / (1 if way == "sum" else SIZE)
+    plain.step()
+    plain.step()
+    want = torch.cat([p.detach().reshape(-1) for p in models[0].parameters()])
+    for got in run_threads(SIZE, run):
+        assert torch.equal(got, want)
+
+
+def test_a_kept_detached_gradient_of_a_bucket_of_one_keeps_its_values_apart() -> None:
+    def run(group: Group) -> None:
+        parameter = torch.nn.Parameter(torch.ones(3))
+        optimizer: Any = hvd.DistributedOptimizer(
+            torch.optim.SGD([parameter], lr=0.1), gradient_as_bucket_view=False
+        )
+        (parameter * (group.rank + 1)).sum().backward()
+        kept = parameter.grad.detach()
+        value = kept.clone()
+        for _ in range(2):
+            optimizer.step()
+            optimizer.zero_grad()
+            (parameter * 7).sum().backward()
+        assert torch.equal(kept, value)
+
+    run_threads(SIZE, run)
+
+
+def test_memory_of_the_users_is_let_alone_once_gradients_have_left_it() -> None:
+    def run(group: Group) -> None:
+        parameter = torch.nn.Parameter(torch.ones(8, dtype=torch.float64))
+        memory = torch.zeros(8, dtype=torch.float64)
+        parameter.grad = memory
+        optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.0))
+        (parameter * (group.rank + 1)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        memory.fill_(5.0)
+        (parameter * (group.rank + 1)).sum().backward()
+        assert bool((parameter.grad == 1.5).all())
+        assert bool((memory == 5.0).all())
+
+    run_threads(SIZE, run)
+
+
+def test_a_parameter_moved_between_backward_and_step_is_stepped_where_it_is_then() -> None:
+    def run(group: Group, moved: bool) -> Tensor:
+        model = Heads()
+        optimizer: Any = hvd.DistributedOptimizer(sgd(model), op=hvd.Adasum, step_in_backward=True)
+        for step in range(2):
+            optimizer.zero_grad()
+            (model.loss(group.rank, step) + model.loss(group.rank, step, 1)).backward()
+            if moved:
+                for each in model.parameters():
+                    each.data = each.data.clone()
+            optimizer.step()
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+    moved, still = (
+        run_threads(SIZE, lambda group, how=how: run(group, how)) for how in (True, False)
+    )
+    assert torch.equal(moved[0], still[0]) and torch.equal(moved[0], moved[1])
