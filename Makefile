@@ -6,6 +6,7 @@
 #   make bench PYTEST_ARGS=--benchmark-compare=old.json beside a copy of an earlier out/bench.json
 #   make gpu GPU_ARGS="--minutes 9"    as much as fits; without network: PYTHONPATH=. python -m bench.gpu
 #   make evidence EVIDENCE_ARGS="--minutes 100"   a piece of it; --bill, --check CELL and --report, too
+#   make test-torch CONFORMANCE_ARGS="--only fsdp --ranks 2"   some of torch's tests
 #   make demo PIP_ARGS="..."           arguments for pip, e.g. an index of CPU-only torch wheels
 #
 # Where PYTHON already has a torch that sees a GPU, .venv borrows it: its torch fits that machine's driver, and a second
@@ -27,7 +28,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
 .PHONY: help demo evidence test test-slow test-kernels test-collectives test-emulated \
-	test-timing test-recipes test-newest lint docs docs-links bench gpu bench-compiled clean
+	test-timing test-recipes test-torch test-newest nightly lint docs docs-links bench gpu bench-compiled clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 20
@@ -68,6 +69,15 @@ test-timing: $(READY)  ## tests of measured times, for a machine with nothing el
 test-recipes: $(RECIPES)  ## the examples for other frameworks and mpirun, which it installs: Ray alone is 100 MB
 	$(PY) -m pytest tests/examples/test_frameworks.py tests/packaging/test_other_packages.py \
 		tests/processes/test_mpirun.py -m 'not timing' $(PYTEST_ARGS)
+	$(MAKE) test-torch
+
+# Ranks that wait must leave the cores to those they wait for.
+test-torch: export OMP_WAIT_POLICY = passive
+test-torch: export PYTHONDONTWRITEBYTECODE =
+test-torch: $(READY)  ## torch's own tests of DDP, and its optimizers, over adasum: 6 minutes
+	$(PY) -m tests.torch_conformance $(CONFORMANCE_ARGS)
+
+nightly: test-slow test-recipes test-newest  ## all of what no commit waits for: for every night
 
 # What torch does not promise to keep breaks here first. An index of nightly builds: PIP_ARGS="--extra-index-url ...".
 test-newest:  ## the tests on the newest torch, pre-releases too, in an environment made anew: for every night

@@ -1,0 +1,81 @@
+"""The suites: their tests, on how many ranks, and what stands in for what while they run."""
+
+from __future__ import annotations
+
+import functools
+import unittest
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.torch_conformance import own_ddp, torch_ddp, torch_fsdp, torch_optimizers
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What a test case is told of the process it runs in; `directory` is the test's own."""
+
+    rank: int
+    size: int
+    hook: bool
+    directory: Path
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Tests that run on every rank.
+
+    Attributes:
+        title: How the report calls them.
+        sizes: On how many ranks they run.
+        names: The tests' names.
+        case: Makes a test case, whose method of that name runs here.
+        stand_ins: A context in which a rank runs all its tests; told whether our hook is used.
+        alone: Whether they also run with torch by itself, which says what the CPU loses.
+    """
+
+    title: str
+    sizes: tuple[int, ...]
+    names: Callable[[], list[str]]
+    case: Callable[[str, Rank], unittest.TestCase]
+    stand_ins: Callable[[bool], AbstractContextManager[Any]] = lambda _: nullcontext()
+    alone: bool = True
+
+
+def names_of(kind: type[unittest.TestCase]) -> list[str]:
+    """Return the names of a test case's methods."""
+    return unittest.defaultTestLoader.getTestCaseNames(kind)  # type: ignore[return-value]
+
+
+def case_of(kind: type[unittest.TestCase], name: str, place: Rank) -> unittest.TestCase:
+    """Make a test case that knows its rank, and whether our hook is used."""
+    test = kind(name)
+    vars(test).update(rank=place.rank, hook=place.hook)
+    return test
+
+
+DDP = Suite("torch's tests of DDP", (2, 3), torch_ddp.names, torch_ddp.case, torch_ddp.stand_ins)
+OWN_DDP = Suite(
+    "tests of DDP that torch's wheel lacks",
+    (2, 3),
+    functools.partial(names_of, own_ddp.DdpTests),
+    functools.partial(case_of, own_ddp.DdpTests),
+    torch_ddp.hooked,
+)
+FSDP = Suite(
+    "FSDP2 over replicas, with the helpers of torch's tests",
+    (2, 4),
+    functools.partial(names_of, torch_fsdp.FsdpTests),
+    functools.partial(case_of, torch_fsdp.FsdpTests),
+)
+OPTIMIZERS = Suite(
+    "torch's optimizers, wrapped, on equal data",
+    (2,),
+    torch_optimizers.names,
+    torch_optimizers.case,
+    alone=False,
+)
+# Where a rank finds each, by the name that --only knows.
+SUITES = {name.lower(): f"{__name__}:{name}" for name in ("DDP", "OWN_DDP", "FSDP", "OPTIMIZERS")}
