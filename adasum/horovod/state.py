@@ -193,6 +193,9 @@ def _map_tensors(
         return {
             key: _map_tensors(function, item, f"{path}[{key!r}]") for key, item in value.items()
         }
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        # One with names.
+        return type(value)(*_map_tensors(function, list(value), path))
     if isinstance(value, list | tuple):
         items = (_map_tensors(function, item, f"{path}[{i}]") for i, item in enumerate(value))
         return type(value)(items)

@@ -55,6 +55,8 @@ class DistributedMixin(torch.optim.Optimizer):
     _adasum_asked = ""
     _adasum_final = False
     _adasum_skip = False
+    # Whether more backward passes than asked for are an error.
+    _adasum_counts_passes = True
     # Whether this is inside of `step`.
     _adasum_stepping = False
     _adasum_base: type[torch.optim.Optimizer]
@@ -144,7 +146,8 @@ class DistributedMixin(torch.optim.Optimizer):
                 self._adasum_check.warn_without_gradients()
             self._check_parameters()
             if closure is None:
-                self._adasum_hooks.refuse_too_many()
+                if self._adasum_counts_passes:
+                    self._adasum_hooks.refuse_too_many()
                 self._densify(self._adasum_hooks.named)
             else:
                 closure = partial(self._evaluate, closure)

@@ -26,6 +26,8 @@ class LocalStepsMethod(DeltaMethod):
     """
 
     _adasum_asked = "local_steps"
+    # Nothing is reduced before the step, which accumulates what it likes.
+    _adasum_counts_passes = False
     # The parameters' values when the period began; of those that may have changed since.
     _adasum_start: dict[Tensor, Tensor]
     _adasum_taken = 0

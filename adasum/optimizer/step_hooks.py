@@ -33,7 +33,8 @@ def refuse_plain_steps(optimizer: torch.optim.Optimizer, wrapper: torch.optim.Op
         if reference() not in (None, stepping):
             raise OptimizerOrderError(
                 "step() of the optimizer that was given to DistributedOptimizer, which reduces "
-                "nothing: call that of the one that DistributedOptimizer returned"
+                "nothing: call that of the one that DistributedOptimizer returned, of which "
+                "learning-rate schedulers have to be made, too"
             )
 
     refuse.__name__ = _REFUSE

@@ -20,6 +20,7 @@ from adasum.optimizer.buckets.planning import Named
 from adasum.optimizer.errors import OptimizerOrderError
 from adasum.real_pairs import as_reals
 from collectives.fused_buffer import memory_of
+from kernels.validation import check_memory_of
 
 
 class _Slot:
@@ -194,6 +195,8 @@ class GradientBucket:
                 slot.given = weakref.ref(gradient)
                 continue
             else:
+                # Whoever frees one gradient's memory frees all that lie in its buffer.
+                check_memory_of(f"the gradient of {name}", gradient)
                 targets.append(slot.view)
                 source = as_reals(gradient.resolve_conj().detach())
                 # Where gradients have changed places, one is written before it is read.

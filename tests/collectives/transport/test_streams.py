@@ -197,7 +197,8 @@ def test_buckets_of_gradients(compression: type[Compressor], op: Reducer) -> Non
             for parameter in parameters:
                 new = mine(group, parameter.numel())
                 parameter.grad = new if step == 0 else parameter.grad.add_(new)
-            placed = buffers.place("a bucket", parameters)
+            bucket = buffers.place("a bucket", list(zip(names, parameters, strict=True)))
+            placed = bucket.fused
             others = [mine(group, numel) for numel in (3, NUMEL, 7)]
             flights = [
                 wire.reduce_async(names, tensors, f"step {step}, {number}")
@@ -207,7 +208,7 @@ def test_buckets_of_gradients(compression: type[Compressor], op: Reducer) -> Non
                 flight.wait()
             for parameter in parameters:
                 parameter.grad.mul_(2.0)
-            del new, placed, others, flight, flights
+            del new, bucket, placed, others, flight, flights
             machine.collect()
             buffers.zero()
 
