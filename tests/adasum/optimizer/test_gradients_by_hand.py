@@ -342,3 +342,51 @@ def test_a_parameter_moved_between_backward_and_step_is_stepped_where_it_is_then
         run_threads(SIZE, lambda group, how=how: run(group, how)) for how in (True, False)
     )
     assert torch.equal(moved[0], still[0]) and torch.equal(moved[0], moved[1])
+
+
+def test_local_steps_accumulate_as_many_passes_as_they_like() -> None:
+    def run(group: Group, passes: int) -> Tensor:
+        model = Heads()
+        optimizer: Any = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), op=hvd.Average, local_steps=2
+        )
+        for step in range(2):
+            optimizer.zero_grad()
+            for _ in range(passes):
+                (model.loss(group.rank, step) / passes).backward()
+            optimizer.step()
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+    several = run_threads(SIZE, lambda group: run(group, 2))
+    once = run_threads(SIZE, lambda group: run(group, 1))
+    # Halves added are the whole, exactly.
+    assert torch.equal(several[0], several[1]) and torch.equal(several[0], once[0])
+
+
+def test_a_parameter_taken_out_within_local_steps_raises_and_says_where_it_may() -> None:
+    def run(group: Group) -> None:
+        model = Heads()
+        optimizer: Any = hvd.DistributedOptimizer(
+            sgd(model), model.named_parameters(), op=hvd.Average, local_steps=2
+        )
+        (model.loss(group.rank, 0) + model.loss(group.rank, 0, 1)).backward()
+        optimizer.step()
+        params = optimizer.param_groups[0]["params"]
+        optimizer.param_groups[0]["params"] = params[:-1]
+        with pytest.raises(ValueError, match=r"heads\.1\.bias was taken out .* 1 local steps"):
+            optimizer.zero_grad()
+
+    run_threads(SIZE, run)
+
+
+def test_a_scheduler_of_the_optimizer_that_was_wrapped_raises_and_says_of_which() -> None:
+    def run(group: Group) -> None:
+        model = Heads()
+        plain = sgd(model)
+        optimizer: Any = hvd.DistributedOptimizer(plain, op=hvd.Average)
+        torch.optim.lr_scheduler.StepLR(plain, 1)
+        (model.loss(group.rank, 0) + model.loss(group.rank, 0, 1)).backward()
+        with pytest.raises(hvd.OptimizerOrderError, match="schedulers have to be made"):
+            optimizer.step()
+
+    run_threads(SIZE, run)

@@ -160,3 +160,27 @@ def test_state_that_cannot_be_sent_is_an_error_on_every_rank() -> None:
         _step(model, optimizer, 1)
 
     collectives.run_threads(2, job)
+
+
+def test_state_that_was_changed_after_it_was_loaded_is_what_state_dict_returns() -> None:
+    def run(group: collectives.Group) -> None:
+        model = make_model()
+        optimizer: Any = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), mode="owners"
+        )
+        loss_of(model, group.rank, 0).backward()
+        optimizer.step()
+        optimizer.consolidate_state_dict(to=None)
+        optimizer.load_state_dict(optimizer.state_dict())
+        mine = list(optimizer.state)
+        for parameter in mine:
+            optimizer.state[parameter]["momentum_buffer"].zero_()
+        numbers = {id(p): i for i, p in enumerate(model.parameters())}
+        states = optimizer.state_dict()["state"]
+        for parameter in mine:
+            assert not states[numbers[id(parameter)]]["momentum_buffer"].any()
+        optimizer.state.clear()
+        with pytest.raises(RuntimeError, match="call optimizer"):
+            optimizer.state_dict()
+
+    collectives.run_threads(2, run)

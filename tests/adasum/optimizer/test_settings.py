@@ -119,7 +119,12 @@ def test_settings_that_are_equal_in_other_words_pass() -> None:
 
 
 def test_describe_value_tells_values_apart_and_objects_by_their_class() -> None:
-    same = [(1, 1.0), (np.int64(3), 3.0), ((0.9, 0.99), [0.9, 0.99]), (object(), object())]
+    endless: list[Any] = [1]
+    endless.append(endless)
+    assert describe_value(endless).count("1.0") > 1
+    conjugate = torch.tensor([1j, 2.0]).conj()
+    same = [(0.0, -0.0), ({"a": 1, 2: 3}, {2: 3, "a": 1}), (conjugate, conjugate.resolve_conj())]
+    same += [(1, 1.0), (np.int64(3), 3.0), ((0.9, 0.99), [0.9, 0.99]), (object(), object())]
     assert all(describe_value(one) == describe_value(other) for one, other in same)
     tensors = [torch.arange(3.0), torch.arange(3.0) + 1, torch.arange(3.0, dtype=torch.float64)]
     values = [0, 1, True, None, "1", 2**60, 2**60 + 1, (1, 2), {"a": 1}, {"a": 2}, 1j, *tensors]
