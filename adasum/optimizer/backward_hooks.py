@@ -157,6 +157,10 @@ class BackwardHooks:
         self._gone, self._buckets = set(), []
         self._append(members for members in buckets if members)
 
+    def taken(self, parameter: Tensor) -> bool:
+        """Return whether a reduction of the parameter's gradient was started since `restart`."""
+        return parameter in self._taken
+
     @property
     def any_reached(self) -> bool:
         """Whether backward has produced any gradient since `restart`."""

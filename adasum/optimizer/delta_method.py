@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from adasum.optimizer.buckets.delta_buffers import DeltaBuffers
+from adasum.optimizer.buckets.kinds import same_state, state_of
 from adasum.optimizer.buckets.planning import Named, by_kind
 from adasum.optimizer.buckets.reduction import Reduction
 from adasum.optimizer.consistency.membership import Change
 from adasum.optimizer.distributed_mixin import DistributedMixin
-from adasum.optimizer.errors import OptimizerOrderError
+from adasum.optimizer.errors import OptimizerOrderError, changed_under_way
 from adasum.optimizer.step_hooks import has_pre_hooks
 from adasum.real_pairs import as_reals
 
@@ -146,8 +147,12 @@ class DeltaMethod(DistributedMixin):
         finally:
             torch._foreach_copy_(values, before)
         reduction = self._adasum_settings.reducer.reduce_async(names, fused, bucket)
+        taken = [state_of(parameter.grad) for parameter in parameters if self._adasum_early]
 
         def install(result: Any) -> None:
+            for name, parameter, state in zip(names, parameters, taken, strict=False):
+                if not same_state(state, state_of(parameter.grad)):
+                    raise changed_under_way(name)
             reduction.install(result)
             # By step_in_backward they may have been given other memory since.
             now = [as_reals(parameter.detach()) for parameter in parameters]

@@ -43,6 +43,16 @@ def reduced_twice(name: str) -> OptimizerOrderError:
     )
 
 
+def changed_under_way(name: str) -> OptimizerOrderError:
+    """Return the error of a gradient that somebody changed after its bucket was sent."""
+    return OptimizerOrderError(
+        f"the gradient of {name} was changed while it was being reduced, as by a hook of "
+        "register_post_accumulate_grad_hook that was registered after DistributedOptimizer was "
+        "made: register it before, change gradients after backward (not with "
+        "step_in_backward=True), or in a hook of optimizer.register_step_pre_hook"
+    )
+
+
 def swapped(name: str) -> OptimizerOrderError:
     """Return the error of a parameter behind which torch has put another tensor."""
     return OptimizerOrderError(

@@ -6,7 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from adasum.optimizer.distributed_mixin import DistributedMixin
 from adasum.optimizer.errors import OptimizerOrderError
 from collectives import Average, Sum
 
+# By a gradient's id: the gradient, and how often it had been changed.
+_Left: TypeAlias = dict[int, tuple[weakref.ref[Tensor], int | None]]
+
 
 class GradientMethod(DistributedMixin):
     """Steps by the reduced gradients."""
@@ -32,19 +35,25 @@ class GradientMethod(DistributedMixin):
     _adasum_sparse_zeros: dict[Tensor, Tensor]
     # The parameters that had no gradient when their buckets were started.
     _adasum_missing: list[Tensor]
-    # The gradients that the last step has left, with their versions, until they are zeroed.
-    _adasum_left: dict[Tensor, tuple[weakref.ref[Tensor], int | None]]
+    # The gradients that the last step has left, with their versions, until they are zeroed; and
+    # those of parameters that have gone since.
+    _adasum_left: _Left
+    _adasum_gone: _Left
     _adasum_buffers: GradientBuffers
 
     def _prepare(self) -> None:
-        self._adasum_sparse_zeros, self._adasum_missing, self._adasum_left = {}, [], {}
+        self._adasum_sparse_zeros, self._adasum_missing = {}, []
+        self._adasum_left, self._adasum_gone = {}, {}
         self._adasum_buffers = GradientBuffers(self._adasum_settings.gradient_as_bucket_view)
 
     def _follow(self, change: Change) -> None:
-        super()._follow(change)
-        self._adasum_buffers.clear()
         for parameter in change.gone:
             self._adasum_sparse_zeros.pop(parameter, None)
+            # It may come back, to be stepped by it in a later step.
+            if self._adasum_hooks.taken(parameter) or self._is_left(parameter):
+                self._note_left(self._adasum_gone, parameter)
+        super()._follow(change)
+        self._adasum_buffers.clear()
 
     def synchronize(self) -> None:
         """Wait until every gradient is the reduced one.
@@ -60,19 +69,23 @@ class GradientMethod(DistributedMixin):
 
     def _end_step(self) -> None:
         if not self._adasum_settings.one_rank:
-            self._adasum_left = {
-                parameter: (weakref.ref(parameter.grad), version_of(parameter.grad))
-                for _, parameter in self._adasum_hooks.named
-                if parameter.grad is not None
-            }
+            self._adasum_left = {}
+            for _, parameter in self._adasum_hooks.named:
+                self._note_left(self._adasum_left, parameter)
+
+    def _note_left(self, noted: _Left, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is not None:
+            noted[id(gradient)] = weakref.ref(gradient), version_of(gradient)
 
     def _is_left(self, parameter: Tensor) -> bool:
         """Return whether the parameter's gradient is the one that the last step has left."""
-        left, version = self._adasum_left.get(parameter, (None, None))
         gradient = parameter.grad
-        if left is None or gradient is None or gradient is not left():
-            return False
-        return version is not None and version_of(gradient) == version
+        for noted in (self._adasum_left, self._adasum_gone):
+            left, version = noted.get(id(gradient), (None, None))
+            if left is not None and gradient is not None and gradient is left():
+                return version is not None and version_of(gradient) == version
+        return False
 
     def _wants(self, parameter: Tensor) -> bool:
         return parameter.grad is not None and not self._is_left(parameter)
@@ -117,7 +130,7 @@ class GradientMethod(DistributedMixin):
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Do as the wrapped optimizer, and begin the step anew: a batch may be left out."""
-        self._adasum_left = {}
+        self._adasum_left, self._adasum_gone = {}, {}
         super().zero_grad(*args, **kwargs)
         self._adasum_synchronized_by_user = False
         self._adasum_buffers.zero()

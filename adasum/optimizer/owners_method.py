@@ -121,10 +121,27 @@ class OwnersMethod(GradientMethod):
         # Nobody's is one that has left the optimizer since backward.
         return self._adasum_owners.get(parameter, 0)
 
+    def _wants(self, parameter: Tensor) -> bool:
+        return parameter is not self._adasum_witness and super()._wants(parameter)
+
     def _follow(self, change: Change) -> None:
+        """Follow a change of the parameters.
+
+        Raises:
+            OptimizerOrderError: One comes back whose gradient was reduced onto its owner alone.
+        """
+        for name, parameter in change.new:
+            if self._is_left(parameter):
+                raise OptimizerOrderError(
+                    f"{name} was taken out of param_groups and put back between backward and "
+                    "step(), and with mode='owners' its owner alone has its gradient: step all "
+                    "groups at once, or call zero_grad() and backward() before"
+                )
         super()._follow(change)
         if self._adasum_settings.one_rank:
             return
+        reduced = [each for each in change.gone if each in self._adasum_reduced]
+        self._adasum_given |= {each for each in reduced if not self._is_mine(each)}
         for parameter in change.gone:
             self._adasum_owners.pop(parameter, None)
             self._adasum_reduced.pop(parameter, None)
@@ -134,7 +151,7 @@ class OwnersMethod(GradientMethod):
     def _end_step(self) -> None:
         super()._end_step()
         if not self._adasum_settings.one_rank:
-            self._adasum_given = {p for p in self._adasum_reduced if not self._is_mine(p)}
+            self._adasum_given |= {p for p in self._adasum_reduced if not self._is_mine(p)}
 
     def _is_left(self, parameter: Tensor) -> bool:
         if parameter in self._adasum_given:
@@ -143,8 +160,10 @@ class OwnersMethod(GradientMethod):
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Do as the wrapped optimizer, and begin the step anew: a batch may be left out."""
-        self._adasum_given = set()
+        self._adasum_given.clear()
         super().zero_grad(*args, **kwargs)
+        # Of what has gone since the last call.
+        self._adasum_given.clear()
 
     def _before_gradient(self, parameter: Tensor) -> None:
         """Refuse to add to a reduced gradient, which this rank alone has.
@@ -153,7 +172,7 @@ class OwnersMethod(GradientMethod):
             OptimizerOrderError: Nobody has zeroed it since the last step.
         """
         gradient = parameter.grad
-        left, version = self._adasum_left.pop(parameter, (None, None))
+        left, version = self._adasum_left.pop(id(gradient), (None, None))
         if left is None or gradient is None or gradient is not left():
             super()._before_gradient(parameter)
         # Somebody may have changed it, to zeros or to something else.
@@ -204,8 +223,9 @@ class OwnersMethod(GradientMethod):
     @torch.no_grad()
     def _finish_reductions(self) -> None:
         """Keep this rank's own gradients, and let every rank see a non-finite one of any."""
+        # Of a reduction before, in this step.
+        self._unmark()
         super()._finish_reductions()
-        self._adasum_witness = self._adasum_mark = None
         if not self._adasum_reduced:
             return
         usable: list[Tensor] = []
@@ -302,7 +322,7 @@ class OwnersMethod(GradientMethod):
     def _total_norm(self, norm_type: float, foreach: bool | None) -> Tensor:
         """Return the norm of all owners' gradients."""
         mine = super()._total_norm(norm_type, foreach)
-        if self._adasum_settings.one_rank:
+        if self._adasum_settings.one_rank or not self._parameters():
             return mine
         # A rank without gradients has a zero on the CPU.
         total = mine.to(self._parameters()[0].device, torch.float64).reshape(1)

@@ -9,15 +9,23 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Sequence
 from operator import is_
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import kernels
 from adasum.modes import outside_modes
-from adasum.optimizer.buckets.kinds import Kind, buffer_for, kind_of, kind_of_gradient, version_of
+from adasum.optimizer.buckets.kinds import (
+    Kind,
+    buffer_for,
+    kind_of,
+    kind_of_gradient,
+    same_state,
+    state_of,
+)
 from adasum.optimizer.buckets.planning import Named
-from adasum.optimizer.errors import OptimizerOrderError
+from adasum.optimizer.errors import changed_under_way
 from adasum.real_pairs import as_reals
 from collectives.fused_buffer import memory_of
 from kernels.validation import check_memory_of
@@ -98,7 +106,7 @@ class GradientBucket:
         # The gradients to which results are copied, None for one that is to be made.
         self._apart: list[tuple[Tensor, _Slot, Tensor | None]] = []
         # The gradients as they were when their reduction was started.
-        self._sent: list[tuple[Tensor | None, int | None]] = []
+        self._sent: list[tuple[Any, ...]] = []
         # Whether it holds zeros, to which backward may add.
         self._is_zero = False
         # The places to which backward has been let add since.
@@ -204,19 +212,22 @@ class GradientBucket:
             outside.append(i)
         if targets:
             torch._foreach_copy_(targets, sources)
-        taken: set[int] = set()
+        there = [gradient for i in outside if (gradient := gradients[i]) is not None]
+        taken = _overlapping(there)
         for i in outside:
             parameter, slot, gradient = self._parameters[i], self._slots[i], gradients[i]
-            movable = gradient is None or id(gradient) in ours or not self._is_part(gradient)
+            free = gradient is None or id(gradient) in ours or id(gradient) in taken
+            movable = gradient is None or free or not self._is_part(gradient)
             if self._as_views and movable:
                 slot.give(parameter, taken)
                 taken.add(id(gradient))
             else:
-                self._apart.append((parameter, slot, gradient))
+                # One that shares memory with another's becomes a tensor of its own.
+                self._apart.append((parameter, slot, None if id(gradient) in taken else gradient))
+                taken.add(id(gradient))
         # Who has made the memory sees it change when it is reduced.
         counts = not self._is_foreign
-        now = [parameter.grad for parameter in self._parameters]
-        self._sent = [(g, version_of(g) if counts and g is not None else None) for g in now]
+        self._sent = [state_of(parameter.grad, counts) for parameter in self._parameters]
 
     def _is_inside(self, tensor: Tensor) -> bool:
         """Return whether a tensor lies in this buffer."""
@@ -235,16 +246,9 @@ class GradientBucket:
     def require_unchanged(self, names: Sequence[str]) -> None:
         """Raise OptimizerOrderError where somebody has changed a gradient under way."""
         sent, self._sent = self._sent, []
-        for name, parameter, (gradient, version) in zip(names, self._parameters, sent, strict=True):
-            now = parameter.grad
-            changed = now is not None and version is not None and version_of(now) != version
-            if now is not gradient or changed:
-                raise OptimizerOrderError(
-                    f"the gradient of {name} was changed while it was being reduced, as by a hook "
-                    "of register_post_accumulate_grad_hook that was registered after "
-                    "DistributedOptimizer was made: register it before, change gradients after "
-                    "backward, or in a hook of optimizer.register_step_pre_hook"
-                )
+        for name, parameter, state in zip(names, self._parameters, sent, strict=True):
+            if not same_state(state, state_of(parameter.grad, not self._is_foreign)):
+                raise changed_under_way(name)
 
     def copy_out(self) -> None:
         """Copy the results to gradients that do not lie here."""
@@ -314,6 +318,18 @@ class GradientBuffers:
         if parameter in self._places:
             bucket, index = self._places[parameter]
             bucket.attach(index)
+
+
+def _overlapping(gradients: Sequence[Tensor]) -> set[int]:
+    """Return the ids of gradients that begin within the memory of another."""
+    spans = sorted((g.data_ptr(), g.data_ptr() + g.nbytes, i) for i, g in enumerate(gradients))
+    found: set[int] = set()
+    end = 0
+    for start, stop, i in spans:
+        if start < end and gradients[i].nbytes:
+            found.add(id(gradients[i]))
+        end = max(end, stop)
+    return found
 
 
 def _memory_of_gradients(parameters: Sequence[Tensor]) -> Tensor | None:

@@ -8,7 +8,7 @@ before each use, and made anew where they differ.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +36,24 @@ def kind_of(tensor: Tensor) -> Kind:
 def version_of(tensor: Tensor) -> int | None:
     """Return a number that every change in place raises; None where torch counts none."""
     return None if tensor.is_inference() else tensor._version
+
+
+def state_of(gradient: Tensor | None, counts: bool = True) -> tuple[Any, ...]:
+    """Return what is another once somebody has changed a gradient, in place or otherwise.
+
+    Args:
+        gradient: The gradient.
+        counts: Whether changes in place count.
+    """
+    if gradient is None:
+        return (None,)
+    address = gradient.data_ptr() if gradient.layout is torch.strided else None
+    return gradient, address, version_of(gradient) if counts else None
+
+
+def same_state(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    """Return whether two answers of `state_of` are of one gradient, which nobody has changed."""
+    return one[0] is other[0] and one[1:] == other[1:]
 
 
 def describe_kind(tensor: Tensor) -> str:

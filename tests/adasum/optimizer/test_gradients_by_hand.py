@@ -245,28 +245,6 @@ def test_gradients_in_a_users_buffer_are_zeroed_with_it(way: str) -> None:
     check(way, 1, Flat())
 
 
-@pytest.mark.parametrize("way", ["average", "apart"])
-def test_a_hook_that_changes_a_gradient_under_way_raises_and_says_where_it_may(way: str) -> None:
-    def run(group: Group, replaced: bool) -> None:
-        model = Heads()
-        optimizer: Any = hvd.DistributedOptimizer(sgd(model), **WAYS[way])
-
-        def clip(parameter: Tensor) -> None:
-            if replaced:
-                parameter.grad = parameter.grad.clamp(-1e-3, 1e-3)
-            else:
-                parameter.grad.clamp_(-1e-3, 1e-3)
-
-        for each in model.parameters():
-            each.register_post_accumulate_grad_hook(clip)
-        with pytest.raises(hvd.OptimizerOrderError, match="changed while it was being reduced"):
-            (model.loss(group.rank, 0) + model.loss(group.rank, 0, 1)).backward()
-        optimizer.zero_grad()
-
-    for replaced in (True, False):
-        run_threads(SIZE, lambda group, how=replaced: run(group, how))
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_a_second_step_without_backward_steps_by_the_same_gradients(way: str) -> None:
     def run(group: Group) -> Tensor:
@@ -388,5 +366,105 @@ def test_a_scheduler_of_the_optimizer_that_was_wrapped_raises_and_says_of_which(
         (model.loss(group.rank, 0) + model.loss(group.rank, 0, 1)).backward()
         with pytest.raises(hvd.OptimizerOrderError, match="schedulers have to be made"):
             optimizer.step()
+
+    run_threads(SIZE, run)
+
+
+def overlapping(model: Heads, optimizer: Any, rank: int, step: int) -> None:
+    optimizer.zero_grad()
+    model.loss(rank, step).backward()
+    both = torch.arange(4, dtype=torch.float64) + rank + step
+    model.heads[0].weight.grad, model.heads[1].weight.grad = both[:3][None], both[1:][None]
+
+
+@pytest.mark.parametrize("way", ["average", "sum", "apart"])
+def test_gradients_that_overlap_are_reduced_each_by_itself(way: str) -> None:
+    def run(group: Group) -> None:
+        model = Heads()
+        optimizer: Any = hvd.DistributedOptimizer(sgd(model), **WAYS[way])
+        for step in range(2):
+            overlapping(model, optimizer, group.rank, step)
+            optimizer.synchronize()
+            ranks = torch.arange(4, dtype=torch.float64) + step
+            want = (2 * ranks + 1) / (1 if way == "sum" else SIZE)
+            assert torch.equal(model.heads[0].weight.grad[0], want[:3])
+            assert torch.equal(model.heads[1].weight.grad[0], want[1:])
+            with optimizer.skip_synchronize():
+                optimizer.step()
+
+    run_threads(SIZE, run)
+
+
+def test_a_parameter_frozen_in_backward_and_thawed_before_the_step_is_let_alone() -> None:
+    def freeze(model: Heads, optimizer: Any, rank: int, step: int) -> None:
+        optimizer.zero_grad()
+        model.body.requires_grad_(False)
+        model.loss(rank, step).backward()
+        model.body.requires_grad_(True)
+
+    for way in WAYS:
+        check(way, 1, freeze)
+
+
+@pytest.mark.parametrize("way", ["average", "sum", "owners"])
+def test_groups_stepped_one_after_the_other_take_the_gradients_of_one_backward(way: str) -> None:
+    def run(group: Group | None, model: Heads, optimizer: Any) -> Tensor:
+        groups = optimizer.param_groups
+        for part in groups:
+            optimizer.param_groups = [part]
+            optimizer.step()
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+    def parted(model: Heads) -> torch.optim.Optimizer:
+        return torch.optim.SGD(
+            [{"params": list(each.parameters())} for each in (model.body, *model.heads)], lr=0.1
+        )
+
+    def ranks(group: Group) -> Tensor | None:
+        model = Heads()
+        optimizer = hvd.DistributedOptimizer(parted(model), **WAYS[way])
+        (model.loss(group.rank, 0) + model.loss(group.rank, 0, 1)).backward()
+        if way != "owners":
+            return run(group, model, optimizer)
+        with pytest.raises(hvd.OptimizerOrderError, match="step all groups at once"):
+            run(group, model, optimizer)
+        return None
+
+    models = [Heads() for _ in range(SIZE)]
+    for rank, model in enumerate(models):
+        (model.loss(rank, 0) + model.loss(rank, 0, 1)).backward()
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        one.grad = (one.grad + other.grad) / (1 if way == "sum" else SIZE)
+    want = run(None, models[0], parted(models[0]))
+    for got in run_threads(SIZE, ranks):
+        assert got is None or torch.equal(got, want)
+
+
+@pytest.mark.parametrize("how", ["replaced", "in place", "data"])
+@pytest.mark.parametrize("way", ["average", "apart", "step in backward"])
+def test_a_late_hook_that_changes_a_gradient_in_any_way_raises(way: str, how: str) -> None:
+    options = WAYS.get(way, {"op": hvd.Adasum, "step_in_backward": True})
+
+    def run(group: Group) -> None:
+        model = Heads()
+        optimizer: Any = hvd.DistributedOptimizer(sgd(model), **options)
+
+        def clip(parameter: Tensor) -> None:
+            if how == "replaced":
+                parameter.grad = parameter.grad * 0.5
+            elif how == "in place":
+                parameter.grad.mul_(0.5)
+            else:
+                parameter.grad.data = parameter.grad.data * 0.5
+
+        for each in model.parameters():
+            each.register_post_accumulate_grad_hook(clip)
+
+        def backward_and_step() -> None:
+            (model.loss(group.rank, 0) + model.loss(group.rank, 0, 1)).backward()
+            optimizer.step()
+
+        with pytest.raises(hvd.OptimizerOrderError, match="changed while it was being reduced"):
+            backward_and_step()
 
     run_threads(SIZE, run)
