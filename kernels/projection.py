@@ -82,9 +82,9 @@ def combine(
     p = q. A coefficient whose squared norm is below sqrt(DBL_MIN) is 1; one whose squared norm,
     times 2 or (p+q)/p, is beyond DBL_MAX is NaN. Rounded once to the dtype; where the two nearly
     cancel they are blended with float64's precision. Of float64 vectors that nearly cancel the
-    dots' own rounding is left: with them from `dot_and_norms` the result v = alpha a + beta b is
-    off by 100 eps (|alpha a| + |beta b|) at most in L2 norm, which beside |v| is 100 eps sqrt(R)
-    with R = (|alpha a| + |beta b|)^2 / |v|^2.
+    dots' own rounding is left: with them from `dot_and_norms` the result
+    `v = alpha a + beta b` is off by `100 eps (|alpha a| + |beta b|)` at most in L2 norm, which
+    beside `|v|` is `100 eps sqrt(R)` with `R = (|alpha a| + |beta b|)^2 / |v|^2`.
 
     Args:
         a: Taken as flat.
