@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.autograd.forward_ad import make_dual, unpack_dual
-from torch.compiler import is_dynamo_compiling as is_compiling
+from torch.compiler import is_compiling
 
 from kernels.arguments import LINEAR, Call, check_scaled_add, check_sum_n
 from kernels.binding import locate, run_at_once

@@ -11,7 +11,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ import adasum as hvd
 import collectives
 import collectives.initialize
 from adasum.optimizer.errors import OptimizerOrderError
-from collectives import CollectiveError, Group
+from collectives import CollectiveError, Group, TransportError
 from tests.processes.harness import run_ranks
 
 TIMEOUT = 10.0
@@ -155,7 +155,9 @@ def survive(rank: int, trials: int, size: int) -> list[str]:
         torch.set_grad_enabled(True)
         collectives.initialize._thread.group = None
         outcomes.append(last(part, size))
-        part.close()
+        with suppress(TransportError):
+            # Where the storm has left calls that can never be done: it counts them.
+            part.close()
         assert time.monotonic() - begin < TIMEOUT + GRACE, (trial, make)
         whole.barrier()
     collectives.shutdown()

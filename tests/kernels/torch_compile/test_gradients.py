@@ -46,7 +46,8 @@ def test_gradients_of_compiled_code_are_those_of_eager_mode() -> None:
 @pytest.mark.slow
 def test_gradients_of_code_that_inductor_compiled_are_those_of_eager_mode() -> None:
     call = torch.compile(model, fullgraph=True)
-    found, expected = (torch.autograd.grad(f(*several(1)), several(1)) for f in (call, model))
+    tensors = several(1)
+    found, expected = (torch.autograd.grad(f(*tensors), tensors) for f in (call, model))
     for one, other in zip(found, expected, strict=True):
         # inductor rounds sin and exp in its own way.
         assert torch.allclose(one, other, rtol=20 * EPS, atol=0)
