@@ -69,7 +69,8 @@ class CallQueue:
         its turn `rest` begins with what `first` does.
         """
         self._check_usable(kind)
-        work = self._worker.begin(self._guarded(kind, first), self._guarded(kind, rest))
+        begun = self._guarded(kind, first, whole=False)
+        work = self._worker.begin(begun, self._guarded(kind, rest))
         return work or self._worker.submit(self._guarded(kind, rest))
 
     def check_thread(self, kind: str) -> None:
@@ -98,8 +99,13 @@ class CallQueue:
                 "groups: start processes that are to be ranks by torchrun or by spawn"
             )
 
-    def _guarded(self, kind: str, function: Callable[[], Any]) -> Callable[[], Any]:
-        """Wrap `function`: a failure that leaves the group unusable is remembered."""
+    def _guarded(
+        self, kind: str, function: Callable[[], Any], *, whole: bool = True
+    ) -> Callable[[], Any]:
+        """Wrap `function`: a failure that leaves the group unusable is remembered.
+
+        whole: Whether the call has ended with it, so that the ranks are known to be together.
+        """
 
         def guarded() -> Any:
             failure = self._failure()
@@ -113,7 +119,8 @@ class CallQueue:
                 # What an earlier call left on a stream may have ended meanwhile.
                 self._transport.check_streams()
                 result = function()
-                self._worker.untold = ""
+                if whole:
+                    self._worker.untold = ""
                 return result
             except CollectiveMismatchError:
                 raise

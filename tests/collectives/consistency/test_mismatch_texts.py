@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import traceback
 
 import pytest
@@ -117,9 +118,17 @@ def test_bad_names_are_refused(names: object, error: type[Exception], text: str)
 
 
 def train_with_metric(
-    rank: int, *, first: int, process_set: hvd.ProcessSet | None = None, **options: object
+    rank: int,
+    *,
+    first: int,
+    process_set: hvd.ProcessSet | None = None,
+    pause: float = 0.0,
+    **options: object,
 ) -> list[float]:
-    """Steps in which rank `first` starts its metric before backward, and the others behind it."""
+    """Steps in which rank `first` starts its metric before backward, and the others behind it.
+
+    It computes for `pause` seconds in between, in which its metric may have failed already.
+    """
     model = nn.Linear(3, 2)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -140,6 +149,7 @@ def train_with_metric(
         loss = model(torch.ones(1, 3)).sum()
         if rank == first:
             handle = metric(loss.item())
+            time.sleep(pause)
         loss.backward()
         if rank != first:
             handle = metric(loss.item())
@@ -149,15 +159,16 @@ def train_with_metric(
 
 
 @pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("pause", [0.0, 0.3])
 @pytest.mark.parametrize("options", [{}, {"check_parameters": False}, {"num_groups": 1}], ids=str)
 def test_metric_that_ranks_start_at_different_places_is_what_the_error_names(
-    first: int, options: dict[str, object]
+    first: int, pause: float, options: dict[str, object]
 ) -> None:
     """On every rank, and no call of the library's own, of which the user knows nothing."""
 
     def job(group: Group) -> str:
         with pytest.raises(CollectiveMismatchError) as caught:
-            train_with_metric(group.rank, first=first, **options)
+            train_with_metric(group.rank, first=first, pause=pause, **options)  # type: ignore[arg-type]
         return str(caught.value)
 
     said, other = collectives.run_threads(2, job)
