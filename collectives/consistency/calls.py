@@ -13,7 +13,6 @@ from collectives import validation
 from collectives.consistency.description import Call, Description
 from collectives.consistency.messages import Joined
 from collectives.consistency.negotiation import Negotiation
-from collectives.cost import ASSUMED
 from collectives.execution.all_reduce import Runner
 from collectives.execution.call_queue import CallQueue
 from collectives.execution.operation import Operation
@@ -57,7 +56,6 @@ class Calls:
         run: What to do in place of an operation, for a call in which a rank that has joined cannot
         take part.
         """
-        call = self._with_link_rates(call)
         description = call.description
         if not description.name:
             self.queue.check_thread(description.kind)
@@ -107,7 +105,6 @@ class Calls:
         return work
 
     def _start(self, call: Call, shared: SharedMemoryAllReduce | None) -> Work:
-        call = self._with_link_rates(call)
         kind, label = call.description.kind, ""
         if not call.description.name:
             self.queue.check_thread(kind)
@@ -138,17 +135,6 @@ class Calls:
             return done
         work: Work = self.queue.run(kind, rest, call.memory, async_op=True)
         return work
-
-    def _with_link_rates(self, call: Call) -> Call:
-        """Let ranks agree on the rates that messages between GPUs are cut by, where any were set.
-
-        Two ends that cut a message otherwise would take parts of it for each other.
-        """
-        rates = self._runner.gpu_link_rates
-        if rates is ASSUMED or not any(tensor.is_cuda for tensor in call.tensors):
-            return call
-        options = {**call.description.options, "link rates": str(rates)}
-        return call._replace(description=replace(call.description, options=options))
 
     def _signal(self, call: Call, shared: SharedMemoryAllReduce | None) -> str:
         """Do what a call can do before it waits; return what errors call it."""

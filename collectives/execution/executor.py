@@ -72,7 +72,7 @@ def _run(
             for each in step.recvs
         ]
         operator = reducer if isinstance(reducer, Reducer) else reducer[step.phase]
-        posted = post(sends, recvs, here, one_tree=operator.needs_one_tree)
+        posted = post(sends, recvs, here)
         if step.reductions or step.group:
             sum_partials = _partial_sum(step.group, here)
             # What is reduced whole, segment by segment, waits for all of it.

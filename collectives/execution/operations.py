@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from collectives.cost import ASSUMED
 from collectives.cost.choice import all_gather_schedule, reduce_schedule
 from collectives.errors import CollectiveMismatchError, TransportError
 from collectives.execution.all_reduce import AllReduceOptions
@@ -62,7 +63,7 @@ def _reduce_onto(call: Operation, tensor: Tensor, dst: int) -> None:
     flat = flatten(tensor)
     call.prescale(flat)
     runner = call.runner
-    schedule = reduce_schedule(flat.nbytes, dst, runner.rates_of(flat), runner.topology)
+    schedule = reduce_schedule(flat.nbytes, dst, ASSUMED if flat.is_cuda else None, runner.topology)
     call.execute(schedule, flat, call.op)
     if call.rank == dst:
         call.finish(flat)
@@ -150,7 +151,7 @@ def _gather(call: Operation) -> tuple[Tensor, list[int]]:
     whole = result.detach()
     whole[rows[call.rank] : rows[call.rank + 1]] = mine.detach()
     width, runner = prod(mine.shape[1:]), call.runner
-    schedule = all_gather_schedule(whole.nbytes, runner.rates_of(whole), runner.topology)
+    schedule = all_gather_schedule(whole.nbytes, ASSUMED, runner.topology)
     call.execute(schedule, whole.view(-1), Sum, [row * width for row in rows])
     return result, rows
 
