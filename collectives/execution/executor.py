@@ -80,7 +80,7 @@ def _run(
         operator = reducer if isinstance(reducer, Reducer) else reducer[step.phase]
         posted: PostedStep | None = None
         if posts_ahead:
-            posted = post(sends, recvs, call, label, one_tree=operator.needs_one_tree)
+            posted = post(sends, recvs, call, label)
         else:
             transport.exchange(sends, recvs, label, call.timeout)
         if step.reductions or step.group:

@@ -70,7 +70,7 @@ def plan_shared_memory_all_reduce(runner: Runner, call: Call) -> SharedMemoryAll
     if vector is None or vector.nbytes > BUFFER_BYTES:
         return None
     spec = spec_for(chosen.specs, vector.numel)
-    method = _method_of(spec, vector, size, op, measured=runner.link_rates is not None)
+    method = _method_of(spec, vector, size, op)
     if method is None:
         return None
     return SharedMemoryAllReduce(vector, op, method, chosen.postscale, runner, memory)
@@ -230,13 +230,8 @@ class SharedMemoryAllReduce:
         return run
 
 
-def _method_of(
-    spec: AllReduceSpec, vector: Vector, size: int, op: Reducer, *, measured: bool
-) -> Method | None:
-    """Return how a range of a specification is carried out here; None for messages.
-
-    measured: whether `auto` may follow what costs least.
-    """
+def _method_of(spec: AllReduceSpec, vector: Vector, size: int, op: Reducer) -> Method | None:
+    """Return how a range of a specification is carried out here; None for messages."""
     if spec.inner is not None or spec.shards != 1:
         return None
     # An addition is cheaper than waiting, and with two ranks nobody would do anything else.
@@ -244,9 +239,9 @@ def _method_of(
     limit = min(ONE_SHOT_BYTES, math.inf if small_method == "tree" else _MAX_READ_BYTES // size)
     name = spec.outer
     if name == "auto":
-        name = op.algorithm(vector.nbytes, size)
-        if measured and not op.needs_one_tree:
-            name = "rd" if vector.nbytes <= limit else "rechd"
+        # A wait is what one-shot saves; beyond that, reading a share of all vectors is cheaper.
+        small = "rd" if vector.nbytes <= limit else "rechd"
+        name = op.algorithm(vector.nbytes, size) if op.needs_one_tree else small
     if name == "rd" and vector.nbytes <= limit:
         return small_method
     rows = 1 if vector.segments is None else len(vector.segments) - 1
