@@ -94,11 +94,11 @@ class Runner:
 
     def check(self, specs: Specs, op: Reducer, tensors: Sequence[Tensor]) -> None:
         """Raise ValueError or TypeError where one of the ranges cannot reduce such tensors here."""
-        kinds = {(tensor.device, tensor.dtype) for tensor in tensors}
-        on_gpu = any(device.type == "cuda" for device, _ in kinds)
         for spec in specs:
             if spec.outer == "auto":
                 continue
+            kinds = {(tensor.device, tensor.dtype) for tensor in tensors}
+            on_gpu = any(device.type == "cuda" for device, _ in kinds)
             phases = phases_of(spec, op, self.topology)
             if phases.host and on_gpu and torch.cuda.is_current_stream_capturing():
                 raise ValueError(

@@ -72,11 +72,11 @@ def _run(
     for step in steps:
         label = f"{step.name} of {call.label}"
         scratch = call.workspace.take(step.staged, buffer) if step.staged else buffer
-        sends = [Message(peer, buffer[low:high]) for peer, low, high, _ in step.sends]
-        recvs = [
-            Message(peer, (scratch if staged else buffer)[low:high])
-            for peer, low, high, staged in step.recvs
-        ]
+        sends, recvs = [], []
+        for peer, low, high, _ in step.sends:
+            sends.append(Message(peer, buffer[low:high]))
+        for peer, low, high, staged in step.recvs:
+            recvs.append(Message(peer, (scratch if staged else buffer)[low:high]))
         operator = reducer if isinstance(reducer, Reducer) else reducer[step.phase]
         posted: PostedStep | None = None
         if posts_ahead:
@@ -177,9 +177,13 @@ def _pieces(
     pieces = []
     for before, after, low, high, _ in reductions:
         mine = buffer[low:high]
-        left = [recvs[number].tensor for number in before]
-        right = [recvs[number].tensor for number in after]
-        pieces.append(Piece((*left, mine, *right), mine, low))
+        operands = []
+        for number in before:
+            operands.append(recvs[number].tensor)
+        operands.append(mine)
+        for number in after:
+            operands.append(recvs[number].tensor)
+        pieces.append(Piece(tuple(operands), mine, low))
     return tuple(pieces)
 
 

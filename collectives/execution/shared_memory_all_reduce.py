@@ -57,14 +57,17 @@ def plan_shared_memory_all_reduce(runner: Runner, call: Call) -> SharedMemoryAll
     tensors, op, chosen = call.tensors, call.op, AllReduceOptions.of(call)
     if not (op.reduces_in_shared_memory and tensors and chosen.prescale == 1.0):
         return None
-    if not all(tensor.is_cpu for tensor in tensors):
-        return None
     if call.kind == "grouped_all_reduce":
         parts = chosen.by_range(tensors)
         if len(parts) > 1:
             return None
         ((chosen, _),) = parts
-    if not 0 < sum(tensor.nbytes for tensor in tensors) <= BUFFER_BYTES:
+    nbytes = 0
+    for tensor in tensors:
+        nbytes += tensor.nbytes
+        if not tensor.is_cpu or nbytes > BUFFER_BYTES:
+            return None
+    if not nbytes:
         return None
     vector = vector_of(tensors, chosen.segments)
     if vector is None or vector.nbytes > BUFFER_BYTES:
