@@ -38,36 +38,26 @@ def execute(
         call: Between which ranks, and for what.
         segments: Element boundaries that operators work by; one segment unless given.
         bounds: Element boundaries of the schedule's chunks; nearly equal pieces unless given, of
-            whole segments where the schedule asks for them.
+            whole segments where the schedule asks for them. With them a schedule that gathers
+            does no more than that.
         ranks: The transport's ranks that stand for the schedule's ranks 0, 1, ...; all of them
             unless given.
     """
-    size, rank = call.transport.size, call.transport.rank
-    members = tuple(range(size) if ranks is None else ranks)
+    transport = call.transport
+    members = tuple(range(transport.size) if ranks is None else ranks)
     if len(members) != schedule.size:
         raise ValueError(f"schedule is for {schedule.size} ranks, got {len(members)}")
-    if schedule.gathered:
-        position = members.index(rank)
-        vectors, bounds = _side_by_side(schedule, position, buffer, call.workspace)
-        _run(lower(schedule, position, tuple(bounds), members), vectors, Sum, call, None)
+    rank = members.index(transport.rank)
+    if bounds is not None:
+        steps = lower(schedule, rank, tuple(bounds), members)
+    elif schedule.gathered:
+        vectors, bounds = _side_by_side(schedule, rank, buffer, call.workspace)
+        execute(schedule, vectors, Sum, call, bounds=bounds, ranks=members)
         _reduce_gathered(vectors.view(schedule.size, -1), buffer, reducer, segments)
         return
-    if bounds is None:
-        whole = tuple(segments) if segments is not None and schedule.whole_segments else None
-        steps = lower_evenly(schedule, members.index(rank), buffer.numel(), whole, members)
     else:
-        steps = lower(schedule, members.index(rank), tuple(bounds), members)
-    _run(steps, buffer, reducer, call, segments)
-
-
-def _run(
-    steps: Sequence[LoweredStep],
-    buffer: torch.Tensor,
-    reducer: Reducer | Sequence[Reducer],
-    call: CallContext,
-    segments: Sequence[int] | None,
-) -> None:
-    transport = call.transport
+        whole = tuple(segments) if segments is not None and schedule.whole_segments else None
+        steps = lower_evenly(schedule, rank, buffer.numel(), whole, members)
     posts_ahead = transport.posts_ahead(buffer.device)
     for step in steps:
         label = f"{step.name} of {call.label}"
