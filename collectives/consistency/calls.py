@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -23,17 +22,11 @@ from collectives.execution.shared_memory_all_reduce import (
     plan_shared_memory_all_reduce,
 )
 from collectives.reducers import Average, Reducer, Sum
-from collectives.schedules.registry import LIBRARIES
-from collectives.schedules.spec import parse_all_reduce_spec
 from collectives.trace import recording, span
-from collectives.transport.shared_memory.symmetric_memory import RanksDiffer
 from collectives.work import Work
 
 # Up to here the copy to shared memory is short beside what follows it.
 _BEGIN_BYTES = 2 * 1024 * 1024
-# Up to here a copy to undo a call with is cheaper than a negotiation of its own; beyond, a
-# negotiation costs little beside the call.
-_UNDO_BYTES = 256 * 1024
 # Whose ranges in timelines say more: operator, algorithm and bytes.
 _WITH_RANGES = ("all_reduce", "grouped_all_reduce", "run")
 
@@ -120,12 +113,7 @@ class Calls:
             self._negotiation.movable = False
             if not label:
                 first()
-            code = None
-            if shared is None and self._may_carry_code(call):
-                code = self._negotiation.code_for_messages(call.description)
-            if code is None:
-                return self._finish(call, shared, label)
-            return self._run_with_code(code, call, label)
+            return self._finish(call, shared, label)
 
         if shared is not None and shared.vector.nbytes <= _BEGIN_BYTES:
             return self.queue.begin(kind, first, rest)
@@ -157,37 +145,6 @@ class Calls:
             shared.fill()
         self._negotiation.signal(call.description)
         return label
-
-    def _may_carry_code(self, call: Call) -> bool:
-        """Whether every rank's result depends on a message of every rank, and is soon undone."""
-        kind, options = call.description.kind, call.description.options
-        tensors = call.tensors
-        nbytes = sum(tensor.nbytes for tensor in tensors)
-        if not all(tensor.is_cpu for tensor in tensors) or not 0 < nbytes <= _UNDO_BYTES:
-            return False
-        if kind == "reduce_scatter":
-            pieces = tensors[0].shape[0] if options["by_rows"] else tensors[0].numel()
-            return pieces >= self._transport.size
-        if kind not in ("all_reduce", "grouped_all_reduce"):
-            return False
-        specs = parse_all_reduce_spec(options["algorithm"])
-        names = {name for spec in specs for name in (spec.inner, spec.outer)}
-        return names.isdisjoint(LIBRARIES)
-
-    def _run_with_code(self, code: int, call: Call, label: str) -> Any:
-        """Carry out a call whose messages tell whether the ranks differ."""
-        kept = [tensor.clone() for tensor in call.tensors]
-        self._runner.code = code
-        # Outside of an `except`, so that a mismatch is the only error in a traceback.
-        try:
-            with suppress(RanksDiffer):
-                return self._run(call, label)
-        finally:
-            self._runner.code = 0
-        self._negotiation.flush(label)
-        for tensor, values in zip(call.tensors, kept, strict=True):
-            tensor.copy_(values)
-        return self._finish(call, None, label)
 
     def _run(self, call: Call, label: str) -> Any:
         options = call.description.options

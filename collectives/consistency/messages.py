@@ -1,6 +1,6 @@
 """Negotiation by messages: do all ranks make the same call?
 
-One all-reduce of some hundred bytes: the largest and the smallest code of the ranks that are at
+In about log2 n steps every rank learns the largest and the smallest code of the ranks that are at
 work, and whether any rank has joined. Equal codes and none joined: go on. Otherwise the
 descriptions themselves are gathered, and every rank raises the same error, or learns what the
 joined ranks have to take part in.
@@ -17,11 +17,8 @@ import torch
 from collectives.consistency.description import Description, difference
 from collectives.errors import CollectiveMismatchError, TransportError
 from collectives.execution.context import CallContext
-from collectives.execution.executor import execute
 from collectives.execution.operations import WITH_JOINED
-from collectives.reducers import Max
-from collectives.schedules import recursive_doubling
-from collectives.transport.base import Transport
+from collectives.transport.base import Message, Transport
 from collectives.transport.byte_gathering import gather_bytes, read_objects
 
 _NO_CODE = torch.iinfo(torch.int64).min
@@ -66,7 +63,6 @@ def negotiate_by_messages(
     Raises:
         CollectiveMismatchError: On every rank with the same text, where the calls differ or the
             joined ranks cannot take part.
-        RanksDiffer: Where another rank's messages carry another code.
     """
     transport = call.transport
     if isinstance(mine, Joined):
@@ -74,22 +70,42 @@ def negotiate_by_messages(
     else:
         codes = (mine.code, -mine.code, 0)
     # The least is the most of the opposites.
-    extremes = torch.tensor(codes, dtype=torch.int64, device="cpu")
-    execute(recursive_doubling.all_reduce(transport.size), extremes, Max, call)
-    most, least, since = extremes.tolist()
+    most, least, since = _largest(codes, call)
     if most == _NO_CODE:
         return Outcome(last=(since - 1) % transport.size)
     if most == -least and not since:
         return Outcome()
     report = ["", sorted(mine.operators)] if isinstance(mine, Joined) else [mine.to_json(), movable]
-    reports = gather_bytes(
-        json.dumps(report).encode(), transport, call.label, call.timeout, call.code
-    )
+    reports = gather_bytes(json.dumps(report).encode(), transport, call.label, call.timeout)
     told = read_objects(reports, transport)
     try:
         return _conclude(told, transport)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise TransportError(f"{call.label}: what ranks told is no call: {error}") from error
+
+
+def _largest(numbers: Sequence[int], call: CallContext) -> list[int]:
+    """Return, number by number, the largest of all ranks'.
+
+    In each step a rank learns from twice as far below itself what the ranks up to there know. Any
+    number of ranks may then count one twice, which changes no maximum.
+    """
+    transport, distance = call.transport, 1
+    rank, size = transport.rank, transport.size
+    known = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    while distance < size:
+        theirs = torch.empty_like(known)
+        transport.exchange(
+            [Message((rank + distance) % size, known)],
+            [Message((rank - distance) % size, theirs)],
+            f"the exchange at distance {distance} of {call.label}",
+            call.timeout,
+        )
+        transport.steps += 1
+        known = torch.maximum(known, theirs)
+        distance *= 2
+    largest: list[int] = known.tolist()
+    return largest
 
 
 def _conclude(reports: list[list[Any]], transport: Transport) -> Outcome:

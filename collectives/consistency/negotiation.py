@@ -4,10 +4,6 @@
   have signalled the same: no message.
 - By messages where ranks share no memory, where the signalled codes differ (to tell how), and as
   long as any rank has joined.
-- By the messages of the call itself, for a request that is started: they carry its code, and a
-  receiver that expects another one raises RanksDiffer. Then all ranks drop what is under way, and
-  negotiate by messages. Only where every rank's result depends on every rank's data, so that none
-  ends its call before it is found that the ranks differ.
 """
 
 from __future__ import annotations
@@ -17,7 +13,7 @@ from contextlib import suppress
 from collectives.consistency.description import Description
 from collectives.consistency.messages import Joined, Outcome, negotiate_by_messages
 from collectives.execution.context import CallContext, Workspace
-from collectives.transport.base import MAX_CALL_NUMBER, Transport, call_code
+from collectives.transport.base import Transport
 from collectives.transport.shared_memory.symmetric_memory import JOINED, RanksDiffer
 
 _SAME_CALL = Outcome()
@@ -41,7 +37,6 @@ class Negotiation:
         self._timeout = timeout
         self._workspace = workspace
         self._any_joined = False
-        self._calls = 0
         self.movable = False
 
     def negotiate(self, mine: Description | Joined, label: str) -> Outcome:
@@ -56,23 +51,9 @@ class Negotiation:
 
     def signal(self, mine: Description | Joined) -> None:
         """Do the first part of `negotiate`, which never waits."""
-        # From 1, so that no call's code is 0: messages with that are not compared.
-        self._calls = self._calls % MAX_CALL_NUMBER + 1
         memory = self._transport.symmetric_memory
         if memory is not None and self._transport.size > 1:
             memory.signal(mine.code if isinstance(mine, Description) else JOINED)
-
-    def code_for_messages(self, mine: Description) -> int | None:
-        """Return the code by which the call's own messages negotiate; None where they cannot."""
-        transport = self._transport
-        by_messages = transport.symmetric_memory is None and transport.size > 1
-        if not by_messages or not transport.carries_codes or self._any_joined:
-            return None
-        return call_code(self._calls, mine.code)
-
-    def flush(self, label: str) -> None:
-        """Drop all messages under way, on all ranks: one has received another call's code."""
-        self._transport.flush(f"step 0 (the ranks differ) of {label}", self._timeout)
 
     def wait(self, mine: Description | Joined, label: str) -> Outcome:
         """Do the rest of `negotiate`, after `signal`."""
@@ -90,14 +71,8 @@ class Negotiation:
     def _by_messages(self, mine: Description | Joined, label: str) -> Outcome:
         # A mismatch ends all joins.
         self._any_joined = False
-        where, code = f"the negotiation of {label}", call_code(self._calls, 0)
-        call = CallContext(self._transport, where, self._timeout, self._workspace, code)
-        outcome: Outcome | None = None
-        with suppress(RanksDiffer):
-            outcome = negotiate_by_messages(mine, call, movable=self.movable)
-        if outcome is None:
-            # Another rank negotiates by its call's own messages.
-            self.flush(label)
-            outcome = negotiate_by_messages(mine, call, movable=self.movable)
+        where = f"the negotiation of {label}"
+        call = CallContext(self._transport, where, self._timeout, self._workspace)
+        outcome = negotiate_by_messages(mine, call, movable=self.movable)
         self._any_joined = bool(outcome.joined)
         return outcome

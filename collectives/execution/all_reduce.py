@@ -89,8 +89,6 @@ class Runner:
         # What `auto` chooses by, of tensors on the host and on GPUs; None for size alone.
         self.link_rates: LinkRates | None = None
         self.gpu_link_rates: LinkRates | None = ASSUMED
-        # What the messages of the call that runs now carry.
-        self.code = 0
         # The rank that the next shards are dealt to first, modulo the number of ranks.
         self.first = 0
 
@@ -117,7 +115,6 @@ class Runner:
             label,
             self.timeout,
             self.workspace,
-            self.code,
             self.gpu_link_rates,
             self.topology,
         )

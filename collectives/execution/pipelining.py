@@ -71,7 +71,7 @@ def post(
     )
     count = max((len(parts) for parts in (*sent, *received)), default=1)
     if count == 1:
-        transport.exchange(sends, recvs, step.label, step.timeout, step.code)
+        transport.exchange(sends, recvs, step.label, step.timeout)
         return PostedStep([])
     waits = []
     for number in range(count):
