@@ -73,7 +73,6 @@ class Late(Transport):
         recvs: Sequence[Message],
         step: str,
         timeout: float,
-        code: int = 0,
     ) -> None:
         self.post(sends, recvs, step, timeout)()
 
