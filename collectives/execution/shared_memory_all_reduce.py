@@ -22,7 +22,7 @@ import torch
 
 from collectives.execution.all_reduce import AllReduceOptions, Runner, call_span
 from collectives.execution.call import Call
-from collectives.execution.shared_memory_levels import Part, TreeLevel, pairs, tree_levels
+from collectives.execution.shared_memory_levels import Share, TreeLevel, pairs, tree_levels
 from collectives.execution.vectors import Vector, vector_of
 from collectives.reducers import Operands, Piece, Reducer
 from collectives.schedules import recursive_doubling, recursive_halving
@@ -58,10 +58,10 @@ def plan_shared_memory_all_reduce(runner: Runner, call: Call) -> SharedMemoryAll
     if not (op.reduces_in_shared_memory and tensors and chosen.prescale == 1.0):
         return None
     if call.kind == "grouped_all_reduce":
-        parts = chosen.by_range(tensors)
-        if len(parts) > 1:
+        ranges = chosen.by_range(tensors)
+        if len(ranges) > 1:
             return None
-        ((chosen, _),) = parts
+        ((chosen, _),) = ranges
     nbytes = 0
     for tensor in tensors:
         nbytes += tensor.nbytes
@@ -186,17 +186,17 @@ class SharedMemoryAllReduce:
         module = recursive_halving if self.method == "two-shot" else recursive_doubling
         levels = tree_levels(module.all_reduce(len(vectors)))
         steps = [
-            self._bind_part(vectors, level, finish=level is levels[-1])
-            if memory.rank in level.parts
+            self._bind_share(vectors, level, finish=level is levels[-1])
+            if memory.rank in level.shares
             else None
             for level in levels
         ]
 
         def run(label: str) -> Tensor:
-            for number, (level, reduce_part) in enumerate(zip(levels, steps, strict=True)):
+            for number, (level, reduce_share) in enumerate(zip(levels, steps, strict=True)):
                 where = f"step {number + 1} of {label}"
-                if reduce_part is not None:
-                    reduce_part(where)
+                if reduce_share is not None:
+                    reduce_share(where)
                 elif level.block > 1:
                     # Others share their dot products.
                     memory.barrier(where, timeout)
@@ -206,20 +206,20 @@ class SharedMemoryAllReduce:
 
         return run
 
-    def _bind_part(
+    def _bind_share(
         self, vectors: Sequence[Tensor], level: TreeLevel, *, finish: bool
     ) -> Callable[[str], None]:
-        """Bind this rank's part of a level."""
+        """Bind this rank's share of a level."""
         op, numel, size = self.op, self.vector.numel, len(vectors)
-        part = level.parts[self.memory.rank]
+        share = level.shares[self.memory.rank]
         bounds = split_bounds(numel, Fold(size).leaves)
-        start, stop = bounds[part.start], bounds[part.stop]
-        left, right = (vectors[rank][start:stop] for rank in (part.left, part.right))
+        start, stop = bounds[share.start], bounds[share.stop]
+        left, right = (vectors[rank][start:stop] for rank in (share.left, share.right))
         sums = None
         if level.block > 1:
-            sums = _PartialSums(self.memory, level, part, self.runner.timeout)
+            sums = _PartialSums(self.memory, level, share, self.runner.timeout)
         piece = Piece((left, right), left, start)
-        reduce = op.bind(Operands((piece,), numel, self.vector.segments, sums, part.behind))
+        reduce = op.bind(Operands((piece,), numel, self.vector.segments, sums, share.behind))
 
         def run(where: str) -> None:
             if sums is not None:
@@ -266,11 +266,11 @@ def _bind_two(
 
 @dataclass
 class _PartialSums:
-    """Sums the table of a rank's part over all parts of its pair."""
+    """Sums the table of a rank's share over all shares of its pair."""
 
     memory: SymmetricMemory
     level: TreeLevel
-    part: Part
+    share: Share
     timeout: float
     where: str = ""
     calls: int = 0
@@ -278,7 +278,7 @@ class _PartialSums:
     def __call__(self, table: Tensor) -> None:
         self.calls += 1
         row = table.detach().view(1, -1).numpy()
-        block, leaf, count = self.level.block, self.part.leaf, len(self.level.parts)
+        block, leaf, count = self.level.block, self.share.leaf, len(self.level.shares)
         rows = self.memory.gather_rows([leaf], row, count, self.where, self.timeout)
         first = leaf - leaf % block
         halves = rows[first : first + block]
