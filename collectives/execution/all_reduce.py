@@ -14,7 +14,7 @@ from collectives.cost import ASSUMED, LinkRates
 from collectives.cost.choice import choose
 from collectives.execution.context import CallContext, Workspace
 from collectives.execution.executor import execute
-from collectives.execution.phases import AllReducePhases, phases_of
+from collectives.execution.phases import AllReducePhases, auto_of, phases_of
 from collectives.execution.vectors import flatten, multiply, vector_of
 from collectives.execution.vendor import Libraries
 from collectives.reducers import Reducer, Sum, is_plain_sum
@@ -100,7 +100,10 @@ class Runner:
         on_gpu = any(device.type == "cuda" for device, _ in kinds)
         for spec in specs:
             if spec.outer == "auto":
-                continue
+                if is_plain_sum(op):
+                    continue
+                nbytes = sum(tensor.nbytes for tensor in tensors)
+                spec = auto_of(op, nbytes, self.transport.size)
             phases = phases_of(spec, op, self.topology)
             if phases.host and on_gpu and torch.cuda.is_current_stream_capturing():
                 raise ValueError(
@@ -194,8 +197,8 @@ class Runner:
         program has to give the same bits. Its choice is by size alone.
         """
         rates = self.rates_of(flat)
-        if rates is None or op.needs_one_tree:
-            return AllReduceSpec(op.algorithm(flat.nbytes, self.transport.size), 1, -1)
+        if rates is None or not op.associative:
+            return auto_of(op, flat.nbytes, self.transport.size)
         library = self._library_for(flat, op)
         (spec,) = parse_all_reduce_spec(choose(op, flat.nbytes, rates, self.topology, library))
         return spec

@@ -109,7 +109,7 @@ def _reduce_scatter(call: Operation) -> Tensor:
     rows = split_bounds(tensor.shape[0] if by_rows else flat.numel(), size)
     width = flat.numel() // rows[-1] if rows[-1] else 0
     bounds = [row * width for row in rows]
-    if op.needs_one_tree:
+    if not op.associative:
         options = AllReduceOptions(
             parse_all_reduce_spec("auto"),
             prescale=call.options["prescale"],
@@ -122,7 +122,7 @@ def _reduce_scatter(call: Operation) -> Tensor:
     piece = flat[bounds[rank] : bounds[rank + 1]]
     if call.out is None:
         piece = piece.clone()
-    if not op.needs_one_tree:
+    if op.associative:
         call.finish(piece)
     if by_rows:
         piece = piece.view(rows[rank + 1] - rows[rank], *tensor.shape[1:])

@@ -39,6 +39,19 @@ LIBRARIES = frozenset(ALGORITHMS) - frozenset(SCHEDULES)
 """The names that stand for a library's own all-reduce."""
 
 
+def carriers(*, one_tree: bool = False, at_once: bool = False) -> tuple[str, ...]:
+    """Return the names of the algorithms that can carry an operator: see `Algorithm.carries`."""
+    return tuple(
+        name
+        for name, record in ALGORITHMS.items()
+        if record.carries(one_tree=one_tree, at_once=at_once)
+    )
+
+
+ORDERED = carriers(one_tree=True)
+"""The names of those that carry an operator that needs one expression tree."""
+
+
 def algorithm(name: str) -> Algorithm:
     """Return the record of a name.
 
