@@ -12,6 +12,7 @@ from collectives.schedules import (
     recursive_doubling,
     recursive_halving,
     ring,
+    swing,
 )
 from collectives.schedules.algorithm import Algorithm
 
@@ -19,6 +20,7 @@ _RECORDS = (
     ring.XRING,
     recursive_halving.RECHD,
     recursive_halving.VHDD,
+    swing.SWING,
     recursive_doubling.RD,
     bruck.BRUCK,
     parameter_server.PSGPU,
