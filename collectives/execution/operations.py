@@ -100,7 +100,7 @@ def _reduce_scatter(runner: Runner, call: Call) -> Tensor:
     rows = split_bounds(tensor.shape[0] if by_rows else flat.numel(), size)
     width = flat.numel() // rows[-1] if rows[-1] else 0
     bounds = [row * width for row in rows]
-    if op.needs_one_tree:
+    if not op.associative:
         options = AllReduceOptions.of(call)._replace(specs=parse_all_reduce_spec("auto"))
         runner.all_reduce(flat, op, options, call.label)
     else:
@@ -109,7 +109,7 @@ def _reduce_scatter(runner: Runner, call: Call) -> Tensor:
     piece = flat[bounds[rank] : bounds[rank + 1]]
     if call.out is None:
         piece = piece.clone()
-    if not op.needs_one_tree:
+    if op.associative:
         runner.finish(call, piece)
     if by_rows:
         piece = piece.view(rows[rank + 1] - rows[rank], *tensor.shape[1:])
