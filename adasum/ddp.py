@@ -9,6 +9,7 @@ model.register_comm_hook(adasum.HookState(op=adasum.Adasum), adasum.ddp_hook)
 import copy
 import logging
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from adasum.modes import outside_modes
 from adasum.observer import Observer, require_observer
 from adasum.optimizer.consistency.parameter_check import checks_parameters
 from adasum.real_pairs import real_numel
-from adasum.request_pool import PooledReduction, RequestPool
+from adasum.request_pool import RequestPool, StartedRequest
 from adasum.sparse import sparse_all_reduce_async
 from collectives import Average, Group, Reducer, Work, validation
 
@@ -128,11 +129,21 @@ class HookState:
 
     def start(
         self, buffer: Tensor, name: str, segments: Sequence[int], op: Reducer | None = None
-    ) -> PooledReduction:
+    ) -> StartedRequest:
         """Start reducing a buffer of whole segments in place, by `op` where it is given."""
-        return self._requests.start(
-            self.group, buffer, op or self.op, self.algorithm, name, segments
+        group, op = self.group, op or self.op
+        make = partial(
+            group.all_reduce_init,
+            buffer,
+            op,
+            algorithm=self.algorithm,
+            name=name,
+            segments=segments,
+            negotiate=False,
         )
+        # A request keeps its operator alive, whose id is therefore no other's.
+        key = name, tuple(segments), buffer.dtype, buffer.device, id(op), self.algorithm
+        return self._requests.start(group, key, make, buffer)
 
     def name_of(self, parameter: Tensor) -> str:
         """Return the parameter's name, the same at every call and for no other parameter."""
@@ -180,7 +191,7 @@ def require_state(state: object) -> None:
         raise TypeError(f"state must be a HookState, not {type(state).__name__}")
 
 
-@outside_modes
+@outside_modes()
 def ddp_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Reduce a bucket of DDP's in place, while backward goes on.
 

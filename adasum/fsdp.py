@@ -145,7 +145,7 @@ class _Hook:
     partial: Tensor | None = None
     backward: int = -1
 
-    @outside_modes
+    @outside_modes()
     def __call__(self, gradients: Tensor) -> None:
         # Padded with zeros to equal sizes on all shards: every shard has the same segments.
         parameters = [p for p in self.group.fsdp_params if p.sharded_param.requires_grad]

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adasum.modes import outside_modes
 from adasum.optimizer.buckets.delta_buffers import DeltaBuffers
 from adasum.optimizer.buckets.kinds import same_state, state_of
 from adasum.optimizer.buckets.planning import Named, by_kind
@@ -115,15 +116,22 @@ class DeltaMethod(DistributedMixin):
 
     @torch.no_grad()
     def _start_bucket(self, members: Sequence[Named], bucket: str) -> list[Reduction]:
+        if self._adasum_early and has_pre_hooks(self):
+            raise OptimizerOrderError(
+                "hooks of register_step_pre_hook cannot be used with step_in_backward=True: the "
+                "local steps are taken in backward; pass step_in_backward=False"
+            )
         whole = self._adasum_before
         stepping = [
             (name, parameter)
             for name, parameter in members
             if (may_step(parameter) if whole is None else parameter in whole)
         ]
+        started: list[Reduction] = []
         # One kind, unless dtypes or devices have changed since the buckets were planned.
-        parts = enumerate(by_kind(stepping))
-        return [self._start_part(part, f"{bucket}, {i}" if i else bucket) for i, part in parts]
+        for i, part in enumerate(by_kind(stepping)):
+            started.append(self._start_part(part, f"{bucket}, {i}" if i else bucket))
+        return started
 
     def _start_part(self, members: Sequence[Named], bucket: str) -> Reduction:
         """Take the local step of parameters of one kind, and start reducing its difference."""
@@ -146,7 +154,8 @@ class DeltaMethod(DistributedMixin):
             torch._foreach_sub_(deltas, before)
         finally:
             torch._foreach_copy_(values, before)
-        reduction = self._adasum_settings.reducer.reduce_async(names, fused, bucket)
+        with outside_modes():
+            reduction = self._adasum_settings.reducer.reduce_async(names, fused, bucket)
         taken = [state_of(parameter.grad) for parameter in parameters if self._adasum_early]
 
         def install(result: Any) -> None:
@@ -222,14 +231,6 @@ class DeltaMethodInBackward(DeltaMethod):
             result = None if closure is None else closure()
         self._adasum_hooks.synchronize()
         return result
-
-    def _start_bucket(self, members: Sequence[Named], bucket: str) -> list[Reduction]:
-        if has_pre_hooks(self):
-            raise OptimizerOrderError(
-                "hooks of register_step_pre_hook cannot be used with step_in_backward=True: the "
-                "local steps are taken in backward; pass step_in_backward=False"
-            )
-        return super()._start_bucket(members, bucket)
 
 
 def may_step(parameter: Tensor) -> bool:

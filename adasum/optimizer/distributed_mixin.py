@@ -318,7 +318,7 @@ class DistributedMixin(torch.optim.Optimizer):
         require_observer(observer)
         self._adasum_settings.reducer.observer = observer
 
-    @outside_modes
+    @outside_modes()
     def average_state(self) -> None:
         """Average the optimizer's state over the ranks; collective.
 

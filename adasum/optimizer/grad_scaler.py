@@ -16,7 +16,7 @@ def found_inf(optimizer: torch.optim.Optimizer) -> bool:
     return bool(optimizer.__dict__.get("found_inf", False))
 
 
-@outside_modes
+@outside_modes()
 def any_rank_found_inf(optimizer: torch.optim.Optimizer, group: Group) -> bool:
     """Return whether GradScaler has found one on any rank; collective where it is used."""
     found = optimizer.__dict__.get("found_inf")

@@ -17,7 +17,7 @@ from torch import Tensor
 from adasum.modes import outside_modes
 from adasum.optimizer.buckets.kinds import version_of
 from adasum.optimizer.buckets.planning import Named
-from adasum.optimizer.buckets.reduction import Owners, Reduction
+from adasum.optimizer.buckets.reduction import Owners
 from adasum.optimizer.consistency.membership import Change
 from adasum.optimizer.errors import OptimizerOrderError
 from adasum.optimizer.gradient_method import GradientMethod
@@ -187,7 +187,7 @@ class OwnersMethod(GradientMethod):
         super()._check_parameters()
         self._own_new_parameters()
 
-    @outside_modes
+    @outside_modes()
     def _own_new_parameters(self) -> None:
         """Give owners to the parameters that have come; collective where any have.
 
@@ -212,14 +212,12 @@ class OwnersMethod(GradientMethod):
             return None
         return list(map(self._owner_of, parameters))
 
-    def _start_bucket(self, members: Sequence[Named], bucket: str) -> list[Reduction]:
-        started = super()._start_bucket(members, bucket)
+    def _note_started(self, members: Sequence[Named], bucket: str) -> None:
         for _, parameter in members:
             if parameter in self._adasum_owners:
                 self._adasum_reduced.setdefault(parameter, bucket)
-        return started
 
-    @outside_modes
+    @outside_modes()
     @torch.no_grad()
     def _finish_reductions(self) -> None:
         """Keep this rank's own gradients, and let every rank see a non-finite one of any."""
@@ -295,7 +293,7 @@ class OwnersMethod(GradientMethod):
         self._broadcast_parameters()
         return result
 
-    @outside_modes
+    @outside_modes()
     @torch.no_grad()
     def _broadcast_parameters(self) -> None:
         """Give every rank the parameters that their owners have stepped."""
@@ -318,7 +316,7 @@ class OwnersMethod(GradientMethod):
                 if result is not target:
                     target.copy_(result)
 
-    @outside_modes
+    @outside_modes()
     def _total_norm(self, norm_type: float, foreach: bool | None) -> Tensor:
         """Return the norm of all owners' gradients."""
         mine = super()._total_norm(norm_type, foreach)
@@ -335,7 +333,7 @@ class OwnersMethod(GradientMethod):
         widest = max((p.dtype for p in self._parameters()), key=lambda dtype: dtype.itemsize)
         return total[0].to(torch.promote_types(widest.to_real(), torch.float32))
 
-    @outside_modes
+    @outside_modes()
     def consolidate_state_dict(self, to: int | None = 0) -> None:
         """Gather every parameter's state: `DistributedMixin.consolidate_state_dict`."""
         self._refuse_in_flight("consolidate_state_dict()")

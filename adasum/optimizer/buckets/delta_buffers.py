@@ -36,7 +36,7 @@ class DeltaBuffers:
         """Begin a new step with nothing in flight: buckets get the same slots as in the last."""
         self._turn = 0
 
-    @outside_modes
+    @outside_modes()
     def of(self, name: str, parameters: Sequence[Tensor]) -> tuple[FusedBuffer, FusedBuffer]:
         """Return a bucket's two buffers, each with views like its parameters.
 

@@ -58,7 +58,7 @@ def checks_parameters(asked: bool | None) -> bool:
     return text == "1"
 
 
-@outside_modes
+@outside_modes()
 def require_equal_parameters(
     group: Group,
     named: Sequence[Named],

@@ -251,15 +251,17 @@ def test_bucket_that_cannot_start_raises_what_ended_the_one_before() -> None:
     def wait() -> None:
         raise lost
 
-    def start(members: Any, name: str) -> list[Reduction]:
-        if name.startswith("bucket 0"):
-            return [Reduction(wait, lambda result: None)]
-        raise TransportError(f"{name}: this group is unusable since an earlier failure") from lost
+    class Optimizer:
+        def _start_bucket(self, members: Any, name: str) -> list[Reduction]:
+            if name.startswith("bucket 0"):
+                return [Reduction(wait, lambda result: None)]
+            raise TransportError(f"{name}: unusable since an earlier failure") from lost
+
+        _check_parameters = _densify = _finish_reductions = lambda *_: None
 
     named = [(name, torch.nn.Parameter(torch.ones(1))) for name in "ab"]
-    hooks = BackwardHooks(
-        named, [[each] for each in named], start, passes=1, early=True, final=False
-    )
+    optimizer: Any = Optimizer()
+    hooks = BackwardHooks(optimizer, named, [[each] for each in named], passes=1, early=True)
     with pytest.raises(CollectiveTimeoutError, match="got no answer from rank 1"):
         hooks.synchronize()
     assert not hooks.busy
