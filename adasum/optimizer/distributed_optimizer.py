@@ -30,7 +30,7 @@ from adasum.optimizer.delta_method import DeltaMethod, DeltaMethodInBackward, st
 from adasum.optimizer.distributed_mixin import DistributedMixin
 from adasum.optimizer.gradient_method import GradientMethod
 from adasum.optimizer.local_steps import LocalStepsMethod
-from adasum.optimizer.owners_method import OwnersMethod
+from adasum.optimizer.owners_method import OwnersMethod, SoleOwnerMethod
 from adasum.optimizer.settings import Settings
 from adasum.optimizer.wrapping import wrap
 from adasum.reducer import UNWEIGHTED, Adasum
@@ -180,6 +180,8 @@ class DistributedOptimizer(DistributedMixin):
         ]
         if op is Adasum:
             warn_of_scaled_rate(algorithm)
+        if settings.one_rank and kind is OwnersMethod:
+            kind = SoleOwnerMethod
         wrap(self, optimizer, kind, named, by_size(named, groups), settings)
         if comparing:
             self._adasum_check = ParameterCheck(

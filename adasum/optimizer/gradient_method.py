@@ -156,7 +156,7 @@ class GradientMethod(DistributedMixin):
         # The Adasum of losses would not measure progress.
         op = reducer.op if reducer.op in (Sum, Average) else Average
         loss = loss.detach().clone()
-        reducer.group.all_reduce(loss, op, name="closure's loss")
+        self._adasum_group.all_reduce(loss, op, name="closure's loss")
         return loss
 
     def _start_bucket(self, members: Sequence[Named], bucket: str) -> list[Reduction]:
@@ -211,7 +211,7 @@ class GradientMethod(DistributedMixin):
         # All ranks take part, but only one that lacks a gradient has to read the answer.
         count = torch.tensor(had, device=named[0][1].device)
         name = "which parameters have gradients"
-        self._adasum_settings.reducer.group.all_reduce(count, Sum, name=name)
+        self._adasum_group.all_reduce(count, Sum, name=name)
         if missing:
             ranks = dict(zip((id(p) for _, p in named), count.tolist(), strict=True))
             for parameter in missing:

@@ -142,7 +142,7 @@ class LocalStepsMethod(DeltaMethod):
         """
         packed = super().state_dict()
         if self._adasum_taken:
-            numbers = {parameter: i for i, parameter in enumerate(self._parameters())}
+            numbers = {parameter: i for i, parameter in enumerate(self._adasum_parameters())}
             start = {numbers[each]: value for each, value in self._adasum_start.items()}
             packed[_KEY] = {"taken": self._adasum_taken, "start": start}
         return packed
@@ -154,7 +154,7 @@ class LocalStepsMethod(DeltaMethod):
         """
         super().load_state_dict(state_dict)
         saved = state_dict.get(_KEY, {"taken": 0, "start": {}})
-        parameters = self._parameters()
+        parameters = self._adasum_parameters()
         self._adasum_taken = saved["taken"]
         self._adasum_start = {
             parameters[number]: _like(parameters[number]).copy_(value)
@@ -172,9 +172,6 @@ class LocalStepsMethod(DeltaMethod):
                 f"local_steps={self._adasum_settings.local_steps} and backward_passes_per_step="
                 f"{passes!r} exclude each other"
             )
-
-    def _parameters(self) -> list[Tensor]:
-        return [parameter for group in self.param_groups for parameter in group["params"]]
 
 
 def _like(parameter: Tensor) -> Tensor:

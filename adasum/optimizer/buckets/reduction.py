@@ -216,7 +216,11 @@ class BucketReducer:
         assert gradient is not None
         if self.prescale != 1.0:
             gradient = gradient * self.prescale
-        handle = sparse_all_reduce_async(self.group, gradient, self.op, f"{bucket}: {name}")
+        # Ranks compare names: where one has no gradient, this one is in the error.
+        call = (
+            f"{bucket}: sparse gradient of {name} (a rank without one needs sparse_as_dense=True)"
+        )
+        handle = sparse_all_reduce_async(self.group, gradient, self.op, call)
 
         def install(result: Tensor) -> None:
             parameter.grad = result * self.postscale if self.postscale != 1.0 else result
