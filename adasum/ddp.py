@@ -54,7 +54,7 @@ class HookState:
         observer: Sees every parameter's gradient before and after its reduction (DDP only; under
             `Join` a rank that has joined raises ValueError).
         timeout: Seconds a step may wait for a peer, where the hook makes the group.
-        named_parameters: The names that an observer is told, as model.named_parameters() gives
+        named_parameters: The names that an observer is given, as model.named_parameters() has
             them. Unless given, parameters are numbered in the order of their first reduction.
         calibrate: Whether link rates are measured where the hook makes the group, for a fraction of
             a second at the first reduction: `collectives.from_process_group`. It must be the same
@@ -178,11 +178,12 @@ class HookState:
                 "HookState: process_group cannot be pickled and is left out; where this state is "
                 "loaded, it is that of adasum.init() or the world unless set again"
             )
-        return {**self.__dict__, "process_group": None, "_names": None, "_num_named": 0}
+        left_out = {"process_group": None, "_names": None, "_num_named": 0, "_requests": None}
+        return {**self.__dict__, **left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Names are of the parameters of the process that pickled them.
-        self.__dict__.update(state, _names=WeakIdKeyDictionary())
+        # Names are of the parameters of the process that pickled them, and requests are its own.
+        self.__dict__.update(state, _names=WeakIdKeyDictionary(), _requests=RequestPool())
 
 
 def require_state(state: object) -> None:
@@ -241,12 +242,7 @@ def ddp_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[Tenso
             )
         state.start(buffer, name, segments).wait()
         return _future_of(buffer)
-
-    token: Any = None
-    if state.observer is not None:
-        names = [state.name_of(parameter) for parameter in parameters]
-        gradients = _gradients_in(bucket)
-        token = state.observer.before_reduction(names, gradients)
+    notify = _observe(state, bucket)
     reduction = state.start(buffer, name, segments)
 
     def finish() -> None:
@@ -257,11 +253,20 @@ def ddp_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[Tenso
                 " = ...` does, and DistributedDataParallel with gradient_as_bucket_view=True will "
                 "not see it again: wrap the model anew, and assign to `grad` itself"
             )
-        if state.observer is not None:
-            state.observer.after_reduction(token, gradients)
+        notify()
 
     _call_after_ddp(finish)
     return _future_of(buffer, reduction.work)
+
+
+def _observe(state: HookState, bucket: GradBucket) -> Callable[[], None]:
+    """Show the bucket's gradients to the observer, and return what shows it their reductions."""
+    observer = state.observer
+    if observer is None:
+        return lambda: None
+    gradients = _gradients_in(bucket)
+    token = observer.before_reduction(list(map(state.name_of, bucket.parameters())), gradients)
+    return lambda: observer.after_reduction(token, gradients)
 
 
 def _is_moved(gradient: Tensor | None, buffer: Tensor) -> bool:

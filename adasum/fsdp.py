@@ -69,24 +69,7 @@ def register_fsdp_hook(model: nn.Module, state: HookState) -> None:
     from torch.distributed.fsdp import FSDPModule
 
     require_state(state)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    if state.process_group is None:
-        raise ValueError(
-            'state needs process_group, the replicas of a shard: mesh.get_group("replicate")'
-        )
-    if state.observer is not None:
-        raise ValueError("observer: cannot be used with FSDP, which reduces shards of gradients")
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    if not units:
-        raise ValueError("model has no fully_shard module: call fully_shard first")
-    found = [(unit, group, _mesh_of(group)) for unit in units for group in _parameter_groups(unit)]
-    for _, group, _ in found:
-        if not isinstance(group._all_reduce_hook, _Hook | None):
-            raise ValueError(
-                f"a unit has an all-reduce hook, {group._all_reduce_hook!r}, which this one would "
-                "replace: register one of them"
-            )
+    found = _groups_of(model, state, FSDPModule)
     # The group of the replicas is made here, where all ranks are.
     _ = state.group
     for unit, group, mesh in found:
@@ -97,6 +80,33 @@ def register_fsdp_hook(model: nn.Module, state: HookState) -> None:
         if hasattr(unit, "set_reduce_scatter_unused_params"):
             unit.set_reduce_scatter_unused_params(True, recurse=False)
         unit.set_all_reduce_hook(_Hook(group, state, shards))
+
+
+def _groups_of(model: nn.Module, state: HookState, kind: type) -> list[tuple[Any, Any, Any]]:
+    """Return (unit, group of parameters, mesh) of all that FSDP reduces together in the model.
+
+    Raises:
+        TypeError, ValueError: As `register_fsdp_hook`.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if state.process_group is None:
+        raise ValueError(
+            'state needs process_group, the replicas of a shard: mesh.get_group("replicate")'
+        )
+    if state.observer is not None:
+        raise ValueError("observer: cannot be used with FSDP, which reduces shards of gradients")
+    units = [module for module in model.modules() if isinstance(module, kind)]
+    if not units:
+        raise ValueError("model has no fully_shard module: call fully_shard first")
+    found = [(unit, group, _mesh_of(group)) for unit in units for group in _parameter_groups(unit)]
+    for _, group, _ in found:
+        if not isinstance(group._all_reduce_hook, _Hook | None):
+            raise ValueError(
+                f"a unit has an all-reduce hook, {group._all_reduce_hook!r}, which this one would "
+                "replace: register one of them"
+            )
+    return found
 
 
 def _parameter_groups(unit: Any) -> Sequence[Any]:

@@ -24,10 +24,6 @@ class RequestPool:
     def __init__(self) -> None:
         self._free: WeakKeyDictionary[Any, dict[Hashable, Request[Any]]] = WeakKeyDictionary()
 
-    def __reduce__(self) -> tuple[type[RequestPool], tuple[()]]:
-        # Requests belong to this process: a copy or a pickle of the pool is an empty one.
-        return RequestPool, ()
-
     def start(
         self,
         holder: Any,

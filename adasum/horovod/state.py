@@ -101,22 +101,7 @@ def broadcast_optimizer_state(
     group, root = group_and_root(process_set, root_rank)
     _check_parameter_groups(optimizer, root_rank, process_set)
     parameters = [p for each in optimizer.param_groups for p in each["params"]]
-    entries: list[Entry] = []
-    devices: list[str] = []
-
-    def take_out(tensor: Tensor, path: str) -> Tensor:
-        entry = entry_of(f"state {len(entries)}", path, tensor)
-        # The others' tensors are not expanded.
-        entries.append(entry._replace(sent=entry.sent.expand(tensor.shape).contiguous()))
-        devices.append(tensor.device.type)
-        return tensor.detach().resolve_conj().resolve_neg().to("meta")
-
-    def allocate(like: Tensor, path: str) -> Tensor:
-        device = "cpu" if devices[len(entries)] == "cpu" else parameters[0].device
-        tensor = torch.empty_like(like, device=device)
-        entries.append(entry_of(f"state {len(entries)}", path, tensor))
-        return tensor
-
+    tensors = _Tensors(parameters[0].device if parameters else torch.device("cpu"))
     # The optimizer of mode="owners", whose state is spread over the ranks.
     consolidate = getattr(optimizer, "consolidate_state_dict", None)
     if consolidate is not None:
@@ -125,15 +110,15 @@ def broadcast_optimizer_state(
     sent: Any = None
     if is_root:
         try:
-            sent = [_map_tensors(take_out, optimizer.state_dict()), devices, ""]
+            sent = [_map_tensors(tensors.take_out, optimizer.state_dict()), tensors.devices, ""]
         except (TypeError, ValueError) as error:
             sent = [None, [], str(error)]
-    received, devices, problem = broadcast_object(sent, root_rank, None, process_set)
+    received, tensors.devices, problem = broadcast_object(sent, root_rank, None, process_set)
     if problem:
         raise TypeError(f"rank {root_rank}: {problem}")
     if not is_root:
-        received = _map_tensors(allocate, received)
-    _broadcast_entries(entries, group, root)
+        received = _map_tensors(tensors.allocate, received)
+    _broadcast_entries(tensors.entries, group, root)
     if is_root:
         return
     optimizer.load_state_dict(received)
@@ -143,6 +128,35 @@ def broadcast_optimizer_state(
         if parameters[index] in optimizer.state:
             move = partial(_move, parameters[index].device)
             optimizer.state[parameters[index]] = _map_tensors(move, state)
+
+
+class _Tensors:
+    """The tensors of a state_dict, which are sent each by itself.
+
+    Attributes:
+        entries: Theirs.
+        devices: The kind of device that each is on at the root.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.entries: list[Entry] = []
+        self.devices: list[str] = []
+        self._device = device
+
+    def take_out(self, tensor: Tensor, path: str) -> Tensor:
+        """Note the root's tensor, and return what stands for it in the state_dict."""
+        entry = entry_of(f"state {len(self.entries)}", path, tensor)
+        # The others' tensors are not expanded.
+        self.entries.append(entry._replace(sent=entry.sent.expand(tensor.shape).contiguous()))
+        self.devices.append(tensor.device.type)
+        return tensor.detach().resolve_conj().resolve_neg().to("meta")
+
+    def allocate(self, like: Tensor, path: str) -> Tensor:
+        """Return a tensor to receive into, for what stands for the root's."""
+        device = "cpu" if self.devices[len(self.entries)] == "cpu" else self._device
+        tensor = torch.empty_like(like, device=device)
+        self.entries.append(entry_of(f"state {len(self.entries)}", path, tensor))
+        return tensor
 
 
 def _move(device: torch.device, tensor: Tensor, path: str) -> Tensor:

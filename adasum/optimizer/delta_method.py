@@ -97,21 +97,27 @@ class DeltaMethod(DistributedMixin):
 
     def _step_as_a_whole(self, closure: Callable[[], Any] | None, **options: Any) -> Any:
         with torch.no_grad():
-            self._adasum_before = {
-                parameter: parameter.clone()
-                for _, parameter in self._adasum_hooks.named
-                if may_step(parameter)
-            }
-        try:
+            before = {p: p.clone() for _, p in self._adasum_hooks.named if may_step(p)}
+        with self._reducing_from(before):
             result = self._local_step(closure, **options)
             self._adasum_hooks.synchronize(max_in_flight=MAX_IN_FLIGHT)
             # What a bucket's start has made dense.
             self._resparsify()
             return result
+
+    @contextmanager
+    def _reducing_from(self, before: dict[Tensor, Tensor]) -> Iterator[None]:
+        """Have buckets reduce what has changed since parameters had these values.
+
+        After an error those that have not been reduced have these values again.
+        """
+        self._adasum_before = before
+        try:
+            yield
         finally:
             with torch.no_grad():
-                for parameter, before in self._adasum_before.items():
-                    parameter.copy_(before)
+                for parameter, value in before.items():
+                    parameter.copy_(value)
             self._adasum_before = None
 
     @torch.no_grad()

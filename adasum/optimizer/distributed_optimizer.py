@@ -31,7 +31,7 @@ from adasum.optimizer.distributed_mixin import DistributedMixin
 from adasum.optimizer.gradient_method import GradientMethod
 from adasum.optimizer.local_steps import LocalStepsMethod
 from adasum.optimizer.owners_method import OwnersMethod, SoleOwnerMethod
-from adasum.optimizer.settings import Settings
+from adasum.optimizer.wrapped_step import Settings
 from adasum.optimizer.wrapping import wrap
 from adasum.reducer import UNWEIGHTED, Adasum
 from collectives import Average, Group, Reducer, Sum, default_group

@@ -118,15 +118,10 @@ class LocalStepsMethod(DeltaMethod):
 
     def _reduce_difference(self) -> None:
         self._adasum_buffers.restart()
-        self._adasum_before = dict(self._adasum_start)
         try:
-            self._adasum_hooks.synchronize(max_in_flight=MAX_IN_FLIGHT)
+            with self._reducing_from(dict(self._adasum_start)):
+                self._adasum_hooks.synchronize(max_in_flight=MAX_IN_FLIGHT)
         finally:
-            with torch.no_grad():
-                # After an error in a bucket: those behind it have not been reduced.
-                for parameter, before in self._adasum_before.items():
-                    parameter.copy_(before)
-                self._adasum_before = None
             self._adasum_taken = 0
 
     def _check_again(self) -> None:

@@ -3,21 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from adasum.horovod.process_sets import ProcessSet
 from adasum.modes import outside_modes
 from adasum.optimizer.backward_hooks import BackwardHooks
+from adasum.optimizer.buckets.planning import PlanBuckets
+from adasum.optimizer.buckets.reduction import BucketReducer
 from adasum.optimizer.errors import explain_shapes
-from adasum.optimizer.settings import Settings
 from adasum.optimizer.step_hooks import run_post_hooks, run_pre_hooks, without_hooks
-from collectives import Group, Sum
+from collectives import Group, Reducer, Sum
 
 # What GradScaler sets on an optimizer for the time of a step.
 SCALER_STATE = ("grad_scale", "found_inf")
+
+
+@dataclass
+class Settings:
+    """What DistributedOptimizer was asked for.
+
+    Attributes:
+        reducer: Reduces each bucket.
+        plan_buckets: Divides parameters into buckets by size.
+        passes: Backward passes of a step.
+        sparse_as_dense: Whether sparse gradients are made dense first.
+        one_rank: Whether this rank reduces with no other.
+        op: As asked for; the reducer's is Sum where Average is divided before and after it.
+        process_set: As asked for.
+        local_steps: Steps between two reductions.
+        gradient_as_bucket_view: Whether gradients that are reduced lie in their buckets' buffers.
+    """
+
+    reducer: BucketReducer
+    plan_buckets: PlanBuckets
+    passes: int
+    sparse_as_dense: bool
+    one_rank: bool
+    op: Reducer
+    process_set: ProcessSet
+    local_steps: int = 1
+    gradient_as_bucket_view: bool = True
 
 
 class WrappedStep(torch.optim.Optimizer):

@@ -15,8 +15,8 @@ from adasum.optimizer.consistency.membership import Membership
 from adasum.optimizer.distributed_mixin import COLLECTIVE_METHODS, DistributedMixin
 from adasum.optimizer.gradient_method import GradientMethod
 from adasum.optimizer.outside_steps import guarded, methods_of, require_steps_alone
-from adasum.optimizer.settings import Settings
 from adasum.optimizer.step_hooks import refuse_plain_steps
+from adasum.optimizer.wrapped_step import Settings
 
 
 def wrap(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import pickle
 import weakref
 from functools import partial
 
@@ -112,13 +111,3 @@ def test_pool_of_a_closed_group_is_freed() -> None:
 
     run_threads(1, run)
     assert num_requests() == before
-
-
-def test_pool_pickled_is_empty() -> None:
-    pool = RequestPool()
-
-    def run(group: Group) -> int:
-        start(pool, group, torch.ones(NUMEL)).wait()
-        return len(pickle.loads(pickle.dumps(pool))._free)
-
-    assert run_threads(1, run) == [0]

@@ -88,9 +88,9 @@ def require_equal_parameters(
     """
     rows = describe_parameters(named)
     mine = json.dumps([settings, rows]).encode()
-    told = group.all_gather_bytes(hashlib.blake2b(mine, digest_size=16).digest(), name=call)
-    if len({each for each in told if each}) == 1:
-        return all(told)
+    digests = group.all_gather_bytes(hashlib.blake2b(mine, digest_size=16).digest(), name=call)
+    if len({each for each in digests if each}) == 1:
+        return all(digests)
     sent = group.all_gather_bytes(mine, name="what differs between the ranks")
     by_rank = {rank: json.loads(each) for rank, each in zip(group.ranks, sent, strict=True) if each}
     difference = _differing_setting({rank: each[0] for rank, each in by_rank.items()}, when)
