@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count, takewhile
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,20 +37,31 @@ class _Bucket(NamedTuple):
     members: Sequence[Named]
 
 
-class Reduces(Protocol):
-    """The optimizer whose gradients the hooks see."""
+class Reduces:
+    """What an optimizer does when its hooks say so; each method of reduction fills it in."""
 
-    def _check_parameters(self) -> None: ...
+    def _start_bucket(self, members: Sequence[Named], bucket: str) -> list[Reduction]:
+        """Start reducing the members of a bucket."""
+        raise NotImplementedError
 
-    def _densify(self, named: Sequence[Named]) -> None: ...
+    def _finish_reductions(self) -> None:
+        """Do what is left when all buckets of a step are reduced; may call collectives."""
 
-    def _start_bucket(self, members: Sequence[Named], bucket: str) -> Sequence[Reduction]: ...
+    def _check_parameters(self) -> None:
+        """Let ranks compare the parameters that are new, before anything of them is reduced."""
 
-    def _finish_reductions(self) -> None: ...
+    def _densify(self, named: Sequence[Named]) -> None:
+        """Make gradients dense where `sparse_as_dense` asks for it, on one rank too."""
 
-    def _before_gradient(self, parameter: Tensor) -> None: ...
+    def _before_gradient(self, parameter: Tensor) -> None:
+        """Prepare a parameter on the CPU for the accumulation of its gradient."""
 
-    def _wants(self, parameter: Tensor) -> bool: ...
+    def _wants(self, parameter: Tensor) -> bool:
+        """Return whether a parameter that is not trainable is to be reduced all the same.
+
+        Asked where buckets start early: somebody may have given it a gradient.
+        """
+        return False
 
 
 class BackwardHooks:

@@ -13,8 +13,8 @@ from adasum.horovod.process_sets import ProcessSet
 from adasum.modes import outside_modes
 from adasum.observer import Observer, require_observer
 from adasum.optimizer.arguments import require_passes
+from adasum.optimizer.backward_hooks import Reduces
 from adasum.optimizer.buckets.planning import Named
-from adasum.optimizer.buckets.reduction import Reduction
 from adasum.optimizer.clipping import clip, norm_of
 from adasum.optimizer.consistency.membership import Change, Membership
 from adasum.optimizer.consistency.parameter_check import ParameterCheck
@@ -30,7 +30,7 @@ COLLECTIVE_METHODS = (
 )
 
 
-class DistributedMixin(WrappedStep):
+class DistributedMixin(Reduces, WrappedStep):
     """The wrapped optimizer with a reduction in its step.
 
     DistributedOptimizer makes a class of a method and the wrapped optimizer's class, so that
@@ -54,17 +54,6 @@ class DistributedMixin(WrappedStep):
     def _prepare(self) -> None:
         """Set the attributes of the method's own."""
         raise NotImplementedError
-
-    def _start_bucket(self, members: Sequence[Named], bucket: str) -> list[Reduction]:
-        """Start reducing the members of a bucket."""
-        raise NotImplementedError
-
-    def _wants(self, parameter: Tensor) -> bool:
-        """Return whether a parameter that is not trainable is to be reduced all the same."""
-        return False
-
-    def _finish_reductions(self) -> None:
-        """Do what is left when all buckets are reduced."""
 
     def _take_step(self, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
         """Reduce and step, in the method's order.
@@ -169,7 +158,6 @@ class DistributedMixin(WrappedStep):
             self._adasum_check.forget(change.gone)
 
     def _check_parameters(self) -> None:
-        """Let ranks compare the parameters that are new, before anything of them is reduced."""
         if self._adasum_check is not None:
             self._adasum_check.run()
 
@@ -330,7 +318,6 @@ class DistributedMixin(WrappedStep):
             )
 
     def _densify(self, named: Sequence[Named]) -> None:
-        """Make gradients dense where `sparse_as_dense` asks for it, on one rank too."""
         if not self._adasum_settings.sparse_as_dense:
             return
         for _, parameter in named:
