@@ -48,8 +48,7 @@ class DistributedMixin(Reduces, WrappedStep):
     # Whether this is inside of `step`.
     _adasum_stepping = False
     _adasum_membership: Membership
-    # None where nothing is to be compared.
-    _adasum_check: ParameterCheck | None
+    _adasum_check: ParameterCheck
 
     def _prepare(self) -> None:
         """Set the attributes of the method's own."""
@@ -115,7 +114,7 @@ class DistributedMixin(Reduces, WrappedStep):
         try:
             self._follow_groups()
             self._adasum_hooks.refuse_taken_over()
-            if self._adasum_check is not None and closure is None:
+            if closure is None:
                 self._adasum_check.warn_without_gradients()
             self._check_parameters()
             if closure is None:
@@ -153,18 +152,15 @@ class DistributedMixin(Reduces, WrappedStep):
         buckets = self._adasum_settings.plan_buckets(change.new)
         self._adasum_hooks.add(change.new, buckets)
         self._adasum_hooks.forget(change.gone)
-        if self._adasum_check is not None:
-            self._adasum_check.add(change.new)
-            self._adasum_check.forget(change.gone)
+        self._adasum_check.add(change.new)
+        self._adasum_check.forget(change.gone)
 
     def _check_parameters(self) -> None:
-        if self._adasum_check is not None:
-            self._adasum_check.run()
+        self._adasum_check.run()
 
     def _check_again(self) -> None:
         """Let ranks compare a part of the parameters now and then, after a step."""
-        if self._adasum_check is not None:
-            self._adasum_check.run_again()
+        self._adasum_check.run_again()
 
     def synchronize(self) -> None:
         """Wait until the gradients may be read and changed."""

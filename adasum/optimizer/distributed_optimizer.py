@@ -183,11 +183,13 @@ class DistributedOptimizer(DistributedMixin):
         if settings.one_rank and kind is OwnersMethod:
             kind = SoleOwnerMethod
         wrap(self, optimizer, kind, named, by_size(named, groups), settings)
-        if comparing:
-            self._adasum_check = ParameterCheck(
-                settings.reducer.group, partial(_settings_of, weakref.ref(self), asked), check_every
-            )
-            self._adasum_check.add(named)
+        self._adasum_check = ParameterCheck(
+            settings.reducer.group,
+            partial(_settings_of, weakref.ref(self), asked),
+            every=check_every,
+            compares=comparing,
+        )
+        self._adasum_check.add(named)
 
 
 def _settings_of(

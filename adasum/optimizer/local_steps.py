@@ -38,8 +38,7 @@ class LocalStepsMethod(DeltaMethod):
 
     def _check_parameters(self) -> None:
         """Compare the parameters as the period began with them: since then ranks differ."""
-        if self._adasum_check is not None:
-            self._adasum_check.run(self._adasum_start if self._adasum_taken else {})
+        self._adasum_check.run(self._adasum_start if self._adasum_taken else {})
 
     def synchronize(self) -> None:
         """Do nothing: gradients stay this rank's own. See `reduce_local_steps`."""
@@ -125,8 +124,7 @@ class LocalStepsMethod(DeltaMethod):
             self._adasum_taken = 0
 
     def _check_again(self) -> None:
-        if self._adasum_check is not None:
-            self._adasum_check.run_again(equal=not self._adasum_taken)
+        self._adasum_check.run_again(equal=not self._adasum_taken)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state; between two reductions also how far this rank is from one.

@@ -55,7 +55,6 @@ def wrap(
     wrapper._adasum_base = base
     wrapper._adasum_settings = settings
     wrapper._adasum_unscales_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
-    wrapper._adasum_check = None
     wrapper._adasum_membership = Membership(optimizer.param_groups)
     wrapper._prepare()
     wrapper._adasum_hooks = BackwardHooks(

@@ -160,12 +160,21 @@ class ParameterCheck:
         group: The ranks that reduce together.
         settings: Returns (name, value) of the settings, as they are.
         every: Steps from one running check to the next; 0 for none.
+        compares: False leaves all of it out.
     """
 
-    def __init__(self, group: Group, settings: Callable[[], Sequence[Setting]], every: int) -> None:
+    def __init__(
+        self,
+        group: Group,
+        settings: Callable[[], Sequence[Setting]],
+        *,
+        every: int,
+        compares: bool = True,
+    ) -> None:
         self._group = group
         self._settings = settings
         self._every = every
+        self._compares = compares
         self._new: dict[Tensor, str] = {}
         self._compared: dict[Tensor, str] = {}
         self._begun = False
@@ -175,7 +184,8 @@ class ParameterCheck:
 
     def add(self, named: Sequence[Named]) -> None:
         """Have parameters compared at the next reduction."""
-        self._new.update((parameter, name) for name, parameter in named)
+        if self._compares:
+            self._new.update((parameter, name) for name, parameter in named)
 
     def forget(self, parameters: Iterable[Tensor]) -> None:
         """Leave parameters out from now on."""
@@ -275,7 +285,11 @@ class ParameterCheck:
 
     def warn_without_gradients(self) -> None:
         """Warn before the first step, where nothing has a gradient: the model may have changed."""
-        if self._begun or any(parameter.grad is not None for parameter in self._new):
+        if (
+            not self._compares
+            or self._begun
+            or any(parameter.grad is not None for parameter in self._new)
+        ):
             return
         _logger.warning(
             "rank %d: no parameter of this optimizer has a gradient at its first step: backward "
