@@ -225,7 +225,7 @@ def ddp_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[Tenso
     segments = [0, *accumulate(map(real_numel, parameters))]
     moved = next((p for p in parameters if _is_moved(p.grad, buffer)), None)
     if moved is not None:
-        # Ranks compare names: where it is so on one of them, all get an error.
+        # Ranks compare names: a gradient moved on one rank is an error on all.
         name += f" (the gradient of {state.name_of(moved)} was moved)"
     # Not public, but the only way to ask whether backward is running.
     if torch._C._current_graph_task_id() == -1:
@@ -302,7 +302,7 @@ def _call_after_ddp(function: Callable[[], None]) -> None:
     """
     # Not public, but the only way to be called when backward ends; DDP uses it too.
     engine = torch.autograd.Variable._execution_engine
-    # Nothing that torch.compile traces where a compiled step calls backward.
+    # A compiled step that calls backward would have torch.compile trace it.
     function = torch.compiler.disable(function)
     engine.queue_callback(torch.compiler.disable(lambda: engine.queue_callback(function)))
 

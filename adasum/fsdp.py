@@ -214,7 +214,7 @@ class _Hook:
         without = [parameter for parameter in parameters if parameter.grad is None]
 
         def finish() -> None:
-            # FSDP has made gradients of the zeros.
+            # Of the zeros FSDP has made gradients, which parameters without one must not keep.
             for parameter in without:
                 parameter.grad = None
             self.group._partial_reduce_output = self.partial

@@ -168,7 +168,7 @@ def grouped_allreduce_async_(
     """Start a `grouped_allreduce_`; the tensors must not be used until `synchronize`."""
     options = options_of(name, op, prescale_factor, postscale_factor, process_set, average)
     inputs = tensor_list(tensors)
-    # Detached: in place on a parameter changes its value and is not for autograd to record.
+    # Detached: autograd must not record that a parameter's value is replaced.
     detached = [dense(each, f"tensors[{i}]").detach() for i, each in enumerate(inputs)]
     work = _start_in_place(options, detached, "grouped_allreduce")
     return Handle([work], lambda _: inputs)

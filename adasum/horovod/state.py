@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from adasum.broadcasts import remember_broadcast
 from adasum.horovod.objects import allgather_object, broadcast_object
 from adasum.horovod.process_sets import ProcessSet, global_process_set, group_and_root
 from adasum.horovod.state_entries import Entry, agreed, entry_of
@@ -18,6 +18,8 @@ from collectives import Group, Work, default_group
 
 # The last part of the name that state_dict gives to what get_extra_state returned.
 _EXTRA_STATE = "_extra_state"
+# By address, since model.state_dict() makes other tensors of the parameters' memory.
+_broadcast: WeakKeyDictionary[Group, set[int]] = WeakKeyDictionary()
 
 
 def broadcast_parameters(
@@ -46,7 +48,13 @@ def broadcast_parameters(
     ranks = (process_set or global_process_set).ranks
     entries = agreed(group, ranks, "broadcast_parameters", lambda: _entries_of(params))
     _broadcast_entries(entries, group, root)
-    remember_broadcast(group, [entry.target for entry in entries])
+    addresses = _broadcast.setdefault(group, set())
+    addresses.update(entry.target.data_ptr() for entry in entries if entry.target.numel())
+
+
+def was_broadcast(group: Group, tensor: Tensor) -> bool:
+    """Return whether a tensor with this memory was broadcast; a guess, for advice alone."""
+    return tensor.data_ptr() in _broadcast.get(group, ())
 
 
 def _entries_of(params: Any) -> list[Entry]:

@@ -91,7 +91,7 @@ def agreed(
     rows: list[tuple[str, str]] = []
     try:
         mine = entries()
-    # torch's own refusals of tensors without memory are RuntimeErrors.
+    # torch raises RuntimeError for tensors without memory.
     except (TypeError, ValueError, RuntimeError) as error:
         report = (b"\2" if isinstance(error, ValueError) else b"\1") + str(error).encode()
     else:

@@ -231,8 +231,8 @@ class BackwardHooks:
     def _left_out(self) -> list[Named]:
         """Return what no bucket of this step held, and is to be reduced.
 
-        Made trainable since `restart`, or given a gradient by somebody, at whatever time: buckets
-        may have started before that. Without early starts they hold all parameters.
+        What was made trainable since `restart`, or given a gradient by somebody after its bucket
+        was started. Buckets that are started in `synchronize` leave nothing out.
         """
         if not self._early:
             return []

@@ -26,7 +26,7 @@ from adasum.optimizer.errors import OptimizerOrderError, changed_under_way
 from adasum.optimizer.step_hooks import has_pre_hooks
 from adasum.real_pairs import as_reals
 
-# One bucket's reduction hides the next one's step; more would only hold more memory.
+# While one bucket is reduced the next one steps; more in flight would only hold more memory.
 MAX_IN_FLIGHT = 2
 # Those of torch's optimizers whose step treats every parameter by itself.
 _BY_PARAMETER = (
@@ -144,7 +144,7 @@ class DeltaMethod(DistributedMixin):
         whole = self._adasum_before
         names, parameters = zip(*members, strict=True)
         values = [as_reals(parameter.detach()) for parameter in parameters]
-        # Before the buffers, which know nothing of other dtypes.
+        # Here, because the buffers would refuse a dtype without naming the operator.
         self._adasum_settings.reducer.op.check(values[0].dtype)
         saved, fused = self._adasum_buffers.of(bucket, parameters)
         before, deltas = saved.views, fused.views

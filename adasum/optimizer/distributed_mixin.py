@@ -233,7 +233,7 @@ class DistributedMixin(Reduces, WrappedStep):
         return norm_of(self._adasum_hooks.named, norm_type, foreach)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Do as the wrapped optimizer, and begin the step anew: a batch may be left out.
+        """Zero the gradients, and count backward passes anew: a batch may be left out.
 
         Raises:
             OptimizerOrderError: backward was interrupted, with reductions in flight.

@@ -21,7 +21,7 @@ from adasum.optimizer.distributed_mixin import DistributedMixin
 from adasum.optimizer.errors import OptimizerOrderError
 from collectives import Average, Sum
 
-# By a gradient's id: the gradient, and how often it had been changed.
+# By a gradient's id: the gradient, and the version that torch counted of it then.
 _Left: TypeAlias = dict[int, tuple[weakref.ref[Tensor], int | None]]
 
 
@@ -129,7 +129,7 @@ class GradientMethod(DistributedMixin):
         self._adasum_hooks.synchronize()
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Do as the wrapped optimizer, and begin the step anew: a batch may be left out."""
+        """Zero the gradients, and count backward passes anew: a batch may be left out."""
         self._adasum_left, self._adasum_gone = {}, {}
         super().zero_grad(*args, **kwargs)
         self._adasum_synchronized_by_user = False
@@ -161,7 +161,7 @@ class GradientMethod(DistributedMixin):
 
     def _start_bucket(self, members: Sequence[Named], bucket: str) -> list[Reduction]:
         if not self._adasum_hooks.any_reached:
-            # A second step by gradients that are reduced already.
+            # A second step without a backward in between: these are reduced already.
             members = [entry for entry in members if not self._is_left(entry[1])]
         dense: list[Named] = []
         started: list[Reduction] = []
@@ -184,7 +184,7 @@ class GradientMethod(DistributedMixin):
     def _start_dense(self, members: Sequence[Named], bucket: str) -> Reduction:
         names, parameters = zip(*members, strict=True)
         reducer = self._adasum_settings.reducer
-        # Before the buffers, which know nothing of other dtypes.
+        # Here, because the buffers would refuse a dtype without naming the operator.
         reducer.op.check(dtype_of_gradient(parameters[0]))
         with outside_modes():
             placed = self._adasum_buffers.place(bucket, members)

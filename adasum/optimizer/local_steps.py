@@ -26,7 +26,7 @@ class LocalStepsMethod(DeltaMethod):
     """
 
     _adasum_asked = "local_steps"
-    # Nothing is reduced before the step, which accumulates what it likes.
+    # Nothing is reduced before step(), so any number of backward passes may come before it.
     _adasum_counts_passes = False
     # The parameters' values when the period began; of those that may have changed since.
     _adasum_start: dict[Tensor, Tensor]
@@ -37,7 +37,7 @@ class LocalStepsMethod(DeltaMethod):
         self._adasum_start = {}
 
     def _check_parameters(self) -> None:
-        """Compare the parameters as the period began with them: since then ranks differ."""
+        """Compare the values that the period began with: after local steps ranks differ."""
         self._adasum_check.run(self._adasum_start if self._adasum_taken else {})
 
     def synchronize(self) -> None:

@@ -25,7 +25,7 @@ def gather_states(
     Args:
         group: The ranks.
         states: The rank that has each state, and the state, of which only this rank's are read.
-        to: The rank that gets them; None for all, who must have it alike.
+        to: The rank that gets them, the same on every rank; None for all.
         whole: The answer where this rank has it already. Where all have that get it, nothing is
             sent.
 
@@ -59,8 +59,9 @@ def assign_owners(
 ) -> None:
     """Give each of these parameters an owner.
 
-    Trainable ones first, each to the rank with the least: with a state of k bytes for each of
-    theirs, no rank has more than an n-th of all state and that of the largest.
+    Trainable ones first, each to the rank that owns the fewest bytes. Where states are as large as
+    their parameters, or any multiple of that, no rank then has more than an n-th of all state plus
+    the largest one.
 
     Args:
         owners: The owner of each parameter that has one, to which these are added.

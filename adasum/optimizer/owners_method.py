@@ -48,9 +48,10 @@ class OwnersMethod(GradientMethod):
     _adasum_owners: dict[Tensor, int]
     # Whether parameters have come that have no owner yet.
     _adasum_unowned = False
-    # The parameters that were reduced in some step, and so may change, with their buckets.
+    # The parameters that were reduced in any step, so that owners may change them: the bucket of
+    # each.
     _adasum_reduced: dict[Tensor, str]
-    # Every parameter's state by number, where this rank has it: until the next step.
+    # Every parameter's state by number, from its gathering until the next step; else None.
     _adasum_whole_state: Mapping[int, Any] | None = None
     # Whether ranks have states that others lack.
     _adasum_scattered = False
@@ -90,7 +91,7 @@ class OwnersMethod(GradientMethod):
         )
 
     def _owner_of(self, parameter: Tensor) -> int:
-        # Nobody's is one that has left the optimizer since backward.
+        # One that has left the optimizer since backward has no owner, and any will do.
         return self._adasum_owners.get(parameter, 0)
 
     def _wants(self, parameter: Tensor) -> bool:
@@ -128,7 +129,7 @@ class OwnersMethod(GradientMethod):
         return super()._is_left(parameter)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Do as the wrapped optimizer, and begin the step anew: a batch may be left out."""
+        """Zero the gradients, and count backward passes anew: a batch may be left out."""
         self._adasum_given.clear()
         super().zero_grad(*args, **kwargs)
         # By then those that have gone since the last call are in it.
@@ -160,8 +161,8 @@ class OwnersMethod(GradientMethod):
     def _own_new_parameters(self) -> None:
         """Give owners to the parameters that have come; collective where any have.
 
-        A parameter put at another's place has been given its state by the owner of that one alone,
-        which has to own it, too.
+        Where a parameter has replaced another, only the owner of that one can have moved its state
+        to the new one, so it has to own that, too.
         """
         if not self._adasum_unowned:
             return
@@ -190,7 +191,7 @@ class OwnersMethod(GradientMethod):
     @torch.no_grad()
     def _finish_reductions(self) -> None:
         """Keep this rank's own gradients, and let every rank see a non-finite one of any."""
-        # Of a reduction before, in this step.
+        # What a reduction before this one, in the same step, has left.
         self._adasum_overflow.undo()
         super()._finish_reductions()
         if not self._adasum_reduced:

@@ -75,7 +75,7 @@ class WrappedStep(torch.optim.Optimizer):
     ) -> Any:
         """Return `step(closure, **options)`, run between the step hooks; None where it is skipped.
 
-        GradScaler leaves unscaling, and skipping, to a step of ours.
+        GradScaler leaves unscaling and skipping to this (`_step_supports_amp_scaling`).
         """
         if self._skips():
             return None

@@ -60,7 +60,7 @@ class DeltaBuffers:
         buffers = self._buffers.setdefault(place, {})
         made_for, buffer = buffers.get(name, (None, None))
         if buffer is None or made_for != kinds:
-            # Evenly strided elements become 1-D without a copy, and are not contiguous then.
+            # reshape gives a view of evenly strided elements, which is not contiguous.
             flat = [as_reals(p.detach()).reshape(-1).contiguous() for p in parameters]
             numel = kernels.layout_of(flat).numel
             memory = self._memory.get(place)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from adasum.broadcasts import was_broadcast
+from adasum.horovod.state import was_broadcast
 from adasum.modes import outside_modes
 from adasum.optimizer.buckets.planning import Named
 from adasum.optimizer.consistency.checksums import describe_parameters, has_bits
@@ -278,6 +278,7 @@ class ParameterCheck:
                 begin = parameter.numel()
             if begin >= parameter.numel():
                 number, begin = (number + 1) % len(parameters), 0
+            # Too little for an element of the largest dtype: the next slice could be empty.
             if room < 16:
                 break
         self._next = number, begin

@@ -12,7 +12,7 @@ from torch import Tensor
 from adasum.optimizer.consistency.checksums import describe_parameters, describe_shape
 from adasum.optimizer.consistency.parameter_check import Setting
 
-# Lists and dicts within each other.
+# Of lists and dicts within each other: deeper than any optimizer's, since one may hold itself.
 _MAX_DEPTH = 8
 
 
