@@ -1,4 +1,4 @@
-"""The page of a run: its stages, the smoke test's lines, predictions held against results."""
+"""The page of a run: its stages, what adasum.check said, predictions held against results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from bench.gpu.plan import RANKS, SMOKE
+from bench.gpu.plan import CHECK, RANKS
 from bench.gpu.predictions import PREDICTIONS, Measured, Prediction
 from bench.gpu.stages import Record
 from bench.kernels import report
@@ -46,12 +46,12 @@ def _stage_lines(records: Sequence[Record]) -> list[str]:
     return ["## Stages", "", *report.table(["stage", "status", "s", "why"], lines), ""]
 
 
-def _smoke_lines(folder: Path) -> list[str]:
+def _check_lines(folder: Path) -> list[str]:
     try:
-        said = (folder / "stages" / SMOKE / "log.txt").read_text(errors="replace")
+        said = (folder / "stages" / CHECK / "log.txt").read_text(errors="replace")
     except OSError:
         return []
-    return ["## Smoke test", "", "```", said.rstrip(), "```", ""]
+    return ["## Check", "", "```", said.rstrip(), "```", ""]
 
 
 def _failures(folder: Path) -> Iterator[str]:
@@ -129,7 +129,7 @@ def write(folder: Path, records: Sequence[Record], meta: Mapping[str, Any]) -> l
                 *_title(meta),
                 *_stage_lines(records),
                 *prediction_lines(measured),
-                *_smoke_lines(folder),
+                *_check_lines(folder),
                 *_failures(folder),
                 *_rank_lines(ranks),
             ]
