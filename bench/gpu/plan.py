@@ -15,8 +15,8 @@ SHARING = 23000
 ONE_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4"}
 ROWS = ("projection", "packing", "reduction")
 CHECK, RANKS = "check", "ranks-bench"
-# Under the sanitizers all is many times slower: one element, a few tiles with a tail, and enough for
-# several programs.
+# Under the sanitizers all is many times slower: one element, a few tiles with a tail, and enough
+# for several programs.
 SIZES = ("1", "5003", "70001")
 # torch then counts GPUs without starting CUDA, which would not survive the fork of a test's ranks.
 _FORKS = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}

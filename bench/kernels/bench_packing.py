@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 import kernels
-from bench.kernels import peers_compiled
+from adasum.check.one_gpu import rounding
+from bench.kernels import case, peers_compiled
 from bench.kernels import peers_elementwise as in_torch
 from bench.kernels.case import (
     CHUNK,
@@ -24,8 +25,6 @@ from bench.kernels.case import (
     WrongAnswer,
     check_flag,
     rotating,
-    rounded,
-    wide_of,
 )
 from bench.kernels.inputs import (
     FEW_SIZES,
@@ -51,44 +50,27 @@ SCALE = 1 / 3
 
 
 @dataclass(frozen=True)
-class Spec:
+class Spec(case.Spec):
     """One row.
 
     Attributes:
-        kernel: "pack" or "unpack".
-        series: Rows of one series differ in size alone.
-        label: The row's name in the tables.
         shapes: Of the tensors.
         tensor: Dtype of the tensors.
         buffer: Dtype of the buffer.
         scale: The factor.
         misaligned: Whether tensors start one element off a 16-byte boundary.
-        checked: Whether found_inf is asked for.
-        planned: Whether a plan is timed, with the direct call beside it.
-        wall: Whether it is timed by wall clock.
-        sets: How many lists of tensors take turns.
     """
 
-    kernel: str
-    series: str
-    label: str
     shapes: tuple[Shape, ...]
     tensor: torch.dtype = FP32
     buffer: torch.dtype = FP32
     scale: float = 1.0
     misaligned: bool = False
-    checked: bool = False
-    planned: bool = False
-    wall: bool = False
-    sets: int = 1
 
     @property
     def size(self) -> int:
         """Bytes of the tensors."""
         return sum(map(math.prod, self.shapes)) * self.tensor.itemsize
-
-    def __str__(self) -> str:
-        return f"{self.kernel} {self.label}"
 
 
 SERIES: dict[str, dict[str, Any]] = {
@@ -148,10 +130,10 @@ def case_of(spec: Spec, compiled: bool = False) -> Case:
     if spec.kernel == "unpack":
         source, target = target, source
     exact = spec.scale == 1.0 and target.itemsize >= source.itemsize
-    bound = 0.0 if exact else rounded(target, wide_of(source, target), 1)
+    bound = 0.0 if exact else rounding(target, 1)
     make = _pack if spec.kernel == "pack" else _unpack
     ours, on, tight, traffic, expected = make(tensors, layout, options, spec, bound)
-    job = in_torch.Packing(tensors, tight, spec.scale, flag, bound)
+    job = in_torch.Packing(tight, spec.scale, flag, bound, tensors)
     peers = in_torch.pack(job) if spec.kernel == "pack" else in_torch.unpack(job)
     if spec.sets > 1:
         ours, peers = _fresh(spec, ours, on, job)
@@ -159,9 +141,7 @@ def case_of(spec: Spec, compiled: bool = False) -> Case:
         peer = peers_compiled.pack if spec.kernel == "pack" else peers_compiled.unpack
         peers.append(peer(tensors, tight, spec.scale, flag, bound))
     return Case(
-        kernel=spec.kernel,
-        series=spec.series,
-        label=spec.label,
+        spec,
         size=spec.size,
         traffic=traffic,
         elements=sum(layout.numels),
@@ -170,7 +150,6 @@ def case_of(spec: Spec, compiled: bool = False) -> Case:
         peers=peers,
         expected=expected,
         beside={DIRECT: on(tensors)} if spec.planned else {},
-        wall=spec.wall,
     )
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from unittest import mock
 
 import pytest
@@ -13,9 +12,10 @@ import torch
 from torch import Tensor
 
 import kernels
-from bench.kernels import peers_compiled
+from adasum.check.one_gpu import dots_bound, magnitudes, rounding
+from bench.kernels import case, peers_compiled
 from bench.kernels import peers_projection as in_torch
-from bench.kernels.case import Answer, Case, Contender, rounded, wide_of
+from bench.kernels.case import Answer, Case, Contender
 from bench.kernels.inputs import (
     FEW_SIZES,
     MANY,
@@ -42,35 +42,22 @@ LISTS = {"cuda": ["ResNet-50", "BERT-large"], "cpu": ["ResNet-50"]}[DEVICE]
 
 
 @dataclass(frozen=True)
-class Spec:
+class Spec(case.Spec):
     """One row.
 
     Attributes:
-        kernel: "dot_and_norms", "combine" or "adasum".
-        series: Rows of one series differ in size alone.
-        label: The row's name in the tables.
         size: Bytes of one operand.
         dtype: Dtype of the operands.
         model: The model whose tensors are the segments, "" for one segment or equal ones.
-        planned: Whether a plan is timed, with the direct call beside it.
         parts: How many equal segments, of `part` elements each; 0 for one, or a model's.
         part: Elements of such a segment.
-        wall: Whether it is timed by wall clock.
     """
 
-    kernel: str
-    series: str
-    label: str
     size: int = 0
     dtype: torch.dtype = FP32
     model: str = ""
-    planned: bool = False
     parts: int = 0
     part: int = MANY_NUMEL
-    wall: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.kernel} {self.label}"
 
 
 def _specs() -> Iterator[Spec]:
@@ -116,26 +103,17 @@ class Job:
 
     @property
     def dots_bound(self) -> float:
-        """Error of a dot over the product of the norms: 32 additions a thread, then log2 n."""
-        wide = torch.finfo(wide_of(self.pair.a.dtype)).eps
-        return (33 + math.log2(self.pair.a.numel())) * wide
+        return dots_bound(self.pair.a.dtype, self.pair.a.numel())
 
     def dots(self) -> Tensor:
         return kernels.dot_and_norms_reference(self.pair.a, self.pair.b, self.segments)
 
-    def expected(self) -> Answer:
-        """Return Adasum, and for each element the magnitude by which errors of the dots count.
-
-        A coefficient 1 - d/(2A) is off by at most half the error of d over A plus half that of A
-        over A, so by the bound of a dot times |b|/|a|. With -2|a||b| in place of d the coefficient
-        is 1 + |b|/|a|, which covers its own size, too.
-        """
+    def combined(self) -> Answer:
+        """Return Adasum, and for each element the magnitude by which errors of the dots count."""
         a, b, dots = self.pair.a, self.pair.b, self.dots()
-        worst = dots.clone()
-        worst[:, 0] = -2 * (dots[:, 1] * dots[:, 2]).sqrt()
         return (
             kernels.combine_reference(a, b, dots, self.segments),
-            kernels.combine_reference(a.abs(), b.abs(), worst, self.segments),
+            magnitudes(a, b, dots, self.segments),
         )
 
 
@@ -145,10 +123,7 @@ Made = tuple[Contender, Call, list[Contender], Callable[[], Answer], int]
 
 def _dot_and_norms(job: Job) -> Made:
     a, b = job.pair.a, job.pair.b
-
-    def direct() -> Tensor:
-        return kernels.dot_and_norms(a, b, job.segments)
-
+    direct = partial(kernels.dot_and_norms, a, b, job.segments)
     call = kernels.plan_dot_and_norms(a, b, job.segments) if job.planned else direct
 
     def make() -> Answer:
@@ -164,11 +139,8 @@ def _dot_and_norms(job: Job) -> Made:
 def _combine(job: Job) -> Made:
     a, b, out = job.pair.a, job.pair.b, job.pair.out
     dots = kernels.dot_and_norms(a, b, job.segments)
-    bound = rounded(a.dtype, wide_of(a.dtype), 2)
-
-    def direct() -> Tensor:
-        return kernels.combine(a, b, dots, job.segments, out=out)
-
+    bound = rounding(a.dtype, 2)
+    direct = partial(kernels.combine, a, b, dots, job.segments, out=out)
     call = kernels.plan_combine(a, b, dots, job.segments, out=out) if job.planned else direct
 
     def make() -> Answer:
@@ -186,14 +158,11 @@ def _combine(job: Job) -> Made:
 
 def _adasum(job: Job) -> Made:
     a, b, out = job.pair.a, job.pair.b, job.pair.out
-    bound = rounded(a.dtype, wide_of(a.dtype), 2) + job.dots_bound
-
-    def direct() -> Tensor:
-        return kernels.adasum(a, b, job.segments, out=out)
-
+    bound = rounding(a.dtype, 2) + job.dots_bound
+    direct = partial(kernels.adasum, a, b, job.segments, out=out)
     call = kernels.plan_adasum(a, b, job.segments, out=out) if job.planned else direct
     ours = Contender("ours", call, bound, written=[out])
-    return ours, direct, in_torch.adasum(job.pair, bound), job.expected, kernels.adasum_bytes(a, b)
+    return ours, direct, in_torch.adasum(job.pair, bound), job.combined, kernels.adasum_bytes(a, b)
 
 
 def _in_two_launches(job: Job) -> dict[str, Call]:
@@ -237,9 +206,7 @@ def case_of(spec: Spec, compiled: bool) -> Case:
         whole = Job(in_torch.Pair(a, b, out, (0, a.numel())), (0, a.numel()))
         beside[ONE_SEGMENT] = MAKERS[spec.kernel](whole)[0].call
     return Case(
-        kernel=spec.kernel,
-        series=spec.series,
-        label=spec.label,
+        spec,
         size=a.numel() * a.element_size(),
         traffic=traffic,
         elements=a.numel(),
@@ -249,7 +216,6 @@ def case_of(spec: Spec, compiled: bool) -> Case:
         expected=cache(lambda: [make()]),
         beside=beside,
         reads=spec.kernel == "dot_and_norms",
-        wall=spec.wall,
     )
 
 

@@ -32,7 +32,7 @@ _REPLAY = " (replayed)"
 
 @dataclass(frozen=True)
 class Row:
-    """One measured row. JSON has the same fields; the first seven are those of `case.Case`.
+    """One measured row. JSON has the same fields; the first seven are those of its case.
 
     Attributes:
         times: Seconds by name: ours, every peer, the roof and what else was timed beside.
@@ -121,7 +121,7 @@ def measure(case: Case, limits: Limits = LIMITS) -> tuple[Row, list[float]]:
     if DEVICE == "cuda":
         calls[EMPTY] = empty_launch
         hosts = {name: host_seconds(call) for name, call in calls.items()}
-        if case.traffic < REPLAY_BELOW and not case.wall:
+        if case.traffic < REPLAY_BELOW and not case.spec.wall:
             graphs = _replays(case, peers, calls, notes)
             in_graph = any(name == OURS for name, _ in graphs)
             for peer in peers:
@@ -131,12 +131,12 @@ def measure(case: Case, limits: Limits = LIMITS) -> tuple[Row, list[float]]:
             hosts |= {name + _REPLAY: host_seconds(replay) for name, (replay, _) in graphs}
         hosts[name] = host_seconds(roof)
     calls[name] = roof
-    samples = time_together(calls, hosts, limits, case.wall)
+    samples = time_together(calls, hosts, limits, case.spec.wall)
     best, replayed = _faster_samples(samples)
     row = Row(
-        kernel=case.kernel,
-        series=case.series,
-        label=case.label,
+        kernel=case.spec.kernel,
+        series=case.spec.series,
+        label=case.spec.label,
         size=case.size,
         traffic=case.traffic,
         elements=case.elements,
