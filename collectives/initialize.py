@@ -32,8 +32,8 @@ from collectives.bootstrap.transport_selection import (
     require_room,
     transport_choice,
 )
-from collectives.consistency.description import Description
 from collectives.errors import CollectiveTimeoutError, TransportError
+from collectives.execution.call import Call
 from collectives.group import Group
 from collectives.schedules.topology import Topology
 from collectives.stall import warning_seconds
@@ -123,7 +123,7 @@ def init(
         _report(group, choice)
     else:
         options = {"transport": choice, "calibrate": settings.calibrate}
-        group = _over_gloo(gloo, timeout, Description("init", options=options))
+        group = _over_gloo(gloo, timeout, Call("init", options=options, label="start-up"))
         group.transport.shares_gpu = shares_gpu
         atexit.register(shutdown)
     _group, _settings = group, settings
@@ -217,7 +217,7 @@ def from_process_group(
         members = dist.get_process_group_ranks(process_group)
         names = () if members == list(range(dist.get_world_size())) else members
         options = {"transport": choice, "calibrate": calibrate}
-        start = Description("from_process_group", options=options)
+        start = Call("from_process_group", options=options, label="start-up")
         group = _over_gloo(GlooTransport(own, owned=True, names=names), timeout, start)
         for each in (group, _group):
             if each is not None:
@@ -234,7 +234,7 @@ def _close_adopted() -> None:
             stack.callback(group.close)
 
 
-def _over_gloo(gloo: GlooTransport, timeout: float, start: Description) -> Group:
+def _over_gloo(gloo: GlooTransport, timeout: float, start: Call) -> Group:
     whole = gloo.size == dist.get_world_size()
     local_rank, local_size = local_ranks() if whole else (None, None)
     group = None

@@ -43,7 +43,6 @@ class CallContext:
         label: What an error calls the call.
         timeout: Seconds for each step.
         workspace: Memory for what is received.
-        code: What the messages carry, as `Transport.exchange` takes it.
         rates: What messages between GPUs cost, the same on all ranks; assumed where nobody says.
         topology: The nodes; one of all ranks for None.
     """
@@ -52,7 +51,6 @@ class CallContext:
     label: str
     timeout: float
     workspace: Workspace
-    code: int = 0
     rates: LinkRates | None = ASSUMED
     topology: Topology | None = None
 

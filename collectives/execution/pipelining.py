@@ -46,32 +46,35 @@ def part_bytes(link: Rate, host: float) -> float:
     return max(_MIN_PART_BYTES, _OUTWEIGHS * (link.alpha + host) / link.beta)
 
 
-def parts_of(message: Message, step: CallContext, *, one_tree: bool) -> int:
+def parts_of(message: Message, call: CallContext, *, one_tree: bool) -> int:
     """Return how many parts a message has, by its length and its link: alike at both its ends.
 
     one_tree: whether the bits of what reduces it depend on that.
     """
-    if not step.transport.posts_ahead(message.tensor.device):
-        return 1
-    shortest = part_bytes(*step.link(message.peer, one_tree=one_tree))
+    shortest = part_bytes(*call.link(message.peer, one_tree=one_tree))
     return max(1, min(MAX_PARTS, int(message.tensor.nbytes / shortest)))
 
 
 def post(
-    sends: Sequence[Message], recvs: Sequence[Message], step: CallContext, *, one_tree: bool
+    sends: Sequence[Message],
+    recvs: Sequence[Message],
+    call: CallContext,
+    label: str,
+    *,
+    one_tree: bool,
 ) -> PostedStep:
     """Start the messages of a step; without parts they have arrived when this returns.
 
-    one_tree: as for `parts_of`.
+    label: what errors call the step. one_tree: as for `parts_of`.
     """
-    transport = step.transport
+    transport = call.transport
     sent, received = (
-        [_parts(message, parts_of(message, step, one_tree=one_tree)) for message in messages]
+        [_parts(message, parts_of(message, call, one_tree=one_tree)) for message in messages]
         for messages in (sends, recvs)
     )
     count = max((len(parts) for parts in (*sent, *received)), default=1)
     if count == 1:
-        transport.exchange(sends, recvs, step.label, step.timeout, step.code)
+        transport.exchange(sends, recvs, label, call.timeout)
         return PostedStep([])
     waits = []
     for number in range(count):
@@ -80,8 +83,8 @@ def post(
             [parts[number] for parts in messages if number < len(parts)]
             for messages in (sent, received)
         )
-        label = f"{step.label}, part {number} of {count}"
-        waits.append(transport.post(now, then, label, step.timeout))
+        part = f"{label}, part {number} of {count}"
+        waits.append(transport.post(now, then, part, call.timeout))
     return PostedStep(waits)
 
 

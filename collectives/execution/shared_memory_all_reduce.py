@@ -14,13 +14,14 @@ no message is left to send. The bits are those of the algorithm by messages:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from collectives.execution.all_reduce import AllReduceOptions, Runner, call_span
+from collectives.execution.call import Call
 from collectives.execution.shared_memory_levels import Part, TreeLevel, pairs, tree_levels
 from collectives.execution.vectors import Vector, vector_of
 from collectives.reducers import Operands, Piece, Reducer
@@ -45,22 +46,20 @@ _ROW_BYTES = 24
 _CACHE_LINE = 64
 
 
-def plan_shared_memory_all_reduce(
-    runner: Runner, kind: str, options: Mapping[str, Any], tensors: Sequence[Tensor], op: Reducer
-) -> SharedMemoryAllReduce | None:
+def plan_shared_memory_all_reduce(runner: Runner, call: Call) -> SharedMemoryAllReduce | None:
     """Return how a call runs in shared memory; None where it goes by messages.
 
-    Every rank concludes the same from equal descriptions.
+    Every rank concludes the same from equal calls.
     """
     memory, size = runner.transport.symmetric_memory, runner.transport.size
-    if memory is None or size == 1 or kind not in ("all_reduce", "grouped_all_reduce"):
+    if memory is None or size == 1 or call.kind not in ("all_reduce", "grouped_all_reduce"):
         return None
-    chosen = AllReduceOptions.of(options)
+    tensors, op, chosen = call.tensors, call.op, AllReduceOptions.of(call)
     if not (op.reduces_in_shared_memory and tensors and chosen.prescale == 1.0):
         return None
     if not all(tensor.is_cpu for tensor in tensors):
         return None
-    if kind == "grouped_all_reduce":
+    if call.kind == "grouped_all_reduce":
         parts = chosen.by_range(tensors)
         if len(parts) > 1:
             return None
@@ -101,6 +100,11 @@ class SharedMemoryAllReduce:
     runner: Runner
     memory: SymmetricMemory
     bound: dict[int, Callable[[str], Tensor]] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes that each rank copies to its buffer."""
+        return self.vector.nbytes
 
     def fill(self) -> None:
         """Copy the tensors to this rank's buffer of the call to be signalled next."""

@@ -131,9 +131,18 @@ def format_all_reduce_spec(specs: Sequence[AllReduceSpec]) -> str:
     return ":".join(str(s) if s.limit < 0 else f"{s}:{s.limit}" for s in specs)
 
 
+@lru_cache(maxsize=256)
+def canonical_spec(text: str) -> str:
+    """Return the one text of all specifications that mean what this one does."""
+    return format_all_reduce_spec(_parsed(text))
+
+
 def spec_for(specs: Sequence[AllReduceSpec], numel: int) -> AllReduceSpec:
     """Return the range that `numel` elements fall in."""
-    return next(spec for spec in specs if spec.limit < 0 or numel <= spec.limit)
+    for spec in specs[:-1]:
+        if numel <= spec.limit:
+            return spec
+    return specs[-1]
 
 
 def _general_int(text: str) -> int | None:

@@ -13,7 +13,7 @@ import adasum
 import collectives
 from collectives import Group, TransportError
 from collectives.bootstrap.transport_selection import connect
-from collectives.consistency.description import Description
+from collectives.execution.call import Call
 
 
 @pytest.fixture(autouse=True)
@@ -54,8 +54,8 @@ def test_nccl_that_is_missing_is_an_error_of_a_process_group_of_one(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     gloo: Any = SimpleNamespace(size=1)
     with pytest.raises(TransportError, match='"nccl": rank 0: NCCL needs a GPU'):
-        connect(gloo, 1.0, Description("init", options={"transport": "nccl"}))
-    assert connect(gloo, 1.0, Description("init", options={"transport": "auto"})) is gloo
+        connect(gloo, 1.0, Call("init", options={"transport": "nccl"}))
+    assert connect(gloo, 1.0, Call("init", options={"transport": "auto"})) is gloo
 
 
 def test_second_init_with_the_same_or_no_arguments_returns_the_group() -> None:

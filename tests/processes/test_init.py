@@ -153,7 +153,7 @@ def _forked(rank: int) -> list[bytes]:
     request = group.all_reduce_init(torch.ones(1))
     # What is under way at the fork.
     gate = threading.Event()
-    group._call.queue._worker.submit(lambda: gate.wait(20.0))
+    group._calls.queue._worker.submit(lambda: gate.wait(20.0))
     work = group.all_reduce(torch.ones(1), async_op=True)
     request.start()
     handle = adasum.allreduce_async(torch.ones(1), op=adasum.Sum)

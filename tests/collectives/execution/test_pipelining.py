@@ -169,7 +169,6 @@ def test_parts_travel_longer_than_they_cost_beside_that(monkeypatch: pytest.Monk
     quick = replace(ASSUMED, host=0.0)
     assert parts_of(mine, nbytes, 1, rates=quick) == 8
     assert parts_of(mine, nbytes, 1, rates=None) == 1
-    assert parts_of(ThreadWorld(4).transport(0), nbytes, 2) == 1, "of a transport that waits"
 
 
 def test_parts_of_adasums_messages_do_not_follow_measurements() -> None:
