@@ -126,7 +126,7 @@ def together(kind: str, device: torch.device) -> str:
         group.all_reduce(tensor, op, algorithm="rd")
         found = tensor.cpu().double()
         milliseconds = (time.perf_counter() - begin) * 1e3
-        want = _tree(inputs, op is Adasum)
+        want = expected(inputs, op is Adasum)
         error = ((found - want).norm() / want.norm()).item()
         # A handful of float32 roundings a level.
         if not error <= 10 * group.size * torch.finfo(torch.float32).eps:
@@ -137,7 +137,7 @@ def together(kind: str, device: torch.device) -> str:
     return f"{', '.join(timings)}, right to {error:.1g}, over {over}"
 
 
-def _tree(inputs: Sequence[Tensor], adasum: bool) -> Tensor:
+def expected(inputs: Sequence[Tensor], adasum: bool) -> Tensor:
     """Return the sum or the Adasum of a power of two of vectors: adjacent ones, then pairs."""
     level = [each.float().double() for each in inputs]
     while len(level) > 1:
