@@ -24,17 +24,8 @@ _PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider")
 
 
 def _tests(name: str, *paths: str, **options: Any) -> Stage:
-    command = (
-        *_PYTEST,
-        *paths,
-        "--gpu",
-        "-m",
-        "gpu",
-        "-v",
-        "--tb=short",
-        "--junitxml={out}/junit.xml",
-    )
-    return Stage(name, command, **options)
+    flags = ("--gpu", "-m", "gpu", "-v", "--tb=short", "--junitxml={out}/junit.xml")
+    return Stage(name, (*_PYTEST, *paths, *flags), **options)
 
 
 def _kernel_tests() -> list[Stage]:
