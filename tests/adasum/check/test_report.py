@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from adasum.check.__main__ import main
 
 from adasum.check import checks, report, supervisor
+from adasum.check.__main__ import main
 
 
 def run(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
