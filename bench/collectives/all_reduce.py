@@ -28,18 +28,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import collectives
-from bench.collectives import answer
+from bench.collectives import answer, ranks
 from bench.collectives import cost_model as model
-from bench.collectives.ranks import (
-    OPS,
-    environment,
-    in_turns,
-    output_file,
-    require_ranks,
-    slowest,
-    started,
-    write,
-)
+from bench.collectives.ranks import OPS
 from bench.collectives.row import Row, header, line
 from collectives.execution.phases import phases_of
 from collectives.schedules.spec import parse_all_reduce_spec, parse_general_int, spec_for
@@ -130,13 +121,13 @@ class Bench:
 
         prepare = {name: partial(prepared, name) for name in calls}
         warm_up = dict.fromkeys(calls, max(1, self._args.warmup))
-        in_turns(prepare, 1, self._wait, warm_up)
-        once = slowest(in_turns(prepare, 1, self._wait))
+        ranks.in_turns(prepare, 1, self._wait, warm_up)
+        once = ranks.slowest(ranks.in_turns(prepare, 1, self._wait))
         times = {
             name: min(max(1, math.ceil(_BLOCK_SECONDS / each)), _BLOCK_CALLS)
             for name, (each,) in once.items()
         }
-        return slowest(in_turns(prepare, self._args.iters, self._wait, times))
+        return ranks.slowest(ranks.in_turns(prepare, self._args.iters, self._wait, times))
 
     def _wait(self) -> None:
         if self._device.type == "cuda":
@@ -169,12 +160,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         sizes, ops = sizes_and_algorithms(args)
     except (TypeError, ValueError) as error:
         parser.error(str(error))
-    require_ranks(parser, "bench.collectives.all_reduce")
+    ranks.require_ranks(parser, "bench.collectives.all_reduce")
     device = torch.device(args.device)
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    with started() as group:
+    with ranks.started() as group:
         try:
             _check(args, group, device, ops)
             return run(args, group, device, sizes, ops)
@@ -213,7 +204,7 @@ def run(
         if group.rank == 0:
             print(*lines, sep="\n", flush=True)
 
-    facts = environment(group, device)
+    facts = ranks.environment(group, device)
     width = max(len(name) for names in ops.values() for name in [*names, "algorithm"])
     say(f"# {', '.join(f'{key} {value}' for key, value in facts.items())}", *header(width))
     bench = Bench(group, device, args)
@@ -245,7 +236,7 @@ def run(
             "results": [row.record() for row in found],
             "model": [each.record() for each in compared],
         }
-        write(args.output_file, record)
+        ranks.write(args.output_file, record)
     return int(wrong > 0)
 
 
@@ -292,9 +283,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("-d", "--datatype", default="float", help="such as float16 (float)")
     parser.add_argument("-o", "--op", default="sum", help="sum, avg or adasum; several with commas")
     parser.add_argument("-a", "--algorithm", help="specification strings, with commas")
-    parser.add_argument(
-        "-J", "--output_file", metavar="FILE", type=output_file, help="write JSON as well"
-    )
+    parser.add_argument("-J", "--output_file", type=ranks.output_file, help="write JSON as well")
     parser.add_argument("--model", action="store_true", help="compare with the cost model")
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=["cpu", "cuda"], default=default, help=f"({default})")

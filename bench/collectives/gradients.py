@@ -27,16 +27,8 @@ from torch import Tensor
 
 import collectives
 from bench import shapes
-from bench.collectives.ranks import (
-    OPS,
-    environment,
-    in_turns,
-    output_file,
-    require_ranks,
-    slowest,
-    started,
-    write,
-)
+from bench.collectives import ranks
+from bench.collectives.ranks import OPS
 from bench.kernels.timing import Times
 from collectives.fused_buffer import FusedBuffer
 
@@ -64,11 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--op", choices=OPS, default="sum")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("-n", "--iters", type=int, default=9)
-    parser.add_argument("-J", "--json", type=output_file, help="write the rows there")
+    parser.add_argument("-J", "--json", type=ranks.output_file, help="write the rows there")
     args = parser.parse_args(argv)
-    require_ranks(parser, "bench.collectives.gradients")
-    with started() as group:
-        facts = environment(group, torch.device("cpu"))
+    ranks.require_ranks(parser, "bench.collectives.gradients")
+    with ranks.started() as group:
+        facts = ranks.environment(group, torch.device("cpu"))
         rows = [row for model in args.models for row in _rows(group, model, args)]
     wrong = [f"{row['model']}, {row['way']}" for row in rows if not row["right"]]
     if group.rank == 0:
@@ -80,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"{row['model']:16} {row['op']:7} {row['way']:22} {row['ms']:9.2f} "
                 f"{f'{low:.2f}-{high:.2f}':>17}  {row['speedup']:.2f}"
             )
-        write(args.json, {"environment": facts, "rows": rows})
+        ranks.write(args.json, {"environment": facts, "rows": rows})
         if wrong:
             print(f"wrong: {wrong}", file=sys.stderr)
     return int(bool(wrong))
@@ -106,7 +98,7 @@ def _rows(group: collectives.Group, model: str, args: Any) -> list[dict[str, Any
         return step
 
     prepare = {name: partial(prepared, name) for name in contenders}
-    taken = slowest(in_turns(prepare, args.iters))
+    taken = ranks.slowest(ranks.in_turns(prepare, args.iters))
     times = {name: Times.of(seconds) for name, seconds in taken.items()}
     return [
         {

@@ -20,16 +20,8 @@ import torch
 
 import collectives
 from adasum import DistributedOptimizer
-from bench.collectives.ranks import (
-    OPS,
-    environment,
-    in_turns,
-    output_file,
-    require_ranks,
-    slowest,
-    started,
-    write,
-)
+from bench.collectives import ranks
+from bench.collectives.ranks import OPS
 
 WARM_UP = 2
 
@@ -44,15 +36,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--op", choices=OPS, default="avg")
     parser.add_argument("--in-backward", action="store_true", help="Adasum's steps in backward")
     parser.add_argument("-n", "--iters", type=int, default=9)
-    parser.add_argument("-J", "--json", type=output_file, help="write the answer there")
+    parser.add_argument("-J", "--json", type=ranks.output_file, help="write the answer there")
     args = parser.parse_args(argv)
-    require_ranks(parser, "bench.collectives.overlap")
-    with started() as group:
-        answer = {**environment(group, torch.device("cpu")), **_measure(group, args)}
+    ranks.require_ranks(parser, "bench.collectives.overlap")
+    with ranks.started() as group:
+        answer = {**ranks.environment(group, torch.device("cpu")), **_measure(group, args)}
     if answer["rank"] == 0:
         for key, value in answer.items():
             print(f"{key:14} {value:.3f}" if isinstance(value, float) else f"{key:14} {value}")
-        write(args.json, answer)
+        ranks.write(args.json, answer)
     return 0
 
 
@@ -104,7 +96,7 @@ def _measure(group: collectives.Group, args: Any) -> dict[str, Any]:
     if not args.in_backward:
         wrapped(inputs).square().mean().backward()
     ways = {"backward": backward, "reduction": reduction, "both": both}
-    samples = slowest(in_turns(ways, WARM_UP + args.iters))
+    samples = ranks.slowest(ranks.in_turns(ways, WARM_UP + args.iters))
     seconds = {name: statistics.median(values[WARM_UP:]) for name, values in samples.items()}
     return {
         "rank": group.rank,

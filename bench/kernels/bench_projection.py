@@ -13,21 +13,10 @@ from torch import Tensor
 
 import kernels
 from adasum.check.one_gpu import dots_bound, magnitudes, rounding
-from bench.kernels import case, peers_compiled
+from bench.kernels import case, inputs, peers_compiled
 from bench.kernels import peers_projection as in_torch
 from bench.kernels.case import Answer, Case, Contender
-from bench.kernels.inputs import (
-    FEW_SIZES,
-    MANY,
-    MANY_NUMEL,
-    MIB,
-    PLAN_SIZES,
-    PLANNED,
-    SIZES,
-    WALL,
-    normal,
-    size_label,
-)
+from bench.kernels.inputs import PLANNED, normal, size_label
 from bench.kernels.measure import DIRECT, ONE_DOT, ONE_SEGMENT, TWO, TWO_APART
 from bench.kernels.timing import DEVICE, Call
 from bench.shapes import MODELS
@@ -36,8 +25,8 @@ from kernels.gpu import launcher
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 # About 8 MiB of float32 fit on a chip; from there to 25 MiB, a usual bucket of gradients, the GPU's
 # cache decides whether one launch reads again from there, or two from memory.
-BETWEEN = {"cuda": [9_000_000, 12_000_000, 15_000_000, 25 * MIB], "cpu": []}[DEVICE]
-ADASUM_SIZES = sorted({*SIZES, 8 * MIB, *BETWEEN})
+BETWEEN = {"cuda": [9_000_000, 12_000_000, 15_000_000, 25 * inputs.MIB], "cpu": []}[DEVICE]
+ADASUM_SIZES = sorted({*inputs.SIZES, 8 * inputs.MIB, *BETWEEN})
 LISTS = {"cuda": ["ResNet-50", "BERT-large"], "cpu": ["ResNet-50"]}[DEVICE]
 
 
@@ -57,15 +46,15 @@ class Spec(case.Spec):
     dtype: torch.dtype = FP32
     model: str = ""
     parts: int = 0
-    part: int = MANY_NUMEL
+    part: int = inputs.MANY_NUMEL
 
 
 def _specs() -> Iterator[Spec]:
     for kernel in ("dot_and_norms", "combine", "adasum"):
-        for size in ADASUM_SIZES if kernel == "adasum" else SIZES:
+        for size in ADASUM_SIZES if kernel == "adasum" else inputs.SIZES:
             label = f"{size / 1e6:g} MB" if size in BETWEEN[:3] else size_label(size)
             yield Spec(kernel, "fp32", f"fp32 {label}", size)
-        for size in FEW_SIZES:
+        for size in inputs.FEW_SIZES:
             yield Spec(kernel, "bf16", f"bf16 {size_label(size)}", size, BF16)
             # Not the others: their peers round dots to float16, where large tensors overflow.
             if kernel == "combine":
@@ -73,16 +62,22 @@ def _specs() -> Iterator[Spec]:
         for model in LISTS:
             label = f"{model} ({len(MODELS[model])} segments)"
             yield Spec(kernel, "segments", label, model=model)
-        for size in PLAN_SIZES:
+        for size in inputs.PLAN_SIZES:
             yield Spec(kernel, PLANNED, f"{PLANNED} {size_label(size)}", size, planned=True)
         label = f"{PLANNED} ResNet-50"
         yield Spec(kernel, "planned segments", label, model="ResNet-50", planned=True)
     if DEVICE == "cuda":
         series = "segments on chip"
-        yield Spec("adasum", series, f"{MANY} segments on chip", parts=MANY)
-        label = f"{MANY} segments on chip, at odd offsets"
-        yield Spec("adasum", series, label, parts=MANY, part=MANY_NUMEL + 1)
-        yield Spec("adasum", WALL, f"{MANY} segments by wall clock", parts=MANY, wall=True)
+        yield Spec("adasum", series, f"{inputs.MANY} segments on chip", parts=inputs.MANY)
+        label = f"{inputs.MANY} segments on chip, at odd offsets"
+        yield Spec("adasum", series, label, parts=inputs.MANY, part=inputs.MANY_NUMEL + 1)
+        yield Spec(
+            "adasum",
+            inputs.WALL,
+            f"{inputs.MANY} segments by wall clock",
+            parts=inputs.MANY,
+            wall=True,
+        )
 
 
 SPECS = list(_specs())

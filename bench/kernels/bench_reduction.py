@@ -13,20 +13,10 @@ from torch import Tensor
 
 import kernels
 from adasum.check.one_gpu import rounding
-from bench.kernels import case, peers_compiled
+from bench.kernels import case, inputs, peers_compiled
 from bench.kernels import peers_elementwise as in_torch
 from bench.kernels.case import Answer, Case, Contender, check_flag, rotating
-from bench.kernels.inputs import (
-    FEW_SIZES,
-    FRESH,
-    FRESH_SETS,
-    KIB,
-    PLAN_SIZES,
-    PLANNED,
-    SIZES,
-    normal,
-    size_label,
-)
+from bench.kernels.inputs import PLANNED, normal, size_label
 from bench.kernels.measure import DIRECT
 from bench.kernels.timing import DEVICE, Call
 
@@ -61,10 +51,10 @@ def _spec(
 
 def _specs() -> Iterator[Spec]:
     for count in (2, 8):
-        for size in SIZES:
+        for size in inputs.SIZES:
             yield _spec("sum_n", f"n={count}", size, (FP32,) * count)
     for count in range(3, 8):
-        yield _spec("sum_n", f"n={count}", SIZES[-2], (FP32,) * count)
+        yield _spec("sum_n", f"n={count}", inputs.SIZES[-2], (FP32,) * count)
     options: dict[str, Any]
     for series, dtype, options in (
         ("n=8, bf16", BF16, {"out": BF16}),
@@ -75,9 +65,9 @@ def _specs() -> Iterator[Spec]:
         ("n=8, scaled", FP32, {"scale": SCALE}),
         ("n=8, scaled, found_inf", FP32, {"scale": SCALE, "checked": True}),
     ):
-        for size in FEW_SIZES:
+        for size in inputs.FEW_SIZES:
             yield _spec("sum_n", series, size, (dtype,) * 8, **options)
-    for size in SIZES:
+    for size in inputs.SIZES:
         yield _spec("scaled_add", "fp32", size, (FP32, FP32))
     for series, dtypes, options in (
         ("bf16", (BF16, BF16), {"out": BF16}),
@@ -86,14 +76,16 @@ def _specs() -> Iterator[Spec]:
         ("bf16 + fp32 to bf16", (BF16, FP32), {"out": BF16}),
         ("fp32, found_inf", (FP32, FP32), {"checked": True}),
     ):
-        for size in FEW_SIZES:
+        for size in inputs.FEW_SIZES:
             yield _spec("scaled_add", series, size, dtypes, **options)
     for kernel in ("sum_n", "scaled_add"):
-        for size in PLAN_SIZES:
+        for size in inputs.PLAN_SIZES:
             yield _spec(kernel, PLANNED, size, (FP32, FP32), planned=True)
     if DEVICE == "cuda":
-        series = f"n=8 at {FRESH}"
-        yield _spec("sum_n", series, 64 * KIB, (FP32,) * 8, sets=FRESH_SETS, wall=True)
+        series = f"n=8 at {inputs.FRESH}"
+        yield _spec(
+            "sum_n", series, 64 * inputs.KIB, (FP32,) * 8, sets=inputs.FRESH_SETS, wall=True
+        )
 
 
 SPECS = list(_specs())
