@@ -38,7 +38,7 @@ class Calls:
         self._runner = runner
         self._transport = runner.transport
         self.queue = CallQueue(runner.transport, runner.timeout)
-        self._negotiation = Negotiation(runner.transport, runner.timeout, runner.workspace)
+        self._negotiation = Negotiation(runner.transport, runner.timeout)
         self._count = 0
         self._requests = 0
 

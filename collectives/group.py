@@ -14,7 +14,6 @@ from collectives.arguments import Arguments, ReductionOptions, ScaleOptions
 from collectives.bootstrap.locality import find_locality, locality_on
 from collectives.calls import Calls
 from collectives.compiling import untraced
-from collectives.cost import LinkRates
 from collectives.execution.all_reduce import Runner
 from collectives.execution.call import Call
 from collectives.owners import owners
@@ -106,24 +105,6 @@ class Group:
     def num_nodes(self) -> int:
         """Number of hosts that the group's ranks are on, the same on every rank."""
         return len(set(self.hosts))
-
-    def set_link_rates(self, rates: LinkRates | None, device: str | None = None) -> None:
-        """Let `auto` choose by these costs, which must be the same on every rank.
-
-        Without it tensors on GPUs have assumed rates (`collectives.cost.ASSUMED`), and those on the
-        host what `init` has measured, if anything.
-
-        Args:
-            rates: None for a choice by size alone, the same in every run of the program.
-            device: For tensors on "cpu" or "cuda" only; for both unless given.
-        """
-        validation.instance("rates", rates, LinkRates | None, "LinkRates or None")
-        if device not in (None, "cpu", "cuda"):
-            raise ValueError(f"device must be 'cpu', 'cuda' or None, got {device!r}")
-        if device != "cuda":
-            self._runner.link_rates = rates
-        if device != "cpu":
-            self._runner.gpu_link_rates = rates
 
     def check_algorithm(self, algorithm: str, op: Reducer = Sum) -> None:
         """Raise ValueError where a specification cannot carry `op` on these ranks; sends nothing.
@@ -684,8 +665,8 @@ class Group:
         that Adasum and all_gather take. The new group has messages of its own: both may be used at
         the same time, from different threads (not with CUDA tensors over NCCL, which wants one
         order of all work on a device: calls of both with `async_op` reach it in the order in which
-        they are made). It has this group's timeout, hosts and link rates, and ends with it, or with
-        its own close().
+        they are made). It has this group's timeout and hosts, and ends with it, or with its
+        own close().
         """
         members = validation.distinct_ranks("ranks", ranks, self.size)
         call = Call("split", options={"ranks": members}, instead=lambda: self._split(members))
@@ -708,8 +689,6 @@ class Group:
         part.hosts = locality.hosts
         # As far as CUDA tensors go, for both.
         self.transport.shares_gpu = transport.shares_gpu = True
-        part.set_link_rates(self._runner.link_rates, "cpu")
-        part.set_link_rates(self._runner.gpu_link_rates, "cuda")
         self._parts.append(part)
         part._whole = self
         return part

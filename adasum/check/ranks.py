@@ -114,7 +114,7 @@ def together(kind: str, device: torch.device) -> str:
     """Reduce by Sum and Adasum on every rank; return the times and the transport."""
     # None where the ranks are the CPU's: they use what ADASUM_TRANSPORT asks for.
     transport = {TORCH: "auto", CUPY: "nccl"}.get(kind)
-    group = collectives.init(timeout=_STEP, transport=transport, calibrate=False)
+    group = collectives.init(timeout=_STEP, transport=transport)
     timings = []
     inputs = [
         torch.randn(_NUMEL, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)

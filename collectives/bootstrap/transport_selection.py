@@ -16,7 +16,6 @@ import kernels
 from collectives.consistency.negotiation import negotiate_by_messages
 from collectives.errors import TransportError
 from collectives.execution.call import Call
-from collectives.execution.context import Workspace
 from collectives.transport import (
     ConnectionTransport,
     GlooTransport,
@@ -78,7 +77,7 @@ def connect(gloo: GlooTransport, timeout: float, start: Call) -> Transport:
     if gloo.size == 1:
         check_alone(start.options["transport"])
         return gloo
-    negotiate_by_messages(start, gloo, timeout, Workspace())
+    negotiate_by_messages(start, gloo, timeout)
 
     choice, store = start.options["transport"], store_of(gloo.process_group)
     kinds = _KINDS[choice]

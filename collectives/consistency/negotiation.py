@@ -3,10 +3,10 @@
 - Ranks that share memory signal a code of what they call in its signal pads, and wait until all
   have signalled the same: no message.
 - By messages where ranks share no memory, where the signalled codes differ (to tell how), and as
-  long as any rank has joined. One all-reduce of three integers: the largest and the smallest code
-  of the ranks that are at work, and whether any rank has joined. Equal codes and none joined: go
-  on. Otherwise the calls themselves are gathered, and every rank raises the same error, or learns
-  what the joined ranks have to take part in.
+  long as any rank has joined. In about log2 n steps every rank learns the largest and the smallest
+  code of the ranks that are at work, and whether any rank has joined. Equal codes and none joined:
+  go on. Otherwise the calls themselves are gathered, and every rank raises the same error, or
+  learns what the joined ranks have to take part in.
 """
 
 from __future__ import annotations
@@ -21,12 +21,8 @@ import torch
 from collectives.consistency.differences import difference
 from collectives.errors import CollectiveMismatchError, TransportError
 from collectives.execution.call import Call
-from collectives.execution.context import CallContext, Workspace
-from collectives.execution.executor import execute
 from collectives.execution.operations import WITH_JOINED
-from collectives.reducers import Max
-from collectives.schedules import recursive_doubling
-from collectives.transport.base import Transport
+from collectives.transport.base import Message, Transport
 from collectives.transport.byte_gathering import gather_bytes, read_objects
 from collectives.transport.shared_memory.symmetric_memory import JOINED, RanksDiffer
 
@@ -70,13 +66,11 @@ class Negotiation:
     Args:
         transport: Between the ranks.
         timeout: Seconds that each step may wait for a peer.
-        workspace: Memory for what is received.
     """
 
-    def __init__(self, transport: Transport, timeout: float, workspace: Workspace) -> None:
+    def __init__(self, transport: Transport, timeout: float) -> None:
         self._transport = transport
         self._timeout = timeout
-        self._workspace = workspace
         self._any_joined = False
 
     def signal(self, mine: Call | Joined) -> None:
@@ -102,35 +96,54 @@ class Negotiation:
                 return _SAME_CALL
         # A mismatch ends all joins.
         self._any_joined = False
-        outcome = negotiate_by_messages(mine, self._transport, self._timeout, self._workspace)
+        outcome = negotiate_by_messages(mine, self._transport, self._timeout)
         self._any_joined = bool(outcome.joined)
         return outcome
 
 
-def negotiate_by_messages(
-    mine: Call | Joined, transport: Transport, timeout: float, workspace: Workspace
-) -> Outcome:
+def negotiate_by_messages(mine: Call | Joined, transport: Transport, timeout: float) -> Outcome:
     """Do what `Negotiation.wait` does, without memory that the ranks share."""
-    call = CallContext(transport, f"the negotiation of {mine.label}", timeout, workspace)
+    label = f"the negotiation of {mine.label}"
     if isinstance(mine, Joined):
         codes = (_NO_CODE, _NO_CODE, mine.since * transport.size + transport.rank + 1)
     else:
         codes = (mine.code, -mine.code, 0)
     # The least is the most of the opposites.
-    extremes = torch.tensor(codes, dtype=torch.int64, device="cpu")
-    execute(recursive_doubling.all_reduce(transport.size), extremes, Max, call)
-    most, least, since = extremes.tolist()
+    most, least, since = _largest(codes, transport, label, timeout)
     if most == _NO_CODE:
         return Outcome(last=(since - 1) % transport.size)
     if most == -least and not since:
         return _SAME_CALL
     report = ["", sorted(mine.operators)] if isinstance(mine, Joined) else [mine.text, mine.movable]
-    reports = gather_bytes(json.dumps(report).encode(), transport, call.label, timeout)
+    reports = gather_bytes(json.dumps(report).encode(), transport, label, timeout)
     said = read_objects(reports, transport)
     try:
         return _conclude(said, transport)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise TransportError(f"{call.label}: what ranks said is no call: {error}") from error
+        raise TransportError(f"{label}: what ranks said is no call: {error}") from error
+
+
+def _largest(numbers: Sequence[int], transport: Transport, label: str, timeout: float) -> list[int]:
+    """Return, number by number, the largest of all ranks'.
+
+    In each step a rank learns from twice as far below itself what the ranks up to there know. Where
+    their number is no power of two some count twice, which changes no maximum.
+    """
+    rank, size, distance, step = transport.rank, transport.size, 1, 0
+    known = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    while distance < size:
+        theirs = torch.empty_like(known)
+        transport.exchange(
+            [Message((rank + distance) % size, known)],
+            [Message((rank - distance) % size, theirs)],
+            f"step {step} of {label}",
+            timeout,
+        )
+        transport.steps += 1
+        known = torch.maximum(known, theirs)
+        distance, step = 2 * distance, step + 1
+    largest: list[int] = known.tolist()
+    return largest
 
 
 def _conclude(reports: list[list[Any]], transport: Transport) -> Outcome:

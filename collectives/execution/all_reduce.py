@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from collectives.cost import ASSUMED, LinkRates
+from collectives.cost import ASSUMED
 from collectives.cost.choice import choose
 from collectives.execution.call import Call
 from collectives.execution.context import CallContext, Workspace
@@ -89,19 +89,16 @@ class Runner:
         self.workspace = Workspace()
         self.packed = Workspace()
         self.libraries = Libraries(transport)
-        # What `auto` chooses by, of tensors on the host and on GPUs; None for size alone.
-        self.link_rates: LinkRates | None = None
-        self.gpu_link_rates: LinkRates | None = ASSUMED
         # The rank that the next shards are dealt to first, modulo the number of ranks.
         self.first = 0
 
     def check(self, specs: Specs, op: Reducer, tensors: Sequence[Tensor]) -> None:
         """Raise ValueError or TypeError where one of the ranges cannot reduce such tensors here."""
-        kinds = {(tensor.device, tensor.dtype) for tensor in tensors}
-        on_gpu = any(device.type == "cuda" for device, _ in kinds)
         for spec in specs:
             if spec.outer == "auto":
                 continue
+            kinds = {(tensor.device, tensor.dtype) for tensor in tensors}
+            on_gpu = any(device.type == "cuda" for device, _ in kinds)
             phases = phases_of(spec, op, self.topology)
             if phases.host and on_gpu and torch.cuda.is_current_stream_capturing():
                 raise ValueError(
@@ -118,7 +115,6 @@ class Runner:
             label,
             self.timeout,
             self.workspace,
-            self.gpu_link_rates,
             self.topology,
         )
 
@@ -209,21 +205,12 @@ class Runner:
         call.op.finish(flat, self.size)
         multiply(flat, call.options.get("postscale", 1.0))
 
-    def rates_of(self, tensor: Tensor) -> LinkRates | None:
-        """Return the link rates of the tensor's device, the same on all ranks; None if unknown."""
-        return self.gpu_link_rates if tensor.is_cuda else self.link_rates
-
     def _choose(self, flat: Tensor, op: Reducer) -> AllReduceSpec:
-        """Return what `auto` stands for: by the link rates where there are any.
-
-        The order of Adasum's partial sums must not depend on a measurement: a second run of the
-        program has to give the same bits. Its choice is by size alone.
-        """
-        rates = self.rates_of(flat)
-        if rates is None or op.needs_one_tree:
+        """Return what `auto` stands for, the same on all ranks and in every run."""
+        if not flat.is_cuda or op.needs_one_tree:
             return AllReduceSpec(op.algorithm(flat.nbytes, self.size), 1, -1)
         library = self._library_for(flat, op)
-        (spec,) = parse_all_reduce_spec(choose(op, flat.nbytes, rates, self.topology, library))
+        (spec,) = parse_all_reduce_spec(choose(op, flat.nbytes, ASSUMED, self.topology, library))
         return spec
 
     def _library_for(self, flat: Tensor, op: Reducer) -> str | None:

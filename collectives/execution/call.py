@@ -92,7 +92,7 @@ class Call:
     out: torch.Tensor | None = None
     instead: Callable[[], Any] | None = None
     request: int | None = None
-    described: Sequence[TensorDescription] = ()
+    described: list[TensorDescription] = field(default_factory=list)
     movable: bool = False
     shared: SharedMemoryPlan | None = None
     label: str = ""
@@ -102,13 +102,13 @@ class Call:
         if self.name is not None:
             validation.instance("name", self.name, str, "a str or None")
         if not self.described and self.tensors:
-            shapes = [tuple(tensor.shape) for tensor in self.tensors]
-            if self.any_rows:
-                shapes[0] = (ANY, *shapes[0][1:])
             self.described = [
-                TensorDescription(shape, str(tensor.dtype), tensor.device.type)
-                for shape, tensor in zip(shapes, self.tensors, strict=True)
+                TensorDescription(tuple(each.shape), str(each.dtype), each.device.type)
+                for each in self.tensors
             ]
+            if self.any_rows:
+                shape, *rest = self.described[0]
+                self.described[0] = TensorDescription((ANY, *shape[1:]), *rest)
 
     def __str__(self) -> str:
         # A call named "" is another one than a call without a name, and must not look the same.

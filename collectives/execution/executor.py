@@ -38,49 +38,39 @@ def execute(
         call: Between which ranks, and for what.
         segments: Element boundaries that operators work by; one segment unless given.
         bounds: Element boundaries of the schedule's chunks; nearly equal pieces unless given, of
-            whole segments where the schedule asks for them.
+            whole segments where the schedule asks for them. With them a schedule that gathers
+            does no more than that.
         ranks: The transport's ranks that stand for the schedule's ranks 0, 1, ...; all of them
             unless given.
     """
-    size, rank = call.transport.size, call.transport.rank
-    members = tuple(range(size) if ranks is None else ranks)
+    transport = call.transport
+    members = tuple(range(transport.size) if ranks is None else ranks)
     if len(members) != schedule.size:
         raise ValueError(f"schedule is for {schedule.size} ranks, got {len(members)}")
-    if schedule.gathered:
-        position = members.index(rank)
-        vectors, bounds = _side_by_side(schedule, position, buffer, call.workspace)
-        _run(lower(schedule, position, tuple(bounds), members), vectors, Sum, call, None)
+    rank = members.index(transport.rank)
+    if bounds is not None:
+        steps = lower(schedule, rank, tuple(bounds), members)
+    elif schedule.gathered:
+        vectors, bounds = _side_by_side(schedule, rank, buffer, call.workspace)
+        execute(schedule, vectors, Sum, call, bounds=bounds, ranks=members)
         _reduce_gathered(vectors.view(schedule.size, -1), buffer, reducer, segments)
         return
-    if bounds is None:
-        whole = tuple(segments) if segments is not None and schedule.whole_segments else None
-        steps = lower_evenly(schedule, members.index(rank), buffer.numel(), whole, members)
     else:
-        steps = lower(schedule, members.index(rank), tuple(bounds), members)
-    _run(steps, buffer, reducer, call, segments)
-
-
-def _run(
-    steps: Sequence[LoweredStep],
-    buffer: torch.Tensor,
-    reducer: Reducer | Sequence[Reducer],
-    call: CallContext,
-    segments: Sequence[int] | None,
-) -> None:
-    transport = call.transport
+        whole = tuple(segments) if segments is not None and schedule.whole_segments else None
+        steps = lower_evenly(schedule, rank, buffer.numel(), whole, members)
     posts_ahead = transport.posts_ahead(buffer.device)
     for step in steps:
         label = f"{step.name} of {call.label}"
         scratch = call.workspace.take(step.staged, buffer) if step.staged else buffer
-        sends = [Message(peer, buffer[low:high]) for peer, low, high, _ in step.sends]
-        recvs = [
-            Message(peer, (scratch if staged else buffer)[low:high])
-            for peer, low, high, staged in step.recvs
-        ]
+        sends, recvs = [], []
+        for peer, low, high, _ in step.sends:
+            sends.append(Message(peer, buffer[low:high]))
+        for peer, low, high, staged in step.recvs:
+            recvs.append(Message(peer, (scratch if staged else buffer)[low:high]))
         operator = reducer if isinstance(reducer, Reducer) else reducer[step.phase]
         posted: PostedStep | None = None
         if posts_ahead:
-            posted = post(sends, recvs, call, label, one_tree=operator.needs_one_tree)
+            posted = post(sends, recvs, call, label)
         else:
             transport.exchange(sends, recvs, label, call.timeout)
         if step.reductions or step.group:
@@ -177,9 +167,13 @@ def _pieces(
     pieces = []
     for before, after, low, high, _ in reductions:
         mine = buffer[low:high]
-        left = [recvs[number].tensor for number in before]
-        right = [recvs[number].tensor for number in after]
-        pieces.append(Piece((*left, mine, *right), mine, low))
+        operands = []
+        for number in before:
+            operands.append(recvs[number].tensor)
+        operands.append(mine)
+        for number in after:
+            operands.append(recvs[number].tensor)
+        pieces.append(Piece(tuple(operands), mine, low))
     return tuple(pieces)
 
 

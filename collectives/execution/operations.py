@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from collectives.cost import ASSUMED
 from collectives.cost.choice import all_gather_schedule, reduce_schedule
 from collectives.errors import CollectiveMismatchError, TransportError
 from collectives.execution.all_reduce import AllReduceOptions, Runner
@@ -52,7 +53,7 @@ def _reduce(runner: Runner, call: Call) -> Tensor:
 def _reduce_onto(runner: Runner, call: Call, tensor: Tensor, dst: int) -> None:
     flat = flatten(tensor)
     multiply(flat, runner.factor(call, flat.dtype))
-    schedule = reduce_schedule(flat.nbytes, dst, runner.rates_of(flat), runner.topology)
+    schedule = reduce_schedule(flat.nbytes, dst, ASSUMED if flat.is_cuda else None, runner.topology)
     runner.execute(call, schedule, flat, call.op)
     if runner.rank == dst:
         runner.finish(call, flat)
@@ -136,7 +137,7 @@ def _gather(runner: Runner, call: Call) -> tuple[Tensor, list[int]]:
     whole = result.detach()
     whole[rows[runner.rank] : rows[runner.rank + 1]] = mine.detach()
     width = prod(mine.shape[1:])
-    schedule = all_gather_schedule(whole.nbytes, runner.rates_of(whole), runner.topology)
+    schedule = all_gather_schedule(whole.nbytes, ASSUMED, runner.topology)
     runner.execute(call, schedule, whole.view(-1), Sum, [row * width for row in rows])
     return result, rows
 

@@ -59,23 +59,22 @@ def test_nccl_that_is_missing_is_an_error_of_a_process_group_of_one(
 
 
 def test_second_init_with_the_same_or_no_arguments_returns_the_group() -> None:
-    group = collectives.init(timeout=20.0, transport="auto", calibrate=False)
-    assert collectives.init() is group
+    group = collectives.init(timeout=20.0, transport="auto")
     assert collectives.init(timeout=20, transport="auto") is group
-    assert collectives.init(calibrate=False) is group
+    assert collectives.init() is group
     adasum.init()
     adasum.init(timeout=20.0)
 
 
 @pytest.mark.parametrize(
     ("name", "value", "first"),
-    [("timeout", 21.0, "20.0"), ("transport", "gloo", "'auto'"), ("calibrate", True, "False")],
+    [("timeout", 21.0, "20.0"), ("transport", "gloo", "'auto'")],
 )
 @pytest.mark.parametrize("init", [collectives.init, adasum.init])
 def test_second_init_with_another_argument_raises_and_names_it(
     init: Any, name: str, value: Any, first: str
 ) -> None:
-    group = collectives.init(timeout=20.0, calibrate=False)
+    group = collectives.init(timeout=20.0)
     with pytest.raises(ValueError, match=f"^{name} is {value!r} in a second .* was {first} in"):
         init(**{name: value})
     assert collectives.default_group() is group and not group.closed

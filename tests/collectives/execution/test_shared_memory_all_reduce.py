@@ -50,9 +50,9 @@ def messages(group: Group) -> list[str]:
     steps: list[str] = []
     exchange = group.transport.exchange
 
-    def counted(sends: Any, recvs: Any, step: str, timeout: float, code: int = 0) -> None:
+    def counted(sends: Any, recvs: Any, step: str, timeout: float) -> None:
         steps.extend(step for message in sends if message.tensor.numel())
-        exchange(sends, recvs, step, timeout, code)
+        exchange(sends, recvs, step, timeout)
 
     group.transport.exchange = counted  # type: ignore[method-assign]
     return steps
