@@ -25,6 +25,7 @@ import collectives
 import kernels
 from adasum.reducer import Adasum
 from collectives.transport import GlooTransport, Message, NcclTransport
+from collectives.transport.nccl.cupy_backend import CupyBackend
 
 TORCH, CUPY = "torch", "cupy"
 # For all ranks, and for a step: a rank that waits for one that is gone says so within the first.
@@ -89,7 +90,7 @@ def alone(kind: str, device: torch.device) -> None:
     else:
         assert dist.group.WORLD is not None
         host = GlooTransport(dist.group.WORLD)
-        transport = NcclTransport(host, store, device, timeout=_STEP)
+        transport = NcclTransport(host, CupyBackend(store, device), timeout=_STEP)
         transport.exchange([Message(0, numbers)], [Message(0, got)], "the smoke test", _STEP)
         transport.close()
     if not torch.equal(got, numbers):

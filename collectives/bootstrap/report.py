@@ -12,7 +12,7 @@ from collectives.cost import LinkRates
 from collectives.cost.choice import choose
 from collectives.reducers import Sum
 from collectives.schedules.topology import Topology
-from collectives.transport import NcclTransport, Transport, load_nccl
+from collectives.transport import Transport, load_nccl
 
 # For which the line says what `auto` takes.
 _SIZES = {"4 KiB": 2**12, "1 MiB": 2**20, "64 MiB": 2**26}
@@ -61,7 +61,7 @@ def _algorithms(size: int, topology: Topology, rates: LinkRates | None) -> str:
 
 
 def _nccl(transport: Transport) -> str:
-    if isinstance(transport, NcclTransport):
+    if transport.sums_on_gpu:
         return f"{load_nccl().get_version()} by cupy"
     if not (dist.is_available() and dist.is_nccl_available()):
         return "none in this torch"
