@@ -14,13 +14,14 @@ no message is left to send. The bits are those of the algorithm by messages:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from collectives.execution.all_reduce import AllReduceOptions, Runner, call_span
+from collectives.execution.call import Call
 from collectives.execution.shared_memory_levels import Part, TreeLevel, pairs, tree_levels
 from collectives.execution.vectors import Vector, vector_of
 from collectives.reducers import Operands, Piece, Reducer
@@ -45,33 +46,34 @@ _ROW_BYTES = 24
 _CACHE_LINE = 64
 
 
-def plan_shared_memory_all_reduce(
-    runner: Runner, kind: str, options: Mapping[str, Any], tensors: Sequence[Tensor], op: Reducer
-) -> SharedMemoryAllReduce | None:
+def plan_shared_memory_all_reduce(runner: Runner, call: Call) -> SharedMemoryAllReduce | None:
     """Return how a call runs in shared memory; None where it goes by messages.
 
-    Every rank concludes the same from equal descriptions.
+    Every rank concludes the same from equal calls.
     """
     memory, size = runner.transport.symmetric_memory, runner.transport.size
-    if memory is None or size == 1 or kind not in ("all_reduce", "grouped_all_reduce"):
+    if memory is None or size == 1 or call.kind not in ("all_reduce", "grouped_all_reduce"):
         return None
-    chosen = AllReduceOptions.of(options)
+    tensors, op, chosen = call.tensors, call.op, AllReduceOptions.of(call)
     if not (op.reduces_in_shared_memory and tensors and chosen.prescale == 1.0):
         return None
-    if not all(tensor.is_cpu for tensor in tensors):
-        return None
-    if kind == "grouped_all_reduce":
+    if call.kind == "grouped_all_reduce":
         parts = chosen.by_range(tensors)
         if len(parts) > 1:
             return None
         ((chosen, _),) = parts
-    if not 0 < sum(tensor.nbytes for tensor in tensors) <= BUFFER_BYTES:
+    nbytes = 0
+    for tensor in tensors:
+        nbytes += tensor.nbytes
+        if not tensor.is_cpu or nbytes > BUFFER_BYTES:
+            return None
+    if not nbytes:
         return None
     vector = vector_of(tensors, chosen.segments)
     if vector is None or vector.nbytes > BUFFER_BYTES:
         return None
     spec = spec_for(chosen.specs, vector.numel)
-    method = _method_of(spec, vector, size, op, measured=runner.link_rates is not None)
+    method = _method_of(spec, vector, size, op)
     if method is None:
         return None
     return SharedMemoryAllReduce(vector, op, method, chosen.postscale, runner, memory)
@@ -101,6 +103,11 @@ class SharedMemoryAllReduce:
     runner: Runner
     memory: SymmetricMemory
     bound: dict[int, Callable[[str], Tensor]] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes that each rank copies to its buffer."""
+        return self.vector.nbytes
 
     def fill(self) -> None:
         """Copy the tensors to this rank's buffer of the call to be signalled next."""
@@ -226,13 +233,8 @@ class SharedMemoryAllReduce:
         return run
 
 
-def _method_of(
-    spec: AllReduceSpec, vector: Vector, size: int, op: Reducer, *, measured: bool
-) -> Method | None:
-    """Return how a range of a specification is carried out here; None for messages.
-
-    measured: whether `auto` may follow what costs least.
-    """
+def _method_of(spec: AllReduceSpec, vector: Vector, size: int, op: Reducer) -> Method | None:
+    """Return how a range of a specification is carried out here; None for messages."""
     if spec.inner is not None or spec.shards != 1:
         return None
     # An addition is cheaper than waiting, and with two ranks nobody would do anything else.
@@ -240,9 +242,9 @@ def _method_of(
     limit = min(ONE_SHOT_BYTES, math.inf if small_method == "tree" else _MAX_READ_BYTES // size)
     name = spec.outer
     if name == "auto":
-        name = op.algorithm(vector.nbytes, size)
-        if measured and not op.needs_one_tree:
-            name = "rd" if vector.nbytes <= limit else "rechd"
+        # A wait is what one-shot saves; beyond that, reading a share of all vectors is cheaper.
+        small = "rd" if vector.nbytes <= limit else "rechd"
+        name = op.algorithm(vector.nbytes, size) if op.needs_one_tree else small
     if name == "rd" and vector.nbytes <= limit:
         return small_method
     rows = 1 if vector.segments is None else len(vector.segments) - 1

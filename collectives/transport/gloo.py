@@ -58,9 +58,7 @@ class GlooTransport(Transport):
                 'torch.distributed with backend="cpu:gloo,cuda:nccl"'
             )
 
-    def exchange(
-        self, sends: Messages, recvs: Messages, step: str, timeout: float, code: int = 0
-    ) -> None:
+    def exchange(self, sends: Messages, recvs: Messages, step: str, timeout: float) -> None:
         """Exchange a step's messages: `Transport.exchange`."""
         deadline = time.monotonic() + timeout
         posted: list[tuple[int, dist.Work]] = []
