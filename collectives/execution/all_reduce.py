@@ -25,7 +25,7 @@ from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec, spe
 from collectives.schedules.topology import Topology
 from collectives.trace import span
 from collectives.transport.base import Transport
-from collectives.transport.nccl.communicators import DTYPES
+from collectives.transport.nccl.cupy_backend import DTYPES
 from collectives.transport.process_groups import has_nccl
 
 Tensor = torch.Tensor
