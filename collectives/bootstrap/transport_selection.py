@@ -88,7 +88,7 @@ def connect(gloo: GlooTransport, timeout: float, start: Description) -> Transpor
     if short:
         kinds = ()
         _logger.warning("rank %d: %s; its messages go over gloo meanwhile", gloo.rank, short)
-    opened = ConnectionTransport(gloo, timeout, kinds=kinds, toward=_host_of(store))
+    opened = ConnectionTransport(gloo, timeout, kinds=kinds, store_host=_host_of(store))
     with contextlib.ExitStack() as failed:
         failed.callback(opened.close)
         peers = {*range(gloo.size)} - {gloo.rank}

@@ -156,7 +156,7 @@ def test_schedule_runs_in_parts_over_torchs_nccl(
         assert any("part 1 of" in posted.step for posted in gloo._nccl.pending.items)
         return read(fake, buffer)
 
-    monkeypatch.setattr(connections, "open_connections", lambda *_, **__: ({}, None, False))
+    monkeypatch.setattr(connections, "open_connections", lambda *_, **__: ({}, None, None, False))
     monkeypatch.setattr(type(full(0.0)), "is_cpu", False, raising=False)
     with ThreadPoolExecutor(size) as pool:
         for answer in pool.map(work, range(size)):
@@ -263,14 +263,14 @@ def test_a_group_of_gloo_alone_has_no_nccl(monkeypatch: pytest.MonkeyPatch) -> N
     assert not hasattr(group, "_get_backend")
 
 
-class Told(Connection):
-    """One that keeps what its peer would be told."""
+class Kept(Connection):
+    """One that keeps the reason that its peer would get."""
 
-    def __init__(self, told: list[str]) -> None:
-        self._told = told
+    def __init__(self, reasons: list[str]) -> None:
+        self._reasons = reasons
 
-    def send_farewell(self, text: str) -> bool:
-        self._told.append(text)
+    def send_reason(self, text: str) -> bool:
+        self._reasons.append(text)
         return True
 
     def close(self) -> None:
@@ -282,11 +282,11 @@ class Told(Connection):
 def _connected(
     gloo: GlooTransport,
     monkeypatch: pytest.MonkeyPatch,
-    farewells: list[str],
+    reasons: list[str],
     ended: Sequence[int] = (),
 ) -> ConnectionTransport:
     """The transport that ranks of one host have, with one connection."""
-    opened = {1: Told(farewells)}, None, True
+    opened = {1: Kept(reasons)}, None, None, True
     monkeypatch.setattr(connections, "open_connections", lambda *_, **__: opened)
     mixed = ConnectionTransport(gloo, TIMEOUT)
     mixed.gone = lambda peers=None: 1 if ended and 1 in peers else None  # type: ignore[method-assign]
@@ -367,8 +367,8 @@ def test_what_another_error_leaves_under_way_is_ended(
 ) -> None:
     """Through the transport that ranks of one host have; not where it has come meanwhile."""
     gloo, _ = _transport(fake, monkeypatch, owned=False)
-    farewells: list[str] = []
-    mixed = _connected(gloo, monkeypatch, farewells)
+    reasons: list[str] = []
+    mixed = _connected(gloo, monkeypatch, reasons)
     got = full(0.0)
     monkeypatch.setattr(type(got), "is_cpu", False, raising=False)
     mixed.exchange([], [Message(1, got)], "step 5", 20.0)
@@ -376,7 +376,7 @@ def test_what_another_error_leaves_under_way_is_ended(
         fake.lines[1, 0].put(torch.ones(3))
         read(fake, got)
     mixed.abort("interrupted")
-    assert farewells == ["interrupted"]
+    assert reasons == ["interrupted"]
     assert fake.aborted == (set() if comes else {0})
     if not comes:
         with pytest.raises(TransportError, match=r"interrupted \(NCCL was aborted\)"):
