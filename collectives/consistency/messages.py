@@ -98,7 +98,7 @@ def _largest(numbers: Sequence[int], call: CallContext) -> list[int]:
         transport.exchange(
             [Message((rank + distance) % size, known)],
             [Message((rank - distance) % size, theirs)],
-            f"the exchange at distance {distance} of {call.label}",
+            f"step {distance.bit_length() - 1} of {call.label}",
             call.timeout,
         )
         transport.steps += 1
