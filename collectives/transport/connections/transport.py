@@ -14,13 +14,12 @@ import os
 import select
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from collectives.errors import CollectiveTimeoutError, TransportError, describe
 from collectives.stall import Stall
@@ -118,7 +117,6 @@ class ConnectionTransport(Transport):
             self.symmetric_memory = SymmetricMemory(
                 memory, self.rank, self.size, self, cores=_cores()
             )
-        other.ask(self)
         _transports.add(self)
 
     def __repr__(self) -> str:
@@ -137,7 +135,8 @@ class ConnectionTransport(Transport):
 
     def exchange(self, sends: Messages, recvs: Messages, step: str, timeout: float) -> None:
         """Exchange a step's messages: `Transport.exchange`."""
-        self._check_usable(step)
+        if self._unusable:
+            raise TransportError(f"the connections cannot be used in {step}: {self._unusable}")
         active: dict[int, Connection] = {}
         far: tuple[list[Message], list[Message]] = ([], [])
         try:
@@ -164,39 +163,6 @@ class ConnectionTransport(Transport):
             self._fail(error, step)
             raise
 
-    def posts_ahead(self, device: torch.device) -> bool:
-        """Return whether `other` does, of tensors that are not the host's."""
-        return device.type != "cpu" and self._other.posts_ahead(device)
-
-    def post(
-        self, sends: Messages, recvs: Messages, step: str, timeout: float
-    ) -> Callable[[], None]:
-        """Start a step's messages: `Transport.post`. CPU tensors have arrived already."""
-        if any(message.tensor.is_cpu for message in (*sends, *recvs)):
-            return super().post(sends, recvs, step, timeout)
-        self._check_usable(step)
-        try:
-            return self._other.post(sends, recvs, step, timeout)
-        except BaseException as error:
-            self._fail(error, step)
-            raise
-
-    def check_streams(self) -> None:
-        """Raise what ended messages of `other`: `Transport.check_streams`."""
-        self._other.check_streams()
-
-    def follow(
-        self,
-        works: Sequence[dist.Work],
-        process_group: dist.ProcessGroup,
-        device: torch.device,
-        step: str,
-        timeout: float,
-    ) -> None:
-        """Let `other` watch works of torch's NCCL: `Transport.follow`."""
-        self._other.follow(works, process_group, device, step, timeout)
-
-    def _check_usable(self, step: str) -> None:
         if self._unusable:
             raise TransportError(f"the connections cannot be used in {step}: {self._unusable}")
 

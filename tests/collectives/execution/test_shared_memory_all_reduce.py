@@ -19,8 +19,8 @@ from collectives import (
     Operands,
     Reducer,
     Sum,
+    calls,
 )
-from collectives.consistency import calls
 from collectives.execution.shared_memory_all_reduce import ONE_SHOT_BYTES
 from collectives.reducers import SumReducer, kernels
 from collectives.transport.shared_memory.symmetric_memory import (

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from collectives import Group, TransportError
-from collectives.consistency import messages
+from collectives.consistency import negotiation
 from collectives.transport import Message, ThreadTransport, ThreadWorld
 from collectives.transport.byte_gathering import gather_bytes, gather_objects
 from collectives.transport.connections import shm
@@ -233,7 +233,7 @@ def test_negotiation_that_is_told_no_call_is_an_error_with_a_text(
     told: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = json.dumps([json.dumps(["barrier", None, {}, [], None, []])]).encode()
-    monkeypatch.setattr(messages, "gather_bytes", lambda *_: [right, json.dumps(told).encode()])
+    monkeypatch.setattr(negotiation, "gather_bytes", lambda *_: [right, json.dumps(told).encode()])
 
     def job(transport: ThreadTransport) -> Any:
         group = Group(transport, timeout=TIMEOUT, local_rank=transport.rank, local_size=2)
@@ -241,7 +241,7 @@ def test_negotiation_that_is_told_no_call_is_an_error_with_a_text(
         group.all_reduce(torch.ones(2 + transport.rank))
 
     for error in lying(lambda tensor: tensor, job):
-        assert isinstance(error, TransportError | messages.CollectiveMismatchError)
+        assert isinstance(error, TransportError | negotiation.CollectiveMismatchError)
         assert len(str(error)) > 20
 
 
