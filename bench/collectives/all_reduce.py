@@ -53,6 +53,8 @@ OPS = {"sum": collectives.Sum, "avg": collectives.Average, "adasum": Adasum}
 _DEFAULTS = {"sum": "xring,rechd,rd", "avg": "xring,rechd,rd", "adasum": "vhdd,rd"}
 # How long a block lasts, much longer than ranks take to leave a barrier; its calls at most.
 _BLOCK_SECONDS, _BLOCK_CALLS = 2e-3, 10
+# A call that takes longer than this, and so many times as long as the fastest, is not repeated.
+_HOPELESS_SECONDS, _HOPELESS = 0.1, 3
 
 
 class Bench:
@@ -128,14 +130,21 @@ class Bench:
             self._wait()
             return (time.perf_counter() - begin) / times
 
-        times = {}
+        once = {}
         for name in calls:
             block(name, max(1, self._args.warmup))
-            (once,) = slowest([block(name, 1)])
-            times[name] = min(max(1, math.ceil(_BLOCK_SECONDS / once)), _BLOCK_CALLS)
+            (once[name],) = slowest([block(name, 1)])
+        times = {
+            name: min(max(1, math.ceil(_BLOCK_SECONDS / seconds)), _BLOCK_CALLS)
+            for name, seconds in once.items()
+        }
         samples: dict[str, list[float]] = {name: [] for name in calls}
-        names = [*calls]
-        for done in range(self._args.iters):
+        hopeless = max(_HOPELESS_SECONDS, _HOPELESS * min(once.values()))
+        names = [name for name in calls if once[name] <= hopeless]
+        for name in [name for name in calls if name not in names]:
+            samples[name].append(block(name, 1))
+        turn = sum(times[name] * once[name] for name in names)
+        for done in range(max(self._args.iters, int(self._args.seconds / turn))):
             first = done % len(names)
             for name in names[first:] + names[:first]:
                 samples[name].append(block(name, times[name]))
@@ -279,7 +288,10 @@ def run(
             "results": [row.record() for row in found],
             "model": [each.record() for each in compared],
         }
-        Path(args.output_file).write_text(json.dumps(record, indent=1) + "\n")
+        # Whoever waits for the file gets all of it.
+        part = _part_of(args.output_file)
+        part.write_text(json.dumps(record, indent=1) + "\n")
+        part.rename(args.output_file)
     return int(wrong > 0)
 
 
@@ -312,10 +324,14 @@ def sizes_and_algorithms(args: Any) -> tuple[list[int], dict[str, list[str]]]:
     return sizes, ops
 
 
+def _part_of(output_file: str) -> Path:
+    return Path(f"{output_file}.part")
+
+
 def output_file(text: str) -> str:
     """Return the path if it can be written to, which should be known before a long run."""
     try:
-        Path(text).touch()
+        _part_of(text).touch()
     except OSError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text
@@ -330,6 +346,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("-e", "--maxbytes", default="32M", help="largest size (32M)")
     parser.add_argument("-f", "--stepfactor", type=int, default=2, help="from size to size (2)")
     parser.add_argument("-n", "--iters", type=int, default=20, help="iterations (20)")
+    parser.add_argument("--seconds", type=float, default=0, help="of a size's iterations, at least")
     parser.add_argument("-w", "--warmup", type=int, default=5, help="calls before them (5)")
     parser.add_argument("-c", "--check", type=int, default=1, help="calls checked (1), 0 for none")
     parser.add_argument("-d", "--datatype", default="float", help="such as float16 (float)")

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-from collectives.cost import ASSUMED
-from collectives.cost.choice import all_gather_schedule, reduce_schedule
 from collectives.errors import CollectiveMismatchError, TransportError
 from collectives.execution.all_reduce import AllReduceOptions
 from collectives.execution.operation import Operation
@@ -23,6 +21,7 @@ from collectives.execution.vectors import flatten
 from collectives.owners import owners
 from collectives.reducers import Sum
 from collectives.schedules import binomial_tree, bruck, ring
+from collectives.schedules.auto import all_gather_schedule, reduce_schedule
 from collectives.schedules.partition import split_bounds
 from collectives.schedules.spec import parse_all_reduce_spec
 from collectives.transport.base import Message
@@ -62,9 +61,7 @@ def _reduce(call: Operation) -> Tensor:
 def _reduce_onto(call: Operation, tensor: Tensor, dst: int) -> None:
     flat = flatten(tensor)
     call.prescale(flat)
-    runner = call.runner
-    schedule = reduce_schedule(flat.nbytes, dst, ASSUMED if flat.is_cuda else None, runner.topology)
-    call.execute(schedule, flat, call.op)
+    call.execute(reduce_schedule(flat.nbytes, dst, call.size), flat, call.op)
     if call.rank == dst:
         call.finish(flat)
 
@@ -150,8 +147,8 @@ def _gather(call: Operation) -> tuple[Tensor, list[int]]:
     result = mine.new_empty(rows[-1], *mine.shape[1:]) if call.out is None else call.out
     whole = result.detach()
     whole[rows[call.rank] : rows[call.rank + 1]] = mine.detach()
-    width, runner = prod(mine.shape[1:]), call.runner
-    schedule = all_gather_schedule(whole.nbytes, ASSUMED, runner.topology)
+    width, device = prod(mine.shape[1:]), "cuda" if whole.is_cuda else "cpu"
+    schedule = all_gather_schedule(device, whole.nbytes, call.runner.topology)
     call.execute(schedule, whole.view(-1), Sum, [row * width for row in rows])
     return result, rows
 
