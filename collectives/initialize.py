@@ -244,7 +244,7 @@ def _over_gloo(gloo: GlooTransport, timeout: float, start: Call) -> Group:
 def _report(group: Group, choice: str) -> None:
     """Log how the group works, where anybody wants to know."""
     if _logger.isEnabledFor(logging.INFO):
-        _logger.info(report(group.transport, choice, group.hosts))
+        _logger.info(report(group.transport, choice, group.hosts, group.topology))
 
 
 def shutdown() -> None:

@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 import torch
 
-from collectives.cost import ASSUMED
-from collectives.cost.choice import choose
 from collectives.execution.call import Call
 from collectives.execution.context import CallContext, Workspace
 from collectives.execution.executor import execute
@@ -20,6 +18,7 @@ from collectives.execution.vectors import flatten, multiply, vector_of
 from collectives.execution.vendor import Libraries
 from collectives.reducers import Reducer, Sum, is_plain_sum
 from collectives.schedules.algorithm import ONE_TENSOR, Deal
+from collectives.schedules.auto import sum_algorithm
 from collectives.schedules.schedule import Schedule
 from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec, spec_for
 from collectives.schedules.topology import Topology
@@ -218,16 +217,15 @@ class Runner:
 
     def _choose(self, flat: Tensor, op: Reducer) -> AllReduceSpec:
         """Return what `auto` stands for, the same on all ranks and in every run."""
-        if not flat.is_cuda or not op.associative:
+        if not is_plain_sum(op):
             return auto_of(op, flat.nbytes, self.size)
-        library = self._library_for(flat, op)
-        (spec,) = parse_all_reduce_spec(choose(op, flat.nbytes, ASSUMED, self.topology, library))
-        return spec
+        device = "cuda" if flat.is_cuda else "cpu"
+        return sum_algorithm(device, flat.nbytes, self.topology, self._library_for(flat))
 
-    def _library_for(self, flat: Tensor, op: Reducer) -> str | None:
-        """Return the name of NCCL's own all-reduce where `auto` may take it, alike on all ranks."""
+    def _library_for(self, flat: Tensor) -> str | None:
+        """Return the name of NCCL's own sum where `auto` may take it, alike on all ranks."""
         dtype = flat.dtype.to_real() if flat.is_complex() else flat.dtype
-        if not flat.is_cuda or dtype not in DTYPES or not is_plain_sum(op):
+        if not flat.is_cuda or dtype not in DTYPES:
             return None
         if self.transport.sums_on_gpu:
             return "nccl"
