@@ -150,6 +150,7 @@ def starts_request(frame: FrameType, event: str, arg: Any) -> bool:
 
 def _all_reduce(rank: int, transport: str) -> Trace:
     tracer = Tracer(sends, here=rank == 0)
+    # By size alone: measured rates may choose another algorithm on another machine.
     group = collectives.init(transport=transport)
     tensor = torch.ones(1 << 18)
     for _ in range(WARM):

@@ -28,9 +28,9 @@ class Limit(NamedTuple):
 # 1 MiB of float32, Sum, 2 ranks; and a gradient's hook to the start of its bucket's request.
 LIMITS: dict[str, dict[str, Limit]] = {
     "tcp": {
-        "frames": Limit(17, 12),
-        "files": Limit(11, 8),
-        "calls": Limit(173, 120),
+        "frames": Limit(16, 12),
+        "files": Limit(10, 8),
+        "calls": Limit(172, 120),
     },
     "shm": {"calls": Limit(103, 80)},
     "gradient": {"frames": Limit(8, 8), "files": Limit(5, 5)},
