@@ -227,7 +227,7 @@ def _self_test() -> tuple[bool, str]:
 
 def _rank() -> str:
     """Run one rank of the self-test; AssertionError where a result is wrong."""
-    group = collectives.init(timeout=30.0, calibrate=False)
+    group = collectives.init(timeout=30.0)
     inputs = [
         torch.randn(_NUMEL, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
         for rank in range(group.size)

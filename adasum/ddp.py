@@ -55,9 +55,6 @@ class HookState:
         timeout: Seconds a step may wait for a peer, where the hook makes the group.
         named_parameters: The names that an observer is told, as model.named_parameters() gives
             them. Unless given, parameters are numbered in the order of their first reduction.
-        calibrate: Whether link rates are measured where the hook makes the group, for a fraction of
-            a second at the first reduction: `collectives.from_process_group`. It must be the same
-            on all ranks.
         check_parameters: FSDP only, DDP broadcasts rank 0's parameters itself: whether replicas
             compare a checksum of each unit's parameters at its first reduction; as the environment
             variable ADASUM_CHECK_PARAMETERS says, 0 or 1, unless given, and 1 without that.
@@ -79,7 +76,6 @@ class HookState:
         timeout: float = 300.0,
         *,
         named_parameters: Iterable[tuple[str, Tensor]] = (),
-        calibrate: bool = True,
         check_parameters: bool | None = None,
     ) -> None:
         if not isinstance(op, Reducer):
@@ -87,7 +83,6 @@ class HookState:
         if algorithm is not None:
             collectives.parse_all_reduce_spec(algorithm)
         validation.timeout(timeout)
-        validation.instance("calibrate", calibrate, bool, "a bool")
         if check_parameters is not None:
             validation.instance("check_parameters", check_parameters, bool, "a bool or None")
         require_observer(observer)
@@ -101,7 +96,6 @@ class HookState:
         self.process_group = process_group
         self.observer = observer
         self.timeout = timeout
-        self.calibrate = calibrate
         self.check_parameters = checks_parameters(check_parameters)
         self._names = WeakIdKeyDictionary({each: name for name, each in named_parameters})
         self._num_named = len(self._names)
@@ -124,7 +118,7 @@ class HookState:
                 "no ranks to reduce over: call adasum.init() or "
                 "torch.distributed.init_process_group() first, or pass process_group="
             )
-        return collectives.from_process_group(given, timeout=self.timeout, calibrate=self.calibrate)
+        return collectives.from_process_group(given, timeout=self.timeout)
 
     def start(
         self, buffer: Tensor, name: str, segments: Sequence[int], op: Reducer | None = None

@@ -90,10 +90,8 @@ def register_fsdp_hook(model: nn.Module, state: HookState) -> None:
     # The group of the replicas is made here, where all ranks are.
     _ = state.group
     for unit, group, mesh in found:
-        # It sums dot products alone, whose order must not depend on a measurement.
-        shards = collectives.from_process_group(
-            mesh.get_group(), timeout=state.timeout, calibrate=False
-        )
+        # It sums dot products alone.
+        shards = collectives.from_process_group(mesh.get_group(), timeout=state.timeout)
         if hasattr(unit, "set_reduce_scatter_unused_params"):
             unit.set_reduce_scatter_unused_params(True, recurse=False)
         unit.set_all_reduce_hook(_Hook(group, state, shards))
@@ -277,7 +275,7 @@ class _OverShards(Reducer):
         def sum_partials(partials: Tensor) -> None:
             if operands.sum_partials is not None:
                 operands.sum_partials(partials)
-            # Not by `auto`: somebody else may have calibrated the group.
+            # By name, so that the order of Adasum's sums hangs on no table.
             name = "dot products over shards"
             self._shards.all_reduce(partials, Sum, name=name, algorithm="rd")
 

@@ -99,9 +99,7 @@ def alone(kind: str, device: torch.device) -> None:
 
 def together(kind: str, device: torch.device) -> None:
     """Reduce by Sum and Adasum on every rank."""
-    group = collectives.init(
-        timeout=_STEP, transport="nccl" if kind == CUPY else "auto", calibrate=False
-    )
+    group = collectives.init(timeout=_STEP, transport="nccl" if kind == CUPY else "auto")
     inputs = [
         torch.randn(_NUMEL, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
         for rank in range(group.size)

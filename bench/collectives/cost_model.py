@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 import collectives
+from bench.collectives.link_rates import calibrate
 from bench.collectives.row import quartiles
-from collectives.bootstrap.calibration import calibrate
 from collectives.cost import LinkRates, estimate, profile
 from collectives.schedules.topology import Topology
 

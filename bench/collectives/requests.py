@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=30, help="blocks of calls of each way")
     parser.add_argument("--seconds", type=float, default=0.05, help="length of a block, about")
     args = parser.parse_args()
-    group = collectives.init(calibrate=False)
+    group = collectives.init()
     # Ranks share the processors: a rank with several threads would take the others'.
     torch.set_num_threads(1)
     for op in OPS:

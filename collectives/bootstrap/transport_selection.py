@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 
 import kernels
-from collectives.consistency.description import Description
-from collectives.consistency.messages import negotiate_by_messages
+from collectives.consistency.negotiation import negotiate_by_messages
 from collectives.errors import TransportError
-from collectives.execution.context import CallContext, Workspace
+from collectives.execution.call import Call
 from collectives.transport import (
     ConnectionTransport,
     GlooTransport,
@@ -63,7 +62,7 @@ def transport_choice(transport: str | None) -> str:
     return choice
 
 
-def connect(gloo: GlooTransport, timeout: float, start: Description) -> Transport:
+def connect(gloo: GlooTransport, timeout: float, start: Call) -> Transport:
     """Return `gloo` with the connections and the NCCL beside it that the ranks ask for.
 
     Args:
@@ -78,8 +77,7 @@ def connect(gloo: GlooTransport, timeout: float, start: Description) -> Transpor
     if gloo.size == 1:
         check_alone(start.options["transport"])
         return gloo
-    call = CallContext(gloo, "the negotiation of start-up", timeout, Workspace())
-    negotiate_by_messages(start, call)
+    negotiate_by_messages(start, gloo, timeout)
 
     choice, store = start.options["transport"], store_of(gloo.process_group)
     kinds = _KINDS[choice]

@@ -61,9 +61,7 @@ class GlooTransport(Transport):
                 'torch.distributed with backend="cpu:gloo,cuda:nccl"'
             )
 
-    def exchange(
-        self, sends: Messages, recvs: Messages, step: str, timeout: float, code: int = 0
-    ) -> None:
+    def exchange(self, sends: Messages, recvs: Messages, step: str, timeout: float) -> None:
         """Exchange a step's messages: `Transport.exchange`."""
         if any(message.tensor.device.type == "cuda" for message in (*sends, *recvs)):
             self._nccl.exchange(sends, recvs, step, timeout)

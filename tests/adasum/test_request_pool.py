@@ -12,7 +12,7 @@ import torch
 from adasum import Adasum, Average, Sum
 from adasum.request_pool import PooledReduction, RequestPool
 from collectives import CollectiveMismatchError, Group, Reducer, run_threads
-from collectives.consistency.requests import Request
+from collectives.requests import Request
 
 NUMEL = 1000
 

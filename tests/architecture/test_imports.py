@@ -45,6 +45,8 @@ WINGS = {
         ("collectives.__init__",),
         ("collectives.initialize",),
         ("collectives.group",),
+        ("collectives.requests",),
+        ("collectives.arguments", "collectives.calls"),
         ("collectives.bootstrap",),
         ("collectives.consistency",),
         ("collectives.execution",),

@@ -82,7 +82,6 @@ class NcclTransport(Transport):
         self.size = host.size
         self.names = host.names
         self.process_group = host.process_group
-        self.carries_codes = host.carries_codes
         self._nccl = nccl
         self._host = host
         # Each rank counts for itself, and all make their communicators in one order.
@@ -124,18 +123,12 @@ class NcclTransport(Transport):
                 f"the tensor there, or call torch.cuda.set_device({device.index}) before init"
             )
 
-    def exchange(
-        self, sends: Messages, recvs: Messages, step: str, timeout: float, code: int = 0
-    ) -> None:
+    def exchange(self, sends: Messages, recvs: Messages, step: str, timeout: float) -> None:
         """Exchange a step's messages: `Transport.exchange`."""
         if not _on_gpu(sends, recvs):
-            self._host.exchange(sends, recvs, step, timeout, code)
+            self._host.exchange(sends, recvs, step, timeout)
             return
         self.post(sends, recvs, step, timeout)()
-
-    def flush(self, step: str, timeout: float) -> None:
-        """Flush the messages of CPU tensors."""
-        self._host.flush(step, timeout)
 
     def posts_ahead(self, device: torch.device) -> bool:
         """Only messages between GPUs: those of the host are not under way by themselves."""

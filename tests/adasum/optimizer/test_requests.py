@@ -12,7 +12,7 @@ import torch
 import adasum as hvd
 from adasum import Compression, DistributedOptimizer
 from collectives import Group, run_threads
-from collectives.consistency.requests import Request
+from collectives.requests import Request
 from tests.adasum.definition import flat, loss_of, make_model
 from tests.adasum.jobs import OPS
 from tests.adasum.trainings import ALL_WAYS, WAYS

@@ -20,7 +20,7 @@ import collectives
 from adasum import HookState
 from collectives import Group, Operands, Sum
 from collectives.bootstrap import transport_selection
-from collectives.consistency.description import Description
+from collectives.execution.call import Call
 from collectives.reducers import SumReducer
 from collectives.schedules.topology import Topology
 from collectives.transport import ConnectionTransport, ThreadWorld
@@ -221,7 +221,7 @@ def test_groups_of_one_process_share_the_thread_of_a_device(
     monkeypatch.setattr(transport_selection, "NcclTransport", transport)
     monkeypatch.setattr(transport_selection, "_gpu_report", lambda: ["", "", True])
     monkeypatch.setattr(transport_selection, "store_of", lambda group: dist.HashStore())
-    start = Description("init", options={"transport": "nccl"})
+    start = Call("init", options={"transport": "nccl"})
     worlds = [ThreadWorld(2) for _ in range(2)]
 
     def main(rank: int) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from collectives import CollectiveTimeoutError, TransportError, Work
+from collectives.execution.call import Call
 from collectives.execution.call_queue import CallQueue
 from collectives.transport import Message
 from collectives.transport.nccl import pending
@@ -145,9 +146,9 @@ def test_a_work_asks_what_became_of_its_collective(machine: Machine) -> None:
             with pytest.raises(CollectiveTimeoutError, match="from rank 1 in step 1"):
                 flight.wait()
         with pytest.raises(CollectiveTimeoutError, match="from rank 1 in step 1"):
-            queue.run("barrier", lambda: None)
+            queue.run(Call("barrier"), lambda: None)
         with pytest.raises(TransportError, match=r"barrier: this group is unusable .* step 1"):
-            queue.run("barrier", lambda: None)
+            queue.run(Call("barrier"), lambda: None)
         queue.close()
         done.set()
 

@@ -18,7 +18,6 @@ from adasum.optimizer.buckets.delta_buffers import DeltaBuffers
 from adasum.optimizer.buckets.gradient_buffers import GradientBuffers
 from adasum.optimizer.buckets.reduction import BucketReducer, Reduction
 from collectives import Average, FusedBuffer, Group, Reducer, Sum, Work
-from collectives.bootstrap import calibration
 from collectives.execution import pipelining
 from collectives.execution.vendor import Libraries
 from collectives.reducers import SumReducer
@@ -42,7 +41,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = Nccl()
     monkeypatch.setattr(nccl, "load_nccl", lambda: fake)
     monkeypatch.setattr(pipelining, "_MIN_PART_BYTES", 4096)
-    monkeypatch.setattr(pipelining, "_OUTWEIGHS", 0.0)
+    monkeypatch.setattr(pipelining, "_NEAR_PART_BYTES", 4096)
+    monkeypatch.setattr(pipelining, "_FAR_PART_BYTES", 4096)
 
 
 def run(work: Callable[[Group], object], size: int = 2, local_size: int | None = None) -> list[str]:
@@ -305,17 +305,6 @@ def test_the_tensors_device_counts_and_not_the_current_one(monkeypatch: pytest.M
     assert worker.submit(lambda: tensor, [tensor]).wait() is tensor
     worker.close(10.0)
     assert {*asked} == {streams.DEVICE}
-
-
-@pytest.mark.parametrize("device", ["cuda", "cuda:0"])
-def test_calibration_on_the_groups_gpu(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    """The current one is meant where none is named, as everywhere in torch."""
-    monkeypatch.setattr(calibration, "_SIZES", (64, 4096))
-
-    def work(group: Group) -> None:
-        assert calibration.calibrate(group, device).intra.alpha >= 0.0
-
-    assert run(work) == []
 
 
 def test_request_in_a_capture_runs_in_the_capturing_thread() -> None:

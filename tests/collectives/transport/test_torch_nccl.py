@@ -127,7 +127,8 @@ def test_schedule_runs_in_parts_over_torchs_nccl(
 ) -> None:
     """Every step is on the streams at once: what is not ordered shows as a wrong sum."""
     monkeypatch.setattr(pipelining, "_MIN_PART_BYTES", 400)
-    monkeypatch.setattr(pipelining, "_OUTWEIGHS", 0.0)
+    monkeypatch.setattr(pipelining, "_NEAR_PART_BYTES", 400)
+    monkeypatch.setattr(pipelining, "_FAR_PART_BYTES", 400)
     monkeypatch.setattr(pipelining, "_ALIGNED", 4)
     generator = torch.Generator().manual_seed(size)
     inputs = [torch.randint(-9, 9, (1021,), generator=generator).float() for _ in range(size)]

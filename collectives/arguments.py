@@ -1,22 +1,21 @@
-"""Checks of a call's arguments, before anything is sent, and the description that ranks compare."""
+"""Checks of what a Group's methods are called with, before anything is sent; they make the Call."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any, TypedDict
 
 import torch
 from typing_extensions import Unpack
 
 from collectives import validation
-from collectives.consistency.description import Call, Description, describe_tensor
-from collectives.execution.all_reduce import Runner, Specs
-from collectives.reducers import Reducer, Sum
+from collectives.execution.all_reduce import Runner
+from collectives.execution.call import Call
+from collectives.reducers import Reducer
 from collectives.schedules.partition import split_bounds
 from collectives.schedules.schedule import Schedule
-from collectives.schedules.spec import format_all_reduce_spec, parse_all_reduce_spec
-from collectives.schedules.user_schedules import verified
+from collectives.schedules.spec import canonical_spec, parse_all_reduce_spec
+from collectives.schedules.user_schedules import require_carries, verified
 from collectives.transport.byte_gathering import as_tensor
 
 Tensor = torch.Tensor
@@ -60,7 +59,7 @@ class Arguments:
         if segments is not None:
             segments = validation.segments(segments, tensor.numel())
         compared = {**self._reduction([tensor], op, **options), "segments": segments}
-        return _call("all_reduce", options.get("name"), [tensor], op, compared)
+        return Call("all_reduce", options.get("name"), compared, [tensor], op)
 
     def grouped_all_reduce(
         self,
@@ -75,8 +74,7 @@ class Arguments:
         validation.instance("packed", packed, bool, "a bool")
         names = validation.names("names", options.pop("names", ()), len(tensors))
         compared = {**self._reduction(tensors, op, **options), "packed": packed}
-        call = _call("grouped_all_reduce", options.get("name"), tensors, op, compared)
-        return call._replace(description=replace(call.description, names=names))
+        return Call("grouped_all_reduce", options.get("name"), compared, tensors, op, names)
 
     def run(
         self,
@@ -92,23 +90,18 @@ class Arguments:
             segments = validation.segments(segments, tensor.numel())
         compared = {**self._reduction([tensor], op, **options), "segments": segments}
         known = verified(schedule, self._transport.rank, self._transport.size)
-        if op.needs_one_tree and not (known.proof.carries_adasum and known.proof.phases < 2):
-            raise ValueError(
-                f"schedule {schedule.name!r} cannot carry {op}: it reduces in phases, not every "
-                "element by one expression tree, or in steps without the group of ranks that hold "
-                "the whole operands"
-            )
+        require_carries(known, op)
         del compared["algorithm"]
         compared["schedule"] = f"{schedule.name} with steps {known.digest}"
-        call = _call("run", options.get("name"), [tensor], op, compared)
-        return call._replace(schedule=known.schedule)
+        name = options.get("name")
+        return Call("run", name, compared, [tensor], op, schedule=known.schedule)
 
     def reduce(self, tensor: Tensor, dst: int, op: Reducer, name: str | None) -> Call:
         """Check and describe a reduce."""
         validation.tensor("tensor", tensor)
         validation.rank("dst", dst, self._transport.size)
         self._onto_single_ranks([tensor], op)
-        return _call("reduce", name, [tensor], op, {"op": str(op), "dst": dst})
+        return Call("reduce", name, {"op": str(op), "dst": dst}, [tensor], op)
 
     def reduce_to_owners(
         self,
@@ -123,7 +116,7 @@ class Arguments:
             **self._onto_single_ranks(tensors, op, **options),
             "owners": self._owners(owners, len(tensors)),
         }
-        return _call("reduce_to_owners", options.get("name"), tensors, op, compared)
+        return Call("reduce_to_owners", options.get("name"), compared, tensors, op)
 
     def broadcast_from_owners(
         self, tensors: Sequence[Tensor], owners: Sequence[int] | None, name: str | None
@@ -133,7 +126,7 @@ class Arguments:
         for tensor in tensors:
             self._transport.check_device(tensor.device)
         compared = {"owners": self._owners(owners, len(tensors))}
-        return _call("broadcast_from_owners", name, tensors, options=compared)
+        return Call("broadcast_from_owners", name, compared, tensors)
 
     def reduce_scatter(
         self,
@@ -154,8 +147,7 @@ class Arguments:
             low, high = split_bounds(length, self._transport.size)[rank : rank + 2]
             mine = high - low
             _check_out(out, tensor, (mine, *tensor.shape[1:]) if by_rows else (mine,))
-        call = _call("reduce_scatter", options.get("name"), [tensor], op, compared)
-        return call._replace(out=out)
+        return Call("reduce_scatter", options.get("name"), compared, [tensor], op, out=out)
 
     def all_gather(self, tensor: Tensor, name: str | None, out: Tensor | None) -> Call:
         """Check and describe an all_gather."""
@@ -164,13 +156,13 @@ class Arguments:
             # How many rows there are in all is found out with the other ranks.
             validation.tensor("out", out)
             _check_out(out, tensor, (*out.shape[:1], *tensor.shape[1:]))
-        return _call("all_gather", name, [tensor], any_rows=True)._replace(out=out)
+        return Call("all_gather", name, tensors=[tensor], any_rows=True, out=out)
 
     def all_gather_bytes(self, payload: bytes, name: str | None) -> Call:
         """Check and describe an all_gather_bytes."""
         validation.instance("payload", payload, bytes | bytearray | memoryview, "bytes")
         validation.no_mode("payload")
-        return _call("all_gather_bytes", name, [as_tensor(payload)], any_rows=True)
+        return Call("all_gather_bytes", name, tensors=[as_tensor(payload)], any_rows=True)
 
     def all_to_all(
         self, tensor: Tensor, splits: Sequence[int] | Tensor | None, name: str | None
@@ -178,14 +170,14 @@ class Arguments:
         """Check and describe an all_to_all, whose second tensor says how many rows go where."""
         self._rows(tensor)
         counts = validation.row_splits("splits", splits, tensor.shape[0], self._transport.size)
-        return _call("all_to_all", name, [tensor, counts], any_rows=True)
+        return Call("all_to_all", name, tensors=[tensor, counts], any_rows=True)
 
     def broadcast(self, tensor: Tensor, root: int, name: str | None) -> Call:
         """Check and describe a broadcast."""
         validation.tensor("tensor", tensor)
         validation.rank("root", root, self._transport.size)
         self._transport.check_device(tensor.device)
-        return _call("broadcast", name, [tensor], options={"root": root})
+        return Call("broadcast", name, {"root": root}, [tensor])
 
     def _rows(self, tensor: Tensor) -> None:
         validation.tensor("tensor", tensor, written=False)
@@ -196,7 +188,7 @@ class Arguments:
         self, tensors: Sequence[Tensor], op: Reducer, **options: Unpack[ScaleOptions]
     ) -> dict[str, Any]:
         compared = self._reduction(tensors, op, **options)
-        if op.needs_one_tree:
+        if not op.associative:
             raise ValueError(f"op {op} needs all ranks: use all_reduce")
         del compared["algorithm"]
         return compared
@@ -227,7 +219,11 @@ class Arguments:
         if names:
             raise ValueError("names are for grouped_all_reduce: pass name")
         validation.reducer("op", op)
-        specs = _parse("auto" if algorithm is None else algorithm)
+        text = "auto" if algorithm is None else algorithm
+        try:
+            specs = parse_all_reduce_spec(text)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"algorithm: {error}") from None
         validation.scale("prescale", prescale)
         validation.scale("postscale", postscale)
         for tensor in tensors:
@@ -238,33 +234,10 @@ class Arguments:
         self._runner.check(specs, op, tensors)
         return {
             "op": str(op),
-            "algorithm": format_all_reduce_spec(specs),
+            "algorithm": canonical_spec(text),
             "prescale": float(prescale),
             "postscale": float(postscale),
         }
-
-
-def _parse(algorithm: str) -> Specs:
-    try:
-        return parse_all_reduce_spec(algorithm)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"algorithm: {error}") from None
-
-
-def _call(
-    kind: str,
-    name: str | None,
-    tensors: Sequence[Tensor],
-    op: Reducer = Sum,
-    options: Mapping[str, Any] | None = None,
-    *,
-    any_rows: bool = False,
-) -> Call:
-    """Describe a call. any_rows: whether ranks may differ in the first tensor's first dimension."""
-    described = [
-        describe_tensor(tensor, any_rows=any_rows and i == 0) for i, tensor in enumerate(tensors)
-    ]
-    return Call(Description(kind, name, options or {}, described), tensors, op)
 
 
 def _check_out(out: Tensor, tensor: Tensor, shape: tuple[int, ...]) -> None:

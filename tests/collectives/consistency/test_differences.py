@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from collectives.consistency.description import Description, describe_tensor, difference
+from collectives.consistency.differences import difference
+from collectives.execution.call import Call
 from collectives.transport import ThreadWorld
 
 RANKS = ThreadWorld(3).transport(0)
 
 
-def call(kind: str, name: str | None, op: str, *numels: int) -> Description:
-    tensors = [describe_tensor(torch.empty(numel)) for numel in numels]
-    return Description(kind, name, {"op": op}, tensors)
+def call(kind: str, name: str | None, op: str, *numels: int) -> Call:
+    return Call(kind, name, {"op": op}, [torch.empty(numel) for numel in numels])
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def call(kind: str, name: str | None, op: str, *numels: int) -> Description:
         (call("all_reduce", "w", "Max", 3, 3), "with op=Sum, rank 2 calls all_reduce(w) with op="),
     ],
 )
-def test_difference_names_the_first_one(other: Description, text: str) -> None:
+def test_difference_names_the_first_one(other: Call, text: str) -> None:
     mine = call("all_reduce", "w", "Sum", 3)
     said = difference({2: other, 1: mine, 0: mine}, RANKS)
     assert said.startswith("ranks disagree: rank 0 calls all_reduce(w)")
@@ -48,10 +48,14 @@ def test_difference_names_the_first_one(other: Description, text: str) -> None:
 
 def test_difference_calls_tensors_by_their_names() -> None:
     mine, other = (
-        Description("grouped_all_reduce", "bucket 0", {}, call("", "", "", *numels).tensors,
-                    names=[f"layer{i}" for i in range(len(numels))])
+        Call(
+            "grouped_all_reduce",
+            "bucket 0",
+            tensors=[torch.empty(numel) for numel in numels],
+            names=[f"layer{i}" for i in range(len(numels))],
+        )
         for numels in ((2, 3), (2, 4))
-    )  # fmt: skip
+    )
     said = difference({0: mine, 1: other}, RANKS)
     assert "with layer1: shape (3,) torch.float32 cpu, rank 1" in said
-    assert Description.from_json(mine.to_json()).entries() == mine.entries()
+    assert Call.of_text(mine.text).entries() == mine.entries()

@@ -6,14 +6,15 @@ The meaning is that of MPI-4's persistent collectives (MPI_Allreduce_init, MPI_S
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Generic, TypeVar
 
 import torch
 
 from collectives import validation
+from collectives.calls import Calls
 from collectives.compiling import untraced
-from collectives.consistency.calls import Calls
-from collectives.consistency.description import Call
+from collectives.execution.call import Call
 from collectives.work import Work
 
 Tensor = torch.Tensor
@@ -57,13 +58,13 @@ class Request(Generic[T_co]):
         self._bind(calls.number(call) if negotiate else call)
 
     def __repr__(self) -> str:
-        return f"Request({self._call.description})"
+        return f"Request({self._call})"
 
     def _bind(self, call: Call) -> None:
         self._call = call
         self._kinds = [(tensor.shape, tensor.dtype, tensor.device) for tensor in call.tensors]
         self._memory = [(tensor, *_memory_of(tensor)) for tensor in call.memory]
-        self._shared = self._calls.plan(call)
+        self._calls.plan(call)
 
     def start(self, tensor: Tensor | Sequence[Tensor] | None = None) -> Work[T_co]:
         """Start the collective.
@@ -91,7 +92,7 @@ class Request(Generic[T_co]):
                 raise RuntimeError(f"{self!r} has released its buffers: pass start() others")
             if tensor is None:
                 self._check_memory()
-            self._work = work = self._calls.start(self._call, self._shared)
+            self._work = work = self._calls.start(self._call)
         except BaseException:
             if self._started_by.get(0) is me:
                 del self._started_by[0]
@@ -124,7 +125,7 @@ class Request(Generic[T_co]):
                     f"tensor must be like the request's, shape {tuple(shape)} {dtype} on "
                     f"{device}, got shape {tuple(new.shape)} {new.dtype} on {new.device}"
                 )
-        self._bind(self._call._replace(tensors=tensors))
+        self._bind(replace(self._call, tensors=tensors))
 
     def wait(self) -> T_co:
         """Block until the collective has ended; return what the direct call returns.
@@ -163,7 +164,7 @@ class Request(Generic[T_co]):
         """
         if self._work is not None:
             raise RuntimeError(f"{self!r} was started: call wait() first")
-        self._call, self._shared = self._call._replace(tensors=()), None
+        self._call = replace(self._call, tensors=(), shared=None)
         self._memory = []
 
     def close(self) -> None:
