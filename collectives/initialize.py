@@ -106,7 +106,7 @@ def init(
     settings = given.checked()
     timeout, choice = settings.timeout or TIMEOUT, str(settings.transport)
     validation.no_mode("init's messages")
-    # What these raise, and the second it may take, come before anybody waits.
+    # What these raise comes before anybody waits.
     warning_seconds()
     kernels.backend_info()
     # Else torch's communicators are ours.
