@@ -23,7 +23,6 @@ from collectives.bucketing import (
     split_by_size,
     unpack_small_tensors,
 )
-from collectives.consistency.requests import Request
 from collectives.errors import (
     CollectiveError,
     CollectiveMismatchError,
@@ -42,6 +41,7 @@ from collectives.initialize import (
     shutdown,
 )
 from collectives.reducers import Average, Max, Min, Operands, Piece, Product, Reducer, Sum
+from collectives.requests import Request
 from collectives.schedules.partition import split_bounds
 from collectives.schedules.schedule import Action, Collective, Schedule, Step, Transfer
 from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec, parse_general_int

@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 import kernels
 from collectives import validation
-from collectives.bootstrap.calibration import calibrate as measure_link_rates
 from collectives.bootstrap.launchers import local_ranks, world_size
 from collectives.bootstrap.rendezvous import (
     agree_on_backend,
@@ -32,8 +31,8 @@ from collectives.bootstrap.transport_selection import (
     require_room,
     transport_choice,
 )
-from collectives.consistency.description import Description
 from collectives.errors import CollectiveTimeoutError, TransportError
+from collectives.execution.call import Call
 from collectives.group import Group
 from collectives.schedules.topology import Topology
 from collectives.stall import warning_seconds
@@ -55,7 +54,6 @@ def init(
     timeout: float | None = None,
     process_group: dist.ProcessGroup | None = None,
     transport: str | None = None,
-    calibrate: bool | None = None,
 ) -> Group:
     """Join the ranks that a launcher started and return their group; without one, one rank.
 
@@ -83,9 +81,6 @@ def init(
             - "nccl": CUDA tensors travel through cupy's NCCL on each rank's current device, CPU
               tensors as with "auto". Otherwise CUDA tensors travel over torch.distributed, where
               every rank of every host can have a GPU of its own.
-        calibrate: Whether to measure link rates, for a fraction of a second, by which "auto"
-            chooses the algorithm of Sum and Average of CPU tensors; True unless given. False
-            chooses by size alone, the same in every run. It must be the same on all ranks.
 
     Returns:
         The default group.
@@ -98,12 +93,12 @@ def init(
         RuntimeError: There is more than one rank but torch is built without torch.distributed, or
             ADASUM_CPU_KERNELS demands compiled kernels that are not available.
         CollectiveTimeoutError: Ranks did not arrive; the text names them.
-        CollectiveMismatchError: Ranks differ in `transport` or `calibrate`. Raised on all ranks.
+        CollectiveMismatchError: Ranks differ in `transport`. Raised on all ranks.
         TransportError: `transport` is not available. Raised on all ranks. Or this process may not
             open as many files as there are ranks.
     """
     global _group, _settings
-    given = Settings(timeout, process_group, transport, calibrate)
+    given = Settings(timeout, process_group, transport)
     if (group := _open_group()) is not None:
         if group is _group:
             given.require_same(_settings)
@@ -122,8 +117,8 @@ def init(
         group = Group(ThreadWorld(1).transport(0), timeout=timeout, local_rank=0, local_size=1)
         _report(group, choice)
     else:
-        options = {"transport": choice, "calibrate": settings.calibrate}
-        group = _over_gloo(gloo, timeout, Description("init", options=options))
+        start = Call("init", options={"transport": choice}, label="start-up")
+        group = _over_gloo(gloo, timeout, start)
         group.transport.shares_gpu = shares_gpu
         atexit.register(shutdown)
     _group, _settings = group, settings
@@ -177,9 +172,7 @@ def new_group(ranks: Sequence[int]) -> Group | None:
     return default_group().split(ranks)
 
 
-def from_process_group(
-    process_group: dist.ProcessGroup, *, timeout: float = TIMEOUT, calibrate: bool = True
-) -> Group:
+def from_process_group(process_group: dist.ProcessGroup, *, timeout: float = TIMEOUT) -> Group:
     """Return a group of the ranks of a torch.distributed process group, in its order.
 
     `init` is not needed. Exactly these ranks must call it. Messages travel over a process group of
@@ -189,13 +182,10 @@ def from_process_group(
     Args:
         process_group: The process group.
         timeout: Seconds that any step of a collective may wait for a peer.
-        calibrate: Whether the call that makes the Group measures link rates, as in `init`.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
-        TypeError: `process_group` is not a process group that this rank is in, or `calibrate` is
-            no bool.
-        CollectiveMismatchError: Ranks differ in `calibrate`. Raised on all ranks.
+        TypeError: `process_group` is not a process group that this rank is in.
         ValueError: `timeout` is not a positive number of seconds.
     """
     _require_distributed()
@@ -203,7 +193,6 @@ def from_process_group(
         raise RuntimeError("torch.distributed is not initialised: call init_process_group first")
     check_process_group(process_group)
     validation.timeout(timeout)
-    validation.instance("calibrate", calibrate, bool, "a bool")
     group = _adopted.get(process_group)
     if group is None or group.closed:
         validation.no_mode("from_process_group's messages")
@@ -216,8 +205,8 @@ def from_process_group(
         own = subgroup(process_group, ranks, _backend_of(process_group, timeout), timeout)
         members = dist.get_process_group_ranks(process_group)
         names = () if members == list(range(dist.get_world_size())) else members
-        options = {"transport": choice, "calibrate": calibrate}
-        start = Description("from_process_group", options=options)
+        options = {"transport": choice}
+        start = Call("from_process_group", options=options, label="start-up")
         group = _over_gloo(GlooTransport(own, owned=True, names=names), timeout, start)
         for each in (group, _group):
             if each is not None:
@@ -234,7 +223,7 @@ def _close_adopted() -> None:
             stack.callback(group.close)
 
 
-def _over_gloo(gloo: GlooTransport, timeout: float, start: Description) -> Group:
+def _over_gloo(gloo: GlooTransport, timeout: float, start: Call) -> Group:
     whole = gloo.size == dist.get_world_size()
     local_rank, local_size = local_ranks() if whole else (None, None)
     group = None
@@ -245,8 +234,6 @@ def _over_gloo(gloo: GlooTransport, timeout: float, start: Description) -> Group
             local_rank=local_rank,
             local_size=local_size,
         )
-        if start.options["calibrate"] and group.size > 1:
-            group.set_link_rates(measure_link_rates(group), "cpu")
         _report(group, start.options["transport"])
     except BaseException:
         (group or gloo).close()
@@ -257,8 +244,7 @@ def _over_gloo(gloo: GlooTransport, timeout: float, start: Description) -> Group
 def _report(group: Group, choice: str) -> None:
     """Log how the group works, where anybody wants to know."""
     if _logger.isEnabledFor(logging.INFO):
-        rates = group._runner.link_rates
-        _logger.info(report(group.transport, choice, group.hosts, group.topology, rates))
+        _logger.info(report(group.transport, choice, group.hosts))
 
 
 def shutdown() -> None:

@@ -45,7 +45,9 @@ def no_mode(what: str) -> None:
     Raises:
         TypeError: A TorchDispatchMode, a TorchFunctionMode or a torch.func transform is active.
     """
-    if mode := active_mode():
+    # Asked here, too: a call that nothing sees costs no function more.
+    seen = _len_torch_dispatch_stack() or _len_torch_function_stack() or peek_interpreter_stack()
+    if seen and (mode := active_mode()):
         raise TypeError(f"{what} cannot be sent inside {mode}: make the call outside of it")
 
 

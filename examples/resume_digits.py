@@ -100,8 +100,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=20, help="steps from checkpoint to checkpoint")
     options = parser.parse_args()
 
-    # Not calibrated, "auto" chooses the same algorithms, and so the same rounding, at every start.
-    hvd.init(calibrate=False)
+    hvd.init()
     digits = Digits.load(torch.device("cpu"))
     model = train(
         digits, options.directory, seed=options.seed, steps=options.steps, every=options.every

@@ -26,7 +26,6 @@ def init(
     timeout: float | None = None,
     process_group: dist.ProcessGroup | None = None,
     transport: str | None = None,
-    calibrate: bool | None = None,
 ) -> None:
     """Connect the ranks that a launcher started; without one, this process is the only rank.
 
@@ -41,7 +40,6 @@ def init(
         timeout: Seconds that any step of a collective may wait for a peer; 300 unless given.
         process_group: The torch.distributed process group whose ranks to use.
         transport: How tensors travel, as in `collectives.init`: "auto", "tcp", "nccl" and others.
-        calibrate: Whether to measure link rates, as in `collectives.init`.
 
     Raises:
         NotImplementedError: `comm` was given.
@@ -56,9 +54,7 @@ def init(
         raise ValueError(f'process_sets must be a list of sets or "dynamic", not {process_sets!r}')
     if process_sets is not None:
         require("process_sets", process_sets, Sequence)
-    collectives.init(
-        timeout=timeout, process_group=process_group, transport=transport, calibrate=calibrate
-    )
+    collectives.init(timeout=timeout, process_group=process_group, transport=transport)
     _report_ignored_variables()
     if process_sets is not None and not isinstance(process_sets, str):
         for process_set in process_sets:

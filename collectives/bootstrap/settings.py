@@ -19,13 +19,11 @@ class Settings(NamedTuple):
         timeout: Seconds for a step.
         process_group: Whose ranks to use.
         transport: How CPU tensors travel.
-        calibrate: Whether to measure link rates.
     """
 
     timeout: float | None = None
     process_group: dist.ProcessGroup | None = None
     transport: str | None = None
-    calibrate: bool | None = None
 
     def checked(self) -> Settings:
         """Return them with what was left out filled in.
@@ -35,11 +33,9 @@ class Settings(NamedTuple):
         """
         timeout = TIMEOUT if self.timeout is None else self.timeout
         validation.timeout(timeout)
-        calibrate = True if self.calibrate is None else self.calibrate
-        validation.instance("calibrate", calibrate, bool, "a bool")
         if self.process_group is not None:
             check_process_group(self.process_group)
-        return Settings(timeout, self.process_group, transport_choice(self.transport), calibrate)
+        return Settings(timeout, self.process_group, transport_choice(self.transport))
 
     def require_same(self, first: Settings) -> None:
         """Raise ValueError where these give another value than those of the first call, `checked`.

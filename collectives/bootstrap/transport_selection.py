@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 
 import kernels
-from collectives.consistency.description import Description
-from collectives.consistency.messages import negotiate_by_messages
+from collectives.consistency.negotiation import negotiate_by_messages
 from collectives.errors import TransportError
-from collectives.execution.context import CallContext, Workspace
+from collectives.execution.call import Call
 from collectives.transport import (
     ConnectionTransport,
     GlooTransport,
@@ -27,8 +26,10 @@ from collectives.transport import (
 from collectives.transport.byte_gathering import gather_objects
 from collectives.transport.connections.connect import KINDS, descriptors_of
 from collectives.transport.descriptors import shortage
-from collectives.transport.nccl.communicators import shared_thread
-from collectives.transport.process_groups import store_of
+from collectives.transport.nccl.calling_thread import shared_thread
+from collectives.transport.nccl.cupy_backend import CupyBackend
+from collectives.transport.nccl.torch_backend import TorchBackend
+from collectives.transport.process_groups import has_nccl, store_of
 from kernels.cpu.dispatch import use_torch
 
 # What `BackendInfo.cpu_path` says where it is not torch.
@@ -63,7 +64,7 @@ def transport_choice(transport: str | None) -> str:
     return choice
 
 
-def connect(gloo: GlooTransport, timeout: float, start: Description) -> Transport:
+def connect(gloo: GlooTransport, timeout: float, start: Call) -> Transport:
     """Return `gloo` with the connections and the NCCL beside it that the ranks ask for.
 
     Args:
@@ -77,9 +78,8 @@ def connect(gloo: GlooTransport, timeout: float, start: Description) -> Transpor
     """
     if gloo.size == 1:
         check_alone(start.options["transport"])
-        return gloo
-    call = CallContext(gloo, "the negotiation of start-up", timeout, Workspace())
-    negotiate_by_messages(start, call)
+        return _with_torchs_nccl(gloo, timeout)
+    negotiate_by_messages(start, gloo, timeout)
 
     choice, store = start.options["transport"], store_of(gloo.process_group)
     kinds = _KINDS[choice]
@@ -103,14 +103,22 @@ def connect(gloo: GlooTransport, timeout: float, start: Description) -> Transpor
         _compute_alike(gather_objects(computing, gloo, timeout), gloo.rank)
         # Also on a rank without connections: splitting must be the same work on all.
         connected = any(len(ranks) < len(peers) for ranks, *_ in missing)
-        host: Transport = opened if connected else gloo
+        host = _with_torchs_nccl(opened if connected else gloo, timeout)
         if choice == "nccl":
             _check_gpus(gather_objects(_gpu_report(), gloo, timeout))
             device = torch.device("cuda", torch.cuda.current_device())
-            thread = shared_thread(device)
-            host = NcclTransport(host, store, device, timeout=timeout, thread=thread)
+            backend = CupyBackend(store, device, thread=shared_thread(device))
+            host = NcclTransport(host, backend, timeout=timeout)
         failed.pop_all()
     return host
+
+
+def _with_torchs_nccl(host: Transport, timeout: float) -> Transport:
+    """Return what carries CUDA tensors, too, where the process group has torch's own NCCL."""
+    group = host.process_group
+    if group is None or not has_nccl(group):
+        return host
+    return NcclTransport(host, TorchBackend(group), timeout=timeout)
 
 
 def check_alone(choice: str) -> None:

@@ -1,24 +1,61 @@
-"""One rank's negotiation with the others about each of its group's calls, by the cheapest way.
+"""One rank's negotiation with the others about each of its group's calls: do all make the same?
 
 - Ranks that share memory signal a code of what they call in its signal pads, and wait until all
   have signalled the same: no message.
 - By messages where ranks share no memory, where the signalled codes differ (to tell how), and as
-  long as any rank has joined.
-- By the messages of the call itself, for a request that is started: they carry its code, and a
-  receiver that expects another one raises RanksDiffer. Then all ranks drop what is under way, and
-  negotiate by messages. Only where every rank's result depends on every rank's data, so that none
-  ends its call before it is found that the ranks differ.
+  long as any rank has joined. In about log2 n steps every rank learns the largest and the smallest
+  code of the ranks that are at work, and whether any rank has joined. Equal codes and none joined:
+  go on. Otherwise the calls themselves are gathered, and every rank raises the same error, or
+  learns what the joined ranks have to take part in.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Collection, Sequence
 from contextlib import suppress
+from typing import Any, NamedTuple
 
-from collectives.consistency.description import Description
-from collectives.consistency.messages import Joined, Outcome, negotiate_by_messages
-from collectives.execution.context import CallContext, Workspace
-from collectives.transport.base import MAX_CALL_NUMBER, Transport, call_code
+import torch
+
+from collectives.consistency.differences import difference
+from collectives.errors import CollectiveMismatchError, TransportError
+from collectives.execution.call import Call
+from collectives.execution.operations import WITH_JOINED
+from collectives.transport.base import Message, Transport
+from collectives.transport.byte_gathering import gather_bytes, read_objects
 from collectives.transport.shared_memory.symmetric_memory import JOINED, RanksDiffer
+
+_NO_CODE = torch.iinfo(torch.int64).min
+
+
+class Joined(NamedTuple):
+    """A rank that takes part in the others' calls until all have joined.
+
+    Attributes:
+        since: The number of the first call that it only joined.
+        operators: The names of the reducers that it can carry out.
+        label: What errors call its part in the next call.
+    """
+
+    since: int
+    operators: Collection[str]
+    label: str = "join"
+
+
+class Outcome(NamedTuple):
+    """What a negotiation has found, the same on all ranks.
+
+    Attributes:
+        joined: The ranks that have joined.
+        last: Where all have joined, the rank that was the last to.
+        call: What the others do, where any rank has joined; without tensors.
+    """
+
+    joined: Sequence[int] = ()
+    last: int | None = None
+    call: Call | None = None
+
 
 _SAME_CALL = Outcome()
 
@@ -29,75 +66,104 @@ class Negotiation:
     Args:
         transport: Between the ranks.
         timeout: Seconds that each step may wait for a peer.
-        workspace: Memory for what is received.
-
-    Attributes:
-        movable: Whether the call is a named asynchronous one, whose place among the calls is the
-            user's choice; errors name it first. Set by whoever runs the call.
     """
 
-    def __init__(self, transport: Transport, timeout: float, workspace: Workspace) -> None:
+    def __init__(self, transport: Transport, timeout: float) -> None:
         self._transport = transport
         self._timeout = timeout
-        self._workspace = workspace
         self._any_joined = False
-        self._calls = 0
-        self.movable = False
 
-    def negotiate(self, mine: Description | Joined, label: str) -> Outcome:
+    def signal(self, mine: Call | Joined) -> None:
+        """Do what comes before `wait`, and never waits itself."""
+        memory = self._transport.symmetric_memory
+        if memory is not None and self._transport.size > 1:
+            memory.signal(mine.code if isinstance(mine, Call) else JOINED)
+
+    def wait(self, mine: Call | Joined) -> Outcome:
         """Return when all ranks that have not joined make one call, or all have joined.
 
         Raises:
             CollectiveMismatchError: On every rank with the same text, where the calls differ or
                 the joined ranks cannot take part.
         """
-        self.signal(mine)
-        return self.wait(mine, label)
-
-    def signal(self, mine: Description | Joined) -> None:
-        """Do the first part of `negotiate`, which never waits."""
-        # From 1, so that no call's code is 0: messages with that are not compared.
-        self._calls = self._calls % MAX_CALL_NUMBER + 1
-        memory = self._transport.symmetric_memory
-        if memory is not None and self._transport.size > 1:
-            memory.signal(mine.code if isinstance(mine, Description) else JOINED)
-
-    def code_for_messages(self, mine: Description) -> int | None:
-        """Return the code by which the call's own messages negotiate; None where they cannot."""
-        transport = self._transport
-        by_messages = transport.symmetric_memory is None and transport.size > 1
-        if not by_messages or not transport.carries_codes or self._any_joined:
-            return None
-        return call_code(self._calls, mine.code)
-
-    def flush(self, label: str) -> None:
-        """Drop all messages under way, on all ranks: one has received another call's code."""
-        self._transport.flush(f"step 0 (the ranks differ) of {label}", self._timeout)
-
-    def wait(self, mine: Description | Joined, label: str) -> Outcome:
-        """Do the rest of `negotiate`, after `signal`."""
         if self._transport.size == 1:
             return _SAME_CALL
         memory = self._transport.symmetric_memory
-        if memory is None or self._any_joined or isinstance(mine, Joined):
-            return self._by_messages(mine, label)
-        # Outside of the `except`, so that a mismatch is the only error in a traceback.
-        with suppress(RanksDiffer):
-            memory.wait(f"step 0 (the ranks' arrival) of {label}", self._timeout)
-            return _SAME_CALL
-        return self._by_messages(mine, label)
-
-    def _by_messages(self, mine: Description | Joined, label: str) -> Outcome:
+        if memory is not None and not self._any_joined and isinstance(mine, Call):
+            # Outside of an `except`, so that a mismatch is the only error in a traceback.
+            with suppress(RanksDiffer):
+                memory.wait(f"step 0 (the ranks' arrival) of {mine.label}", self._timeout)
+                return _SAME_CALL
         # A mismatch ends all joins.
         self._any_joined = False
-        where, code = f"the negotiation of {label}", call_code(self._calls, 0)
-        call = CallContext(self._transport, where, self._timeout, self._workspace, code)
-        outcome: Outcome | None = None
-        with suppress(RanksDiffer):
-            outcome = negotiate_by_messages(mine, call, movable=self.movable)
-        if outcome is None:
-            # Another rank negotiates by its call's own messages.
-            self.flush(label)
-            outcome = negotiate_by_messages(mine, call, movable=self.movable)
+        outcome = negotiate_by_messages(mine, self._transport, self._timeout)
         self._any_joined = bool(outcome.joined)
         return outcome
+
+
+def negotiate_by_messages(mine: Call | Joined, transport: Transport, timeout: float) -> Outcome:
+    """Do what `Negotiation.wait` does, without memory that the ranks share."""
+    label = f"the negotiation of {mine.label}"
+    if isinstance(mine, Joined):
+        codes = (_NO_CODE, _NO_CODE, mine.since * transport.size + transport.rank + 1)
+    else:
+        codes = (mine.code, -mine.code, 0)
+    # The least is the most of the opposites.
+    most, least, since = _largest(codes, transport, label, timeout)
+    if most == _NO_CODE:
+        return Outcome(last=(since - 1) % transport.size)
+    if most == -least and not since:
+        return _SAME_CALL
+    report = ["", sorted(mine.operators)] if isinstance(mine, Joined) else [mine.text, mine.movable]
+    reports = gather_bytes(json.dumps(report).encode(), transport, label, timeout)
+    said = read_objects(reports, transport)
+    try:
+        return _conclude(said, transport)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise TransportError(f"{label}: what ranks said is no call: {error}") from error
+
+
+def _largest(numbers: Sequence[int], transport: Transport, label: str, timeout: float) -> list[int]:
+    """Return, number by number, the largest of all ranks'.
+
+    In each step a rank learns from twice as far below itself what the ranks up to there know. Where
+    their number is no power of two some count twice, which changes no maximum.
+    """
+    rank, size, distance, step = transport.rank, transport.size, 1, 0
+    known = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    while distance < size:
+        theirs = torch.empty_like(known)
+        transport.exchange(
+            [Message((rank + distance) % size, known)],
+            [Message((rank - distance) % size, theirs)],
+            f"step {step} of {label}",
+            timeout,
+        )
+        transport.steps += 1
+        known = torch.maximum(known, theirs)
+        distance, step = 2 * distance, step + 1
+    largest: list[int] = known.tolist()
+    return largest
+
+
+def _conclude(reports: list[list[Any]], transport: Transport) -> Outcome:
+    """Draw the conclusion that all ranks draw from all ranks' reports."""
+    calls = {rank: Call.of_text(text) for rank, (text, *_) in enumerate(reports) if text}
+    joined = [rank for rank in range(len(reports)) if rank not in calls]
+    if len({reports[rank][0] for rank in calls}) > 1:
+        movable = [rank for rank in calls if reports[rank][1]]
+        raise CollectiveMismatchError(difference(calls, transport, movable))
+    call = calls[min(calls)]
+    for rank in joined:
+        _, operators = reports[rank]
+        problem = None
+        if call.kind not in WITH_JOINED:
+            problem = "cannot be called"
+        elif rank in (call.options.get("root"), call.options.get("dst")):
+            problem = f"needs {transport.named([rank])}"
+        elif call.options.get("op", operators[0]) not in operators:
+            problem = f"needs op {call.options['op']}, which join was not given there,"
+        if problem:
+            named = transport.named([rank])
+            raise CollectiveMismatchError(f"{call} {problem} while {named} has joined")
+    return Outcome(joined, call=call)

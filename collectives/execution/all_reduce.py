@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from collectives.cost import ASSUMED, LinkRates
+from collectives.cost import ASSUMED
 from collectives.cost.choice import choose
+from collectives.execution.call import Call
 from collectives.execution.context import CallContext, Workspace
 from collectives.execution.executor import execute
 from collectives.execution.phases import AllReducePhases, auto_of, phases_of
@@ -24,7 +25,7 @@ from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec, spe
 from collectives.schedules.topology import Topology
 from collectives.trace import span
 from collectives.transport.base import Transport
-from collectives.transport.nccl.communicators import DTYPES
+from collectives.transport.nccl.cupy_backend import DTYPES
 from collectives.transport.process_groups import has_nccl
 
 Tensor = torch.Tensor
@@ -49,9 +50,10 @@ class AllReduceOptions(NamedTuple):
     packed: bool = False
 
     @classmethod
-    def of(cls, options: Mapping[str, Any]) -> AllReduceOptions:
-        """Return those of a call's description."""
-        specs = parse_all_reduce_spec(options["algorithm"])
+    def of(cls, call: Call) -> AllReduceOptions:
+        """Return a call's; one that says its schedule, or onto single ranks, has no algorithm."""
+        options = call.options
+        specs = parse_all_reduce_spec(options["algorithm"]) if "algorithm" in options else ()
         scales = options["prescale"], options["postscale"]
         return cls(specs, options.get("segments"), *scales, options.get("packed", False))
 
@@ -81,29 +83,25 @@ class Runner:
 
     def __init__(self, transport: Transport, topology: Topology, timeout: float) -> None:
         self.transport = transport
+        self.rank, self.size = transport.rank, transport.size
         self.topology = topology
         self.timeout = timeout
         self.workspace = Workspace()
         self.packed = Workspace()
         self.libraries = Libraries(transport)
-        # What `auto` chooses by, of tensors on the host and on GPUs; None for size alone.
-        self.link_rates: LinkRates | None = None
-        self.gpu_link_rates: LinkRates | None = ASSUMED
-        # What the messages of the call that runs now carry.
-        self.code = 0
         # The rank that the next shards are dealt to first, modulo the number of ranks.
         self.first = 0
 
     def check(self, specs: Specs, op: Reducer, tensors: Sequence[Tensor]) -> None:
         """Raise ValueError or TypeError where one of the ranges cannot reduce such tensors here."""
-        kinds = {(tensor.device, tensor.dtype) for tensor in tensors}
-        on_gpu = any(device.type == "cuda" for device, _ in kinds)
         for spec in specs:
             if spec.outer == "auto":
                 if is_plain_sum(op):
                     continue
                 nbytes = sum(tensor.nbytes for tensor in tensors)
-                spec = auto_of(op, nbytes, self.transport.size)
+                spec = auto_of(op, nbytes, self.size)
+            kinds = {(tensor.device, tensor.dtype) for tensor in tensors}
+            on_gpu = any(device.type == "cuda" for device, _ in kinds)
             phases = phases_of(spec, op, self.topology)
             if phases.host and on_gpu and torch.cuda.is_current_stream_capturing():
                 raise ValueError(
@@ -120,59 +118,59 @@ class Runner:
             label,
             self.timeout,
             self.workspace,
-            self.code,
-            self.gpu_link_rates,
             self.topology,
         )
 
-    def all_reduce(self, flat: Tensor, op: Reducer, options: AllReduceOptions, label: str) -> None:
-        """Reduce a 1-D tensor over all ranks, in place."""
-        prescale = options.prescale * op.prescale(flat.dtype, self.transport.size)
-        self._all_reduce(flat, op, options._replace(prescale=prescale), label)
-
-    def _all_reduce(self, flat: Tensor, op: Reducer, options: AllReduceOptions, label: str) -> None:
-        """Reduce as the options say, whose prescale holds the operator's."""
-        algorithm, phases = "one rank", AllReducePhases()
-        if self.transport.size > 1:
-            spec = spec_for(options.specs, flat.numel())
-            if spec.outer == "auto":
-                spec = self._choose(flat, op)
-            deal = Deal(_count(options.segments), self.first)
-            self.first += 1
-            algorithm, phases = str(spec), phases_of(spec, op, self.topology, deal)
-        self._run_scaled(phases, algorithm, flat, op, options, label)
-
-    def run(
-        self, schedule: Schedule, flat: Tensor, op: Reducer, options: AllReduceOptions, label: str
-    ) -> None:
-        """Reduce a 1-D tensor over all ranks, in place, by a schedule that was verified."""
-        prescale = options.prescale * op.prescale(flat.dtype, self.transport.size)
-        phases = AllReducePhases(schedule=schedule if self.transport.size > 1 else None)
-        options = options._replace(prescale=prescale)
-        self._run_scaled(phases, schedule.name, flat, op, options, label)
-
-    def _run_scaled(
+    def all_reduce(
         self,
-        phases: AllReducePhases,
-        algorithm: str,
         flat: Tensor,
         op: Reducer,
         options: AllReduceOptions,
         label: str,
+        *,
+        schedule: Schedule | None = None,
+        prescale: float | None = None,
     ) -> None:
-        """Scale, reduce and scale again; algorithm is what profilers call it."""
-        prescale = options.prescale * phases.prescale
+        """Reduce a 1-D tensor over all ranks, in place.
+
+        Args:
+            flat: What is reduced.
+            op: The operator.
+            options: How.
+            label: What errors call the call.
+            schedule: What runs; what the options choose unless given.
+            prescale: Factor of this rank's contribution; the options' and the operator's unless
+                given.
+        """
+        if prescale is None:
+            prescale = options.prescale * op.prescale(flat.dtype, self.size)
+        algorithm, phases = self._phases(flat, op, options, schedule)
         with call_span(label, op, algorithm, flat):
-            multiply(flat, prescale)
+            multiply(flat, prescale * phases.prescale)
             self._run(phases, flat, op, options.segments, label)
-            op.finish(flat, self.transport.size)
+            op.finish(flat, self.size)
         multiply(flat, options.postscale)
+
+    def _phases(
+        self, flat: Tensor, op: Reducer, options: AllReduceOptions, schedule: Schedule | None
+    ) -> tuple[object, AllReducePhases]:
+        """Return what runs, and what profilers call it."""
+        if self.size == 1:
+            return "one rank", AllReducePhases()
+        if schedule is not None:
+            return schedule.name, AllReducePhases(schedule=schedule)
+        spec = spec_for(options.specs, flat.numel())
+        if spec.outer == "auto":
+            spec = self._choose(flat, op)
+        deal = Deal(_count(options.segments), self.first)
+        self.first += 1
+        return spec, phases_of(spec, op, self.topology, deal)
 
     def all_reduce_packed(
         self, tensors: Sequence[Tensor], op: Reducer, options: AllReduceOptions, label: str
     ) -> None:
         """Reduce tensors of one dtype and device as one vector, in place."""
-        vector = None if self.transport.size == 1 else vector_of(tensors, options.segments)
+        vector = None if self.size == 1 else vector_of(tensors, options.segments)
         if vector is None:
             for tensor in tensors:
                 self.all_reduce(flatten(tensor), op, options, label)
@@ -181,26 +179,41 @@ class Runner:
             self.all_reduce(vector.tensors[0], op, options, label)
         else:
             buffer = self.packed.take(vector.numel, tensors[0])
-            prescale = op.prescale(buffer.dtype, self.transport.size)
+            prescale = op.prescale(buffer.dtype, self.size)
             vector.fill(buffer, options.prescale * prescale)
-            self._all_reduce(buffer, op, AllReduceOptions(options.specs, vector.segments), label)
+            packed = AllReduceOptions(options.specs, vector.segments)
+            self.all_reduce(buffer, op, packed, label, prescale=1.0)
             vector.store(buffer, options.postscale)
 
-    def rates_of(self, tensor: Tensor) -> LinkRates | None:
-        """Return the link rates of the tensor's device, the same on all ranks; None if unknown."""
-        return self.gpu_link_rates if tensor.is_cuda else self.link_rates
+    def execute(
+        self,
+        call: Call,
+        schedule: Schedule,
+        flat: Tensor,
+        op: Reducer,
+        bounds: Sequence[int] | None = None,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        """Run a call's schedule in place, of one rank none; arguments as `execute` has them."""
+        if self.size > 1:
+            execute(schedule, flat, op, self.context(call.label), bounds=bounds, ranks=ranks)
+
+    def factor(self, call: Call, dtype: torch.dtype) -> float:
+        """Return what the call and its operator multiply contributions by before they reduce."""
+        asked: float = call.options.get("prescale", 1.0)
+        return asked * call.op.prescale(dtype, self.size)
+
+    def finish(self, call: Call, flat: Tensor) -> None:
+        """Do to a result what the operator and the call want after they have reduced."""
+        call.op.finish(flat, self.size)
+        multiply(flat, call.options.get("postscale", 1.0))
 
     def _choose(self, flat: Tensor, op: Reducer) -> AllReduceSpec:
-        """Return what `auto` stands for: by the link rates where there are any.
-
-        The order of Adasum's partial sums must not depend on a measurement: a second run of the
-        program has to give the same bits. Its choice is by size alone.
-        """
-        rates = self.rates_of(flat)
-        if rates is None or not op.associative:
-            return auto_of(op, flat.nbytes, self.transport.size)
+        """Return what `auto` stands for, the same on all ranks and in every run."""
+        if not flat.is_cuda or not op.associative:
+            return auto_of(op, flat.nbytes, self.size)
         library = self._library_for(flat, op)
-        (spec,) = parse_all_reduce_spec(choose(op, flat.nbytes, rates, self.topology, library))
+        (spec,) = parse_all_reduce_spec(choose(op, flat.nbytes, ASSUMED, self.topology, library))
         return spec
 
     def _library_for(self, flat: Tensor, op: Reducer) -> str | None:
@@ -239,7 +252,7 @@ class Runner:
     def _run_library(self, phases: AllReducePhases, buffer: Tensor, call: CallContext) -> None:
         ranks = None
         if phases.schedule is not None:
-            ranks = tuple(self.topology.ranks_of(self.topology.node_of(self.transport.rank)))
+            ranks = tuple(self.topology.ranks_of(self.topology.node_of(self.rank)))
         if ranks is None or len(ranks) > 1:
             assert phases.library is not None
             self.libraries.all_reduce(phases.library, phases.shards, buffer, ranks, call)
@@ -258,7 +271,7 @@ def _on_host(flat: Tensor) -> Tensor:
 
 
 def call_span(
-    label: str, op: Reducer, algorithm: str, vector: Tensor
+    label: str, op: Reducer, algorithm: object, vector: Tensor
 ) -> AbstractContextManager[object]:
     """Return a context that is an all-reduce's range in profilers' timelines."""
 

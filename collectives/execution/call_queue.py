@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 
 from collectives import validation
 from collectives.errors import CollectiveError, CollectiveMismatchError, TransportError, describe
+from collectives.execution.call import Call
 from collectives.transport.base import Transport
 from collectives.work import Work
 from collectives.worker import Worker
@@ -33,48 +34,41 @@ class CallQueue:
         self._transport = transport
         self._timeout = timeout
         self._worker = Worker(f"collectives-{transport.rank}", transport.check_streams)
-        # What `abort` was called with, and whether the transport was told of a failure.
+        # What `abort` was called with, and whether the transport has been aborted.
         self._asked: TransportError | None = None
         self._ended = False
         self._unnamed_from: Callable[[], threading.Thread | None] = lambda: None
         self.closed = False
 
-    def run(
-        self,
-        kind: str,
-        function: Callable[[], Any],
-        tensors: Sequence[torch.Tensor] = (),
-        *,
-        async_op: bool = False,
-    ) -> Any:
-        """Run `function` when its turn comes; return what it returns, or a Work.
+    def run(self, call: Call, function: Callable[[], Any], *, async_op: bool = False) -> Any:
+        """Run `function`, which carries out the call, when its turn comes.
 
-        Args:
-            kind: What an error calls it.
-            function: The call.
-            tensors: What it works on.
-            async_op: Whether to return a Work.
+        Returns:
+            What it returns; with `async_op` a Work.
         """
-        self._check_usable(kind)
-        if async_op:
-            # A thread of its own would run it before or after what the caller's starts next.
-            now = self._transport.shares_gpu and any(tensor.is_cuda for tensor in tensors)
-            return self._worker.submit(self._guarded(kind, function), tensors, now=now)
-        return self._worker.call(self._guarded(kind, function), tensors)
+        self._check_usable(call.kind)
+        guarded = self._guarded(call.kind, function)
+        if not async_op:
+            return self._worker.call(guarded, call.memory)
+        # A thread of its own would run it before or after what the caller's starts next.
+        now = self._transport.shares_gpu and any(tensor.is_cuda for tensor in call.memory)
+        return self._worker.submit(guarded, call.memory, now=now)
 
-    def begin(self, kind: str, first: Callable[[], None], rest: Callable[[], Any]) -> Work:
+    def begin(self, call: Call, first: Callable[[], None], rest: Callable[[], Any]) -> Work:
         """Run `first`, which never waits, in this thread if it is its turn; queue `rest`.
 
         The communication thread runs that, or the Work's wait() if it comes first. Where it is not
         its turn `rest` begins with what `first` does.
         """
-        self._check_usable(kind)
-        begun = self._guarded(kind, first, whole=False)
-        work = self._worker.begin(begun, self._guarded(kind, rest))
-        return work or self._worker.submit(self._guarded(kind, rest))
+        self._check_usable(call.kind)
+        begun = self._guarded(call.kind, first, whole=False)
+        finish = self._guarded(call.kind, rest)
+        return self._worker.begin(begun, finish) or self._worker.submit(finish)
 
-    def check_thread(self, kind: str) -> None:
+    def check_thread(self, call: Call) -> None:
         """Raise ValueError for a call without a name from a second thread."""
+        if call.name:
+            return
         thread, first = threading.current_thread(), self._unnamed_from()
         # In backward the first thread waits for autograd's, which come in one order. torch says
         # whether a thread is in backward nowhere else.
@@ -82,9 +76,9 @@ class CallQueue:
             return
         if first is not None and first.is_alive():
             raise ValueError(
-                f"{kind} without a name from thread {thread.name!r}, while {first.name!r} makes "
-                "such calls on this group: threads may come in another order on each rank, and "
-                "equal calls would be mixed up; pass name=, or give each thread a group (split)"
+                f"{call.kind} without a name from thread {thread.name!r}, while {first.name!r} "
+                "makes such calls on this group: threads may come in another order on each rank, "
+                "and equal calls would be mixed up; pass name=, or give each thread a group (split)"
             )
         self._unnamed_from = weakref.ref(thread)
 
@@ -110,7 +104,7 @@ class CallQueue:
         def guarded() -> Any:
             failure = self._failure()
             if failure is not None:
-                # Where that was outside of a call nobody was told of it yet.
+                # A failure outside of a call has not ended the transport yet.
                 self._end_transport(failure)
                 raise TransportError(
                     f"{kind}: this group is unusable since an earlier failure: {describe(failure)}"
@@ -120,7 +114,7 @@ class CallQueue:
                 self._transport.check_streams()
                 result = function()
                 if whole:
-                    self._worker.untold = ""
+                    self._worker.unraised = ""
                 return result
             except CollectiveMismatchError:
                 raise
@@ -130,10 +124,10 @@ class CallQueue:
                     self._worker.failure = error
                 if self._transport.size > 1:
                     self._end_transport(error)
-                if isinstance(error, CollectiveError) and (untold := self._worker.untold):
-                    # Of the call before: a rank that was told has ended, and this one does not
-                    # know why it waits in vain.
-                    raise CollectiveMismatchError(untold) from error
+                if isinstance(error, CollectiveError) and (mismatch := self._worker.unraised):
+                    # Of an earlier call: a rank that got its error has ended since, and that error
+                    # alone says why this call's peers never came.
+                    raise CollectiveMismatchError(mismatch) from error
                 raise
 
         return guarded
@@ -157,7 +151,7 @@ class CallQueue:
         return self._asked or (self._worker.failure if self._transport.size > 1 else None)
 
     def _end_transport(self, error: BaseException) -> None:
-        """Tell the transport, once: its peers are in this call, the next would meet its messages.
+        """Abort the transport, once: its peers are in this call, the next would meet its messages.
 
         Called by whoever runs a call or takes the place of one.
         """

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from collectives.cost import ASSUMED, LinkRates, Rate
 from collectives.inference_mode import inference_mode
 from collectives.schedules.topology import Topology
 from collectives.transport.base import Transport
@@ -43,8 +42,6 @@ class CallContext:
         label: What an error calls the call.
         timeout: Seconds for each step.
         workspace: Memory for what is received.
-        code: What the messages carry, as `Transport.exchange` takes it.
-        rates: What messages between GPUs cost, the same on all ranks; assumed where nobody says.
         topology: The nodes; one of all ranks for None.
     """
 
@@ -52,17 +49,9 @@ class CallContext:
     label: str
     timeout: float
     workspace: Workspace
-    code: int = 0
-    rates: LinkRates | None = ASSUMED
     topology: Topology | None = None
 
-    def link(self, peer: int, *, one_tree: bool) -> tuple[Rate, float]:
-        """Return what a message between GPUs, to or from `peer`, costs; and the host, in seconds.
-
-        one_tree: for an operator whose bits depend on how messages are cut. Rates may have been
-            measured, and the bits of another run must be the same.
-        """
-        rates = self.rates if self.rates is not None and not one_tree else ASSUMED
+    def is_near(self, peer: int) -> bool:
+        """Return whether `peer` is on this rank's node."""
         nodes = self.topology
-        near = nodes is None or nodes.node_of(peer) == nodes.node_of(self.transport.rank)
-        return rates.intra if near else rates.inter, rates.host
+        return nodes is None or nodes.node_of(peer) == nodes.node_of(self.transport.rank)

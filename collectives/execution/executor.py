@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 
 from collectives.execution.context import CallContext, Workspace
-from collectives.execution.lowering import LoweredStep, Reduction, chunk_bounds, lower
-from collectives.execution.pipelining import post
+from collectives.execution.lowering import LoweredStep, Reduction, lower, lower_evenly
+from collectives.execution.pipelining import PostedStep, post
 from collectives.reducers import Operands, Piece, Reducer, Sum
 from collectives.schedules import recursive_doubling
 from collectives.schedules.partition import split_bounds
@@ -38,63 +38,85 @@ def execute(
         call: Between which ranks, and for what.
         segments: Element boundaries that operators work by; one segment unless given.
         bounds: Element boundaries of the schedule's chunks; nearly equal pieces unless given, of
-            whole segments where the schedule asks for them.
+            whole segments where the schedule asks for them. With them a schedule that gathers
+            does no more than that.
         ranks: The transport's ranks that stand for the schedule's ranks 0, 1, ...; all of them
             unless given.
     """
-    members = tuple(range(call.transport.size) if ranks is None else ranks)
+    transport = call.transport
+    members = tuple(range(transport.size) if ranks is None else ranks)
     if len(members) != schedule.size:
         raise ValueError(f"schedule is for {schedule.size} ranks, got {len(members)}")
-    rank = members.index(call.transport.rank)
-    if schedule.gathered:
+    rank = members.index(transport.rank)
+    if bounds is not None:
+        steps = lower(schedule, rank, tuple(bounds), members)
+    elif schedule.gathered:
         vectors, bounds = _side_by_side(schedule, rank, buffer, call.workspace)
-        _run(lower(schedule, rank, tuple(bounds), members), vectors, Sum, call, None)
+        execute(schedule, vectors, Sum, call, bounds=bounds, ranks=members)
         _reduce_gathered(vectors.view(schedule.size, -1), buffer, reducer, segments)
         return
-    if bounds is None:
-        bounds = chunk_bounds(schedule, buffer.numel(), segments)
-    _run(lower(schedule, rank, tuple(bounds), members), buffer, reducer, call, segments)
-
-
-def _run(
-    steps: Sequence[LoweredStep],
-    buffer: torch.Tensor,
-    reducer: Reducer | Sequence[Reducer],
-    call: CallContext,
-    segments: Sequence[int] | None,
-) -> None:
+    else:
+        whole = tuple(segments) if segments is not None and schedule.whole_segments else None
+        steps = lower_evenly(schedule, rank, buffer.numel(), whole, members)
+    posts_ahead = transport.posts_ahead(buffer.device)
     for step in steps:
-        here = replace(call, label=f"{step.name} of {call.label}")
+        label = f"{step.name} of {call.label}"
         scratch = call.workspace.take(step.staged, buffer) if step.staged else buffer
-        sends = [Message(each.peer, buffer[each.low : each.high]) for each in step.sends]
-        recvs = [
-            Message(each.peer, (scratch if each.staged else buffer)[each.low : each.high])
-            for each in step.recvs
-        ]
+        sends, recvs = [], []
+        for peer, low, high, _ in step.sends:
+            sends.append(Message(peer, buffer[low:high]))
+        for peer, low, high, staged in step.recvs:
+            recvs.append(Message(peer, (scratch if staged else buffer)[low:high]))
         operator = reducer if isinstance(reducer, Reducer) else reducer[step.phase]
-        posted = post(sends, recvs, here, one_tree=operator.needs_one_tree)
+        posted: PostedStep | None = None
+        if posts_ahead:
+            posted = post(sends, recvs, call, label)
+        else:
+            transport.exchange(sends, recvs, label, call.timeout)
         if step.reductions or step.group:
-            sum_partials = _partial_sum(step.group, here)
+            _reduce(step, operator, buffer, recvs, posted, segments, call, label)
+        if posted is not None:
+            posted.wait()
+        transport.steps += 1
+
+
+def _reduce(
+    step: LoweredStep,
+    operator: Reducer,
+    buffer: torch.Tensor,
+    recvs: Sequence[Message],
+    posted: PostedStep | None,
+    segments: Sequence[int] | None,
+    call: CallContext,
+    label: str,
+) -> None:
+    """Reduce what a step receives, as it arrives. posted: None where all of it has arrived."""
+    numel = buffer.numel()
+    if not operator.needs_one_tree:
+        pieces: Sequence[Piece] = _pieces(step.reductions, recvs, buffer)
+        if posted is not None:
+            pieces = posted.pieces(pieces, apart=step.sent_first)
+        operator.reduce(Operands(pieces, numel, segments, None))
+        return
+    sum_partials = _partial_sum(step.group, replace(call, label=label))
+    for leaves, reductions in _alike(step, operator, label):
+        pieces = _pieces(reductions, recvs, buffer)
+        if posted is not None:
             # What is reduced whole, segment by segment, waits for all of it.
-            apart = step.sent_first and (not operator.needs_one_tree or sum_partials is not None)
-            for leaves, reductions in _alike(step, operator, here.label):
-                pieces = posted.pieces(_pieces(reductions, recvs, buffer), apart=apart)
-                numel = buffer.numel()
-                operator.reduce(Operands(pieces, numel, segments, sum_partials, leaves))
-        posted.wait()
-        call.transport.steps += 1
+            pieces = posted.pieces(pieces, apart=step.sent_first and sum_partials is not None)
+        operator.reduce(Operands(pieces, numel, segments, sum_partials, leaves))
 
 
 def _alike(
     step: LoweredStep, operator: Reducer, label: str
 ) -> Iterable[tuple[tuple[int, ...], Sequence[Reduction]]]:
-    """Return the step's reductions by the ranks behind their operands, where that is something.
+    """Return the step's reductions by the ranks behind their operands.
 
-    It is to an operator that is not associative. There are two kinds or more only in steps that
-    reduce whole segments: those that share dot products reduce one pair of vectors.
+    There are two kinds or more only in steps that reduce whole segments: those that share dot
+    products reduce one pair of vectors.
     """
-    if not (operator.needs_one_tree and step.reductions):
-        return [((), step.reductions)]
+    if not step.reductions:
+        return [((), ())]
     found: dict[tuple[int, ...], list[Reduction]] = {}
     for reduction in step.reductions:
         if reduction.leaves is None:
@@ -145,9 +167,13 @@ def _pieces(
     pieces = []
     for before, after, low, high, _ in reductions:
         mine = buffer[low:high]
-        left = [recvs[number].tensor for number in before]
-        right = [recvs[number].tensor for number in after]
-        pieces.append(Piece((*left, mine, *right), mine, low))
+        operands = []
+        for number in before:
+            operands.append(recvs[number].tensor)
+        operands.append(mine)
+        for number in after:
+            operands.append(recvs[number].tensor)
+        pieces.append(Piece(tuple(operands), mine, low))
     return tuple(pieces)
 
 

@@ -100,6 +100,18 @@ def lower(
     )
 
 
+@lru_cache(maxsize=_MAX_ENTRIES)
+def lower_evenly(
+    schedule: Schedule,
+    rank: int,
+    numel: int,
+    segments: tuple[int, ...] | None,
+    members: tuple[int, ...],
+) -> tuple[LoweredStep, ...]:
+    """Return the same steps where the schedule's chunks are those of `chunk_bounds`."""
+    return lower(schedule, rank, tuple(chunk_bounds(schedule, numel, segments)), members)
+
+
 def _lower_step(
     name: str, step: Step, bounds: Sequence[int], members: Sequence[int]
 ) -> LoweredStep:

@@ -56,8 +56,7 @@ def phases_of(
         ValueError: The algorithm takes fewer shards, or cannot carry the operator: a library, and
             the ranks inside a node, sum; or it has no one tree, or does not reduce all at once.
     """
-    names = {spec.outer, spec.inner or spec.outer}
-    if any(algorithm(name).deals_shards for name in names):
+    if spec.deals_shards:
         # As few as there are ways to deal, since each is kept.
         size = topology.size
         deal = Deal(min(deal.tensors, size), deal.first % size)

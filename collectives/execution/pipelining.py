@@ -6,23 +6,24 @@ rank cannot reduce and receive at once: there a step's messages are exchanged wh
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import overload
 
 import torch
 
-from collectives.cost import Rate
 from collectives.execution.context import CallContext
 from collectives.reducers import Piece
 from collectives.transport.base import Message
 
-# How much longer a part travels than it costs beside that, which is what its own latency and the
-# host add: the host, which puts one part after the other on the stream, then stays ahead of the
-# link with a margin. Not measured on a GPU.
-_OUTWEIGHS = 2.0
-# Below it a reduction is no more than the launch of its kernel, whatever the rates say.
+# How long a part of a message is at the least, to a peer on this node and to another's: it travels
+# twice as long as its own latency and the host's work on a step take, bytes = 2 (alpha + host) /
+# beta by `collectives.cost.ASSUMED`, so that the host, which puts one part after the other on the
+# stream, stays ahead of the link with a margin. Both ends of a message must cut it alike, and the
+# bits of Adasum depend on it, so that these are constants. Not measured on a GPU.
+_NEAR_PART_BYTES = 57_060_000
+_FAR_PART_BYTES = 7_400_000
+# Below it a reduction is no more than the launch of its kernel.
 _MIN_PART_BYTES = 1 << 20
 # The last part's reduction, which nothing hides, is an eighth of the step's then.
 MAX_PARTS = 8
@@ -32,46 +33,27 @@ _ALIGNED = 1024
 Wait = Callable[[], None]
 
 
-def part_bytes(link: Rate, host: float) -> float:
-    """Return how long a part of a message is at the least: beta · bytes = 2 (alpha + host).
-
-    By `collectives.cost.ASSUMED` that is 57 MB over NVLink, and 7.4 MB over the network.
-
-    Args:
-        link: What a message over the link costs.
-        host: Seconds that the host spends on a step.
-    """
-    if link.beta == 0.0:
-        return math.inf
-    return max(_MIN_PART_BYTES, _OUTWEIGHS * (link.alpha + host) / link.beta)
-
-
-def parts_of(message: Message, step: CallContext, *, one_tree: bool) -> int:
-    """Return how many parts a message has, by its length and its link: alike at both its ends.
-
-    one_tree: whether the bits of what reduces it depend on that.
-    """
-    if not step.transport.posts_ahead(message.tensor.device):
-        return 1
-    shortest = part_bytes(*step.link(message.peer, one_tree=one_tree))
-    return max(1, min(MAX_PARTS, int(message.tensor.nbytes / shortest)))
+def parts_of(message: Message, call: CallContext) -> int:
+    """Return how many parts a message has, by its length and its link: alike at both its ends."""
+    shortest = _NEAR_PART_BYTES if call.is_near(message.peer) else _FAR_PART_BYTES
+    return max(1, min(MAX_PARTS, message.tensor.nbytes // shortest))
 
 
 def post(
-    sends: Sequence[Message], recvs: Sequence[Message], step: CallContext, *, one_tree: bool
+    sends: Sequence[Message], recvs: Sequence[Message], call: CallContext, label: str
 ) -> PostedStep:
     """Start the messages of a step; without parts they have arrived when this returns.
 
-    one_tree: as for `parts_of`.
+    label: what errors call the step.
     """
-    transport = step.transport
+    transport = call.transport
     sent, received = (
-        [_parts(message, parts_of(message, step, one_tree=one_tree)) for message in messages]
+        [_parts(message, parts_of(message, call)) for message in messages]
         for messages in (sends, recvs)
     )
     count = max((len(parts) for parts in (*sent, *received)), default=1)
     if count == 1:
-        transport.exchange(sends, recvs, step.label, step.timeout, step.code)
+        transport.exchange(sends, recvs, label, call.timeout)
         return PostedStep([])
     waits = []
     for number in range(count):
@@ -80,8 +62,8 @@ def post(
             [parts[number] for parts in messages if number < len(parts)]
             for messages in (sent, received)
         )
-        label = f"{step.label}, part {number} of {count}"
-        waits.append(transport.post(now, then, label, step.timeout))
+        part = f"{label}, part {number} of {count}"
+        waits.append(transport.post(now, then, part, call.timeout))
     return PostedStep(waits)
 
 

@@ -17,15 +17,16 @@ An operator that needs all operands at once takes them straight from the buffers
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from collectives.execution.all_reduce import AllReduceOptions, Runner, call_span
+from collectives.execution.call import Call
 from collectives.execution.phases import auto_of
-from collectives.execution.shared_memory_levels import Part, TreeLevel, pairs, tree_levels
+from collectives.execution.shared_memory_levels import Share, TreeLevel, pairs, tree_levels
 from collectives.execution.vectors import Vector, vector_of
 from collectives.reducers import Operands, Piece, Reducer
 from collectives.schedules import recursive_doubling, recursive_halving
@@ -50,33 +51,34 @@ _ROW_BYTES = 24
 _CACHE_LINE = 64
 
 
-def plan_shared_memory_all_reduce(
-    runner: Runner, kind: str, options: Mapping[str, Any], tensors: Sequence[Tensor], op: Reducer
-) -> SharedMemoryAllReduce | None:
+def plan_shared_memory_all_reduce(runner: Runner, call: Call) -> SharedMemoryAllReduce | None:
     """Return how a call runs in shared memory; None where it goes by messages.
 
-    Every rank concludes the same from equal descriptions.
+    Every rank concludes the same from equal calls.
     """
     memory, size = runner.transport.symmetric_memory, runner.transport.size
-    if memory is None or size == 1 or kind not in ("all_reduce", "grouped_all_reduce"):
+    if memory is None or size == 1 or call.kind not in ("all_reduce", "grouped_all_reduce"):
         return None
-    chosen = AllReduceOptions.of(options)
+    tensors, op, chosen = call.tensors, call.op, AllReduceOptions.of(call)
     if not (op.reduces_in_shared_memory and tensors and chosen.prescale == 1.0):
         return None
-    if not all(tensor.is_cpu for tensor in tensors):
-        return None
-    if kind == "grouped_all_reduce":
-        parts = chosen.by_range(tensors)
-        if len(parts) > 1:
+    if call.kind == "grouped_all_reduce":
+        ranges = chosen.by_range(tensors)
+        if len(ranges) > 1:
             return None
-        ((chosen, _),) = parts
-    if not 0 < sum(tensor.nbytes for tensor in tensors) <= BUFFER_BYTES:
+        ((chosen, _),) = ranges
+    nbytes = 0
+    for tensor in tensors:
+        nbytes += tensor.nbytes
+        if not tensor.is_cpu or nbytes > BUFFER_BYTES:
+            return None
+    if not nbytes:
         return None
     vector = vector_of(tensors, chosen.segments)
     if vector is None or vector.nbytes > BUFFER_BYTES:
         return None
     spec = spec_for(chosen.specs, vector.numel)
-    method = _method_of(spec, vector, size, op, measured=runner.link_rates is not None)
+    method = _method_of(spec, vector, size, op)
     if method is None:
         return None
     return SharedMemoryAllReduce(vector, op, method, chosen.postscale, runner, memory)
@@ -106,6 +108,11 @@ class SharedMemoryAllReduce:
     runner: Runner
     memory: SymmetricMemory
     bound: dict[int, Callable[[str], Tensor]] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes that each rank copies to its buffer."""
+        return self.vector.nbytes
 
     def fill(self) -> None:
         """Copy the tensors to this rank's buffer of the call to be signalled next."""
@@ -195,17 +202,17 @@ class SharedMemoryAllReduce:
         module = recursive_halving if self.method == "two-shot" else recursive_doubling
         levels = tree_levels(module.all_reduce(len(vectors)))
         steps = [
-            self._bind_part(vectors, level, finish=level is levels[-1])
-            if memory.rank in level.parts
+            self._bind_share(vectors, level, finish=level is levels[-1])
+            if memory.rank in level.shares
             else None
             for level in levels
         ]
 
         def run(label: str) -> Tensor:
-            for number, (level, reduce_part) in enumerate(zip(levels, steps, strict=True)):
+            for number, (level, reduce_share) in enumerate(zip(levels, steps, strict=True)):
                 where = f"step {number + 1} of {label}"
-                if reduce_part is not None:
-                    reduce_part(where)
+                if reduce_share is not None:
+                    reduce_share(where)
                 elif level.block > 1:
                     # Others share their dot products.
                     memory.barrier(where, timeout)
@@ -215,20 +222,20 @@ class SharedMemoryAllReduce:
 
         return run
 
-    def _bind_part(
+    def _bind_share(
         self, vectors: Sequence[Tensor], level: TreeLevel, *, finish: bool
     ) -> Callable[[str], None]:
-        """Bind this rank's part of a level."""
+        """Bind this rank's share of a level."""
         op, numel, size = self.op, self.vector.numel, len(vectors)
-        part = level.parts[self.memory.rank]
+        share = level.shares[self.memory.rank]
         bounds = split_bounds(numel, Fold(size).leaves)
-        start, stop = bounds[part.start], bounds[part.stop]
-        left, right = (vectors[rank][start:stop] for rank in (part.left, part.right))
+        start, stop = bounds[share.start], bounds[share.stop]
+        left, right = (vectors[rank][start:stop] for rank in (share.left, share.right))
         sums = None
         if level.block > 1:
-            sums = _PartialSums(self.memory, level, part, self.runner.timeout)
+            sums = _PartialSums(self.memory, level, share, self.runner.timeout)
         piece = Piece((left, right), left, start)
-        reduce = op.bind(Operands((piece,), numel, self.vector.segments, sums, part.behind))
+        reduce = op.bind(Operands((piece,), numel, self.vector.segments, sums, share.behind))
 
         def run(where: str) -> None:
             if sums is not None:
@@ -242,13 +249,8 @@ class SharedMemoryAllReduce:
         return run
 
 
-def _method_of(
-    spec: AllReduceSpec, vector: Vector, size: int, op: Reducer, *, measured: bool
-) -> Method | None:
-    """Return how a range of a specification is carried out here; None for messages.
-
-    measured: whether `auto` may follow what costs least.
-    """
+def _method_of(spec: AllReduceSpec, vector: Vector, size: int, op: Reducer) -> Method | None:
+    """Return how a range of a specification is carried out here; None for messages."""
     auto, in_pairs = spec.outer == "auto", op.operands == "pair"
     if auto:
         spec = auto_of(op, vector.nbytes, size)
@@ -260,7 +262,8 @@ def _method_of(
     small_method: Method = "tree" if by_levels else "one-shot"
     limit = min(ONE_SHOT_BYTES, math.inf if small_method == "tree" else _MAX_READ_BYTES // size)
     name = spec.outer
-    if auto and measured and op.associative:
+    if auto and op.associative:
+        # A wait is what one-shot saves; beyond that, reading a share of all vectors is cheaper.
         name = "rd" if vector.nbytes <= limit else "rechd"
     if name == ("rd" if in_pairs else "bruck") and vector.nbytes <= limit:
         return small_method
@@ -294,11 +297,11 @@ def _bind_all(
 
 @dataclass
 class _PartialSums:
-    """Sums the table of a rank's part over all parts of its pair."""
+    """Sums the table of a rank's share over all shares of its pair."""
 
     memory: SymmetricMemory
     level: TreeLevel
-    part: Part
+    share: Share
     timeout: float
     where: str = ""
     calls: int = 0
@@ -306,7 +309,7 @@ class _PartialSums:
     def __call__(self, table: Tensor) -> None:
         self.calls += 1
         row = table.detach().view(1, -1).numpy()
-        block, leaf, count = self.level.block, self.part.leaf, len(self.level.parts)
+        block, leaf, count = self.level.block, self.share.leaf, len(self.level.shares)
         rows = self.memory.gather_rows([leaf], row, count, self.where, self.timeout)
         first = leaf - leaf % block
         halves = rows[first : first + block]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from collectives import validation
 from collectives.schedules.registry import ALGORITHMS
@@ -49,27 +49,33 @@ class AllReduceSpec:
     limit: int
     inner_shards: int = 1
 
-    @property
+    @cached_property
     def inner(self) -> str | None:
         """The algorithm inside a node; None where there is one level."""
         inner, slash, _ = self.alg.partition("/")
         return inner if slash else None
 
-    @property
+    @cached_property
     def outer(self) -> str:
         """The algorithm across nodes, or the only one."""
         return self.alg.rpartition("/")[2]
 
+    @cached_property
+    def deals_shards(self) -> bool:
+        """Whether an algorithm of it deals shards out to ranks in turn."""
+        names = {self.outer, self.inner or self.outer}
+        return any(ALGORITHMS[name].deals_shards for name in names if name != "auto")
+
     def __iter__(self) -> Iterator[str | int]:
-        return iter(self._key())
+        return iter(self._key)
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, AllReduceSpec):
-            return self._key() == other._key()
-        return self._key() == other if isinstance(other, tuple) else NotImplemented
+            return self._key == other._key
+        return self._key == other if isinstance(other, tuple) else NotImplemented
 
     def __hash__(self) -> int:
-        return hash(self._key())
+        return hash(self._key)
 
     def __str__(self) -> str:
         """Return the range as a specification has it, without its limit."""
@@ -77,6 +83,7 @@ class AllReduceSpec:
         inner = self.inner
         return f"{_with_shards(inner, self.inner_shards)}/{outer}" if inner else outer
 
+    @cached_property
     def _key(self) -> tuple[str | int, ...]:
         key = (self.alg, self.shards, self.limit)
         return key if self.inner_shards == 1 else (*key, self.inner_shards)
@@ -105,7 +112,8 @@ def parse_all_reduce_spec(text: str) -> tuple[AllReduceSpec, ...]:
         TypeError: `text` is no string.
         ValueError: It is no specification; the text names the part that is wrong.
     """
-    validation.instance("the specification", text, str, "a str")
+    if type(text) is not str:
+        validation.instance("the specification", text, str, "a str")
     return _parsed(text)
 
 
@@ -131,9 +139,18 @@ def format_all_reduce_spec(specs: Sequence[AllReduceSpec]) -> str:
     return ":".join(str(s) if s.limit < 0 else f"{s}:{s.limit}" for s in specs)
 
 
+@lru_cache(maxsize=256)
+def canonical_spec(text: str) -> str:
+    """Return the one text of all specifications that mean what this one does."""
+    return format_all_reduce_spec(_parsed(text))
+
+
 def spec_for(specs: Sequence[AllReduceSpec], numel: int) -> AllReduceSpec:
     """Return the range that `numel` elements fall in."""
-    return next(spec for spec in specs if spec.limit < 0 or numel <= spec.limit)
+    for spec in specs[:-1]:
+        if numel <= spec.limit:
+            return spec
+    return specs[-1]
 
 
 def _general_int(text: str) -> int | None:

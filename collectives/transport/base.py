@@ -12,9 +12,6 @@ import torch.distributed as dist
 from collectives.errors import TransportError
 from collectives.transport.shared_memory.symmetric_memory import SymmetricMemory
 
-# Of a code: the call's number above the hash.
-_HASH_BITS = 40
-MAX_CALL_NUMBER = (1 << 24) - 1
 # Ranks by which errors call a group.
 _MAX_NAMES = 16
 
@@ -44,7 +41,6 @@ class Transport(ABC):
             there, which users know them by.
         device: The GPU whose tensors the transport carries, where it is bound to one.
         process_group: What torch.distributed's own collectives run on, where there is one.
-        carries_codes: Whether CPU messages carry a code to every rank (`exchange`).
         sums_on_gpu: Whether the vendor's library sums CUDA tensors (`all_reduce`).
         shares_gpu: Whether this process has other communicators on the GPU, torch's or of groups
             split from this one; whoever makes them sets it. NCCL wants those of one GPU called in
@@ -57,7 +53,6 @@ class Transport(ABC):
     names: Sequence[int] = ()
     device: torch.device | None = None
     process_group: dist.ProcessGroup | None = None
-    carries_codes: bool = False
     sums_on_gpu: bool = False
     shares_gpu: bool = False
     steps: int = 0
@@ -95,9 +90,7 @@ class Transport(ABC):
         """Raise ValueError, naming the device and the fix, where tensors on it cannot travel."""
 
     @abstractmethod
-    def exchange(
-        self, sends: Messages, recvs: Messages, step: str, timeout: float, code: int = 0
-    ) -> None:
+    def exchange(self, sends: Messages, recvs: Messages, step: str, timeout: float) -> None:
         """Post all messages at once; return when all have arrived and the sent ones may be reused.
 
         For CUDA tensors: on the current stream. The host does not wait for messages between GPUs
@@ -109,14 +102,10 @@ class Transport(ABC):
             recvs: Where what it receives is written.
             step: What an error calls this exchange.
             timeout: In seconds.
-            code: What call the messages belong to (`call_code`); 0 where ranks are known to make
-                the same call. Looked at where the transport `carries_codes`.
 
         Raises:
             CollectiveTimeoutError: A peer is gone or too slow; names the peer and the step.
             TransportError: The transport itself failed.
-            RanksDiffer: Another rank is in a call with another code. No message of that call was
-                written here. All ranks have to `flush` before they go on.
         """
 
     def posts_ahead(self, device: torch.device) -> bool:
@@ -141,29 +130,6 @@ class Transport(ABC):
         """
         return
 
-    def follow(
-        self,
-        works: Sequence[dist.Work],
-        process_group: dist.ProcessGroup,
-        device: torch.device,
-        step: str,
-        timeout: float,
-    ) -> None:
-        """Put the current stream behind works of torch's own NCCL, and watch them as messages.
-
-        Args:
-            works: What torch.distributed returned.
-            process_group: Of which group they are: some of the ranks.
-            device: Of their tensors.
-            step: What an error calls them.
-            timeout: In seconds.
-        """
-        raise TransportError(f"{self!r}: it has no process group")
-
-    def ask(self, peers: Transport) -> None:
-        """Find out from `peers`, between the same ranks, which of them is gone."""
-        return
-
     def gone(self, peers: Collection[int] | None = None) -> int | None:
         """Return a rank whose end is closed, of `peers` where given; None where none is known.
 
@@ -175,22 +141,20 @@ class Transport(ABC):
         """Say why the end of a rank that is gone was closed."""
         return f"rank {self.name(peer)} has ended"
 
-    def flush(self, step: str, timeout: float) -> None:
-        """Forget all messages that are under way, on all ranks, so that they can go on.
-
-        A collective of all ranks, each of which is in a call that cannot end because the calls have
-        different codes. Until it returns the tensors of the last `exchange` are still read.
-        """
-        raise TransportError(f"{self!r}: messages carry no code")
-
     def all_reduce(
-        self, flat: torch.Tensor, ranks: tuple[int, ...] | None, step: str, timeout: float
+        self,
+        flat: torch.Tensor,
+        among: tuple[int, ...] | dist.ProcessGroup | None,
+        step: str,
+        timeout: float,
     ) -> None:
-        """Sum a contiguous CUDA tensor in place by the vendor's library.
+        """Sum a contiguous CUDA tensor in place by the vendor's library, as `exchange` does.
 
         Args:
             flat: The tensor.
-            ranks: Those to sum over, in ascending order; all for None.
+            among: The ranks to sum over, in ascending order; all for None. Every rank calls it,
+                with the ranks that it is among. Or a process group of some of the ranks, whose sum
+                torch.distributed makes.
             step: What an error calls this sum.
             timeout: In seconds.
 
@@ -233,16 +197,6 @@ class Transport(ABC):
         """Let go of what the transport holds; it cannot be used afterwards."""
 
 
-def call_code(number: int, digest: int) -> int:
-    """Return the code, of 64 bits, for the messages of a call.
-
-    Args:
-        number: The call's, from 1 to MAX_CALL_NUMBER, the same on all ranks.
-        digest: A hash of what is called, of which 40 bits are taken.
-    """
-    return number << _HASH_BITS | digest & ((1 << _HASH_BITS) - 1)
-
-
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous tensor's memory as bytes, so that every dtype travels."""
     flat = tensor.detach().reshape(-1)
@@ -250,8 +204,3 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
         # Contiguous with any stride, but bytes are asked for by one of 1.
         flat = flat.as_strided((1,), (1,))
     return flat.view(torch.uint8)
-
-
-def same_number(code: int, other: int) -> bool:
-    """Return whether two codes are of calls that have the same number."""
-    return not (code ^ other) >> _HASH_BITS

@@ -21,9 +21,7 @@ def as_tensor(payload: bytes) -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(bytearray(payload), np.uint8))
 
 
-def gather_bytes(
-    payload: bytes, transport: Transport, step: str, timeout: float, code: int = 0
-) -> list[bytes]:
+def gather_bytes(payload: bytes, transport: Transport, step: str, timeout: float) -> list[bytes]:
     """Return every rank's bytes, by rank; lengths may differ.
 
     Args:
@@ -31,7 +29,6 @@ def gather_bytes(
         transport: Between the ranks, all of which call this.
         step: What an error calls this.
         timeout: Seconds, for the lengths and for the bytes.
-        code: As `Transport.exchange` takes it.
     """
     peers = [rank for rank in range(transport.size) if rank != transport.rank]
 
@@ -42,7 +39,6 @@ def gather_bytes(
             [Message(peer, tensors[peer]) for peer in peers],
             f"{step} ({what})",
             timeout,
-            code,
         )
 
     lengths = torch.full((transport.size, 1), len(payload), device="cpu")

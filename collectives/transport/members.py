@@ -30,11 +30,9 @@ class Members(Transport):
         """Raise ValueError as the whole does."""
         self._whole.check_device(device)
 
-    def exchange(
-        self, sends: Messages, recvs: Messages, step: str, timeout: float, code: int = 0
-    ) -> None:
+    def exchange(self, sends: Messages, recvs: Messages, step: str, timeout: float) -> None:
         """Exchange a step's messages: `Transport.exchange`."""
-        self._whole.exchange(self._in_whole(sends), self._in_whole(recvs), step, timeout, code)
+        self._whole.exchange(self._in_whole(sends), self._in_whole(recvs), step, timeout)
 
     def split(self, ranks: Sequence[int], timeout: float) -> Transport:
         """Split the whole."""

@@ -98,9 +98,7 @@ class ThreadTransport(Transport):
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"tensor is on {device}; the threads transport carries cpu and cuda")
 
-    def exchange(
-        self, sends: Messages, recvs: Messages, step: str, timeout: float, code: int = 0
-    ) -> None:
+    def exchange(self, sends: Messages, recvs: Messages, step: str, timeout: float) -> None:
         """Exchange a step's messages: `Transport.exchange`."""
         deadline = time.monotonic() + timeout
         posted: list[tuple[int, _Parcel]] = []

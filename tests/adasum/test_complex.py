@@ -13,8 +13,7 @@ import adasum as hvd
 import collectives
 from adasum.orthogonality import Recorder, orthogonality
 from adasum.real_pairs import real_operands
-from collectives import Operands
-from collectives.consistency import calls
+from collectives import Operands, calls
 from collectives.reducers import Piece
 from tests.adasum.definition import relative_error, tolerance, tree
 

@@ -13,8 +13,7 @@ from torch import Tensor
 
 import adasum as hvd
 from adasum import Adasum, AdasumReducer
-from collectives import CollectiveMismatchError, Group, run_threads
-from collectives.consistency import calls
+from collectives import CollectiveMismatchError, Group, calls, run_threads
 from collectives.execution.context import CallContext, Workspace
 from collectives.execution.executor import execute
 from collectives.schedules import recursive_doubling, ring

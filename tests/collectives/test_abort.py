@@ -80,7 +80,7 @@ def test_abort_by_the_thread_that_runs_the_call_ends_the_group(way: str) -> None
 
     def job(group: Group) -> None:
         if group.rank == 0:
-            worker = group._call.queue._worker
+            worker = group._calls.queue._worker
             worker.call(lambda: group.abort("by a handler"))
         for _ in range(2):
             with pytest.raises(CollectiveError):

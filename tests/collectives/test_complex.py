@@ -167,7 +167,7 @@ def test_fused_buffer_of_complex_tensors_says_what_it_takes() -> None:
 def _over(rank: int, transport: str) -> None:
     import collectives
 
-    group = collectives.init(timeout=30.0, transport=transport, calibrate=False)
+    group = collectives.init(timeout=30.0, transport=transport)
     for dtype in DTYPES:
         for op, expected in EXPECTED.items():
             for numel in NUMELS:

@@ -13,7 +13,6 @@ import torch
 
 from adasum import Adasum
 from collectives import CollectiveMismatchError, Group, TransportError, run_threads
-from collectives.cost import LinkRates, Rate
 from collectives.reducers import SumReducer
 from collectives.transport import ThreadWorld
 
@@ -99,11 +98,10 @@ def test_scales_of_zero_keep_their_sign(alone: Group) -> None:
             assert torch.equal(tensor.signbit(), torch.tensor(zero).signbit().expand(3))
 
 
-def test_auto_follows_link_rates_as_they_are_set() -> None:
-    """Of a size that goes by messages by size alone, in shared memory once rates are measured."""
-    rate = Rate(1e-6, 1e-9)
+def test_auto_of_sums_in_shared_memory_sends_no_message() -> None:
+    """Also of sizes for which a ring would be best by messages."""
 
-    def main(group: Group) -> list[bool]:
+    def main(group: Group) -> list[str]:
         sent: list[str] = []
         exchange = group.transport.exchange
 
@@ -112,15 +110,10 @@ def test_auto_follows_link_rates_as_they_are_set() -> None:
             exchange(*arguments)  # type: ignore[arg-type]
 
         group.transport.exchange = noted  # type: ignore[method-assign]
-        answers = []
-        for rates in (None, LinkRates(rate, rate, rate, rate), None):
-            group.set_link_rates(rates)
-            sent.clear()
-            assert group.all_reduce(torch.ones(2_000_000))[-1].item() == 2.0
-            answers.append(bool(sent))
-        return answers
+        assert group.all_reduce(torch.ones(2_000_000))[-1].item() == 2.0
+        return sent
 
-    assert run_threads(2, main) == [[True, False, True]] * 2
+    assert run_threads(2, main) == [[], []]
 
 
 def test_check_algorithm_that_cannot_carry_the_operator_raises(alone: Group) -> None:
@@ -134,11 +127,9 @@ def test_check_algorithm_that_cannot_carry_the_operator_raises(alone: Group) -> 
         alone.check_algorithm("rd", "Sum")  # type: ignore[arg-type]
 
 
-def test_link_rates_and_join_of_other_types_raise_before_anything_is_sent() -> None:
+def test_join_with_other_types_raises_before_anything_is_sent() -> None:
     def main(group: Group) -> float:
         wrong: Any = torch.ones(1)
-        with pytest.raises(TypeError, match="rates must be LinkRates or None, got Tensor"):
-            group.set_link_rates(wrong)
         with pytest.raises(TypeError, match=r"device must be a torch\.device or None, got Tensor"):
             group.join(device=wrong)
         with pytest.raises(TypeError, match="operators must be a list of Reducers, got Adasum"):

@@ -13,7 +13,7 @@ import adasum
 import collectives
 from collectives import Group, TransportError
 from collectives.bootstrap.transport_selection import connect
-from collectives.consistency.description import Description
+from collectives.execution.call import Call
 
 
 @pytest.fixture(autouse=True)
@@ -54,28 +54,27 @@ def test_nccl_that_is_missing_is_an_error_of_a_process_group_of_one(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     gloo: Any = SimpleNamespace(size=1)
     with pytest.raises(TransportError, match='"nccl": rank 0: NCCL needs a GPU'):
-        connect(gloo, 1.0, Description("init", options={"transport": "nccl"}))
-    assert connect(gloo, 1.0, Description("init", options={"transport": "auto"})) is gloo
+        connect(gloo, 1.0, Call("init", options={"transport": "nccl"}))
+    assert connect(gloo, 1.0, Call("init", options={"transport": "auto"})) is gloo
 
 
 def test_second_init_with_the_same_or_no_arguments_returns_the_group() -> None:
-    group = collectives.init(timeout=20.0, transport="auto", calibrate=False)
-    assert collectives.init() is group
+    group = collectives.init(timeout=20.0, transport="auto")
     assert collectives.init(timeout=20, transport="auto") is group
-    assert collectives.init(calibrate=False) is group
+    assert collectives.init() is group
     adasum.init()
     adasum.init(timeout=20.0)
 
 
 @pytest.mark.parametrize(
     ("name", "value", "first"),
-    [("timeout", 21.0, "20.0"), ("transport", "gloo", "'auto'"), ("calibrate", True, "False")],
+    [("timeout", 21.0, "20.0"), ("transport", "gloo", "'auto'")],
 )
 @pytest.mark.parametrize("init", [collectives.init, adasum.init])
 def test_second_init_with_another_argument_raises_and_names_it(
     init: Any, name: str, value: Any, first: str
 ) -> None:
-    group = collectives.init(timeout=20.0, calibrate=False)
+    group = collectives.init(timeout=20.0)
     with pytest.raises(ValueError, match=f"^{name} is {value!r} in a second .* was {first} in"):
         init(**{name: value})
     assert collectives.default_group() is group and not group.closed

@@ -369,7 +369,7 @@ def test_tables_of_dtypes_say_what_torch_computes(dtype: torch.dtype) -> None:
 
 
 def _distributed_tensor(rank: int, transport: str) -> None:
-    group = collectives.init(timeout=20.0, transport=transport, calibrate=False)
+    group = collectives.init(timeout=20.0, transport=transport)
     local = torch.full((3,), rank + 1.0)
     if rank == 1:
         mesh = DeviceMesh("cpu", [1], _init_backend=False)

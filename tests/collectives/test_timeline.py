@@ -36,7 +36,8 @@ def test_timeline_names_what_every_call_waited_for_and_took_by_thread(tmp_path: 
         if group.rank == 0:
             hvd.start_timeline(path, mark_cycles=True)
         group.barrier("started")
-        tensor = torch.ones(1000)
+        # So large that the communication thread runs it.
+        tensor = torch.ones(600_000)
         work = group.all_reduce(tensor, name="gradient", async_op=True)
         if group.rank:
             time.sleep(0.05)
@@ -54,7 +55,7 @@ def test_timeline_names_what_every_call_waited_for_and_took_by_thread(tmp_path: 
         assert f"{what}all_reduce 'gradient'" in names
     assert {"negotiate all_gather 'rows'", "all_gather 'rows'"} <= names
     (reduction,) = {name for name in names if name.startswith("all_reduce 'gradient': Sum, ")}
-    assert reduction.endswith(", 4000 B")
+    assert reduction.endswith(", 2400000 B")
     for each in found:
         assert before <= each["ts"] and each["ts"] + each["dur"] <= time.time() * 1e6
     # The caller waits while another thread runs the call, in ranges that lie in each other.

@@ -92,7 +92,7 @@ def ports(rank: int, transport: str) -> tuple[int, int, list[str]]:
     And what shared memory is called.
     """
     store = f"0100007F:{int(os.environ['MASTER_PORT']):04X}"
-    group = collectives.init(transport=transport, timeout=30.0, calibrate=False)
+    group = collectives.init(transport=transport, timeout=30.0)
     whole = listening()
     assert (store in whole) == (rank == 0)
     part = group.split([0, 1])

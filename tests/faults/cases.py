@@ -107,7 +107,6 @@ CASES = [
     Case("all_reduce", "before init", "late", "shm", late=10.0),
     Case("all_reduce", "connecting", "kill", "tcp"),
     Case("all_reduce", "connecting", "stop", "shm", victim=0),
-    Case("all_reduce", "calibration", "kill", "tcp"),
     Case("all_reduce", "port taken", "", "gloo", victim=-1, errors=_BROKEN),
     # On a GPU, where a context takes seconds to make.
     *(Case("all_reduce", where, what, "nccl", timeout=20.0)

@@ -167,19 +167,15 @@ def _trainer(use: str) -> Callable[[str, Strike | None], None]:
     return train
 
 
-def _patch_init(where: str, strike: Strike) -> None:
-    """The fault in the middle of init: before ranks connect, or before link rates are."""
-    module, name = {
-        "connecting": (transport, "open_connections"),
-        "calibration": (collectives.initialize, "measure_link_rates"),
-    }[where]
-    whole = getattr(module, name)
+def _patch_init(strike: Strike) -> None:
+    """The fault in the middle of init: before ranks connect."""
+    whole = transport.open_connections
 
     def patched(*args: Any, **options: Any) -> Any:
         strike()
         return whole(*args, **options)
 
-    setattr(module, name, patched)
+    transport.open_connections = patched
 
 
 def _host_a_store(job: dict[str, Any]) -> None:
@@ -218,10 +214,9 @@ def _run(job: dict[str, Any], rank: int, directory: Path, diary: Diary) -> None:
     strike = partial(_strike, job["what"], job["late"], diary) if rank == job["victim"] else None
     if where == "before init" and strike:
         strike()
-    if where in ("connecting", "calibration") and strike:
-        _patch_init(where, strike)
-    calibrate = where == "calibration"
-    hvd.init(timeout=job["timeout"], transport=job["transport"], calibrate=calibrate)
+    if where == "connecting" and strike:
+        _patch_init(strike)
+    hvd.init(timeout=job["timeout"], transport=job["transport"])
     diary("in")
     if job["use"] == "mismatch":
         mismatches.run(diary)

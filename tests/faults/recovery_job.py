@@ -45,7 +45,7 @@ def _deadly(whole: Callable[..., Any], count: int, mark: Path) -> Callable[..., 
 
 
 def main(directory: Path, steps: int, every: int, deaths: list[list[Any]]) -> None:
-    hvd.init(calibrate=False, timeout=20.0)
+    hvd.init(timeout=20.0)
     digits = resume_digits.Digits.load(torch.device("cpu"))
     loss, save = resume_digits.cross_entropy, torch.save
     for how, (seed, death) in itertools.product(("undisturbed", "killed"), enumerate(deaths)):

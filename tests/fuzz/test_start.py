@@ -44,14 +44,14 @@ def _init(**options: Any) -> None:
         adasum.shutdown()
 
 
-def _from_process_group(process_group: Any, timeout: Any, **options: Any) -> None:
-    collectives.from_process_group(process_group, timeout=timeout, **options).close()
+def _from_process_group(process_group: Any, timeout: Any) -> None:
+    collectives.from_process_group(process_group, timeout=timeout).close()
 
 
 @contextmanager
 def _alone() -> Iterator[None]:
     """A default group of one, for as long as a call takes."""
-    collectives.init(calibrate=False)
+    collectives.init()
     try:
         yield
     finally:
@@ -107,7 +107,6 @@ SIGNATURES: dict[str, tuple[Any, list[Strategy], dict[str, Strategy]]] = {
             "process_group": value(None, 3),
             "timeout": value(1.0, 0, -1),
             "named_parameters": value((), [("a", torch.ones(1))]),
-            "calibrate": value(True, False),
             "check_parameters": value(None, True, False),
         },
     ),
@@ -116,7 +115,7 @@ SIGNATURES: dict[str, tuple[Any, list[Strategy], dict[str, Strategy]]] = {
     "from_process_group": (
         _from_process_group,
         [value(None), value(1.0, 5, 0)],
-        {"calibrate": value(True, False)},
+        {},
     ),
     "init": (
         _init,
@@ -125,7 +124,6 @@ SIGNATURES: dict[str, tuple[Any, list[Strategy], dict[str, Strategy]]] = {
             "process_sets": value(None, [[0]], "dynamic", "static"),
             "timeout": value(1.0, 5, -1),
             "transport": value(None, "auto", "gloo", "shm"),
-            "calibrate": value(True, False),
             "process_group": value(None),
         },
     ),

@@ -1,9 +1,8 @@
 """What every rank runs, under torchrun: `-m tests.network_namespaces.job DIRECTORY PLAN`.
 
-PLAN is JSON: {"timeout": seconds, "calibrate": whether to measure the links,
-"cases": [[op, algorithm, numel], ...], "cut": numel}. Each rank leaves DIRECTORY/rank<r>.cases,
-.ready before it starts to wait for the cut, .cut when that was noticed, and .ended after the
-shut-down.
+PLAN is JSON: {"timeout": seconds, "cases": [[op, algorithm, numel], ...], "cut": numel}. Each
+rank leaves DIRECTORY/rank<r>.cases, .ready before it starts to wait for the cut, .cut when that was
+noticed, and .ended after the shut-down.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def run_until_cut(group: Group, numel: int) -> dict[str, Any]:
 
 
 def main(directory: Path, plan: dict[str, Any]) -> None:
-    group = collectives.init(timeout=plan["timeout"], calibrate=plan["calibrate"])
+    group = collectives.init(timeout=plan["timeout"])
 
     def leave(kind: str, value: dict[str, Any]) -> None:
         path = directory / f"rank{group.rank}.{kind}"

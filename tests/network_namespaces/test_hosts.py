@@ -87,8 +87,6 @@ def _run(hosts_count: int, local_size: int, transport: str, directory: Path) -> 
     ranks = range(hosts_count * local_size)
     plan = {
         "timeout": TIMEOUT,
-        # Which takes 5 s on such a link, and tells no rank what to do: all cases name an algorithm.
-        "calibrate": hosts_count > 2,
         "cases": _cases(),
         "cut": LARGE,
     }

@@ -15,7 +15,7 @@ from tests.network_namespaces.network import LINK, ROOT, Hosts, why_not
 JOB = """
     import os, torch, collectives
 
-    group = collectives.init(timeout=60, calibrate=False)
+    group = collectives.init(timeout=60)
     total = group.all_reduce(torch.tensor([float(group.rank)])).item()
     place = f"{group.local_rank} of {group.local_size} on {os.uname().nodename}"
     print(f"rank {group.rank}: {total}, {place} of {group.num_nodes}, {os.environ['MASTER_ADDR']}")

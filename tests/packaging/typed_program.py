@@ -90,7 +90,7 @@ def wrong(model: torch.nn.Linear, group: Group) -> list[Callable[[], Any]]:
 
 
 def main() -> None:
-    hvd.init(timeout=60.0, calibrate=False)
+    hvd.init(timeout=60.0)
     torch.manual_seed(hvd.rank())
     model = torch.nn.Linear(4, 2)
     optimizer = train(model)

@@ -166,11 +166,9 @@ def check_messages(group: Group) -> None:
     exchange = transport.exchange
     steps: list[str] = []
 
-    def counted(
-        sends: Sequence[Message], recvs: Sequence[Message], step: str, wait: float, code: int = 0
-    ) -> None:
+    def counted(sends: Sequence[Message], recvs: Sequence[Message], step: str, wait: float) -> None:
         steps.extend(step for message in sends if message.tensor.numel())
-        exchange(sends, recvs, step, wait, code)
+        exchange(sends, recvs, step, wait)
 
     transport.exchange = counted
     try:

@@ -44,7 +44,7 @@ def start(transport: str) -> list[object]:
     logger = logging.getLogger("collectives")
     logger.addHandler(handler)
     try:
-        group = collectives.init(transport=transport, timeout=30.0, calibrate=False)
+        group = collectives.init(transport=transport, timeout=30.0)
     except TransportError as error:
         return [str(error)]
     finally:
@@ -124,7 +124,7 @@ def parts(rank: int) -> tuple[list[int], str]:
     And what it says where there are too few descriptors for another one.
     """
     before = sockets()
-    group = collectives.init(transport="tcp", timeout=30.0, calibrate=False)
+    group = collectives.init(transport="tcp", timeout=30.0)
     counts = [before, sockets()]
     kept = []
     for ranks in ([0, 1, 2, 3], [3, 1, 0, 2], [0, 1, 2, 3]):

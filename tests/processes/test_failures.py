@@ -136,16 +136,16 @@ def test_a_rank_that_fails_within_a_call_tells_the_others(
 
 def _unlike(rank: int) -> tuple[str, float]:
     with pytest.raises(CollectiveMismatchError) as caught:
-        collectives.init(timeout=20.0, calibrate=rank != 1)
-    group = collectives.init(timeout=20.0, calibrate=False)
+        collectives.init(timeout=20.0, transport="gloo" if rank == 1 else "tcp")
+    group = collectives.init(timeout=20.0)
     return str(caught.value), float(group.all_reduce(torch.ones(1)))
 
 
 def test_ranks_that_start_with_other_options_are_told() -> None:
-    """Some would measure while the others go on to their first call."""
+    """Some would connect while the others go on to their first call."""
     said = (
-        "ranks disagree: rank 0 calls init() with calibrate=True, "
-        "rank 1 calls init() with calibrate=False"
+        "ranks disagree: rank 0 calls init() with transport=tcp, "
+        "rank 1 calls init() with transport=gloo"
     )
     assert run_ranks(3, _unlike) == [(said, 3.0)] * 3
 

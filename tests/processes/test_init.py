@@ -58,7 +58,7 @@ def _again(rank: int) -> list[float]:
     """Started and shut down many times, by ranks of which some are late, and then by torch."""
     answers = []
     for turn in range(4):
-        group = collectives.init(timeout=20.0, calibrate=False)
+        group = collectives.init(timeout=20.0)
         value = torch.tensor(float(rank + turn))
         group.all_reduce(value)
         answers.append(value.item())
@@ -78,14 +78,14 @@ def test_init_again_after_shutdown() -> None:
 
 def _elsewhere(rank: int, ports: tuple[int, int]) -> list[int]:
     """All together, then in two worlds that share nothing but their ranks' numbers."""
-    collectives.init(timeout=30.0, calibrate=False)
+    collectives.init(timeout=30.0)
     collectives.shutdown()
     number, place = divmod(rank, 2)
     os.environ.update(on_one_node(place, 2, ports[number]))
     if number != place:
         # The first two to come are rank 0 of one world and rank 1 of the other.
         time.sleep(0.3)
-    group = collectives.init(timeout=30.0, calibrate=False)
+    group = collectives.init(timeout=30.0)
     met = group.all_gather(torch.tensor([rank])).tolist()
     # Rank 0 keeps the store where the others meet.
     group.barrier()
@@ -101,13 +101,13 @@ def test_init_again_at_another_address() -> None:
 
 def _interrupted(rank: int) -> tuple[bool, float, int]:
     dist.init_process_group("gloo")
-    measure = initialize.measure_link_rates
+    report = initialize._report
 
-    def interrupt(group: collectives.Group) -> None:
-        initialize.measure_link_rates = measure
+    def interrupt(group: collectives.Group, choice: str) -> None:
+        initialize._report = report
         raise KeyboardInterrupt
 
-    initialize.measure_link_rates = interrupt
+    initialize._report = interrupt
     with pytest.raises(KeyboardInterrupt):
         collectives.init(timeout=20.0)
     started = collectives.is_initialized()
@@ -125,7 +125,7 @@ def test_an_interrupted_init_leaves_nothing() -> None:
 
 def _ended_first(rank: int, port: int) -> list[float]:
     """The user ends torch.distributed, and starts it again: shutdown leaves that one alone."""
-    group = collectives.init(timeout=20.0, calibrate=False)
+    group = collectives.init(timeout=20.0)
     dist.destroy_process_group()
     total = group.all_reduce(torch.ones(1)).item()
     # The first to fail tells the other, which may not have seen yet that both are there.
@@ -147,13 +147,13 @@ def test_torch_distributed_ended_first() -> None:
 
 
 def _forked(rank: int) -> list[bytes]:
-    group = collectives.init(timeout=20.0, calibrate=False)
+    group = collectives.init(timeout=20.0)
     done = group.all_reduce(torch.ones(1), async_op=True)
     done.wait()
     request = group.all_reduce_init(torch.ones(1))
     # What is under way at the fork.
     gate = threading.Event()
-    group._call.queue._worker.submit(lambda: gate.wait(20.0))
+    group._calls.queue._worker.submit(lambda: gate.wait(20.0))
     work = group.all_reduce(torch.ones(1), async_op=True)
     request.start()
     handle = adasum.allreduce_async(torch.ones(1), op=adasum.Sum)

@@ -30,7 +30,7 @@ def limit(more: int) -> None:
 
 
 def _without_a_thread(rank: int) -> None:
-    group = collectives.init(timeout=TIMEOUT, calibrate=False)
+    group = collectives.init(timeout=TIMEOUT)
     request = group.all_reduce_init(torch.ones(3))
     threading.stack_size(STACK)
     limit(LITTLE)
@@ -55,7 +55,7 @@ def _start(rank: int) -> tuple[str, float]:
     if rank == 1:
         limit(SOME)
     try:
-        collectives.init(timeout=TIMEOUT, calibrate=False)
+        collectives.init(timeout=TIMEOUT)
     except CollectiveError as error:
         said = f"{type(error).__name__}: {error}"
     limit(-1)

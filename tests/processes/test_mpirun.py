@@ -16,7 +16,7 @@ MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ
 JOB = """
     import os, torch, collectives
 
-    group = collectives.init(timeout=30, calibrate=False)
+    group = collectives.init(timeout=30)
     total = group.all_reduce(torch.tensor([float(group.rank + 1)])).item()
     local = group.local_rank == int(os.environ["LOCAL_RANK"])
     # In one write: lines of two ranks are to stay apart.

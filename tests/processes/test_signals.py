@@ -123,7 +123,7 @@ USES = (call, queue, request, train)
 def survive(rank: int, trials: int, size: int) -> list[str]:
     """What became of the group in each trial: "answered" or "refused"."""
     faulthandler.dump_traceback_later(LONGEST - 10.0)
-    whole = collectives.init(timeout=TIMEOUT, calibrate=False)
+    whole = collectives.init(timeout=TIMEOUT)
     storm = Storm(random.Random(rank))
     outcomes = []
     for trial in range(trials):

@@ -24,7 +24,7 @@ def _launched(rank: int) -> list[Any]:
         for name in TORCHRUNS:
             os.environ.pop(name, None)
         os.environ.update(by(launcher, rank, 4, local_size))
-        group = collectives.init(timeout=30.0, calibrate=False)
+        group = collectives.init(timeout=30.0)
         total = group.all_reduce(torch.tensor([float(rank)])).item()
         said.append([group.rank, group.local_rank, group.local_size, group.num_nodes, total])
         assert os.environ["LOCAL_RANK"] == str(group.local_rank)
@@ -51,7 +51,7 @@ def _two_jobs_at_one_port(rank: int) -> str:
     # The other job's rank 1 comes before this one's, and its rank 0 last.
     time.sleep({0: 0.0, 1: 0.6, 2: 0.3, 3: 0.1}[rank])
     try:
-        group = collectives.init(timeout=2.0, calibrate=False)
+        group = collectives.init(timeout=2.0)
         met = str(group.all_gather_bytes(str(rank).encode()))
         # The other job is to find the store, which rank 0 keeps.
         time.sleep(2.5 if rank == 0 else 0.0)
@@ -75,7 +75,7 @@ def _init(rank: int) -> list[str]:
     logger.setLevel(logging.INFO)
     collectives.init(timeout=60.0)
     collectives.shutdown()
-    collectives.init(timeout=60.0, transport="gloo", calibrate=False)
+    collectives.init(timeout=60.0, transport="gloo")
     collectives.shutdown()
     return kept.said
 
@@ -84,15 +84,14 @@ def test_init_logs_transport_reason_algorithms_and_kernels_once_a_rank() -> None
     for rank, said in enumerate(run_ranks(2, _init)):
         fast, slow = said
         assert fast.startswith(f"rank {rank} of 2 on 1 host(s): transport='auto': Connection")
-        assert "sums of CPU tensors by measured link rates: " in fast and " at 64 MiB; " in fast
+        assert "sums of CPU tensors by rd at 4 KiB, " in fast and " at 64 MiB; " in fast
         assert "transport='gloo': GlooTransport(), gloo where nothing faster" in slow
-        assert "by size alone: " in slow
 
 
 def _over_gloo(rank: int) -> list[str]:
     kept = Kept()
     logging.getLogger("collectives").addHandler(kept)
-    group = collectives.init(timeout=30.0, transport="gloo", calibrate=False)
+    group = collectives.init(timeout=30.0, transport="gloo")
     # From here on, since a start may take long where many ranks start at a time.
     warning_seconds.cache_clear()
     with pytest.MonkeyPatch.context() as patched:

@@ -175,7 +175,7 @@ def forgotten(rank: int) -> list[int]:
     """What is open after each of some parts, of which some sum inside nodes by gloo."""
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     os.environ["LOCAL_RANK"] = str(rank % 2)
-    whole = collectives.init(timeout=30.0, calibrate=False)
+    whole = collectives.init(timeout=30.0)
     counts = []
     for _ in range(8):
         part = whole.split(range(4))

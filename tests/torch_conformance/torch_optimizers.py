@@ -101,7 +101,7 @@ def case(name: str, _: Any) -> unittest.TestCase:
 
 
 def _run(info: Any, kind: str, method: str) -> None:
-    hvd.init(calibrate=False)
+    hvd.init()
     try:
         if method == "schedulers":
             kind = "sparse_" if info.only_supports_sparse_grads else ""

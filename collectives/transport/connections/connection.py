@@ -1,14 +1,4 @@
-"""A connection: this rank's end of a channel to one other rank.
-
-Every message carries a code, which says what call it belongs to (`base.call_code`). A receive that
-expects another one raises RanksDiffer and writes nothing. Then all ranks flush: each sends a marker
-on every connection and drops what comes before the peer's marker, so that no message is under way
-afterwards.
-
-A rank that has waited for a while sends a probe, which is a code without a message: two ranks in
-different calls may each wait for the other without having sent it anything. The peer may be in a
-later call when it reads the probe; only one of the same number tells it that the ranks differ.
-"""
+"""A connection: this rank's end of a channel to one other rank."""
 
 from __future__ import annotations
 
@@ -23,12 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from collectives.errors import TransportError
-from collectives.transport.base import same_number
-from collectives.transport.shared_memory.symmetric_memory import RanksDiffer
 
 Bytes = npt.NDArray[np.uint8]
 # What is sent, in the highest bits of its length.
-DATA, PROBE, MARKER, FAREWELL = range(4)
+DATA, FAREWELL = range(2)
 KIND_SHIFT = 62
 LENGTH_MASK = (1 << KIND_SHIFT) - 1
 FAREWELL_BYTES = 4096
@@ -54,10 +42,9 @@ class PeerGone(Exception):
 
 
 class Queued(NamedTuple):
-    """A message's bytes, to be sent or written, with its code; or what is sent of another kind."""
+    """A message's bytes, to be sent or written; or what is sent of another kind."""
 
     data: Bytes
-    code: int = 0
     kind: int = DATA
 
 
@@ -81,8 +68,8 @@ class Connection(ABC):
         self._socket = sock
         self._sends: deque[Queued] = deque()
         self._recvs: deque[Queued] = deque()
-        # Whether what comes before the peer's marker is dropped, and whether the marker has come.
-        self._flushing = self._marked = False
+        # Whether all messages that come are dropped.
+        self._dropping = False
         # Whether the socket's queue was full when something was to be sent.
         self._blocked = False
         self._ending = False
@@ -91,48 +78,13 @@ class Connection(ABC):
         """Return the socket's descriptor, for select.poll."""
         return self._socket.fileno()
 
-    def send(self, data: Bytes, code: int = 0) -> None:
+    def send(self, data: Bytes) -> None:
         """Post a message, which must not change while the connection is busy."""
-        self._sends.append(Queued(data, code))
+        self._sends.append(Queued(data))
 
-    def receive(self, target: Bytes, code: int = 0) -> None:
+    def receive(self, target: Bytes) -> None:
         """Post a receive of exactly the message's length."""
-        self._recvs.append(Queued(target, code))
-
-    def probe(self, code: int) -> None:
-        """Tell the peer which call this rank waits in, unless a message that says so is queued."""
-        if self._sends:
-            return
-        self._sends.append(Queued(EMPTY, code, PROBE))
-        sent = False
-        # A peer that has ended has perhaps sent all that this rank waits for.
-        with contextlib.suppress(OSError):
-            sent = self._transmit()
-        if not sent:
-            # This rank must not wait until the peer takes what it does not need.
-            self._sends.clear()
-            self._blocked = False
-
-    def _heed(self, kind: int, code: int) -> None:
-        """Take note of a marker, or of a probe: the peer may wait in another call than this rank.
-
-        RanksDiffer where it does, or flushes before this rank.
-        """
-        self._marked = self._marked or kind == MARKER
-        posted = self._recvs or self._sends
-        elsewhere = posted and code != posted[0].code and same_number(code, posted[0].code)
-        if not self._flushing and (kind == MARKER or elsewhere):
-            raise RanksDiffer
-
-    def begin_flush(self) -> None:
-        """Drop what was posted, and post the marker: `busy` until the peer's has come, too."""
-        self._drop()
-        self._flushing = True
-        self._sends.append(Queued(EMPTY, 0, MARKER))
-
-    def end_flush(self) -> None:
-        """Go on, once both markers have passed."""
-        self._flushing = self._marked = False
+        self._recvs.append(Queued(target))
 
     @property
     def busy(self) -> bool:
@@ -145,8 +97,8 @@ class Connection(ABC):
         return (select.POLLIN if self._listens() else 0) | (select.POLLOUT if self._blocked else 0)
 
     def _expects(self) -> bool:
-        """Whether a message or the peer's marker has to come."""
-        return bool(self._recvs) or (self._flushing and not self._marked)
+        """Whether something that comes is read."""
+        return bool(self._recvs) or self._dropping
 
     def _listens(self) -> bool:
         """Whether something that comes could help."""
@@ -155,7 +107,7 @@ class Connection(ABC):
     def gone(self) -> PeerGone:
         """Return why the peer's end, which is closed, was: the farewell it sent, if any."""
         self._drop()
-        self._flushing = True
+        self._dropping = True
         try:
             while self._pull():
                 pass
@@ -170,7 +122,6 @@ class Connection(ABC):
         """Do what can be done without waiting; return whether anything was.
 
         Raises PeerGone where the peer's end is closed and something is still under way,
-        RanksDiffer where a message has another code than its receive, or the peer flushes,
         TransportError where a message has another length than its receive.
         """
         try:
@@ -207,7 +158,7 @@ class Connection(ABC):
             self._ending = True
             self._drop()
             data = np.frombuffer(text.encode()[:FAREWELL_BYTES], np.uint8) if text else EMPTY
-            self._sends.append(Queued(data, 0, FAREWELL))
+            self._sends.append(Queued(data, FAREWELL))
         # The peer may be gone already.
         with contextlib.suppress(OSError):
             while self._sends:

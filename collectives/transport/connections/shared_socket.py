@@ -38,9 +38,9 @@ from collectives.transport.connections.connection import (
 
 LINE_BYTES = 64
 # What every frame begins with, so that bytes of anything else are not taken for one; then how many
-# bytes follow, less the padding, with the kind above them; the code; the channel.
+# bytes follow, less the padding, with the kind above them; the channel.
 _FRAME = 0x6D61_7573_6164_AD03
-_HEADER = struct.Struct(f"<QQQQ{LINE_BYTES - 32}x")
+_HEADER = struct.Struct(f"<QQQ{LINE_BYTES - 24}x")
 # Of a frame that nothing waits for, so much memory is taken at a time: as much as has come.
 _PIECE_BYTES = 1 << 20
 _PADDING = memoryview(bytes(LINE_BYTES))
@@ -61,10 +61,10 @@ class Channel(Protocol):
     def sent(self) -> None:
         """Forget what was first: it has gone out."""
 
-    def place(self, length: int, code: int) -> Bytes | None:
+    def place(self, length: int) -> Bytes | None:
         """Return where a message goes straight to; None where it does not."""
 
-    def refusal(self, length: int, code: int) -> Exception | None:
+    def refusal(self, length: int) -> Exception | None:
         """Return what a message that is not the one expected next raises, if anything."""
 
     def placed(self) -> None:
@@ -188,8 +188,8 @@ class SharedSocket:
 
         Raises:
             PeerGone: The other end is closed, or the socket is torn.
-            RanksDiffer: A message for the reader has another code than it expects.
-            TransportError: It has another length, or what has come is no frame at all.
+            TransportError: A message for the reader has another length than it expects, or what
+                has come is no frame at all.
         """
         if self._torn:
             raise self._gone(reader)
@@ -235,7 +235,7 @@ class SharedSocket:
 
     def _begin(self, reader: Channel, own: bool) -> Exception | None:
         """Take note of the header that has come; return what the reader is to raise."""
-        begins, field, code, number = _HEADER.unpack(self._header)
+        begins, field, number = _HEADER.unpack(self._header)
         kind, length = field >> KIND_SHIFT, field & LENGTH_MASK
         if begins != _FRAME or (kind != DATA and length > FAREWELL_BYTES):
             self._why_torn = (
@@ -245,7 +245,7 @@ class SharedSocket:
             return TransportError(self._why_torn)
         channel = self._channels.get(number)
         if kind == DATA and channel is not None:
-            target = channel.place(length, code)
+            target = channel.place(length)
             if target is not None:
                 self._placed = channel
                 self._incoming = [target.data, SCRATCH[: -length % LINE_BYTES]]
@@ -253,11 +253,11 @@ class SharedSocket:
         error: Exception | None = None
         unwanted = number in self._closed if channel is None else channel.drops(kind)
         if kind == DATA and channel is reader and own and not unwanted:
-            error = channel.refusal(length, code)
+            error = channel.refusal(length)
         if unwanted or error is not None:
             self._unwanted = length + -length % LINE_BYTES
             return error
-        self._kept = _Kept(number, code, kind, length)
+        self._kept = _Kept(number, kind, length)
         if length:
             self._incoming = self._kept.grow()
         else:
@@ -287,7 +287,6 @@ class _Kept:
 
     Args:
         number: Its channel's.
-        code: Its code.
         kind: Its kind.
         length: Of its message, as its header says.
 
@@ -296,8 +295,8 @@ class _Kept:
         left: Bytes of the message for which there is no memory yet.
     """
 
-    def __init__(self, number: int, code: int, kind: int, length: int) -> None:
-        self.number, self._code, self._kind = number, code, kind
+    def __init__(self, number: int, kind: int, length: int) -> None:
+        self.number, self._kind = number, kind
         self._padding = -length % LINE_BYTES
         self._pieces: list[Bytes] = []
         self.left = length
@@ -312,15 +311,15 @@ class _Kept:
     def frame(self) -> Queued:
         """Return the frame, which has come."""
         if len(self._pieces) == 1:
-            return Queued(self._pieces[0], self._code, self._kind)
+            return Queued(self._pieces[0], self._kind)
         data = np.concatenate(self._pieces) if self._pieces else EMPTY
-        return Queued(data, self._code, self._kind)
+        return Queued(data, self._kind)
 
 
 def _frame(item: Queued, number: int) -> list[memoryview]:
     """What goes out for a message, or for one of the other kinds."""
     size = item.data.size
-    header = _HEADER.pack(_FRAME, size | item.kind << KIND_SHIFT, item.code, number)
+    header = _HEADER.pack(_FRAME, size | item.kind << KIND_SHIFT, number)
     parts = [memoryview(header), item.data.data, _PADDING[: -size % LINE_BYTES]]
     return parts if size else parts[:1]
 

@@ -38,7 +38,6 @@ from collectives.transport.connections.connection import (
     PeerGone,
     Queued,
 )
-from collectives.transport.shared_memory.symmetric_memory import RanksDiffer
 
 # Small enough to stay in the shared cache between the two copies, large enough that a record a slot
 # costs a few hundredths of its copies.
@@ -50,8 +49,8 @@ INLINE_BYTES = 16 * 1024
 # Room for a largest record in every slot, and the kernel's own bytes beside them.
 SOCKET_BYTES = 2 * SLOTS * INLINE_BYTES
 # Pieces taken from the peer so far; bytes of the piece sent, 0 where there is none, with the kind
-# above them; the code.
-_HEADER = struct.Struct("<QQQ")
+# above them.
+_HEADER = struct.Struct("<QQ")
 _CACHE_LINE = 64
 
 
@@ -79,18 +78,18 @@ class ShmConnection(Connection):
         self._outgoing, self._incoming = halves[outgoing], halves[1 - outgoing]
         self._record = bytearray(_HEADER.size + INLINE_BYTES)
         self._inline = np.frombuffer(self._record, np.uint8)[_HEADER.size :]
-        # Pieces that came before a receive was posted: code, length, inline data if any.
-        self._early: deque[tuple[int, int, Bytes]] = deque()
+        # Pieces that came before a receive was posted: length, inline data if any.
+        self._early: deque[tuple[int, Bytes]] = deque()
         self._sent = self._returned = 0
         self._taken = self._told = 0
 
-    def send(self, data: Bytes, code: int = 0) -> None:
+    def send(self, data: Bytes) -> None:
         """Post a message, which must not change while the connection is busy."""
-        self._sends.extend(Queued(piece, code) for piece in _pieces(data))
+        self._sends.extend(Queued(piece) for piece in _pieces(data))
 
-    def receive(self, target: Bytes, code: int = 0) -> None:
+    def receive(self, target: Bytes) -> None:
         """Post a receive of exactly the message's length."""
-        self._recvs.extend(Queued(piece, code) for piece in _pieces(target))
+        self._recvs.extend(Queued(piece) for piece in _pieces(target))
 
     @property
     def busy(self) -> bool:
@@ -103,7 +102,6 @@ class ShmConnection(Connection):
         return (self._owing() and self._hand_back()) or moved
 
     def _drop(self) -> None:
-        # A message in pieces may end behind any of them: the marker says that no more come.
         self._sends.clear()
         self._recvs.clear()
         self._taken += len(self._early)
@@ -119,22 +117,22 @@ class ShmConnection(Connection):
         """Send the next piece if there is a slot for it."""
         if self._no_slot():
             return False
-        data, code, kind = self._sends[0]
+        data, kind = self._sends[0]
         inline = data
         if data.size > INLINE_BYTES:
             inline = EMPTY
             _copy(_slot(self._outgoing, self._sent, data.size), data)
-        if not self._post(data.size | kind << KIND_SHIFT, code, inline):
+        if not self._post(data.size | kind << KIND_SHIFT, inline):
             return False
         if kind == DATA:
             self._sent += 1
         self._sends.popleft()
         return True
 
-    def _post(self, field: int, code: int, inline: Bytes) -> bool:
+    def _post(self, field: int, inline: Bytes) -> bool:
         """Send a record; False where the socket's queue is full. Raises CLOSED."""
         try:
-            self._socket.sendmsg([_HEADER.pack(self._taken, field, code), inline.data])
+            self._socket.sendmsg([_HEADER.pack(self._taken, field), inline.data])
         except BlockingIOError:
             self._blocked = True
             return False
@@ -155,7 +153,7 @@ class ShmConnection(Connection):
 
     def _hand_back(self) -> bool:
         try:
-            return self._post(0, 0, EMPTY)
+            return self._post(0, EMPTY)
         except CLOSED:
             # The peer has ended after its last message, which may still be read: no error here.
             self._told = self._taken
@@ -175,25 +173,23 @@ class ShmConnection(Connection):
             return True
         if not count:
             raise PeerGone(self.peer, self.name)
-        self._returned, field, code = self._header(count)
+        self._returned, field = self._header(count)
         kind, length = field >> KIND_SHIFT, field & LENGTH_MASK
         inline = self._inline[: count - _HEADER.size]
         if kind == FAREWELL:
             raise PeerGone(self.peer, self.name, inline.tobytes().decode(errors="replace"))
-        if kind != DATA:
-            self._heed(kind, code)
-        elif length and self._flushing:
+        if length and self._dropping:
             self._taken += 1
         elif length and self._recvs:
-            self._take(code, length, inline)
+            self._take(length, inline)
         elif length:
-            self._early.append((code, length, inline.copy()))
+            self._early.append((length, inline.copy()))
         return True
 
-    def _header(self, count: int) -> tuple[int, int, int]:
+    def _header(self, count: int) -> tuple[int, int]:
         """Return what a record of `count` bytes begins with; TransportError for what is none."""
         if count >= _HEADER.size:
-            returned, field, code = _HEADER.unpack_from(self._record)
+            returned, field = _HEADER.unpack_from(self._record)
             kind, length = field >> KIND_SHIFT, field & LENGTH_MASK
             # Inline is what is small, and nothing else.
             expected = length if kind == DATA and length <= INLINE_BYTES else 0
@@ -201,19 +197,17 @@ class ShmConnection(Connection):
             # One that was sent may not be counted yet, after an interrupt.
             fits = kind == FAREWELL or (inside == expected and length <= SLOT_BYTES)
             if fits and self._returned <= returned <= self._sent + 1:
-                return returned, field, code
+                return returned, field
         raise TransportError(
             f"what came over the connection to rank {self.name} is no message of a rank: something "
             "else has written to it"
         )
 
-    def _take(self, code: int, length: int, inline: Bytes) -> None:
+    def _take(self, length: int, inline: Bytes) -> None:
         """Copy one piece to the first posted receive."""
         number = self._taken
         self._taken += 1
-        target, expected, _ = self._recvs[0]
-        if code != expected:
-            raise RanksDiffer
+        target, _ = self._recvs[0]
         if length != target.size:
             raise TransportError(
                 f"rank {self.name} sent {length} bytes where {target.size} were expected"

@@ -46,7 +46,7 @@ class ShmListener(Listener):
         OSError: The system refuses it.
     """
 
-    FORMAT: ClassVar[Any] = [6, SLOT_BYTES, RING_BYTES, INLINE_BYTES, BUFFER_BYTES, futex.available]
+    FORMAT: ClassVar[Any] = [7, SLOT_BYTES, RING_BYTES, INLINE_BYTES, BUFFER_BYTES, futex.available]
 
     def __init__(self, rank: int, size: int, stack: contextlib.ExitStack) -> None:
         if not hasattr(os, "memfd_create"):

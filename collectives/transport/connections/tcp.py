@@ -25,7 +25,6 @@ from collectives.errors import TransportError
 from collectives.transport.connections.connection import (
     DATA,
     FAREWELL,
-    MARKER,
     Bytes,
     Connection,
     PeerGone,
@@ -33,7 +32,6 @@ from collectives.transport.connections.connection import (
 )
 from collectives.transport.connections.shared_socket import LINE_BYTES, SCRATCH, SharedSocket
 from collectives.transport.connections.waker import Waker
-from collectives.transport.shared_memory.symmetric_memory import RanksDiffer
 
 __all__ = ["LINE_BYTES", "TcpConnection"]
 
@@ -80,20 +78,18 @@ class TcpConnection(Connection):
         """Forget what was first: `Channel.sent`."""
         self._sends.popleft()
 
-    def place(self, length: int, code: int) -> Bytes | None:
+    def place(self, length: int) -> Bytes | None:
         """Return where a message goes straight to: `Channel.place`."""
-        if self._early or not self._recvs or self._flushing:
+        if self._early or not self._recvs or self._dropping:
             return None
-        data, expected, _ = self._recvs[0]
-        return data if code == expected and length == data.size else None
+        data, _ = self._recvs[0]
+        return data if length == data.size else None
 
-    def refusal(self, length: int, code: int) -> Exception | None:
+    def refusal(self, length: int) -> TransportError | None:
         """Return what a message that is not the one expected raises: `Channel.refusal`."""
         if not self._recvs:
             return None
-        data, expected, _ = self._recvs[0]
-        if code != expected:
-            return RanksDiffer()
+        data, _ = self._recvs[0]
         return TransportError(
             f"rank {self.name} sent a message of {length} bytes where one of {data.size} was "
             "expected"
@@ -105,9 +101,7 @@ class TcpConnection(Connection):
 
     def drops(self, kind: int) -> bool:
         """Return whether frames of this kind are not wanted: `Channel.drops`."""
-        if kind != DATA or not self._flushing or self._marked:
-            return False
-        return not any(frame.kind == MARKER for frame in self._early)
+        return kind == DATA and self._dropping
 
     def put(self, frame: Queued) -> None:
         """Keep a frame until this rank asks: `Channel.put`."""
@@ -155,15 +149,14 @@ class TcpConnection(Connection):
 
     def _take(self, frame: Queued) -> None:
         """Do what a frame asks for that came before."""
-        data, code, kind = frame
+        data, kind = frame
         if kind == FAREWELL:
             raise PeerGone(self.peer, self.name, data.tobytes().decode(errors="replace"))
-        if kind != DATA:
-            self._heed(kind, code)
-        elif not self._flushing:
-            target, expected, _ = self._recvs[0]
-            if code != expected or data.size != target.size:
-                raise self.refusal(data.size, code) or RanksDiffer
+        if not self._dropping:
+            target, _ = self._recvs[0]
+            refusal = self.refusal(data.size) if data.size != target.size else None
+            if refusal is not None:
+                raise refusal
             np.copyto(target, data)
             self._recvs.popleft()
 

@@ -24,7 +24,7 @@ class TcpListener(Listener):
         OSError: The system refuses it.
     """
 
-    FORMAT: ClassVar[Any] = 3
+    FORMAT: ClassVar[Any] = 4
 
     def __init__(self, rank: int, host: str, stack: contextlib.ExitStack) -> None:
         if not hasattr(socket.socket, "recvmsg_into"):

@@ -11,13 +11,12 @@ import os
 import select
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from collectives.errors import CollectiveTimeoutError, TransportError, describe
 from collectives.stall import Stall
@@ -30,13 +29,11 @@ from collectives.transport.connections.tcp import TcpConnection
 from collectives.transport.connections.waker import Waker, wait_for_any
 from collectives.transport.descriptors import shortage
 from collectives.transport.members import Members
-from collectives.transport.shared_memory.symmetric_memory import RanksDiffer, SymmetricMemory
+from collectives.transport.shared_memory.symmetric_memory import SymmetricMemory
 
-# After such a wait in an exchange with a code all peers are told which call it is.
-_PROBE_SECONDS = 0.05
 # How often a wait looks whether it was interrupted.
 _INTERRUPT_SECONDS = 0.1
-# After such a wait without a code it may be a stall.
+# After such a wait it may be a stall.
 _FIRST_SECONDS = 0.5
 # What telling the peers the cause may take, all of them together.
 _FAREWELL_SECONDS = 0.5
@@ -104,12 +101,10 @@ class ConnectionTransport(Transport):
         self.memory_peers = frozenset(
             peer for peer, each in self._connections.items() if each.shares_memory
         )
-        self.carries_codes = len(self._connections) == self.size - 1
         if memory is not None:
             self.symmetric_memory = SymmetricMemory(
                 memory, self.rank, self.size, self, cores=_cores()
             )
-        other.ask(self)
         _transports.add(self)
 
     def __repr__(self) -> str:
@@ -126,9 +121,7 @@ class ConnectionTransport(Transport):
         """Raise ValueError where `other` does not carry the device's tensors."""
         self._other.check_device(device)
 
-    def exchange(
-        self, sends: Messages, recvs: Messages, step: str, timeout: float, code: int = 0
-    ) -> None:
+    def exchange(self, sends: Messages, recvs: Messages, step: str, timeout: float) -> None:
         """Exchange a step's messages: `Transport.exchange`."""
         active: dict[int, Connection] = {}
         far_sends: list[Message] = []
@@ -142,60 +135,20 @@ class ConnectionTransport(Transport):
                     elif tensor.numel():
                         active[peer] = connection = self._connections[peer]
                         post = connection.send if sending else connection.receive
-                        post(_memory_of(tensor), code)
+                        post(_memory_of(tensor))
             if far_sends or far_recvs:
                 start = time.monotonic()
                 self._other.exchange(far_sends, far_recvs, step, timeout)
                 timeout = max(start + timeout - time.monotonic(), 0.0)
-            self._run(list(active.values()), step, timeout, code)
-
-    def posts_ahead(self, device: torch.device) -> bool:
-        """Return whether `other` does, of tensors that are not the host's."""
-        return device.type != "cpu" and self._other.posts_ahead(device)
-
-    def post(
-        self, sends: Messages, recvs: Messages, step: str, timeout: float
-    ) -> Callable[[], None]:
-        """Start a step's messages: `Transport.post`. CPU tensors have arrived already."""
-        if any(message.tensor.is_cpu for message in (*sends, *recvs)):
-            return super().post(sends, recvs, step, timeout)
-        with self._aborting(step):
-            return self._other.post(sends, recvs, step, timeout)
-
-    def check_streams(self) -> None:
-        """Raise what ended messages of `other`: `Transport.check_streams`."""
-        self._other.check_streams()
-
-    def follow(
-        self,
-        works: Sequence[dist.Work],
-        process_group: dist.ProcessGroup,
-        device: torch.device,
-        step: str,
-        timeout: float,
-    ) -> None:
-        """Let `other` watch works of torch's NCCL: `Transport.follow`."""
-        self._other.follow(works, process_group, device, step, timeout)
-
-    def flush(self, step: str, timeout: float) -> None:
-        """Drop all messages under way over connections: `Transport.flush`."""
-        connections = list(self._connections.values())
-        with self._aborting(step):
-            for connection in connections:
-                connection.begin_flush()
-            self._run(connections, step, timeout)
-            for connection in connections:
-                connection.end_flush()
+            self._run(list(active.values()), step, timeout)
 
     @contextmanager
     def _aborting(self, step: str) -> Iterator[None]:
-        """Whatever is raised within is the end, except that the ranks differ."""
+        """Whatever is raised within is the end."""
         if self._unusable:
             raise TransportError(f"the connections cannot be used in {step}: {self._unusable}")
         try:
             yield
-        except RanksDiffer:
-            raise
         except PeerGone as gone:
             self.abort(str(gone))
             raise CollectiveTimeoutError(
@@ -205,10 +158,10 @@ class ConnectionTransport(Transport):
             self.abort(describe(error))
             raise
 
-    def _run(self, connections: list[Connection], step: str, timeout: float, code: int = 0) -> None:
+    def _run(self, connections: list[Connection], step: str, timeout: float) -> None:
         """Advance the connections until none is busy."""
         deadline = time.monotonic() + timeout
-        nap, waited = _PROBE_SECONDS if code else _FIRST_SECONDS, 0.0
+        nap, waited = _FIRST_SECONDS, 0.0
         stall: Stall | None = None
 
         def late() -> str:
@@ -236,9 +189,6 @@ class ConnectionTransport(Transport):
                 continue
             if stall is None:
                 stall = Stall(self.name(self.rank), step, timeout, late)
-                # Once: probes that a peer has no reason to read remain in its socket.
-                for connection in self._connections.values() if code else ():
-                    connection.probe(code)
             nap, waited = stall.check(), 0.0
 
     def gone(self, peers: Collection[int] | None = None) -> int | None:

@@ -14,8 +14,7 @@ from tests.processes.harness import run_ranks
 
 
 def process_job(rank: int) -> dict[str, Any]:
-    # Without a calibration, so that the algorithms chosen are those of the threads.
-    hvd.init(timeout=60.0, calibrate=False)
+    hvd.init(timeout=60.0)
     answers = {name: value.double().numpy() for name, value in every_training().items()}
     hvd.shutdown()
     return answers

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from collectives import Group
-from collectives.consistency.requests import Request
+from collectives.requests import Request
 from collectives.transport import ThreadTransport, ThreadWorld
 from tests.collectives.transport.thread_ranks import TIMEOUT, connect, together
 

@@ -38,7 +38,7 @@ def run(size: int, job: Callable[[Group], Any]) -> list[Any]:
 def queued(group: Group, calls: list[Callable[[], Any]]) -> list[Any]:
     """The calls' answers or errors; all are queued before the first one runs."""
     gate = threading.Event()
-    group._call.queue._worker.submit(lambda: gate.wait(TIMEOUT))
+    group._calls.queue._worker.submit(lambda: gate.wait(TIMEOUT))
     works = [call() for call in calls]
     gate.set()
     answers = []

@@ -80,19 +80,19 @@ def negotiations(group: Group) -> list[str]:
     steps: list[str] = []
     exchange = group.transport.exchange
 
-    def noted(sends: Any, recvs: Any, step: str, timeout: float, code: int = 0) -> None:
+    def noted(sends: Any, recvs: Any, step: str, timeout: float) -> None:
         if "negotiation" in step:
             steps.append(step)
-        exchange(sends, recvs, step, timeout, code)
+        exchange(sends, recvs, step, timeout)
 
     group.transport.exchange = noted  # type: ignore[method-assign]
     return steps
 
 
 @pytest.mark.parametrize(
-    ("way", "by_messages"), [("tcp", False), ("shm", False), ("messages", True)]
+    ("way", "by_messages"), [("tcp", True), ("shm", False), ("messages", True)]
 )
-def test_start_needs_no_message_where_messages_carry_codes(way: str, by_messages: bool) -> None:
+def test_start_needs_no_message_where_ranks_share_memory(way: str, by_messages: bool) -> None:
     def job(group: Group) -> list[bool]:
         several = [torch.ones(5), torch.ones(3)]
         requests = [
@@ -109,24 +109,6 @@ def test_start_needs_no_message_where_messages_carry_codes(way: str, by_messages
         return used
 
     assert run(way, 3, job) == [[by_messages] * 3] * 3
-
-
-@pytest.mark.parametrize("kind", ["empty", "large", "fewer elements than ranks", "broadcast"])
-def test_start_negotiates_where_a_rank_might_not_find_out(kind: str) -> None:
-    """Where not every rank needs a message of every rank, and where undoing costs more."""
-
-    def job(group: Group) -> bool:
-        request = {
-            "empty": lambda: group.all_reduce_init(torch.ones(0)),
-            "large": lambda: group.all_reduce_init(torch.ones(100_000)),
-            "fewer elements than ranks": lambda: group.reduce_scatter_init(torch.ones(2)),
-            "broadcast": lambda: group.broadcast_init(torch.ones(4)),
-        }[kind]()
-        steps = negotiations(group)
-        start_and_wait(request)
-        return bool(steps)
-
-    assert run("tcp", 3, job) == [True] * 3
 
 
 @pytest.mark.parametrize("way", ["threads", "shm", "tcp"])

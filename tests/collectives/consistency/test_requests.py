@@ -23,8 +23,8 @@ from collectives import (
     TransportError,
     run_threads,
 )
-from collectives.consistency.requests import Request
 from collectives.reducers import SumReducer
+from collectives.requests import Request
 from collectives.schedules import recursive_doubling
 from tests.collectives.consistency.ranks import everywhere, run, start_and_wait
 from tests.collectives.transport.thread_ranks import TIMEOUT

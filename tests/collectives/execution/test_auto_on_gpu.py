@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 
 from adasum import Adasum
-from collectives import Average, CollectiveMismatchError, Group, Reducer, Sum
-from collectives.cost import ASSUMED
+from collectives import Average, Group, Reducer, Sum
 from collectives.execution import all_reduce
 from collectives.execution.all_reduce import Runner
 from collectives.reducers import Max, SumReducer
 from collectives.schedules.topology import Topology
 from collectives.transport import ThreadWorld
-from collectives.transport.nccl import transport as nccl
+from collectives.transport.nccl import cupy_backend
+from collectives.transport.nccl.transport import NcclTransport
 from tests.collectives.transport import streams
 from tests.collectives.transport.streams import on_gpu
 from tests.collectives.transport.streams_nccl import Nccl
@@ -65,19 +65,18 @@ def test_what_no_library_takes_goes_by_a_schedule(monkeypatch: pytest.MonkeyPatc
         """Reduces in a way of its own."""
 
     of = runner(64)
-    cpu = Runner(of.transport, of.topology, 1.0)
-    cpu.link_rates = ASSUMED
     without = runner(64, sums=False)
     answers = {
         "dtype": chosen(of, tensor(BUCKET, torch.int16)),
         "maximum": chosen(of, tensor(BUCKET), Max),
         "operator of the user's": chosen(of, tensor(BUCKET), Doubled()),
-        "on the host": chosen(cpu, tensor(BUCKET, is_cuda=False)),
+        "on the host": chosen(of, tensor(BUCKET, is_cuda=False)),
         "no library": chosen(without, tensor(BUCKET)),
     }
     for name, answer in answers.items():
         of_sums = name not in ("maximum", "operator of the user's")
-        assert answer == ("rechd/rd" if of_sums else "rechd"), name
+        expected = "xring" if name == "on the host" else "rechd/rd" if of_sums else "rechd"
+        assert answer == expected, name
     for nbytes, schedule in ((1 << 10, "rd"), (BUCKET, "vhdd")):
         assert chosen(of, tensor(nbytes), Adasum) == schedule
 
@@ -92,41 +91,20 @@ def test_bucket_goes_to_the_process_groups_nccl(
     assert chosen(runner(8, sums=False, group=object()), tensor(BUCKET)) == answer
 
 
-def test_link_rates_of_the_device_choose() -> None:
-    def on(group: Group, device: str) -> str:
-        return chosen(group._runner, tensor(BUCKET, is_cuda=device == "cuda"))
-
-    transport: Any = ThreadWorld(1).transport(0)
-    group = Group(transport, timeout=1.0, local_rank=0, local_size=1)
-    group._runner.transport = runner(64).transport
-    group._runner.topology = Topology(64, 8)
-    assert (on(group, "cpu"), on(group, "cuda")) == ("xring", "nccl")
-    group.set_link_rates(ASSUMED, "cpu")
-    assert (on(group, "cpu"), on(group, "cuda")) == ("rechd/rd", "nccl")
-    group.set_link_rates(None, "cuda")
-    assert (on(group, "cpu"), on(group, "cuda")) == ("rechd/rd", "xring")
-    group.set_link_rates(ASSUMED)
-    assert (on(group, "cpu"), on(group, "cuda")) == ("rechd/rd", "nccl")
-    group.set_link_rates(None)
-    assert (on(group, "cpu"), on(group, "cuda")) == ("xring", "xring")
-    with pytest.raises(ValueError, match="device must be 'cpu', 'cuda' or None, got 'gpu'"):
-        group.set_link_rates(None, "gpu")
-    group.close()
-
-
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Group], Any]], list[Any]]:
     """Return what runs a function on three ranks over the stand-ins, and returns its answers."""
     streams.install(monkeypatch)
     fake = Nccl()
-    monkeypatch.setattr(nccl, "load_nccl", lambda: fake)
+    monkeypatch.setattr(cupy_backend, "load_nccl", lambda: fake)
 
     def run(work: Callable[[Group], Any]) -> list[Any]:
         world, store = ThreadWorld(3), dist.HashStore()
 
         def rank_main(rank: int) -> Any:
             device = torch.device("cuda", 0)
-            transport = nccl.NcclTransport(world.transport(rank), store, device, timeout=20.0)
+            backend = cupy_backend.CupyBackend(store, device)
+            transport = NcclTransport(world.transport(rank), backend, timeout=20.0)
             group = Group(transport, timeout=20.0, local_rank=rank, local_size=3)
             try:
                 return work(group)
@@ -161,33 +139,3 @@ def test_all_reduce_by_auto_is_ncclis_own(
     for results in run(work):
         assert all(torch.equal(result, expected) for result in results)
     assert taken == ["nccl"] * 3
-
-
-def test_link_rates_that_differ_are_told_before_messages_are_cut_by_them(
-    run: Callable[[Callable[[Group], Any]], list[Any]],
-) -> None:
-    """Ranks that had cut a message otherwise would take its parts for each other."""
-
-    def work(group: Group) -> str:
-        request = group.all_reduce_init(on_gpu(torch.ones(4)), Sum, algorithm="rd")
-        told = []
-        for rank in (0, 2):
-            group.set_link_rates(None if group.rank == rank else ASSUMED, "cuda")
-            if rank:
-                work = request.start()
-            else:
-                work = group.all_reduce(on_gpu(torch.ones(4)), Sum, algorithm="rd", async_op=True)
-            with pytest.raises(CollectiveMismatchError) as raised:
-                work.wait()
-            told.append(str(raised.value))
-        assert group.all_reduce(torch.ones(4), Sum).tolist() == [3.0] * 4, "on the host"
-        group.set_link_rates(None, "cuda")
-        request = group.all_reduce_init(on_gpu(torch.ones(4)), Sum, algorithm="rd")
-        request.start()
-        assert streams.plain(request.wait()).tolist() == [3.0] * 4
-        return " and ".join(told)
-
-    first, *others = run(work)
-    assert "link rates=None, rank 1 calls" in first
-    assert "rank 2 calls all_reduce() of request 1 with link rates=None" in first
-    assert others == [first, first]

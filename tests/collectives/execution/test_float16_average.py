@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import adasum as hvd
-from collectives import Average, FusedBuffer, Group, Sum, run_threads
-from collectives.consistency import calls
+from collectives import Average, FusedBuffer, Group, Sum, calls, run_threads
 from collectives.reducers import as_real
 
 Tensor = torch.Tensor

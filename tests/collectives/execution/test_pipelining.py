@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,13 +13,11 @@ import torch
 
 from adasum import Adasum
 from collectives import CollectiveTimeoutError, Group, Operands, Reducer, Sum, run_threads
-from collectives.cost import ASSUMED, Rate
-from collectives.execution import context as context_module
+from collectives.cost import ASSUMED
 from collectives.execution import pipelining
 from collectives.execution.context import CallContext, Workspace
 from collectives.execution.executor import execute
 from collectives.execution.lowering import sent_first
-from collectives.execution.pipelining import part_bytes
 from collectives.schedules.registry import SCHEDULES
 from collectives.schedules.schedule import Action, Schedule, Step, Transfer
 from collectives.schedules.topology import Topology
@@ -37,8 +34,8 @@ SMALL = 400
 
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipelining, "_MIN_PART_BYTES", SMALL)
-    monkeypatch.setattr(pipelining, "_OUTWEIGHS", 0.0)
+    for name in ("_MIN_PART_BYTES", "_NEAR_PART_BYTES", "_FAR_PART_BYTES"):
+        monkeypatch.setattr(pipelining, name, SMALL)
     monkeypatch.setattr(pipelining, "_ALIGNED", 4)
 
 
@@ -76,7 +73,6 @@ class Late(Transport):
         recvs: Sequence[Message],
         step: str,
         timeout: float,
-        code: int = 0,
     ) -> None:
         self.post(sends, recvs, step, timeout)()
 
@@ -137,12 +133,11 @@ def vectors(size: int, numel: int = 1021) -> list[torch.Tensor]:
     return [torch.randn(numel, generator=generator) for _ in range(size)]
 
 
-def parts_of(transport: Transport, nbytes: int, peer: int = 1, **options: Any) -> int:
+def parts_of(transport: Transport, nbytes: int, peer: int = 1) -> int:
     """Of a message of so many bytes, on a machine of two nodes of two ranks."""
-    one_tree = options.pop("one_tree", False)
-    step = replace(context(transport), topology=Topology(4, 2), **options)
+    step = replace(context(transport), topology=Topology(4, 2))
     message = Message(peer, torch.empty(nbytes, dtype=torch.uint8, device="meta"))
-    return pipelining.parts_of(message, step, one_tree=one_tree)
+    return pipelining.parts_of(message, step)
 
 
 def test_parts_of_a_message_follow_its_length() -> None:
@@ -151,33 +146,20 @@ def test_parts_of_a_message_follow_its_length() -> None:
     assert found == [1, 1, 1, 2, 3, 8]
 
 
-def test_parts_travel_longer_than_they_cost_beside_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By both of the formula's terms, at each kind of link; as many on the other side."""
-    monkeypatch.setattr(pipelining, "_MIN_PART_BYTES", 1 << 20)
-    monkeypatch.setattr(pipelining, "_OUTWEIGHS", 2.0)
-    assert part_bytes(Rate(1e-6, 1e-9), 4e-6) == 1 << 20, "where 10 KB would do"
-    assert part_bytes(Rate(1e-3, 1e-9), 4e-3) == pytest.approx(2 * 5e-3 / 1e-9, rel=1e-12)
-    assert part_bytes(Rate(1e-6, 0.0), 1e-6) == math.inf
-    near, far = part_bytes(ASSUMED.intra, ASSUMED.host), part_bytes(ASSUMED.inter, ASSUMED.host)
-    assert near == pytest.approx(57.06e6, rel=1e-3)
-    assert far == pytest.approx(7.4e6, rel=1e-3)
-    world = ThreadWorld(4)
-    mine, theirs, others = (Late(world.transport(rank)) for rank in (0, 1, 2))
-    nbytes = 60 << 20
-    assert parts_of(mine, nbytes, 1) == parts_of(theirs, nbytes, 0) == nbytes // near == 1
-    assert parts_of(mine, nbytes, 2) == parts_of(others, nbytes, 0) == nbytes // far == 8
-    quick = replace(ASSUMED, host=0.0)
-    assert parts_of(mine, nbytes, 1, rates=quick) == 8
-    assert parts_of(mine, nbytes, 1, rates=None) == 1
-    assert parts_of(ThreadWorld(4).transport(0), nbytes, 2) == 1, "of a transport that waits"
-
-
-def test_parts_of_adasums_messages_do_not_follow_measurements() -> None:
-    """The order of its dots' sums depends on them: a second run has to give the same bits."""
-    late = Late(ThreadWorld(4).transport(0))
-    for rates in (replace(ASSUMED, inter=Rate(0.0, 0.0)), None):
-        assert parts_of(late, 1 << 20, 2, rates=rates, one_tree=True) == 8
-    assert parts_of(late, 1 << 20, 2, rates=replace(ASSUMED, inter=Rate(0.0, 0.0))) == 1
+@pytest.mark.parametrize(("near", "name"), [(True, "_NEAR_PART_BYTES"), (False, "_FAR_PART_BYTES")])
+def test_parts_travel_twice_as_long_as_they_cost_beside_that(
+    near: bool, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each kind of link, by the assumed rates; as many on the other side."""
+    monkeypatch.undo()
+    link = ASSUMED.intra if near else ASSUMED.inter
+    shortest = getattr(pipelining, name)
+    assert shortest == pytest.approx(2 * (link.alpha + ASSUMED.host) / link.beta, rel=1e-12)
+    world, peer = ThreadWorld(4), 1 if near else 2
+    mine, theirs = (Late(world.transport(rank)) for rank in (0, peer))
+    for nbytes, parts in ((shortest, 1), (2 * shortest - 1, 1), (2 * shortest, 2)):
+        assert parts_of(mine, nbytes, peer) == parts_of(theirs, nbytes, 0) == parts
+    assert parts_of(mine, 100 * shortest, peer) == pipelining.MAX_PARTS
 
 
 @pytest.mark.parametrize("numel", [200, 201, 399, 1021, 12345])
@@ -199,17 +181,14 @@ def test_links_that_cut_their_messages_otherwise_give_the_same_answer(
 
     What is received is NaN until its part has arrived. For Adasum's bound see below.
     """
-    monkeypatch.setattr(pipelining, "_OUTWEIGHS", 1.0)
+    monkeypatch.setattr(pipelining, "_NEAR_PART_BYTES", int(2.5 * SMALL))
     op, inputs = Adasum if name == "vhdd" else Sum, vectors(4, 2042)
-    rates = replace(ASSUMED, intra=Rate(2.5 * SMALL, 1.0), inter=Rate(SMALL, 1.0))
-    # Adasum's messages are cut by the rates that are assumed.
-    monkeypatch.setattr(context_module, "ASSUMED", rates)
     schedule = one_level(name, 4 if name == "psgpu" else 1, Topology(4, 4))
     counts = set()
 
     def main(group: Group) -> torch.Tensor:
         buffer, late = inputs[group.rank].clone(), Late(group.transport)
-        step = replace(context(late), rates=rates, topology=Topology(4, 2))
+        step = replace(context(late), topology=Topology(4, 2))
         execute(schedule, buffer, op, step)
         counts.update(posted.rpartition(" of ")[2] for posted in late.posted if ", part" in posted)
         return buffer

@@ -19,8 +19,8 @@ from collectives import (
     Operands,
     Reducer,
     Sum,
+    calls,
 )
-from collectives.consistency import calls
 from collectives.execution.shared_memory_all_reduce import ONE_SHOT_BYTES
 from collectives.reducers import SumReducer, kernels
 from collectives.transport.shared_memory.symmetric_memory import (
@@ -50,9 +50,9 @@ def messages(group: Group) -> list[str]:
     steps: list[str] = []
     exchange = group.transport.exchange
 
-    def counted(sends: Any, recvs: Any, step: str, timeout: float, code: int = 0) -> None:
+    def counted(sends: Any, recvs: Any, step: str, timeout: float) -> None:
         steps.extend(step for message in sends if message.tensor.numel())
-        exchange(sends, recvs, step, timeout, code)
+        exchange(sends, recvs, step, timeout)
 
     group.transport.exchange = counted  # type: ignore[method-assign]
     return steps

@@ -269,3 +269,15 @@ def test_connections_that_fail_to_end_do_not_keep_the_other_transport_open(
     with pytest.raises(OSError, match="no more descriptors"):
         end(first)
     assert ended == [first._other]
+
+
+@both
+def test_the_last_messages_of_a_rank_that_has_ended_arrive(kind: str) -> None:
+    first, second = connect(2, kinds=(kind,))
+    for length in (1000, SLOT_BYTES):
+        exchange(first, [(1, noise(length, 1))], [])
+    first.close()
+    for length in (1000, SLOT_BYTES):
+        got = poisoned(length)
+        exchange(second, [], [(0, got)])
+        assert torch.equal(got, noise(length, 1))

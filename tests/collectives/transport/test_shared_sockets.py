@@ -14,10 +14,8 @@ import pytest
 import torch
 
 from collectives import CollectiveTimeoutError, TransportError
-from collectives.transport import ConnectionTransport, Message
-from collectives.transport.base import call_code
+from collectives.transport import ConnectionTransport
 from collectives.transport.connections import transport as transport_module
-from collectives.transport.shared_memory.symmetric_memory import RanksDiffer
 from tests.collectives.transport.test_connection_failures import Tampered
 from tests.collectives.transport.thread_ranks import (
     TIMEOUT,
@@ -85,8 +83,7 @@ def test_parts_that_are_used_at_once_in_any_order_keep_their_messages_apart() ->
             seed = 1000 * number + 10 * step
             got = {peer: poisoned(length) for peer in peers}
             sent = noise(length, seed + me)
-            code = call_code(1 + step, 5)
-            exchange(transport, [(p, sent) for p in peers], [*got.items()], code=code)
+            exchange(transport, [(p, sent) for p in peers], [*got.items()])
             for peer, tensor in got.items():
                 assert torch.equal(tensor, noise(length, seed + peer))
 
@@ -303,43 +300,6 @@ def test_an_interrupt_within_a_message_ends_all_parts_and_becomes_no_data(method
     for each, end in ((part[0], "torn"), (part[1], "rank 0 has ended")):
         with pytest.raises(CollectiveTimeoutError, match=end):
             receive(each, 5)
-
-
-def test_ranks_that_differ_in_a_part_flush_it_alone() -> None:
-    """While the whole's messages pass on the same socket, in threads of their own."""
-    whole = connect(2, kinds=("tcp",))
-    part = split(whole, [0, 1])
-
-    def differ(transport: ConnectionTransport) -> None:
-        peer = 1 - transport.rank
-        for number in range(40):
-            length = (1, 5000, 2**20)[number % 3]
-            got = poisoned(length)
-            with pytest.raises(RanksDiffer):
-                exchange(
-                    transport,
-                    [(peer, noise(length, 1))],
-                    [(peer, got)],
-                    code=call_code(2 * number, transport.rank),
-                )
-            transport.flush("a flush", TIMEOUT)
-            assert torch.equal(got, poisoned(length))
-            code = call_code(2 * number + 1, 9)
-            exchange(transport, [(peer, noise(length, peer))], [(peer, got)], code=code)
-            assert torch.equal(got, noise(length, transport.rank))
-
-    def go_on(transport: ConnectionTransport) -> None:
-        peer = 1 - transport.rank
-        for number in range(150):
-            got = poisoned(40_000)
-            sends = [Message(peer, noise(40_000, number + peer))]
-            transport.exchange(sends, [Message(peer, got)], "a step", TIMEOUT, call_code(number, 5))
-            assert torch.equal(got, noise(40_000, number + transport.rank))
-
-    together(
-        *(lambda t=t: differ(t) for t in part),
-        *(lambda t=t: go_on(t) for t in whole),
-    )
 
 
 def test_a_forked_child_leaves_shared_sockets_alone() -> None:

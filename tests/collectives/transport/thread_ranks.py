@@ -44,10 +44,9 @@ def exchange(
     sends: list[tuple[int, torch.Tensor]],
     recvs: list[tuple[int, torch.Tensor]],
     timeout: float = TIMEOUT,
-    code: int = 0,
 ) -> None:
     messages = [Message(*send) for send in sends], [Message(*recv) for recv in recvs]
-    transport.exchange(*messages, "a step", timeout, code)
+    transport.exchange(*messages, "a step", timeout)
 
 
 def noise(length: int, seed: int) -> torch.Tensor:

@@ -1,0 +1,257 @@
+"""Checks of what a Group's methods are called with, before anything is sent; they make the Call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypedDict
+
+import torch
+from typing_extensions import Unpack
+
+from collectives import validation
+from collectives.execution.all_reduce import Runner
+from collectives.execution.call import Call
+from collectives.reducers import Reducer
+from collectives.schedules.partition import split_bounds
+from collectives.schedules.schedule import Schedule
+from collectives.schedules.spec import canonical_spec, parse_all_reduce_spec
+from collectives.schedules.user_schedules import require_carries, verified
+from collectives.transport.byte_gathering import as_tensor
+
+Tensor = torch.Tensor
+
+
+class ScaleOptions(TypedDict, total=False):
+    """What every all-reduce may be given by name, as `Group.all_reduce` documents it."""
+
+    name: str | None
+    prescale: float
+    postscale: float
+
+
+class ReductionOptions(ScaleOptions, total=False):
+    """The same for one whose algorithm is a specification."""
+
+    algorithm: str | None
+    names: Sequence[str]
+
+
+class Arguments:
+    """One group's checks.
+
+    Each method checks what the Group's method of that name is called with and describes the call.
+    It raises TypeError or ValueError, naming the argument and the fix.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._transport = runner.transport
+
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        op: Reducer,
+        segments: Sequence[int] | None = None,
+        **options: Unpack[ReductionOptions],
+    ) -> Call:
+        """Check and describe an all_reduce."""
+        validation.tensor("tensor", tensor)
+        if segments is not None:
+            segments = validation.segments(segments, tensor.numel())
+        compared = {**self._reduction([tensor], op, **options), "segments": segments}
+        return Call("all_reduce", options.get("name"), compared, [tensor], op)
+
+    def grouped_all_reduce(
+        self,
+        tensors: Sequence[Tensor],
+        op: Reducer,
+        *,
+        packed: bool = False,
+        **options: Unpack[ReductionOptions],
+    ) -> Call:
+        """Check and describe a grouped_all_reduce."""
+        tensors = validation.tensor_list("tensors", tensors)
+        validation.instance("packed", packed, bool, "a bool")
+        names = validation.names("names", options.pop("names", ()), len(tensors))
+        compared = {**self._reduction(tensors, op, **options), "packed": packed}
+        return Call("grouped_all_reduce", options.get("name"), compared, tensors, op, names)
+
+    def run(
+        self,
+        schedule: Schedule,
+        tensor: Tensor,
+        op: Reducer,
+        segments: Sequence[int] | None,
+        **options: Unpack[ScaleOptions],
+    ) -> Call:
+        """Verify and describe a run of a user's own schedule."""
+        validation.tensor("tensor", tensor)
+        if segments is not None:
+            segments = validation.segments(segments, tensor.numel())
+        compared = {**self._reduction([tensor], op, **options), "segments": segments}
+        known = verified(schedule, self._transport.rank, self._transport.size)
+        require_carries(known, op)
+        del compared["algorithm"]
+        compared["schedule"] = f"{schedule.name} with steps {known.digest}"
+        name = options.get("name")
+        return Call("run", name, compared, [tensor], op, schedule=known.schedule)
+
+    def reduce(self, tensor: Tensor, dst: int, op: Reducer, name: str | None) -> Call:
+        """Check and describe a reduce."""
+        validation.tensor("tensor", tensor)
+        validation.rank("dst", dst, self._transport.size)
+        self._onto_single_ranks([tensor], op)
+        return Call("reduce", name, {"op": str(op), "dst": dst}, [tensor], op)
+
+    def reduce_to_owners(
+        self,
+        tensors: Sequence[Tensor],
+        op: Reducer,
+        owners: Sequence[int] | None = None,
+        **options: Unpack[ScaleOptions],
+    ) -> Call:
+        """Check and describe a reduce_to_owners."""
+        tensors = validation.tensor_list("tensors", tensors)
+        compared = {
+            **self._onto_single_ranks(tensors, op, **options),
+            "owners": self._owners(owners, len(tensors)),
+        }
+        return Call("reduce_to_owners", options.get("name"), compared, tensors, op)
+
+    def broadcast_from_owners(
+        self, tensors: Sequence[Tensor], owners: Sequence[int] | None, name: str | None
+    ) -> Call:
+        """Check and describe a broadcast_from_owners."""
+        tensors = validation.tensor_list("tensors", tensors)
+        for tensor in tensors:
+            self._transport.check_device(tensor.device)
+        compared = {"owners": self._owners(owners, len(tensors))}
+        return Call("broadcast_from_owners", name, compared, tensors)
+
+    def reduce_scatter(
+        self,
+        tensor: Tensor,
+        op: Reducer,
+        by_rows: bool,
+        out: Tensor | None,
+        **options: Unpack[ScaleOptions],
+    ) -> Call:
+        """Check and describe a reduce_scatter."""
+        validation.tensor("tensor", tensor, written=False)
+        validation.instance("by_rows", by_rows, bool, "a bool")
+        if by_rows:
+            _check_rows(tensor)
+        compared = {**self._reduction([tensor], op, **options), "by_rows": by_rows}
+        if out is not None:
+            rank, length = self._transport.rank, tensor.shape[0] if by_rows else tensor.numel()
+            low, high = split_bounds(length, self._transport.size)[rank : rank + 2]
+            mine = high - low
+            _check_out(out, tensor, (mine, *tensor.shape[1:]) if by_rows else (mine,))
+        return Call("reduce_scatter", options.get("name"), compared, [tensor], op, out=out)
+
+    def all_gather(self, tensor: Tensor, name: str | None, out: Tensor | None) -> Call:
+        """Check and describe an all_gather."""
+        self._rows(tensor)
+        if out is not None:
+            # How many rows there are in all is found out with the other ranks.
+            validation.tensor("out", out)
+            _check_out(out, tensor, (*out.shape[:1], *tensor.shape[1:]))
+        return Call("all_gather", name, tensors=[tensor], any_rows=True, out=out)
+
+    def all_gather_bytes(self, payload: bytes, name: str | None) -> Call:
+        """Check and describe an all_gather_bytes."""
+        validation.instance("payload", payload, bytes | bytearray | memoryview, "bytes")
+        validation.no_mode("payload")
+        return Call("all_gather_bytes", name, tensors=[as_tensor(payload)], any_rows=True)
+
+    def all_to_all(
+        self, tensor: Tensor, splits: Sequence[int] | Tensor | None, name: str | None
+    ) -> Call:
+        """Check and describe an all_to_all, whose second tensor says how many rows go where."""
+        self._rows(tensor)
+        counts = validation.row_splits("splits", splits, tensor.shape[0], self._transport.size)
+        return Call("all_to_all", name, tensors=[tensor, counts], any_rows=True)
+
+    def broadcast(self, tensor: Tensor, root: int, name: str | None) -> Call:
+        """Check and describe a broadcast."""
+        validation.tensor("tensor", tensor)
+        validation.rank("root", root, self._transport.size)
+        self._transport.check_device(tensor.device)
+        return Call("broadcast", name, {"root": root}, [tensor])
+
+    def _rows(self, tensor: Tensor) -> None:
+        validation.tensor("tensor", tensor, written=False)
+        _check_rows(tensor)
+        self._transport.check_device(tensor.device)
+
+    def _onto_single_ranks(
+        self, tensors: Sequence[Tensor], op: Reducer, **options: Unpack[ScaleOptions]
+    ) -> dict[str, Any]:
+        compared = self._reduction(tensors, op, **options)
+        if not op.associative:
+            raise ValueError(f"op {op} needs all ranks: use all_reduce")
+        del compared["algorithm"]
+        return compared
+
+    def _owners(self, owners: Sequence[int] | None, count: int) -> list[int] | None:
+        """Check that there is one owner for each of `count` tensors, where owners are given."""
+        if owners is None:
+            return None
+        validation.instance("owners", owners, list | tuple, "a list of ranks, or None")
+        if len(owners) != count:
+            raise ValueError(f"owners must be one rank for each of {count} tensors: {owners}")
+        for i, owner in enumerate(owners):
+            validation.rank(f"owners[{i}]", owner, self._transport.size)
+        return list(owners)
+
+    def _reduction(
+        self,
+        tensors: Sequence[Tensor],
+        op: Reducer,
+        *,
+        algorithm: str | None = None,
+        name: str | None = None,
+        names: Sequence[str] = (),
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+    ) -> dict[str, Any]:
+        """Check what all reductions share; return the options that ranks must agree on."""
+        if names:
+            raise ValueError("names are for grouped_all_reduce: pass name")
+        validation.reducer("op", op)
+        text = "auto" if algorithm is None else algorithm
+        try:
+            specs = parse_all_reduce_spec(text)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"algorithm: {error}") from None
+        validation.scale("prescale", prescale)
+        validation.scale("postscale", postscale)
+        for tensor in tensors:
+            op.check(tensor.dtype)
+            self._transport.check_device(tensor.device)
+            if (prescale != 1.0 or postscale != 1.0) and tensor.dtype == torch.bool:
+                raise TypeError(f"factors before and after have no meaning on {tensor.dtype}")
+        self._runner.check(specs, op, tensors)
+        return {
+            "op": str(op),
+            "algorithm": canonical_spec(text),
+            "prescale": float(prescale),
+            "postscale": float(postscale),
+        }
+
+
+def _check_out(out: Tensor, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    """Check what a result is written to, of the dtype and device of the call's tensor."""
+    validation.tensor("out", out)
+    if out.dtype != tensor.dtype:
+        raise TypeError(f"out must be of {tensor.dtype} as tensor is, got {out.dtype}")
+    if out.device != tensor.device:
+        raise ValueError(f"out must be on {tensor.device} as tensor is, got one on {out.device}")
+    if tuple(out.shape) != shape:
+        raise ValueError(f"out must have shape {shape}, got {tuple(out.shape)}")
+    validation.apart("out", out, "tensor", tensor)
+
+
+def _check_rows(tensor: Tensor) -> None:
+    if tensor.dim() == 0:
+        raise ValueError("tensor must have a first dimension: use reshape(1)")

@@ -1,0 +1,165 @@
+"""The way of a group's calls: agreed on with the other ranks, then carried out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from collectives import validation
+from collectives.consistency.negotiation import Joined, Negotiation
+from collectives.execution.all_reduce import Runner
+from collectives.execution.call import Call
+from collectives.execution.call_queue import CallQueue
+from collectives.execution.operations import OPERATIONS
+from collectives.execution.shared_memory_all_reduce import plan_shared_memory_all_reduce
+from collectives.reducers import Average, Reducer, Sum
+from collectives.trace import recording, span
+from collectives.work import Work
+
+# Up to here the copy to shared memory is short beside what follows it.
+_BEGIN_BYTES = 2 * 1024 * 1024
+# Whose ranges in timelines say more: operator, algorithm and bytes.
+_WITH_RANGES = ("all_reduce", "grouped_all_reduce", "run")
+
+
+class Calls:
+    """Carries out the calls of one rank.
+
+    A call is planned, begun (numbered, and signalled to the other ranks), and finished: once all
+    ranks have signalled it, it runs. `run` does all of that in the caller's thread when no call is
+    queued; `start` leaves the finish to the communication thread, or to who waits first.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._transport = runner.transport
+        self.queue = CallQueue(runner.transport, runner.timeout)
+        self._negotiation = Negotiation(runner.transport, runner.timeout)
+        self._count = 0
+        self._requests = 0
+
+    def run(self, call: Call, *, async_op: bool = False) -> Any:
+        """Carry out a call that is made once; return what its operation returns, or its Work."""
+        self.plan(call)
+        if async_op:
+            call.movable = call.name is not None
+            return self.start(call)
+        self.queue.check_thread(call)
+        return self.queue.run(call, partial(self._carry_out, call))
+
+    def plan(self, call: Call) -> None:
+        """Find out whether the call runs in shared memory, and how; any number of times."""
+        call.shared = plan_shared_memory_all_reduce(self._runner, call)
+
+    def number(self, call: Call) -> Call:
+        """Negotiate the making of a request; return the call that each of its starts makes."""
+        making = replace(call, kind=f"{call.kind}_init", instead=lambda: None)
+        self.queue.check_thread(making)
+        self.queue.run(making, partial(self._carry_out, making))
+        # Alike on all ranks, which make their requests in one order.
+        self._requests += 1
+        return replace(call, request=self._requests)
+
+    def start(self, call: Call) -> Work:
+        """Start a planned call, as far as that needs no waiting.
+
+        Timelines show how long that takes its caller, and the wait for it.
+        """
+        call.label = ""
+        if not recording():
+            return self._start(call)
+        with span(lambda: f"enqueue {call.title}"):
+            work = self._start(call)
+        work.name = call.title
+        return work
+
+    def _start(self, call: Call) -> Work:
+        self.queue.check_thread(call)
+        carry_out = partial(self._carry_out, call)
+        if call.shared is not None and call.shared.nbytes <= _BEGIN_BYTES:
+            return self.queue.begin(call, partial(self._begin, call), carry_out)
+        on_gpu = any(tensor.is_cuda for tensor in call.tensors)
+        if on_gpu and torch.cuda.is_current_stream_capturing():
+            # The graph takes what this thread's stream gets, not the communication thread's.
+            done: Work[Any] = Work()
+            done.run(lambda: self.queue.run(call, carry_out))
+            return done
+        work: Work = self.queue.run(call, carry_out, async_op=True)
+        return work
+
+    def _begin(self, call: Call) -> None:
+        """Do what a call can do before it waits."""
+        call.label = self._next_label(f"{call.kind} {call.name!r}" if call.name else call.kind)
+        if call.shared is not None:
+            call.shared.fill()
+        self._negotiation.signal(call)
+
+    def _carry_out(self, call: Call) -> Any:
+        """Begin the call unless that was done, wait until all ranks have, and run it."""
+        if not call.label:
+            self._begin(call)
+        if recording():
+            with span(lambda: f"negotiate {call.title}"):
+                outcome = self._negotiation.wait(call)
+        else:
+            outcome = self._negotiation.wait(call)
+        if call.instead is not None:
+            return call.instead()
+        if call.shared is None or outcome.joined:
+            return self._operate(call)
+        call.shared.reduce(call.label)
+        return call.tensors[0] if call.kind == "all_reduce" else call.tensors
+
+    def _operate(self, call: Call) -> Any:
+        # Alike on all ranks: they make the same calls.
+        self._runner.first = self._count - 1
+        if call.kind in _WITH_RANGES or not recording():
+            return OPERATIONS[call.kind](self._runner, call)
+        with span(lambda: call.title):
+            return OPERATIONS[call.kind](self._runner, call)
+
+    def join(self, operators: Iterable[Reducer], device: torch.device | None) -> int:
+        """Take part in the other ranks' calls, with zeros, until all ranks have joined.
+
+        Arguments and result as for `Group.join`.
+        """
+        validation.instance("operators", operators, Iterable, "a list of Reducers")
+        validation.instance("device", device, torch.device | None, "a torch.device or None")
+        reducers = (Sum, Average, *operators)
+        for op in reducers:
+            validation.reducer("operators", op)
+        by_name = {str(op): op for op in reducers}
+        if device is None and torch.cuda.is_available():
+            device = torch.device("cuda", torch.cuda.current_device())
+
+        def take_part() -> int:
+            if self._transport.size == 1:
+                return self._transport.rank
+            since = self._count
+            while True:
+                mine = Joined(since, by_name, self._next_label("join"))
+                self._negotiation.signal(mine)
+                outcome = self._negotiation.wait(mine)
+                if outcome.last is not None:
+                    return outcome.last
+                call = outcome.call
+                assert call is not None
+                call.tensors = [each.zeros(device) for each in call.described]
+                call.op = by_name[call.options.get("op", str(Sum))]
+                call.label = f"{call} (call {self._count - 1}{self._transport.of_ranks}, joined)"
+                self._operate(call)
+
+        joining = Call("join")
+        self.queue.check_thread(joining)
+        answer: int = self.queue.run(joining, take_part)
+        return answer
+
+    def _next_label(self, call: str) -> str:
+        """Count a call; return what errors call it."""
+        label = f"{call} (call {self._count}{self._transport.of_ranks})"
+        self._count += 1
+        return label

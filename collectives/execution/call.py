@@ -1,0 +1,152 @@
+"""A call of a collective on one rank: one object from the user's arguments to the executor."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from collectives import validation
+from collectives.reducers import Reducer, Sum
+from collectives.schedules.schedule import Schedule
+from collectives.transport.shared_memory.symmetric_memory import CODE_BITS
+
+ANY = -1
+
+
+class TensorDescription(NamedTuple):
+    """A tensor without its values. ANY as the first dimension: ranks may differ in it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+
+    def __str__(self) -> str:
+        shape = str(self.shape).replace(str(ANY), "any", 1)
+        return f"shape {shape} {self.dtype} {self.device}"
+
+    def zeros(self, device: torch.device | None = None) -> torch.Tensor:
+        """Make such a tensor of zeros, with no rows for ANY; a CUDA tensor on `device`."""
+        shape = [0 if n == ANY else n for n in self.shape]
+        dtype = getattr(torch, self.dtype.removeprefix("torch."))
+        where = device if device is not None and self.device == device.type else self.device
+        return torch.zeros(shape, dtype=dtype, device=where)
+
+
+class SharedMemoryPlan(Protocol):
+    """How a call runs in memory that the ranks share."""
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes that each rank copies there."""
+        ...
+
+    def fill(self) -> None:
+        """Copy this rank's tensors to its buffer; nothing is waited for."""
+        ...
+
+    def reduce(self, label: str) -> None:
+        """Write the result to the tensors, once all ranks have signalled the call."""
+        ...
+
+
+@dataclass(eq=False)
+class Call:
+    """A call on one rank.
+
+    Ranks compare its kind, name, options, tensors without their values, names and request: what
+    `text` holds. All of its options are what JSON keeps.
+
+    Attributes:
+        kind: The collective that is called.
+        name: The user's name for the call.
+        options: Every other argument that ranks must agree on.
+        tensors: What it works on.
+        op: The reducer; any for a call that reduces nothing.
+        names: Of the tensors, where they have any.
+        any_rows: Whether ranks may differ in the first tensor's first dimension.
+        schedule: What is run, for a call that says so itself.
+        out: Where the result is written, for a call that makes a tensor else.
+        instead: What to do in place of an operation, where a rank that has joined has no part.
+        request: The number of the persistent request that the call starts.
+        described: The tensors without their values.
+        movable: Whether it is a named asynchronous call, whose place among the calls is the user's
+            choice; errors name it first.
+        shared: How it runs in shared memory; None by messages.
+        label: What errors call it, with its number, once it has one.
+    """
+
+    kind: str
+    name: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    tensors: Sequence[torch.Tensor] = ()
+    op: Reducer = Sum
+    names: Sequence[str] = ()
+    any_rows: bool = False
+    schedule: Schedule | None = None
+    out: torch.Tensor | None = None
+    instead: Callable[[], Any] | None = None
+    request: int | None = None
+    described: list[TensorDescription] = field(default_factory=list)
+    movable: bool = False
+    shared: SharedMemoryPlan | None = None
+    label: str = ""
+
+    def __post_init__(self) -> None:
+        # Here, before anything is sent: a name that JSON cannot carry would fail half-way.
+        if self.name is not None:
+            validation.instance("name", self.name, str, "a str or None")
+        if not self.described and self.tensors:
+            self.described = [
+                TensorDescription(tuple(each.shape), str(each.dtype), each.device.type)
+                for each in self.tensors
+            ]
+            if self.any_rows:
+                shape, *rest = self.described[0]
+                self.described[0] = TensorDescription((ANY, *shape[1:]), *rest)
+
+    def __str__(self) -> str:
+        # A call named "" is another one than a call without a name, and must not look the same.
+        call = f"{self.kind}({'' if self.name is None else self.name or repr(self.name)})"
+        return call if self.request is None else f"{call} of request {self.request}"
+
+    @property
+    def title(self) -> str:
+        """What timelines call it."""
+        return f"{self.kind} {self.name!r}" if self.name else self.kind
+
+    @property
+    def memory(self) -> Sequence[torch.Tensor]:
+        """All tensors that it reads or writes."""
+        return self.tensors if self.out is None else (*self.tensors, self.out)
+
+    @cached_property
+    def text(self) -> str:
+        """One text for calls that are alike, another one for others; JSON."""
+        call = [self.kind, self.name, self.options, self.described, self.request, self.names]
+        return json.dumps(call)
+
+    @cached_property
+    def code(self) -> int:
+        """A hash of `text`, of CODE_BITS bits, never 0, the same in every process."""
+        digest = hashlib.blake2b(self.text.encode(), digest_size=CODE_BITS // 8).digest()
+        return int.from_bytes(digest, "little") or 1
+
+    @staticmethod
+    def of_text(text: str) -> Call:
+        """Return the call, without tensors, whose `text` this is."""
+        kind, name, options, tensors, request, names = json.loads(text)
+        described = [TensorDescription(tuple(shape), *rest) for shape, *rest in tensors]
+        return Call(kind, name, options, names=names, request=request, described=described)
+
+    def entries(self) -> list[str]:
+        """Return the call, its options and its tensors, in words."""
+        options = [f"{key}={value}" for key, value in self.options.items()]
+        names = self.names or [f"tensor {i}" for i in range(len(self.described))]
+        tensors = [f"{name}: {each}" for name, each in zip(names, self.described, strict=True)]
+        return [str(self), *options, *tensors]

@@ -1,0 +1,370 @@
+"""Calls that are refused, or that differ between ranks: each by name, on one rank's group.
+
+What they raise is what the table has. After those of `ENDS` a group is of no more use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import adasum
+import collectives
+from collectives import Action, Average, Collective, Group, Max, Schedule, Step, Sum, Transfer
+from tests.frozen.calls import line
+
+Call = Callable[[Group], Any]
+
+ones = torch.ones
+F64, I32 = torch.float64, torch.int32
+Adasum = adasum.Adasum
+UNWEIGHTED = adasum.AdasumReducer(weighted=False)
+
+
+def _spec(text: Any, op: Any = Sum) -> Call:
+    return lambda group: group.all_reduce(ones(4), op, algorithm=text)
+
+
+def _reduced(*args: Any, **options: Any) -> Call:
+    """An all_reduce with arguments that are made anew in every rank, where they are functions."""
+
+    def call(group: Group) -> Any:
+        return group.all_reduce(*(each() if callable(each) else each for each in args), **options)
+
+    return call
+
+
+def _overlap(group: Group) -> Any:
+    x = ones(8)
+    return group.grouped_all_reduce([x[:5], x[4:]])
+
+
+def _same_out(group: Group) -> Any:
+    x = ones(group.size * 2)
+    return group.reduce_scatter(x, out=x[:2])
+
+
+def _inference(group: Group) -> Any:
+    with torch.inference_mode():
+        x = ones(4)
+    return group.all_reduce(x)
+
+
+def _started_twice(group: Group) -> Any:
+    request = group.all_reduce_init(ones(4))
+    request.start()
+    try:
+        request.start()
+    finally:
+        request.wait()
+
+
+def _waited_unstarted(group: Group) -> Any:
+    return group.all_reduce_init(ones(4)).wait()
+
+
+def _started_closed(group: Group) -> Any:
+    request = group.all_reduce_init(ones(4))
+    request.close()
+    return request.start()
+
+
+def _started_released(group: Group) -> Any:
+    request = group.all_reduce_init(ones(4))
+    request.release()
+    return request.start()
+
+
+def _started_moved(group: Group) -> Any:
+    x = ones(4)
+    request = group.all_reduce_init(x, name="moved")
+    x.data = ones(4)
+    return request.start()
+
+
+def _rebound(*tensors: Any) -> Call:
+    return lambda group: group.grouped_all_reduce_init([ones(4), ones(2)]).start(list(tensors))
+
+
+def _one_step(steps: Callable[[int], list[Step]], chunks: int = 2) -> Call:
+    def call(group: Group) -> Any:
+        schedule = Schedule("mine", group.size, chunks, Collective.ALL_REDUCE, steps)
+        return group.run(schedule, ones(8))
+
+    return call
+
+
+def _ring(group: Group) -> Schedule:
+    """All sends at once, without the groups that an operator of whole vectors needs."""
+    n = group.size
+
+    def steps(rank: int) -> list[Step]:
+        peers = [peer for peer in range(n) if peer != rank]
+        return [
+            Step(
+                tuple(Transfer(peer, 0, 1) for peer in peers),
+                tuple(
+                    Transfer(peer, 0, 1, Action.REDUCE_LEFT if peer < rank else Action.REDUCE_RIGHT)
+                    for peer in peers
+                ),
+            )
+        ]
+
+    return Schedule("all at once", n, 1, Collective.ALL_REDUCE, steps)
+
+
+REFUSED: dict[str, Call] = {
+    "list": _reduced([1.0]),
+    "none": _reduced(None),
+    "strided": _reduced(lambda: ones(4, 4).t()),
+    "sparse": _reduced(lambda: ones(4).to_sparse()),
+    "meta": _reduced(lambda: ones(4, device="meta")),
+    "conjugate": _reduced(lambda: ones(4, dtype=torch.complex64).conj()),
+    "inference": _inference,
+    "op_text": _reduced(lambda: ones(4), "sum"),
+    "sum_bool": _reduced(lambda: ones(4, dtype=torch.bool), Sum),
+    "average_bool": _reduced(lambda: ones(4, dtype=torch.bool), Average),
+    "max_complex": _reduced(lambda: ones(4, dtype=torch.complex64), Max),
+    "adasum_int": _reduced(lambda: ones(4, dtype=I32), Adasum),
+    "adasum_bool": _reduced(lambda: ones(4, dtype=torch.bool), Adasum),
+    "weighted_text": lambda group: adasum.AdasumReducer(weighted="no"),  # type: ignore[arg-type]
+    "segments_short": _reduced(lambda: ones(4), segments=(0, 3)),
+    "segments_start": _reduced(lambda: ones(4), segments=(1, 4)),
+    "segments_descend": _reduced(lambda: ones(4), segments=(0, 3, 2, 4)),
+    "segments_text": _reduced(lambda: ones(4), segments="04"),
+    "segments_floats": _reduced(lambda: ones(4), segments=(0, 4.0)),
+    "segments_tensor": _reduced(lambda: ones(4), segments=torch.tensor([0, 4])),
+    "prescale_nan": _reduced(lambda: ones(4), prescale=float("nan")),
+    "postscale_text": _reduced(lambda: ones(4), postscale="2"),
+    "name_number": _reduced(lambda: ones(4), name=7),
+    "names_here": _reduced(lambda: ones(4), names=["a"]),
+    "unknown_option": _reduced(lambda: ones(4), colour="red"),
+    "out_here": _reduced(lambda: ones(4), out=ones(4)),
+    "grouped_tensor": lambda group: group.grouped_all_reduce(ones(4)),  # type: ignore[arg-type]
+    "grouped_entry": lambda group: group.grouped_all_reduce([ones(4), 7]),  # type: ignore[list-item]
+    "grouped_overlap": _overlap,
+    "grouped_names": lambda group: group.grouped_all_reduce([ones(1)], names=["a", "b"]),
+    "grouped_packed": lambda group: group.grouped_all_reduce([ones(1)], packed=1),  # type: ignore[call-overload]
+    "grouped_int_adasum": lambda group: group.grouped_all_reduce(
+        [ones(2), ones(2, dtype=I32)], Adasum
+    ),
+    "reduce_dst": lambda group: group.reduce(ones(4), group.size),
+    "reduce_dst_text": lambda group: group.reduce(ones(4), "0"),  # type: ignore[call-overload]
+    "reduce_adasum": lambda group: group.reduce(ones(4), 0, Adasum),
+    "scatter_adasum": lambda group: group.reduce_scatter(ones(4), Adasum),
+    "scatter_rows": lambda group: group.reduce_scatter(torch.tensor(1.0), by_rows=True),
+    "scatter_out_shape": lambda group: group.reduce_scatter(ones(4), out=ones(9)),
+    "scatter_out_dtype": lambda group: group.reduce_scatter(
+        ones(2 * group.size), out=ones(2, dtype=F64)
+    ),
+    "scatter_out_same": _same_out,
+    "gather_scalar": lambda group: group.all_gather(torch.tensor(1.0)),
+    "gather_out_dtype": lambda group: group.all_gather(ones(4), out=ones(8, dtype=F64)),
+    "gather_out_shape": lambda group: group.all_gather(ones(4, 2), out=ones(8, 3)),
+    "to_all_rows": lambda group: group.all_to_all(ones(2 * group.size + 1)),
+    "to_all_splits": lambda group: group.all_to_all(ones(4), [1]),
+    "to_all_many": lambda group: group.all_to_all(ones(4), [9] * group.size),
+    "to_all_floats": lambda group: group.all_to_all(ones(4), [1.0] * group.size),  # type: ignore[list-item]
+    "broadcast_root": lambda group: group.broadcast(ones(4), -1),
+    "bytes_text": lambda group: group.all_gather_bytes("text"),  # type: ignore[arg-type]
+    "owners_count": lambda group: group.reduce_to_owners([ones(4)], owners=[0, 0]),
+    "owners_rank": lambda group: group.reduce_to_owners([ones(4)], owners=[group.size]),
+    "owners_adasum": lambda group: group.reduce_to_owners([ones(4)], Adasum),
+    "from_owners_rank": lambda group: group.broadcast_from_owners([ones(4)], owners=[-1]),
+    "split_twice": lambda group: group.split([0, 0]),
+    "split_rank": lambda group: group.split([group.size]),
+    "split_none": lambda group: group.split([]),
+    "join_op": lambda group: group.join(["Sum"]),  # type: ignore[list-item]
+    "join_max": lambda group: group.join([Max]),
+    "run_size": lambda group: group.run(line(group.size + 1), ones(4)),
+    "run_no_schedule": lambda group: group.run("line", ones(4)),  # type: ignore[call-overload]
+    "run_empty": _one_step(lambda rank: []),
+    "run_unmatched": _one_step(
+        lambda rank: [Step(sends=(Transfer(1, 0, 2),))] if rank == 0 else [Step()]
+    ),
+    "run_beyond": _one_step(lambda rank: [Step(sends=(Transfer(1 - rank, 0, 3),))]),
+    "run_adasum": lambda group: group.run(_ring(group), ones(4), Adasum),
+    "start_twice": _started_twice,
+    "wait_unstarted": _waited_unstarted,
+    "start_closed": _started_closed,
+    "start_released": _started_released,
+    "start_moved": _started_moved,
+    "rebind_count": _rebound(ones(4)),
+    "rebind_shape": _rebound(ones(4), ones(3)),
+    "rebind_dtype": _rebound(ones(4), ones(2, dtype=F64)),
+    "check_vhdd_sum": lambda group: group.check_algorithm("vhdd"),
+    "check_xring_adasum": lambda group: group.check_algorithm("xring#2", Adasum),
+    "check_op": lambda group: group.check_algorithm("rd", "Sum"),  # type: ignore[arg-type]
+    "abort_reason": lambda group: group.abort(7),  # type: ignore[arg-type]
+    "init_differs": lambda group: collectives.init(transport="carrier pigeon"),
+    "split_bounds": lambda group: collectives.split_bounds(-1, 2),
+    "size_word": lambda group: collectives.parse_general_int("1.5k"),
+}
+
+SPECIFICATIONS: dict[str, Call] = {
+    f"spec_{i}": _spec(text)
+    for i, text in enumerate(
+        (
+            *(
+                "bogus",
+                "",
+                ":",
+                "xring:",
+                "pscpu:32k",
+                "pscpu:foo:xring",
+                "xring:64k:nccl:2k:pscpu",
+            ),
+            *(
+                "xring:-1:nccl",
+                "xring#x",
+                "xring#0",
+                "xring#-3",
+                "xring#2#3",
+                "xring#99",
+                "psgpu#99",
+            ),
+            *("rechd/", "/rechd", "a/b", "rechd/rd/rd", "vhdd/rechd", "bruck/rd", "rd/bruck"),
+            *("auto#2", "auto/rd", "rd/auto", "nccl", "nccl/xring", "collective/nccl", " rd", "RD"),
+            *("rd:1_000:rechd", "rd:1g:rechd", "rd:10:vhdd", "xring#99/rd", "rechd/xring#99"),
+        )
+    )
+}
+SPECIFICATIONS |= {
+    "spec_number": _spec(7),
+    "spec_bytes": _spec(b"rd"),
+    "spec_xring_adasum": _spec("xring#2", Adasum),
+    "spec_rechd_adasum": _spec("rechd", Adasum),
+    "spec_collective_adasum": _spec("collective", Adasum),
+    "spec_psgpu_adasum": _spec("psgpu#2", Adasum),
+    "spec_inner_adasum": _spec("vhdd/vhdd", Adasum),
+    "spec_outer_adasum": _spec("rechd/xring#2", Adasum),
+    "spec_vhdd_max": _spec("vhdd", Max),
+    "spec_average_levels": _spec("rechd/vhdd", Average),
+    "spec_limited_adasum": _spec("rd:2:rechd", Adasum),
+}
+
+
+def _odd(usual: Call, odd: Call, who: int = -1) -> Call:
+    """One rank, the last one unless given, makes another call than the others."""
+    return lambda group: (odd if group.rank == who % group.size else usual)(group)
+
+
+def _request(*args: Any, **options: Any) -> Call:
+    def call(group: Group) -> Any:
+        request = group.all_reduce_init(*args, **options)
+        request.start()
+        return request.wait()
+
+    return call
+
+
+PLAIN = _reduced(lambda: ones(4))
+
+
+def _grouped(*tensors: Any, **options: Any) -> Call:
+    return lambda group: group.grouped_all_reduce([t.clone() for t in tensors], **options)
+
+
+def _two_requests(group: Group) -> Any:
+    """Each rank starts another one first."""
+    requests = [group.all_reduce_init(ones(4), name=name) for name in ("a", "b")]
+    request = requests[group.rank % 2]
+    request.start()
+    return request.wait()
+
+
+def _joined_root(group: Group) -> Any:
+    return group.join() if group.rank == 0 else group.broadcast(ones(4), 0)
+
+
+def _after_a_mismatch(group: Group) -> Any:
+    """The group stays usable, and the tensor is as it was."""
+    x = ones(4 + group.rank)
+    try:
+        group.all_reduce(x)
+    except collectives.CollectiveMismatchError as error:
+        group.barrier()
+        return f"{x.sum().item()} after {str(error)[:40]}"
+
+
+MISMATCHES: dict[str, Call] = {
+    "shape": lambda group: group.all_reduce(ones(4 + group.rank % 2)),
+    "dimensions": _odd(PLAIN, _reduced(lambda: ones(2, 2))),
+    "dtype": _odd(PLAIN, _reduced(lambda: ones(4, dtype=F64)), 0),
+    "op": _odd(PLAIN, _reduced(lambda: ones(4), Average)),
+    "weights": _odd(_reduced(lambda: ones(4), Adasum), _reduced(lambda: ones(4), UNWEIGHTED)),
+    "prescale": _odd(PLAIN, _reduced(lambda: ones(4), prescale=0.5), 0),
+    "postscale": _odd(PLAIN, _reduced(lambda: ones(4), postscale=2)),
+    "algorithm": _odd(PLAIN, _reduced(lambda: ones(4), algorithm="rechd")),
+    "limit": _odd(_spec("rd:8:rechd"), _spec("rd:9:rechd")),
+    "segments": _odd(PLAIN, _reduced(lambda: ones(4), segments=(0, 2, 4))),
+    "name": lambda group: group.all_reduce(ones(4), name=f"loss {group.rank}"),
+    "name_and_none": _odd(PLAIN, _reduced(lambda: ones(4), name="loss")),
+    "kind": _odd(PLAIN, lambda group: group.broadcast(ones(4))),
+    "kinds": lambda group: (
+        group.barrier(),
+        group.barrier("second") if group.rank else group.all_gather(ones(2)),
+    ),
+    "root": lambda group: group.broadcast(ones(4), group.rank),
+    "dst": lambda group: group.reduce(ones(4), group.rank),
+    "count": _odd(_grouped(ones(2)), _grouped(ones(2), ones(3), name="all")),
+    "entry": _odd(_grouped(ones(2), ones(3)), _grouped(ones(2), ones(4))),
+    "entry_dtype": _odd(_grouped(ones(2), ones(3)), _grouped(ones(2), ones(3, dtype=F64)), 0),
+    "named_entry": _odd(
+        _grouped(ones(2), ones(3), names=["a", "b"]), _grouped(ones(2), ones(4), names=["a", "b"])
+    ),
+    "entry_names": _odd(
+        _grouped(ones(2), ones(3), names=["a", "b"]), _grouped(ones(2), ones(3), names=["a", "c"])
+    ),
+    "packed": _odd(_grouped(ones(2)), _grouped(ones(2), packed=True)),
+    "owners": lambda group: group.reduce_to_owners([ones(4)], owners=[group.rank]),
+    "from_owners": lambda group: group.broadcast_from_owners([ones(4)], owners=[group.rank]),
+    "by_rows": lambda group: group.reduce_scatter(ones(4), by_rows=group.rank == 0),
+    "scatter_shape": lambda group: group.reduce_scatter(ones(4 + group.rank)),
+    "gather_rest": lambda group: group.all_gather(ones(2, 2 + group.rank)),
+    "gather_dtype": _odd(
+        lambda group: group.all_gather(ones(2)),
+        lambda group: group.all_gather(ones(2, dtype=torch.float16)),
+    ),
+    "gather_out_rows": lambda group: group.all_gather(
+        ones(2), out=ones(2 * group.size + group.rank)
+    ),
+    "to_all_rest": lambda group: group.all_to_all(ones(group.size, 2 + group.rank)),
+    "split": lambda group: group.split([group.rank]),
+    "schedule": lambda group: group.run(line(group.size) if group.rank else _ring(group), ones(4)),
+    "request": lambda group: group.all_reduce_init(ones(4 + group.rank)),
+    "request_and_call": _odd(PLAIN, _request(ones(4))),
+    "requests": _two_requests,
+    "unnegotiated": lambda group: _request(ones(4 + group.rank), negotiate=False)(group),
+    "async": lambda group: group.all_reduce(ones(4 + group.rank), async_op=True).wait(),
+    "joined_root": _joined_root,
+    "afterwards": _after_a_mismatch,
+}
+
+
+def _after(last: Callable[[Group], Any], first: Call) -> Call:
+    """What a later call is answered."""
+
+    def call(group: Group) -> Any:
+        first(group)
+        return last(group)
+
+    return call
+
+
+ENDS: dict[str, Call] = {
+    "ends_closed": _after(PLAIN, lambda group: (group.barrier(), group.close())),
+    "ends_closed_async": _after(
+        lambda group: group.all_reduce(ones(4), async_op=True).wait(),
+        lambda group: (group.barrier(), group.close()),
+    ),
+    "ends_closed_request": _after(
+        lambda group: group.all_reduce_init(ones(4)),
+        lambda group: (group.barrier(), group.close()),
+    ),
+}
+
+
+ERRORS: dict[str, Call] = REFUSED | SPECIFICATIONS | MISMATCHES | ENDS
