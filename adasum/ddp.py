@@ -23,6 +23,7 @@ from adasum.modes import outside_modes
 from adasum.observer import Observer, require_observer
 from adasum.optimizer.consistency.parameter_check import checks_parameters
 from adasum.real_pairs import real_numel
+from adasum.reducer import require_declared
 from adasum.request_pool import RequestPool, StartedRequest
 from adasum.sparse import sparse_all_reduce_async
 from collectives import Average, Group, Reducer, Work, validation
@@ -46,8 +47,8 @@ class HookState:
     `register_comm_hook` gives it one: torch leaves that out.
 
     Args:
-        op: Sum, Average or Adasum. Average divides by the number of ranks, joined ones (`Join`)
-            included.
+        op: Sum, Average, Adasum or a Reducer that says whether it `averages`. Average divides by
+            the number of ranks, joined ones (`Join`) included.
         algorithm: "rechd/vhdd", "rd:16k:vhdd", ...; chosen by size unless given.
         process_group: The ranks that reduce, a torch ProcessGroup or a collectives.Group. Unless
             given, those of `adasum.init()`, or without that torch.distributed's world.
@@ -81,6 +82,7 @@ class HookState:
     ) -> None:
         if not isinstance(op, Reducer):
             raise TypeError(f"op must be Sum, Average or Adasum, not {op!r}")
+        require_declared(op)
         if algorithm is not None:
             collectives.parse_all_reduce_spec(algorithm)
         validation.timeout(timeout)

@@ -272,6 +272,7 @@ class _OverShards(Reducer):
 
     def __init__(self, op: Reducer, shards: Group) -> None:
         self.name = op.name
+        self.operands = op.operands
         self.op = op
         self._shards = shards
 

@@ -19,7 +19,7 @@ from adasum.horovod.reduction_options import ReductionOptions, options_of, requi
 from adasum.real_pairs import as_reals
 from adasum.reducer import AdasumReducer
 from adasum.sparse import SparseHandle, sparse_all_reduce_async
-from collectives import Max, Min, Product, Reducer, validation
+from collectives import Average, Reducer, Sum, validation
 
 
 def allreduce(
@@ -55,7 +55,7 @@ def allreduce(
     Raises:
         TypeError: An argument has the wrong type, or `op` does not take the tensor's dtype.
         ValueError: An argument has a bad value, or this rank is not in the process set.
-        NotImplementedError: A gradient is needed through Min, Max or Product.
+        NotImplementedError: A gradient is needed through another op than Sum, Average and Adasum.
     """
     options = options_of(
         name, op, prescale_factor, postscale_factor, process_set, average, compression
@@ -207,7 +207,7 @@ def _reduce(
     options: ReductionOptions, tensors: Sequence[Tensor], kind: str = "allreduce"
 ) -> Handle:
     """Start reducing copies; autograd reduces the gradients in the same way."""
-    if options.op in (Max, Min, Product):
+    if options.op not in (Sum, Average) and not isinstance(options.op, AdasumReducer):
         refuse_gradient(f"allreduce with op={options.op}", *tensors)
     sent, decompress = options.compress(tensors, "tensor" if kind == "allreduce" else "tensors")
     handle = Handle([_start_in_place(options, sent, kind)], decompress)

@@ -12,8 +12,8 @@ import torch
 from adasum.horovod.arguments import require
 from adasum.horovod.reduction_options import require_reducer
 from adasum.optimizer.buckets.planning import Groups
-from adasum.reducer import Adasum
-from collectives import Average, Reducer, Sum
+from adasum.reducer import Adasum, require_declared
+from collectives import Average, Reducer
 
 _logger = logging.getLogger(__name__)
 
@@ -38,8 +38,7 @@ def require_optimizer(optimizer: object) -> None:
 def require_operator(op: Reducer, weighted: bool, predivide_factor: float) -> None:
     """Raise unless `op` can reduce gradients and takes the other two arguments."""
     require_reducer(op)
-    if op not in (Sum, Average, Adasum):
-        raise ValueError(f"op must be Sum, Average or Adasum, not {op!r}")
+    require_declared(op)
     require("weighted", weighted, bool)
     if not weighted and op is not Adasum:
         raise ValueError(f"weighted=False is for op=Adasum, whose pairs have weights, not {op!r}")
@@ -80,8 +79,8 @@ def require_local_steps(
             f"{steps} and backward_passes_per_step={backward_passes_per_step} exclude each other: "
             "between reductions call backward() and step() as with a plain optimizer"
         )
-    if op is Sum:
-        raise ValueError(f"{steps} needs op=Adasum or op=Average: a Sum of steps overshoots")
+    if not op.averages:
+        raise ValueError(f"{steps} needs op=Adasum or op=Average: a {op} of steps overshoots")
     if method == "gradient" or step_in_backward:
         other = "step_in_backward=True" if step_in_backward else "method='gradient'"
         raise ValueError(f"{steps} and {other} exclude each other: local steps reduce differences")

@@ -68,9 +68,7 @@ class OwnersMethod(GradientMethod):
         self._adasum_owners, self._adasum_reduced, self._adasum_given = {}, {}, set()
         self._adasum_overflow = SharedOverflow()
         reducer = self._adasum_settings.reducer
-        self._adasum_to_owners = not reducer.op.needs_one_tree and reduces_to_owners(
-            reducer.algorithm
-        )
+        self._adasum_to_owners = reducer.op.associative and reduces_to_owners(reducer.algorithm)
         if self._adasum_to_owners:
             # While an observer watches, gradients are all-reduced, to the same bits.
             reducer.algorithm = "rechd"

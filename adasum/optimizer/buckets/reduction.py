@@ -106,7 +106,7 @@ class BucketReducer:
 
     Attributes:
         group: The ranks.
-        op: Sum, Average or Adasum.
+        op: Sum, Average, Adasum or a user's.
         compression: Casts what is sent.
         algorithm: As `collectives` takes it; None is "auto".
         prescale: Multiplies what is sent.
