@@ -26,6 +26,7 @@ import collectives
 import kernels
 from adasum.reducer import Adasum
 from collectives.transport import GlooTransport, Message, NcclTransport
+from collectives.transport.nccl.cupy_backend import CupyBackend
 
 CPU, TORCH, CUPY = "the CPU", "torch", "cupy"
 # For all ranks, and for a step: a rank that waits for one that is gone says so within the first.
@@ -101,7 +102,7 @@ def alone(kind: str, device: torch.device) -> str:
     else:
         assert dist.group.WORLD is not None
         host = GlooTransport(dist.group.WORLD)
-        transport = NcclTransport(host, store, device, timeout=_STEP)
+        transport = NcclTransport(host, CupyBackend(store, device), timeout=_STEP)
         transport.exchange([Message(0, numbers)], [Message(0, got)], "the check", _STEP)
         transport.close()
     if not torch.equal(got, numbers):

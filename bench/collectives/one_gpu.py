@@ -31,6 +31,7 @@ from bench.collectives.row import Row, header, line
 from collectives.schedules.spec import parse_general_int
 from collectives.schedules.topology import Topology
 from collectives.transport import NcclTransport, ThreadWorld, Transport
+from collectives.transport.nccl.cupy_backend import CupyBackend
 
 SECONDS = 60.0
 NCCL = "nccl"
@@ -100,7 +101,11 @@ class Rank:
 def over_nccl(ranks: int, device: torch.device) -> Callable[[int], Transport]:
     """Return what makes a rank's transport, in its thread."""
     world, store = ThreadWorld(ranks), dist.HashStore()
-    return lambda rank: NcclTransport(world.transport(rank), store, device, timeout=SECONDS)
+
+    def make(rank: int) -> Transport:
+        return NcclTransport(world.transport(rank), CupyBackend(store, device), timeout=SECONDS)
+
+    return make
 
 
 def run(

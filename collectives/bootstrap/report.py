@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import kernels
 from collectives.reducers import Sum
-from collectives.transport import NcclTransport, Transport, load_nccl
+from collectives.transport import Transport, load_nccl
 
 # For which the line says what `auto` takes.
 _SIZES = {"4 KiB": 2**12, "1 MiB": 2**20, "64 MiB": 2**26}
@@ -45,7 +45,7 @@ def _algorithms(size: int) -> str:
 
 
 def _nccl(transport: Transport) -> str:
-    if isinstance(transport, NcclTransport):
+    if transport.sums_on_gpu:
         return f"{load_nccl().get_version()} by cupy"
     if not (dist.is_available() and dist.is_nccl_available()):
         return "none in this torch"

@@ -26,8 +26,10 @@ from collectives.transport import (
 from collectives.transport.byte_gathering import gather_objects
 from collectives.transport.connections.connect import KINDS, descriptors_of
 from collectives.transport.descriptors import shortage
-from collectives.transport.nccl.communicators import shared_thread
-from collectives.transport.process_groups import store_of
+from collectives.transport.nccl.calling_thread import shared_thread
+from collectives.transport.nccl.cupy_backend import CupyBackend
+from collectives.transport.nccl.torch_backend import TorchBackend
+from collectives.transport.process_groups import has_nccl, store_of
 from kernels.cpu.dispatch import use_torch
 
 # What `BackendInfo.cpu_path` says where it is not torch.
@@ -76,7 +78,7 @@ def connect(gloo: GlooTransport, timeout: float, start: Call) -> Transport:
     """
     if gloo.size == 1:
         check_alone(start.options["transport"])
-        return gloo
+        return _with_torchs_nccl(gloo, timeout)
     negotiate_by_messages(start, gloo, timeout)
 
     choice, store = start.options["transport"], store_of(gloo.process_group)
@@ -101,14 +103,22 @@ def connect(gloo: GlooTransport, timeout: float, start: Call) -> Transport:
         _compute_alike(gather_objects(computing, gloo, timeout), gloo.rank)
         # Also on a rank without connections: splitting must be the same work on all.
         connected = any(len(ranks) < len(peers) for ranks, *_ in missing)
-        host: Transport = opened if connected else gloo
+        host = _with_torchs_nccl(opened if connected else gloo, timeout)
         if choice == "nccl":
             _check_gpus(gather_objects(_gpu_report(), gloo, timeout))
             device = torch.device("cuda", torch.cuda.current_device())
-            thread = shared_thread(device)
-            host = NcclTransport(host, store, device, timeout=timeout, thread=thread)
+            backend = CupyBackend(store, device, thread=shared_thread(device))
+            host = NcclTransport(host, backend, timeout=timeout)
         failed.pop_all()
     return host
+
+
+def _with_torchs_nccl(host: Transport, timeout: float) -> Transport:
+    """Return what carries CUDA tensors, too, where the process group has torch's own NCCL."""
+    group = host.process_group
+    if group is None or not has_nccl(group):
+        return host
+    return NcclTransport(host, TorchBackend(group), timeout=timeout)
 
 
 def check_alone(choice: str) -> None:

@@ -92,17 +92,18 @@ def test_torch_may_be_late_while_the_rank_ends(tmp_path: Path) -> None:
 EXIT = """
 import threading, time, torch, torch.distributed as dist
 from collectives.transport import Message, ThreadWorld
-from collectives.transport.nccl import communicators, transport as nccl
+from collectives.transport.nccl import calling_thread, cupy_backend, transport as nccl
 from tests.fakes.fake_cuda import FakeCuda, device_tensor
 from tests.fakes.fake_nccl import FakeNccl
-nccl.cuda = communicators.cuda = FakeCuda()
+nccl.cuda = cupy_backend.cuda = calling_thread.cuda = FakeCuda()
 fake = FakeNccl()
-nccl.load_nccl = lambda: fake
+cupy_backend.load_nccl = lambda: fake
 world, store, kept = ThreadWorld(2), dist.HashStore(), []
-communicators._CLOSE_SECONDS = 0.3
+cupy_backend._CLOSE_SECONDS = 0.3
 message = Message(0, device_tensor(torch.ones(3)))
 def rank(r):
-    transport = nccl.NcclTransport(world.transport(r), store, timeout=10.0)
+    backend = cupy_backend.CupyBackend(store)
+    transport = nccl.NcclTransport(world.transport(r), backend, timeout=10.0)
     kept.append(transport)
     if r == 1:
         transport.exchange([message], [message], "a step", 1000.0)

@@ -11,13 +11,12 @@ import os
 import select
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from collectives.errors import CollectiveTimeoutError, TransportError, describe
 from collectives.stall import Stall
@@ -106,7 +105,6 @@ class ConnectionTransport(Transport):
             self.symmetric_memory = SymmetricMemory(
                 memory, self.rank, self.size, self, cores=_cores()
             )
-        other.ask(self)
         _transports.add(self)
 
     def __repr__(self) -> str:
@@ -143,34 +141,6 @@ class ConnectionTransport(Transport):
                 self._other.exchange(far_sends, far_recvs, step, timeout)
                 timeout = max(start + timeout - time.monotonic(), 0.0)
             self._run(list(active.values()), step, timeout)
-
-    def posts_ahead(self, device: torch.device) -> bool:
-        """Return whether `other` does, of tensors that are not the host's."""
-        return device.type != "cpu" and self._other.posts_ahead(device)
-
-    def post(
-        self, sends: Messages, recvs: Messages, step: str, timeout: float
-    ) -> Callable[[], None]:
-        """Start a step's messages: `Transport.post`. CPU tensors have arrived already."""
-        if any(message.tensor.is_cpu for message in (*sends, *recvs)):
-            return super().post(sends, recvs, step, timeout)
-        with self._aborting(step):
-            return self._other.post(sends, recvs, step, timeout)
-
-    def check_streams(self) -> None:
-        """Raise what ended messages of `other`: `Transport.check_streams`."""
-        self._other.check_streams()
-
-    def follow(
-        self,
-        works: Sequence[dist.Work],
-        process_group: dist.ProcessGroup,
-        device: torch.device,
-        step: str,
-        timeout: float,
-    ) -> None:
-        """Let `other` watch works of torch's NCCL: `Transport.follow`."""
-        self._other.follow(works, process_group, device, step, timeout)
 
     @contextmanager
     def _aborting(self, step: str) -> Iterator[None]:

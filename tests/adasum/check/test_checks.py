@@ -149,7 +149,7 @@ def alone_over_a_stand_in(rank: int) -> list[str]:
     asked = []
 
     class Copying:
-        def __init__(self, host: Transport, store: object, device: object, timeout: float) -> None:
+        def __init__(self, host: Transport, backend: object, timeout: float) -> None:
             assert (host.rank, host.size) == (0, 1)
 
         def exchange(self, sends: Messages, recvs: Messages, step: str, timeout: float) -> None:
@@ -160,6 +160,7 @@ def alone_over_a_stand_in(rank: int) -> list[str]:
             asked.append("close")
 
     ranks.NcclTransport = Copying  # type: ignore[assignment,misc]
+    ranks.CupyBackend = lambda store, device: None  # type: ignore[assignment,misc]
     ranks.alone(ranks.CUPY, torch.device("cpu"))
     return asked
 

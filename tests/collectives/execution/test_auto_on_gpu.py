@@ -21,7 +21,8 @@ from collectives.execution.all_reduce import Runner
 from collectives.reducers import Max, SumReducer
 from collectives.schedules.topology import Topology
 from collectives.transport import ThreadWorld
-from collectives.transport.nccl import transport as nccl
+from collectives.transport.nccl import cupy_backend
+from collectives.transport.nccl.transport import NcclTransport
 from tests.collectives.transport import streams
 from tests.collectives.transport.streams import on_gpu
 from tests.collectives.transport.streams_nccl import Nccl
@@ -95,14 +96,15 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Group], Any]], l
     """Return what runs a function on three ranks over the stand-ins, and returns its answers."""
     streams.install(monkeypatch)
     fake = Nccl()
-    monkeypatch.setattr(nccl, "load_nccl", lambda: fake)
+    monkeypatch.setattr(cupy_backend, "load_nccl", lambda: fake)
 
     def run(work: Callable[[Group], Any]) -> list[Any]:
         world, store = ThreadWorld(3), dist.HashStore()
 
         def rank_main(rank: int) -> Any:
             device = torch.device("cuda", 0)
-            transport = nccl.NcclTransport(world.transport(rank), store, device, timeout=20.0)
+            backend = cupy_backend.CupyBackend(store, device)
+            transport = NcclTransport(world.transport(rank), backend, timeout=20.0)
             group = Group(transport, timeout=20.0, local_rank=rank, local_size=3)
             try:
                 return work(group)

@@ -1,9 +1,10 @@
 """Steps that are on the streams while the host goes on, and what ends those that cannot end.
 
-The host puts a step on a stream and returns. Nobody but `Pending` then knows that it is under way:
-it is asked by the host's thread, and looks by itself now and then in another thread, which goes on
-while CUDA blocks the host's. A step that waits for a rank that is gone ends with its communicator
-alone, so `Pending` aborts that, and keeps why for whoever asks: the next call, and a Work's wait().
+The host puts a step on a stream and returns. Nobody but a `Watcher` then knows that it is under
+way: it is asked by the host's thread, and looks by itself now and then in a thread of its own,
+which goes on while CUDA blocks the host's. A step that waits for a rank that is gone ends with its
+communicator alone, so the watcher aborts that, and keeps why for whoever asks: the next call, and a
+Work's wait().
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ from __future__ import annotations
 import functools
 import threading
 import time
-import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -21,6 +21,8 @@ from torch import cuda
 
 from collectives.errors import CollectiveError, CollectiveTimeoutError, TransportError
 from collectives.stall import Stall
+from collectives.transport.base import Transport
+from collectives.transport.nccl.backend import Backend, translate_errors
 
 # Beyond these the host waits for the first: CUDA lets whoever launches more than about a thousand
 # things wait, without a limit, for a stream that waits for a rank.
@@ -42,7 +44,7 @@ class Posted(NamedTuple):
     since: float
 
 
-class Pending:
+class Watcher:
     """The steps that a transport has put on streams and that have not ended as far as is known.
 
     The time of a step begins when it is put on a stream, and not before those ahead of it are known
@@ -50,34 +52,23 @@ class Pending:
     capture, or where a step is late or a peer is gone: that would end the capture of a CUDA graph
     in any thread. So a step behind one that nobody has asked for may take up to twice its timeout.
 
+    Its thread begins with the first step, never keeps the process from ending, and ends by `stop`.
+
     Args:
-        rank: This rank.
-        end: Aborts all that is under way, in bounded time; returns how that went.
-        gone: Returns one of some ranks (of all for None) that has ended; None where none has.
-        check: Raises NCCL's asynchronous error, if any, for the step it is given.
-        names: As `Transport.names`.
+        host: Names the ranks, and knows which are gone.
+        backend: Tells of asynchronous errors, and aborts all that is under way.
 
     Attributes:
         items: The steps, in their order.
         error: What ended them. Nothing can be put on the streams afterwards.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        end: Callable[[], str],
-        gone: Callable[[Collection[int] | None], int | None] = lambda peers: None,
-        check: Callable[[str], None] = lambda step: None,
-        names: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, host: Transport, backend: Backend) -> None:
         self.items: deque[Posted] = deque()
         self.error: CollectiveError | None = None
-        self._names = names
-        self._rank = self._name(rank)
-        self._end = end
-        self._gone = gone
-        self._check = check
-        self._told = False
+        self._host = host
+        self._backend = backend
+        self._raised = False
         # When the last step that was the first under way was known to have come.
         self._passed = 0.0
         # A peer that is gone, and since when it is known.
@@ -86,29 +77,31 @@ class Pending:
         self._stall: tuple[Posted, Stall] | None = None
         # Held while all is ended: until then an event that comes may be of an aborted step.
         self._lock = threading.RLock()
+        self._thread: threading.Thread | None = None
+        self._stopped = False
 
     def add(self, posted: Posted) -> None:
-        """Take note of a step; wait for the first ones where there are too many."""
+        """Watch a step; wait for the first ones where there are too many."""
         with self._lock:
             self.items.append(posted)
+            if self._thread is None:
+                name = f"nccl-watch-{self._host.rank}"
+                self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+                self._thread.start()
         self.settle(MAX_PENDING)
 
     def settle(self, most: int = 0) -> None:
         """Wait on the host until at most `most` steps are under way; raise what ended them."""
-        while self._too_many(most):
-            time.sleep(_PAUSE_SECONDS)
-
-    def _too_many(self, most: int) -> bool:
-        with self._lock:
-            self._drop_done()
-            self.raise_error()
-            if len(self.items) <= most:
-                return False
-            first = self.items[0]
-            if self._is_late(first):
-                self.late(first.peers, first.step, first.timeout)
+        while True:
+            with self._lock:
+                self._drop_done()
                 self.raise_error()
-            return True
+                if len(self.items) <= most:
+                    return
+                if self._is_late(first := self.items[0]):
+                    self.late(first.peers, first.step, first.timeout)
+                    self.raise_error()
+            time.sleep(_PAUSE_SECONDS)
 
     def is_idle(self) -> bool:
         """Whether all has come; asks CUDA."""
@@ -119,9 +112,9 @@ class Pending:
     def finish(self) -> None:
         """Wait for all steps before what carries them is closed.
 
-        Raises what ended them, unless somebody was told before.
+        Raises what ended them, unless it was raised before.
         """
-        if not self._told:
+        if not self._raised:
             self.settle()
 
     def raise_error(self) -> None:
@@ -134,14 +127,14 @@ class Pending:
     def failure(self) -> CollectiveError:
         """Return what ended the steps, to be raised: a new error, for several threads may."""
         assert self.error is not None
-        self._told = True
+        self._raised = True
         made = type(self.error)(str(self.error))
         made.__cause__ = self.error
         return made
 
     def check_usable(self, step: str) -> None:
-        """Raise what ended the steps if nobody was told yet, else that no others can be posted."""
-        if self._told:
+        """Raise what ended the steps if it was not yet, else that no others can be posted."""
+        if self._raised:
             raise TransportError(
                 f"{step}: this NCCL transport is unusable since {self.error}"
             ) from self.error
@@ -151,18 +144,17 @@ class Pending:
         """End all steps and keep the error, which may say how that went. The first one counts."""
         with self._lock:
             if self.error is None:
-                self.error = say(self._end())
+                self.error = say(self._backend.abort())
                 self.items.clear()
 
-    def abort(self, say: Callable[[str], CollectiveError]) -> None:
+    def abort(self, reason: str) -> None:
         """End all steps for whoever knows why, and raises that: `finish` need not."""
-        self.fail(say)
-        self._told = True
+        self.fail(lambda how: TransportError(f"{reason} ({how})"))
+        self._raised = True
 
     def late(self, peers: tuple[int, ...], step: str, timeout: float) -> None:
         """End all steps: one took over its timeout."""
-        said = f"rank {self._rank} got no answer from {self._named(peers)} in"
-        said = f"{said} {step} (stopped after {timeout:g} s)"
+        said = f"{self._no_answer(peers, step)} (stopped after {timeout:g} s)"
         self.fail(lambda how: CollectiveTimeoutError(f"{said}: {how}"))
 
     def watch(self) -> None:
@@ -176,7 +168,8 @@ class Pending:
         if first is None or self.error is not None:
             return
         try:
-            self._check(first.step)
+            with translate_errors(first.step):
+                self._backend.check()
         except TransportError as error:
             failure = error
             self.fail(lambda how: failure)
@@ -192,16 +185,27 @@ class Pending:
             if peer is None:
                 self.late(first.peers, first.step, first.timeout)
                 return
-            name = self._name(peer)
-            said = f"rank {self._rank} got no answer from rank {name} in {first.step}"
-            self.fail(lambda how: CollectiveTimeoutError(f"{said}: rank {name} has ended; {how}"))
+            said = f"{self._no_answer((peer,), first.step)}: {self._named((peer,))} has ended; "
+            self.fail(lambda how: CollectiveTimeoutError(said + how))
+
+    def stop(self) -> None:
+        """End the thread."""
+        # No Event, whose lock another thread may hold where a process is forked.
+        self._stopped = True
+
+    def _run(self) -> None:
+        while not self._stopped:
+            time.sleep(CHECK_SECONDS)
+            # CUDA's errors reach the host's thread, too.
+            with suppress(RuntimeError):
+                self.watch()
 
     def _warn(self, first: Posted) -> None:
         """Warn of a step that has not come for long; only then ask CUDA whether it has."""
         if self._stall is None or self._stall[0] is not first:
-            since = max(first.since, self._passed)
+            since, rank = max(first.since, self._passed), self._host.name(self._host.rank)
             late = functools.partial(self._named, first.peers)
-            self._stall = first, Stall(self._rank, first.step, first.timeout, late, since)
+            self._stall = first, Stall(rank, first.step, first.timeout, late, since)
         stall = self._stall[1]
         if stall.is_due():
             with self._lock:
@@ -213,7 +217,7 @@ class Pending:
         peer = None
         # The host's thread may close its connections now; that ends this, too.
         with suppress(CollectiveError, ValueError, OSError):
-            peer = self._gone(first.peers or None)
+            peer = self._host.gone(first.peers or None)
         if peer is None:
             self._suspect = None
         elif self._suspect is None or self._suspect[0] != peer:
@@ -222,11 +226,11 @@ class Pending:
             return peer
         return None
 
-    def _name(self, rank: int) -> int:
-        return self._names[rank] if self._names else rank
+    def _no_answer(self, peers: tuple[int, ...], step: str) -> str:
+        return f"{self._host.me} got no answer from {self._named(peers)} in {step}"
 
     def _named(self, peers: tuple[int, ...]) -> str:
-        names = tuple(map(self._name, peers))
+        names = tuple(map(self._host.name, peers))
         if not names:
             return "the other ranks"
         return f"rank {names[0]}" if len(names) == 1 else f"one of the ranks {names}"
@@ -241,40 +245,3 @@ class Pending:
             self.items.popleft()
             self._passed, any_done = time.monotonic(), True
         return any_done
-
-
-class Watchdog:
-    """A thread that looks at the steps under way, for a library whose calls have none of their own.
-
-    It never keeps the process from ending, and ends when `owner` is collected.
-
-    Args:
-        pending: The steps.
-        owner: What puts them on streams.
-        name: The thread's name.
-    """
-
-    def __init__(self, pending: Pending, owner: object, name: str) -> None:
-        self._pending = pending
-        self._name = name
-        self._stopped = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
-        weakref.finalize(owner, self._stopped.set)
-
-    def start(self) -> None:
-        """Start it where it does not run."""
-        with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
-
-    def stop(self) -> None:
-        """End it."""
-        self._stopped.set()
-
-    def _run(self) -> None:
-        while not self._stopped.wait(CHECK_SECONDS):
-            # CUDA's errors reach the host's thread, too.
-            with suppress(RuntimeError):
-                self._pending.watch()
