@@ -37,14 +37,11 @@ from collectives.schedules.spec import parse_all_reduce_spec, parse_general_int,
 
 TORCH = "torch"
 DTYPES = {
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "int8": torch.int8,
-    "uint8": torch.uint8,
-    "int32": torch.int32,
-    "int64": torch.int64,
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+        *(torch.int8, torch.uint8, torch.int32, torch.int64),
+    )
 }
 _ALIASES = {"half": "float16", "float": "float32", "double": "float64"}
 _DEFAULTS = {"sum": "xring,rechd,rd", "avg": "xring,rechd,rd", "adasum": "vhdd,rd"}
@@ -185,10 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check(
-    args: Any,
-    group: collectives.Group,
-    device: torch.device,
-    ops: Mapping[str, Sequence[str]],
+    args: Any, group: collectives.Group, device: torch.device, ops: Mapping[str, Sequence[str]]
 ) -> None:
     """Raise ValueError for what cannot be run on this group."""
     group.transport.check_device(device)
