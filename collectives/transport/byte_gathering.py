@@ -43,17 +43,17 @@ def gather_bytes(payload: bytes, transport: Transport, step: str, timeout: float
 
     lengths = torch.full((transport.size, 1), len(payload), device="cpu")
     gather([*lengths], "lengths")
-    told = lengths.flatten().tolist()
-    for peer, length in enumerate(told):
+    announced = lengths.flatten().tolist()
+    for peer, length in enumerate(announced):
         if not 0 <= length <= _MAX_BYTES:
             raise TransportError(
                 f"{step}: rank {transport.name(peer)} says that it sends {length} bytes, which is "
                 f"not from 0 to {_MAX_BYTES}"
             )
-    pieces = [torch.empty(n, dtype=torch.uint8, device="cpu") for n in told]
-    pieces[transport.rank] = as_tensor(payload)
-    gather(pieces, "contents")
-    return [piece.numpy().tobytes() for piece in pieces]
+    payloads = [torch.empty(n, dtype=torch.uint8, device="cpu") for n in announced]
+    payloads[transport.rank] = as_tensor(payload)
+    gather(payloads, "contents")
+    return [each.numpy().tobytes() for each in payloads]
 
 
 def gather_objects(value: Any, transport: Transport, timeout: float) -> list[Any]:
@@ -63,14 +63,14 @@ def gather_objects(value: Any, transport: Transport, timeout: float) -> list[Any
     )
 
 
-def read_objects(told: Sequence[bytes], transport: Transport) -> list[Any]:
-    """Return what ranks told as JSON, by rank.
+def read_objects(payloads: Sequence[bytes], transport: Transport) -> list[Any]:
+    """Return what ranks have sent as JSON, by rank.
 
     Raises:
         TransportError: It is none; the text names the rank.
     """
     read = []
-    for rank, each in enumerate(told):
+    for rank, each in enumerate(payloads):
         try:
             read.append(json.loads(each))
         except (ValueError, RecursionError) as error:
