@@ -15,7 +15,7 @@ from collectives.reducers import Reducer
 from collectives.schedules.partition import split_bounds
 from collectives.schedules.schedule import Schedule
 from collectives.schedules.spec import canonical_spec, parse_all_reduce_spec
-from collectives.schedules.user_schedules import verified
+from collectives.schedules.user_schedules import require_carries, verified
 from collectives.transport.byte_gathering import as_tensor
 
 Tensor = torch.Tensor
@@ -90,12 +90,7 @@ class Arguments:
             segments = validation.segments(segments, tensor.numel())
         compared = {**self._reduction([tensor], op, **options), "segments": segments}
         known = verified(schedule, self._transport.rank, self._transport.size)
-        if op.needs_one_tree and not (known.proof.carries_adasum and known.proof.phases < 2):
-            raise ValueError(
-                f"schedule {schedule.name!r} cannot carry {op}: it reduces in phases, not every "
-                "element by one expression tree, or in steps without the group of ranks that hold "
-                "the whole operands"
-            )
+        require_carries(known, op)
         del compared["algorithm"]
         compared["schedule"] = f"{schedule.name} with steps {known.digest}"
         name = options.get("name")
@@ -193,7 +188,7 @@ class Arguments:
         self, tensors: Sequence[Tensor], op: Reducer, **options: Unpack[ScaleOptions]
     ) -> dict[str, Any]:
         compared = self._reduction(tensors, op, **options)
-        if op.needs_one_tree:
+        if not op.associative:
             raise ValueError(f"op {op} needs all ranks: use all_reduce")
         del compared["algorithm"]
         return compared

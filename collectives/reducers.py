@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -23,8 +23,9 @@ class Piece(NamedTuple):
     """The same elements of two or more vectors.
 
     Attributes:
-        parts: 1-D tensors of equal length, in the order of the reduction.
-        out: The one of them that the result goes to.
+        parts: 1-D tensors of equal length, in the order of the reduction; of an operator that needs
+            all operands, those of all ranks in rank order.
+        out: Where the result goes: one of them, or other memory.
         start: Where they begin in the whole buffer, in elements.
     """
 
@@ -58,12 +59,22 @@ class Operands:
 
 
 class Reducer:
-    """A binary operator on buffers, associative or applied in the order of a tree.
+    """An operator on buffers: a binary one, in any order or in that of a tree, or one of all ranks.
+
+    One rank's operand alone is its own result: `reduce` is not called for it.
 
     Attributes:
-        name: How errors and traces call it.
-        needs_one_tree: Whether every element must be reduced by the same expression tree. An
-            algorithm can carry such an operator where its record has an `order`.
+        name: How errors and traces call it; ranks whose operators have other names make other
+            calls, so it names the settings, too.
+        operands: What `reduce` is given. "pair": two operands or more, which may be results of
+            earlier reductions. "all": those of all ranks at once, as a trimmed mean needs them. An
+            algorithm can carry such an operator where its record says `all_at_once`.
+        needs_one_tree: Whether every element of a segment must be reduced by the same expression
+            tree, as the result depends on whole segments. An algorithm can carry such an operator
+            where its record has an `order`.
+        averages: Whether equal operands on all ranks give that operand, as an average does and a
+            sum does not; None where nobody has said so. Training asks: a difference of parameters
+            can be reduced only by what averages.
         reduces_in_shared_memory: Whether `reduce` needs nothing but the vectors, so that ranks that
             share memory may reduce there without messages: it takes each segment by itself and
             communicates only by calling `sum_partials` once where that is given, with a row for
@@ -71,11 +82,18 @@ class Reducer:
     """
 
     name = "Reducer"
+    operands: Literal["pair", "all"] = "pair"
     needs_one_tree = False
+    averages: bool | None = None
     reduces_in_shared_memory = False
 
     def __repr__(self) -> str:
         return self.name
+
+    @property
+    def associative(self) -> bool:
+        """Whether ranks may reduce any part of the operands, in any order, onto any rank."""
+        return self.operands == "pair" and not self.needs_one_tree
 
     def check(self, dtype: torch.dtype) -> None:
         """Check that the operator has a meaning on a dtype.
@@ -86,11 +104,19 @@ class Reducer:
         raise NotImplementedError
 
     def algorithm(self, nbytes: int, size: int) -> str:
-        """Return the algorithm that `auto` takes for `nbytes` over `size` ranks, by size only."""
-        raise NotImplementedError
+        """Return what `auto` stands for with `nbytes` over `size` ranks, by these numbers only.
+
+        It is one range of a specification, of an algorithm that can carry the operator.
+        """
+        small = nbytes <= _SMALL_BYTES
+        if self.operands == "all":
+            return "bruck" if small else f"psgpu#{size}"
+        if small:
+            return "rd"
+        return "vhdd" if self.needs_one_tree else "rechd"
 
     def reduce(self, operands: Operands) -> None:
-        """Write the parts of every piece, joined from left to right, to its `out`."""
+        """Write the parts of every piece, reduced, to its `out`; pairs are joined from the left."""
         raise NotImplementedError
 
     def bind(self, operands: Operands) -> Callable[[], None]:
@@ -144,6 +170,7 @@ class SumReducer(Reducer):
     """The elementwise sum; each addition rounds to the buffer's dtype, as NCCL's and gloo's do."""
 
     name = "Sum"
+    averages = False
     reduces_in_shared_memory = True
 
     def check(self, dtype: torch.dtype) -> None:
@@ -182,6 +209,7 @@ class AverageReducer(SumReducer):
     """
 
     name = "Average"
+    averages = True
 
     def prescale(self, dtype: torch.dtype, size: int) -> float:
         return 0.5 ** (size - 1).bit_length() if dtype in _HALVES else 1.0
@@ -218,9 +246,6 @@ class ElementwiseReducer(Reducer):
     def check(self, dtype: torch.dtype) -> None:
         if dtype not in self._dtypes:
             raise TypeError(f"{self.name} has no meaning on {dtype}")
-
-    def algorithm(self, nbytes: int, size: int) -> str:
-        return "rd" if nbytes <= _SMALL_BYTES else "rechd"
 
     def reduce(self, operands: Operands) -> None:
         for parts, out, _ in operands.pieces:

@@ -37,8 +37,8 @@ class Runs(Protocol):
         """Take note of what may have left a call half made."""
         ...
 
-    # What a mismatch has said that nobody has waited for yet.
-    untold: str
+    # The text of a mismatch that no wait has raised yet.
+    unraised: str
 
     def is_forked(self) -> bool:
         """Whether this process was forked from the one whose calls these are."""
@@ -98,8 +98,8 @@ class Work(Generic[T_co]):
             self._worker.run_first(self)
         self._wait_for_host()
         if self._error is not None:
-            if self._worker is not None and self._worker.untold == str(self._error):
-                self._worker.untold = ""
+            if self._worker is not None and self._worker.unraised == str(self._error):
+                self._worker.unraised = ""
             raise self._error
         for device, event in self._events:
             torch.cuda.current_stream(device).wait_event(event)
@@ -199,23 +199,23 @@ class Work(Generic[T_co]):
             except CollectiveMismatchError as error:
                 self._error = error
                 if self._worker is not None:
-                    self._worker.untold = str(error)
+                    self._worker.unraised = str(error)
             except BaseException as error:  # noqa: BLE001 - wait() raises it
                 self._error = error
                 if self._worker is not None:
                     self._worker.fail(error)
             finally:
                 self._ended = True
-            self._tell()
+            self._notify()
 
     def fail(self, error: BaseException) -> None:
         """End a collective that has not, with an error for `wait()`."""
         if not self._ended:
             self._error = error
             self._ended = True
-            self._tell()
+            self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         """Wake those that wait, and call the callbacks."""
         with suppress(RuntimeError):
             self._ending.release()

@@ -46,14 +46,14 @@ class Worker:
     Attributes:
         failure: The first error by which a call may have been left half made. What runs calls has
             to look at it; the worker runs them all the same.
-        untold: What the mismatch of an asynchronous call has said that nobody has waited for yet.
+        unraised: The text of an asynchronous call's mismatch that no wait has raised yet.
     """
 
     def __init__(self, name: str, check_streams: Callable[[], None] = lambda: None) -> None:
         self._name = name
         self.check_streams = check_streams
         self.failure: BaseException | None = None
-        self.untold = ""
+        self.unraised = ""
         # Each collective that has not ended, with what runs it. The first may be running.
         self._jobs: deque[tuple[Work[Any], Callable[[], None]]] = deque()
         # An Event would be left locked by an exception while it is set.

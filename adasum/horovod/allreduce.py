@@ -46,9 +46,9 @@ def allreduce(
             still under way: that is a ValueError, in all of these functions.
         compression: Casts what is sent.
         op: Sum, Average, Min, Max, Product, or Adasum, for which the whole tensor is one segment;
-            Average unless given. An average of integers is truncated towards zero.
+            Average unless given. An average of integers loses its fraction.
         prescale_factor: Multiplies the tensor before the reduction; equal on all ranks. Integers
-            are multiplied in float64 and truncated towards zero, here and after the reduction.
+            are multiplied in float64 and lose their fraction, here and after the reduction.
         postscale_factor: Multiplies the result; equal on all ranks.
         process_set: The ranks that take part; all ranks unless given.
 
@@ -168,7 +168,7 @@ def grouped_allreduce_async_(
     """Start a `grouped_allreduce_`; the tensors must not be used until `synchronize`."""
     options = options_of(name, op, prescale_factor, postscale_factor, process_set, average)
     inputs = tensor_list(tensors)
-    # Detached: in place on a parameter changes its value and is not for autograd to record.
+    # Detached: autograd must not record that a parameter's value is replaced.
     detached = [dense(each, f"tensors[{i}]").detach() for i, each in enumerate(inputs)]
     work = _start_in_place(options, detached, "grouped_allreduce")
     return Handle([work], lambda _: inputs)

@@ -30,8 +30,8 @@ from adasum.optimizer.delta_method import DeltaMethod, DeltaMethodInBackward, st
 from adasum.optimizer.distributed_mixin import DistributedMixin
 from adasum.optimizer.gradient_method import GradientMethod
 from adasum.optimizer.local_steps import LocalStepsMethod
-from adasum.optimizer.owners_method import OwnersMethod
-from adasum.optimizer.settings import Settings
+from adasum.optimizer.owners_method import OwnersMethod, SoleOwnerMethod
+from adasum.optimizer.wrapped_step import Settings
 from adasum.optimizer.wrapping import wrap
 from adasum.reducer import UNWEIGHTED, Adasum
 from collectives import Average, Group, Reducer, Sum, default_group
@@ -180,12 +180,16 @@ class DistributedOptimizer(DistributedMixin):
         ]
         if op is Adasum:
             warn_of_scaled_rate(algorithm)
+        if settings.one_rank and kind is OwnersMethod:
+            kind = SoleOwnerMethod
         wrap(self, optimizer, kind, named, by_size(named, groups), settings)
-        if comparing:
-            self._adasum_check = ParameterCheck(
-                settings.reducer.group, partial(_settings_of, weakref.ref(self), asked), check_every
-            )
-            self._adasum_check.add(named)
+        self._adasum_check = ParameterCheck(
+            settings.reducer.group,
+            partial(_settings_of, weakref.ref(self), asked),
+            every=check_every,
+            compares=comparing,
+        )
+        self._adasum_check.add(named)
 
 
 def _settings_of(

@@ -2,8 +2,6 @@
 
     --bench-results DIR   write results.json, tables.md and plots to DIR/<device>
     --bench-compile       have torch.compile as a peer on the CPU, too (it takes minutes there)
-    --bench-seconds N     skip rows that have not begun after N seconds; rows that goals single out
-                          come first
     --bench-rows TEXT     only rows with TEXT in their name: "sum_n n=5 16 MiB" is one row
     --bench-part PART     "goals": only rows that goals single out; "others": only the rest
     --bench-gpu           end with status 2 where torch sees no GPU
@@ -53,7 +51,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=DEVICE == "cuda",
         help="time torch.compile on the CPU, too",
     )
-    group.addoption("--bench-seconds", type=float, metavar="N", help="begin no row after N seconds")
     group.addoption("--bench-rows", default="", metavar="TEXT", help="only rows named like it")
     group.addoption("--bench-part", choices=["goals", "others"], help="rows of goals, or the rest")
     group.addoption("--bench-gpu", action="store_true", help="end where torch sees no GPU")
@@ -80,12 +77,6 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     item.add_marker(pytest.mark.benchmark(timer=read_played))
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    limit = item.config.getoption("bench_seconds")
-    if limit is not None and time.time() - item.config.stash[BEGAN][0] > limit:
-        pytest.skip(f"--bench-seconds {limit:g} have passed")
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     named, part = config.getoption("bench_rows"), config.getoption("bench_part")
     first = {str(s) for s in _SPECS if goals.singled_out(s.kernel, s.series, s.size)}
@@ -105,8 +96,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left := [item for item in items if not chosen(item)]:
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if chosen(item)]
-    if config.getoption("bench_seconds") is not None:
-        items.sort(key=lambda item: _row(item) not in first)
 
 
 def _row(item: pytest.Item) -> str:

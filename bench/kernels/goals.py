@@ -123,17 +123,10 @@ def _beside_tensors(row: Row) -> float | None:
 
 
 GPU = (
-    Goal(
-        "pack, unpack of 64 MB or more: fraction of the roof",
-        "cuda",
-        _straight,
-        _fraction,
-        0.95,
-    ),
-    Goal("the same, misaligned", "cuda", _misaligned, _fraction, 0.85),
+    Goal("pack, unpack of 64 MB or more: fraction of the roof", _straight, _fraction, 0.95),
+    Goal("the same, misaligned", _misaligned, _fraction, 0.85),
     Goal(
         "1,000 tensors of 1 KiB: times an empty launch",
-        "cuda",
         lambda row: row.kernel in PACKING and "1,000 x" in row.label,
         _times_empty,
         2.0,
@@ -141,58 +134,36 @@ GPU = (
     ),
     Goal(
         "10,000 tensors of 64 B: right, in microseconds",
-        "cuda",
         lambda row: row.kernel in PACKING and "10,000 x" in row.label,
         lambda row: row.seconds * 1e6,
         None,
         True,
     ),
+    Goal("pack, unpack: best peer over ours, each row", _of(*PACKING), _ratio, 1.0),
     Goal(
-        "pack, unpack: best peer over ours, each row",
-        "cuda",
-        _of(*PACKING),
-        _ratio,
-        1.0,
-    ),
-    Goal(
-        "pack, unpack: best peer over ours, geometric mean",
-        "cuda",
-        _of(*PACKING),
-        _ratio,
-        1.3,
-        mean=True,
+        "pack, unpack: best peer over ours, geometric mean", _of(*PACKING), _ratio, 1.3, mean=True
     ),
     Goal(
         "sum_n, scaled_add of tensors of 64 MB or more: fraction of the roof",
-        "cuda",
         _sums,
         _fraction,
         0.95,
     ),
-    Goal(
-        "the same, mixed dtypes and found_inf",
-        "cuda",
-        _special_sums,
-        _fraction,
-        0.95,
-    ),
+    Goal("the same, mixed dtypes and found_inf", _special_sums, _fraction, 0.95),
     Goal(
         "dot_and_norms of 64 MB or more: fraction of the read-only roof",
-        "cuda",
         lambda row: row.kernel == "dot_and_norms" and row.size >= LARGE,
         _fraction,
         0.9,
     ),
     Goal(
         "sum_n of 8: chain of adds over ours",
-        "cuda",
         lambda row: row.kernel == "sum_n" and row.tensors == 8 and FRESH not in row.series,
         _over_best(CHAIN),
         2.0,
     ),
     Goal(
         "adasum on chip: (time - empty launch) over the three-unit roof",
-        "cuda",
         lambda row: _one_segment(row) and row.elements <= ON_CHIP,
         _over_three_units,
         1.2,
@@ -200,7 +171,6 @@ GPU = (
     ),
     Goal(
         "adasum on chip: time over the three-unit roof and an empty launch",
-        "cuda",
         lambda row: _one_segment(row) and row.elements <= ON_CHIP,
         _over_three_units_and_launch,
         1.5,
@@ -208,7 +178,6 @@ GPU = (
     ),
     Goal(
         "adasum of 160 segments on chip over one segment",
-        "cuda",
         lambda row: row.kernel == "adasum" and row.series == "segments on chip",
         _slowdown(ONE_SEGMENT),
         1.05,
@@ -216,14 +185,12 @@ GPU = (
     ),
     Goal(
         "adasum beyond: fraction of the five-unit roof",
-        "cuda",
         lambda row: _one_segment(row) and row.elements > ON_CHIP,
         _of_five_units,
         0.93,
     ),
     Goal(
         "adasum of a model's segments over one segment",
-        "cuda",
         lambda row: row.kernel == "adasum" and row.series == "segments",
         _slowdown(ONE_SEGMENT),
         1.05,
@@ -231,17 +198,15 @@ GPU = (
     ),
     Goal(
         "adasum of up to 1 MiB in two launches: without overlap over with it",
-        "cuda",
         lambda row: _one_segment(row) and _planned(row),
         _gain_of_overlap,
         1.0,
         mean=True,
     ),
-    Goal("adasum: torch eager over ours", "cuda", _one_segment, _over_best(EAGER), 3.0),
-    Goal("adasum: torch.compile over ours", "cuda", _one_segment, _over_best(COMPILED), 1.5),
+    Goal("adasum: torch eager over ours", _one_segment, _over_best(EAGER), 3.0),
+    Goal("adasum: torch.compile over ours", _one_segment, _over_best(COMPILED), 1.5),
     Goal(
         "host cost of a call on up to 16 tensors, microseconds",
-        "cuda",
         lambda row: row.tensors <= 16 and FRESH not in row.label,
         _host_microseconds,
         25.0,
@@ -249,7 +214,6 @@ GPU = (
     ),
     Goal(
         "host cost of a call at fresh addresses, microseconds",
-        "cuda",
         lambda row: FRESH in row.label,
         _host_microseconds,
         None,
@@ -257,7 +221,6 @@ GPU = (
     ),
     Goal(
         "host cost of a call on a model's list, microseconds",
-        "cuda",
         lambda row: row.series in ("models", "segments"),
         _host_microseconds,
         25.0,
@@ -265,7 +228,6 @@ GPU = (
     ),
     Goal(
         "host cost of a planned run beside 0.1 a tensor, microseconds",
-        "cuda",
         _planned,
         _beside_tensors,
         10.0,
@@ -273,38 +235,25 @@ GPU = (
     ),
     Goal(
         "replays inside a CUDA graph (1: yes), every kernel",
-        "cuda",
         lambda row: row.captured is not None,
         lambda row: float(bool(row.captured)),
-        1.0,
-    ),
-    Goal(
-        "a second device works when it is not the current one",
-        "cuda",
-        lambda row: False,
-        lambda row: None,
         1.0,
     ),
 )
 CPU = (
     *(
-        Goal(f"CPU {kernel}: best torch formulation over ours", "cpu", _of(kernel), _ratio, 0.9)
+        Goal(f"CPU {kernel}: best torch formulation over ours", _of(kernel), _ratio, 0.9)
         for kernel in _CPU_KERNELS
     ),
     *(
-        Goal(f"CPU {kernel}, 1 MiB or more: the same", "cpu", _of_size(kernel), _ratio, 0.9)
+        Goal(f"CPU {kernel}, 1 MiB or more: the same", _of_size(kernel), _ratio, 0.9)
         for kernel in _CPU_KERNELS
     ),
     Goal(
-        "CPU plans: a direct call over a planned run",
-        "cpu",
-        _planned,
-        lambda row: row.over(DIRECT),
-        None,
+        "CPU plans: a direct call over a planned run", _planned, lambda row: row.over(DIRECT), None
     ),
     Goal(
         "CPU dot_and_norms: ours over three float32 torch.dot",
-        "cpu",
         lambda row: row.kernel == "dot_and_norms" and row.series == "fp32",
         _slowdown(THREE_DOTS),
         2.0,
@@ -312,11 +261,10 @@ CPU = (
     ),
     Goal(
         "CPU dot_and_norms: ours over one float32 torch.dot",
-        "cpu",
         lambda row: row.kernel == "dot_and_norms" and row.series == "fp32",
         _slowdown(ONE_DOT),
         None,
         True,
     ),
 )
-GOALS = (*GPU, *CPU)
+GOALS = {"cuda": GPU, "cpu": CPU}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -52,21 +51,12 @@ def normal(
     return base[1:].view(size).copy_(values)
 
 
-def count_of(tensors: Sequence[Tensor]) -> int:
-    return sum(tensor.numel() for tensor in tensors)
-
-
 def size_label(nbytes: int) -> str:
     """Return the size in the largest unit: 64 KiB, 16 MiB, 1 GiB."""
     for unit, name in ((1 << 30, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if nbytes >= unit:
             return f"{nbytes / unit:.4g} {name}"
     return f"{nbytes} B"
-
-
-def short(dtype: torch.dtype) -> str:
-    """Return fp16, bf16, fp32 or fp64."""
-    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
 
 
 def copy_roof(traffic: int, device: str = DEVICE) -> tuple[Call, int]:

@@ -91,7 +91,9 @@ def _ratio_text(ratio: float | None) -> str:
 def goal_lines(rows: Sequence[Row], device: str) -> list[str]:
     """Return the table of goals; those of the other device are not measured."""
     lines = [
-        _goal_cells(goal, judge(goal, rows if goal.device == device else [])) for goal in GOALS
+        _goal_cells(goal, judge(goal, rows if of == device else []))
+        for of, goals in GOALS.items()
+        for goal in goals
     ]
     return [
         "## Goals",

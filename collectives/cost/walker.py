@@ -14,7 +14,7 @@ import numpy as np
 from collectives.cost.profiles import Profile, Profiler
 from collectives.schedules import recursive_doubling
 from collectives.schedules.algorithm import Algorithm, BulkStep, Deal, Floats, Ints, Level, Parts
-from collectives.schedules.levels import levels_of, schedule_of
+from collectives.schedules.levels import levels_of
 from collectives.schedules.registry import algorithm
 from collectives.schedules.schedule import Action, Schedule, Step
 from collectives.schedules.spec import AllReduceSpec
@@ -58,15 +58,16 @@ def walk_levels(spec: AllReduceSpec, topology: Topology, op: str, tensors: int =
         tensors: How many lie in the buffer.
 
     Raises:
-        ValueError: A name is unknown, may not stand on its level, or takes fewer shards.
+        ValueError: A name is unknown, may not stand on its level, has no one tree for Adasum, or
+            takes fewer shards.
     """
     profiler, samples = Profiler(topology), max(_FEWEST_SAMPLES, _PIPELINE_CELLS // topology.size)
     near, far = levels_of(spec, topology, one_tree=op == "adasum", deal=Deal(tensors))
-    outer = chain(*_parts(algorithm(spec.outer), far, samples))
+    outer, gathered = _whole(algorithm(spec.outer), far, samples)
     if near is None or spec.inner is None:
         for step in outer:
             _add(profiler, step, op)
-        if schedule_of(spec, topology).gathered:
+        if gathered:
             profiler.reduce_gathered(op)
         return profiler.profile()
 
@@ -74,7 +75,7 @@ def walk_levels(spec: AllReduceSpec, topology: Topology, op: str, tensors: int =
     assert inner.scatter_gather is not None
     owners = np.array(sorted(inner.scatter_gather(near).owners))
     firsts = np.arange(topology.num_nodes) * topology.local_size
-    scatter, gather = _parts(inner, near, samples)
+    scatter, gather = _halves(inner, near, samples)
     for step in scatter:
         _add(profiler, _placed(step, 1, firsts, 1.0), "sum")
     for step in outer:
@@ -85,19 +86,30 @@ def walk_levels(spec: AllReduceSpec, topology: Topology, op: str, tensors: int =
 
 
 @lru_cache(maxsize=16)
-def _parts(record: Algorithm, level: Level, samples: int) -> Parts:
-    """Return the steps of a level; of a long pipeline about as many as `samples` says."""
+def _whole(record: Algorithm, level: Level, samples: int) -> tuple[Sequence[BulkStep], bool]:
+    """Return the steps of a level's all-reduce, and whether they gather whole vectors.
+
+    Of a long pipeline it is about as many steps as `samples` says. They are the schedule's, which
+    need not be those of the two parts: for an operator that needs one tree a ring is a line.
+    """
+    if record.closed_form is not None:
+        return tuple(chain(*record.closed_form(level, samples))), False
+    assert record.schedule is not None
+    schedule = record.schedule(level)
+    return tuple(_steps_of(schedule)), schedule.gathered
+
+
+@lru_cache(maxsize=16)
+def _halves(record: Algorithm, level: Level, samples: int) -> Parts:
+    """Return the steps of both parts of a level's all-reduce; samples: as for `_whole`."""
     if record.closed_form is not None:
         return record.closed_form(level, samples)
-    if record.scatter_gather is not None:
-        both = record.scatter_gather(level)
-        scatter, gather = (
-            tuple(_in_lockstep(part, level.size, both.chunks))
-            for part in (both.scatter, both.gather)
-        )
-        return scatter, gather
-    assert record.schedule is not None
-    return tuple(_steps_of(record.schedule(level))), ()
+    assert record.scatter_gather is not None
+    both = record.scatter_gather(level)
+    scatter, gather = (
+        tuple(_in_lockstep(part, level.size, both.chunks)) for part in (both.scatter, both.gather)
+    )
+    return scatter, gather
 
 
 def _steps_of(schedule: Schedule) -> Iterator[BulkStep]:

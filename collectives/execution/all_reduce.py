@@ -15,7 +15,7 @@ from collectives.cost.choice import choose
 from collectives.execution.call import Call
 from collectives.execution.context import CallContext, Workspace
 from collectives.execution.executor import execute
-from collectives.execution.phases import AllReducePhases, phases_of
+from collectives.execution.phases import AllReducePhases, auto_of, phases_of
 from collectives.execution.vectors import flatten, multiply, vector_of
 from collectives.execution.vendor import Libraries
 from collectives.reducers import Reducer, Sum, is_plain_sum
@@ -96,7 +96,10 @@ class Runner:
         """Raise ValueError or TypeError where one of the ranges cannot reduce such tensors here."""
         for spec in specs:
             if spec.outer == "auto":
-                continue
+                if is_plain_sum(op):
+                    continue
+                nbytes = sum(tensor.nbytes for tensor in tensors)
+                spec = auto_of(op, nbytes, self.size)
             kinds = {(tensor.device, tensor.dtype) for tensor in tensors}
             on_gpu = any(device.type == "cuda" for device, _ in kinds)
             phases = phases_of(spec, op, self.topology)
@@ -207,8 +210,8 @@ class Runner:
 
     def _choose(self, flat: Tensor, op: Reducer) -> AllReduceSpec:
         """Return what `auto` stands for, the same on all ranks and in every run."""
-        if not flat.is_cuda or op.needs_one_tree:
-            return AllReduceSpec(op.algorithm(flat.nbytes, self.size), 1, -1)
+        if not flat.is_cuda or not op.associative:
+            return auto_of(op, flat.nbytes, self.size)
         library = self._library_for(flat, op)
         (spec,) = parse_all_reduce_spec(choose(op, flat.nbytes, ASSUMED, self.topology, library))
         return spec

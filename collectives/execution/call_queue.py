@@ -34,7 +34,7 @@ class CallQueue:
         self._transport = transport
         self._timeout = timeout
         self._worker = Worker(f"collectives-{transport.rank}", transport.check_streams)
-        # What `abort` was called with, and whether the transport was told of a failure.
+        # What `abort` was called with, and whether the transport has been aborted.
         self._asked: TransportError | None = None
         self._ended = False
         self._unnamed_from: Callable[[], threading.Thread | None] = lambda: None
@@ -104,7 +104,7 @@ class CallQueue:
         def guarded() -> Any:
             failure = self._failure()
             if failure is not None:
-                # Where that was outside of a call nobody was told of it yet.
+                # A failure outside of a call has not ended the transport yet.
                 self._end_transport(failure)
                 raise TransportError(
                     f"{kind}: this group is unusable since an earlier failure: {describe(failure)}"
@@ -114,7 +114,7 @@ class CallQueue:
                 self._transport.check_streams()
                 result = function()
                 if whole:
-                    self._worker.untold = ""
+                    self._worker.unraised = ""
                 return result
             except CollectiveMismatchError:
                 raise
@@ -124,10 +124,10 @@ class CallQueue:
                     self._worker.failure = error
                 if self._transport.size > 1:
                     self._end_transport(error)
-                if isinstance(error, CollectiveError) and (untold := self._worker.untold):
-                    # Of the call before: a rank that was told has ended, and this one does not
-                    # know why it waits in vain.
-                    raise CollectiveMismatchError(untold) from error
+                if isinstance(error, CollectiveError) and (mismatch := self._worker.unraised):
+                    # Of an earlier call: a rank that got its error has ended since, and that error
+                    # alone says why this call's peers never came.
+                    raise CollectiveMismatchError(mismatch) from error
                 raise
 
         return guarded
@@ -151,7 +151,7 @@ class CallQueue:
         return self._asked or (self._worker.failure if self._transport.size > 1 else None)
 
     def _end_transport(self, error: BaseException) -> None:
-        """Tell the transport, once: its peers are in this call, the next would meet its messages.
+        """Abort the transport, once: its peers are in this call, the next would meet its messages.
 
         Called by whoever runs a call or takes the place of one.
         """

@@ -18,7 +18,7 @@ from collectives.cost.choice import all_gather_schedule, reduce_schedule
 from collectives.errors import CollectiveMismatchError, TransportError
 from collectives.execution.all_reduce import AllReduceOptions, Runner
 from collectives.execution.call import Call
-from collectives.execution.owner_pieces import in_pieces
+from collectives.execution.owned_vectors import owned_vectors
 from collectives.execution.vectors import flatten, multiply
 from collectives.owners import owners
 from collectives.reducers import Sum
@@ -66,8 +66,8 @@ def _owners(runner: Runner, call: Call) -> list[int]:
 def _reduce_to_owners(runner: Runner, call: Call) -> list[int]:
     chosen: list[int] | None = call.options["owners"]
     if chosen is not None:
-        for pieces in in_pieces(runner, call, chosen):
-            pieces.reduce()
+        for vector in owned_vectors(runner, call, chosen):
+            vector.reduce()
         return chosen
     chosen = _owners(runner, call)
     for tensor, owner in zip(call.tensors, chosen, strict=True):
@@ -78,8 +78,8 @@ def _reduce_to_owners(runner: Runner, call: Call) -> list[int]:
 def _broadcast_from_owners(runner: Runner, call: Call) -> Sequence[Tensor]:
     chosen: list[int] | None = call.options["owners"]
     if chosen is not None:
-        for pieces in in_pieces(runner, call, chosen):
-            pieces.broadcast()
+        for vector in owned_vectors(runner, call, chosen):
+            vector.broadcast()
         return call.tensors
     for tensor, owner in zip(call.tensors, _owners(runner, call), strict=True):
         runner.execute(call, binomial_tree.broadcast(runner.size, owner), flatten(tensor), Sum)
@@ -100,7 +100,7 @@ def _reduce_scatter(runner: Runner, call: Call) -> Tensor:
     rows = split_bounds(tensor.shape[0] if by_rows else flat.numel(), size)
     width = flat.numel() // rows[-1] if rows[-1] else 0
     bounds = [row * width for row in rows]
-    if op.needs_one_tree:
+    if not op.associative:
         options = AllReduceOptions.of(call)._replace(specs=parse_all_reduce_spec("auto"))
         runner.all_reduce(flat, op, options, call.label)
     else:
@@ -109,7 +109,7 @@ def _reduce_scatter(runner: Runner, call: Call) -> Tensor:
     piece = flat[bounds[rank] : bounds[rank + 1]]
     if call.out is None:
         piece = piece.clone()
-    if not op.needs_one_tree:
+    if op.associative:
         runner.finish(call, piece)
     if by_rows:
         piece = piece.view(rows[rank + 1] - rows[rank], *tensor.shape[1:])

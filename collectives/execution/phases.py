@@ -8,10 +8,15 @@ from functools import lru_cache
 from collectives.reducers import Reducer, is_plain_sum
 from collectives.schedules.algorithm import ONE_TENSOR, Deal
 from collectives.schedules.levels import schedule_of
-from collectives.schedules.registry import ALGORITHMS, algorithm
+from collectives.schedules.registry import algorithm, carriers
 from collectives.schedules.schedule import Schedule
-from collectives.schedules.spec import AllReduceSpec
+from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec
 from collectives.schedules.topology import Topology
+
+
+def auto_of(op: Reducer, nbytes: int, size: int) -> AllReduceSpec:
+    """Return what `auto` stands for by size alone."""
+    return parse_all_reduce_spec(op.algorithm(nbytes, size))[0]
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ def phases_of(
 
     Raises:
         ValueError: The algorithm takes fewer shards, or cannot carry the operator: a library, and
-            the ranks inside a node, sum.
+            the ranks inside a node, sum; or it has no one tree, or does not reduce all at once.
     """
     if spec.deals_shards:
         # As few as there are ways to deal, since each is kept.
@@ -57,26 +62,33 @@ def phases_of(
         deal = Deal(min(deal.tensors, size), deal.first % size)
     else:
         deal = ONE_TENSOR
-    return _phases_of(spec, op.needs_one_tree, is_plain_sum(op), str(op), topology, deal)
+    kind = op.needs_one_tree, op.operands == "all", is_plain_sum(op)
+    return _phases_of(spec, *kind, str(op), topology, deal)
 
 
 # Not by the operator, which need not have a hash and would be kept alive.
 @lru_cache(maxsize=1024)
 def _phases_of(
-    spec: AllReduceSpec, one_tree: bool, is_sum: bool, op: str, topology: Topology, deal: Deal
+    spec: AllReduceSpec,
+    one_tree: bool,
+    at_once: bool,
+    is_sum: bool,
+    op: str,
+    topology: Topology,
+    deal: Deal,
 ) -> AllReducePhases:
-    outer = algorithm(spec.outer)
+    outer, able = algorithm(spec.outer), ", ".join(carriers(one_tree=one_tree, at_once=at_once))
     if outer.is_library and spec.inner is None:
         if not is_sum:
-            able = ", ".join(
-                name
-                for name, record in ALGORITHMS.items()
-                if not record.is_library and (record.order or not one_tree)
-            )
             raise ValueError(
                 f"algorithm {outer.name!r} is a library's own sum, which cannot do {op}: use {able}"
             )
         return AllReducePhases(outer.name, spec.shards)
+    if at_once and (spec.inner is not None or not outer.all_at_once):
+        raise ValueError(
+            f"algorithm {str(spec)!r} reduces the operands of some ranks at a time, and {op} needs "
+            f"those of all at once: use {able}"
+        )
     if spec.inner is not None and not is_sum and not one_tree:
         raise ValueError(
             f"algorithm {str(spec)!r} sums inside the nodes, which cannot do {op}: "

@@ -9,6 +9,9 @@ no message is left to send. The bits are those of the algorithm by messages:
   rank does it for all.
 - two-shot, for `rechd` and `vhdd`: each rank reduces its share of all vectors and takes the rest
   from the others; Adasum does so level by level.
+
+An operator that needs all operands at once takes them straight from the buffers: one-shot for
+`bruck`, two-shot for the parameter-server shuffles.
 """
 
 from __future__ import annotations
@@ -22,12 +25,14 @@ import torch
 
 from collectives.execution.all_reduce import AllReduceOptions, Runner, call_span
 from collectives.execution.call import Call
-from collectives.execution.shared_memory_levels import Part, TreeLevel, pairs, tree_levels
+from collectives.execution.phases import auto_of
+from collectives.execution.shared_memory_levels import Share, TreeLevel, pairs, tree_levels
 from collectives.execution.vectors import Vector, vector_of
 from collectives.reducers import Operands, Piece, Reducer
 from collectives.schedules import recursive_doubling, recursive_halving
 from collectives.schedules.folding import Fold
 from collectives.schedules.partition import split_bounds
+from collectives.schedules.registry import algorithm
 from collectives.schedules.spec import AllReduceSpec, spec_for
 from collectives.transport.shared_memory.symmetric_memory import (
     BUFFER_BYTES,
@@ -58,10 +63,10 @@ def plan_shared_memory_all_reduce(runner: Runner, call: Call) -> SharedMemoryAll
     if not (op.reduces_in_shared_memory and tensors and chosen.prescale == 1.0):
         return None
     if call.kind == "grouped_all_reduce":
-        parts = chosen.by_range(tensors)
-        if len(parts) > 1:
+        ranges = chosen.by_range(tensors)
+        if len(ranges) > 1:
             return None
-        ((chosen, _),) = parts
+        ((chosen, _),) = ranges
     nbytes = 0
     for tensor in tensors:
         nbytes += tensor.nbytes
@@ -132,22 +137,17 @@ class SharedMemoryAllReduce:
         return self._bind_slice(vectors)
 
     def _bind_one_shot(self, vectors: Sequence[Tensor]) -> Callable[[str], Tensor]:
-        """Bind all of what `rd` makes of all ranks' vectors, which are only read.
+        """Bind all of what `rd`, or `bruck`, makes of all ranks' vectors, which are only read.
 
         Between them stand buffers aligned alike on every rank, so that all get the same bits.
         """
-        op, segments, size = self.op, self.vector.segments, len(vectors)
-        out = self.vector.tensors[0]
+        op, size, out = self.op, len(vectors), self.vector.tensors[0]
         if self.vector.layout is not None:
             out = self.runner.packed.take(self.vector.numel, out)
-        width = -(-out.nbytes // _CACHE_LINE) * _CACHE_LINE // out.element_size()
-        scratch = self.runner.workspace.take(width * (size - 2), out) if size > 2 else out
-        operands = [*vectors]
-        steps = []
-        for i, (left, right, behind) in enumerate(pairs(size)):
-            target = out if i == size - 2 else scratch[i * width :][: out.numel()]
-            steps.append(_bind_two(operands[left], operands[right], target, op, segments, behind))
-            operands[left] = target
+        if op.operands == "all":
+            steps = [_bind_all(vectors, out, 0, op, self.vector)]
+        else:
+            steps = self._bind_pairs(vectors, out)
 
         def run(label: str) -> Tensor:
             for step in steps:
@@ -157,6 +157,19 @@ class SharedMemoryAllReduce:
 
         return run
 
+    def _bind_pairs(self, vectors: Sequence[Tensor], out: Tensor) -> list[Callable[[], None]]:
+        """Bind each pair of the tree, with memory for what stands between vectors and result."""
+        op, segments, size = self.op, self.vector.segments, len(vectors)
+        width = -(-out.nbytes // _CACHE_LINE) * _CACHE_LINE // out.element_size()
+        scratch = self.runner.workspace.take(width * (size - 2), out) if size > 2 else out
+        operands = [*vectors]
+        steps = []
+        for i, (left, right, behind) in enumerate(pairs(size)):
+            target = out if i == size - 2 else scratch[i * width :][: out.numel()]
+            steps.append(_bind_two(operands[left], operands[right], target, op, segments, behind))
+            operands[left] = target
+        return steps
+
     def _bind_slice(self, vectors: Sequence[Tensor]) -> Callable[[str], Tensor]:
         """Bind what makes the first vector the result: in this rank's slice, which is its alone."""
         op, memory = self.op, self.memory
@@ -165,10 +178,13 @@ class SharedMemoryAllReduce:
         bounds = split_bounds(-(-numel // line), size)
         start, stop = bounds[memory.rank] * line, min(bounds[memory.rank + 1] * line, numel)
         mine = [vector[start:stop] for vector in vectors]
-        steps = [
-            _bind_two(mine[left], mine[right], mine[left], op, None, behind)
-            for left, right, behind in pairs(size)
-        ]
+        if op.operands == "all":
+            steps = [_bind_all(mine, mine[0], start, op, self.vector)]
+        else:
+            steps = [
+                _bind_two(mine[left], mine[right], mine[left], op, None, behind)
+                for left, right, behind in pairs(size)
+            ]
 
         def run(label: str) -> Tensor:
             for step in steps:
@@ -186,17 +202,17 @@ class SharedMemoryAllReduce:
         module = recursive_halving if self.method == "two-shot" else recursive_doubling
         levels = tree_levels(module.all_reduce(len(vectors)))
         steps = [
-            self._bind_part(vectors, level, finish=level is levels[-1])
-            if memory.rank in level.parts
+            self._bind_share(vectors, level, finish=level is levels[-1])
+            if memory.rank in level.shares
             else None
             for level in levels
         ]
 
         def run(label: str) -> Tensor:
-            for number, (level, reduce_part) in enumerate(zip(levels, steps, strict=True)):
+            for number, (level, reduce_share) in enumerate(zip(levels, steps, strict=True)):
                 where = f"step {number + 1} of {label}"
-                if reduce_part is not None:
-                    reduce_part(where)
+                if reduce_share is not None:
+                    reduce_share(where)
                 elif level.block > 1:
                     # Others share their dot products.
                     memory.barrier(where, timeout)
@@ -206,20 +222,20 @@ class SharedMemoryAllReduce:
 
         return run
 
-    def _bind_part(
+    def _bind_share(
         self, vectors: Sequence[Tensor], level: TreeLevel, *, finish: bool
     ) -> Callable[[str], None]:
-        """Bind this rank's part of a level."""
+        """Bind this rank's share of a level."""
         op, numel, size = self.op, self.vector.numel, len(vectors)
-        part = level.parts[self.memory.rank]
+        share = level.shares[self.memory.rank]
         bounds = split_bounds(numel, Fold(size).leaves)
-        start, stop = bounds[part.start], bounds[part.stop]
-        left, right = (vectors[rank][start:stop] for rank in (part.left, part.right))
+        start, stop = bounds[share.start], bounds[share.stop]
+        left, right = (vectors[rank][start:stop] for rank in (share.left, share.right))
         sums = None
         if level.block > 1:
-            sums = _PartialSums(self.memory, level, part, self.runner.timeout)
+            sums = _PartialSums(self.memory, level, share, self.runner.timeout)
         piece = Piece((left, right), left, start)
-        reduce = op.bind(Operands((piece,), numel, self.vector.segments, sums, part.behind))
+        reduce = op.bind(Operands((piece,), numel, self.vector.segments, sums, share.behind))
 
         def run(where: str) -> None:
             if sums is not None:
@@ -235,18 +251,25 @@ class SharedMemoryAllReduce:
 
 def _method_of(spec: AllReduceSpec, vector: Vector, size: int, op: Reducer) -> Method | None:
     """Return how a range of a specification is carried out here; None for messages."""
-    if spec.inner is not None or spec.shards != 1:
+    auto, in_pairs = spec.outer == "auto", op.operands == "pair"
+    if auto:
+        spec = auto_of(op, vector.nbytes, size)
+    # Shards are a matter of messages to what reduces all at once.
+    if spec.inner is not None or (spec.shards != 1 and in_pairs):
         return None
     # An addition is cheaper than waiting, and with two ranks nobody would do anything else.
-    small_method: Method = "tree" if op.needs_one_tree and size > 2 else "one-shot"
+    by_levels = op.needs_one_tree and in_pairs and size > 2
+    small_method: Method = "tree" if by_levels else "one-shot"
     limit = min(ONE_SHOT_BYTES, math.inf if small_method == "tree" else _MAX_READ_BYTES // size)
     name = spec.outer
-    if name == "auto":
+    if auto and op.associative:
         # A wait is what one-shot saves; beyond that, reading a share of all vectors is cheaper.
-        small = "rd" if vector.nbytes <= limit else "rechd"
-        name = op.algorithm(vector.nbytes, size) if op.needs_one_tree else small
-    if name == "rd" and vector.nbytes <= limit:
+        name = "rd" if vector.nbytes <= limit else "rechd"
+    if name == ("rd" if in_pairs else "bruck") and vector.nbytes <= limit:
         return small_method
+    if not in_pairs:
+        # A rank's slice may cut segments.
+        return "two-shot" if algorithm(name).all_at_once and not op.needs_one_tree else None
     rows = 1 if vector.segments is None else len(vector.segments) - 1
     fits = rows * _ROW_BYTES <= TABLE_BYTES or not op.needs_one_tree
     return "two-shot" if name in ("rechd", "vhdd") and fits else None
@@ -264,13 +287,21 @@ def _bind_two(
     return op.bind(Operands(pieces, out.numel(), segments, None, behind))
 
 
+def _bind_all(
+    vectors: Sequence[Tensor], out: Tensor, start: int, op: Reducer, whole: Vector
+) -> Callable[[], None]:
+    """Bind the reduction of all ranks' elements from `start` on, of the whole vector's."""
+    pieces = (Piece(tuple(vectors), out, start),)
+    return op.bind(Operands(pieces, whole.numel, whole.segments, None, (1,) * len(vectors)))
+
+
 @dataclass
 class _PartialSums:
-    """Sums the table of a rank's part over all parts of its pair."""
+    """Sums the table of a rank's share over all shares of its pair."""
 
     memory: SymmetricMemory
     level: TreeLevel
-    part: Part
+    share: Share
     timeout: float
     where: str = ""
     calls: int = 0
@@ -278,7 +309,7 @@ class _PartialSums:
     def __call__(self, table: Tensor) -> None:
         self.calls += 1
         row = table.detach().view(1, -1).numpy()
-        block, leaf, count = self.level.block, self.part.leaf, len(self.level.parts)
+        block, leaf, count = self.level.block, self.share.leaf, len(self.level.shares)
         rows = self.memory.gather_rows([leaf], row, count, self.where, self.timeout)
         first = leaf - leaf % block
         halves = rows[first : first + block]

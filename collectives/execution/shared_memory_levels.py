@@ -14,7 +14,7 @@ from collectives.schedules.folding import Fold
 from collectives.schedules.schedule import Action, Schedule
 
 
-class Part(NamedTuple):
+class Share(NamedTuple):
     """What a rank reduces in a level: chunks [start, stop) of two ranks' vectors.
 
     Attributes:
@@ -38,11 +38,11 @@ class TreeLevel(NamedTuple):
     """Pairs of vectors that are reduced at once.
 
     Attributes:
-        parts: What each rank does, by rank; ranks without a part only wait.
+        shares: What each rank does, by rank; ranks without a share only wait.
         block: Parts of a pair, each of another rank.
     """
 
-    parts: dict[int, Part]
+    shares: dict[int, Share]
     block: int
 
 
@@ -58,7 +58,7 @@ def tree_levels(schedule: Schedule) -> tuple[TreeLevel, ...]:
     # The rank in whose buffer each rank's value lies.
     lies = list(range(schedule.size))
     for steps in zip(*(schedule.steps(rank) for rank in range(schedule.size)), strict=True):
-        parts, before, block = {}, tuple(lies), 1
+        shares, before, block = {}, tuple(lies), 1
         for rank, step in enumerate(steps):
             for peer, start, stop, action, leaves in step.recvs:
                 if action is Action.COPY:
@@ -70,9 +70,9 @@ def tree_levels(schedule: Schedule) -> tuple[TreeLevel, ...]:
                 lies[rank], block, leaf = left, len(step.group), fold.leaf(rank)
                 assert leaf is not None
                 if block > 1 or rank == left:
-                    parts[rank] = Part(left, right, start * width, stop * width, leaf, behind)
-        if parts:
-            levels.append(TreeLevel(parts, block))
+                    shares[rank] = Share(left, right, start * width, stop * width, leaf, behind)
+        if shares:
+            levels.append(TreeLevel(shares, block))
     return tuple(levels)
 
 
@@ -83,5 +83,5 @@ def pairs(size: int) -> list[tuple[int, int, tuple[int, ...]]]:
     The third is how many ranks then stand behind each of both.
     """
     levels = tree_levels(recursive_doubling.all_reduce(size))
-    parts = (part for level in levels for part in level.parts.values())
-    return [(part.left, part.right, part.behind) for part in parts]
+    shares = (share for level in levels for share in level.shares.values())
+    return [(share.left, share.right, share.behind) for share in shares]

@@ -117,6 +117,8 @@ class Algorithm:
         summary: What it does, as in the README's table.
         order: The order of the ranks for an operator that needs one tree; None where the algorithm
             cannot carry such an operator.
+        all_at_once: Whether every reduction is of all ranks' operands at once, in rank order, so
+            that it can carry an operator that needs them so.
         schedule: Makes the all-reduce of a level; None for a library's own.
         closed_form: Makes the steps of a level for the cost model, where there are so many of them
             that walking the schedule of 65,536 ranks would take hours; of a long pipeline about as
@@ -130,6 +132,7 @@ class Algorithm:
     name: str
     summary: str
     order: Order | None
+    all_at_once: bool = False
     schedule: Callable[[Level], Schedule] | None = None
     closed_form: Callable[[Level, int], Parts] | None = None
     scatter_gather: Callable[[Level], ScatterGather] | None = None
@@ -151,6 +154,16 @@ class Algorithm:
     def inner(self) -> bool:
         """Whether it may stand inside a node: in two parts, or a library's."""
         return self.is_library or self.scatter_gather is not None
+
+    def carries(self, *, one_tree: bool, at_once: bool) -> bool:
+        """Whether its schedule can carry an operator over all ranks.
+
+        Args:
+            one_tree: Whether the operator needs one expression tree.
+            at_once: Whether it needs all ranks' operands at once.
+        """
+        ordered = self.order is not None or not one_tree
+        return not self.is_library and ordered and (self.all_at_once or not at_once)
 
     def most_shards(self, size: int, local_size: int) -> int | None:
         """Return the most shards that it takes, None for any number.

@@ -4,9 +4,10 @@ Wins on tiny messages, where latency is all that counts: ceil(log2 n) steps for 
 the fewest there are, where recursive doubling takes two more unless that is a power of two; and one
 n-way reduction in place of one a step. In each step a rank sends all vectors that it has, twice as
 many from step to step: n - 1 of them each way in all, with n as extra memory. Every rank holds all
-operands whole, so an operator that needs whole-vector sums computes them without a message; the
-tree is the line ((0 · 1) · 2) · ... Source: Bruck, Ho, Kipnis, Upfal and Weathersby, "Efficient
-algorithms for all-to-all communications in multiport message-passing systems", IEEE TPDS 1997.
+operands whole and at once, so an operator that needs whole-vector sums computes them without a
+message; the tree is the line ((0 · 1) · 2) · ... Source: Bruck, Ho, Kipnis, Upfal and Weathersby,
+"Efficient algorithms for all-to-all communications in multiport message-passing systems", IEEE TPDS
+1997.
 
 `all_gather` is the same exchange for its own sake: as many bytes as a ring's, in ceil(log2 n) steps
 where that takes n - 1, but to ranks that are far, so that more of them cross between nodes.
@@ -58,6 +59,7 @@ BRUCK = Algorithm(
     "bruck",
     "every rank gets all vectors, for tiny messages",
     Order.LINE,
+    all_at_once=True,
     schedule=lambda level: sharded(all_reduce(level.size), level.shards),
     outer=False,
 )

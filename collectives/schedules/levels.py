@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from collectives.schedules import two_level
 from collectives.schedules.algorithm import ONE_TENSOR, Deal, Level
-from collectives.schedules.registry import ALGORITHMS, SCHEDULES, algorithm
+from collectives.schedules.registry import ALGORITHMS, ORDERED, SCHEDULES, algorithm
 from collectives.schedules.schedule import Schedule
 from collectives.schedules.spec import AllReduceSpec
 from collectives.schedules.topology import Topology
@@ -27,10 +27,16 @@ def levels_of(
         deal: The call's, for both levels.
 
     Raises:
-        ValueError: A name is unknown, may not stand on its level, or takes fewer shards; or there
-            are two levels and the nodes are no equal runs of ranks.
+        ValueError: A name is unknown, may not stand on its level, or takes fewer shards; the
+            operator needs one tree, which the algorithm does not have; or there are two levels and
+            the nodes are no equal runs of ranks.
     """
     outer, size = algorithm(spec.outer), topology.size
+    if one_tree and not (outer.is_library or outer.order):
+        raise ValueError(
+            f"{outer.name!r} reduces in no one order, which operators such as Adasum need: "
+            f"use {', '.join(ORDERED)}"
+        )
     if spec.inner is None:
         outer.check_shards(spec.shards, size, topology.local_size)
         return None, Level(size, spec.shards, topology, one_tree, deal)

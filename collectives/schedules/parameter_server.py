@@ -101,6 +101,7 @@ def _record(name: str, where: str, *, on_host: bool) -> Algorithm:
         name,
         f"k shards of each tensor, dealt to all ranks in turn, which reduce them in {where} memory",
         Order.LINE,
+        all_at_once=True,
         schedule=lambda level: all_reduce(
             level.size,
             level.shards,

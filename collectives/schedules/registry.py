@@ -12,6 +12,7 @@ from collectives.schedules import (
     recursive_doubling,
     recursive_halving,
     ring,
+    swing,
 )
 from collectives.schedules.algorithm import Algorithm
 
@@ -19,6 +20,7 @@ _RECORDS = (
     ring.XRING,
     recursive_halving.RECHD,
     recursive_halving.VHDD,
+    swing.SWING,
     recursive_doubling.RD,
     bruck.BRUCK,
     parameter_server.PSGPU,
@@ -37,6 +39,19 @@ SCHEDULES = tuple(name for name, record in ALGORITHMS.items() if not record.is_l
 
 LIBRARIES = frozenset(ALGORITHMS) - frozenset(SCHEDULES)
 """The names that stand for a library's own all-reduce."""
+
+
+def carriers(*, one_tree: bool = False, at_once: bool = False) -> tuple[str, ...]:
+    """Return the names of the algorithms that can carry an operator: see `Algorithm.carries`."""
+    return tuple(
+        name
+        for name, record in ALGORITHMS.items()
+        if record.carries(one_tree=one_tree, at_once=at_once)
+    )
+
+
+ORDERED = carriers(one_tree=True)
+"""The names of those that carry an operator that needs one expression tree."""
 
 
 def algorithm(name: str) -> Algorithm:

@@ -22,14 +22,21 @@ class Expressions:
     Attributes:
         ranks: The inputs in each node, a bit each.
         phase: The phase of each node's root, -1 for an input.
+        all_at_once: Whether every reduction was of all inputs at once, in their order.
     """
 
     def __init__(self, inputs: int) -> None:
         self.ranks = [1 << i for i in range(inputs)]
         self.phase = [-1] * inputs
+        self.all_at_once = True
+        self._inputs = [*range(inputs)]
         self._shapes: list[int] = [-1] * inputs
         self._nodes: dict[tuple[int, int, int], int] = {}
         self._ids: dict[Hashable, int] = {}
+
+    def see(self, operands: Sequence[int]) -> None:
+        """Note which nodes meet in one reduction."""
+        self.all_at_once &= operands == self._inputs
 
     def reduce(self, left: int, right: int, phase: int, where: str) -> int:
         """Return the node that reduces `left` and `right`, which share no rank.
@@ -160,6 +167,7 @@ def _reduce(
         if own is None:
             raise ScheduleError(f"{where} reduces a chunk it does not have")
         whole = [*before, own, *after]
+        expressions.see(whole)
         left = whole[0]
         pairs = []
         for right in whole[1:]:

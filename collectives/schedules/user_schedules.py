@@ -11,6 +11,7 @@ from operator import index
 from typing import NamedTuple
 
 from collectives import validation
+from collectives.reducers import Reducer
 from collectives.schedules.schedule import Action, Collective, Schedule, Step, Transfer
 from collectives.schedules.symbolic_step import ScheduleError
 from collectives.schedules.verify import Proof, verify, with_leaves
@@ -57,6 +58,22 @@ def verified(schedule: Schedule, rank: int, size: int) -> VerifiedSchedule:
     except TypeError:
         raise TypeError("schedule.steps must have a hash, as functions do: pass one") from None
     return _verified(schedule, rank)
+
+
+def require_carries(known: VerifiedSchedule, op: Reducer) -> None:
+    """Raise ValueError unless a schedule can carry an operator."""
+    name, proof = known.schedule.name, known.proof
+    if op.needs_one_tree and not (proof.carries_adasum and proof.phases < 2):
+        raise ValueError(
+            f"schedule {name!r} cannot carry {op}: it reduces in phases, not every "
+            "element by one expression tree, or in steps without the group of ranks that hold "
+            "the whole operands"
+        )
+    if op.operands == "all" and not proof.all_at_once:
+        raise ValueError(
+            f"schedule {name!r} cannot carry {op}, which needs all ranks' operands at once, in "
+            "rank order: let each reduction be of all of them"
+        )
 
 
 @lru_cache(maxsize=_MAX_ENTRIES)

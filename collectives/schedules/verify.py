@@ -37,6 +37,7 @@ class Proof:
         carries_adasum: Whether, besides, every reduction of the last phase names a group that holds
             its whole operands, or whole segments of them, and as many ranks stand behind each chunk
             of a message.
+        all_at_once: Whether every reduction is of all ranks' operands at once, in rank order.
         leaves: How many ranks stand behind both operands of every REDUCE receive.
     """
 
@@ -44,6 +45,7 @@ class Proof:
     phases: int
     one_tree: bool
     carries_adasum: bool
+    all_at_once: bool = False
     leaves: LeafWeights = field(default=(), repr=False, compare=False)
 
 
@@ -91,10 +93,13 @@ def verify(schedule: Schedule) -> Proof:
     if schedule.gathered:
         if grouped:
             raise ScheduleError(f"{schedule.name}: a gathered schedule reduces in a step")
-        return Proof(count, int(size > 1), one_tree=True, carries_adasum=True, leaves=found)
+        return Proof(
+            count, int(size > 1), one_tree=True, carries_adasum=True, all_at_once=True, leaves=found
+        )
     last = max(grouped, default=-1)
     one_tree = len({expressions.shape(result, last) for result in results}) < 2
-    return Proof(count, last + 1, one_tree, one_tree and grouped.get(last, True), found)
+    carries_adasum = one_tree and grouped.get(last, True)
+    return Proof(count, last + 1, one_tree, carries_adasum, expressions.all_at_once, found)
 
 
 @lru_cache(maxsize=256)

@@ -18,7 +18,7 @@ from collectives.execution.context import CallContext, Workspace
 from collectives.execution.executor import execute
 from collectives.schedules import recursive_doubling, ring
 from collectives.schedules.algorithm import Order
-from collectives.schedules.registry import ALGORITHMS, SCHEDULES
+from collectives.schedules.registry import ALGORITHMS, ORDERED
 from collectives.schedules.schedule import Action, Collective, Schedule, Step, Transfer
 from collectives.schedules.spec import parse_all_reduce_spec
 from collectives.schedules.verify import with_leaves
@@ -60,7 +60,7 @@ def bounds(size: int) -> tuple[int, ...]:
 
 def algorithms(size: int) -> list[str]:
     """Every one, with shards where they make another schedule."""
-    names = [*SCHEDULES, "auto", "rd#3", "vhdd#2", "bruck#2"]
+    names = [*ORDERED, "auto", "rd#3", "vhdd#2", "bruck#2"]
     return names if size == 1 else [*names, "xring#2", f"psgpu#{size}"]
 
 

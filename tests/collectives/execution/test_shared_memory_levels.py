@@ -40,15 +40,15 @@ def test_levels_for_every_size_are_the_steps_of_the_schedule(module: ModuleType)
         assert len(levels) == len(expected)
         width = Fold(size).leaves // schedule.chunks
         for level, reduced in zip(levels, expected, strict=True):
-            for rank, part in level.parts.items():
+            for rank, part in level.shares.items():
                 assert Fold(size).rank(part.leaf) == rank
                 assert reduced[rank] == (part.start // width, part.stop // width)
             if module is recursive_halving:
-                assert level.parts.keys() == reduced.keys()
+                assert level.shares.keys() == reduced.keys()
 
 
 @pytest.mark.parametrize("module", [recursive_doubling, recursive_halving])
-def test_parts_for_every_size_cover_each_pair_once(module: ModuleType) -> None:
+def test_shares_for_every_size_cover_each_pair_once(module: ModuleType) -> None:
     for size in SIZES:
         for level in tree_levels(module.all_reduce(size)):
             for chunks in _covered(level).values():
@@ -70,6 +70,6 @@ def _reductions(schedule: Schedule) -> Iterator[dict[int, tuple[int, int]]]:
 
 def _covered(level: TreeLevel) -> dict[tuple[int, int], list[int]]:
     found: dict[tuple[int, int], list[int]] = {}
-    for part in level.parts.values():
+    for part in level.shares.values():
         found.setdefault((part.left, part.right), []).extend(range(part.start, part.stop))
     return found

@@ -16,6 +16,7 @@ from collectives.schedules import (
     recursive_doubling,
     recursive_halving,
     ring,
+    swing,
 )
 from collectives.schedules.registry import LIBRARIES
 from collectives.schedules.schedule import Schedule, sharded
@@ -247,10 +248,35 @@ def test_costs_of_halving_and_doubling_are_as_documented(n: int) -> None:
         assert folded_costs.staged == 1
 
 
+@pytest.mark.parametrize("n", [2, 4, 8, 16, 64])
+def test_costs_of_swing_are_as_documented(n: int) -> None:
+    levels = n.bit_length() - 1
+    costs = cost(one_level("swing", 1 + n % 3, Topology(n, n)))
+    assert costs.steps == 2 * levels
+    assert costs.sent == costs.received == (Fraction(2 * (n - 1), n),) * n
+    assert costs.staged == Fraction(1, 2)
+    folded_costs = cost(swing.all_reduce(n + 1))
+    assert folded_costs.steps == costs.steps + 2
+    assert max(folded_costs.sent) == max(costs.sent) + 1
+    assert folded_costs.staged == 1
+
+
+@pytest.mark.parametrize("n", [2, 4, 8, 64])
+def test_partners_of_swing_are_the_papers(n: int) -> None:
+    """1, 1, 3, 5, 11, ... ranks away, even ranks first to the right; one message a step."""
+    for rank in range(n):
+        steps = list(swing.all_reduce(n).steps(rank))
+        for number, distance in enumerate((1, -1, 3, -5, 11, -21)[: n.bit_length() - 1]):
+            peer = (rank + (-1) ** rank * distance) % n
+            for step in (steps[number], steps[-1 - number]):
+                assert [each.peer for each in (*step.sends, *step.recvs)] == [peer] * 2
+
+
 @pytest.mark.parametrize(
     "schedule",
     [
         one_level("xring", 2, Topology(4, 2)),
+        swing.all_reduce(5),
         ring.linear_all_reduce(4, 3),
         ring.reduce(4, 1, 3),
         parameter_server.all_reduce(4, 2),

@@ -9,7 +9,7 @@ import pytest
 
 from collectives.schedules import binomial_tree, recursive_doubling, recursive_halving, ring
 from collectives.schedules.folding import Fold
-from collectives.schedules.registry import SCHEDULES
+from collectives.schedules.registry import ORDERED, SCHEDULES
 from collectives.schedules.schedule import (
     IDLE,
     Action,
@@ -37,7 +37,7 @@ def test_all_reduce_is_proved_for_every_size(name: str, sizes: Sequence[int]) ->
     """With an operator that needs one tree to 16 ranks; the line of larger rings has a test."""
     for size in sizes:
         assert verify(one_level(name, 1, Topology(size, size))).phases == (size > 1)
-        if size <= 16:
+        if size <= 16 and name in ORDERED:
             schedule = one_level(name, 1, Topology(size, size), one_tree=True)
             assert verify(schedule).carries_adasum
 

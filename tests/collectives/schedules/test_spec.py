@@ -48,7 +48,6 @@ def test_every_name_and_every_pair_is_parsed() -> None:
         (spec,) = parse_all_reduce_spec(name)
         assert (spec.inner, spec.outer) == (None, name)
     pairs = [(inner, outer) for inner in INNER for outer in OUTER]
-    assert len(pairs) == 36
     for inner, outer in pairs:
         (spec,) = parse_all_reduce_spec(f"{inner}#2/{outer}#3")
         assert (spec.alg, spec.inner, spec.outer) == (f"{inner}/{outer}", inner, outer)

@@ -196,7 +196,9 @@ def test_groups_are_ranks_in_ascending_order(group: tuple[int, ...]) -> None:
 def test_replicas_start_with_their_nodes_contribution() -> None:
     steps = [program[1:] for program in two_nodes()]
     shared = dataclasses.replace(made(steps, 2), replicas=2)
-    assert verify(shared) == Proof(2, phases=2, one_tree=True, carries_adasum=True)
+    assert verify(shared) == Proof(
+        2, phases=2, one_tree=True, carries_adasum=True, all_at_once=True
+    )
     with pytest.raises(ScheduleError, match=r"misses a rank's contribution|one pair"):
         verify(made(steps, 2))
     with pytest.raises(ScheduleError, match="counted twice"):
@@ -266,7 +268,7 @@ def swapped(chunks: int = 2) -> list[list[Step]]:
 def test_gathered_vectors_carry_adasum() -> None:
     for chunks in (2, 6):
         proof = verify(gathered(swapped(chunks), chunks))
-        assert proof == Proof(1, phases=1, one_tree=True, carries_adasum=True)
+        assert proof == Proof(1, phases=1, one_tree=True, carries_adasum=True, all_at_once=True)
 
 
 def test_gathered_vector_that_is_missing_is_found() -> None:

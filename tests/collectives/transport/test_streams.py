@@ -187,7 +187,7 @@ def test_packed_tensors() -> None:
 @pytest.mark.parametrize("op", [Adasum, Average])
 @pytest.mark.parametrize("compression", [Compression.none, Compression.bf16])
 def test_buckets_of_gradients(compression: type[Compressor], op: Reducer) -> None:
-    """In a buffer of their own, made in the first step, and others beside it."""
+    """In a buffer of their own, made in the first step."""
     names = ["a", "b", "c"]
 
     def work(group: Group) -> None:
@@ -198,17 +198,11 @@ def test_buckets_of_gradients(compression: type[Compressor], op: Reducer) -> Non
                 new = mine(group, parameter.numel())
                 parameter.grad = new if step == 0 else parameter.grad.add_(new)
             bucket = buffers.place("a bucket", list(zip(names, parameters, strict=True)))
-            placed = bucket.fused
-            others = [mine(group, numel) for numel in (3, NUMEL, 7)]
-            flights = [
-                wire.reduce_async(names, tensors, f"step {step}, {number}")
-                for number, tensors in enumerate((placed, others))
-            ]
-            for flight in flights:
-                flight.wait()
+            flight = wire.reduce_async(names, bucket.fused, f"step {step}")
+            flight.wait()
             for parameter in parameters:
                 parameter.grad.mul_(2.0)
-            del new, bucket, placed, others, flight, flights
+            del new, bucket, flight
             machine.collect()
             buffers.zero()
 

@@ -1,9 +1,7 @@
-"""The smoke test of a GPU, as far as it goes without one."""
+"""The checks of `adasum.check`, as far as they go without a GPU, and what runs them."""
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,8 +9,7 @@ import pytest
 import torch
 
 import kernels
-from adasum import check
-from adasum.smoke import one_gpu, ranks, supervisor
+from adasum.check import checks, one_gpu, ranks, supervisor
 from collectives.transport import Transport
 from collectives.transport.base import Messages
 from tests.processes.harness import run_ranks
@@ -109,24 +106,26 @@ def test_lines_of_checks_run_here_end_with_the_first_failure(
         raise ranks.NotInstalledError("cupy is not installed")
 
     known = {"missing": missing, "wrong": wrong, "never": wrong}
-    monkeypatch.setattr(supervisor, "checks", lambda: known)
-    assert supervisor.here([*known], "cpu") == 1
+    monkeypatch.setattr(checks, "checks", lambda: known)
+    assert checks.run_here([*known], "cpu") == 1
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("left out missing") and first.endswith("cupy is not installed")
     assert second.startswith("FAILED   wrong") and second.endswith("CUDA error: an illegal address")
 
 
 def test_several_gpus_have_checks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    one = [*supervisor.checks()]
+    one = [*checks.checks()]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
-    several = {*supervisor.checks()} - {*one}
+    several = {*checks.checks()} - {*one}
     assert several == {"a GPU not current", "NCCL of torch, ranks: 4", "NCCL of cupy, ranks: 4"}
     assert one[-2:] == ["NCCL of torch, ranks: 1", "NCCL of cupy, ranks: 1"]
 
 
 def reduce(rank: int) -> None:
-    ranks.together(ranks.TORCH, torch.device("cpu"))
+    said = ranks.together(ranks.TORCH, torch.device("cpu"))
+    assert "Adasum 1.1 MiB in" in said
 
 
 def test_ranks_together_find_their_reductions_right() -> None:
@@ -168,28 +167,6 @@ def alone_over_a_stand_in(rank: int) -> list[str]:
 
 def test_rank_alone_sends_to_itself_over_cupy() -> None:
     assert run_ranks(1, alone_over_a_stand_in) == [["exchange", "close"]]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_smoke_test_without_a_gpu_says_so_in_one_line() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "adasum.smoke"], capture_output=True, text=True, env={**os.environ}
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "adasum.smoke: torch sees no GPU here\n"
-
-
-@pytest.mark.parametrize("passed", [True, False])
-def test_check_on_a_gpu_ends_with_the_smoke_test(
-    passed: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(check, "_self_test", lambda: (True, "fine"))
-    monkeypatch.setattr(check, "_devices", dict)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(supervisor, "supervise", lambda names, say: passed)
-    assert check.main([]) == (0 if passed else 1)
-    assert capsys.readouterr().out.endswith("smoke test of the GPU:\n")
 
 
 def test_check_of_plans_finds_a_run_that_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

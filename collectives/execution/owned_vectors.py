@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 
 
 @dataclass(frozen=True)
-class Pieces:
+class OwnedVector:
     """Tensors as one vector, in which each owner's lie side by side.
 
     Attributes:
@@ -78,7 +78,7 @@ def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         torch._foreach_copy_(list(targets), list(sources))
 
 
-def in_pieces(runner: Runner, call: Call, chosen: Sequence[int]) -> Iterator[Pieces]:
+def owned_vectors(runner: Runner, call: Call, chosen: Sequence[int]) -> Iterator[OwnedVector]:
     """Yield the tensors of each dtype and device as one vector, or as one each."""
     position = {rank: i for i, rank in enumerate(to_owners.order(runner.size))}
     kinds: dict[tuple[torch.dtype, torch.device], list[tuple[int, Tensor]]] = {}
@@ -90,16 +90,18 @@ def in_pieces(runner: Runner, call: Call, chosen: Sequence[int]) -> Iterator[Pie
         places, tensors = zip(*entries, strict=True)
         vector = vector_of(tensors, None)
         if vector is not None:
-            yield _pieces(runner, call, vector, places)
+            yield _owned_vector(runner, call, vector, places)
             continue
         for place, tensor in entries:
-            yield _pieces(runner, call, Vector([flatten(tensor)], tensor.numel(), None), [place])
+            yield _owned_vector(
+                runner, call, Vector([flatten(tensor)], tensor.numel(), None), [place]
+            )
 
 
-def _pieces(runner: Runner, call: Call, vector: Vector, places: Sequence[int]) -> Pieces:
+def _owned_vector(runner: Runner, call: Call, vector: Vector, places: Sequence[int]) -> OwnedVector:
     """Divide a vector by the places of its tensors' owners, which are in ascending order."""
     segments = (0, vector.numel) if vector.segments is None else vector.segments
     firsts = [bisect_left(places, place) for place in range(runner.size + 1)]
     mine = to_owners.order(runner.size).index(runner.rank)
     bounds = [segments[first] for first in firsts]
-    return Pieces(runner, call, vector, bounds, slice(firsts[mine], firsts[mine + 1]))
+    return OwnedVector(runner, call, vector, bounds, slice(firsts[mine], firsts[mine + 1]))

@@ -1,32 +1,20 @@
-"""A report to attach to an issue: what is installed, which transports can be used, a self-test.
-
-    python -m adasum.check                # with a self-test of two ranks, and a smoke test of a GPU
-    python -m adasum.check --no-self-test
-
-The exit status is 1 where one of them fails, else 0.
-"""
+"""What is installed, what of it fits, and which transports can be used."""
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.metadata
 import itertools
 import operator
 import os
 import platform
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
-import collectives
 import kernels
-from adasum.reducer import Adasum
-from adasum.smoke import supervisor
 from collectives.bootstrap.launchers import LAUNCHERS_VARIABLES
 from collectives.transport import load_nccl
 
@@ -60,33 +48,15 @@ _VARIABLES = (
     *("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
     *LAUNCHERS_VARIABLES,
 )
-_SELF_TEST_SECONDS = 120
-_NUMEL = 300_001
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print the report; return the exit status."""
-    parser = argparse.ArgumentParser(prog="adasum.check", description=__doc__.splitlines()[0])
-    parser.add_argument("--no-self-test", action="store_true", help="test nothing")
-    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
-    if options.rank:
-        print(_rank(), flush=True)
-        return 0
+def report() -> list[str]:
+    """Return the report's lines: a section for each kind of what this machine has."""
+    lines = []
     for section in (_versions, _devices, _transports, _environment):
-        print(f"{section.__name__[1:]}:")
-        for name, value in section().items():
-            print(f"  {name:24} {value}")
-    if options.no_self_test:
-        print("self-test: left out")
-        return 0
-    passed, text = _self_test()
-    print(f"self-test of two ranks: {'passed' if passed else 'FAILED'}\n  {text}")
-    if not torch.cuda.is_available():
-        print(f"smoke test of the GPU: left out, {supervisor.NO_GPU}")
-        return 0 if passed else 1
-    print("smoke test of the GPU:", flush=True)
-    return 0 if supervisor.supervise([*supervisor.checks()], print) and passed else 1
+        lines.append(f"{section.__name__[1:]}:")
+        lines += [f"  {name:24} {value}" for name, value in section().items()]
+    return lines
 
 
 def _versions() -> dict[str, str]:
@@ -197,59 +167,3 @@ def _environment() -> dict[str, str]:
     names = [*_VARIABLES, *sorted(name for name in os.environ if name.startswith("NCCL_"))]
     found = {name: os.environ[name] for name in names if name in os.environ}
     return found or {"": "nothing set that matters here"}
-
-
-def _self_test() -> tuple[bool, str]:
-    """Let two ranks on this machine reduce; return whether they were right, and what they found."""
-    if not dist.is_available():
-        return False, "torch.distributed is not in this build of torch"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", "-m", "adasum.check", "--rank"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
-        environment.pop(name, None)
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    )
-    try:
-        output, errors = process.communicate(timeout=_SELF_TEST_SECONDS)
-    except subprocess.TimeoutExpired:
-        # Terminated, torchrun ends its ranks; killed, it would leave them behind.
-        process.terminate()
-        process.communicate()
-        return False, f"no answer within {_SELF_TEST_SECONDS} s"
-    if process.returncode:
-        # The rank's error comes before torchrun's message about the rank.
-        lines = [line for line in errors.splitlines() if "Error: " in line]
-        return False, (lines or errors.splitlines()[-1:] or ["no output"])[0]
-    return True, "\n  ".join(output.splitlines())
-
-
-def _rank() -> str:
-    """Run one rank of the self-test; AssertionError where a result is wrong."""
-    group = collectives.init(timeout=30.0)
-    inputs = [
-        torch.randn(_NUMEL, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
-        for rank in range(group.size)
-    ]
-    a, b = inputs
-    adasum = (1 - a @ b / (2 * a @ a)) * a + (1 - a @ b / (2 * b @ b)) * b
-    timings = []
-    for op, want in ((collectives.Sum, a + b), (Adasum, adasum)):
-        tensor = inputs[group.rank].float()
-        begin = time.perf_counter()
-        group.all_reduce(tensor, op)
-        seconds = time.perf_counter() - begin
-        error = ((tensor.double() - want).norm() / want.norm()).item()
-        # A handful of float32 roundings of either input.
-        if not error <= 10 * torch.finfo(torch.float32).eps:
-            raise AssertionError(f"{op}: relative error {error:.2g} against float64")
-        timings.append(f"{op} {tensor.nbytes / 2**20:.1f} MiB in {seconds * 1e3:.1f} ms")
-    transport = type(group.transport).__name__
-    report = f"rank {group.rank}: {', '.join(timings)}, right to {error:.1g}, over {transport}"
-    collectives.shutdown()
-    return report
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

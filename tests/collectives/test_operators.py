@@ -1,0 +1,315 @@
+"""Operators that need all operands at once, or one tree: right where they can be, else refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from adasum import Adasum
+from collectives import Average, Group, Max, Reducer, Sum, run_threads
+from collectives.cost import ASSUMED, estimate
+from collectives.execution import shared_memory_all_reduce
+from collectives.schedules import bruck, parameter_server, recursive_doubling
+from collectives.schedules.registry import ALGORITHMS, SCHEDULES, carriers
+from collectives.schedules.topology import Topology
+from collectives.schedules.verify import verify
+from tests.collectives.consistency.ranks import everywhere, run, start_and_wait
+from tests.collectives.operators import ByRank, Medoid, TrimmedMean, medoid, trimmed
+from tests.collectives.schedules.simulation import one_level
+from tests.processes.conformance import star
+
+SEGMENTS = (0, 7, 7, 500, 1021)
+ABLE = carriers(at_once=True)
+UNABLE = [name for name in ALGORITHMS if name not in ABLE]
+# Beyond what is reduced in one-shot in shared memory, and by the small algorithm of `auto`.
+LARGE = 70_001
+
+
+def draw(rank: int, numel: int = 1021, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def close(answer: torch.Tensor, size: int, trim: int = 1, scale: float = 1.0) -> None:
+    """Against the float64 reference: up to n - 1 additions and 3 scalings, each rounding once."""
+    inputs = torch.stack([draw(rank, answer.numel(), answer.dtype) for rank in range(size)])
+    exact = scale * trimmed(inputs.double(), trim)
+    reach = abs(scale) * inputs.double().abs().amax(0)
+    bound = (size + 2) * torch.finfo(answer.dtype).eps * reach
+    assert ((answer.double() - exact).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_record_says_whether_all_ranks_meet_at_once(name: str) -> None:
+    """Of three ranks and more; two always do."""
+    record = ALGORITHMS[name]
+    for size in (3, 4, 5, 6, 8, 9, 13):
+        for shards in (1, 3):
+            for one_tree in {False, record.order is not None}:
+                schedule = one_level(name, shards, Topology(size, size), one_tree=one_tree)
+                assert verify(schedule).all_at_once == record.all_at_once
+
+
+def test_names_of_those_that_can_follow_from_the_records() -> None:
+    assert ABLE == ("bruck", "psgpu", "pscpu")
+    assert carriers(one_tree=True, at_once=True) == ABLE
+    assert carriers() == SCHEDULES
+
+
+@everywhere
+@pytest.mark.parametrize("algorithm", [*ABLE, "bruck#2", "psgpu#3", "pscpu#2", None])
+def test_trimmed_mean_is_its_definition(way: str, algorithm: str | None) -> None:
+    def job(group: Group) -> list[torch.Tensor]:
+        answers = []
+        for shared in (False, True):
+            op = TrimmedMean(shared=shared)
+            for numel, dtype in (
+                *((0, torch.float32), (1, torch.float64), (2, torch.float32)),
+                *((1021, torch.float16), (1021, torch.float64), (LARGE, torch.float32)),
+            ):
+                options: Any = {"algorithm": algorithm, "prescale": 1.0, "postscale": 3.0}
+                tensor = draw(group.rank, numel, dtype)
+                assert group.all_reduce(tensor, op, **options) is tensor
+                answers.append(tensor)
+        return answers
+
+    for answer, *others in zip(*run(way, 3, job), strict=True):
+        close(answer, 3, scale=3.0)
+        assert all(torch.equal(answer, other) for other in others)
+
+
+@pytest.mark.parametrize("size", [2, 4, 5, 8, 9])
+def test_trimmed_mean_of_any_number_of_ranks_is_its_definition(size: int) -> None:
+    def job(group: Group) -> None:
+        for algorithm in (*ABLE, f"psgpu#{size}", None):
+            for shared in (False, True):
+                op = TrimmedMean(1 + size // 5, shared=shared)
+                tensor = group.all_reduce(draw(group.rank), op, algorithm=algorithm)
+                close(tensor, size, op.trim)
+
+    run_threads(size, job)
+
+
+@everywhere
+@pytest.mark.parametrize("algorithm", UNABLE)
+def test_algorithm_that_reduces_some_ranks_at_a_time_is_refused(way: str, algorithm: str) -> None:
+    """Before anything is sent: the next call is right."""
+    op = TrimmedMean(shared=True)
+
+    def job(group: Group) -> None:
+        tensor = draw(group.rank)
+        for call in (
+            lambda: group.all_reduce(tensor, op, algorithm=algorithm),
+            lambda: group.all_reduce(tensor, op, algorithm=f"bruck:16:{algorithm}"),
+            lambda: group.grouped_all_reduce([tensor], op, algorithm=algorithm),
+            lambda: group.all_reduce_init(tensor, op, algorithm=algorithm),
+            lambda: group.check_algorithm(algorithm, op),
+        ):
+            with pytest.raises(ValueError, match=r"TrimmedMean\(1\).*use bruck, psgpu, pscpu$"):
+                call()
+        assert torch.equal(tensor, draw(group.rank))
+        close(group.all_reduce(tensor, op), group.size)
+
+    run(way, 3, job)
+
+
+@pytest.mark.parametrize("algorithm", ["rechd/psgpu", "psgpu/psgpu", "nccl/rd", "collective/pscpu"])
+@pytest.mark.parametrize("op", [TrimmedMean(), Medoid()])
+def test_two_levels_are_refused(op: Reducer, algorithm: str) -> None:
+    def job(group: Group) -> None:
+        with pytest.raises(ValueError, match="use bruck, psgpu, pscpu"):
+            group.all_reduce(draw(group.rank), op, algorithm=algorithm)
+        group.barrier()
+
+    run_threads(4, job, local_size=2)
+
+
+@everywhere
+def test_grouped_calls_and_requests_are_their_definition(way: str) -> None:
+    def job(group: Group) -> None:
+        op = TrimmedMean(shared=True)
+        for algorithm in ("bruck", "psgpu", "psgpu#3", None):
+            tensors = [draw(group.rank, numel) for numel in (5, 1021, 1)]
+            group.grouped_all_reduce(tensors, op, algorithm=algorithm)
+            for each in tensors:
+                close(each, group.size)
+            tensor = draw(group.rank)
+            request = group.all_reduce_init(tensor, op, algorithm=algorithm, prescale=2.0)
+            for _ in range(3):
+                tensor.copy_(draw(group.rank))
+                close(start_and_wait(request), group.size, scale=2.0)
+
+    run(way, 4, job)
+
+
+@everywhere
+def test_operands_come_in_rank_order(way: str) -> None:
+    def job(group: Group) -> None:
+        size = group.size
+        for algorithm in (*ABLE, "psgpu#3", None):
+            tensor = torch.full((1021,), 2.0**group.rank)
+            group.all_reduce(tensor, ByRank(), algorithm=algorithm)
+            assert tensor.eq(sum((rank + 1) * 2.0**rank for rank in range(size))).all()
+
+    run(way, 5, job)
+
+
+@everywhere
+@pytest.mark.parametrize("shared", [False, True])
+def test_operator_of_whole_segments_gets_them_whole(way: str, shared: bool) -> None:
+    op = Medoid(shared=shared)
+
+    def job(group: Group) -> None:
+        inputs = torch.stack([draw(rank) for rank in range(group.size)])
+        for algorithm in ("bruck", "psgpu", "psgpu#2", "pscpu#3", None):
+            for segments in (SEGMENTS, None):
+                tensor = draw(group.rank)
+                group.all_reduce(tensor, op, algorithm=algorithm, segments=segments)
+                # Medoids are copied: no rounding.
+                assert torch.equal(tensor, medoid(inputs, segments or (0, 1021)))
+            tensors = list(draw(group.rank).split([7, 493, 521]))
+            group.grouped_all_reduce(tensors, op, algorithm=algorithm)
+            assert torch.equal(torch.cat(tensors), medoid(inputs, (0, 7, 500, 1021)))
+
+    run(way, 4, job)
+
+
+@everywhere
+@pytest.mark.parametrize("op", [TrimmedMean(), Medoid()])
+def test_reduce_scatter_is_the_slice_of_the_all_reduce(way: str, op: Reducer) -> None:
+    def job(group: Group) -> None:
+        whole = group.all_reduce(draw(group.rank, 12), op, postscale=0.5)
+        piece = group.reduce_scatter(draw(group.rank, 12), op, postscale=0.5)
+        assert torch.equal(piece, whole[4 * group.rank :][:4])
+
+    run(way, 3, job)
+
+
+@everywhere
+def test_reductions_onto_single_ranks_are_refused(way: str) -> None:
+    def job(group: Group) -> None:
+        tensor, op = draw(group.rank), TrimmedMean()
+        for call in (
+            lambda: group.reduce(tensor, 0, op),
+            lambda: group.reduce_to_owners([tensor], op),
+            lambda: group.reduce_to_owners([tensor], op, owners=[0]),
+        ):
+            with pytest.raises(ValueError, match="needs all ranks: use all_reduce"):
+                call()
+        close(group.all_reduce(tensor, op), group.size)
+
+    run(way, 3, job)
+
+
+@everywhere
+def test_run_takes_schedules_whose_ranks_all_meet(way: str) -> None:
+    def job(group: Group) -> None:
+        size, op = group.size, TrimmedMean()
+        # A star's only reduction is of all ranks; so is a shuffle's.
+        for make in (star, bruck.all_reduce, parameter_server.all_reduce):
+            tensor = draw(group.rank)
+            close(group.run(make(size), tensor, op), size)
+        tensor = draw(group.rank)
+        with pytest.raises(ValueError, match=r"'rd' cannot carry TrimmedMean\(1\), which needs"):
+            group.run(recursive_doubling.all_reduce(size), tensor, op)
+        group.barrier()
+
+    run(way, 4, job)
+
+
+@pytest.mark.parametrize("algorithm", [*ABLE, None])
+def test_one_rank_keeps_its_operand(algorithm: str | None) -> None:
+    def job(group: Group) -> None:
+        tensor = group.all_reduce(draw(7), TrimmedMean(), algorithm=algorithm, postscale=2.0)
+        assert torch.equal(tensor, 2 * draw(7))
+
+    run_threads(1, job)
+
+
+def test_shared_memory_is_read_straight_without_a_message(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One-shot and two-shot, with the bits of messages."""
+    op = TrimmedMean(shared=True)
+    cases = [("bruck", 1021), ("psgpu", 1021), ("psgpu#3", LARGE), ("auto", 1021), ("auto", LARGE)]
+
+    def job(group: Group) -> tuple[int, list[torch.Tensor]]:
+        steps: list[str] = []
+        exchange = group.transport.exchange
+
+        def counted(sends: Any, recvs: Any, step: str, *rest: Any) -> None:
+            steps.append(step)
+            exchange(sends, recvs, step, *rest)
+
+        group.transport.exchange = counted  # type: ignore[method-assign]
+        answers = [group.all_reduce(draw(group.rank, n), op, algorithm=name) for name, n in cases]
+        return len(steps), answers
+
+    shared = run("threads", 3, job)
+    monkeypatch.setattr(shared_memory_all_reduce, "BUFFER_BYTES", 0)
+    sent = run("threads", 3, job)
+    for (no_steps, mine), (steps, other) in zip(shared, sent, strict=True):
+        assert no_steps == 0 < steps
+        assert all(map(torch.equal, mine, other))
+
+
+def test_auto_takes_one_that_can_unless_the_operator_names_another() -> None:
+    class Wrong(TrimmedMean):
+        def algorithm(self, nbytes: int, size: int) -> str:
+            return "rd"
+
+    def job(group: Group) -> None:
+        tensor = draw(group.rank)
+        for call in (group.all_reduce, lambda each, op: group.grouped_all_reduce([each], op)):
+            with pytest.raises(ValueError, match=r"'rd' reduces the operands of some ranks"):
+                call(tensor, Wrong())
+        close(group.all_reduce(tensor, TrimmedMean()), group.size)
+
+    run_threads(3, job)
+
+
+def test_associative_operators_are_those_of_any_order() -> None:
+    assert all(op.associative for op in (Sum, Average, Max))
+    assert not any(op.associative for op in (Adasum, TrimmedMean(), Medoid()))
+
+
+@pytest.fixture
+def without_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `rd` be an algorithm that has no one order."""
+    monkeypatch.setitem(ALGORITHMS, "rd", replace(ALGORITHMS["rd"], order=None))
+
+
+@pytest.mark.usefixtures("without_order")
+@everywhere
+def test_adasum_by_what_has_no_order_is_refused_before_anything_is_sent(way: str) -> None:
+    def job(group: Group) -> None:
+        tensor = draw(group.rank)
+        calls: list[Callable[[], Any]] = [
+            lambda: group.all_reduce(tensor, Adasum, algorithm="rd#2"),
+            lambda: group.grouped_all_reduce([tensor], Adasum, algorithm="rd#2"),
+            lambda: group.all_reduce_init(tensor, Adasum, algorithm="rd#2"),
+            lambda: group.check_algorithm("rd#2", Adasum),
+        ]
+        for call in calls:
+            with pytest.raises(ValueError, match=r"'rd' reduces in no one order.*: use xring"):
+                call()
+        assert torch.equal(tensor, draw(group.rank))
+        group.all_reduce(tensor, Adasum, algorithm="vhdd")
+
+    run(way, 3, job)
+
+
+@pytest.mark.usefixtures("without_order")
+def test_adasum_across_nodes_by_what_has_no_order_is_refused() -> None:
+    def job(group: Group) -> None:
+        with pytest.raises(ValueError, match="'rd' reduces in no one order"):
+            group.all_reduce(draw(group.rank), Adasum, algorithm="rechd/rd#2")
+        group.barrier()
+
+    run_threads(4, job, local_size=2)
+    with pytest.raises(ValueError, match="'rd' reduces in no one order"):
+        estimate("rd#2", 4096, ASSUMED, Topology(4, 4), "adasum")
