@@ -250,3 +250,33 @@ def test_librarys_sum_that_is_late(
     assert isinstance(error, CollectiveTimeoutError)
     assert "no answer from the other ranks in step 2 (stopped after 0.3 s): NCCL" in str(error)
     assert fake.aborted == ({0, 7} if of_node else {0})
+
+
+@pytest.mark.parametrize("comes", [False, True])
+def test_interrupt_ends_what_is_under_way_and_nothing_else(fake: FakeTorch, comes: bool) -> None:
+    """The process group may be the user's, who goes on with it."""
+    nccl, got = of(fake, 0), full(0.0)
+    nccl.exchange([], [Message(1, got)], "step 5", 20.0)
+    if comes:
+        fake.lines[1, 0].put(torch.ones(3))
+        read(fake, got)
+    nccl.interrupt("no more")
+    assert fake.aborted == (set() if comes else {0})
+    if not comes:
+        with pytest.raises(TransportError, match=r"^no more \(NCCL was aborted\)$"):
+            nccl.check_streams()
+
+
+def test_ranks_sum_by_the_library_that_the_sum_is_for(fake: FakeTorch) -> None:
+    """Over cupy a process group's is left to torch; over torch's NCCL ranks alone have none."""
+
+    class Cupy(torch_backend.TorchBackend):
+        sums = True
+
+    group = FakeGroup(fake, 5)
+    nccl = NcclTransport(of(fake, 0), Cupy(FakeGroup(fake, 3)), timeout=TIMEOUT)  # type: ignore[arg-type]
+    nccl.all_reduce(full(1.0), group, "step 2", TIMEOUT)  # type: ignore[arg-type]
+    assert "no answer from the other ranks in step 2" in str(told(nccl.check_streams))
+    assert fake.aborted == {0, 5}
+    with pytest.raises(TransportError, match="there is no library that sums"):
+        of(fake, 0).all_reduce(full(1.0), (0, 1), "step 3", TIMEOUT)
