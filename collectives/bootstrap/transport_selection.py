@@ -182,7 +182,7 @@ def require_room(
         TransportError: Not even torch.distributed can connect all ranks.
     """
     mesh = (size + _GLOO_BESIDE if gloo else 0) + (size + _STORE_BESIDE if store else 0)
-    # What is missing for the connections themselves is told when hosts are known.
+    # What is missing for the connections themselves shows when hosts are known.
     shortage(mesh + _descriptors(_KINDS[choice], size, local_size or size))
     short = shortage(mesh)
     if short:

@@ -1,8 +1,7 @@
 """NCCL through torch.distributed, whose communicators belong to a process group.
 
-Not yet run on a GPU: shown over a stand-in for torch's calls alone, in
-tests/collectives/transport/test_torch_nccl.py. tests/processes/test_torch_nccl.py is for where
-there is one.
+Not yet run on a GPU: shown over a stand-in for torch's calls alone (tests/fakes/fake_torch.py).
+tests/processes/test_torch_nccl.py is for where there is one.
 """
 
 from __future__ import annotations

@@ -180,8 +180,8 @@ class NcclTransport(Transport):
     def close(self) -> None:
         """Wait for what is under way, let go of the communicators and close `host`.
 
-        In bounded time also when ranks are gone. Raises what ended messages under way where nobody
-        was told before; all is closed by then.
+        In bounded time also when ranks are gone. Raises what ended messages under way unless that
+        was raised before; all is closed by then.
         """
         if self._closed:
             return

@@ -1,6 +1,7 @@
-"""Messages through torch's own NCCL, over a stand-in for its calls on streams that run late.
+"""What ends messages through torch's own NCCL, over a stand-in for its calls on late streams.
 
-No GPU needed. With one: tests/processes/test_torch_nccl.py.
+Messages that come: test_torch_nccl_messages.py. No GPU needed. With one:
+tests/processes/test_torch_nccl.py.
 """
 
 from __future__ import annotations
@@ -8,8 +9,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -18,153 +18,27 @@ import pytest
 import torch
 
 from collectives import CollectiveTimeoutError, TransportError
-from collectives.execution import pipelining
 from collectives.execution.context import CallContext, Workspace
-from collectives.execution.executor import execute
 from collectives.execution.vendor import Libraries
-from collectives.reducers import Operands, SumReducer
-from collectives.schedules.topology import Topology
 from collectives.transport import (
     ConnectionTransport,
     GlooTransport,
     Message,
     NcclTransport,
-    ThreadWorld,
-    Transport,
     process_groups,
 )
 from collectives.transport.connections import transport as connections
 from collectives.transport.connections.connection import Connection
-from collectives.transport.nccl import torch_backend, transport, watcher
-from tests.collectives.schedules.simulation import one_level
-from tests.fakes.fake_cuda import FakeCuda, FakeGraph, FakeStream, device_tensor
+from collectives.transport.nccl import torch_backend, watcher
+from tests.fakes.fake_cuda import device_tensor
 from tests.fakes.fake_torch import FakeGroup, FakeTorch
-from tests.fakes.nccl_machine import DeviceWorkspace, told
-
-TIMEOUT = 0.3
+from tests.fakes.nccl_machine import told
+from tests.fakes.torch_machine import TIMEOUT, full, make_fake, of, read
 
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTorch]:
-    cuda = FakeCuda()
-    found = FakeTorch(cuda)
-    monkeypatch.setattr(transport, "cuda", cuda)
-    monkeypatch.setattr(torch_backend, "cuda", cuda)
-    monkeypatch.setattr(watcher, "CHECK_SECONDS", 0.05)
-    monkeypatch.setattr(watcher, "GRACE_SECONDS", 0.1)
-    monkeypatch.setattr(torch_backend, "dist", found)
-    zeros = SimpleNamespace(zeros=lambda numel, device: full(0.0))
-    monkeypatch.setattr(torch_backend, "torch", zeros, raising=False)
-    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", FakeGroup, raising=False)
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    yield found
-    found.aborted.update(range(9))
-    FakeStream.stop_all()
-
-
-def of(fake: FakeTorch, rank: int, host: Transport | None = None) -> NcclTransport:
-    """Over a process group, beside what carries CPU tensors: nobody is gone unless it says so."""
-    host = host or ThreadWorld(9).transport(rank)
-    backend = torch_backend.TorchBackend(FakeGroup(fake, rank))  # type: ignore[arg-type]
-    return NcclTransport(host, backend, timeout=TIMEOUT)
-
-
-def ranks(fake: FakeTorch, size: int, work: Callable[[NcclTransport, int], Any]) -> list[Any]:
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(lambda rank: work(of(fake, rank), rank), range(size)))
-
-
-def full(value: float) -> torch.Tensor:
-    return device_tensor(torch.full((3,), value))
-
-
-def read(fake: FakeTorch, tensor: torch.Tensor) -> torch.Tensor:
-    """A copy made on the current stream, after all that was put there."""
-    copy = torch.zeros(tensor.shape)
-    stream = fake.cuda.current_stream()
-    stream.put(lambda: copy.copy_(tensor.as_subclass(torch.Tensor)))
-    stream.synchronize()
-    return copy
-
-
-def test_messages_are_behind_and_before_the_callers_work(fake: FakeTorch) -> None:
-    """What is sent is written late on the caller's stream; what came is there for it at once."""
-
-    def work(nccl: NcclTransport, rank: int) -> torch.Tensor:
-        mine, got = full(-1.0), full(-1.0)
-
-        def write() -> None:
-            time.sleep(0.05)
-            mine.as_subclass(torch.Tensor).fill_(float(rank))
-
-        empty = Message(1 - rank, device_tensor(torch.empty(0)))
-        sends, recvs = [Message(1 - rank, mine), empty], [Message(1 - rank, got), empty]
-        fake.cuda.current_stream().put(write)
-        nccl.exchange(sends, recvs, "step 0", 20.0)
-        nccl.exchange([empty], [], "step 1", 20.0)
-        return read(fake, got)
-
-    assert [came.tolist() for came in ranks(fake, 2, work)] == [[1.0] * 3, [0.0] * 3]
-
-
-def test_messages_posted_ahead_hold_up_only_who_waits_for_them(fake: FakeTorch) -> None:
-    """What the caller does meanwhile runs beside them; the memory is kept as long as they need."""
-    nccl = of(fake, 0)
-    got, meanwhile = full(-1.0), threading.Event()
-    wait = nccl.post([], [Message(1, got)], "step 0, part 0 of 2", 20.0)
-    fake.cuda.current_stream().put(meanwhile.set)
-    assert meanwhile.wait(10.0)
-    assert nccl._backend.stream(got.device).kept.keys() == {got.data_ptr()}
-    assert [posted.step for posted in nccl._watcher.items] == ["step 0, part 0 of 2"]
-    wait()
-    fake.lines[1, 0].put(torch.ones(3))
-    assert read(fake, got).tolist() == [1.0] * 3
-    nccl.post([], [], "nothing", TIMEOUT)()
-    nccl.close()
-
-
-def test_messages_posted_ahead_that_never_come_are_told_without_a_wait(fake: FakeTorch) -> None:
-    nccl = of(fake, 0)
-    nccl.post([], [Message(1, full(0.0))], "step 2, part 1 of 3", TIMEOUT)
-    assert "no answer from rank 1 in step 2, part 1 of 3" in str(told(nccl.check_streams))
-    assert fake.aborted == {0}
-
-
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("name", ["xring", "rechd"])
-def test_schedule_runs_in_parts_over_torchs_nccl(
-    fake: FakeTorch, monkeypatch: pytest.MonkeyPatch, name: str, size: int
-) -> None:
-    """Every step is on the streams at once: what is not ordered shows as a wrong sum."""
-    monkeypatch.setattr(pipelining, "_MIN_PART_BYTES", 400)
-    monkeypatch.setattr(pipelining, "_NEAR_PART_BYTES", 400)
-    monkeypatch.setattr(pipelining, "_FAR_PART_BYTES", 400)
-    monkeypatch.setattr(pipelining, "_ALIGNED", 4)
-    generator = torch.Generator().manual_seed(size)
-    inputs = [torch.randint(-9, 9, (1021,), generator=generator).float() for _ in range(size)]
-    world = ThreadWorld(size)
-
-    class OnStream(SumReducer):
-        def reduce(self, operands: Operands) -> None:
-            for parts, out, _ in operands.pieces:
-                plain = [part.as_subclass(torch.Tensor) for part in (*parts, out)]
-                fake.cuda.current_stream().put(
-                    lambda p=plain: (time.sleep(0.002), torch.add(p[0], p[1], out=p[2]))
-                )
-
-    def work(rank: int) -> torch.Tensor:
-        mixed = of(fake, rank, world.transport(rank))
-        buffer = device_tensor(inputs[rank].clone())
-        assert mixed.posts_ahead(buffer.device)
-        assert not mixed.posts_ahead(torch.device("cpu"))
-        step = CallContext(mixed, "a test", 20.0, DeviceWorkspace())
-        execute(one_level(name, 1, Topology(size, size)), buffer, OnStream(), step)
-        assert any("part 1 of" in posted.step for posted in mixed._watcher.items)
-        return read(fake, buffer)
-
-    with ThreadPoolExecutor(size) as pool:
-        for answer in pool.map(work, range(size)):
-            assert torch.equal(answer, sum(inputs)), "integers: exact in any order"
+    yield from make_fake(monkeypatch)
 
 
 def test_a_silent_peer(fake: FakeTorch) -> None:
@@ -219,19 +93,6 @@ def test_a_watchdog_ends_with_what_it_watches(fake: FakeTorch) -> None:
     gc.collect()
     thread.join(20.0)
     assert not thread.is_alive()
-
-
-def test_nothing_waits_in_a_capture(fake: FakeTorch) -> None:
-    """The stand-in raises where an event is asked while a stream is captured."""
-    nccl = of(fake, 0)
-    nccl.exchange([Message(1, full(4.0))], [], "step 0", TIMEOUT)
-    fake.lines[0, 1].get(timeout=20.0)
-    graph = FakeGraph(fake.cuda.current_stream())
-    nccl.exchange([Message(1, full(4.0))], [], "step 1", TIMEOUT)
-    graph.end()
-    assert fake.lines[0, 1].empty()
-    graph.replay()
-    assert fake.lines[0, 1].get(timeout=20.0).tolist() == [4.0] * 3
 
 
 def test_what_torch_refuses_is_said_in_its_words(fake: FakeTorch) -> None:
@@ -314,17 +175,6 @@ def test_a_mixed_transport_tells_what_became_of_cuda_messages(
     mixed.close()
 
 
-def test_a_rank_without_messages_connects_too(fake: FakeTorch) -> None:
-    """torch makes one communicator of all ranks for batched messages: else they would wait."""
-    nccl = of(fake, 0)
-    nccl.exchange([], [], "no tensors, no device", TIMEOUT)
-    assert fake.connected == []
-    nothing = Message(1, device_tensor(torch.empty(0)))
-    for step in ("step 0", "step 1"):
-        nccl.exchange([nothing], [nothing], step, TIMEOUT)
-    assert fake.connected == [0]
-
-
 def test_nccl_is_found_where_torch_wraps_it(fake: FakeTorch) -> None:
     """As with TORCH_DISTRIBUTED_DEBUG=DETAIL."""
     inner = FakeGroup(fake, 3)
@@ -400,3 +250,33 @@ def test_librarys_sum_that_is_late(
     assert isinstance(error, CollectiveTimeoutError)
     assert "no answer from the other ranks in step 2 (stopped after 0.3 s): NCCL" in str(error)
     assert fake.aborted == ({0, 7} if of_node else {0})
+
+
+@pytest.mark.parametrize("comes", [False, True])
+def test_interrupt_ends_what_is_under_way_and_nothing_else(fake: FakeTorch, comes: bool) -> None:
+    """The process group may be the user's, who goes on with it."""
+    nccl, got = of(fake, 0), full(0.0)
+    nccl.exchange([], [Message(1, got)], "step 5", 20.0)
+    if comes:
+        fake.lines[1, 0].put(torch.ones(3))
+        read(fake, got)
+    nccl.interrupt("no more")
+    assert fake.aborted == (set() if comes else {0})
+    if not comes:
+        with pytest.raises(TransportError, match=r"^no more \(NCCL was aborted\)$"):
+            nccl.check_streams()
+
+
+def test_ranks_sum_by_the_library_that_the_sum_is_for(fake: FakeTorch) -> None:
+    """Over cupy a process group's is left to torch; over torch's NCCL ranks alone have none."""
+
+    class Cupy(torch_backend.TorchBackend):
+        sums = True
+
+    group = FakeGroup(fake, 5)
+    nccl = NcclTransport(of(fake, 0), Cupy(FakeGroup(fake, 3)), timeout=TIMEOUT)  # type: ignore[arg-type]
+    nccl.all_reduce(full(1.0), group, "step 2", TIMEOUT)  # type: ignore[arg-type]
+    assert "no answer from the other ranks in step 2" in str(told(nccl.check_streams))
+    assert fake.aborted == {0, 5}
+    with pytest.raises(TransportError, match="there is no library that sums"):
+        of(fake, 0).all_reduce(full(1.0), (0, 1), "step 3", TIMEOUT)
