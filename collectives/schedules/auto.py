@@ -8,11 +8,13 @@ override. An operator that is no plain sum chooses by size alone, `Reducer.algor
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from functools import lru_cache
 
 from collectives.schedules import binomial_tree, bruck, ring
 from collectives.schedules.schedule import Schedule
-from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec, spec_for
+from collectives.schedules.spec import AllReduceSpec, parse_all_reduce_spec
 from collectives.schedules.topology import Topology
 
 Key = tuple[str, str, str]
@@ -84,10 +86,25 @@ def sum_algorithm(
         topology: Where the ranks are.
         library: The name of a library's own all-reduce of the same; None where there is none.
     """
+    return next(spec for limit, spec in _row(device, topology, library) if nbytes <= limit)
+
+
+# Of one group's topology, and what a training's calls ask for.
+@lru_cache(maxsize=64)
+def _row(
+    device: str, topology: Topology, library: str | None
+) -> tuple[tuple[float, AllReduceSpec], ...]:
+    """Return the algorithms in ascending order, each with the bytes up to which it is taken."""
     key = key_of("nccl" if library else device, topology)
-    row = TABLE.get(key, "nccl") if library else TABLE[key]
-    chosen = replace(spec_for(parse_all_reduce_spec(row), nbytes), limit=-1)
-    return replace(chosen, alg=library) if library and chosen.alg == "nccl" else chosen
+    row = parse_all_reduce_spec(TABLE.get(key, "nccl") if library else TABLE[key])
+    names = {"nccl": library or "nccl"}
+    return tuple(
+        (
+            math.inf if spec.limit < 0 else spec.limit,
+            replace(spec, alg=names.get(spec.alg, spec.alg), limit=-1),
+        )
+        for spec in row
+    )
 
 
 def all_gather_schedule(device: str, nbytes: int, topology: Topology) -> Schedule:
