@@ -213,7 +213,7 @@ def test_a_rank_without_descriptors_to_open_a_connection_says_so(
         if rank == 3:
             patch.setattr(ranks[3]._unopened, "open", refused)
         else:
-            patch.setattr(ranks[0]._unopened, "come", refused)
+            patch.setattr(ranks[0]._unopened, "accept", refused)
         with pytest.raises(TransportError, match=rf"rank {rank} cannot connect to rank {3 - rank}"):
             swap(ranks[rank], 3 - rank)
     with pytest.raises(CollectiveTimeoutError, match=r"Too many open files|file descriptors"):
