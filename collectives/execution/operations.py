@@ -16,7 +16,12 @@ import torch
 from collectives.cost import ASSUMED
 from collectives.cost.choice import all_gather_schedule, reduce_schedule
 from collectives.errors import CollectiveMismatchError, TransportError
-from collectives.execution.all_reduce import AllReduceOptions, Runner
+from collectives.execution.all_reduce import (
+    AllReduceOptions,
+    Runner,
+    all_reduce,
+    grouped_all_reduce,
+)
 from collectives.execution.call import Call
 from collectives.execution.owned_vectors import owned_vectors
 from collectives.execution.vectors import flatten, multiply
@@ -29,19 +34,6 @@ from collectives.transport.base import Message
 
 Tensor = torch.Tensor
 _NO_OUT = -1
-
-
-def _all_reduce(runner: Runner, call: Call) -> Tensor:
-    (tensor,) = call.tensors
-    options = AllReduceOptions.of(call)
-    runner.all_reduce(flatten(tensor), call.op, options, call.label, schedule=call.schedule)
-    return tensor
-
-
-def _grouped_all_reduce(runner: Runner, call: Call) -> Sequence[Tensor]:
-    for options, part in AllReduceOptions.of(call).by_range(call.tensors):
-        runner.all_reduce_packed(part, call.op, options, call.label)
-    return call.tensors
 
 
 def _reduce(runner: Runner, call: Call) -> Tensor:
@@ -200,9 +192,9 @@ def _barrier(runner: Runner, call: Call) -> None:
 
 
 OPERATIONS: dict[str, Callable[[Runner, Call], Any]] = {
-    "all_reduce": _all_reduce,
-    "grouped_all_reduce": _grouped_all_reduce,
-    "run": _all_reduce,
+    "all_reduce": all_reduce,
+    "grouped_all_reduce": grouped_all_reduce,
+    "run": all_reduce,
     "reduce": _reduce,
     "reduce_to_owners": _reduce_to_owners,
     "broadcast_from_owners": _broadcast_from_owners,
