@@ -8,7 +8,6 @@ no connection, and those of other devices, go through another transport.
 from __future__ import annotations
 
 import ctypes
-import errno
 import os
 import select
 import time
@@ -138,7 +137,10 @@ class ConnectionTransport(Transport):
                     if not tensor.is_cpu or peer not in self.connected_peers:
                         far[not sending].append(message)
                     elif nbytes := tensor.nbytes:
-                        connection = self._connections.get(peer) or self._opened(peer)
+                        connection = self._connections.get(peer)
+                        if connection is None:
+                            assert self._unopened is not None
+                            connection = self._unopened.open(peer, self._connections)
                         active[peer] = connection
                         # Not by Tensor.numpy(), after which torch lets nobody resize the tensor's
                         # storage any more; it lives as long as the array.
@@ -208,17 +210,6 @@ class ConnectionTransport(Transport):
             if stall is None:
                 stall = Stall(self.name(self.rank), step, timeout, late)
             nap, waited = stall.check(), 0.0
-
-    def _opened(self, peer: int) -> Connection:
-        """Return the connection to a rank that is used for the first time."""
-        assert self._unopened is not None
-        try:
-            return self._unopened.open(peer, self._connections)
-        except OSError as error:
-            why = shortage(1) if error.errno in (errno.EMFILE, errno.ENFILE) else ""
-            raise TransportError(
-                f"{self.me} cannot connect to {self.named([peer])}: {why or error}"
-            ) from None
 
     def _refuses(self, peer: int) -> bool:
         return self._unopened is not None and self._unopened.refuses(peer)
@@ -296,7 +287,7 @@ class ConnectionTransport(Transport):
             stack.callback(self._other.abort, reason)
             stack.callback(self._close_connections, reason)
             if self._unopened is not None and not self._unusable:
-                with suppress(OSError):
+                with suppress(TransportError):
                     self._unopened.accept(self._connections)
             connections = list(self._connections.values())
             deadline = time.monotonic() + _REASON_SECONDS

@@ -17,9 +17,11 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from collectives.errors import TransportError
 from collectives.transport.connections.connection import Connection
 from collectives.transport.connections.tcp import TcpConnection
 from collectives.transport.connections.tcp_listener import TcpListener, reach
+from collectives.transport.descriptors import shortage
 
 
 class Unopened:
@@ -50,15 +52,20 @@ class Unopened:
         self._missing = {peer for peer in offers if peer > rank}
 
     def open(self, peer: int, connections: dict[int, Connection]) -> Connection:
-        """Add the connection to a rank, which is not open yet where that rank is to connect."""
+        """Add the connection to a rank, which is not open yet where that rank is to connect.
+
+        TransportError where the system refuses it; so does `accept`.
+        """
         self.accept(connections)
         if peer not in connections:
-            connections[peer] = (
-                self._listener.begin(peer, self._offers[peer])
-                if peer < self._rank
-                else TcpConnection(peer)
-            )
-            connections[peer].name = self._name(peer)
+            connection = TcpConnection(peer)
+            if peer < self._rank:
+                try:
+                    connection = self._listener.begin(peer, self._offers[peer])
+                except OSError as error:
+                    raise self._cannot(f"connect to rank {self._name(peer)}", error) from None
+            connection.name = self._name(peer)
+            connections[peer] = connection
         return connections[peer]
 
     def sockets(self) -> list[socket.socket]:
@@ -67,7 +74,11 @@ class Unopened:
 
     def accept(self, connections: dict[int, Connection]) -> None:
         """Add, or open, the connections of ranks that have connected by now."""
-        for new in self._listener.come(self._missing):
+        try:
+            come = list(self._listener.come(self._missing))
+        except OSError as error:
+            raise self._cannot("accept another rank's connection", error) from None
+        for new in come:
             new.name = self._name(new.peer)
             known = connections.setdefault(new.peer, new)
             if known is not new:
@@ -79,6 +90,10 @@ class Unopened:
                 knock = self._knocks.pop(new.peer, None)
             if knock is not None:
                 knock.close()
+
+    def _cannot(self, what: str, error: OSError) -> TransportError:
+        why = shortage(1) if error.errno in (errno.EMFILE, errno.ENFILE) else ""
+        return TransportError(f"rank {self._name(self._rank)} cannot {what}: {why or error}")
 
     def refuses(self, peer: int) -> bool:
         """Return whether a rank listens no longer; for any thread, again and again."""
