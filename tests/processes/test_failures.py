@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -177,3 +178,30 @@ def test_a_failed_thread_is_what_the_caller_sees() -> None:
 
     with pytest.raises(KeyError, match="the cause"):
         collectives.run_threads(3, main)
+
+
+def _die_in_mid_call(rank: int) -> tuple[str, float] | None:
+    """Rank 6 is killed as the call's own messages begin, the first ones between most ranks."""
+    group = start("tcp", TIMEOUT)
+    group.all_reduce(torch.ones(10))
+    transport = group.transport
+    exchange = transport.exchange
+
+    def struck(sends: Any, recvs: Any, step: str, timeout: float) -> None:
+        if "psgpu" in step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        exchange(sends, recvs, step, timeout)
+
+    if rank == 6:
+        transport.exchange = struck  # type: ignore[method-assign]
+    begun = time.monotonic()
+    with pytest.raises(CollectiveTimeoutError) as caught:
+        group.all_reduce(torch.ones(100_000), algorithm="psgpu")
+    return str(caught.value), time.monotonic() - begun
+
+
+def test_rank_killed_before_it_connected_is_named_by_all_others() -> None:
+    results = run_ranks(8, _die_in_mid_call, timeout=100.0, may_die=frozenset({6}))
+    for text, waited in (result for rank, result in enumerate(results) if rank != 6):
+        assert "rank 6 has ended" in text and "psgpu" in text
+        assert waited < TIMEOUT + 5.0

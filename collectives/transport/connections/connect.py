@@ -130,11 +130,13 @@ def open_connections(
                     if complete and isinstance(listener, TcpListener):
                         left = {peer: offers[peer] for peer in everyone - connections.keys()}
                         if left:
-                            unopened = Unopened(listener, left)
+                            unopened = Unopened(rank, other.name, listener, left)
                             failed.push(stack.pop_all())
             if whole:
                 break
         failed.pop_all()
+    for peer, connection in connections.items():
+        connection.name = other.name(peer)
     everywhere = whole and all(has for _, has in reports)
     mapped = memoryview(memory) if memory is not None and everywhere else None
     return Opened(dict(sorted(connections.items())), mapped, unopened, complete)

@@ -8,8 +8,6 @@ no connection, and those of other devices, go through another transport.
 from __future__ import annotations
 
 import ctypes
-import errno
-import math
 import os
 import select
 import time
@@ -32,7 +30,7 @@ from collectives.transport.connections.connect import (
     open_connections,
 )
 from collectives.transport.connections.connection import Connection, PeerGone
-from collectives.transport.connections.tcp import TcpConnection
+from collectives.transport.connections.waiting import ENDED, first_reason, wait_for_any
 from collectives.transport.descriptors import shortage
 from collectives.transport.members import Members
 from collectives.transport.shared_memory.symmetric_memory import SymmetricMemory
@@ -46,11 +44,6 @@ _REASON_SECONDS = 0.5
 # How long the ranks in between may take to pass on why a rank has ended that one was not connected
 # to. Short of the 5 s beyond the timeout in which every rank is to have its error.
 _PASS_ON_SECONDS = 1.0
-# What poll is asked for an end that is closed, over TCP too and behind data that has come before;
-# without it a system reports only connections that are closed both ways.
-_ENDED = getattr(select, "POLLRDHUP", 0)
-# A day; poll counts milliseconds in 32 bits.
-_LONGEST_SECONDS = 86400.0
 
 
 class ConnectionTransport(Transport):
@@ -105,8 +98,6 @@ class ConnectionTransport(Transport):
             store_host=store_host,
             near=near,
         )
-        for peer, connection in self._connections.items():
-            connection.name = self.name(peer)
         self.connected_peers = frozenset(self._connections)
         if self._unopened is not None:
             self.connected_peers = frozenset({*range(self.size)} - {self.rank})
@@ -146,7 +137,10 @@ class ConnectionTransport(Transport):
                     if not tensor.is_cpu or peer not in self.connected_peers:
                         far[not sending].append(message)
                     elif nbytes := tensor.nbytes:
-                        connection = self._connections.get(peer) or self._open(peer)
+                        connection = self._connections.get(peer)
+                        if connection is None:
+                            assert self._unopened is not None
+                            connection = self._unopened.open(peer, self._connections)
                         active[peer] = connection
                         # Not by Tensor.numpy(), after which torch lets nobody resize the tensor's
                         # storage any more; it lives as long as the array.
@@ -163,9 +157,6 @@ class ConnectionTransport(Transport):
             self._fail(error, step)
             raise
 
-        if self._unusable:
-            raise TransportError(f"the connections cannot be used in {step}: {self._unusable}")
-
     def _fail(self, error: BaseException, step: str) -> None:
         """End everything for an error in a step; raise another one where a peer is gone."""
         if not isinstance(error, PeerGone):
@@ -173,62 +164,12 @@ class ConnectionTransport(Transport):
             return
         reason = str(error)
         if not error.reason and error.peer not in neighbours(self.rank, self.size):
-            reason = self._passed_on() or reason
+            # It may have ended since it saw another one end, which the ranks in between pass on.
+            reason = first_reason([*self._connections.values()], _PASS_ON_SECONDS) or reason
         self.abort(reason)
         raise CollectiveTimeoutError(
             f"{self.me} got no answer from {self.named([error.peer])} in {step}: {reason}"
         ) from None
-
-    def _passed_on(self) -> str:
-        """Return why other ranks have failed, as soon as one says so.
-
-        A rank that this one was not connected to may have ended since it saw another one end.
-        """
-        deadline = time.monotonic() + _PASS_ON_SECONDS
-        left = [each for each in self._connections.values() if each.is_open]
-        while left and (wait := deadline - time.monotonic()) > 0:
-            poller = select.poll()
-            for connection in left:
-                poller.register(connection, _ENDED)
-            ended = {fd for fd, _ in poller.poll(math.ceil(wait * 1e3))}
-            for connection in [each for each in left if each.fileno() in ended]:
-                if reason := connection.gone().reason:
-                    return reason
-                left.remove(connection)
-        return ""
-
-    def _open(self, peer: int) -> Connection:
-        """Return the connection to a rank that is used for the first time."""
-        assert self._unopened is not None
-        try:
-            self._accept()
-            if peer not in self._connections:
-                self._connections[peer] = self._unopened.open(self.rank, peer)
-                self._connections[peer].name = self.name(peer)
-        except OSError as error:
-            why = shortage(1) if error.errno in (errno.EMFILE, errno.ENFILE) else ""
-            raise TransportError(
-                f"{self.me} cannot connect to {self.named([peer])}: {why or error}"
-            ) from None
-        return self._connections[peer]
-
-    def _accept(self) -> None:
-        """Take the connections of ranks that have connected meanwhile."""
-        assert self._unopened is not None
-        missing = {
-            peer
-            for peer in self.connected_peers
-            if peer > self.rank
-            and not ((known := self._connections.get(peer)) is not None and known.is_open)
-        }
-        for connection in self._unopened.come(missing):
-            known = self._connections.setdefault(connection.peer, connection)
-            if known is connection:
-                known.name = self.name(known.peer)
-            elif isinstance(known, TcpConnection) and isinstance(connection, TcpConnection):
-                # Messages wait there already.
-                known.attach(connection.detached())
-            missing.discard(connection.peer)
 
     def _run(self, connections: list[Connection], step: str, timeout: float) -> None:
         """Advance the connections until none is busy."""
@@ -249,47 +190,26 @@ class ConnectionTransport(Transport):
             if stall is not None and moved:
                 stall.restart()
             slept = min(nap, _INTERRUPT_SECONDS)
-            if moved or not connections or self._wait(connections, deadline, slept):
+            if moved or not connections:
+                continue
+            if wait_for_any(connections, deadline, slept, self._unopened):
+                if self._unopened is not None and not all(each.is_open for each in connections):
+                    self._unopened.accept(self._connections)
                 continue
             waited += slept
             if time.monotonic() >= deadline:
                 raise CollectiveTimeoutError(
                     f"{self.me} got no answer from {late()} in {step} within {timeout:.3g} s"
                 )
-            self._check_unopened(connections)
+            for connection in connections:
+                # It has no socket by which this rank would see the other one's end.
+                if not connection.is_open and self._refuses(connection.peer):
+                    raise PeerGone(connection.peer, connection.name)
             if waited < nap:
                 continue
             if stall is None:
                 stall = Stall(self.name(self.rank), step, timeout, late)
             nap, waited = stall.check(), 0.0
-
-    def _wait(
-        self, connections: Sequence[Connection], deadline: float, nap: float = math.inf
-    ) -> bool:
-        """Sleep to the deadline, or for `nap` seconds; True at once where one can go on."""
-        left = min(deadline - time.monotonic(), nap, _LONGEST_SECONDS)
-        if left <= 0:
-            return False
-        poller = select.poll()
-        accepts = False
-        for connection in connections:
-            if connection.is_open:
-                poller.register(connection, connection.events)
-            else:
-                accepts = True
-        if not accepts or self._unopened is None:
-            return bool(poller.poll(math.ceil(left * 1e3)))
-        for sock in self._unopened.sockets():
-            poller.register(sock, select.POLLIN)
-        ready = bool(poller.poll(math.ceil(left * 1e3)))
-        self._accept()
-        return ready
-
-    def _check_unopened(self, connections: Sequence[Connection]) -> None:
-        """Raise PeerGone where a rank has ended that was to connect to this one."""
-        for connection in connections:
-            if not connection.is_open and self._refuses(connection.peer):
-                raise PeerGone(connection.peer, connection.name)
 
     def _refuses(self, peer: int) -> bool:
         return self._unopened is not None and self._unopened.refuses(peer)
@@ -310,7 +230,7 @@ class ConnectionTransport(Transport):
             connection = connections.get(peer)
             if connection is not None and connection.is_open:
                 found[connection.fileno()] = peer
-                hang_ups.register(connection, _ENDED)
+                hang_ups.register(connection, ENDED)
             elif peers is not None and self._refuses(peer):
                 return peer
         closed = {fd for fd, _ in hang_ups.poll(0)}
@@ -367,12 +287,12 @@ class ConnectionTransport(Transport):
             stack.callback(self._other.abort, reason)
             stack.callback(self._close_connections, reason)
             if self._unopened is not None and not self._unusable:
-                with suppress(OSError):
-                    self._accept()
+                with suppress(TransportError):
+                    self._unopened.accept(self._connections)
             connections = list(self._connections.values())
             deadline = time.monotonic() + _REASON_SECONDS
             while connections := [each for each in connections if not each.send_reason(reason)]:
-                if not self._wait(connections, deadline):
+                if not wait_for_any(connections, deadline):
                     break
 
     def close(self) -> None:

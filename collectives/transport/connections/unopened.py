@@ -14,50 +14,86 @@ import errno
 import select
 import socket
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from collectives.errors import TransportError
 from collectives.transport.connections.connection import Connection
 from collectives.transport.connections.tcp import TcpConnection
 from collectives.transport.connections.tcp_listener import TcpListener, reach
+from collectives.transport.descriptors import shortage
 
 
 class Unopened:
     """What this rank needs to open them.
 
     Args:
-        listener: This rank's.
+        rank: This rank.
+        name: Returns what errors call a rank.
+        listener: Where others connect to it.
         offers: What the ranks offer to which there is no connection yet.
     """
 
-    def __init__(self, listener: TcpListener, offers: Mapping[int, Sequence[Any]]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        name: Callable[[int], int],
+        listener: TcpListener,
+        offers: Mapping[int, Sequence[Any]],
+    ) -> None:
+        self._rank = rank
+        self._name = name
         self._listener = listener
         self._offers = dict(offers)
         self._knocks: dict[int, socket.socket] = {}
         # Any thread may knock.
         self._lock = threading.Lock()
+        # Those that are to connect to this rank and have not.
+        self._missing = {peer for peer in offers if peer > rank}
 
-    def __contains__(self, peer: int) -> bool:
-        return peer in self._offers
+    def open(self, peer: int, connections: dict[int, Connection]) -> Connection:
+        """Add the connection to a rank, which is not open yet where that rank is to connect.
 
-    def open(self, rank: int, peer: int) -> TcpConnection:
-        """Return the connection to a rank, as far as it is open."""
-        if rank < peer:
-            return TcpConnection(peer)
-        return self._listener.begin(peer, self._offers[peer])
+        TransportError where the system refuses it; so does `accept`.
+        """
+        self.accept(connections)
+        if peer not in connections:
+            connection = TcpConnection(peer)
+            if peer < self._rank:
+                try:
+                    connection = self._listener.begin(peer, self._offers[peer])
+                except OSError as error:
+                    raise self._cannot(f"connect to rank {self._name(peer)}", error) from None
+            connection.name = self._name(peer)
+            connections[peer] = connection
+        return connections[peer]
 
     def sockets(self) -> list[socket.socket]:
         """Return what is to be polled for a rank that connects."""
         return self._listener.sockets()
 
-    def come(self, expected: set[int]) -> Iterator[Connection]:
-        """Return connections to those of `expected` that have connected by now."""
-        for connection in self._listener.come(expected):
+    def accept(self, connections: dict[int, Connection]) -> None:
+        """Add, or open, the connections of ranks that have connected by now."""
+        try:
+            come = list(self._listener.come(self._missing))
+        except OSError as error:
+            raise self._cannot("accept another rank's connection", error) from None
+        for new in come:
+            new.name = self._name(new.peer)
+            known = connections.setdefault(new.peer, new)
+            if known is not new:
+                assert isinstance(known, TcpConnection) and isinstance(new, TcpConnection)
+                # Messages wait there already.
+                known.attach(new.detached())
+            self._missing.discard(new.peer)
             with self._lock:
-                knock = self._knocks.pop(connection.peer, None)
+                knock = self._knocks.pop(new.peer, None)
             if knock is not None:
                 knock.close()
-            yield connection
+
+    def _cannot(self, what: str, error: OSError) -> TransportError:
+        why = shortage(1) if error.errno in (errno.EMFILE, errno.ENFILE) else ""
+        return TransportError(f"rank {self._name(self._rank)} cannot {what}: {why or error}")
 
     def refuses(self, peer: int) -> bool:
         """Return whether a rank listens no longer; for any thread, again and again."""

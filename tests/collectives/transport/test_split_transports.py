@@ -192,3 +192,18 @@ def test_ranks_without_all_connections_make_parts_of_their_own() -> None:
     assert part[0].connected_peers == {1}
     before = part[0]._connections[1].fileno()
     assert before != whole[0]._connections[2].fileno()
+
+
+def test_connections_opened_in_a_split_transport_name_the_ranks_of_the_whole() -> None:
+    """Also one that its peer opened while this rank waited for another."""
+    whole = connect(9, kinds=("tcp",))
+    part = split(whole, [*range(8, 0, -1)])
+    exchange(part[3], [(0, noise(1, 3))], [])
+    together(
+        lambda: exchange(part[0], [], [(5, poisoned(1))]),
+        lambda: exchange(part[5], [(0, noise(1, 5))], []),
+    )
+    exchange(part[0], [], [(3, poisoned(1))])
+    part[3].close()
+    with pytest.raises(CollectiveTimeoutError, match="from rank 5 in a step: rank 5 has ended"):
+        exchange(part[0], [], [(3, poisoned(1))])

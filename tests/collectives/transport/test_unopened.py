@@ -21,7 +21,7 @@ from collectives.schedules.schedule import steps_of
 from collectives.schedules.spec import parse_all_reduce_spec
 from collectives.schedules.topology import Topology
 from collectives.transport import ConnectionTransport
-from collectives.transport.connections import unopened
+from collectives.transport.connections import tcp_listener, unopened
 from collectives.transport.connections.connect import descriptors_of, neighbours
 from collectives.transport.descriptors import SPARE
 from tests.collectives.transport.thread_ranks import connect, exchange, noise, poisoned, together
@@ -209,12 +209,13 @@ def test_a_rank_without_descriptors_to_open_a_connection_says_so(
     def refused(*_: Any, **__: Any) -> Any:
         raise OSError(errno.EMFILE, "Too many open files")
 
+    doing = {3: "connect to rank 0", 0: "accept another rank's connection"}[rank]
     with monkeypatch.context() as patch:
         if rank == 3:
-            patch.setattr(ranks[3]._unopened, "open", refused)
+            patch.setattr(tcp_listener, "reach", refused)
         else:
-            patch.setattr(ranks[0]._unopened, "come", refused)
-        with pytest.raises(TransportError, match=rf"rank {rank} cannot connect to rank {3 - rank}"):
+            patch.setattr(ranks[0]._unopened._listener, "come", refused)  # type: ignore[union-attr]
+        with pytest.raises(TransportError, match=f"rank {rank} cannot {doing}: .*open files"):
             swap(ranks[rank], 3 - rank)
     with pytest.raises(CollectiveTimeoutError, match=r"Too many open files|file descriptors"):
         wait_for(ranks[1], rank) if rank == 0 else wait_for(ranks[4], rank)
@@ -249,8 +250,6 @@ def test_a_network_that_swallows_what_is_sent_ends_by_the_time_limit(
         mine.connect(theirs.getsockname())
         kept.append(theirs)
         return mine
-
-    from collectives.transport.connections import tcp_listener
 
     monkeypatch.setattr(tcp_listener, "reach", silent)
     monkeypatch.setattr(unopened, "reach", silent)
