@@ -202,7 +202,7 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> object:
         """Raise AttributeError, which tells what to use instead, or what was meant."""
         advice = f": {_ABSENT[name]}" if name in _ABSENT else ""
-        # __path__, __wrapped__ and such are asked for by machinery, which nobody reads.
+        # Import and inspection ask for __path__, __wrapped__ and such; nobody reads the error.
         if not advice and not name.startswith("_"):
             by_lower_case = {each.lower(): each for each in __all__}
             close = get_close_matches(name.lower(), by_lower_case, n=1, cutoff=0.75)

@@ -9,6 +9,7 @@ model.register_comm_hook(adasum.HookState(op=adasum.Adasum), adasum.ddp_hook)
 import copy
 import logging
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,8 @@ from adasum.modes import outside_modes
 from adasum.observer import Observer, require_observer
 from adasum.optimizer.consistency.parameter_check import checks_parameters
 from adasum.real_pairs import real_numel
-from adasum.request_pool import PooledReduction, RequestPool
+from adasum.reducer import require_declared
+from adasum.request_pool import RequestPool, StartedRequest
 from adasum.sparse import sparse_all_reduce_async
 from collectives import Average, Group, Reducer, Work, validation
 
@@ -45,15 +47,15 @@ class HookState:
     `register_comm_hook` gives it one: torch leaves that out.
 
     Args:
-        op: Sum, Average or Adasum. Average divides by the number of ranks, joined ones (`Join`)
-            included.
+        op: Sum, Average, Adasum or a Reducer that says whether it `averages`. Average divides by
+            the number of ranks, joined ones (`Join`) included.
         algorithm: "rechd/vhdd", "rd:16k:vhdd", ...; chosen by size unless given.
         process_group: The ranks that reduce, a torch ProcessGroup or a collectives.Group. Unless
             given, those of `adasum.init()`, or without that torch.distributed's world.
         observer: Sees every parameter's gradient before and after its reduction (DDP only; under
             `Join` a rank that has joined raises ValueError).
         timeout: Seconds a step may wait for a peer, where the hook makes the group.
-        named_parameters: The names that an observer is told, as model.named_parameters() gives
+        named_parameters: The names that an observer is given, as model.named_parameters() has
             them. Unless given, parameters are numbered in the order of their first reduction.
         check_parameters: FSDP only, DDP broadcasts rank 0's parameters itself: whether replicas
             compare a checksum of each unit's parameters at its first reduction; as the environment
@@ -80,6 +82,7 @@ class HookState:
     ) -> None:
         if not isinstance(op, Reducer):
             raise TypeError(f"op must be Sum, Average or Adasum, not {op!r}")
+        require_declared(op)
         if algorithm is not None:
             collectives.parse_all_reduce_spec(algorithm)
         validation.timeout(timeout)
@@ -122,11 +125,21 @@ class HookState:
 
     def start(
         self, buffer: Tensor, name: str, segments: Sequence[int], op: Reducer | None = None
-    ) -> PooledReduction:
+    ) -> StartedRequest:
         """Start reducing a buffer of whole segments in place, by `op` where it is given."""
-        return self._requests.start(
-            self.group, buffer, op or self.op, self.algorithm, name, segments
+        group, op = self.group, op or self.op
+        make = partial(
+            group.all_reduce_init,
+            buffer,
+            op,
+            algorithm=self.algorithm,
+            name=name,
+            segments=segments,
+            negotiate=False,
         )
+        # A request keeps its operator alive, whose id is therefore no other's.
+        key = name, tuple(segments), buffer.dtype, buffer.device, id(op), self.algorithm
+        return self._requests.start(group, key, make, buffer)
 
     def name_of(self, parameter: Tensor) -> str:
         """Return the parameter's name, the same at every call and for no other parameter."""
@@ -161,11 +174,12 @@ class HookState:
                 "HookState: process_group cannot be pickled and is left out; where this state is "
                 "loaded, it is that of adasum.init() or the world unless set again"
             )
-        return {**self.__dict__, "process_group": None, "_names": None, "_num_named": 0}
+        left_out = {"process_group": None, "_names": None, "_num_named": 0, "_requests": None}
+        return {**self.__dict__, **left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Names are of the parameters of the process that pickled them.
-        self.__dict__.update(state, _names=WeakIdKeyDictionary())
+        # Names are of the parameters of the process that pickled them, and requests are its own.
+        self.__dict__.update(state, _names=WeakIdKeyDictionary(), _requests=RequestPool())
 
 
 def require_state(state: object) -> None:
@@ -174,7 +188,7 @@ def require_state(state: object) -> None:
         raise TypeError(f"state must be a HookState, not {type(state).__name__}")
 
 
-@outside_modes
+@outside_modes()
 def ddp_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """Reduce a bucket of DDP's in place, while backward goes on.
 
@@ -213,7 +227,7 @@ def ddp_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[Tenso
     segments = [0, *accumulate(map(real_numel, parameters))]
     moved = next((p for p in parameters if _is_moved(p.grad, buffer)), None)
     if moved is not None:
-        # Ranks compare names: where it is so on one of them, all get an error.
+        # Ranks compare names: a gradient moved on one rank is an error on all.
         name += f" (the gradient of {state.name_of(moved)} was moved)"
     # Not public, but the only way to ask whether backward is running.
     if torch._C._current_graph_task_id() == -1:
@@ -224,12 +238,7 @@ def ddp_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[Tenso
             )
         state.start(buffer, name, segments).wait()
         return _future_of(buffer)
-
-    token: Any = None
-    if state.observer is not None:
-        names = [state.name_of(parameter) for parameter in parameters]
-        gradients = _gradients_in(bucket)
-        token = state.observer.before_reduction(names, gradients)
+    notify = _observe(state, bucket)
     reduction = state.start(buffer, name, segments)
 
     def finish() -> None:
@@ -240,11 +249,20 @@ def ddp_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[Tenso
                 " = ...` does, and DistributedDataParallel with gradient_as_bucket_view=True will "
                 "not see it again: wrap the model anew, and assign to `grad` itself"
             )
-        if state.observer is not None:
-            state.observer.after_reduction(token, gradients)
+        notify()
 
     _call_after_ddp(finish)
     return _future_of(buffer, reduction.work)
+
+
+def _observe(state: HookState, bucket: GradBucket) -> Callable[[], None]:
+    """Show the bucket's gradients to the observer, and return what shows it their reductions."""
+    observer = state.observer
+    if observer is None:
+        return lambda: None
+    gradients = _gradients_in(bucket)
+    token = observer.before_reduction(list(map(state.name_of, bucket.parameters())), gradients)
+    return lambda: observer.after_reduction(token, gradients)
 
 
 def _is_moved(gradient: Tensor | None, buffer: Tensor) -> bool:
@@ -286,7 +304,7 @@ def _call_after_ddp(function: Callable[[], None]) -> None:
     """
     # Not public, but the only way to be called when backward ends; DDP uses it too.
     engine = torch.autograd.Variable._execution_engine
-    # Nothing that torch.compile traces where a compiled step calls backward.
+    # A compiled step that calls backward would have torch.compile trace it.
     function = torch.compiler.disable(function)
     engine.queue_callback(torch.compiler.disable(lambda: engine.queue_callback(function)))
 

@@ -69,6 +69,23 @@ def register_fsdp_hook(model: nn.Module, state: HookState) -> None:
     from torch.distributed.fsdp import FSDPModule
 
     require_state(state)
+    found = _groups_of(model, state, FSDPModule)
+    # The group of the replicas is made here, where all ranks are.
+    _ = state.group
+    for unit, group, mesh in found:
+        # It sums dot products alone.
+        shards = collectives.from_process_group(mesh.get_group(), timeout=state.timeout)
+        if hasattr(unit, "set_reduce_scatter_unused_params"):
+            unit.set_reduce_scatter_unused_params(True, recurse=False)
+        unit.set_all_reduce_hook(_Hook(group, state, shards))
+
+
+def _groups_of(model: nn.Module, state: HookState, kind: type) -> list[tuple[Any, Any, Any]]:
+    """Return (unit, group of parameters, mesh) of all that FSDP reduces together in the model.
+
+    Raises:
+        TypeError, ValueError: As `register_fsdp_hook`.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if state.process_group is None:
@@ -77,7 +94,7 @@ def register_fsdp_hook(model: nn.Module, state: HookState) -> None:
         )
     if state.observer is not None:
         raise ValueError("observer: cannot be used with FSDP, which reduces shards of gradients")
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    units = [module for module in model.modules() if isinstance(module, kind)]
     if not units:
         raise ValueError("model has no fully_shard module: call fully_shard first")
     found = [(unit, group, _mesh_of(group)) for unit in units for group in _parameter_groups(unit)]
@@ -87,14 +104,7 @@ def register_fsdp_hook(model: nn.Module, state: HookState) -> None:
                 f"a unit has an all-reduce hook, {group._all_reduce_hook!r}, which this one would "
                 "replace: register one of them"
             )
-    # The group of the replicas is made here, where all ranks are.
-    _ = state.group
-    for unit, group, mesh in found:
-        # It sums dot products alone.
-        shards = collectives.from_process_group(mesh.get_group(), timeout=state.timeout)
-        if hasattr(unit, "set_reduce_scatter_unused_params"):
-            unit.set_reduce_scatter_unused_params(True, recurse=False)
-        unit.set_all_reduce_hook(_Hook(group, state, shards))
+    return found
 
 
 def _parameter_groups(unit: Any) -> Sequence[Any]:
@@ -143,7 +153,7 @@ class _Hook:
     partial: Tensor | None = None
     backward: int = -1
 
-    @outside_modes
+    @outside_modes()
     def __call__(self, gradients: Tensor) -> None:
         # Padded with zeros to equal sizes on all shards: every shard has the same segments.
         parameters = [p for p in self.group.fsdp_params if p.sharded_param.requires_grad]
@@ -204,7 +214,7 @@ class _Hook:
         without = [parameter for parameter in parameters if parameter.grad is None]
 
         def finish() -> None:
-            # FSDP has made gradients of the zeros.
+            # Of the zeros FSDP has made gradients, which parameters without one must not keep.
             for parameter in without:
                 parameter.grad = None
             self.group._partial_reduce_output = self.partial
@@ -262,6 +272,7 @@ class _OverShards(Reducer):
 
     def __init__(self, op: Reducer, shards: Group) -> None:
         self.name = op.name
+        self.operands = op.operands
         self.op = op
         self._shards = shards
 

@@ -6,10 +6,8 @@ has its values by then, and the memory that a reduction keeps must not be a mode
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
-from functools import wraps
-from typing import ParamSpec, TypeVar
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 from torch._C import _len_torch_function_stack
 from torch.overrides import _pop_mode_temporarily
@@ -17,21 +15,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from collectives.validation import active_mode
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 
-
-def outside_modes(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Return the function, run outside of the modes that this thread is in."""
-
-    @wraps(function)
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if not active_mode():
-            return function(*args, **kwargs)
-        with ExitStack() as stack:
-            stack.enter_context(_disable_current_modes())
-            for _ in range(_len_torch_function_stack()):
-                stack.enter_context(_pop_mode_temporarily())
-            return function(*args, **kwargs)
-
-    return call
+@contextmanager
+def outside_modes() -> Iterator[None]:
+    """Leave the modes that this thread is in, for a `with` block or a decorated function."""
+    if not active_mode():
+        yield
+        return
+    with ExitStack() as stack:
+        stack.enter_context(_disable_current_modes())
+        for _ in range(_len_torch_function_stack()):
+            stack.enter_context(_pop_mode_temporarily())
+        yield

@@ -95,6 +95,7 @@ class AdasumReducer(Reducer):
 
     name = "Adasum"
     weighted = True
+    averages = True
     needs_one_tree = True
     reduces_in_shared_memory = True
 
@@ -259,6 +260,16 @@ def _bind_cut(
             combine(weights)
 
     return run
+
+
+def require_declared(op: Reducer) -> None:
+    """Raise ValueError for a reducer that does not say whether it averages, such as Max."""
+    if not isinstance(op.averages, bool):
+        raise ValueError(
+            f"op must be Sum, Average or Adasum, not {op!r}, or a Reducer that says whether it "
+            "averages: set its `averages` to True where equal gradients on all ranks give that "
+            "gradient, as Average does, else to False"
+        )
 
 
 Adasum = AdasumReducer()

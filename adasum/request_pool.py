@@ -1,76 +1,71 @@
-"""Requests for buffers that are reduced at every step, but may have another address each time."""
+"""Requests that are kept from one step to the next: the optimizer's, DDP's and FSDP's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor
 
-from collectives import Group, Reducer, Request, Work
-
-_Key: TypeAlias = tuple[str, tuple[int, ...], torch.dtype, torch.device, int, str | None]
+from collectives import Request, Work
 
 # More than any model has buckets: there are so many only where models were dropped.
 _MAX_REQUESTS = 1024
 
 
 class RequestPool:
-    """Keeps requests from one step to the next, to be started again with another buffer.
+    """Keeps requests that are not in flight, to be started again.
 
-    It holds those that are not in flight, by their arguments. Between two reductions a request
-    holds no buffer, so the pool keeps no memory alive that DDP or FSDP has replaced or freed.
-    Making a request is not negotiated with the other ranks, which may have joined, or see the
+    What makes them must not negotiate with the other ranks, which may have joined, or see the
     buffer for the first time.
     """
 
     def __init__(self) -> None:
-        self._free: WeakKeyDictionary[Group, dict[_Key, Request]] = WeakKeyDictionary()
-
-    def __reduce__(self) -> tuple[type[RequestPool], tuple[()]]:
-        # Requests belong to this process: a copy or a pickle of the pool is an empty one.
-        return RequestPool, ()
+        self._free: WeakKeyDictionary[Any, dict[Hashable, Request[Any]]] = WeakKeyDictionary()
 
     def start(
         self,
-        group: Group,
-        buffer: Tensor,
-        op: Reducer,
-        algorithm: str | None,
-        name: str,
-        segments: Sequence[int],
-    ) -> PooledReduction:
-        """Start an all-reduce of the buffer, in place; arguments as `Group.all_reduce`."""
-        free = self._free.setdefault(group, {})
-        # A request keeps its operator alive, whose id is therefore no other's.
-        key = (name, tuple(segments), buffer.dtype, buffer.device, id(op), algorithm)
-        request = free.pop(key, None)
-        if request is None:
-            request = group.all_reduce_init(
-                buffer, op, algorithm=algorithm, name=name, segments=segments, negotiate=False
-            )
+        holder: Any,
+        key: Hashable,
+        make: Callable[[], Request[Any]],
+        buffer: Tensor | None = None,
+    ) -> StartedRequest:
+        """Start the request of a holder and a key, which is made unless it is here.
+
+        Args:
+            holder: With what the request ends: its buffer or, where that changes, its group.
+            key: What tells the holder's requests apart.
+            make: Makes the request.
+            buffer: What it reduces this time alone: afterwards it holds no buffer, so that the pool
+                keeps no memory alive that DDP or FSDP has replaced or freed. None where it keeps
+                the buffer that it was made for.
+        """
+        free = self._free.setdefault(holder, {})
+        # Taken out while it is in flight: a second start of the same kind gets one of its own.
+        request = free.pop(key, None) or make()
         work = request.start(buffer)
 
         def wait() -> None:
+            # What fails here is not given back: its state is unknown.
             request.wait()
-            request.release()
+            if buffer is not None:
+                request.release()
             if len(free) >= _MAX_REQUESTS:
                 free.clear()
             free[key] = request
 
-        return PooledReduction(work, wait)
+        return StartedRequest(work, wait)
 
 
-class PooledReduction(NamedTuple):
-    """A started all-reduce.
+class StartedRequest(NamedTuple):
+    """A request in flight.
 
     Attributes:
         work: Its Work, for callbacks and for whoever else waits.
         wait: Blocks until the buffer holds the result, and gives the request back; raises what
-            failed, and then does not give it back.
+            failed.
     """
 
-    work: Work
+    work: Work[Any]
     wait: Callable[[], None]

@@ -117,8 +117,7 @@ def init(
         group = Group(ThreadWorld(1).transport(0), timeout=timeout, local_rank=0, local_size=1)
         _report(group, choice)
     else:
-        start = Call("init", options={"transport": choice}, label="start-up")
-        group = _over_gloo(gloo, timeout, start)
+        group = _over_gloo(gloo, timeout, "init", choice)
         group.transport.shares_gpu = shares_gpu
         atexit.register(shutdown)
     _group, _settings = group, settings
@@ -205,9 +204,8 @@ def from_process_group(process_group: dist.ProcessGroup, *, timeout: float = TIM
         own = subgroup(process_group, ranks, _backend_of(process_group, timeout), timeout)
         members = dist.get_process_group_ranks(process_group)
         names = () if members == list(range(dist.get_world_size())) else members
-        options = {"transport": choice}
-        start = Call("from_process_group", options=options, label="start-up")
-        group = _over_gloo(GlooTransport(own, owned=True, names=names), timeout, start)
+        gloo = GlooTransport(own, owned=True, names=names)
+        group = _over_gloo(gloo, timeout, "from_process_group", choice)
         for each in (group, _group):
             if each is not None:
                 each.transport.shares_gpu = True
@@ -223,18 +221,16 @@ def _close_adopted() -> None:
             stack.callback(group.close)
 
 
-def _over_gloo(gloo: GlooTransport, timeout: float, start: Call) -> Group:
+def _over_gloo(gloo: GlooTransport, timeout: float, kind: str, choice: str) -> Group:
+    """Return the group of `init` or `from_process_group`, which all ranks call alike."""
     whole = gloo.size == dist.get_world_size()
     local_rank, local_size = local_ranks() if whole else (None, None)
     group = None
     try:
-        group = Group(
-            connect(gloo, timeout, start),
-            timeout=timeout,
-            local_rank=local_rank,
-            local_size=local_size,
-        )
-        _report(group, start.options["transport"])
+        start = Call(kind, options={"transport": choice}, label="start-up")
+        transport = connect(gloo, timeout, start)
+        group = Group(transport, timeout=timeout, local_rank=local_rank, local_size=local_size)
+        _report(group, choice)
     except BaseException:
         (group or gloo).close()
         raise
@@ -244,7 +240,7 @@ def _over_gloo(gloo: GlooTransport, timeout: float, start: Call) -> Group:
 def _report(group: Group, choice: str) -> None:
     """Log how the group works, where anybody wants to know."""
     if _logger.isEnabledFor(logging.INFO):
-        _logger.info(report(group.transport, choice, group.hosts))
+        _logger.info(report(group.transport, choice, group.hosts, group.topology))
 
 
 def shutdown() -> None:

@@ -46,7 +46,7 @@ class Timeline:
         self._pending = bytearray(b"[\n" + self._metadata("process_name", f"rank {rank}", 0))
 
     def add(self, name: str, begin: int, end: int) -> None:
-        """Write a range of this thread; begin and end as time.perf_counter_ns() told them."""
+        """Write a range of this thread; begin and end by time.perf_counter_ns()."""
         if os.getpid() != self._process:
             return
         thread = threading.get_native_id()

@@ -19,7 +19,7 @@ from adasum.horovod.reduction_options import ReductionOptions, options_of, requi
 from adasum.real_pairs import as_reals
 from adasum.reducer import AdasumReducer
 from adasum.sparse import SparseHandle, sparse_all_reduce_async
-from collectives import Max, Min, Product, Reducer, validation
+from collectives import Average, Reducer, Sum, validation
 
 
 def allreduce(
@@ -46,16 +46,16 @@ def allreduce(
             still under way: that is a ValueError, in all of these functions.
         compression: Casts what is sent.
         op: Sum, Average, Min, Max, Product, or Adasum, for which the whole tensor is one segment;
-            Average unless given. An average of integers is truncated towards zero.
+            Average unless given. An average of integers loses its fraction.
         prescale_factor: Multiplies the tensor before the reduction; equal on all ranks. Integers
-            are multiplied in float64 and truncated towards zero, here and after the reduction.
+            are multiplied in float64 and lose their fraction, here and after the reduction.
         postscale_factor: Multiplies the result; equal on all ranks.
         process_set: The ranks that take part; all ranks unless given.
 
     Raises:
         TypeError: An argument has the wrong type, or `op` does not take the tensor's dtype.
         ValueError: An argument has a bad value, or this rank is not in the process set.
-        NotImplementedError: A gradient is needed through Min, Max or Product.
+        NotImplementedError: A gradient is needed through another op than Sum, Average and Adasum.
     """
     options = options_of(
         name, op, prescale_factor, postscale_factor, process_set, average, compression
@@ -168,7 +168,7 @@ def grouped_allreduce_async_(
     """Start a `grouped_allreduce_`; the tensors must not be used until `synchronize`."""
     options = options_of(name, op, prescale_factor, postscale_factor, process_set, average)
     inputs = tensor_list(tensors)
-    # Detached: in place on a parameter changes its value and is not for autograd to record.
+    # Detached: autograd must not record that a parameter's value is replaced.
     detached = [dense(each, f"tensors[{i}]").detach() for i, each in enumerate(inputs)]
     work = _start_in_place(options, detached, "grouped_allreduce")
     return Handle([work], lambda _: inputs)
@@ -207,7 +207,7 @@ def _reduce(
     options: ReductionOptions, tensors: Sequence[Tensor], kind: str = "allreduce"
 ) -> Handle:
     """Start reducing copies; autograd reduces the gradients in the same way."""
-    if options.op in (Max, Min, Product):
+    if options.op not in (Sum, Average) and not isinstance(options.op, AdasumReducer):
         refuse_gradient(f"allreduce with op={options.op}", *tensors)
     sent, decompress = options.compress(tensors, "tensor" if kind == "allreduce" else "tensors")
     handle = Handle([_start_in_place(options, sent, kind)], decompress)

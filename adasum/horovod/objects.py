@@ -14,7 +14,7 @@ import torch
 
 from adasum.horovod import plain_types
 from adasum.horovod.process_sets import ProcessSet, group_and_root, require_group
-from collectives import TransportError, validation
+from collectives import Group, TransportError, validation
 
 
 def broadcast_object(
@@ -36,18 +36,11 @@ def broadcast_object(
     """
     validation.no_mode("obj")
     group, root = group_and_root(process_set, root_rank)
-    name = _name(name)
-    sent = _encode(obj) if group.rank == root else b""
-    length = torch.tensor([len(sent)], dtype=torch.int64, device="cpu")
-    group.broadcast(length, root=root, name=f"{name}: length")
-    if int(length) < 1:
-        raise TransportError(f"rank {root_rank} says that its object has {int(length)} bytes")
-    # bytearray: torch wants memory that can be written to.
-    content = bytearray(sent or int(length))
-    group.broadcast(
-        torch.frombuffer(content, dtype=torch.uint8), root=root, name=f"{name}: content"
-    )
-    received = _object_of(root_rank, bytes(content))
+    sent = encode(obj) if group.rank == root else b""
+    content = broadcast_bytes(group, root, sent, _name(name))
+    if not content:
+        raise TransportError(f"rank {root_rank} says that its object has no bytes")
+    received = decode(content, f"rank {root_rank}")
     return obj if group.rank == root else received
 
 
@@ -66,9 +59,30 @@ def allgather_object(
     """
     validation.no_mode("obj")
     group = require_group(process_set)
-    results = group.all_gather_bytes(_encode(obj), name=_name(name))
+    results = group.all_gather_bytes(encode(obj), name=_name(name))
     # A rank that has joined sends nothing at all.
-    return [_object_of(group.ranks[i], sent) for i, sent in enumerate(results) if sent]
+    return [decode(sent, f"rank {group.ranks[i]}") for i, sent in enumerate(results) if sent]
+
+
+def broadcast_bytes(group: Group, root: int, sent: bytes, name: str) -> bytes:
+    """Return the root's bytes on every rank; collective.
+
+    Args:
+        group: The ranks.
+        root: The root's number in the group.
+        sent: What the root sends; ignored on the other ranks.
+        name: Names the collectives in errors.
+    """
+    length = torch.tensor([len(sent)], dtype=torch.int64, device="cpu")
+    group.broadcast(length, root=root, name=f"{name}: length")
+    if int(length) < 1:
+        return b""
+    # bytearray: torch wants memory that can be written to.
+    content = bytearray(sent if group.rank == root else int(length))
+    group.broadcast(
+        torch.frombuffer(content, dtype=torch.uint8), root=root, name=f"{name}: content"
+    )
+    return bytes(content)
 
 
 def _name(name: str | None) -> str:
@@ -77,7 +91,7 @@ def _name(name: str | None) -> str:
     return name or "object"
 
 
-def _encode(obj: Any) -> bytes:
+def encode(obj: Any) -> bytes:
     """Return a byte 1 and the object's bytes, or a byte 0 and why it cannot be sent."""
     buffer = io.BytesIO()
     try:
@@ -85,7 +99,7 @@ def _encode(obj: Any) -> bytes:
         payload = buffer.getvalue()
         # What is refused when it is read has to be refused here, on all ranks.
         _decode(payload)
-    # Pickling a foreign class may raise anything, and every rank must be told.
+    # Pickling a foreign class may raise anything, and every rank must hear of it.
     except Exception as error:  # noqa: BLE001
         lines = str(error).splitlines() or [""]
         reason = next((line.strip() for line in lines if "Unsupported" in line), lines[0])
@@ -99,10 +113,15 @@ def _encode(obj: Any) -> bytes:
     return b"\1" + payload
 
 
-def _object_of(rank: int, sent: bytes) -> Any:
-    if not sent[0]:
-        raise TypeError(f"rank {rank}: {sent[1:].decode()}")
-    return _decode(sent[1:])
+def decode(received: bytes, what: str) -> Any:
+    """Return the object of what `encode` has returned, with tensors on the CPU.
+
+    Raises:
+        TypeError: It cannot be sent; the text begins with `what`.
+    """
+    if not received[0]:
+        raise TypeError(f"{what}: {received[1:].decode()}")
+    return _decode(received[1:])
 
 
 def _decode(payload: bytes) -> Any:

@@ -105,6 +105,7 @@ class _ProcessSets(dict[tuple[int, ...], _Entry]):
 
 
 _of_group: weakref.WeakKeyDictionary[Group, _ProcessSets] = weakref.WeakKeyDictionary()
+# Ranks may be threads; setdefault of a WeakKeyDictionary is not atomic.
 _lock = threading.Lock()
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from adasum.broadcasts import remember_broadcast
 from adasum.horovod.objects import allgather_object, broadcast_object
 from adasum.horovod.process_sets import ProcessSet, global_process_set, group_and_root
 from adasum.horovod.state_entries import Entry, agreed, entry_of
@@ -18,6 +18,8 @@ from collectives import Group, Work, default_group
 
 # The last part of the name that state_dict gives to what get_extra_state returned.
 _EXTRA_STATE = "_extra_state"
+# By address, since model.state_dict() makes other tensors of the parameters' memory.
+_broadcast: WeakKeyDictionary[Group, set[int]] = WeakKeyDictionary()
 
 
 def broadcast_parameters(
@@ -46,7 +48,13 @@ def broadcast_parameters(
     ranks = (process_set or global_process_set).ranks
     entries = agreed(group, ranks, "broadcast_parameters", lambda: _entries_of(params))
     _broadcast_entries(entries, group, root)
-    remember_broadcast(group, [entry.target for entry in entries])
+    addresses = _broadcast.setdefault(group, set())
+    addresses.update(entry.target.data_ptr() for entry in entries if entry.target.numel())
+
+
+def was_broadcast(group: Group, tensor: Tensor) -> bool:
+    """Return whether a tensor with this memory was broadcast; a guess, for advice alone."""
+    return tensor.data_ptr() in _broadcast.get(group, ())
 
 
 def _entries_of(params: Any) -> list[Entry]:
@@ -101,22 +109,7 @@ def broadcast_optimizer_state(
     group, root = group_and_root(process_set, root_rank)
     _check_parameter_groups(optimizer, root_rank, process_set)
     parameters = [p for each in optimizer.param_groups for p in each["params"]]
-    entries: list[Entry] = []
-    devices: list[str] = []
-
-    def take_out(tensor: Tensor, path: str) -> Tensor:
-        entry = entry_of(f"state {len(entries)}", path, tensor)
-        # The others' tensors are not expanded.
-        entries.append(entry._replace(sent=entry.sent.expand(tensor.shape).contiguous()))
-        devices.append(tensor.device.type)
-        return tensor.detach().resolve_conj().resolve_neg().to("meta")
-
-    def allocate(like: Tensor, path: str) -> Tensor:
-        device = "cpu" if devices[len(entries)] == "cpu" else parameters[0].device
-        tensor = torch.empty_like(like, device=device)
-        entries.append(entry_of(f"state {len(entries)}", path, tensor))
-        return tensor
-
+    tensors = _Tensors(parameters[0].device if parameters else torch.device("cpu"))
     # The optimizer of mode="owners", whose state is spread over the ranks.
     consolidate = getattr(optimizer, "consolidate_state_dict", None)
     if consolidate is not None:
@@ -125,15 +118,15 @@ def broadcast_optimizer_state(
     sent: Any = None
     if is_root:
         try:
-            sent = [_map_tensors(take_out, optimizer.state_dict()), devices, ""]
+            sent = [_map_tensors(tensors.take_out, optimizer.state_dict()), tensors.devices, ""]
         except (TypeError, ValueError) as error:
             sent = [None, [], str(error)]
-    received, devices, problem = broadcast_object(sent, root_rank, None, process_set)
+    received, tensors.devices, problem = broadcast_object(sent, root_rank, None, process_set)
     if problem:
         raise TypeError(f"rank {root_rank}: {problem}")
     if not is_root:
-        received = _map_tensors(allocate, received)
-    _broadcast_entries(entries, group, root)
+        received = _map_tensors(tensors.allocate, received)
+    _broadcast_entries(tensors.entries, group, root)
     if is_root:
         return
     optimizer.load_state_dict(received)
@@ -143,6 +136,35 @@ def broadcast_optimizer_state(
         if parameters[index] in optimizer.state:
             move = partial(_move, parameters[index].device)
             optimizer.state[parameters[index]] = _map_tensors(move, state)
+
+
+class _Tensors:
+    """The tensors of a state_dict, which are sent each by itself.
+
+    Attributes:
+        entries: Theirs.
+        devices: The kind of device that each is on at the root.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.entries: list[Entry] = []
+        self.devices: list[str] = []
+        self._device = device
+
+    def take_out(self, tensor: Tensor, path: str) -> Tensor:
+        """Note the root's tensor, and return what stands for it in the state_dict."""
+        entry = entry_of(f"state {len(self.entries)}", path, tensor)
+        # The others' tensors are not expanded.
+        self.entries.append(entry._replace(sent=entry.sent.expand(tensor.shape).contiguous()))
+        self.devices.append(tensor.device.type)
+        return tensor.detach().resolve_conj().resolve_neg().to("meta")
+
+    def allocate(self, like: Tensor, path: str) -> Tensor:
+        """Return a tensor to receive into, for what stands for the root's."""
+        device = "cpu" if self.devices[len(self.entries)] == "cpu" else self._device
+        tensor = torch.empty_like(like, device=device)
+        self.entries.append(entry_of(f"state {len(self.entries)}", path, tensor))
+        return tensor
 
 
 def _move(device: torch.device, tensor: Tensor, path: str) -> Tensor:

@@ -91,13 +91,13 @@ def agreed(
     rows: list[tuple[str, str]] = []
     try:
         mine = entries()
-    # torch's own refusals of tensors without memory are RuntimeErrors.
+    # torch raises RuntimeError for tensors without memory.
     except (TypeError, ValueError, RuntimeError) as error:
-        told = (b"\2" if isinstance(error, ValueError) else b"\1") + str(error).encode()
+        report = (b"\2" if isinstance(error, ValueError) else b"\1") + str(error).encode()
     else:
         rows = [(entry.name, entry.kind) for entry in mine]
-        told = b"\0" + hashlib.blake2b(json.dumps(rows).encode(), digest_size=16).digest()
-    answers = group.all_gather_bytes(told, name=f"{call}: comparison of what it was given")
+        report = b"\0" + hashlib.blake2b(json.dumps(rows).encode(), digest_size=16).digest()
+    answers = group.all_gather_bytes(report, name=f"{call}: comparison of what it was given")
     for rank, answer in zip(ranks, answers, strict=True):
         if answer[:1] in _ERRORS:
             raise _ERRORS[answer[:1]](f"rank {rank}: {answer[1:].decode()}")

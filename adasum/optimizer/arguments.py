@@ -12,8 +12,8 @@ import torch
 from adasum.horovod.arguments import require
 from adasum.horovod.reduction_options import require_reducer
 from adasum.optimizer.buckets.planning import Groups
-from adasum.reducer import Adasum
-from collectives import Average, Reducer, Sum
+from adasum.reducer import Adasum, require_declared
+from collectives import Average, Reducer
 
 _logger = logging.getLogger(__name__)
 
@@ -38,8 +38,7 @@ def require_optimizer(optimizer: object) -> None:
 def require_operator(op: Reducer, weighted: bool, predivide_factor: float) -> None:
     """Raise unless `op` can reduce gradients and takes the other two arguments."""
     require_reducer(op)
-    if op not in (Sum, Average, Adasum):
-        raise ValueError(f"op must be Sum, Average or Adasum, not {op!r}")
+    require_declared(op)
     require("weighted", weighted, bool)
     if not weighted and op is not Adasum:
         raise ValueError(f"weighted=False is for op=Adasum, whose pairs have weights, not {op!r}")
@@ -54,8 +53,7 @@ def require_operator(op: Reducer, weighted: bool, predivide_factor: float) -> No
 
 def require_check_every(check_every: int) -> None:
     """Raise ValueError unless it is a number of steps, or 0 for never."""
-    if isinstance(check_every, bool) or not isinstance(check_every, int) or check_every < 0:
-        raise ValueError(f"check_every must be an int >= 0, 0 for never, not {check_every!r}")
+    _require_count("check_every", check_every, 0, ", 0 for never")
 
 
 def require_local_steps(
@@ -67,8 +65,7 @@ def require_local_steps(
     backward_passes_per_step: int,
 ) -> None:
     """Raise ValueError where local steps do not go together with another argument."""
-    if isinstance(local_steps, bool) or not isinstance(local_steps, int) or local_steps < 1:
-        raise ValueError(f"local_steps must be an int >= 1, not {local_steps!r}")
+    _require_count("local_steps", local_steps, 1)
     if local_steps == 1:
         return
     steps = f"local_steps={local_steps}"
@@ -82,8 +79,8 @@ def require_local_steps(
             f"{steps} and backward_passes_per_step={backward_passes_per_step} exclude each other: "
             "between reductions call backward() and step() as with a plain optimizer"
         )
-    if op is Sum:
-        raise ValueError(f"{steps} needs op=Adasum or op=Average: a Sum of steps overshoots")
+    if not op.averages:
+        raise ValueError(f"{steps} needs op=Adasum or op=Average: a {op} of steps overshoots")
     if method == "gradient" or step_in_backward:
         other = "step_in_backward=True" if step_in_backward else "method='gradient'"
         raise ValueError(f"{steps} and {other} exclude each other: local steps reduce differences")
@@ -94,8 +91,7 @@ def require_groups(num_groups: int, groups: Groups) -> Groups:
 
     `num_groups` is Horovod's older name of `groups`.
     """
-    if isinstance(num_groups, bool) or not isinstance(num_groups, int) or num_groups < 0:
-        raise ValueError(f"num_groups must be an int >= 0, not {num_groups!r}")
+    _require_count("num_groups", num_groups, 0)
     if num_groups == 0:
         return groups
     if groups is not None:
@@ -133,5 +129,9 @@ def require_owners(
 
 def require_passes(passes: int) -> None:
     """Raise ValueError unless it is a number of backward passes."""
-    if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
-        raise ValueError(f"backward_passes_per_step must be an int >= 1, not {passes!r}")
+    _require_count("backward_passes_per_step", passes, 1)
+
+
+def _require_count(argument: str, value: object, least: int, meaning: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{argument} must be an int >= {least}{meaning}, not {value!r}")

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count, takewhile
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node, get_gradient_edge
-from torch.utils.hooks import RemovableHandle
 
 from adasum.optimizer.buckets.planning import Named, by_kind
-from adasum.optimizer.buckets.reduction import Reduction
-from adasum.optimizer.errors import reduced_twice, swapped, too_late, too_many_passes
+from adasum.optimizer.buckets.reduction import InFlight
+from adasum.optimizer.errors import OptimizerOrderError, reduced_twice, too_late, too_many_passes
+from adasum.optimizer.parameter_hooks import ParameterHooks
+from adasum.optimizer.reduces import Reduces
 from collectives import CollectiveError, TransportError
-from collectives.trace import span
 
 # Not public, but the only way to be called when backward ends; torch's DDP uses it too.
 _engine = torch.autograd.Variable._execution_engine
-
-
-StartBucket: TypeAlias = Callable[[Sequence[Named], str], Sequence[Reduction]]
 
 # The hooks of all optimizers that are still there. None of them holds a weak reference to a
 # parameter, since torch refuses to swap tensors that somebody refers to so.
@@ -48,19 +43,15 @@ class BackwardHooks:
     Of several that are alive and have a parameter in common the newest reduces its gradient.
 
     Args:
+        optimizer: What reduces, as long as somebody holds it.
         named: (name, parameter) of every parameter, in registration order.
         buckets: The same pairs, divided into buckets in the order in which they start.
-        start_bucket: Called with a bucket's (name, parameter) pairs and its name; returns the
-            started reductions, none where there is nothing to reduce.
         passes: Backward passes of a step.
+        one_rank: Count only: there is nobody to reduce with.
         early: Start buckets while backward runs, and not only in `synchronize`.
         final: Let backward return only when what it started is done, so that the gradients it
             leaves are final.
-        finish: Called when all buckets of a step are reduced, at the same point on every rank, so
-            that it may call collectives.
-        before: Called with a parameter on the CPU before backward gives it its gradient.
-        wants: Where buckets start early: whether a parameter that is not trainable is to be reduced
-            all the same, for a gradient that somebody has given it.
+        before: Call the optimizer before backward gives a parameter on the CPU its gradient.
 
     Attributes:
         names: Of every parameter, in registration order.
@@ -69,36 +60,33 @@ class BackwardHooks:
 
     def __init__(
         self,
+        optimizer: Reduces,
         named: Sequence[Named],
         buckets: Sequence[Sequence[Named]],
-        start_bucket: StartBucket,
         *,
         passes: int,
-        early: bool,
-        final: bool,
-        finish: Callable[[], None] = lambda: None,
-        before: Callable[[Tensor], None] | None = None,
-        wants: Callable[[Tensor], bool] = lambda _: False,
+        one_rank: bool = False,
+        early: bool = False,
+        final: bool = False,
+        before: bool = False,
     ) -> None:
         self.passes = passes
-        self._start_bucket = start_bucket
+        self._optimizer = weakref.ref(optimizer)
+        self._one_rank = one_rank
         self._early = early
         self._final = final
-        self._finish = finish
-        self._before = before
-        self._wants = wants
+        # Gradients of one backward may come in several threads, and a bucket's start may begin
+        # another backward in this one.
         self._lock = threading.RLock()
         self.names: dict[Tensor, str] = {}
         self._counts: dict[Tensor, int] = {}
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[Tensor, _Bucket] = {}
-        self._hooked: dict[Tensor, list[RemovableHandle]] = {}
-        self._by_id: dict[int, Tensor] = {}
-        # What accumulates a parameter's gradient: another where torch has swapped the parameter.
-        self._accumulators: dict[Tensor, Node] = {}
+        me = weakref.ref(self)
+        self._hooks = ParameterHooks(_after(me), _before(me) if before else None)
         # Those that the optimizer has no longer, until `restart`.
         self._gone: set[Tensor] = set()
-        self._in_flight: list[Reduction] = []
+        self._in_flight = InFlight()
         self._num_started = 0
         self._number = number = next(_numbers)
         _live[number] = weakref.ref(self, lambda _: _live.pop(number, None))
@@ -113,7 +101,7 @@ class BackwardHooks:
     @property
     def busy(self) -> bool:
         """Whether a started reduction has not been waited for."""
-        return bool(self._in_flight)
+        return len(self._in_flight) > 0
 
     def add(self, named: Sequence[Named], buckets: Sequence[Sequence[Named]]) -> None:
         """Add new parameters, whose buckets come after all others.
@@ -149,10 +137,7 @@ class BackwardHooks:
             return
         for parameter in self._gone:
             del self.names[parameter], self._counts[parameter], self._bucket_of[parameter]
-            self._accumulators.pop(parameter, None)
-            self._by_id.pop(id(parameter), None)
-            for handle in self._hooked.pop(parameter, []):
-                handle.remove()
+            self._hooks.remove(parameter)
         buckets = [[e for e in each.members if e[1] not in self._gone] for each in self._buckets]
         self._gone, self._buckets = set(), []
         self._append(members for members in buckets if members)
@@ -178,7 +163,7 @@ class BackwardHooks:
             self._taken: set[Tensor] = set()
             self._drop_gone()
             self._counts = dict.fromkeys(self._counts, 0)
-            self._done: list[Reduction] = []
+            self._in_flight.forget_done()
             self.synchronized = False
             self._callback_queued = False
             self._hook_trainable()
@@ -194,91 +179,48 @@ class BackwardHooks:
         """
         if self.synchronized and not self._left_out():
             return
-        with self._discarding():
+        with self._in_flight.none_after_an_error(), self._lock:
             self._start_remaining(max_in_flight)
-        self.wait()
-        # Only now, because observers may call collectives: how many buckets backward starts and
-        # waits for may differ between the ranks.
-        while self._done:
-            self._done.pop(0).notify_observer()
-        self._finish()
+        self._in_flight.wait()
+        self._in_flight.notify_observers()
+        optimizer = self._optimizer()
+        if optimizer is not None and not self._one_rank:
+            optimizer._finish_reductions()
         self.synchronized = True
 
-    def wait(self) -> None:
-        """Wait for what was started; raise the first error once nothing is in flight."""
-        if not self._in_flight:
-            return
-        with span(lambda: f"waiting for {len(self._in_flight)} buckets"), self._discarding():
-            while self._in_flight:
-                first = self._in_flight.pop(0)
-                first.wait()
-                self._done.append(first)
-
     def _start_remaining(self, max_in_flight: int | None) -> None:
-        with self._lock:
-            while self._num_started < len(self._buckets):
-                self._start_next()
-                if max_in_flight is not None and len(self._in_flight) > max_in_flight:
-                    first = self._in_flight.pop(0)
-                    first.wait()
-                    first.notify_observer()
-            for members in by_kind(self._left_out()):
-                self._start(members, f"not made by backward: {members[0][0]}...")
-
-    @contextmanager
-    def _discarding(self) -> Iterator[None]:
-        """On an error wait for what is in flight, drop its results, and note its errors."""
-        try:
-            yield
-        except BaseException as error:
-            with self._lock:
-                reductions, self._in_flight = self._in_flight, []
-            for reduction in reductions:
-                try:
-                    reduction.wait_for_result()
-                except Exception as other:  # noqa: BLE001 - told along with the first
-                    if other is not error:
-                        _add_note(error, f"after it: {type(other).__name__}: {other}")
-            raise
+        while self._num_started < len(self._buckets):
+            self._start(*self._next_bucket())
+            if max_in_flight is not None:
+                self._in_flight.wait(below=max_in_flight + 1)
+                self._in_flight.notify_observers()
+        for members in by_kind(self._left_out()):
+            self._start(members, f"not made by backward: {members[0][0]}...")
 
     def _left_out(self) -> list[Named]:
         """Return what no bucket of this step held, and is to be reduced.
 
-        Made trainable since `restart`, or given a gradient by somebody, at whatever time: buckets
-        may have started before that. Without early starts they hold all parameters.
+        What was made trainable since `restart`, or given a gradient by somebody after its bucket
+        was started. Buckets that are started in `synchronize` leave nothing out.
         """
         if not self._early:
             return []
+        optimizer = self._optimizer()
         others = [entry for entry in self.named if entry[1] not in self._taken]
-        return [(n, p) for n, p in others if p.requires_grad or self._wants(p)]
+        return [
+            (name, parameter)
+            for name, parameter in others
+            if parameter.requires_grad or (optimizer is not None and optimizer._wants(parameter))
+        ]
 
     def _unhooked(self) -> list[Named]:
         """Return the trainable parameters without a hook: made trainable since `restart`."""
-        return [(n, p) for n, p in self.named if p.requires_grad and p not in self._hooked]
+        return [(n, p) for n, p in self.named if p.requires_grad and p not in self._hooks]
 
     def _hook_trainable(self) -> None:
-        me = weakref.ref(self)
-        # Somebody who holds a parameter's accumulator holds on to the stream that it was made on.
-        swaps = torch.__future__.get_swap_module_params_on_conversion()
-        if swaps and self._early:
-            self._refuse_swapped()
-        for _, parameter in self._unhooked():
-            handles = [parameter.register_post_accumulate_grad_hook(_hook(me))]
-            if self._before is not None and parameter.is_cpu:
-                self._by_id[id(parameter)] = parameter
-                handles.append(parameter.register_hook(_hook_before(me, id(parameter))))
-            self._hooked[parameter] = handles
-            # A hook must not keep a dropped optimizer alive, nor go on counting for it.
-            for handle in handles:
-                weakref.finalize(self, handle.remove)
-            if swaps:
-                self._accumulators[parameter] = get_gradient_edge(parameter).node
-
-    def _refuse_swapped(self) -> None:
-        """Raise where torch has put other tensors behind the parameters, without their hooks."""
-        for parameter, accumulator in self._accumulators.items():
-            if parameter.requires_grad and get_gradient_edge(parameter).node != accumulator:
-                raise swapped(self.names[parameter])
+        if self._early:
+            self._hooks.refuse_swapped(self.named)
+        self._hooks.add([parameter for _, parameter in self._unhooked()])
 
     def _complete(self, bucket: _Bucket) -> bool:
         # From the last, which backward most often reaches last, so that an incomplete bucket is
@@ -286,7 +228,7 @@ class BackwardHooks:
         return all(
             self._counts[parameter] >= self.passes
             for _, parameter in reversed(bucket.members)
-            if parameter.requires_grad and parameter in self._hooked
+            if parameter.requires_grad and parameter in self._hooks
         )
 
     def _on_gradient(self, parameter: Tensor) -> None:
@@ -299,26 +241,8 @@ class BackwardHooks:
                 return
             waiting = self._buckets[self._num_started :]
             for _ in takewhile(self._complete, waiting):
-                self._start_next()
+                self._start(*self._next_bucket())
                 self._queue_callback()
-
-    def _on_gradient_comes(self, number: int) -> None:
-        """Call `before` once the accumulation itself begins.
-
-        A parameter's hook is called by torch.autograd.grad, too, which accumulates nothing, and
-        before hooks of users that look at its gradient. So its accumulator is asked, which is held
-        no longer than backward needs it: it would insist on the parameter's shape.
-        """
-        parameter = self._by_id.get(number)
-        if parameter is None or self._before is None or self._newer(parameter):
-            return
-        before = self._before
-
-        def on_accumulation(_: object) -> None:
-            handle.remove()
-            before(parameter)
-
-        handle = get_gradient_edge(parameter).node.register_prehook(on_accumulation)
 
     def _newer(self, parameter: Tensor) -> list[BackwardHooks]:
         """Return the hooks of optimizers made later that have the parameter, too."""
@@ -372,9 +296,10 @@ class BackwardHooks:
         if self._num_started == len(self._buckets) and not self._unhooked():
             self.synchronize()
         else:
-            self.wait()
+            self._in_flight.wait()
 
-    def _start_next(self) -> None:
+    def _next_bucket(self) -> tuple[Sequence[Named], str]:
+        """Return what is to be reduced of the next bucket, and its name."""
         bucket = self._buckets[self._num_started]
         self._num_started += 1
         members = bucket.members
@@ -383,25 +308,32 @@ class BackwardHooks:
             members = [
                 (name, parameter)
                 for name, parameter in members
-                if parameter in self._hooked
-                and (parameter.requires_grad or self.reached(parameter))
+                if parameter in self._hooks and (parameter.requires_grad or self.reached(parameter))
             ]
-        self._start(members, bucket.name)
+        return members, bucket.name
 
     def _start(self, members: Sequence[Named], name: str) -> None:
-        if not members:
-            return
         self._taken.update(parameter for _, parameter in members)
+        if not members or self._one_rank:
+            return
+        optimizer = self._optimizer()
+        if optimizer is None:
+            raise OptimizerOrderError(
+                "the optimizer that DistributedOptimizer returned was dropped, and the one given "
+                "to it reduces nothing: optimizer = DistributedOptimizer(optimizer) keeps it"
+            )
+        optimizer._check_parameters()
+        optimizer._densify(members)
         try:
-            self._in_flight += self._start_bucket(members, name)
+            self._in_flight.add(optimizer._start_bucket(members, name))
         except TransportError as error:
-            # The group failed in a bucket before this one, of which nobody has been told yet.
-            if self._in_flight and isinstance(error.__cause__, CollectiveError):
+            # The group failed in a bucket before this one, which nobody has waited for yet.
+            if self.busy and isinstance(error.__cause__, CollectiveError):
                 raise error.__cause__ from None
             raise
 
 
-def _hook(owner: weakref.ref[BackwardHooks]) -> Callable[[Tensor], None]:
+def _after(owner: weakref.ref[BackwardHooks]) -> Callable[[Tensor], None]:
     # Compiled autograd traces hooks; this one waits for other ranks.
     @torch.compiler.disable
     def on_gradient(parameter: Tensor) -> None:
@@ -412,21 +344,11 @@ def _hook(owner: weakref.ref[BackwardHooks]) -> Callable[[Tensor], None]:
     return on_gradient
 
 
-def _hook_before(owner: weakref.ref[BackwardHooks], number: int) -> Callable[[Tensor | None], None]:
-    """Return a hook of a parameter, called before backward accumulates its gradient.
-
-    By the parameter's number, because a hook that held its parameter would keep it alive.
-    """
-
-    @torch.compiler.disable
-    def before_gradient(gradient: Tensor | None) -> None:
+def _before(owner: weakref.ref[BackwardHooks]) -> Callable[[Tensor], None]:
+    def before_gradient(parameter: Tensor) -> None:
         hooks = owner()
-        if hooks is not None and gradient is not None:
-            hooks._on_gradient_comes(number)
+        optimizer = None if hooks is None else hooks._optimizer()
+        if hooks is not None and optimizer is not None and not hooks._newer(parameter):
+            optimizer._before_gradient(parameter)
 
     return before_gradient
-
-
-def _add_note(error: BaseException, text: str) -> None:
-    if hasattr(error, "add_note"):  # Python 3.11
-        error.add_note(text)

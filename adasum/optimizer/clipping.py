@@ -23,6 +23,7 @@ def clip(named: Sequence[Named], max_norm: float, total: Tensor, foreach: bool |
     """Scale the gradients, whose norm is `total`, so that it is `max_norm` at most."""
     dense = [p for _, p in named if p.grad is None or not p.grad.is_sparse]
     torch.nn.utils.clip_grads_with_norm_(dense, max_norm, total, foreach)
+    # As torch's function computes it, which cannot scale sparse gradients.
     coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for _, parameter in named:
         if parameter.grad is not None and parameter.grad.is_sparse:

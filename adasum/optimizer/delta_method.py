@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from adasum.modes import outside_modes
 from adasum.optimizer.buckets.delta_buffers import DeltaBuffers
 from adasum.optimizer.buckets.kinds import same_state, state_of
 from adasum.optimizer.buckets.planning import Named, by_kind
@@ -25,7 +26,7 @@ from adasum.optimizer.errors import OptimizerOrderError, changed_under_way
 from adasum.optimizer.step_hooks import has_pre_hooks
 from adasum.real_pairs import as_reals
 
-# One bucket's reduction hides the next one's step; more would only hold more memory.
+# While one bucket is reduced the next one steps; more in flight would only hold more memory.
 MAX_IN_FLIGHT = 2
 # Those of torch's optimizers whose step treats every parameter by itself.
 _BY_PARAMETER = (
@@ -96,41 +97,54 @@ class DeltaMethod(DistributedMixin):
 
     def _step_as_a_whole(self, closure: Callable[[], Any] | None, **options: Any) -> Any:
         with torch.no_grad():
-            self._adasum_before = {
-                parameter: parameter.clone()
-                for _, parameter in self._adasum_hooks.named
-                if may_step(parameter)
-            }
-        try:
+            before = {p: p.clone() for _, p in self._adasum_hooks.named if may_step(p)}
+        with self._reducing_from(before):
             result = self._local_step(closure, **options)
             self._adasum_hooks.synchronize(max_in_flight=MAX_IN_FLIGHT)
             # What a bucket's start has made dense.
             self._resparsify()
             return result
+
+    @contextmanager
+    def _reducing_from(self, before: dict[Tensor, Tensor]) -> Iterator[None]:
+        """Have buckets reduce what has changed since parameters had these values.
+
+        After an error those that have not been reduced have these values again.
+        """
+        self._adasum_before = before
+        try:
+            yield
         finally:
             with torch.no_grad():
-                for parameter, before in self._adasum_before.items():
-                    parameter.copy_(before)
+                for parameter, value in before.items():
+                    parameter.copy_(value)
             self._adasum_before = None
 
     @torch.no_grad()
     def _start_bucket(self, members: Sequence[Named], bucket: str) -> list[Reduction]:
+        if self._adasum_early and has_pre_hooks(self):
+            raise OptimizerOrderError(
+                "hooks of register_step_pre_hook cannot be used with step_in_backward=True: the "
+                "local steps are taken in backward; pass step_in_backward=False"
+            )
         whole = self._adasum_before
         stepping = [
             (name, parameter)
             for name, parameter in members
             if (may_step(parameter) if whole is None else parameter in whole)
         ]
+        started: list[Reduction] = []
         # One kind, unless dtypes or devices have changed since the buckets were planned.
-        parts = enumerate(by_kind(stepping))
-        return [self._start_part(part, f"{bucket}, {i}" if i else bucket) for i, part in parts]
+        for i, part in enumerate(by_kind(stepping)):
+            started.append(self._start_part(part, f"{bucket}, {i}" if i else bucket))
+        return started
 
     def _start_part(self, members: Sequence[Named], bucket: str) -> Reduction:
         """Take the local step of parameters of one kind, and start reducing its difference."""
         whole = self._adasum_before
         names, parameters = zip(*members, strict=True)
         values = [as_reals(parameter.detach()) for parameter in parameters]
-        # Before the buffers, which know nothing of other dtypes.
+        # Here, because the buffers would refuse a dtype without naming the operator.
         self._adasum_settings.reducer.op.check(values[0].dtype)
         saved, fused = self._adasum_buffers.of(bucket, parameters)
         before, deltas = saved.views, fused.views
@@ -146,7 +160,8 @@ class DeltaMethod(DistributedMixin):
             torch._foreach_sub_(deltas, before)
         finally:
             torch._foreach_copy_(values, before)
-        reduction = self._adasum_settings.reducer.reduce_async(names, fused, bucket)
+        with outside_modes():
+            reduction = self._adasum_settings.reducer.reduce_async(names, fused, bucket)
         taken = [state_of(parameter.grad) for parameter in parameters if self._adasum_early]
 
         def install(result: Any) -> None:
@@ -222,14 +237,6 @@ class DeltaMethodInBackward(DeltaMethod):
             result = None if closure is None else closure()
         self._adasum_hooks.synchronize()
         return result
-
-    def _start_bucket(self, members: Sequence[Named], bucket: str) -> list[Reduction]:
-        if has_pre_hooks(self):
-            raise OptimizerOrderError(
-                "hooks of register_step_pre_hook cannot be used with step_in_backward=True: the "
-                "local steps are taken in backward; pass step_in_backward=False"
-            )
-        return super()._start_bucket(members, bucket)
 
 
 def may_step(parameter: Tensor) -> bool:

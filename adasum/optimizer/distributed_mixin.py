@@ -7,29 +7,20 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from adasum.horovod.process_sets import ProcessSet
 from adasum.modes import outside_modes
 from adasum.observer import Observer, require_observer
 from adasum.optimizer.arguments import require_passes
-from adasum.optimizer.backward_hooks import BackwardHooks
 from adasum.optimizer.buckets.planning import Named
-from adasum.optimizer.buckets.reduction import Reduction
 from adasum.optimizer.clipping import clip, norm_of
 from adasum.optimizer.consistency.membership import Change, Membership
 from adasum.optimizer.consistency.parameter_check import ParameterCheck
-from adasum.optimizer.errors import OptimizerOrderError, explain_shapes
-from adasum.optimizer.grad_scaler import SCALER_STATE, any_rank_found_inf, found_inf, unscale
-from adasum.optimizer.settings import Settings
-from adasum.optimizer.sparse_gradients import densify, resparsify
+from adasum.optimizer.errors import OptimizerOrderError
+from adasum.optimizer.reduces import Reduces
 from adasum.optimizer.state_average import average_state
-from adasum.optimizer.step_hooks import (
-    run_post_hooks,
-    run_pre_hooks,
-    without_hooks,
-)
+from adasum.optimizer.wrapped_step import SCALER_STATE, WrappedStep
 from collectives import Reducer
 
 # The methods in which ranks may wait for each other, or which change what hooks do.
@@ -39,16 +30,13 @@ COLLECTIVE_METHODS = (
 )
 
 
-class DistributedMixin(torch.optim.Optimizer):
+class DistributedMixin(Reduces, WrappedStep):
     """The wrapped optimizer with a reduction in its step.
 
     DistributedOptimizer makes a class of a method and the wrapped optimizer's class, so that
     super() below is the optimizer's class.
     """
 
-    # Makes GradScaler call step() always and on every rank, and leave unscaling and skipping to it,
-    # so that the ranks can skip together.
-    _step_supports_amp_scaling = True
     # Whether buckets start while backward runs, and backward returns only once they are reduced.
     _adasum_early = False
     # How it is asked for, in errors.
@@ -59,28 +47,12 @@ class DistributedMixin(torch.optim.Optimizer):
     _adasum_counts_passes = True
     # Whether this is inside of `step`.
     _adasum_stepping = False
-    _adasum_base: type[torch.optim.Optimizer]
-    _adasum_hooks: BackwardHooks
     _adasum_membership: Membership
-    # None where nothing is to be compared.
-    _adasum_check: ParameterCheck | None
-    _adasum_settings: Settings
-    _adasum_unscales_itself: bool
+    _adasum_check: ParameterCheck
 
     def _prepare(self) -> None:
         """Set the attributes of the method's own."""
         raise NotImplementedError
-
-    def _start_bucket(self, members: Sequence[Named], bucket: str) -> list[Reduction]:
-        """Start reducing the members of a bucket."""
-        raise NotImplementedError
-
-    def _wants(self, parameter: Tensor) -> bool:
-        """Return whether a parameter that is not trainable is to be reduced all the same."""
-        return False
-
-    def _finish_reductions(self) -> None:
-        """Do what is left when all buckets are reduced."""
 
     def _take_step(self, closure: Callable[[], Any] | None, options: dict[str, Any]) -> Any:
         """Reduce and step, in the method's order.
@@ -142,7 +114,7 @@ class DistributedMixin(torch.optim.Optimizer):
         try:
             self._follow_groups()
             self._adasum_hooks.refuse_taken_over()
-            if self._adasum_check is not None and closure is None:
+            if closure is None:
                 self._adasum_check.warn_without_gradients()
             self._check_parameters()
             if closure is None:
@@ -169,28 +141,6 @@ class DistributedMixin(torch.optim.Optimizer):
     def _end_step(self) -> None:
         """Do what is left when a step is over."""
 
-    def _between_hooks(
-        self, step: Callable[..., Any], closure: Callable[[], Any] | None, options: dict[str, Any]
-    ) -> Any:
-        """Return `step(closure, **options)`, run between the step hooks; None where it is skipped.
-
-        GradScaler leaves unscaling, and skipping, to a step of ours.
-        """
-        if self._skips():
-            return None
-        unscale(self, self._adasum_unscales_itself)
-        args: tuple[Any, ...] = () if closure is None else (closure,)
-        args, options = run_pre_hooks(self, args, options)
-        options = {**options}
-        closure = args[0] if args else options.pop("closure", None)
-        result = step(closure, **options)
-        run_post_hooks(self, args, options)
-        return result
-
-    def _skips(self) -> bool:
-        """Return whether GradScaler wants the step skipped, for this rank's gradients."""
-        return not self._adasum_unscales_itself and found_inf(self)
-
     def _follow_groups(self) -> None:
         """Take note of parameters that users have put into the groups, or taken from them."""
         change = self._adasum_membership.update(self.param_groups, self._adasum_hooks.names)
@@ -202,19 +152,15 @@ class DistributedMixin(torch.optim.Optimizer):
         buckets = self._adasum_settings.plan_buckets(change.new)
         self._adasum_hooks.add(change.new, buckets)
         self._adasum_hooks.forget(change.gone)
-        if self._adasum_check is not None:
-            self._adasum_check.add(change.new)
-            self._adasum_check.forget(change.gone)
+        self._adasum_check.add(change.new)
+        self._adasum_check.forget(change.gone)
 
     def _check_parameters(self) -> None:
-        """Let ranks compare the parameters that are new, before anything of them is reduced."""
-        if self._adasum_check is not None:
-            self._adasum_check.run()
+        self._adasum_check.run()
 
     def _check_again(self) -> None:
         """Let ranks compare a part of the parameters now and then, after a step."""
-        if self._adasum_check is not None:
-            self._adasum_check.run_again()
+        self._adasum_check.run_again()
 
     def synchronize(self) -> None:
         """Wait until the gradients may be read and changed."""
@@ -287,7 +233,7 @@ class DistributedMixin(torch.optim.Optimizer):
         return norm_of(self._adasum_hooks.named, norm_type, foreach)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Do as the wrapped optimizer, and begin the step anew: a batch may be left out.
+        """Zero the gradients, and count backward passes anew: a batch may be left out.
 
         Raises:
             OptimizerOrderError: backward was interrupted, with reductions in flight.
@@ -318,7 +264,7 @@ class DistributedMixin(torch.optim.Optimizer):
         require_observer(observer)
         self._adasum_settings.reducer.observer = observer
 
-    @outside_modes
+    @outside_modes()
     def average_state(self) -> None:
         """Average the optimizer's state over the ranks; collective.
 
@@ -332,7 +278,7 @@ class DistributedMixin(torch.optim.Optimizer):
         """
         self._refuse_in_flight("average_state()")
         if not self._adasum_settings.one_rank:
-            average_state(self, self._adasum_settings.reducer.group)
+            average_state(self, self._adasum_group)
 
     def reduce_local_steps(self) -> None:
         """Reduce now what the steps since the last reduction have changed; collective.
@@ -367,49 +313,15 @@ class DistributedMixin(torch.optim.Optimizer):
                 "and then zero_grad(), to leave the batch out"
             )
 
-    def _any_rank_skips(self) -> bool:
-        """Return whether, under GradScaler, any rank's gradients hold a non-finite value."""
-        return any_rank_found_inf(self, self._adasum_settings.reducer.group)
-
     def _densify(self, named: Sequence[Named]) -> None:
-        """Make gradients dense where `sparse_as_dense` asks for it, on one rank too."""
-        if self._adasum_settings.sparse_as_dense:
-            densify(parameter for _, parameter in named)
-
-    def _resparsify(self) -> None:
-        """Make gradients that were made dense sparse by rows again for SparseAdam, as Horovod does.
-
-        It refuses dense ones, and leaves what belongs to rows without a gradient alone.
-        """
-        if self._adasum_settings.sparse_as_dense and isinstance(self, torch.optim.SparseAdam):
-            resparsify(parameter for group in self.param_groups for parameter in group["params"])
-
-    def _evaluate_and_resparsify(self, closure: Callable[[], Any]) -> Any:
-        loss = closure()
-        self._resparsify()
-        return loss
+        if not self._adasum_settings.sparse_as_dense:
+            return
+        for _, parameter in named:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
             "an optimizer wrapped by DistributedOptimizer cannot be copied or pickled: take its "
             "state_dict(), and load it into a new optimizer"
         )
-
-    def _local_step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
-        """Take the wrapped optimizer's step, without step hooks."""
-        args: tuple[Any, ...] = ()
-        if closure is None:
-            self._resparsify()
-        else:
-            args = (partial(self._evaluate_and_resparsify, closure),)
-        # Some optimizers refuse a step while these are set; GradScaler deletes them afterwards.
-        keys = () if self._adasum_unscales_itself else SCALER_STATE
-        held = {key: self.__dict__.pop(key) for key in keys if key in self.__dict__}
-        try:
-            with without_hooks(self, self._adasum_base.step) as step:
-                return step(self, *args, **options)
-        except RuntimeError as error:
-            explain_shapes(self._adasum_hooks.names, self.state, error)
-            raise
-        finally:
-            self.__dict__.update(held)

@@ -30,10 +30,10 @@ from adasum.optimizer.delta_method import DeltaMethod, DeltaMethodInBackward, st
 from adasum.optimizer.distributed_mixin import DistributedMixin
 from adasum.optimizer.gradient_method import GradientMethod
 from adasum.optimizer.local_steps import LocalStepsMethod
-from adasum.optimizer.owners_method import OwnersMethod
-from adasum.optimizer.settings import Settings
+from adasum.optimizer.owners_method import OwnersMethod, SoleOwnerMethod
+from adasum.optimizer.wrapped_step import Settings
 from adasum.optimizer.wrapping import wrap
-from adasum.reducer import UNWEIGHTED, Adasum
+from adasum.reducer import UNWEIGHTED, AdasumReducer
 from collectives import Average, Group, Reducer, Sum, default_group
 
 
@@ -54,7 +54,8 @@ class DistributedOptimizer(DistributedMixin):
             more passes before step() raise OptimizerOrderError.
         op: Average or Sum reduce the gradients while backward produces them. Adasum reduces what
             the local step changed: delta = after - before, per parameter, and before + reduced
-            delta is installed.
+            delta is installed. Another Reducer, which says whether it `averages`, reduces gradients
+            as Average does; a rank without a gradient counts as zeros.
         gradient_predivide_factor: With Average, divides by it before the sum and by size/factor
             after it.
         num_groups: Deprecated by Horovod in favour of `groups`, which it stands for unless 0.
@@ -84,10 +85,11 @@ class DistributedOptimizer(DistributedMixin):
             out, and `check_every` with it. Unless given, the environment variable
             ADASUM_CHECK_PARAMETERS says it, 0 or 1, and 1 without that. All ranks must say the
             same.
-        method: With Adasum, "gradient" reduces the gradients instead of the steps, as the DDP hook
-            does: one optimizer state for all ranks, and clipping sees the reduced gradient. "delta"
-            unless given, and "gradient" with mode="owners".
-        step_in_backward: With Adasum's delta method, takes each bucket's local step and starts
+        method: "gradient" reduces the gradients, as the DDP hook does: one optimizer state for all
+            ranks, and clipping sees the reduced gradient. "delta" reduces what each rank's own step
+            changed, by Adasum or an operator of yours that averages. Unless given, "delta" with
+            Adasum, but for mode="owners", and "gradient" with any other.
+        step_in_backward: With the delta method, takes each bucket's local step and starts
             reducing its difference while backward runs; nothing can be done to gradients before
             step() then.
         memory_size: Buckets by size close before they grow past so many MiB; 25 unless this or
@@ -178,14 +180,18 @@ class DistributedOptimizer(DistributedMixin):
             ("sparse_as_dense", str(sparse_as_dense)),
             ("check_every", str(check_every)),
         ]
-        if op is Adasum:
+        if isinstance(op, AdasumReducer):
             warn_of_scaled_rate(algorithm)
+        if settings.one_rank and kind is OwnersMethod:
+            kind = SoleOwnerMethod
         wrap(self, optimizer, kind, named, by_size(named, groups), settings)
-        if comparing:
-            self._adasum_check = ParameterCheck(
-                settings.reducer.group, partial(_settings_of, weakref.ref(self), asked), check_every
-            )
-            self._adasum_check.add(named)
+        self._adasum_check = ParameterCheck(
+            settings.reducer.group,
+            partial(_settings_of, weakref.ref(self), asked),
+            every=check_every,
+            compares=comparing,
+        )
+        self._adasum_check.add(named)
 
 
 def _settings_of(
@@ -238,7 +244,14 @@ def _method(
         return OwnersMethod
     if local_steps > 1:
         return LocalStepsMethod
-    if op is not Adasum or method == "gradient":
+    # Sum and Average take gradients whatever is asked for.
+    may_choose = op not in (Sum, Average)
+    if method == "delta" and may_choose and not op.averages:
+        raise ValueError(
+            f"method='delta' needs an op that averages, such as Adasum: a {op} of steps overshoots"
+        )
+    by_delta = method == "delta" if method else isinstance(op, AdasumReducer)
+    if not (by_delta and may_choose):
         if step_in_backward:
             raise ValueError("step_in_backward needs op=Adasum and method='delta'")
         return GradientMethod

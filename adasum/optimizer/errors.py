@@ -75,7 +75,8 @@ def explain_shapes(
     """
     for parameter, name in names.items():
         for key, value in {"gradient": parameter.grad, **state.get(parameter, {})}.items():
-            # Of as many dimensions: some optimizers keep a number, or a row, of a matrix.
+            # A tensor of fewer dimensions is right: some optimizers keep a number, or a row, for a
+            # matrix.
             alike = isinstance(value, Tensor) and value.dim() == parameter.dim() > 0
             if alike and value.shape != parameter.shape:
                 raise ValueError(

@@ -13,15 +13,15 @@ from torch import Tensor
 
 from adasum.modes import outside_modes
 from adasum.optimizer.buckets.gradient_buffers import GradientBuffers
-from adasum.optimizer.buckets.kinds import fits_in_buffer, split_by_kind, version_of
-from adasum.optimizer.buckets.planning import Named
+from adasum.optimizer.buckets.kinds import dtype_of_gradient, version_of
+from adasum.optimizer.buckets.planning import Named, by_kind
 from adasum.optimizer.buckets.reduction import Owners, Reduction
 from adasum.optimizer.consistency.membership import Change
 from adasum.optimizer.distributed_mixin import DistributedMixin
 from adasum.optimizer.errors import OptimizerOrderError
 from collectives import Average, Sum
 
-# By a gradient's id: the gradient, and how often it had been changed.
+# By a gradient's id: the gradient, and the version that torch counted of it then.
 _Left: TypeAlias = dict[int, tuple[weakref.ref[Tensor], int | None]]
 
 
@@ -129,7 +129,7 @@ class GradientMethod(DistributedMixin):
         self._adasum_hooks.synchronize()
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Do as the wrapped optimizer, and begin the step anew: a batch may be left out."""
+        """Zero the gradients, and count backward passes anew: a batch may be left out."""
         self._adasum_left, self._adasum_gone = {}, {}
         super().zero_grad(*args, **kwargs)
         self._adasum_synchronized_by_user = False
@@ -150,21 +150,20 @@ class GradientMethod(DistributedMixin):
             loss = self._reduced_loss(loss)
         return loss
 
-    @outside_modes
+    @outside_modes()
     def _reduced_loss(self, loss: Tensor) -> Tensor:
         reducer = self._adasum_settings.reducer
         # The Adasum of losses would not measure progress.
         op = reducer.op if reducer.op in (Sum, Average) else Average
         loss = loss.detach().clone()
-        reducer.group.all_reduce(loss, op, name="closure's loss")
+        self._adasum_group.all_reduce(loss, op, name="closure's loss")
         return loss
 
     def _start_bucket(self, members: Sequence[Named], bucket: str) -> list[Reduction]:
         if not self._adasum_hooks.any_reached:
-            # A second step by gradients that are reduced already.
+            # A second step without a backward in between: these are reduced already.
             members = [entry for entry in members if not self._is_left(entry[1])]
-        in_buffer: list[Named] = []
-        others: list[Named] = []
+        dense: list[Named] = []
         started: list[Reduction] = []
         for name, parameter in members:
             if parameter.grad is None:
@@ -174,33 +173,23 @@ class GradientMethod(DistributedMixin):
                 self._adasum_sparse_zeros[parameter] = torch.zeros_like(parameter.grad)
                 reducer = self._adasum_settings.reducer
                 started.append(reducer.reduce_sparse_async(name, parameter, bucket))
-            elif fits_in_buffer(parameter) and (
-                # One that autograd records (create_graph) has to stay where it is.
-                parameter.grad is None or not parameter.grad.requires_grad
-            ):
-                in_buffer.append((name, parameter))
             else:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                parameter.grad = parameter.grad.resolve_conj()
-                others.append((name, parameter))
+                dense.append((name, parameter))
         # One kind, unless dtypes or devices have changed since the buckets were planned.
-        for i, part in enumerate(split_by_kind(self._sorted(in_buffer))):
-            started.append(self._start_in_buffer(part, f"{bucket}, {i}" if i else bucket))
-        for part in split_by_kind(others):
-            names, parameters = zip(*part, strict=True)
-            gradients = [parameter.grad for parameter in parameters]
-            owners = self._owners_of(parameters)
-            reducer = self._adasum_settings.reducer
-            started.append(reducer.reduce_async(names, gradients, f"{bucket}, others", owners))
+        for i, part in enumerate(by_kind(self._sorted(dense), dtype_of_gradient)):
+            started.append(self._start_dense(part, f"{bucket}, {i}" if i else bucket))
+        self._note_started(members, bucket)
         return started
 
-    def _start_in_buffer(self, members: Sequence[Named], bucket: str) -> Reduction:
-        placed = self._adasum_buffers.place(bucket, members)
+    def _start_dense(self, members: Sequence[Named], bucket: str) -> Reduction:
         names, parameters = zip(*members, strict=True)
-        reduction = self._adasum_settings.reducer.reduce_async(
-            names, placed.fused, bucket, self._owners_of(parameters)
-        )
+        reducer = self._adasum_settings.reducer
+        # Here, because the buffers would refuse a dtype without naming the operator.
+        reducer.op.check(dtype_of_gradient(parameters[0]))
+        with outside_modes():
+            placed = self._adasum_buffers.place(bucket, members)
+            owners = self._owners_of(parameters)
+            reduction = reducer.reduce_async(names, placed.fused, bucket, owners)
 
         def install(result: Any) -> None:
             placed.require_unchanged(names)
@@ -209,7 +198,7 @@ class GradientMethod(DistributedMixin):
 
         return replace(reduction, install=install)
 
-    @outside_modes
+    @outside_modes()
     @torch.no_grad()
     def _finish_reductions(self) -> None:
         """Let a gradient that no rank had be None again, so that nothing steps by its zeros."""
@@ -222,7 +211,7 @@ class GradientMethod(DistributedMixin):
         # All ranks take part, but only one that lacks a gradient has to read the answer.
         count = torch.tensor(had, device=named[0][1].device)
         name = "which parameters have gradients"
-        self._adasum_settings.reducer.group.all_reduce(count, Sum, name=name)
+        self._adasum_group.all_reduce(count, Sum, name=name)
         if missing:
             ranks = dict(zip((id(p) for _, p in named), count.tolist(), strict=True))
             for parameter in missing:
@@ -232,6 +221,9 @@ class GradientMethod(DistributedMixin):
     def _sorted(self, members: list[Named]) -> list[Named]:
         """Return the members of a bucket in the order in which they lie in its buffer."""
         return members
+
+    def _note_started(self, members: Sequence[Named], bucket: str) -> None:
+        """Take note of parameters whose reductions have been started."""
 
     def _owners_of(self, parameters: Sequence[Tensor]) -> Owners:
         """Return the ranks that get the parameters' reduced gradients; None for all ranks."""

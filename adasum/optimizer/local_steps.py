@@ -26,7 +26,7 @@ class LocalStepsMethod(DeltaMethod):
     """
 
     _adasum_asked = "local_steps"
-    # Nothing is reduced before the step, which accumulates what it likes.
+    # Nothing is reduced before step(), so any number of backward passes may come before it.
     _adasum_counts_passes = False
     # The parameters' values when the period began; of those that may have changed since.
     _adasum_start: dict[Tensor, Tensor]
@@ -37,9 +37,8 @@ class LocalStepsMethod(DeltaMethod):
         self._adasum_start = {}
 
     def _check_parameters(self) -> None:
-        """Compare the parameters as the period began with them: since then ranks differ."""
-        if self._adasum_check is not None:
-            self._adasum_check.run(self._adasum_start if self._adasum_taken else {})
+        """Compare the values that the period began with: after local steps ranks differ."""
+        self._adasum_check.run(self._adasum_start if self._adasum_taken else {})
 
     def synchronize(self) -> None:
         """Do nothing: gradients stay this rank's own. See `reduce_local_steps`."""
@@ -118,20 +117,14 @@ class LocalStepsMethod(DeltaMethod):
 
     def _reduce_difference(self) -> None:
         self._adasum_buffers.restart()
-        self._adasum_before = dict(self._adasum_start)
         try:
-            self._adasum_hooks.synchronize(max_in_flight=MAX_IN_FLIGHT)
+            with self._reducing_from(dict(self._adasum_start)):
+                self._adasum_hooks.synchronize(max_in_flight=MAX_IN_FLIGHT)
         finally:
-            with torch.no_grad():
-                # After an error in a bucket: those behind it have not been reduced.
-                for parameter, before in self._adasum_before.items():
-                    parameter.copy_(before)
-                self._adasum_before = None
             self._adasum_taken = 0
 
     def _check_again(self) -> None:
-        if self._adasum_check is not None:
-            self._adasum_check.run_again(equal=not self._adasum_taken)
+        self._adasum_check.run_again(equal=not self._adasum_taken)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state; between two reductions also how far this rank is from one.
@@ -142,7 +135,7 @@ class LocalStepsMethod(DeltaMethod):
         """
         packed = super().state_dict()
         if self._adasum_taken:
-            numbers = {parameter: i for i, parameter in enumerate(self._parameters())}
+            numbers = {parameter: i for i, parameter in enumerate(self._adasum_parameters())}
             start = {numbers[each]: value for each, value in self._adasum_start.items()}
             packed[_KEY] = {"taken": self._adasum_taken, "start": start}
         return packed
@@ -154,7 +147,7 @@ class LocalStepsMethod(DeltaMethod):
         """
         super().load_state_dict(state_dict)
         saved = state_dict.get(_KEY, {"taken": 0, "start": {}})
-        parameters = self._parameters()
+        parameters = self._adasum_parameters()
         self._adasum_taken = saved["taken"]
         self._adasum_start = {
             parameters[number]: _like(parameters[number]).copy_(value)
@@ -172,9 +165,6 @@ class LocalStepsMethod(DeltaMethod):
                 f"local_steps={self._adasum_settings.local_steps} and backward_passes_per_step="
                 f"{passes!r} exclude each other"
             )
-
-    def _parameters(self) -> list[Tensor]:
-        return [parameter for group in self.param_groups for parameter in group["params"]]
 
 
 def _like(parameter: Tensor) -> Tensor:

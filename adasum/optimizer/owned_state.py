@@ -1,14 +1,17 @@
-"""Gathering optimizer states that lie on one rank each."""
+"""Optimizer states that lie on one rank each: whose they are, and gathering them."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
+from torch import Tensor
 
+from adasum.horovod import objects
 from collectives import Group, validation
+
+# Whether a rank has a state of a parameter.
+HAS, LACKS = b"1", b"0"
 
 
 def gather_states(
@@ -22,7 +25,7 @@ def gather_states(
     Args:
         group: The ranks.
         states: The rank that has each state, and the state, of which only this rank's are read.
-        to: The rank that gets them; None for all, who must have it alike.
+        to: The rank that gets them, the same on every rank; None for all.
         whole: The answer where this rank has it already. Where all have that get it, nothing is
             sent.
 
@@ -41,42 +44,39 @@ def gather_states(
         return whole
     gathered: dict[int, Any] = {}
     for number, (owner, state) in enumerate(states):
-        received = _broadcast(group, owner, state, number)
-        if received and group.rank in wanted:
-            gathered[number] = torch.load(
-                io.BytesIO(received), map_location="cpu", weights_only=True
-            )
+        sent = objects.encode(dict(state)) if group.rank == owner and state else b""
+        received = objects.broadcast_bytes(group, owner, sent, f"state {number}")
+        if received:
+            # By ranks that do not want it, too: all raise where it cannot be sent.
+            state = objects.decode(received, f"the state of parameter {number} on rank {owner}")
+            if group.rank in wanted:
+                gathered[number] = state
     return gathered if group.rank in wanted else None
 
 
-def _broadcast(group: Group, owner: int, state: Mapping[str, Any], number: int) -> bytes:
-    """Return the owner's state as bytes, none where it is empty."""
-    sent, refusal = b"", ""
-    if group.rank == owner and state:
-        sent, refusal = _encode(state)
-    name = f"state {number}"
-    # Of the state, or below zero of why it cannot be sent.
-    length = torch.tensor([-len(refusal.encode()) or len(sent)], dtype=torch.int64, device="cpu")
-    group.broadcast(length, root=owner, name=f"{name}: length")
-    size = int(length)
-    if not size:
-        return b""
-    content = bytearray(sent or refusal.encode() or abs(size))
-    buffer = torch.frombuffer(content, dtype=torch.uint8)
-    group.broadcast(buffer, root=owner, name=f"{name}: content")
-    if size < 0:
-        raise TypeError(f"the state of parameter {number} on rank {owner}: {content.decode()}")
-    return bytes(content)
+def assign_owners(
+    owners: dict[Tensor, int], new: Sequence[Tensor], size: int, states: Sequence[bytes]
+) -> None:
+    """Give each of these parameters an owner.
 
+    Trainable ones first, each to the rank that owns the fewest bytes. Where states are as large as
+    their parameters, or any multiple of that, no rank then has more than an n-th of all state plus
+    the largest one.
 
-def _encode(state: Mapping[str, Any]) -> tuple[bytes, str]:
-    """Return the state's bytes, or why it cannot be sent."""
-    file = io.BytesIO()
-    try:
-        torch.save(dict(state), file)
-        # What is refused when it is read has to be refused here, on all ranks.
-        torch.load(io.BytesIO(file.getvalue()), map_location="cpu", weights_only=True)
-    # Pickling a foreign class may raise anything.
-    except Exception as error:  # noqa: BLE001
-        return b"", f"{type(error).__name__}: {error}".splitlines()[0]
-    return file.getvalue(), ""
+    Args:
+        owners: The owner of each parameter that has one, to which these are added.
+        new: Parameters without an owner.
+        size: The number of ranks.
+        states: For each rank a byte for each of these, `HAS` where it has a state of it; no bytes
+            for a rank that has joined. A parameter whose state some ranks have, and others not, is
+            the first one's of them.
+    """
+    loads = [0] * size
+    for parameter, rank in owners.items():
+        loads[rank] += parameter.nbytes
+    for k in sorted(range(len(new)), key=lambda k: not new[k].requires_grad):
+        holders = [i for i, each in enumerate(states) if each[k : k + 1] == HAS]
+        some = 0 < len(holders) < sum(map(bool, states))
+        rank = holders[0] if some else loads.index(min(loads))
+        owners[new[k]] = rank
+        loads[rank] += new[k].nbytes

@@ -1,7 +1,6 @@
 """mode="owners": each parameter is stepped, and its optimizer state kept, by one rank alone.
 
-Sources: TensorFlow's parameter servers; Rajbhandari et al., "ZeRO: memory optimizations toward
-training trillion parameter models", arXiv 1910.02054, stage 1.
+Sources: TensorFlow's parameter servers; Rajbhandari et al., "ZeRO", arXiv 1910.02054, stage 1.
 """
 
 from __future__ import annotations
@@ -17,17 +16,16 @@ from torch import Tensor
 from adasum.modes import outside_modes
 from adasum.optimizer.buckets.kinds import version_of
 from adasum.optimizer.buckets.planning import Named
-from adasum.optimizer.buckets.reduction import Owners, Reduction
+from adasum.optimizer.buckets.reduction import Owners
 from adasum.optimizer.consistency.membership import Change
 from adasum.optimizer.errors import OptimizerOrderError
 from adasum.optimizer.gradient_method import GradientMethod
-from adasum.optimizer.owned_state import gather_states
+from adasum.optimizer.overflow import SharedOverflow
+from adasum.optimizer.owned_state import HAS, LACKS, assign_owners, gather_states
 from adasum.real_pairs import as_reals
-from collectives import Group, Sum
+from collectives import Sum
 from collectives.reducers import Max
 from collectives.schedules.spec import parse_all_reduce_spec
-
-_HAS, _LACKS = b"1", b"0"
 
 
 def reduces_to_owners(algorithm: str | None) -> bool:
@@ -50,16 +48,14 @@ class OwnersMethod(GradientMethod):
     _adasum_owners: dict[Tensor, int]
     # Whether parameters have come that have no owner yet.
     _adasum_unowned = False
-    # The parameters that were reduced in some step, and so may change, with their buckets.
+    # The parameters that were reduced in any step, so that owners may change them: the bucket of
+    # each.
     _adasum_reduced: dict[Tensor, str]
-    # Every parameter's state by number, where this rank has it: until the next step.
+    # Every parameter's state by number, from its gathering until the next step; else None.
     _adasum_whole_state: Mapping[int, Any] | None = None
     # Whether ranks have states that others lack.
     _adasum_scattered = False
-    # A gradient that stands for a parameter of another rank.
-    _adasum_witness: Tensor | None = None
-    # An element of a gradient, what it holds without the mark, and whether it is marked.
-    _adasum_mark: tuple[Tensor, Tensor, Tensor] | None = None
+    _adasum_overflow: SharedOverflow
     # The parameters whose gradients were reduced onto other ranks, until they are zeroed.
     _adasum_given: set[Tensor]
     # The ranks' places in a buffer.
@@ -70,59 +66,34 @@ class OwnersMethod(GradientMethod):
     def _prepare(self) -> None:
         super()._prepare()
         self._adasum_owners, self._adasum_reduced, self._adasum_given = {}, {}, set()
-        if self._adasum_settings.one_rank:
-            return
+        self._adasum_overflow = SharedOverflow()
         reducer = self._adasum_settings.reducer
-        self._adasum_to_owners = not reducer.op.needs_one_tree and reduces_to_owners(
-            reducer.algorithm
-        )
+        self._adasum_to_owners = reducer.op.associative and reduces_to_owners(reducer.algorithm)
         if self._adasum_to_owners:
             # While an observer watches, gradients are all-reduced, to the same bits.
             reducer.algorithm = "rechd"
-        self._adasum_places = {rank: i for i, rank in enumerate(self._group.owners_order())}
+        self._adasum_places = {rank: i for i, rank in enumerate(self._adasum_group.owners_order())}
         self._adasum_scattered = bool(self.state)
-        self._assign_owners(self._parameters(), [])
-
-    @property
-    def _group(self) -> Group:
-        return self._adasum_settings.reducer.group
-
-    def _parameters(self) -> list[Tensor]:
-        """Return all parameters, in the order of their numbers in a state_dict."""
-        return [parameter for group in self.param_groups for parameter in group["params"]]
+        self._assign_owners(self._adasum_parameters(), [])
 
     def _assign_owners(self, new: Sequence[Tensor], states: Sequence[bytes]) -> None:
-        """Give each of these parameters an owner, and drop the states of other ranks' ones.
-
-        Trainable ones first, each to the rank with the least: with a state of k bytes for each of
-        theirs, no rank has more than an n-th of all state and that of the largest.
-
-        Args:
-            new: Parameters without an owner.
-            states: For each rank which of them it has a state of, as `_own_states` has it. A
-                parameter whose state some ranks have, and others not, is the first one's of them.
-        """
-        loads = [0] * self._group.size
-        for parameter, rank in self._adasum_owners.items():
-            loads[rank] += parameter.nbytes
-        for k in sorted(range(len(new)), key=lambda k: not new[k].requires_grad):
-            holders = [i for i, each in enumerate(states) if each[k : k + 1] == _HAS]
-            some = 0 < len(holders) < sum(map(bool, states))
-            rank = holders[0] if some else loads.index(min(loads))
-            self._adasum_owners[new[k]] = rank
-            loads[rank] += new[k].nbytes
-            if not self._is_mine(new[k]):
-                self.state.pop(new[k], None)
+        """Give parameters owners, and drop the states of other ranks' ones."""
+        assign_owners(self._adasum_owners, new, self._adasum_group.size, states)
+        for parameter in new:
+            if not self._is_mine(parameter):
+                self.state.pop(parameter, None)
 
     def _is_mine(self, parameter: Tensor) -> bool:
-        return self._adasum_owners.get(parameter, self._group.rank) == self._group.rank
+        return (
+            self._adasum_owners.get(parameter, self._adasum_group.rank) == self._adasum_group.rank
+        )
 
     def _owner_of(self, parameter: Tensor) -> int:
-        # Nobody's is one that has left the optimizer since backward.
+        # One that has left the optimizer since backward has no owner, and any will do.
         return self._adasum_owners.get(parameter, 0)
 
     def _wants(self, parameter: Tensor) -> bool:
-        return parameter is not self._adasum_witness and super()._wants(parameter)
+        return parameter is not self._adasum_overflow.substitute and super()._wants(parameter)
 
     def _follow(self, change: Change) -> None:
         """Follow a change of the parameters.
@@ -138,8 +109,6 @@ class OwnersMethod(GradientMethod):
                     "groups at once, or call zero_grad() and backward() before"
                 )
         super()._follow(change)
-        if self._adasum_settings.one_rank:
-            return
         reduced = [each for each in change.gone if each in self._adasum_reduced]
         self._adasum_given |= {each for each in reduced if not self._is_mine(each)}
         for parameter in change.gone:
@@ -150,8 +119,7 @@ class OwnersMethod(GradientMethod):
 
     def _end_step(self) -> None:
         super()._end_step()
-        if not self._adasum_settings.one_rank:
-            self._adasum_given |= {p for p in self._adasum_reduced if not self._is_mine(p)}
+        self._adasum_given |= {p for p in self._adasum_reduced if not self._is_mine(p)}
 
     def _is_left(self, parameter: Tensor) -> bool:
         if parameter in self._adasum_given:
@@ -159,10 +127,10 @@ class OwnersMethod(GradientMethod):
         return super()._is_left(parameter)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Do as the wrapped optimizer, and begin the step anew: a batch may be left out."""
+        """Zero the gradients, and count backward passes anew: a batch may be left out."""
         self._adasum_given.clear()
         super().zero_grad(*args, **kwargs)
-        # Of what has gone since the last call.
+        # By then those that have gone since the last call are in it.
         self._adasum_given.clear()
 
     def _before_gradient(self, parameter: Tensor) -> None:
@@ -187,19 +155,19 @@ class OwnersMethod(GradientMethod):
         super()._check_parameters()
         self._own_new_parameters()
 
-    @outside_modes
+    @outside_modes()
     def _own_new_parameters(self) -> None:
         """Give owners to the parameters that have come; collective where any have.
 
-        A parameter put at another's place has been given its state by the owner of that one alone,
-        which has to own it, too.
+        Where a parameter has replaced another, only the owner of that one can have moved its state
+        to the new one, so it has to own that, too.
         """
         if not self._adasum_unowned:
             return
-        new = [each for each in self._parameters() if each not in self._adasum_owners]
-        mine = b"".join(_HAS if self.state.get(each) else _LACKS for each in new)
+        new = [each for each in self._adasum_parameters() if each not in self._adasum_owners]
+        mine = b"".join(HAS if self.state.get(each) else LACKS for each in new)
         name = "which ranks have states of new parameters"
-        self._assign_owners(new, self._group.all_gather_bytes(mine, name=name))
+        self._assign_owners(new, self._adasum_group.all_gather_bytes(mine, name=name))
         self._adasum_unowned = False
 
     def _sorted(self, members: list[Named]) -> list[Named]:
@@ -212,90 +180,51 @@ class OwnersMethod(GradientMethod):
             return None
         return list(map(self._owner_of, parameters))
 
-    def _start_bucket(self, members: Sequence[Named], bucket: str) -> list[Reduction]:
-        started = super()._start_bucket(members, bucket)
+    def _note_started(self, members: Sequence[Named], bucket: str) -> None:
         for _, parameter in members:
             if parameter in self._adasum_owners:
                 self._adasum_reduced.setdefault(parameter, bucket)
-        return started
 
-    @outside_modes
+    @outside_modes()
     @torch.no_grad()
     def _finish_reductions(self) -> None:
         """Keep this rank's own gradients, and let every rank see a non-finite one of any."""
-        # Of a reduction before, in this step.
-        self._unmark()
+        # What a reduction before this one, in the same step, has left.
+        self._adasum_overflow.undo()
         super()._finish_reductions()
         if not self._adasum_reduced:
             return
-        usable: list[Tensor] = []
-        foreign: list[Tensor] = []
-        for parameter in self._adasum_reduced:
-            if not self._is_mine(parameter):
-                parameter.grad = None
-                foreign.append(parameter)
-            elif parameter.grad is not None and _may_be_marked(parameter.grad):
-                usable.append(parameter.grad)
-        if not usable and foreign:
-            # GradScaler wants to see a gradient on every rank.
-            self._adasum_witness = witness = max(foreign, key=lambda each: bool(each.numel()))
-            witness.grad = torch.zeros_like(witness)
-            usable = [each for each in (witness.grad,) if _may_be_marked(each)]
-        self._mark_non_finite(usable)
-
-    def _mark_non_finite(self, usable: Sequence[Tensor]) -> None:
-        """Where a rank has a non-finite gradient, put a NaN into a usable one of this rank's.
-
-        GradScaler looks at this rank's gradients alone, and its next scale must be the same on all
-        ranks. Nothing here waits for a GPU.
-        """
+        mine = [each for each in self._adasum_reduced if self._is_mine(each)]
+        others = [each for each in self._adasum_reduced if not self._is_mine(each)]
+        for parameter in others:
+            parameter.grad = None
+        # A rank without gradients has a zero on the CPU.
         device = next(iter(self._adasum_reduced)).device
-        finite = super()._total_norm(math.inf, None).isfinite()
-        found = (~finite).to(device, torch.float32).reshape(1)
-        self._group.all_reduce(found, Max, name="non-finite gradients")
-        if usable:
-            element = usable[0][(0,) * usable[0].dim()]
-            marked = found[0].to(element.device) > 0
-            self._adasum_mark = element, element.clone(), marked
-            element.masked_fill_(marked, float("nan"))
-
-    @torch.no_grad()
-    def _unmark(self) -> None:
-        """Undo the mark, and drop the witness."""
-        if self._adasum_mark is not None:
-            element, value, marked = self._adasum_mark
-            # What is not marked may have been clipped since.
-            element.copy_(torch.where(marked, value, element))
-        if self._adasum_witness is not None:
-            self._adasum_witness.grad = None
-        self._adasum_witness = self._adasum_mark = None
+        finite = super()._total_norm(math.inf, None).isfinite().to(device)
+        self._adasum_overflow.share(self._adasum_group, finite, mine, others)
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
         loss = super()._evaluate(closure)
-        self._unmark()
+        self._adasum_overflow.undo()
         return loss
 
     def _between_hooks(
         self, step: Callable[..., Any], closure: Callable[[], Any] | None, options: dict[str, Any]
     ) -> Any:
-        if not self._adasum_settings.one_rank:
-            if self._any_rank_skips():
-                return None
-            if "found_inf" in self.__dict__:
-                # There is no mark, and what GradScaler has unscaled must stay.
-                self._adasum_mark = None
-            self._unmark()
+        if self._any_rank_skips():
+            return None
+        if "found_inf" in self.__dict__:
+            self._adasum_overflow.keep()
+        self._adasum_overflow.undo()
         return super()._between_hooks(step, closure, options)
 
     def _local_step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
-        if self._adasum_settings.one_rank:
-            return super()._local_step(closure, **options)
         self._adasum_whole_state, self._adasum_scattered = None, True
         result = super()._local_step(closure, **options)
         self._broadcast_parameters()
         return result
 
-    @outside_modes
+    @outside_modes()
     @torch.no_grad()
     def _broadcast_parameters(self) -> None:
         """Give every rank the parameters that their owners have stepped."""
@@ -308,7 +237,7 @@ class OwnersMethod(GradientMethod):
             sent = [target.contiguous() for target in targets]
             ranks = [self._adasum_owners[parameter] for parameter in parameters]
             name = f"parameters of {bucket}"
-            work: Any = self._group.broadcast_from_owners(
+            work: Any = self._adasum_group.broadcast_from_owners(
                 sent, owners=ranks, name=name, async_op=True
             )
             started.append((work, targets, sent))
@@ -318,34 +247,35 @@ class OwnersMethod(GradientMethod):
                 if result is not target:
                     target.copy_(result)
 
-    @outside_modes
+    @outside_modes()
     def _total_norm(self, norm_type: float, foreach: bool | None) -> Tensor:
         """Return the norm of all owners' gradients."""
         mine = super()._total_norm(norm_type, foreach)
-        if self._adasum_settings.one_rank or not self._parameters():
+        if not self._adasum_parameters():
             return mine
         # A rank without gradients has a zero on the CPU.
-        total = mine.to(self._parameters()[0].device, torch.float64).reshape(1)
+        total = mine.to(self._adasum_parameters()[0].device, torch.float64).reshape(1)
         if norm_type == math.inf:
-            self._group.all_reduce(total, Max, name="norm of the gradients")
+            self._adasum_group.all_reduce(total, Max, name="norm of the gradients")
         else:
             total.pow_(norm_type)
-            self._group.all_reduce(total, Sum, name="norm of the gradients")
+            self._adasum_group.all_reduce(total, Sum, name="norm of the gradients")
             total.pow_(1.0 / norm_type)
-        widest = max((p.dtype for p in self._parameters()), key=lambda dtype: dtype.itemsize)
+        widest = max((p.dtype for p in self._adasum_parameters()), key=lambda dtype: dtype.itemsize)
         return total[0].to(torch.promote_types(widest.to_real(), torch.float32))
 
-    @outside_modes
+    @outside_modes()
     def consolidate_state_dict(self, to: int | None = 0) -> None:
         """Gather every parameter's state: `DistributedMixin.consolidate_state_dict`."""
         self._refuse_in_flight("consolidate_state_dict()")
-        if self._adasum_settings.one_rank:
-            return
         self._follow_groups()
         self._own_new_parameters()
         whole = gather_states(
-            self._group,
-            [(self._adasum_owners[each], self.state.get(each, {})) for each in self._parameters()],
+            self._adasum_group,
+            [
+                (self._adasum_owners[each], self.state.get(each, {}))
+                for each in self._adasum_parameters()
+            ],
             to,
             self._whole_state(super().state_dict()["state"]),
         )
@@ -360,16 +290,14 @@ class OwnersMethod(GradientMethod):
                 taken, `consolidate_state_dict()` has to be called on all ranks before.
         """
         packed = super().state_dict()
-        if self._adasum_settings.one_rank:
-            return packed
         whole = self._whole_state(packed["state"])
         if whole is not None:
             packed["state"] = whole
         elif self._adasum_scattered:
             raise RuntimeError(
                 "mode='owners' keeps each parameter's state on one rank: call "
-                f"optimizer.consolidate_state_dict(to={self._group.rank}) on every rank before "
-                "optimizer.state_dict() on this one"
+                f"optimizer.consolidate_state_dict(to={self._adasum_group.rank}) on every rank "
+                "before optimizer.state_dict() on this one"
             )
         return packed
 
@@ -381,7 +309,7 @@ class OwnersMethod(GradientMethod):
         whole = self._adasum_whole_state
         if whole is None:
             return None
-        numbers = [i for i, each in enumerate(self._parameters()) if self._is_mine(each)]
+        numbers = [i for i, each in enumerate(self._adasum_parameters()) if self._is_mine(each)]
         if any(number in whole and number not in mine for number in numbers):
             return None
         return {**whole, **copy.deepcopy(mine)}
@@ -392,12 +320,9 @@ class OwnersMethod(GradientMethod):
         Every rank loads it, or the root of a broadcast_optimizer_state.
         """
         self._refuse_in_flight("load_state_dict()")
-        if self._adasum_settings.one_rank:
-            super().load_state_dict(state_dict)
-            return
         states = state_dict["state"]
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
-        parameters = self._parameters()
+        parameters = self._adasum_parameters()
         foreign = {
             number
             for number, parameter in zip(saved, parameters, strict=False)
@@ -417,6 +342,7 @@ class OwnersMethod(GradientMethod):
         )
 
 
-def _may_be_marked(gradient: Tensor) -> bool:
-    """Return whether an element can be overwritten: one that autograd records must not be."""
-    return gradient.layout is torch.strided and gradient.numel() > 0 and not gradient.requires_grad
+class SoleOwnerMethod(GradientMethod):
+    """mode="owners" with one rank, which steps every parameter: what several refuse, it does."""
+
+    average_state = OwnersMethod.average_state

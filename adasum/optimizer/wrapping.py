@@ -8,18 +8,15 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from adasum.optimizer.backward_hooks import BackwardHooks
 from adasum.optimizer.buckets.planning import Named
-from adasum.optimizer.buckets.reduction import Reduction
 from adasum.optimizer.consistency.membership import Membership
 from adasum.optimizer.distributed_mixin import COLLECTIVE_METHODS, DistributedMixin
-from adasum.optimizer.errors import OptimizerOrderError
 from adasum.optimizer.gradient_method import GradientMethod
 from adasum.optimizer.outside_steps import guarded, methods_of, require_steps_alone
-from adasum.optimizer.settings import Settings
 from adasum.optimizer.step_hooks import refuse_plain_steps
+from adasum.optimizer.wrapped_step import Settings
 
 
 def wrap(
@@ -58,10 +55,18 @@ def wrap(
     wrapper._adasum_base = base
     wrapper._adasum_settings = settings
     wrapper._adasum_unscales_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
-    wrapper._adasum_check = None
     wrapper._adasum_membership = Membership(optimizer.param_groups)
     wrapper._prepare()
-    wrapper._adasum_hooks = _hooks(wrapper, method, named, buckets, settings)
+    wrapper._adasum_hooks = BackwardHooks(
+        wrapper,
+        named,
+        buckets,
+        passes=settings.passes,
+        one_rank=settings.one_rank,
+        early=method._adasum_early and not settings.one_rank,
+        final=method._adasum_final,
+        before=issubclass(method, GradientMethod) and not settings.one_rank,
+    )
     _keep_scheduler_patch(wrapper)
     if not settings.one_rank:
         refuse_plain_steps(optimizer, wrapper)
@@ -83,7 +88,7 @@ def _override(
     """
     for name in COLLECTIVE_METHODS:
         setattr(both, name, torch.compiler.disable(getattr(both, name)))
-    # torch wraps the step of any optimizer class not so marked, and would run step hooks twice.
+    # torch wraps the step of every other optimizer class, and would run step hooks twice.
     both.step.hooked = True
     if settings.one_rank or method is GradientMethod:
         return
@@ -92,61 +97,10 @@ def _override(
         setattr(both, name, guarded(function, method._adasum_asked))
 
 
-def _hooks(
-    wrapper: Any,
-    method: type[DistributedMixin],
-    named: Sequence[Named],
-    buckets: Sequence[Sequence[Named]],
-    settings: Settings,
-) -> BackwardHooks:
-    """Return hooks on the parameters that reduce for `wrapper`, as long as somebody holds it."""
-    reference = weakref.ref(wrapper)
-
-    def start_bucket(members: Sequence[Named], name: str) -> list[Reduction]:
-        target: Any = reference()
-        if target is None:
-            raise OptimizerOrderError(
-                "the optimizer that DistributedOptimizer returned was dropped, and the one given "
-                "to it reduces nothing: optimizer = DistributedOptimizer(optimizer) keeps it"
-            )
-        if settings.one_rank:
-            return []
-        target._check_parameters()
-        target._densify(members)
-        return target._start_bucket(members, name)
-
-    def finish() -> None:
-        target: Any = reference()
-        if target is not None and not settings.one_rank:
-            target._finish_reductions()
-
-    def before_gradient(parameter: Tensor) -> None:
-        target: Any = reference()
-        if target is not None:
-            target._before_gradient(parameter)
-
-    def wants(parameter: Tensor) -> bool:
-        target: Any = reference()
-        return target is not None and target._wants(parameter)
-
-    looks = issubclass(method, GradientMethod) and not settings.one_rank
-    return BackwardHooks(
-        named,
-        buckets,
-        start_bucket,
-        passes=settings.passes,
-        early=method._adasum_early and not settings.one_rank,
-        final=method._adasum_final,
-        finish=finish,
-        before=before_gradient if looks else None,
-        wants=wants,
-    )
-
-
 def _keep_scheduler_patch(wrapper: Any) -> None:
     """Patch the wrapper's step as a scheduler that was made before has patched the optimizer's.
 
-    By the two marks that torch's schedulers look for, which are private to torch.
+    By the two attributes that torch's schedulers look for, which are private to torch.
     """
     if wrapper.__dict__.pop("step", None) is None:
         return

@@ -16,13 +16,11 @@ the same run.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,29 +28,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 import collectives
-from adasum import Adasum
-from bench.collectives import answer
+from bench.collectives import answer, ranks
 from bench.collectives import cost_model as model
+from bench.collectives.ranks import OPS
 from bench.collectives.row import Row, header, line
 from collectives.execution.phases import phases_of
 from collectives.schedules.spec import parse_all_reduce_spec, parse_general_int, spec_for
 
 TORCH = "torch"
 DTYPES = {
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "int8": torch.int8,
-    "uint8": torch.uint8,
-    "int32": torch.int32,
-    "int64": torch.int64,
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+        *(torch.int8, torch.uint8, torch.int32, torch.int64),
+    )
 }
 _ALIASES = {"half": "float16", "float": "float32", "double": "float64"}
-OPS = {"sum": collectives.Sum, "avg": collectives.Average, "adasum": Adasum}
 _DEFAULTS = {"sum": "xring,rechd,rd", "avg": "xring,rechd,rd", "adasum": "vhdd,rd"}
 # How long a block lasts, much longer than ranks take to leave a barrier; its calls at most.
 _BLOCK_SECONDS, _BLOCK_CALLS = 2e-3, 10
+# A call that takes longer than this, and so many times as long as the fastest, is not repeated.
+_HOPELESS_SECONDS, _HOPELESS = 0.1, 3
 
 
 class Bench:
@@ -118,39 +114,29 @@ class Bench:
     ) -> dict[str, list[float]]:
         """Return the seconds of one call by iteration, of the slowest rank."""
 
-        def block(name: str, times: int) -> float:
+        def prepared(name: str) -> Callable[[], object]:
             tensor.copy_(source)
-            dist.barrier()
-            self._wait()
-            begin = time.perf_counter()
-            for _ in range(times):
-                calls[name]()
-            self._wait()
-            return (time.perf_counter() - begin) / times
+            return calls[name]
 
-        times = {}
-        for name in calls:
-            block(name, max(1, self._args.warmup))
-            (once,) = slowest([block(name, 1)])
-            times[name] = min(max(1, math.ceil(_BLOCK_SECONDS / once)), _BLOCK_CALLS)
-        samples: dict[str, list[float]] = {name: [] for name in calls}
-        names = [*calls]
-        for done in range(self._args.iters):
-            first = done % len(names)
-            for name in names[first:] + names[:first]:
-                samples[name].append(block(name, times[name]))
-        return {name: slowest(values) for name, values in samples.items()}
+        prepare = {name: partial(prepared, name) for name in calls}
+        warm_up = dict.fromkeys(calls, max(1, self._args.warmup))
+        ranks.in_turns(prepare, 1, self._wait, warm_up)
+        once = ranks.slowest(ranks.in_turns(prepare, 1, self._wait))
+        times = {
+            name: min(max(1, math.ceil(_BLOCK_SECONDS / each)), _BLOCK_CALLS)
+            for name, (each,) in once.items()
+        }
+        # One sample of what is far behind is enough.
+        hopeless = max(_HOPELESS_SECONDS, _HOPELESS * min(each for (each,) in once.values()))
+        rest = {name: each for name, each in prepare.items() if once[name][0] <= hopeless}
+        turn = sum(times[name] * once[name][0] for name in rest)
+        iterations = max(self._args.iters, int(self._args.seconds / turn))
+        samples = ranks.slowest(ranks.in_turns(rest, iterations, self._wait, times))
+        return {name: samples.get(name, once[name]) for name in calls}
 
     def _wait(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-
-def slowest(seconds: Sequence[float]) -> list[float]:
-    """Return the largest of all ranks' numbers, one by one."""
-    worst = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-    return worst.tolist()
 
 
 def _torch_call(tensor: Tensor, op: str, size: int) -> Callable[[], object]:
@@ -171,25 +157,6 @@ def _redop(op: str, name: str) -> str:
     return "sum" if name == TORCH and op == "adasum" else op
 
 
-def environment(group: collectives.Group, device: torch.device) -> dict[str, Any]:
-    """Return what a reader needs to know to compare the numbers."""
-    cuda = device.type == "cuda"
-    return {
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "torch": torch.__version__,
-        "python": sys.version.split()[0],
-        "device": torch.cuda.get_device_name(device) if cuda else "cpu",
-        "processors": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "load": os.getloadavg()[0],
-        "ranks": group.size,
-        "local_ranks": group.topology.local_size,
-        "nodes": group.topology.num_nodes,
-        "transport": repr(group.transport),
-        "backend": dist.get_backend_config(),
-    }
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run on every rank; rank 0 prints. Return 1 where an element was wrong, 2 for bad options."""
     parser = make_parser()
@@ -198,32 +165,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         sizes, ops = sizes_and_algorithms(args)
     except (TypeError, ValueError) as error:
         parser.error(str(error))
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        parser.error(
-            "needs ranks: start with torchrun --nproc-per-node 2 -m bench.collectives.all_reduce"
-        )
+    ranks.require_ranks(parser, "bench.collectives.all_reduce")
     device = torch.device(args.device)
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    group = collectives.init()
-    try:
-        _check(args, group, device, ops)
-        return run(args, group, device, sizes, ops)
-    except ValueError as error:
-        # All ranks raise the same error; one line of it is enough.
-        if group.rank == 0:
-            print(f"{parser.prog}: error: {error}", file=sys.stderr)
-        return 2
-    finally:
-        collectives.shutdown()
+    with ranks.started() as group:
+        try:
+            _check(args, group, device, ops)
+            return run(args, group, device, sizes, ops)
+        except ValueError as error:
+            # All ranks raise the same error; one line of it is enough.
+            if group.rank == 0:
+                print(f"{parser.prog}: error: {error}", file=sys.stderr)
+            return 2
 
 
 def _check(
-    args: Any,
-    group: collectives.Group,
-    device: torch.device,
-    ops: Mapping[str, Sequence[str]],
+    args: Any, group: collectives.Group, device: torch.device, ops: Mapping[str, Sequence[str]]
 ) -> None:
     """Raise ValueError for what cannot be run on this group."""
     group.transport.check_device(device)
@@ -247,7 +206,7 @@ def run(
         if group.rank == 0:
             print(*lines, sep="\n", flush=True)
 
-    facts = environment(group, device)
+    facts = ranks.environment(group, device)
     width = max(len(name) for names in ops.values() for name in [*names, "algorithm"])
     say(f"# {', '.join(f'{key} {value}' for key, value in facts.items())}", *header(width))
     bench = Bench(group, device, args)
@@ -272,14 +231,14 @@ def run(
     )
     if args.model:
         say("", *model.report(compared))
-    if args.output_file and group.rank == 0:
+    if group.rank == 0:
         record = {
             "arguments": vars(args),
             "environment": facts,
             "results": [row.record() for row in found],
             "model": [each.record() for each in compared],
         }
-        Path(args.output_file).write_text(json.dumps(record, indent=1) + "\n")
+        ranks.write(args.output_file, record)
     return int(wrong > 0)
 
 
@@ -312,15 +271,6 @@ def sizes_and_algorithms(args: Any) -> tuple[list[int], dict[str, list[str]]]:
     return sizes, ops
 
 
-def output_file(text: str) -> str:
-    """Return the path if it can be written to, which should be known before a long run."""
-    try:
-        Path(text).touch()
-    except OSError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
-
-
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m bench.collectives.all_reduce", description=__doc__
@@ -330,14 +280,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("-e", "--maxbytes", default="32M", help="largest size (32M)")
     parser.add_argument("-f", "--stepfactor", type=int, default=2, help="from size to size (2)")
     parser.add_argument("-n", "--iters", type=int, default=20, help="iterations (20)")
+    parser.add_argument("--seconds", type=float, default=0, help="of a size's iterations, at least")
     parser.add_argument("-w", "--warmup", type=int, default=5, help="calls before them (5)")
     parser.add_argument("-c", "--check", type=int, default=1, help="calls checked (1), 0 for none")
     parser.add_argument("-d", "--datatype", default="float", help="such as float16 (float)")
     parser.add_argument("-o", "--op", default="sum", help="sum, avg or adasum; several with commas")
     parser.add_argument("-a", "--algorithm", help="specification strings, with commas")
-    parser.add_argument(
-        "-J", "--output_file", metavar="FILE", type=output_file, help="write JSON as well"
-    )
+    parser.add_argument("-J", "--output_file", type=ranks.output_file, help="write JSON as well")
     parser.add_argument("--model", action="store_true", help="compare with the cost model")
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=["cpu", "cuda"], default=default, help=f"({default})")

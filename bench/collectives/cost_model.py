@@ -22,7 +22,7 @@ import torch
 
 import collectives
 from bench.collectives.link_rates import calibrate
-from bench.collectives.row import quartiles
+from bench.kernels.timing import Times
 from collectives.cost import LinkRates, estimate, profile
 from collectives.schedules.topology import Topology
 
@@ -41,19 +41,23 @@ class Comparison:
     samples: dict[str, list[float]]
     predicted: dict[str, list[float]]
 
+    @property
+    def times(self) -> dict[str, Times]:
+        """Median and quartiles of what was measured."""
+        return {name: Times.of(samples) for name, samples in self.samples.items()}
+
     def pairs(self) -> list[tuple[str, str, str]]:
         """Return each two algorithms with "right", "wrong", "undecided" or "same steps"."""
         return [(a, b, self._verdict(a, b)) for a, b in combinations(self.samples, 2)]
 
     def ratio(self, name: str) -> float:
         """Return the mean prediction over the median time."""
-        return statistics.fmean(self.predicted[name]) / statistics.median(self.samples[name])
+        return statistics.fmean(self.predicted[name]) / self.times[name].median
 
     def near(self, name: str) -> bool:
         """Return whether the prediction is within a factor of two."""
-        low, _, high = quartiles(self.samples[name])
-        predicted = self.predicted[name]
-        return min(predicted) <= 2 * high and 2 * max(predicted) >= low
+        times, predicted = self.times[name], self.predicted[name]
+        return min(predicted) <= 2 * times.high and 2 * max(predicted) >= times.low
 
     def record(self) -> dict[str, Any]:
         """Return what JSON holds, in microseconds."""
@@ -64,23 +68,23 @@ class Comparison:
                 name: [value * 1e6 for value in values] for name, values in self.predicted.items()
             },
             "quartiles": {
-                name: [value * 1e6 for value in quartiles(samples)]
-                for name, samples in self.samples.items()
+                name: [value * 1e6 for value in (times.low, times.median, times.high)]
+                for name, times in self.times.items()
             },
             "pairs": self.pairs(),
             "near": {name: self.near(name) for name in self.samples},
         }
 
     def _verdict(self, a: str, b: str) -> str:
-        low_a, _, high_a = quartiles(self.samples[a])
-        low_b, _, high_b = quartiles(self.samples[b])
+        one, other = self.times[a], self.times[b]
         both = [*zip(self.predicted[a], self.predicted[b], strict=True)]
         # Equal but for the order in which the steps were added up.
-        if all(abs(one - other) <= 1e-9 * one for one, other in both):
+        if all(abs(first - second) <= 1e-9 * first for first, second in both):
             return "same steps"
-        if (low_a <= high_b and low_b <= high_a) or len({one < other for one, other in both}) > 1:
+        overlap = one.low <= other.high and other.low <= one.high
+        if overlap or len({first < second for first, second in both}) > 1:
             return "undecided"
-        return "right" if (high_a < low_b) == (both[0][0] < both[0][1]) else "wrong"
+        return "right" if (one.high < other.low) == (both[0][0] < both[0][1]) else "wrong"
 
 
 def check(spec: str, op: str, topology: Topology) -> None:
@@ -138,14 +142,13 @@ def report(comparisons: Sequence[Comparison]) -> list[str]:
         "| --- | ---: | --- | ---: | ---: | ---: | ---: |",
     ]
     for each in comparisons:
-        for name, samples in each.samples.items():
-            low, middle, high = (value * 1e6 for value in quartiles(samples))
+        for name, times in each.times.items():
             cells = [
                 each.op,
                 str(each.size),
                 name,
-                f"{middle:.0f}",
-                f"{low:.0f}-{high:.0f}",
+                f"{times.median * 1e6:.0f}",
+                f"{times.low * 1e6:.0f}-{times.high * 1e6:.0f}",
                 f"{statistics.fmean(each.predicted[name]) * 1e6:.0f}",
                 f"{each.ratio(name):.2f}",
             ]

@@ -14,15 +14,11 @@ timed on the slowest rank; contenders take turns. Nothing is reported where a re
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import os
-import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,9 +26,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import collectives
-from adasum import Adasum
 from bench import shapes
-from bench.collectives.all_reduce import environment, output_file, slowest
+from bench.collectives import ranks
+from bench.collectives.ranks import OPS
+from bench.kernels.timing import Times
 from collectives.fused_buffer import FusedBuffer
 
 # The LeNet of examples/train_digits.py: what small messages cost.
@@ -46,7 +43,6 @@ MODELS: dict[str, Callable[[], list[shapes.Shape]]] = {
     "bert_large": shapes.bert_large,
     "llama_7b_layer": shapes.llama_7b_layer,
 }
-OPS = {"sum": collectives.Sum, "avg": collectives.Average, "adasum": Adasum}
 BUCKET_MIB = 25.0
 SMALL_BYTES, SMALL_GROUP = 64 * 1024, 32
 BASE = "one by one"
@@ -60,19 +56,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--op", choices=OPS, default="sum")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("-n", "--iters", type=int, default=9)
-    parser.add_argument("-J", "--json", type=output_file, help="write the rows there")
+    parser.add_argument("-J", "--json", type=ranks.output_file, help="write the rows there")
     args = parser.parse_args(argv)
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        parser.error(
-            "needs ranks: start with torchrun --nproc-per-node 2 -m bench.collectives.gradients ..."
-        )
-    group = collectives.init()
-    try:
-        facts = environment(group, torch.device("cpu"))
+    ranks.require_ranks(parser, "bench.collectives.gradients")
+    with ranks.started() as group:
+        facts = ranks.environment(group, torch.device("cpu"))
         rows = [row for model in args.models for row in _rows(group, model, args)]
-    finally:
-        collectives.shutdown()
-    if facts["ranks"] and int(os.environ["RANK"]) == 0:
+    wrong = [f"{row['model']}, {row['way']}" for row in rows if not row["right"]]
+    if group.rank == 0:
         print("# " + ", ".join(f"{key} {value}" for key, value in facts.items()))
         print(f"{'model':16} {'op':7} {'way':22} {'ms':>9} {'quartiles':>17}  one by one / this")
         for row in rows:
@@ -81,12 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"{row['model']:16} {row['op']:7} {row['way']:22} {row['ms']:9.2f} "
                 f"{f'{low:.2f}-{high:.2f}':>17}  {row['speedup']:.2f}"
             )
-        if args.json:
-            Path(args.json).write_text(json.dumps({"environment": facts, "rows": rows}, indent=1))
-    wrong = [f"{row['model']}, {row['way']}" for row in rows if not row["right"]]
-    if wrong and int(os.environ["RANK"]) == 0:
-        print(f"wrong: {wrong}", file=sys.stderr)
-    return 1 if wrong else 0
+        ranks.write(args.json, {"environment": facts, "rows": rows})
+        if wrong:
+            print(f"wrong: {wrong}", file=sys.stderr)
+    return int(bool(wrong))
 
 
 def _rows(group: collectives.Group, model: str, args: Any) -> list[dict[str, Any]]:
@@ -102,32 +91,29 @@ def _rows(group: collectives.Group, model: str, args: Any) -> list[dict[str, Any
     plan = collectives.plan_groups(source, memory_size=BUCKET_MIB)
     contenders = _contenders(group, source, plan, op)
     right = _check(group, contenders, source, plan, op)
-    names = [*contenders]
-    samples: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(args.iters):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            tensors, step = contenders[name]
-            torch._foreach_copy_(tensors, source)
-            dist.barrier()
-            begin = time.perf_counter()
-            step()
-            samples[name].append(time.perf_counter() - begin)
-    times = {name: slowest(values) for name, values in samples.items()}
-    base = statistics.median(times[BASE])
+
+    def prepared(name: str) -> Callable[[], object]:
+        tensors, step = contenders[name]
+        torch._foreach_copy_(tensors, source)
+        return step
+
+    prepare = {name: partial(prepared, name) for name in contenders}
+    taken = ranks.slowest(ranks.in_turns(prepare, args.iters))
+    times = {name: Times.of(seconds) for name, seconds in taken.items()}
     return [
         {
             "model": model,
             "op": args.op if not name.startswith("torch") else "sum",
             "dtype": args.dtype,
             "tensors": len(source),
-            "bytes": sum(each.nbytes for each in source),
+            "bytes": sum(tensor.nbytes for tensor in source),
             "way": name,
-            "ms": statistics.median(values) * 1e3,
-            "quartiles": [each * 1e3 for each in statistics.quantiles(values, n=4)[::2]],
-            "speedup": base / statistics.median(values),
+            "ms": each.median * 1e3,
+            "quartiles": [each.low * 1e3, each.high * 1e3],
+            "speedup": times[BASE].median / each.median,
             "right": right[name],
         }
-        for name, values in times.items()
+        for name, each in times.items()
     ]
 
 

@@ -24,7 +24,6 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -34,7 +33,7 @@ from torch import Tensor
 
 import collectives
 from adasum import Adasum
-from bench.collectives import all_reduce
+from bench.collectives import all_reduce, ranks
 from collectives.schedules.topology import Topology
 
 # Not bound, as in Horovod's documentation. Two threads of a rank wait by spinning, so they must
@@ -126,26 +125,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check(args, flags)
     except (OSError, TypeError, ValueError) as error:
         parser.error(str(error))
-    ranks, mpirun = str(args.ranks), shlex.split(args.mpirun)
-    theirs = [
-        *mpirun,
-        "-n",
-        ranks,
-        args.horovod_python,
-        "-m",
-        "bench.collectives.horovod_all_reduce",
-    ]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    ours = [
-        *torchrun,
-        "--nproc-per-node",
-        ranks,
-        "-m",
-        "bench.collectives.all_reduce",
-        "-a",
-        args.algorithm,
-    ]
-    commands = {"horovod": [*theirs, *flags], "ours": [*ours, *flags]}
+    me = "bench.collectives.horovod_all_reduce"
+    theirs = f"{args.mpirun} -n {args.ranks} {shlex.quote(args.horovod_python)} -m {me}"
+    torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {args.ranks}"
+    python, mine = shlex.quote(sys.executable), "bench.collectives.all_reduce"
+    ours = f"{python} {torchrun} -m {mine} -a {args.algorithm}"
+    commands = {"horovod": [*shlex.split(theirs), *flags], "ours": [*shlex.split(ours), *flags]}
     variables = {name: text for name, text in os.environ.items() if name.startswith("HOROVOD_")}
     print(f"# {args.ranks} ranks, {variables or 'no HOROVOD_*'}, {args.mpirun}", flush=True)
     turns: list[dict[str, Any]] = [{} for _ in range(args.turns)]
@@ -156,10 +141,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"# turn {turn + 1}, {name}: load {load:.1f}", flush=True)
     found = lines(turns)
     print(*table(found), sep="\n")
-    if args.output_file:
-        record = {"commands": commands, "variables": variables, "turns": turns}
-        record["lines"] = [{**asdict(line), "ratio": line.ratio} for line in found]
-        Path(args.output_file).write_text(json.dumps(record, indent=1) + "\n")
+    record = {"commands": commands, "variables": variables, "turns": turns}
+    record["lines"] = [{**asdict(line), "ratio": line.ratio} for line in found]
+    ranks.write(args.output_file, record)
     return 0
 
 
@@ -220,13 +204,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--horovod-python", default="python", help="interpreter with Horovod")
     parser.add_argument("--mpirun", default=MPIRUN, help=f"({MPIRUN})")
     parser.add_argument("-a", "--algorithm", default="auto", help="ours (auto)")
-    parser.add_argument(
-        "-J",
-        "--output_file",
-        metavar="FILE",
-        type=all_reduce.output_file,
-        help="write JSON as well",
-    )
+    parser.add_argument("-J", "--output_file", type=ranks.output_file, help="write JSON as well")
     return parser
 
 

@@ -12,27 +12,26 @@ ranks that differ from float64 by more than roundings explain. "vs torch" is NCC
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent import futures
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from contextlib import nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import collectives
-import kernels
 from adasum import Adasum
+from adasum.check.checks import NO_GPU
+from adasum.check.ranks import expected
+from bench.collectives.ranks import in_turns, output_file, write
 from bench.collectives.row import Row, header, line
 from collectives.schedules.spec import parse_general_int
 from collectives.schedules.topology import Topology
 from collectives.transport import NcclTransport, ThreadWorld, Transport
+from collectives.transport.nccl.cupy_backend import CupyBackend
 
 SECONDS = 60.0
 NCCL = "nccl"
@@ -42,21 +41,8 @@ CONTENDERS: dict[str, collectives.Reducer] = {
     "rechd": collectives.Sum,
     "vhdd": Adasum,
 }
-Call = Callable[[], object]
-
-
-def inputs(ranks: int, numel: int) -> list[Tensor]:
-    """Return each rank's vector, float32 on the CPU, known to all."""
-    return [torch.randn(numel, generator=torch.Generator().manual_seed(r)) for r in range(ranks)]
-
-
-def expected(terms: Sequence[Tensor], op: collectives.Reducer) -> Tensor:
-    """Return the answer in float64: adjacent ranks, then adjacent pairs."""
-    level = [each.double() for each in terms]
-    while len(level) > 1:
-        pairs = zip(level[::2], level[1::2], strict=True)
-        level = [kernels.adasum_reference(a, b) if op is Adasum else a + b for a, b in pairs]
-    return level[0]
+# Iterations that are not counted.
+WARM_UP = 2
 
 
 class Rank:
@@ -72,48 +58,39 @@ class Rank:
     def __init__(
         self, transport: Transport, meet: threading.Barrier, numel: int, device: torch.device
     ) -> None:
-        size = transport.size
+        rank, size = transport.rank, transport.size
         topology = Topology(size, size)
-        self._group = collectives.Group(
-            transport,
-            timeout=SECONDS,
-            local_rank=transport.rank,
-            local_size=size,
-            topology=topology,
+        self.group = collectives.Group(
+            transport, timeout=SECONDS, local_rank=rank, local_size=size, topology=topology
         )
         self._meet, self._device = meet, device
-        self._terms = inputs(size, numel)
-        self._mine = self._terms[transport.rank].to(device)
+        # float32 on the CPU, known to all.
+        seeds = [torch.Generator().manual_seed(each) for each in range(size)]
+        self._terms = [torch.randn(numel, generator=seed) for seed in seeds]
+        self._mine = self._terms[rank].to(device)
         self._buffer = torch.empty_like(self._mine)
 
     def wrong(self, algorithm: str) -> int:
         """Return how many elements a call gets wrong here."""
-        self._buffer.copy_(self._mine)
-        self._call(algorithm)
+        self._prepared(algorithm)()
         self._wait()
-        op = CONTENDERS[algorithm]
-        want = expected(self._terms, op)
+        want = expected(self._terms, CONTENDERS[algorithm] is Adasum)
         sizes = torch.stack(self._terms).double().abs().sum(0)
         # A rounding or two a level and element; a coefficient of Adasum is at most 1.5 here.
         allowed = 8 * len(self._terms) * torch.finfo(torch.float32).eps * sizes
         return int(((self._buffer.cpu().double() - want).abs() <= allowed).logical_not().sum())
 
-    def seconds(self, algorithm: str) -> float:
-        """Return the seconds of one call, from a barrier on."""
+    def seconds(self, algorithms: Sequence[str], iterations: int) -> dict[str, list[float]]:
+        """Return this rank's seconds of each contender, by iteration."""
+        prepare = {name: partial(self._prepared, name) for name in algorithms}
+        barrier = partial(self._meet.wait, SECONDS)
+        taken = in_turns(prepare, WARM_UP + iterations, self._wait, barrier=barrier)
+        return {name: values[WARM_UP:] for name, values in taken.items()}
+
+    def _prepared(self, algorithm: str) -> Callable[[], object]:
         self._buffer.copy_(self._mine)
-        self._wait()
-        self._meet.wait(SECONDS)
-        begin = time.perf_counter()
-        self._call(algorithm)
-        self._wait()
-        return time.perf_counter() - begin
-
-    def close(self) -> None:
-        """Close the group, and with it the transport."""
-        self._group.close()
-
-    def _call(self, algorithm: str) -> None:
-        self._group.all_reduce(self._buffer, CONTENDERS[algorithm], algorithm=algorithm)
+        op = CONTENDERS[algorithm]
+        return lambda: self.group.all_reduce(self._buffer, op, algorithm=algorithm)
 
     def _wait(self) -> None:
         # Of the own stream: the other ranks' work is not this rank's.
@@ -124,32 +101,11 @@ class Rank:
 def over_nccl(ranks: int, device: torch.device) -> Callable[[int], Transport]:
     """Return what makes a rank's transport, in its thread."""
     world, store = ThreadWorld(ranks), dist.HashStore()
-    return lambda rank: NcclTransport(world.transport(rank), store, device, timeout=SECONDS)
 
+    def make(rank: int) -> Transport:
+        return NcclTransport(world.transport(rank), CupyBackend(store, device), timeout=SECONDS)
 
-@contextmanager
-def own_stream(device: torch.device) -> Iterator[None]:
-    """Give this thread a stream of its own on the device, if it is a GPU."""
-    if device.type == "cpu":
-        yield
-        return
-    torch.cuda.set_device(device)
-    with torch.cuda.stream(torch.cuda.Stream(device)):
-        yield
-
-
-def times(
-    me: Rank, algorithms: Sequence[str], iterations: int
-) -> tuple[dict[str, int], dict[str, list[float]]]:
-    """Return a rank's wrong elements and its seconds by iteration, of each contender."""
-    wrong = {name: me.wrong(name) for name in algorithms}
-    taken: dict[str, list[float]] = {name: [] for name in algorithms}
-    for done in range(iterations + 2):
-        first = done % len(algorithms)
-        for name in (*algorithms[first:], *algorithms[:first]):
-            taken[name].append(me.seconds(name))
-    # The first two warm up.
-    return wrong, {name: values[2:] for name, values in taken.items()}
+    return make
 
 
 def run(
@@ -166,21 +122,25 @@ def run(
     meet, world = threading.Barrier(ranks), ThreadWorld(ranks)
 
     def main(rank: int) -> tuple[dict[str, int], dict[str, list[float]]]:
-        with own_stream(device):
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        own = torch.cuda.Stream(device) if device.type == "cuda" else None
+        with torch.cuda.stream(own) if own is not None else nullcontext():
             warm = Rank(world.transport(rank), meet, numel, device)
             for name in algorithms:
                 if name != NCCL:
                     warm.wrong(name)
             meet.wait(SECONDS)
-            warm.close()
+            warm.group.close()
             me = Rank(make(rank), meet, numel, device)
             try:
-                return times(me, algorithms, iterations)
+                wrong = {name: me.wrong(name) for name in algorithms}
+                return wrong, me.seconds(algorithms, iterations)
             except BaseException:
                 meet.abort()
                 raise
             finally:
-                me.close()
+                me.group.close()
 
     with futures.ThreadPoolExecutor(ranks) as pool:
         found = list(pool.map(main, range(ranks)))
@@ -199,12 +159,6 @@ def run(
     ]
 
 
-def record(rows: Sequence[Row], device: str) -> dict[str, Any]:
-    """Return what is written as JSON."""
-    results = [{**row.record(), "ranks": row.ranks, "median": row.median} for row in rows]
-    return {"device": device, "torch": torch.__version__, "results": results}
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Return 1 where an element was wrong, 2 without a GPU."""
     parser = argparse.ArgumentParser(
@@ -213,18 +167,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, choices=[2, 4, 8], default=2, help="threads (2)")
     parser.add_argument("-b", "--bytes", default="64M", help="of a rank's vector (64M)")
     parser.add_argument("-n", "--iters", type=int, default=20, help="iterations (20)")
-    parser.add_argument("-J", "--output_file", type=Path, metavar="FILE", help="write JSON, too")
+    parser.add_argument("-J", "--output_file", type=output_file, help="write JSON, too")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
-        print("bench.collectives.one_gpu: torch sees no GPU here", file=sys.stderr)
+        print(f"bench.collectives.one_gpu: {NO_GPU}", file=sys.stderr)
         return 2
     device = torch.device("cuda", torch.cuda.current_device())
     numel = parse_general_int(args.bytes.upper()) // 4
     rows = run(args.ranks, numel, args.iters, device, over_nccl(args.ranks, device))
     print(*header(9), *(line(row, rows[0], 9) for row in rows), sep="\n", flush=True)
-    if args.output_file is not None:
-        name = torch.cuda.get_device_name(device)
-        args.output_file.write_text(json.dumps(record(rows, name), indent=1) + "\n")
+    results = [{**row.record(), "ranks": row.ranks, "median": row.median} for row in rows]
+    write(args.output_file, {"device": torch.cuda.get_device_name(device), "results": results})
     return int(any(row.wrong for row in rows))
 
 

@@ -12,22 +12,18 @@ communication threads can hide the waiting of a reduction, not its computing.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import collectives
-from adasum import Adasum, DistributedOptimizer
-from bench.collectives.all_reduce import environment, slowest
+from adasum import DistributedOptimizer
+from bench.collectives import ranks
+from bench.collectives.ranks import OPS
 
-OPS = {"sum": collectives.Sum, "avg": collectives.Average, "adasum": Adasum}
+WARM_UP = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,22 +36,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--op", choices=OPS, default="avg")
     parser.add_argument("--in-backward", action="store_true", help="Adasum's steps in backward")
     parser.add_argument("-n", "--iters", type=int, default=9)
-    parser.add_argument("-J", "--json", type=Path, help="write the answer there")
+    parser.add_argument("-J", "--json", type=ranks.output_file, help="write the answer there")
     args = parser.parse_args(argv)
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        parser.error(
-            "needs ranks: start with torchrun --nproc-per-node 2 -m bench.collectives.overlap"
-        )
-    group = collectives.init()
-    try:
-        answer = {**environment(group, torch.device("cpu")), **_measure(group, args)}
-    finally:
-        collectives.shutdown()
+    ranks.require_ranks(parser, "bench.collectives.overlap")
+    with ranks.started() as group:
+        answer = {**ranks.environment(group, torch.device("cpu")), **_measure(group, args)}
     if answer["rank"] == 0:
         for key, value in answer.items():
             print(f"{key:14} {value:.3f}" if isinstance(value, float) else f"{key:14} {value}")
-        if args.json:
-            args.json.write_text(json.dumps(answer, indent=1))
+        ranks.write(args.json, answer)
     return 0
 
 
@@ -91,6 +80,9 @@ def _measure(group: collectives.Group, args: Any) -> dict[str, Any]:
         return run
 
     def both() -> Callable[[], object]:
+        if not args.in_backward:
+            # Untimed, with the gradients of the turn before.
+            optimizer.step()
         optimizer.zero_grad()
         loss = wrapped(inputs).square().mean()
 
@@ -101,19 +93,11 @@ def _measure(group: collectives.Group, args: Any) -> dict[str, Any]:
 
         return run
 
+    if not args.in_backward:
+        wrapped(inputs).square().mean().backward()
     ways = {"backward": backward, "reduction": reduction, "both": both}
-    samples: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(-2, args.iters):
-        for name, prepare in ways.items():
-            run = prepare()
-            dist.barrier()
-            begin = time.perf_counter()
-            run()
-            if turn >= 0:
-                samples[name].append(time.perf_counter() - begin)
-            if name == "both" and not args.in_backward:
-                optimizer.step()
-    seconds = {name: statistics.median(slowest(values)) for name, values in samples.items()}
+    samples = ranks.slowest(ranks.in_turns(ways, WARM_UP + args.iters))
+    seconds = {name: statistics.median(values[WARM_UP:]) for name, values in samples.items()}
     return {
         "rank": group.rank,
         "op": args.op,

@@ -9,17 +9,14 @@ from the first to the third quartile. Blocks of the two ways take turns.
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
 
 import torch
 
 import collectives
-from adasum import Adasum
-from collectives import Group, Reducer, Sum
+from bench.collectives.ranks import OPS, in_turns, require_ranks, slowest, started
+from bench.kernels.timing import Times
 
-OPS: dict[str, Reducer] = {"Sum": Sum, "Adasum": Adasum}
 SIZES = (4 * 1024, 1024 * 1024)
 
 
@@ -29,57 +26,42 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=30, help="blocks of calls of each way")
     parser.add_argument("--seconds", type=float, default=0.05, help="length of a block, about")
     args = parser.parse_args()
-    group = collectives.init()
+    require_ranks(parser, "bench.collectives.requests")
     # Ranks share the processors: a rank with several threads would take the others'.
     torch.set_num_threads(1)
-    for op in OPS:
-        for nbytes in SIZES:
-            rows = measure(group, op, nbytes, args.blocks, args.seconds)
-            for way, times in rows.items() if group.rank == 0 else ():
-                low, median, high = statistics.quantiles(times, n=4)
-                print(
-                    f"{group.size} ranks, {op:6} {nbytes:8} B, {way:8} {median:8.1f} us "
-                    f"({low:.1f} to {high:.1f})",
-                    flush=True,
-                )
-    collectives.shutdown()
+    with started() as group:
+        for op in ("sum", "adasum"):
+            for nbytes in SIZES:
+                for way, taken in measure(group, op, nbytes, args.blocks, args.seconds).items():
+                    times = Times.of([value * 1e6 for value in taken])
+                    row = f"{group.size} ranks, {op:6} {nbytes:8} B, {way:8} {times.median:8.1f} us"
+                    if group.rank == 0:
+                        print(f"{row} ({times.low:.1f} to {times.high:.1f})", flush=True)
 
 
 def measure(
-    group: Group, op: str, nbytes: int, blocks: int, seconds: float
+    group: collectives.Group, op: str, nbytes: int, blocks: int, seconds: float
 ) -> dict[str, list[float]]:
-    """Time blocks of calls of each way, in turn; return microseconds a call by way."""
+    """Time blocks of calls of each way, in turn; return seconds a call by way."""
     tensor = torch.randn(nbytes // 4)
-    ways: dict[str, Callable[[], object]] = {"direct": lambda: group.all_reduce(tensor, OPS[op])}
-    if hasattr(group, "all_reduce_init"):
-        request = group.all_reduce_init(tensor, OPS[op])
+    request = group.all_reduce_init(tensor, OPS[op])
 
-        def start_and_wait() -> None:
-            request.start()
-            request.wait()
+    def direct() -> Callable[[], object]:
+        tensor.normal_()
+        return lambda: group.all_reduce(tensor, OPS[op])
 
-        ways["request"] = start_and_wait
-    times: dict[str, list[float]] = {way: [] for way in ways}
-    calls = max(1, int(seconds / slowest(group, block(ways["direct"], tensor, 20))))
-    for _ in range(blocks):
-        for way, call in ways.items():
-            group.barrier()
-            times[way].append(1e6 * slowest(group, block(call, tensor, calls)))
-    return times
+    def start_and_wait() -> None:
+        request.start()
+        request.wait()
 
+    def persistent() -> Callable[[], object]:
+        tensor.normal_()
+        return start_and_wait
 
-def block(call: Callable[[], object], tensor: torch.Tensor, calls: int) -> float:
-    """Return the seconds that one of `calls` calls takes."""
-    tensor.normal_()
-    begin = time.perf_counter()
-    for _ in range(calls):
-        call()
-    return (time.perf_counter() - begin) / calls
-
-
-def slowest(group: Group, seconds: float) -> float:
-    """Return the slowest rank's time."""
-    return float(group.all_gather(torch.tensor([seconds], dtype=torch.float64)).max())
+    ways = {"direct": direct, "request": persistent}
+    once = max(slowest(in_turns({"direct": direct}, 5))["direct"])
+    calls = dict.fromkeys(ways, max(1, int(seconds / once)))
+    return slowest(in_turns(ways, blocks, calls=calls))
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from bench.kernels.timing import Times
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,13 @@ class Row:
     wrong: int | None
 
     @property
+    def times(self) -> Times:
+        """Quartiles of the seconds."""
+        return Times.of(self.seconds)
+
+    @property
     def median(self) -> float:
-        return statistics.median(self.seconds)
+        return self.times.median
 
     @property
     def algbw(self) -> float:
@@ -41,28 +46,20 @@ class Row:
 
     def record(self) -> dict[str, Any]:
         """Return what JSON holds, in nccl-tests' units: microseconds and GB/s."""
-        low, middle, high = (value * 1e6 for value in quartiles(self.seconds))
+        times = self.times
         return {
             "size": self.size,
             "count": self.count,
             "type": self.type,
             "redop": self.redop,
             "algorithm": self.algorithm,
-            "time": middle,
-            "time_low": low,
-            "time_high": high,
+            "time": times.median * 1e6,
+            "time_low": times.low * 1e6,
+            "time_high": times.high * 1e6,
             "algbw": self.algbw / 1e9,
             "busbw": self.busbw / 1e9,
             "wrong": self.wrong,
         }
-
-
-def quartiles(samples: Sequence[float]) -> tuple[float, float, float]:
-    """Return lower quartile, median and upper quartile."""
-    if len(samples) == 1:
-        return samples[0], samples[0], samples[0]
-    low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
-    return low, middle, high
 
 
 def header(width: int) -> list[str]:
@@ -70,22 +67,22 @@ def header(width: int) -> list[str]:
 
     width: characters of the algorithm's column.
     """
-    names = f"{'size':>12} {'count':>12} {'type':>9} {'redop':>7} {'algorithm':>{width}}"
-    units = f"{'(B)':>12} {'(elements)':>12} {'':>9} {'':>7} {'':>{width}}"
-    names += (
-        f" {'time':>10} {'quartiles':>17} {'algbw':>7} {'busbw':>7} {'#wrong':>7} {'vs torch':>8}"
+    left = f"{'size':>12} {'count':>12} {'type':>9} {'redop':>7} {'algorithm':>{width}}"
+    right = (
+        f"{'time':>10} {'quartiles':>17} {'algbw':>7} {'busbw':>7} {'#wrong':>7} {'vs torch':>8}"
     )
-    units += f" {'(us)':>10} {'(us)':>17} {'(GB/s)':>7} {'(GB/s)':>7}"
-    return [f"# {names}", f"# {units}"]
+    units = f"{'(us)':>10} {'(us)':>17} {'(GB/s)':>7} {'(GB/s)':>7}"
+    return [f"# {left} {right}", f"# {'(B)':>12} {'(elements)':>12} {'':>{18 + width}} {units}"]
 
 
 def line(row: Row, torchs: Row, width: int) -> str:
     """Return the row under `header`; vs torch is torch's time over this one's."""
-    low, middle, high = (1e6 * value for value in quartiles(row.seconds))
+    times = row.times
+    spread = f"{times.low * 1e6:.1f}-{times.high * 1e6:.1f}"
     wrong = "N/A" if row.wrong is None else str(row.wrong)
     ratio = "" if row is torchs else f"{torchs.median / row.median:.2f}"
     return (
         f"  {row.size:12d} {row.count:12d} {row.type:>9} {row.redop:>7} {row.algorithm:>{width}}"
-        f" {middle:10.1f} {f'{low:.1f}-{high:.1f}':>17} {row.algbw / 1e9:7.2f}"
+        f" {times.median * 1e6:10.1f} {spread:>17} {row.algbw / 1e9:7.2f}"
         f" {row.busbw / 1e9:7.2f} {wrong:>7} {ratio:>8}"
     )

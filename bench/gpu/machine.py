@@ -16,10 +16,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from adasum.check.checks import NO_GPU
 from bench.provenance import version
+from collectives.transport import load_nccl
 
 ROOT = Path(__file__).resolve().parents[2]
-NO_GPU = "torch sees no GPU here"
 _PACKAGES = ("kernels", "collectives", "adasum", "bench", "tests")
 _SUFFIXES = (".py", ".c", ".h", ".toml")
 
@@ -65,16 +68,12 @@ def sanitizer() -> str | None:
 
 
 def _find() -> dict[str, Any]:
-    import torch
-
     if not torch.cuda.is_available():
         raise RuntimeError(NO_GPU)
-    # Imported where the GPU is sure to be there: the package is no part of what is asked.
-    from collectives.transport import load_nccl
 
     gpu = torch.cuda.get_device_properties(0)
     try:
-        nccl, why_not = load_nccl().getversion(), ""
+        nccl, why_not = load_nccl().get_version(), ""
     except (ImportError, RuntimeError) as error:
         nccl, why_not = 0, " ".join(str(error).split())
     of_torch = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else ()
@@ -89,7 +88,7 @@ def _find() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "triton": version("triton"),
         "cupy": version("cupy-cuda13x", "cupy-cuda12x"),
-        "python": platform.pythonversion(),
+        "python": platform.python_version(),
         "nccl of torch": ".".join(map(str, of_torch[:3])),
         "nccl of cupy": nccl,
         "why no nccl of cupy": why_not,

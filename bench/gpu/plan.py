@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from adasum.check.one_gpu import KERNELS
 from bench.gpu.machine import sanitizer
 from bench.gpu.stages import Stage
 
@@ -13,24 +14,18 @@ from bench.gpu.stages import Stage
 SHARING = 23000
 ONE_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4"}
 ROWS = ("projection", "packing", "reduction")
-SMOKE, RANKS = "smoke", "ranks-bench"
+CHECK, RANKS = "check", "ranks-bench"
+# Under the sanitizers all is many times slower: one element, a few tiles with a tail, and enough
+# for several programs.
+SIZES = ("1", "5003", "70001")
 # torch then counts GPUs without starting CUDA, which would not survive the fork of a test's ranks.
 _FORKS = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 _PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider")
 
 
 def _tests(name: str, *paths: str, **options: Any) -> Stage:
-    command = (
-        *_PYTEST,
-        *paths,
-        "--gpu",
-        "-m",
-        "gpu",
-        "-v",
-        "--tb=short",
-        "--junitxml={out}/junit.xml",
-    )
-    return Stage(name, command, **options)
+    flags = ("--gpu", "-m", "gpu", "-v", "--tb=short", "--junitxml={out}/junit.xml")
+    return Stage(name, (*_PYTEST, *paths, *flags), **options)
 
 
 def _kernel_tests() -> list[Stage]:
@@ -74,7 +69,7 @@ def _sanitizers() -> list[Stage]:
             (
                 # On an error it would end with the program's own status.
                 *(checker or "compute-sanitizer", "--tool", tool, "--error-exitcode", "9"),
-                *(sys.executable, "-m", "bench.gpu.sanitized"),
+                *(sys.executable, "-m", "adasum.check", "--here", *KERNELS, "--sizes", *SIZES),
             ),
             estimate=120.0,
             limit=600.0,
@@ -96,7 +91,7 @@ def stages(facts: Mapping[str, Any], nccl: str | None) -> list[Stage]:
     python = (sys.executable, "-m")
     sharing, why_not = _sharing(facts, nccl)
     return [
-        Stage(SMOKE, (*python, "adasum.check"), estimate=120.0, limit=600.0),
+        Stage(CHECK, (*python, "adasum.check"), estimate=120.0, limit=600.0),
         *_kernel_tests(),
         *(_rows("goals", file, 900.0) for file in ROWS),
         Stage(

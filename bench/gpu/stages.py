@@ -14,21 +14,14 @@ import signal
 import subprocess
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-OK, FAILED, OVERRUN, LEFT_OUT, NO_TIME, RUNNING, NO_GPU = (
-    "ok",
-    "failed",
-    "ended: took too long",
-    "left out",
-    "not begun: no time",
-    "interrupted",
-    "no GPU",
-)
+OK, FAILED, OVERRUN, LEFT_OUT = "ok", "failed", "ended: took too long", "left out"
+NO_TIME, RUNNING, NO_GPU = "not begun: no time", "interrupted", "no GPU"
 # With which the commands here say that torch sees no GPU: theirs is no result.
 _STATUS_NO_GPU = 2
 # How a process is asked to end, and for how many seconds it may: pytest answers the first with a
@@ -37,7 +30,7 @@ _ENDINGS = ((signal.SIGINT, 15.0), (signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0))
 # Seconds kept back for that and for the page.
 RESERVE = 30.0
 # Every process below a stage has this variable, whatever session or group it is in.
-MARK = "ADASUM_BENCH_STAGE"
+VARIABLE = "ADASUM_BENCH_STAGE"
 
 
 @dataclass(frozen=True)
@@ -114,16 +107,13 @@ class Runner:
         self._stages.mkdir(parents=True, exist_ok=True)
         records = []
         for stage in stages:
-            record = self._done(stage) or self._run(stage)
-            self._say(
-                f"{stage.name:20} {record.status:20} {record.seconds:7.1f} s  {record.reason}"
-            )
+            earlier = self._earlier(stage)
+            done = earlier is not None and earlier.status in (OK, FAILED)
+            record = earlier if done else self._run(stage, earlier)
+            status = f"{record.status:20} {record.seconds:7.1f} s  {record.reason}"
+            self._say(f"{stage.name:20} {status}")
             records.append(record)
         return records
-
-    def _done(self, stage: Stage) -> Record | None:
-        record = self._earlier(stage)
-        return record if record is not None and record.status in (OK, FAILED) else None
 
     def _earlier(self, stage: Stage) -> Record | None:
         """Return the record of this source on this device, if there is one."""
@@ -142,9 +132,8 @@ class Runner:
         unfinished.replace(path)
         return record
 
-    def _run(self, stage: Stage) -> Record:
+    def _run(self, stage: Stage, earlier: Record | None) -> Record:
         out = self._stages / stage.name
-        earlier = self._earlier(stage)
         began = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         command = [part.replace("{out}", str(out)) for part in stage.command]
 
@@ -174,9 +163,9 @@ def _run(
     command: Sequence[str], environment: Mapping[str, str], log: Path, limit: float
 ) -> tuple[str, str]:
     """Run a command for at most `limit` seconds; return its status and why it failed."""
-    mark = uuid.uuid4().hex
+    value = uuid.uuid4().hex
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    variables = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", MARK: mark, **environment}
+    variables = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", VARIABLE: value, **environment}
     with log.open("w") as output:
         try:
             process = subprocess.Popen(
@@ -196,7 +185,7 @@ def _run(
         except subprocess.TimeoutExpired:
             late = True
         finally:
-            _end(process, mark)
+            _end(process, value)
     if late:
         return OVERRUN, f"after {limit:.0f} s"
     if not process.returncode:
@@ -206,7 +195,7 @@ def _run(
     return (NO_GPU if gone else FAILED), reason
 
 
-def _end(process: subprocess.Popen[bytes], mark: str) -> None:
+def _end(process: subprocess.Popen[bytes], value: str) -> None:
     """End a process, its group, and whatever below it went its own way."""
     for number, seconds in _ENDINGS:
         if process.poll() is not None:
@@ -217,18 +206,11 @@ def _end(process: subprocess.Popen[bytes], mark: str) -> None:
             process.wait(seconds)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    for pid in _marked(mark):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def _marked(mark: str) -> Iterator[int]:
-    """Yield the processes that have the mark in their environment."""
-    needle = f"{MARK}={mark}".encode()
+    needle = f"{VARIABLE}={value}".encode()
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if needle in (entry / "environ").read_bytes():
-                yield int(entry.name)
+                os.kill(int(entry.name), signal.SIGKILL)
 
 
 def _last_line(log: Path, status: int) -> str:

@@ -13,35 +13,11 @@ import torch
 from torch import Tensor
 
 import kernels
-from bench.kernels import peers_compiled
+from adasum.check.one_gpu import rounding
+from bench.kernels import case, inputs, peers_compiled
 from bench.kernels import peers_elementwise as in_torch
-from bench.kernels.case import (
-    CHUNK,
-    Answer,
-    Case,
-    Contender,
-    Expected,
-    WrongAnswer,
-    check_flag,
-    rotating,
-    rounded,
-    wide_of,
-)
-from bench.kernels.inputs import (
-    FEW_SIZES,
-    FRESH,
-    FRESH_SETS,
-    KIB,
-    MANY,
-    MANY_NUMEL,
-    MIB,
-    PLAN_SIZES,
-    PLANNED,
-    SIZES,
-    WALL,
-    normal,
-    size_label,
-)
+from bench.kernels.case import Answer, Case, Contender, Expected
+from bench.kernels.inputs import PLANNED, normal, size_label
 from bench.kernels.measure import DIRECT
 from bench.kernels.timing import DEVICE, Call
 from bench.shapes import MODELS, Shape
@@ -51,44 +27,27 @@ SCALE = 1 / 3
 
 
 @dataclass(frozen=True)
-class Spec:
+class Spec(case.Spec):
     """One row.
 
     Attributes:
-        kernel: "pack" or "unpack".
-        series: Rows of one series differ in size alone.
-        label: The row's name in the tables.
         shapes: Of the tensors.
         tensor: Dtype of the tensors.
         buffer: Dtype of the buffer.
         scale: The factor.
         misaligned: Whether tensors start one element off a 16-byte boundary.
-        checked: Whether found_inf is asked for.
-        planned: Whether a plan is timed, with the direct call beside it.
-        wall: Whether it is timed by wall clock.
-        sets: How many lists of tensors take turns.
     """
 
-    kernel: str
-    series: str
-    label: str
     shapes: tuple[Shape, ...]
     tensor: torch.dtype = FP32
     buffer: torch.dtype = FP32
     scale: float = 1.0
     misaligned: bool = False
-    checked: bool = False
-    planned: bool = False
-    wall: bool = False
-    sets: int = 1
 
     @property
     def size(self) -> int:
         """Bytes of the tensors."""
         return sum(map(math.prod, self.shapes)) * self.tensor.itemsize
-
-    def __str__(self) -> str:
-        return f"{self.kernel} {self.label}"
 
 
 SERIES: dict[str, dict[str, Any]] = {
@@ -111,35 +70,35 @@ LISTS = {"cuda": list(MODELS), "cpu": ["ResNet-50", "Llama-7B layer"]}[DEVICE]
 def _specs(kernel: str) -> Iterator[Spec]:
     shapes: tuple[Shape, ...]
     for series, options in SERIES.items():
-        for size in SIZES if series == "aligned" else FEW_SIZES:
+        for size in inputs.SIZES if series == "aligned" else inputs.FEW_SIZES:
             # 16 tensors of `size` bytes in total.
             numel = size // 16 // options.get("tensor", FP32).itemsize
             shapes = ((numel,),) * 16
             yield Spec(kernel, series, f"{series} {size_label(size)}", shapes, **options)
-    yield Spec(kernel, "many small", "1,000 x 1 KiB", ((KIB // 4,),) * 1000)
+    yield Spec(kernel, "many small", "1,000 x 1 KiB", ((inputs.KIB // 4,),) * 1000)
     yield Spec(kernel, "many small", "10,000 x 64 B", ((16,),) * 10_000)
     for name in LISTS:
         shapes = tuple(MODELS[name])
         yield Spec(kernel, "models", f"{name} ({len(shapes)} tensors)", shapes)
-    for size in PLAN_SIZES:
+    for size in inputs.PLAN_SIZES:
         shapes = ((size // 16 // FP32.itemsize,),) * 16
         yield Spec(kernel, PLANNED, f"{PLANNED} {size_label(size)}", shapes, planned=True)
     shapes = tuple(MODELS["ResNet-50"])
     yield Spec(kernel, "planned model", f"{PLANNED} ResNet-50", shapes, planned=True)
     if DEVICE == "cuda":
-        shapes = ((MANY_NUMEL,),) * MANY
-        yield Spec(kernel, WALL, f"{MANY} tensors by wall clock", shapes, wall=True)
-        for count in (16, MANY):
-            shapes = ((MIB // count // 32 * 8,),) * count
-            label = f"{count} tensors at {FRESH}"
-            yield Spec(kernel, FRESH, label, shapes, wall=True, sets=FRESH_SETS)
+        shapes = ((inputs.MANY_NUMEL,),) * inputs.MANY
+        yield Spec(kernel, inputs.WALL, f"{inputs.MANY} tensors by wall clock", shapes, wall=True)
+        for count in (16, inputs.MANY):
+            shapes = ((inputs.MIB // count // 32 * 8,),) * count
+            label = f"{count} tensors at {inputs.FRESH}"
+            yield Spec(kernel, inputs.FRESH, label, shapes, wall=True, sets=inputs.FRESH_SETS)
 
 
 SPECS = [*_specs("pack"), *_specs("unpack")]
 
 
-def case_of(spec: Spec, compiled: bool = False) -> Case:
-    """Return the case of a row; with `compiled`, torch.compile is among the peers."""
+def case_of(spec: Spec, compiled: bool = DEVICE == "cuda") -> Case:
+    """Return the case of a row; with `compiled`, torch.compile is a peer: minutes on a CPU."""
     tensors = [normal(shape, spec.tensor, spec.misaligned) for shape in spec.shapes]
     layout = kernels.layout_of(tensors, dtype=spec.buffer)
     flag = torch.zeros((), device=DEVICE) if spec.checked else None
@@ -148,10 +107,10 @@ def case_of(spec: Spec, compiled: bool = False) -> Case:
     if spec.kernel == "unpack":
         source, target = target, source
     exact = spec.scale == 1.0 and target.itemsize >= source.itemsize
-    bound = 0.0 if exact else rounded(target, wide_of(source, target), 1)
+    bound = 0.0 if exact else rounding(target, 1)
     make = _pack if spec.kernel == "pack" else _unpack
     ours, on, tight, traffic, expected = make(tensors, layout, options, spec, bound)
-    job = in_torch.Packing(tensors, tight, spec.scale, flag, bound)
+    job = in_torch.Packing(tight, spec.scale, flag, bound, tensors)
     peers = in_torch.pack(job) if spec.kernel == "pack" else in_torch.unpack(job)
     if spec.sets > 1:
         ours, peers = _fresh(spec, ours, on, job)
@@ -159,9 +118,7 @@ def case_of(spec: Spec, compiled: bool = False) -> Case:
         peer = peers_compiled.pack if spec.kernel == "pack" else peers_compiled.unpack
         peers.append(peer(tensors, tight, spec.scale, flag, bound))
     return Case(
-        kernel=spec.kernel,
-        series=spec.series,
-        label=spec.label,
+        spec,
         size=spec.size,
         traffic=traffic,
         elements=sum(layout.numels),
@@ -170,7 +127,6 @@ def case_of(spec: Spec, compiled: bool = False) -> Case:
         peers=peers,
         expected=expected,
         beside={DIRECT: on(tensors)} if spec.planned else {},
-        wall=spec.wall,
     )
 
 
@@ -185,7 +141,7 @@ def _fresh(
     ]
     jobs = [replace(job, tensors=copy) for copy in copies]
     peers = zip(*map(in_torch.pack if packing else in_torch.unpack, jobs), strict=True)
-    return rotating(mine), [rotating(each) for each in peers]
+    return case.rotating(mine), [case.rotating(each) for each in peers]
 
 
 # Ours, a direct call on such tensors, the peers' buffer (without padding), the traffic, and the
@@ -212,9 +168,9 @@ def _pack(
             for offset, count, end in zip(layout.offsets, layout.numels, ends, strict=True)
         ]
         if torch.cat(padding).count_nonzero():
-            raise WrongAnswer("ours: the padding is not zero")
+            raise case.WrongAnswer("ours: the padding is not zero")
         if spec.checked:
-            check_flag(call, options["found_inf"], tensors[-1])
+            case.check_flag(call, options["found_inf"], tensors[-1])
 
     def expected() -> Iterator[Answer]:
         for group in _groups(tensors):
@@ -243,7 +199,7 @@ def _unpack(
 
     def also() -> None:
         if spec.checked:
-            check_flag(call, options["found_inf"], layout.views(buffer)[-1])
+            case.check_flag(call, options["found_inf"], layout.views(buffer)[-1])
 
     def expected() -> Iterator[Answer]:
         for group in _groups(layout.views(buffer)):
@@ -261,8 +217,8 @@ def _groups(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
     group: list[Tensor] = []
     held = 0
     for tensor in tensors:
-        for part in tensor.view(-1).split(CHUNK):
-            if group and held + part.numel() > CHUNK:
+        for part in tensor.view(-1).split(case.CHUNK):
+            if group and held + part.numel() > case.CHUNK:
                 yield group
                 group, held = [], 0
             group.append(part)
@@ -271,7 +227,5 @@ def _groups(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_packing(
-    spec: Spec, record: Callable[[Case], None], request: pytest.FixtureRequest
-) -> None:
-    record(case_of(spec, request.config.getoption("bench_compile")))
+def test_packing(spec: Spec, record: Callable[[Case], None]) -> None:
+    record(case_of(spec))

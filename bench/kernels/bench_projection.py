@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from unittest import mock
 
 import pytest
@@ -13,21 +12,11 @@ import torch
 from torch import Tensor
 
 import kernels
-from bench.kernels import peers_compiled
+from adasum.check.one_gpu import dots_bound, magnitudes, rounding
+from bench.kernels import case, inputs, peers_compiled
 from bench.kernels import peers_projection as in_torch
-from bench.kernels.case import Answer, Case, Contender, rounded, wide_of
-from bench.kernels.inputs import (
-    FEW_SIZES,
-    MANY,
-    MANY_NUMEL,
-    MIB,
-    PLAN_SIZES,
-    PLANNED,
-    SIZES,
-    WALL,
-    normal,
-    size_label,
-)
+from bench.kernels.case import Answer, Case, Contender
+from bench.kernels.inputs import PLANNED, normal, size_label
 from bench.kernels.measure import DIRECT, ONE_DOT, ONE_SEGMENT, TWO, TWO_APART
 from bench.kernels.timing import DEVICE, Call
 from bench.shapes import MODELS
@@ -36,49 +25,36 @@ from kernels.gpu import launcher
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 # About 8 MiB of float32 fit on a chip; from there to 25 MiB, a usual bucket of gradients, the GPU's
 # cache decides whether one launch reads again from there, or two from memory.
-BETWEEN = {"cuda": [9_000_000, 12_000_000, 15_000_000, 25 * MIB], "cpu": []}[DEVICE]
-ADASUM_SIZES = sorted({*SIZES, 8 * MIB, *BETWEEN})
+BETWEEN = {"cuda": [9_000_000, 12_000_000, 15_000_000, 25 * inputs.MIB], "cpu": []}[DEVICE]
+ADASUM_SIZES = sorted({*inputs.SIZES, 8 * inputs.MIB, *BETWEEN})
 LISTS = {"cuda": ["ResNet-50", "BERT-large"], "cpu": ["ResNet-50"]}[DEVICE]
 
 
 @dataclass(frozen=True)
-class Spec:
+class Spec(case.Spec):
     """One row.
 
     Attributes:
-        kernel: "dot_and_norms", "combine" or "adasum".
-        series: Rows of one series differ in size alone.
-        label: The row's name in the tables.
         size: Bytes of one operand.
         dtype: Dtype of the operands.
         model: The model whose tensors are the segments, "" for one segment or equal ones.
-        planned: Whether a plan is timed, with the direct call beside it.
         parts: How many equal segments, of `part` elements each; 0 for one, or a model's.
         part: Elements of such a segment.
-        wall: Whether it is timed by wall clock.
     """
 
-    kernel: str
-    series: str
-    label: str
     size: int = 0
     dtype: torch.dtype = FP32
     model: str = ""
-    planned: bool = False
     parts: int = 0
-    part: int = MANY_NUMEL
-    wall: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.kernel} {self.label}"
+    part: int = inputs.MANY_NUMEL
 
 
 def _specs() -> Iterator[Spec]:
     for kernel in ("dot_and_norms", "combine", "adasum"):
-        for size in ADASUM_SIZES if kernel == "adasum" else SIZES:
+        for size in ADASUM_SIZES if kernel == "adasum" else inputs.SIZES:
             label = f"{size / 1e6:g} MB" if size in BETWEEN[:3] else size_label(size)
             yield Spec(kernel, "fp32", f"fp32 {label}", size)
-        for size in FEW_SIZES:
+        for size in inputs.FEW_SIZES:
             yield Spec(kernel, "bf16", f"bf16 {size_label(size)}", size, BF16)
             # Not the others: their peers round dots to float16, where large tensors overflow.
             if kernel == "combine":
@@ -86,16 +62,22 @@ def _specs() -> Iterator[Spec]:
         for model in LISTS:
             label = f"{model} ({len(MODELS[model])} segments)"
             yield Spec(kernel, "segments", label, model=model)
-        for size in PLAN_SIZES:
+        for size in inputs.PLAN_SIZES:
             yield Spec(kernel, PLANNED, f"{PLANNED} {size_label(size)}", size, planned=True)
         label = f"{PLANNED} ResNet-50"
         yield Spec(kernel, "planned segments", label, model="ResNet-50", planned=True)
     if DEVICE == "cuda":
         series = "segments on chip"
-        yield Spec("adasum", series, f"{MANY} segments on chip", parts=MANY)
-        label = f"{MANY} segments on chip, at odd offsets"
-        yield Spec("adasum", series, label, parts=MANY, part=MANY_NUMEL + 1)
-        yield Spec("adasum", WALL, f"{MANY} segments by wall clock", parts=MANY, wall=True)
+        yield Spec("adasum", series, f"{inputs.MANY} segments on chip", parts=inputs.MANY)
+        label = f"{inputs.MANY} segments on chip, at odd offsets"
+        yield Spec("adasum", series, label, parts=inputs.MANY, part=inputs.MANY_NUMEL + 1)
+        yield Spec(
+            "adasum",
+            inputs.WALL,
+            f"{inputs.MANY} segments by wall clock",
+            parts=inputs.MANY,
+            wall=True,
+        )
 
 
 SPECS = list(_specs())
@@ -116,26 +98,17 @@ class Job:
 
     @property
     def dots_bound(self) -> float:
-        """Error of a dot over the product of the norms: 32 additions a thread, then log2 n."""
-        wide = torch.finfo(wide_of(self.pair.a.dtype)).eps
-        return (33 + math.log2(self.pair.a.numel())) * wide
+        return dots_bound(self.pair.a.dtype, self.pair.a.numel())
 
     def dots(self) -> Tensor:
         return kernels.dot_and_norms_reference(self.pair.a, self.pair.b, self.segments)
 
-    def expected(self) -> Answer:
-        """Return Adasum, and for each element the magnitude by which errors of the dots count.
-
-        A coefficient 1 - d/(2A) is off by at most half the error of d over A plus half that of A
-        over A, so by the bound of a dot times |b|/|a|. With -2|a||b| in place of d the coefficient
-        is 1 + |b|/|a|, which covers its own size, too.
-        """
+    def combined(self) -> Answer:
+        """Return Adasum, and for each element the magnitude by which errors of the dots count."""
         a, b, dots = self.pair.a, self.pair.b, self.dots()
-        worst = dots.clone()
-        worst[:, 0] = -2 * (dots[:, 1] * dots[:, 2]).sqrt()
         return (
             kernels.combine_reference(a, b, dots, self.segments),
-            kernels.combine_reference(a.abs(), b.abs(), worst, self.segments),
+            magnitudes(a, b, dots, self.segments),
         )
 
 
@@ -145,10 +118,7 @@ Made = tuple[Contender, Call, list[Contender], Callable[[], Answer], int]
 
 def _dot_and_norms(job: Job) -> Made:
     a, b = job.pair.a, job.pair.b
-
-    def direct() -> Tensor:
-        return kernels.dot_and_norms(a, b, job.segments)
-
+    direct = partial(kernels.dot_and_norms, a, b, job.segments)
     call = kernels.plan_dot_and_norms(a, b, job.segments) if job.planned else direct
 
     def make() -> Answer:
@@ -164,11 +134,8 @@ def _dot_and_norms(job: Job) -> Made:
 def _combine(job: Job) -> Made:
     a, b, out = job.pair.a, job.pair.b, job.pair.out
     dots = kernels.dot_and_norms(a, b, job.segments)
-    bound = rounded(a.dtype, wide_of(a.dtype), 2)
-
-    def direct() -> Tensor:
-        return kernels.combine(a, b, dots, job.segments, out=out)
-
+    bound = rounding(a.dtype, 2)
+    direct = partial(kernels.combine, a, b, dots, job.segments, out=out)
     call = kernels.plan_combine(a, b, dots, job.segments, out=out) if job.planned else direct
 
     def make() -> Answer:
@@ -186,14 +153,11 @@ def _combine(job: Job) -> Made:
 
 def _adasum(job: Job) -> Made:
     a, b, out = job.pair.a, job.pair.b, job.pair.out
-    bound = rounded(a.dtype, wide_of(a.dtype), 2) + job.dots_bound
-
-    def direct() -> Tensor:
-        return kernels.adasum(a, b, job.segments, out=out)
-
+    bound = rounding(a.dtype, 2) + job.dots_bound
+    direct = partial(kernels.adasum, a, b, job.segments, out=out)
     call = kernels.plan_adasum(a, b, job.segments, out=out) if job.planned else direct
     ours = Contender("ours", call, bound, written=[out])
-    return ours, direct, in_torch.adasum(job.pair, bound), job.expected, kernels.adasum_bytes(a, b)
+    return ours, direct, in_torch.adasum(job.pair, bound), job.combined, kernels.adasum_bytes(a, b)
 
 
 def _in_two_launches(job: Job) -> dict[str, Call]:
@@ -214,8 +178,8 @@ def _in_two_launches(job: Job) -> dict[str, Call]:
 MAKERS = {"dot_and_norms": _dot_and_norms, "combine": _combine, "adasum": _adasum}
 
 
-def case_of(spec: Spec, compiled: bool) -> Case:
-    """Return the case of a row; with `compiled`, torch.compile is among the peers."""
+def case_of(spec: Spec, compiled: bool = DEVICE == "cuda") -> Case:
+    """Return the case of a row; with `compiled`, torch.compile is a peer: minutes on a CPU."""
     bounds: tuple[int, ...] = (0, spec.size // spec.dtype.itemsize)
     if spec.parts:
         bounds = tuple(range(0, (spec.parts + 1) * spec.part, spec.part))
@@ -237,9 +201,7 @@ def case_of(spec: Spec, compiled: bool) -> Case:
         whole = Job(in_torch.Pair(a, b, out, (0, a.numel())), (0, a.numel()))
         beside[ONE_SEGMENT] = MAKERS[spec.kernel](whole)[0].call
     return Case(
-        kernel=spec.kernel,
-        series=spec.series,
-        label=spec.label,
+        spec,
         size=a.numel() * a.element_size(),
         traffic=traffic,
         elements=a.numel(),
@@ -249,7 +211,6 @@ def case_of(spec: Spec, compiled: bool) -> Case:
         expected=cache(lambda: [make()]),
         beside=beside,
         reads=spec.kernel == "dot_and_norms",
-        wall=spec.wall,
     )
 
 
@@ -267,7 +228,5 @@ def _compiled(kernel: str, job: Job, bound: float) -> list[Contender]:
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_projection(
-    spec: Spec, record: Callable[[Case], None], request: pytest.FixtureRequest
-) -> None:
-    record(case_of(spec, request.config.getoption("bench_compile")))
+def test_projection(spec: Spec, record: Callable[[Case], None]) -> None:
+    record(case_of(spec))

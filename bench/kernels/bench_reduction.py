@@ -12,28 +12,11 @@ import torch
 from torch import Tensor
 
 import kernels
-from bench.kernels import peers_compiled
+from adasum.check.one_gpu import rounding
+from bench.kernels import case, inputs, peers_compiled
 from bench.kernels import peers_elementwise as in_torch
-from bench.kernels.case import (
-    Answer,
-    Case,
-    Contender,
-    check_flag,
-    rotating,
-    rounded,
-    wide_of,
-)
-from bench.kernels.inputs import (
-    FEW_SIZES,
-    FRESH,
-    FRESH_SETS,
-    KIB,
-    PLAN_SIZES,
-    PLANNED,
-    SIZES,
-    normal,
-    size_label,
-)
+from bench.kernels.case import Answer, Case, Contender, check_flag, rotating
+from bench.kernels.inputs import PLANNED, normal, size_label
 from bench.kernels.measure import DIRECT
 from bench.kernels.timing import DEVICE, Call
 
@@ -44,46 +27,35 @@ SCALE = 1 / 3
 
 
 @dataclass(frozen=True)
-class Spec:
+class Spec(case.Spec):
     """One row.
 
     Attributes:
-        kernel: "sum_n" or "scaled_add".
-        series: Rows of one series differ in size alone.
         size: Bytes of the first tensor.
         tensors: Dtypes of the tensors.
         out: Dtype of the output.
         scale: The factor of sum_n.
-        checked: Whether found_inf is asked for.
-        planned: Whether a plan is timed, with the direct call beside it.
-        sets: How many lists of tensors take turns, timed by wall clock; 1 for one, timed as usual.
     """
 
-    kernel: str
-    series: str
     size: int
     tensors: tuple[torch.dtype, ...]
     out: torch.dtype = FP32
     scale: float = 1.0
-    checked: bool = False
-    planned: bool = False
-    sets: int = 1
 
-    @property
-    def label(self) -> str:
-        return f"{self.series} {size_label(self.size)}"
 
-    def __str__(self) -> str:
-        return f"{self.kernel} {self.label}"
+def _spec(
+    kernel: str, series: str, size: int, tensors: tuple[torch.dtype, ...], **options: Any
+) -> Spec:
+    return Spec(kernel, series, f"{series} {size_label(size)}", size, tensors, **options)
 
 
 def _specs() -> Iterator[Spec]:
-    options: dict[str, Any]
     for count in (2, 8):
-        for size in SIZES:
-            yield Spec("sum_n", f"n={count}", size, (FP32,) * count)
+        for size in inputs.SIZES:
+            yield _spec("sum_n", f"n={count}", size, (FP32,) * count)
     for count in range(3, 8):
-        yield Spec("sum_n", f"n={count}", SIZES[-2], (FP32,) * count)
+        yield _spec("sum_n", f"n={count}", inputs.SIZES[-2], (FP32,) * count)
+    options: dict[str, Any]
     for series, dtype, options in (
         ("n=8, bf16", BF16, {"out": BF16}),
         ("n=8, bf16 to fp32", BF16, {}),
@@ -93,10 +65,10 @@ def _specs() -> Iterator[Spec]:
         ("n=8, scaled", FP32, {"scale": SCALE}),
         ("n=8, scaled, found_inf", FP32, {"scale": SCALE, "checked": True}),
     ):
-        for size in FEW_SIZES:
-            yield Spec("sum_n", series, size, (dtype,) * 8, **options)
-    for size in SIZES:
-        yield Spec("scaled_add", "fp32", size, (FP32, FP32))
+        for size in inputs.FEW_SIZES:
+            yield _spec("sum_n", series, size, (dtype,) * 8, **options)
+    for size in inputs.SIZES:
+        yield _spec("scaled_add", "fp32", size, (FP32, FP32))
     for series, dtypes, options in (
         ("bf16", (BF16, BF16), {"out": BF16}),
         ("fp16", (FP16, FP16), {"out": FP16}),
@@ -104,40 +76,36 @@ def _specs() -> Iterator[Spec]:
         ("bf16 + fp32 to bf16", (BF16, FP32), {"out": BF16}),
         ("fp32, found_inf", (FP32, FP32), {"checked": True}),
     ):
-        for size in FEW_SIZES:
-            yield Spec("scaled_add", series, size, dtypes, **options)
+        for size in inputs.FEW_SIZES:
+            yield _spec("scaled_add", series, size, dtypes, **options)
     for kernel in ("sum_n", "scaled_add"):
-        for size in PLAN_SIZES:
-            yield Spec(kernel, PLANNED, size, (FP32, FP32), planned=True)
+        for size in inputs.PLAN_SIZES:
+            yield _spec(kernel, PLANNED, size, (FP32, FP32), planned=True)
     if DEVICE == "cuda":
-        yield Spec("sum_n", f"n=8 at {FRESH}", 64 * KIB, (FP32,) * 8, sets=FRESH_SETS)
+        series = f"n=8 at {inputs.FRESH}"
+        yield _spec(
+            "sum_n", series, 64 * inputs.KIB, (FP32,) * 8, sets=inputs.FRESH_SETS, wall=True
+        )
 
 
 SPECS = list(_specs())
 
 
-def case_of(spec: Spec, compiled: bool = False) -> Case:
-    """Return the case of a row; with `compiled`, torch.compile is among the peers."""
+def case_of(spec: Spec, compiled: bool = DEVICE == "cuda") -> Case:
+    """Return the case of a row; with `compiled`, torch.compile is a peer: minutes on a CPU."""
     numel = spec.size // spec.tensors[0].itemsize
     tensors = [normal(numel, dtype) for dtype in spec.tensors]
     out = torch.empty(numel, dtype=spec.out, device=DEVICE)
     flag = torch.zeros((), device=DEVICE) if spec.checked else None
-    options: dict[str, Any] = {"out": out}
-    if flag is not None:
-        options["found_inf"] = flag
-    bound = rounded(spec.out, wide_of(spec.out, *spec.tensors), len(tensors))
+    options: dict[str, Any] = {"out": out, "found_inf": flag}
+    bound = rounding(spec.out, len(tensors))
     # Every step of a coarse peer may round to the narrowest dtype in sight.
     narrowest = max(torch.finfo(dtype).eps for dtype in (spec.out, *spec.tensors))
-    job = in_torch.Reduction(
-        tensors, out, bound, bound + 2 * len(tensors) * narrowest, spec.scale, flag
-    )
-    if spec.kernel == "sum_n":
-        direct, planned, make, traffic = _sum_n(tensors, spec, options)
-        peers = in_torch.sum_n(job)
-    else:
-        direct, planned, make, traffic = _scaled_add(tensors, spec, options)
-        peers = in_torch.scaled_add(job, ALPHA, BETA)
-
+    coarse = bound + 2 * len(tensors) * narrowest
+    job = in_torch.Reduction(out, spec.scale, flag, bound, tensors, coarse)
+    sums = spec.kernel == "sum_n"
+    direct, planned, make, traffic = (_sum_n if sums else _scaled_add)(tensors, spec, options)
+    peers = in_torch.sum_n(job) if sums else in_torch.scaled_add(job, ALPHA, BETA)
     call = planned() if spec.planned else direct
 
     def also() -> None:
@@ -148,13 +116,10 @@ def case_of(spec: Spec, compiled: bool = False) -> Case:
     if spec.sets > 1:
         ours, peers = _fresh(ours, job, options, spec.sets)
     elif compiled:
-        sums = spec.kernel == "sum_n"
         factors = (spec.scale,) * len(tensors) if sums else (ALPHA, BETA)
         peers.append(peers_compiled.weighted_sum(tensors, factors, out, flag, bound))
     return Case(
-        kernel=spec.kernel,
-        series=spec.series,
-        label=spec.label,
+        spec,
         size=spec.size,
         traffic=traffic,
         elements=numel,
@@ -163,7 +128,6 @@ def case_of(spec: Spec, compiled: bool = False) -> Case:
         peers=peers,
         expected=cache(lambda: [make()]),
         beside={DIRECT: direct} if spec.planned else {},
-        wall=spec.sets > 1,
     )
 
 
@@ -188,8 +152,7 @@ def _sum_n(tensors: list[Tensor], spec: Spec, options: dict[str, Any]) -> Made:
             magnitude += tensor.abs()
         return kernels.sum_n_reference(tensors, scale=spec.scale), magnitude.mul_(abs(spec.scale))
 
-    def direct() -> Tensor:
-        return kernels.sum_n(tensors, scale=spec.scale, **options)
+    direct = partial(kernels.sum_n, tensors, scale=spec.scale, **options)
 
     def planned() -> Call:
         return partial(kernels.plan_sum_n(tensors, **options), spec.scale)
@@ -206,8 +169,7 @@ def _scaled_add(tensors: list[Tensor], spec: Spec, options: dict[str, Any]) -> M
             kernels.scaled_add_reference(a.abs(), b.abs(), alpha=ALPHA, beta=BETA),
         )
 
-    def direct() -> Tensor:
-        return kernels.scaled_add(a, b, alpha=ALPHA, beta=BETA, **options)
+    direct = partial(kernels.scaled_add, a, b, alpha=ALPHA, beta=BETA, **options)
 
     def planned() -> Call:
         return partial(kernels.plan_scaled_add(a, b, **options), ALPHA, BETA)
@@ -216,7 +178,5 @@ def _scaled_add(tensors: list[Tensor], spec: Spec, options: dict[str, Any]) -> M
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_reduction(
-    spec: Spec, record: Callable[[Case], None], request: pytest.FixtureRequest
-) -> None:
-    record(case_of(spec, request.config.getoption("bench_compile")))
+def test_reduction(spec: Spec, record: Callable[[Case], None]) -> None:
+    record(case_of(spec))

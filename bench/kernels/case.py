@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,10 +23,6 @@ CHUNK = {"cuda": 1 << 24, "cpu": 1 << 20}[DEVICE]
 
 class WrongAnswer(AssertionError):
     """A result is further from float64 than its bound allows; it is not timed."""
-
-
-def itself(result: Any) -> Sequence[Tensor]:
-    return [result]
 
 
 @dataclass(frozen=True)
@@ -47,7 +43,7 @@ class Contender:
     name: str
     call: Call
     bound: float
-    pieces: Callable[[Any], Sequence[Tensor]] = itself
+    pieces: Callable[[Any], Sequence[Tensor]] = lambda result: [result]
     written: Sequence[Tensor] = ()
     also: Callable[[], None] | None = None
     capturable: bool = True
@@ -113,13 +109,39 @@ def _take(pieces: list[Tensor], count: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Case:
-    """One row. Kernel and label are its name.
+class Spec:
+    """What one row is about. Kernel and label are its name.
 
     Attributes:
         kernel: The kernel's name.
         series: Rows of one series differ in size alone.
         label: The row's name in the kernel's table.
+        checked: Whether found_inf is asked for.
+        planned: Whether a plan is timed, with the direct call beside it.
+        wall: Whether it is timed on CUDA until the device is done, the host's time included, and
+            never replayed.
+        sets: How many lists of tensors take turns.
+    """
+
+    kernel: str
+    series: str
+    label: str
+    _: KW_ONLY
+    checked: bool = False
+    planned: bool = False
+    wall: bool = False
+    sets: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.kernel} {self.label}"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row.
+
+    Attributes:
+        spec: What it is about.
         size: Bytes of the payload, the x axis of the plots.
         traffic: The least bytes moved, by the kernel's `*_bytes`.
         elements: How many the payload has.
@@ -129,13 +151,9 @@ class Case:
         expected: The answer.
         beside: Calls that are timed in the same rounds and are no peers.
         reads: Whether it hardly writes; on CUDA a sum is its roof then, and no copy.
-        wall: Whether it is timed on CUDA until the device is done, the host's time included, and
-            never replayed.
     """
 
-    kernel: str
-    series: str
-    label: str
+    spec: Spec
     size: int
     traffic: int
     elements: int
@@ -145,7 +163,6 @@ class Case:
     expected: Expected
     beside: Mapping[str, Call] = field(default_factory=dict)
     reads: bool = False
-    wall: bool = False
 
 
 def rotating(contenders: Sequence[Contender]) -> Contender:
@@ -181,17 +198,3 @@ def check_flag(call: Call, flag: Tensor, source: Tensor) -> None:
     flag.zero_()
     if (before, after) != (0.0, 1.0):
         raise WrongAnswer(f"found_inf is {before} without an Inf and {after} with one, not 0 and 1")
-
-
-def rounded(target: torch.dtype, wide: torch.dtype, terms: int) -> float:
-    """Return the bound for `terms` products summed in `wide` and rounded once to `target`.
-
-    Half an eps for the last rounding; in `wide` half an eps each for a scalar, a product and an
-    addition of every term, doubled to cover errors of second order.
-    """
-    return 0.505 * torch.finfo(target).eps + (3 * terms + 1) * torch.finfo(wide).eps
-
-
-def wide_of(*dtypes: torch.dtype) -> torch.dtype:
-    """Return the dtype in which the kernels compute on tensors of `dtypes`."""
-    return torch.float64 if torch.float64 in dtypes else torch.float32

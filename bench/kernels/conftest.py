@@ -1,9 +1,6 @@
 """The bench's options, the fixture `record` that measures a case, and the report at the end.
 
     --bench-results DIR   write results.json, tables.md and plots to DIR/<device>
-    --bench-compile       have torch.compile as a peer on the CPU, too (it takes minutes there)
-    --bench-seconds N     skip rows that have not begun after N seconds; rows that goals single out
-                          come first
     --bench-rows TEXT     only rows with TEXT in their name: "sum_n n=5 16 MiB" is one row
     --bench-part PART     "goals": only rows that goals single out; "others": only the rest
     --bench-gpu           end with status 2 where torch sees no GPU
@@ -17,6 +14,7 @@ measured; a run that is killed leaves it behind, and one that is to be resumed.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import gc
@@ -47,13 +45,6 @@ _played = {"now": 0.0}
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("bench")
     group.addoption("--bench-results", type=Path, metavar="DIR", help="write the report there")
-    group.addoption(
-        "--bench-compile",
-        action="store_true",
-        default=DEVICE == "cuda",
-        help="time torch.compile on the CPU, too",
-    )
-    group.addoption("--bench-seconds", type=float, metavar="N", help="begin no row after N seconds")
     group.addoption("--bench-rows", default="", metavar="TEXT", help="only rows named like it")
     group.addoption("--bench-part", choices=["goals", "others"], help="rows of goals, or the rest")
     group.addoption("--bench-gpu", action="store_true", help="end where torch sees no GPU")
@@ -80,12 +71,6 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     item.add_marker(pytest.mark.benchmark(timer=read_played))
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    limit = item.config.getoption("bench_seconds")
-    if limit is not None and time.time() - item.config.stash[BEGAN][0] > limit:
-        pytest.skip(f"--bench-seconds {limit:g} have passed")
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     named, part = config.getoption("bench_rows"), config.getoption("bench_part")
     first = {str(s) for s in _SPECS if goals.singled_out(s.kernel, s.series, s.size)}
@@ -105,8 +90,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left := [item for item in items if not chosen(item)]:
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if chosen(item)]
-    if config.getoption("bench_seconds") is not None:
-        items.sort(key=lambda item: _row(item) not in first)
 
 
 def _row(item: pytest.Item) -> str:
@@ -215,9 +198,9 @@ def _meta(rows: list[Row], began: float, load: float) -> dict[str, Any]:
 
 
 def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or "unknown CPU"
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    # Where there is no such file, or no such line, its architecture must do.
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

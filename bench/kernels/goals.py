@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 
 from bench.kernels.inputs import FRESH, PLANNED, WALL
 from bench.kernels.judging import Goal
@@ -11,7 +12,7 @@ from bench.kernels.peers_compiled import COMPILED
 from bench.kernels.peers_elementwise import CHAIN
 from bench.kernels.peers_projection import EAGER, THREE_DOTS
 
-PACKING = ("pack", "unpack")
+PACKING, SUMS = ("pack", "unpack"), ("sum_n", "scaled_add")
 LARGE = 64_000_000
 ON_CHIP = 2 << 20
 _CPU_KERNELS = ("pack", "unpack", "sum_n", "scaled_add", "combine", "adasum")
@@ -23,36 +24,22 @@ def singled_out(kernel: str, series: str, size: int) -> bool:
     return kernel == "adasum" or size >= LARGE or series in named or FRESH in series
 
 
-def _of(*kernels: str) -> Callable[[Row], bool]:
-    return lambda row: row.kernel in kernels
-
-
-def _of_size(kernel: str) -> Callable[[Row], bool]:
-    return lambda row: row.kernel == kernel and row.size >= 1 << 20
-
-
-def _ratio(row: Row) -> float | None:
-    return row.ratio
-
-
-def _fraction(row: Row) -> float:
-    return row.fraction
+def _of(*kernels: str, least: int = 0) -> Callable[[Row], bool]:
+    """Choose these kernels' rows of `least` bytes or more."""
+    return lambda row: row.kernel in kernels and row.size >= least
 
 
 def _straight(row: Row) -> bool:
-    return row.kernel in PACKING and row.size >= LARGE and row.series != "misaligned"
+    return _of(*PACKING, least=LARGE)(row) and row.series != "misaligned"
 
 
 def _misaligned(row: Row) -> bool:
-    return row.kernel in PACKING and row.size >= LARGE and row.series == "misaligned"
-
-
-def _sums(row: Row) -> bool:
-    return row.kernel in ("sum_n", "scaled_add") and row.size >= LARGE
+    return _of(*PACKING, least=LARGE)(row) and row.series == "misaligned"
 
 
 def _special_sums(row: Row) -> bool:
-    return _sums(row) and (" to " in row.series or "found_inf" in row.series)
+    special = " to " in row.series or "found_inf" in row.series
+    return _of(*SUMS, least=LARGE)(row) and special
 
 
 def _one_segment(row: Row) -> bool:
@@ -69,22 +56,16 @@ def _over_best(prefix: str) -> Callable[[Row], float | None]:
     return figure
 
 
-def _times_empty(row: Row) -> float | None:
-    return row.seconds / row.times[EMPTY].median if EMPTY in row.times else None
-
-
 def _over_three_units(row: Row) -> float | None:
     """Return our time less that of an empty launch, over the roof of three units of traffic."""
-    if EMPTY not in row.times:
-        return None
-    return (row.seconds - row.times[EMPTY].median) / (row.traffic / row.roof)
+    empty = row.times.get(EMPTY)
+    return (row.seconds - empty.median) / (row.traffic / row.roof) if empty else None
 
 
 def _over_three_units_and_launch(row: Row) -> float | None:
     """Return our time over the roof of three units of traffic and an empty launch."""
-    if EMPTY not in row.times:
-        return None
-    return row.seconds / (row.traffic / row.roof + row.times[EMPTY].median)
+    empty = row.times.get(EMPTY)
+    return row.seconds / (row.traffic / row.roof + empty.median) if empty else None
 
 
 def _of_five_units(row: Row) -> float:
@@ -122,77 +103,51 @@ def _beside_tensors(row: Row) -> float | None:
     return None if found is None else found - 0.1 * row.tensors
 
 
+_ratio, _fraction = attrgetter("ratio"), attrgetter("fraction")
+
+
 GPU = (
-    Goal(
-        "pack, unpack of 64 MB or more: fraction of the roof",
-        "cuda",
-        _straight,
-        _fraction,
-        0.95,
-    ),
-    Goal("the same, misaligned", "cuda", _misaligned, _fraction, 0.85),
+    Goal("pack, unpack of 64 MB or more: fraction of the roof", _straight, _fraction, 0.95),
+    Goal("the same, misaligned", _misaligned, _fraction, 0.85),
     Goal(
         "1,000 tensors of 1 KiB: times an empty launch",
-        "cuda",
         lambda row: row.kernel in PACKING and "1,000 x" in row.label,
-        _times_empty,
+        _slowdown(EMPTY),
         2.0,
         True,
     ),
     Goal(
         "10,000 tensors of 64 B: right, in microseconds",
-        "cuda",
         lambda row: row.kernel in PACKING and "10,000 x" in row.label,
         lambda row: row.seconds * 1e6,
         None,
         True,
     ),
+    Goal("pack, unpack: best peer over ours, each row", _of(*PACKING), _ratio, 1.0),
     Goal(
-        "pack, unpack: best peer over ours, each row",
-        "cuda",
-        _of(*PACKING),
-        _ratio,
-        1.0,
-    ),
-    Goal(
-        "pack, unpack: best peer over ours, geometric mean",
-        "cuda",
-        _of(*PACKING),
-        _ratio,
-        1.3,
-        mean=True,
+        "pack, unpack: best peer over ours, geometric mean", _of(*PACKING), _ratio, 1.3, mean=True
     ),
     Goal(
         "sum_n, scaled_add of tensors of 64 MB or more: fraction of the roof",
-        "cuda",
-        _sums,
+        _of(*SUMS, least=LARGE),
         _fraction,
         0.95,
     ),
-    Goal(
-        "the same, mixed dtypes and found_inf",
-        "cuda",
-        _special_sums,
-        _fraction,
-        0.95,
-    ),
+    Goal("the same, mixed dtypes and found_inf", _special_sums, _fraction, 0.95),
     Goal(
         "dot_and_norms of 64 MB or more: fraction of the read-only roof",
-        "cuda",
-        lambda row: row.kernel == "dot_and_norms" and row.size >= LARGE,
+        _of("dot_and_norms", least=LARGE),
         _fraction,
         0.9,
     ),
     Goal(
         "sum_n of 8: chain of adds over ours",
-        "cuda",
         lambda row: row.kernel == "sum_n" and row.tensors == 8 and FRESH not in row.series,
         _over_best(CHAIN),
         2.0,
     ),
     Goal(
         "adasum on chip: (time - empty launch) over the three-unit roof",
-        "cuda",
         lambda row: _one_segment(row) and row.elements <= ON_CHIP,
         _over_three_units,
         1.2,
@@ -200,7 +155,6 @@ GPU = (
     ),
     Goal(
         "adasum on chip: time over the three-unit roof and an empty launch",
-        "cuda",
         lambda row: _one_segment(row) and row.elements <= ON_CHIP,
         _over_three_units_and_launch,
         1.5,
@@ -208,7 +162,6 @@ GPU = (
     ),
     Goal(
         "adasum of 160 segments on chip over one segment",
-        "cuda",
         lambda row: row.kernel == "adasum" and row.series == "segments on chip",
         _slowdown(ONE_SEGMENT),
         1.05,
@@ -216,14 +169,12 @@ GPU = (
     ),
     Goal(
         "adasum beyond: fraction of the five-unit roof",
-        "cuda",
         lambda row: _one_segment(row) and row.elements > ON_CHIP,
         _of_five_units,
         0.93,
     ),
     Goal(
         "adasum of a model's segments over one segment",
-        "cuda",
         lambda row: row.kernel == "adasum" and row.series == "segments",
         _slowdown(ONE_SEGMENT),
         1.05,
@@ -231,17 +182,15 @@ GPU = (
     ),
     Goal(
         "adasum of up to 1 MiB in two launches: without overlap over with it",
-        "cuda",
         lambda row: _one_segment(row) and _planned(row),
         _gain_of_overlap,
         1.0,
         mean=True,
     ),
-    Goal("adasum: torch eager over ours", "cuda", _one_segment, _over_best(EAGER), 3.0),
-    Goal("adasum: torch.compile over ours", "cuda", _one_segment, _over_best(COMPILED), 1.5),
+    Goal("adasum: torch eager over ours", _one_segment, _over_best(EAGER), 3.0),
+    Goal("adasum: torch.compile over ours", _one_segment, _over_best(COMPILED), 1.5),
     Goal(
         "host cost of a call on up to 16 tensors, microseconds",
-        "cuda",
         lambda row: row.tensors <= 16 and FRESH not in row.label,
         _host_microseconds,
         25.0,
@@ -249,7 +198,6 @@ GPU = (
     ),
     Goal(
         "host cost of a call at fresh addresses, microseconds",
-        "cuda",
         lambda row: FRESH in row.label,
         _host_microseconds,
         None,
@@ -257,7 +205,6 @@ GPU = (
     ),
     Goal(
         "host cost of a call on a model's list, microseconds",
-        "cuda",
         lambda row: row.series in ("models", "segments"),
         _host_microseconds,
         25.0,
@@ -265,7 +212,6 @@ GPU = (
     ),
     Goal(
         "host cost of a planned run beside 0.1 a tensor, microseconds",
-        "cuda",
         _planned,
         _beside_tensors,
         10.0,
@@ -273,38 +219,25 @@ GPU = (
     ),
     Goal(
         "replays inside a CUDA graph (1: yes), every kernel",
-        "cuda",
         lambda row: row.captured is not None,
         lambda row: float(bool(row.captured)),
-        1.0,
-    ),
-    Goal(
-        "a second device works when it is not the current one",
-        "cuda",
-        lambda row: False,
-        lambda row: None,
         1.0,
     ),
 )
 CPU = (
     *(
-        Goal(f"CPU {kernel}: best torch formulation over ours", "cpu", _of(kernel), _ratio, 0.9)
+        Goal(f"CPU {kernel}: best torch formulation over ours", _of(kernel), _ratio, 0.9)
         for kernel in _CPU_KERNELS
     ),
     *(
-        Goal(f"CPU {kernel}, 1 MiB or more: the same", "cpu", _of_size(kernel), _ratio, 0.9)
+        Goal(f"CPU {kernel}, 1 MiB or more: the same", _of(kernel, least=1 << 20), _ratio, 0.9)
         for kernel in _CPU_KERNELS
     ),
     Goal(
-        "CPU plans: a direct call over a planned run",
-        "cpu",
-        _planned,
-        lambda row: row.over(DIRECT),
-        None,
+        "CPU plans: a direct call over a planned run", _planned, lambda row: row.over(DIRECT), None
     ),
     Goal(
         "CPU dot_and_norms: ours over three float32 torch.dot",
-        "cpu",
         lambda row: row.kernel == "dot_and_norms" and row.series == "fp32",
         _slowdown(THREE_DOTS),
         2.0,
@@ -312,11 +245,10 @@ CPU = (
     ),
     Goal(
         "CPU dot_and_norms: ours over one float32 torch.dot",
-        "cpu",
         lambda row: row.kernel == "dot_and_norms" and row.series == "fp32",
         _slowdown(ONE_DOT),
         None,
         True,
     ),
 )
-GOALS = (*GPU, *CPU)
+GOALS = {"cuda": GPU, "cpu": CPU}

@@ -3,9 +3,9 @@
     python -m bench.kernels.host_cost
     python -m bench.kernels.host_cost --against OTHER_TREE
 
-The second runs in turns, in processes of their own, this tree and another one, whose second and
-later equal calls stand against this tree's planned runs. Figures are minima in microseconds of the
-calling thread's processor time, to which what else runs on the machine adds least.
+The second runs in turns, in processes of their own, this tree and another one that has plans, too.
+Figures are minima in microseconds of the calling thread's processor time, to which what else runs
+on the machine adds least.
 
 "to Triton's launcher" is a planned run on the GPU path, on CPU tensors and without a GPU: what is
 stubbed is the compiled kernel that Triton would start, the look-up of the current stream, and the
@@ -23,6 +23,7 @@ import time
 import timeit
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,6 +31,7 @@ from unittest import mock
 import torch
 
 import kernels
+from kernels.gpu import launcher
 
 # Elements of float32: 64 bytes and 64 KiB.
 SIZES = (16, 16384)
@@ -48,27 +50,18 @@ def microseconds(call: Callable[[], object]) -> float:
 
 
 def planned(numel: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield each function's name and its repeated call: a planned run where the tree has plans."""
+    """Yield each function's name and a planned run of it."""
     a, b, out = (torch.randn(numel) for _ in range(3))
     tensors, dots = [a, b], kernels.dot_and_norms(a, b)
     layout = kernels.layout_of(tensors)
     buffer = kernels.pack(tensors, layout=layout)
-    calls: dict[str, tuple[tuple[Any, ...], dict[str, Any], dict[str, float]]] = {
-        "pack": ((tensors,), {"layout": layout, "out": buffer}, {"scale": 0.5}),
-        "unpack": ((buffer, tensors), {"layout": layout}, {"scale": 0.5}),
-        "sum_n": ((tensors,), {"out": out}, {"scale": 0.5}),
-        "scaled_add": ((a, b), {"out": out}, {"alpha": 0.5}),
-        "dot_and_norms": ((a, b), {}, {}),
-        "combine": ((a, b, dots), {"out": out}, {}),
-        "adasum": ((a, b), {"out": out}, {}),
-    }
-    for name, (operands, options, scalars) in calls.items():
-        if hasattr(kernels, "plan_pack"):
-            plan = getattr(kernels, f"plan_{name}")(*operands, **options)
-            yield name, lambda plan=plan, scalars=scalars: plan(**scalars)
-        else:
-            whole = getattr(kernels, name), operands, {**options, **scalars}
-            yield name, lambda whole=whole: whole[0](*whole[1], **whole[2])
+    yield "pack", partial(kernels.plan_pack(tensors, layout=layout, out=buffer), scale=0.5)
+    yield "unpack", partial(kernels.plan_unpack(buffer, tensors, layout=layout), scale=0.5)
+    yield "sum_n", partial(kernels.plan_sum_n(tensors, out=out), scale=0.5)
+    yield "scaled_add", partial(kernels.plan_scaled_add(a, b, out=out), alpha=0.5)
+    yield "dot_and_norms", kernels.plan_dot_and_norms(a, b)
+    yield "combine", kernels.plan_combine(a, b, dots, out=out)
+    yield "adasum", kernels.plan_adasum(a, b, out=out)
 
 
 def checks() -> Iterator[tuple[str, Callable[[], object]]]:
@@ -79,36 +72,26 @@ def checks() -> Iterator[tuple[str, Callable[[], object]]]:
     buffer = kernels.pack(tensors, layout=layout)
     one = kernels.layout_of(tensors[:1])
     small, out = buffer[: one.numel], torch.empty(5, 3)
-    # An output of its own each time, so that nothing was seen before.
     for count, chosen, into in ((1, one, small), (COUNT, layout, buffer)):
         given = tensors[:count]
-        yield (
-            f"pack of {count}",
-            lambda g=given, c=chosen, i=into: kernels.pack(g, layout=c, out=i),
-        )
-        yield (
-            f"unpack of {count}",
-            lambda g=given, c=chosen, i=into: kernels.unpack(i, g, layout=c),
-        )
-        yield f"sum_n of {count}", lambda g=given: kernels.sum_n(g, out=out)
+        yield f"pack of {count}", partial(kernels.pack, given, layout=chosen, out=into)
+        yield f"unpack of {count}", partial(kernels.unpack, into, given, layout=chosen)
+        yield f"sum_n of {count}", partial(kernels.sum_n, given, out=out)
     a, b = tensors[:2]
     dots = kernels.dot_and_norms(a, b)
-    yield "scaled_add", lambda: kernels.scaled_add(a, b, out=out)
-    yield "dot_and_norms", lambda: kernels.dot_and_norms(a, b)
-    yield "combine", lambda: kernels.combine(a, b, dots, out=out)
-    yield "adasum", lambda: kernels.adasum(a, b, out=out)
-    if hasattr(kernels, "plan_pack"):
-        pack = kernels.plan_pack(tensors, layout=layout, out=buffer)
-        unpack = kernels.plan_unpack(buffer, tensors, layout=layout)
-        yield f"rebind pack of {COUNT}", lambda: pack.rebind(others)
-        yield f"rebind unpack of {COUNT}", lambda: unpack.rebind(others)
+    yield "scaled_add", partial(kernels.scaled_add, a, b, out=out)
+    yield "dot_and_norms", partial(kernels.dot_and_norms, a, b)
+    yield "combine", partial(kernels.combine, a, b, dots, out=out)
+    yield "adasum", partial(kernels.adasum, a, b, out=out)
+    pack = kernels.plan_pack(tensors, layout=layout, out=buffer)
+    unpack = kernels.plan_unpack(buffer, tensors, layout=layout)
+    yield f"rebind pack of {COUNT}", partial(pack.rebind, others)
+    yield f"rebind unpack of {COUNT}", partial(unpack.rebind, others)
 
 
 @contextmanager
 def stubbed_launches() -> Iterator[None]:
     """Bind CPU tensors as tensors of an H100, with launches that end where Triton's would begin."""
-    # Another tree may have no such module.
-    from kernels.gpu import launcher
 
     def bind(
         kernel: Any, programs: int, leading: Any, *arguments: Any, **constants: Any
@@ -140,13 +123,9 @@ def to_launcher() -> Iterator[tuple[str, Callable[[], object]]]:
     unpack = kernels.plan_unpack(buffer, tensors, layout=layout)
     a, b = torch.randn(layout.numel), torch.randn(layout.numel)
     adasum = kernels.plan_adasum(a, b, layout.segments)
-    calls: dict[str, Callable[[], object]] = {
-        f"pack of {COUNT}": lambda: pack(0.5),
-        f"unpack of {COUNT}": lambda: unpack(0.5),
-        f"adasum of {COUNT} segments": adasum,
-    }
-    for name, call in calls.items():
-        yield f"{name}, to Triton's launcher", call
+    yield f"pack of {COUNT}, to Triton's launcher", partial(pack, 0.5)
+    yield f"unpack of {COUNT}, to Triton's launcher", partial(unpack, 0.5)
+    yield f"adasum of {COUNT} segments, to Triton's launcher", adasum
 
 
 def figures() -> dict[str, float]:
@@ -163,9 +142,8 @@ def figures() -> dict[str, float]:
         one, many = found[f"{name} of 1"], found[f"{name} of {COUNT}"]
         found[f"{name} of 1, over its plan"] = one - found[f"{name}, {4 * SIZES[0]} bytes"]
         found[f"{name}, a further tensor"] = (many - one) / (COUNT - 1)
-    if hasattr(kernels, "plan_pack"):
-        with stubbed_launches():
-            found |= {name: microseconds(call) for name, call in to_launcher()}
+    with stubbed_launches():
+        found |= {name: microseconds(call) for name, call in to_launcher()}
     return found
 
 

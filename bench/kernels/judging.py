@@ -22,7 +22,6 @@ class Goal(NamedTuple):
 
     Attributes:
         name: Its line in the table of goals.
-        device: "cuda" or "cpu", where it is measured.
         chosen: Whether a row counts.
         figure: A row's figure, None where the row does not have it.
         threshold: None states the worst figure without judging it.
@@ -31,7 +30,6 @@ class Goal(NamedTuple):
     """
 
     name: str
-    device: str
     chosen: Callable[[Row], bool]
     figure: Callable[[Row], float | None]
     threshold: float | None

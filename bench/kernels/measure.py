@@ -7,19 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from bench.kernels import timing
 from bench.kernels.case import Case, Contender, WrongAnswer
 from bench.kernels.inputs import copy_roof, read_roof
-from bench.kernels.timing import (
-    DEVICE,
-    LIMITS,
-    Call,
-    Limits,
-    Times,
-    captured,
-    empty_launch,
-    host_seconds,
-    time_together,
-)
+from bench.kernels.timing import DEVICE, Call, Limits, Times
 
 OURS, COPY, READ, EMPTY = "ours", "copy", "sum", "empty launch"
 # Timed beside some rows; they are no peers.
@@ -32,7 +23,7 @@ _REPLAY = " (replayed)"
 
 @dataclass(frozen=True)
 class Row:
-    """One measured row. JSON has the same fields; the first seven are those of `case.Case`.
+    """One measured row. JSON has the same fields; the first seven are those of its case.
 
     Attributes:
         times: Seconds by name: ours, every peer, the roof and what else was timed beside.
@@ -100,7 +91,7 @@ def geometric_mean(values: Iterable[float]) -> float:
     return math.exp(sum(logs) / len(logs)) if logs else math.nan
 
 
-def measure(case: Case, limits: Limits = LIMITS) -> tuple[Row, list[float]]:
+def measure(case: Case, limits: Limits = timing.LIMITS) -> tuple[Row, list[float]]:
     """Return the row of a case and the samples of ours.
 
     A peer that is wrong or fails is left out, and the row's notes say so.
@@ -119,24 +110,24 @@ def measure(case: Case, limits: Limits = LIMITS) -> tuple[Row, list[float]]:
     hosts: dict[str, float] = {}
     in_graph: bool | None = None
     if DEVICE == "cuda":
-        calls[EMPTY] = empty_launch
-        hosts = {name: host_seconds(call) for name, call in calls.items()}
-        if case.traffic < REPLAY_BELOW and not case.wall:
+        calls[EMPTY] = timing.empty_launch
+        hosts = {name: timing.host_seconds(call) for name, call in calls.items()}
+        if case.traffic < REPLAY_BELOW and not case.spec.wall:
             graphs = _replays(case, peers, calls, notes)
             in_graph = any(name == OURS for name, _ in graphs)
             for peer in peers:
                 if not peer.capturable:
                     notes.setdefault(peer.name, "launched, where the others are replayed")
             calls |= {name + _REPLAY: replay for name, (replay, _) in graphs}
-            hosts |= {name + _REPLAY: host_seconds(replay) for name, (replay, _) in graphs}
-        hosts[name] = host_seconds(roof)
+            hosts |= {name + _REPLAY: timing.host_seconds(replay) for name, (replay, _) in graphs}
+        hosts[name] = timing.host_seconds(roof)
     calls[name] = roof
-    samples = time_together(calls, hosts, limits, case.wall)
+    samples = timing.time_together(calls, hosts, limits, case.spec.wall)
     best, replayed = _faster_samples(samples)
     row = Row(
-        kernel=case.kernel,
-        series=case.series,
-        label=case.label,
+        kernel=case.spec.kernel,
+        series=case.spec.series,
+        label=case.spec.label,
         size=case.size,
         traffic=case.traffic,
         elements=case.elements,
@@ -176,7 +167,7 @@ def _replays(
     graphs: list[tuple[str, tuple[Call, Any]]] = []
     for name in (*checks, *case.beside, EMPTY):
         try:
-            graph = captured(calls[name])
+            graph = timing.captured(calls[name])
             if name in checks:
                 checks[name](case.expected, graph)
         except Exception as error:

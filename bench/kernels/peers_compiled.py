@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.kernels.case import Contender, wide_of
+from bench.kernels.case import Contender
 from bench.kernels.timing import Call
 
 COMPILED = "torch.compile"
@@ -44,11 +44,10 @@ def pack(
     tensors: Sequence[Tensor], buffer: Tensor, scale: float, flag: Tensor | None, bound: float
 ) -> Contender:
     """Return packing into `buffer`, end to end."""
-    wide = wide_of(buffer.dtype, tensors[0].dtype)
 
     def function(given: list[Tensor], out: Tensor, flag: Tensor | None) -> None:
         whole = torch.cat([each.reshape(-1) for each in given])
-        scaled = (whole.to(wide) * scale).to(out.dtype)
+        scaled = (whole.float() * scale).to(out.dtype)
         _note(flag, scaled)
         out.copy_(scaled)
 
@@ -61,12 +60,11 @@ def unpack(
     tensors: Sequence[Tensor], buffer: Tensor, scale: float, flag: Tensor | None, bound: float
 ) -> Contender:
     """Return unpacking from `buffer`, end to end."""
-    wide = wide_of(buffer.dtype, tensors[0].dtype)
     bounds = [0, *itertools.accumulate(each.numel() for each in tensors)]
 
     def function(given: list[Tensor], source: Tensor, flag: Tensor | None) -> None:
         parts = [
-            (source[low:high].to(wide) * scale).to(given[0].dtype)
+            (source[low:high].float() * scale).to(given[0].dtype)
             for low, high in itertools.pairwise(bounds)
         ]
         _note(flag, *parts)
@@ -86,12 +84,11 @@ def weighted_sum(
     bound: float,
 ) -> Contender:
     """Return out = the sum of factor times tensor, each widened first."""
-    wide = wide_of(out.dtype, *(each.dtype for each in tensors))
 
     def function(given: list[Tensor], out: Tensor, flag: Tensor | None) -> None:
-        total = given[0].to(wide) * factors[0]
+        total = given[0].float() * factors[0]
         for each, factor in zip(given[1:], factors[1:], strict=True):
-            total = total + each.to(wide) * factor
+            total = total + each.float() * factor
         result = total.to(out.dtype)
         _note(flag, result)
         out.copy_(result)
@@ -114,11 +111,10 @@ def dots(a: Tensor, b: Tensor, slack: float, caveat: str) -> Contender:
 
 def combine(a: Tensor, b: Tensor, rows: Tensor, out: Tensor, bound: float) -> Contender:
     """Return alpha a + beta b of one segment from its row of dots."""
-    wide = wide_of(a.dtype)
 
     def function(a: Tensor, b: Tensor, rows: Tensor, out: Tensor) -> None:
-        alpha, beta = (1 - rows[0, :1] / (2 * rows[0, 1:])).to(wide).unbind()
-        out.copy_((alpha * a.to(wide) + beta * b.to(wide)).to(out.dtype))
+        alpha, beta = (1 - rows[0, :1] / (2 * rows[0, 1:])).float().unbind()
+        out.copy_((alpha * a.float() + beta * b.float()).to(out.dtype))
 
     call = compiled(function, a, b, rows, out)
     return Contender(COMPILED, call, bound, lambda _: [out], [out])

@@ -57,10 +57,6 @@ def dot_and_norms(job: Pair) -> list[Contender]:
             [dot for a, b in zip(job.a_parts, job.b_parts, strict=True) for dot in _dots(a, b)]
         )
 
-    def products() -> Tensor:
-        a, b = job.a, job.b
-        return torch.stack([torch.sum(x * y, dtype=torch.float32) for x, y in _pairs(a, b)])
-
     def doubles() -> Tensor:
         return torch.stack(_dots(job.a.double(), job.b.double()))
 
@@ -73,15 +69,7 @@ def dot_and_norms(job: Pair) -> list[Contender]:
     peers = [Contender(THREE_DOTS, each, job.slack, flat, caveat=SUMS)]
     if job.many:
         return [*peers, Contender("_foreach_norm", foreach, job.slack, flat, caveat=_CANCELS)]
-    return [
-        *peers,
-        Contender("(x * y).sum()", products, job.slack, flat, caveat=SUMS),
-        Contender("three torch.dot in float64", doubles, job.slack, flat),
-    ]
-
-
-def _pairs(a: Tensor, b: Tensor) -> list[tuple[Tensor, Tensor]]:
-    return [(a, b), (a, a), (b, b)]
+    return [*peers, Contender("three torch.dot in float64", doubles, job.slack, flat)]
 
 
 def _one_by_one(job: Pair, coefficients: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -107,17 +95,13 @@ def combine(job: Pair, dots: Tensor, bound: float) -> list[Contender]:
         _one_by_one(job, [(row[0], row[1]) for row in coefficients()])
         return job.out
 
-    def fresh() -> Tensor:
-        alpha, beta = coefficients()[0].unbind()
-        return alpha * job.a + beta * job.b
-
     def foreach() -> list[Tensor]:
         return _multi_tensor(job, *coefficients().unbind(1))
 
     peers = [Contender("mul, addcmul_", one_by_one, bound, written=[job.out])]
     if job.many:
-        return [*peers, Contender("_foreach_mul", foreach, bound, _joined)]
-    return [*peers, Contender("alpha * a + beta * b", fresh, bound)]
+        peers.append(Contender("_foreach_mul", foreach, bound, _joined))
+    return peers
 
 
 def _joined(results: list[Tensor]) -> list[Tensor]:
@@ -127,7 +111,7 @@ def _joined(results: list[Tensor]) -> list[Tensor]:
 def _formula(a: Tensor, b: Tensor) -> Tensor:
     """Compute Adasum of one segment as in the paper, in float32."""
     x, y = a.float(), b.float()
-    dot, norm_a, norm_b = ((u * v).sum() for u, v in _pairs(x, y))
+    dot, norm_a, norm_b = ((u * v).sum() for u, v in ((x, y), (x, x), (y, y)))
     return ((1 - dot / (2 * norm_a)) * x + (1 - dot / (2 * norm_b)) * y).to(a.dtype)
 
 

@@ -88,7 +88,7 @@ def world_size() -> int:
 
 
 def job() -> str:
-    """Return what tells this job from others at its address; "" where it was told the address."""
+    """Return what tells this job from others at its address; "" where the address was given."""
     host, port = (os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
     return _jobs.get(f"{host}:{port}", "")
 
@@ -187,7 +187,7 @@ def _started_by(launcher: _Launcher) -> int:
         a network each have a process 1.
     """
     process, started = os.getppid(), 0
-    # There may be no /proc; and what another user runs, whose variables are not told, is no rank.
+    # There may be no /proc; and what another user runs, whose variables are hidden, is no rank.
     with suppress(OSError):
         while True:
             place = Path(f"/proc/{process}")

@@ -1,4 +1,4 @@
-"""Rendezvous: how ranks find each other, through one store at an address that all are told."""
+"""Rendezvous: how ranks find each other, through one store at an address that all have."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def wait_for_ranks(store: dist.Store, rank: int, size: int, timeout: float) -> d
         CollectiveTimeoutError: Names the ranks that have not come in `timeout` seconds.
     """
     deadline = time.monotonic() + timeout
-    # Ranks of another job that were told the same address do not meet these.
+    # Ranks of another job that was given the same address do not meet these.
     tokens = [f"adasum{job()}: rank {peer}" for peer in range(size)]
     names: list[str] = []
     pause = 0.001
@@ -235,12 +235,7 @@ def wait_for_ranks(store: dist.Store, rank: int, size: int, timeout: float) -> d
                 break
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
-        said = _confirmations(names[-1], size) if names else tokens
-        missing = [peer for peer, key in enumerate(said) if not store.check([key])]
-    late = ", ".join(f"rank {peer}" for peer in missing)
-    raise CollectiveTimeoutError(
-        f"rank {rank} could not start: {late or 'another rank'} did not come within {timeout:.3g} s"
-    )
+        raise _missing(store, _confirmations(names[-1], size) if names else tokens, rank, timeout)
 
 
 def agree_on_backend(store: dist.Store, rank: int, size: int, timeout: float) -> str:
@@ -266,11 +261,7 @@ def agree_on_backend(store: dist.Store, rank: int, size: int, timeout: float) ->
         try:
             store.wait(answers, timedelta(seconds=max(timeout, 1e-3)))
         except dist.DistStoreError:
-            missing = [peer for peer, answer in enumerate(answers) if not store.check([answer])]
-            late = ", ".join(f"rank {peer}" for peer in missing) or "another rank"
-            raise CollectiveTimeoutError(
-                f"rank {rank} could not start: {late} did not come within {timeout:.3g} s"
-            ) from None
+            raise _missing(store, answers, rank, timeout) from None
         every = set(store.multi_get(answers)) == {b"nccl"}
     return "cpu:gloo,cuda:nccl" if every else "gloo"
 
@@ -285,6 +276,15 @@ def _ended_store_is_a_timeout(rank: int) -> Iterator[None]:
             f"rank {rank} could not start: the store, which rank 0 or torchrun keeps, has ended "
             f"(look at rank 0's own error): {first_line(error)}"
         ) from error
+
+
+def _missing(store: dist.Store, keys: list[str], rank: int, timeout: float) -> CollectiveError:
+    """Return the error that names the ranks whose keys, one a rank, are not in the store."""
+    missing = [peer for peer, key in enumerate(keys) if not store.check([key])]
+    late = ", ".join(f"rank {peer}" for peer in missing) or "another rank"
+    return CollectiveTimeoutError(
+        f"rank {rank} could not start: {late} did not come within {timeout:.3g} s"
+    )
 
 
 def _confirmations(name: str, size: int) -> list[str]:

@@ -24,10 +24,12 @@ from collectives.transport import (
     load_nccl,
 )
 from collectives.transport.byte_gathering import gather_objects
-from collectives.transport.connections.connect import KINDS, descriptors_of
+from collectives.transport.connections.connect import KINDS, descriptors_of, neighbours
 from collectives.transport.descriptors import shortage
-from collectives.transport.nccl.communicators import shared_thread
-from collectives.transport.process_groups import store_of
+from collectives.transport.nccl.calling_thread import shared_thread
+from collectives.transport.nccl.cupy_backend import CupyBackend
+from collectives.transport.nccl.torch_backend import TorchBackend
+from collectives.transport.process_groups import has_nccl, store_of
 from kernels.cpu.dispatch import use_torch
 
 # What `BackendInfo.cpu_path` says where it is not torch.
@@ -76,17 +78,21 @@ def connect(gloo: GlooTransport, timeout: float, start: Call) -> Transport:
     """
     if gloo.size == 1:
         check_alone(start.options["transport"])
-        return gloo
+        return _with_torchs_nccl(gloo, timeout)
     negotiate_by_messages(start, gloo, timeout)
 
     choice, store = start.options["transport"], store_of(gloo.process_group)
     kinds = _KINDS[choice]
     names = gather_objects(os.uname().nodename, gloo, timeout)
-    short = shortage(_descriptors(kinds, gloo.size, names.count(names[gloo.rank]))) if kinds else ""
+    local_size, short = names.count(names[gloo.rank]), ""
+    if kinds:
+        # As far as the system lets it: what only some algorithms need is opened when they run.
+        shortage(_descriptors(kinds, gloo.size, local_size))
+        short = shortage(_descriptors(kinds, gloo.size, local_size, at_start=True))
     if short:
         kinds = ()
         _logger.warning("rank %d: %s; its messages go over gloo meanwhile", gloo.rank, short)
-    opened = ConnectionTransport(gloo, timeout, kinds=kinds, toward=_host_of(store))
+    opened = ConnectionTransport(gloo, timeout, kinds=kinds, store_host=_host_of(store))
     with contextlib.ExitStack() as failed:
         failed.callback(opened.close)
         peers = {*range(gloo.size)} - {gloo.rank}
@@ -101,14 +107,22 @@ def connect(gloo: GlooTransport, timeout: float, start: Call) -> Transport:
         _compute_alike(gather_objects(computing, gloo, timeout), gloo.rank)
         # Also on a rank without connections: splitting must be the same work on all.
         connected = any(len(ranks) < len(peers) for ranks, *_ in missing)
-        host: Transport = opened if connected else gloo
+        host = _with_torchs_nccl(opened if connected else gloo, timeout)
         if choice == "nccl":
             _check_gpus(gather_objects(_gpu_report(), gloo, timeout))
             device = torch.device("cuda", torch.cuda.current_device())
-            thread = shared_thread(device)
-            host = NcclTransport(host, store, device, timeout=timeout, thread=thread)
+            backend = CupyBackend(store, device, thread=shared_thread(device))
+            host = NcclTransport(host, backend, timeout=timeout)
         failed.pop_all()
     return host
+
+
+def _with_torchs_nccl(host: Transport, timeout: float) -> Transport:
+    """Return what carries CUDA tensors, too, where the process group has torch's own NCCL."""
+    group = host.process_group
+    if group is None or not has_nccl(group):
+        return host
+    return NcclTransport(host, TorchBackend(group), timeout=timeout)
 
 
 def check_alone(choice: str) -> None:
@@ -168,17 +182,22 @@ def require_room(
         TransportError: Not even torch.distributed can connect all ranks.
     """
     mesh = (size + _GLOO_BESIDE if gloo else 0) + (size + _STORE_BESIDE if store else 0)
-    # What is missing for the connections themselves is told when hosts are known.
+    # What is missing for the connections themselves shows when hosts are known.
     shortage(mesh + _descriptors(_KINDS[choice], size, local_size or size))
     short = shortage(mesh)
     if short:
         raise TransportError(f"{size} ranks cannot be connected: {short}")
 
 
-def _descriptors(kinds: Collection[str], size: int, local_size: int) -> int:
-    """Return how many descriptors connections of these kinds need."""
+def _descriptors(
+    kinds: Collection[str], size: int, local_size: int, *, at_start: bool = False
+) -> int:
+    """Return how many descriptors connections of these kinds need: all, or those at start."""
     near = min(local_size, size) - 1 if "shm" in kinds else 0
-    return descriptors_of(near, size - 1 - near if "tcp" in kinds else 0) if kinds else 0
+    far = size - 1 - near if "tcp" in kinds else 0
+    if at_start:
+        far = min(far, len(neighbours(0, size)))
+    return descriptors_of(near, far) if kinds else 0
 
 
 def _check_demand(choice: str, missing: Sequence[Sequence[Any]]) -> None:

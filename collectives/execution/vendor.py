@@ -19,8 +19,14 @@ from collectives.errors import CollectiveError, CollectiveTimeoutError
 from collectives.execution.context import CallContext
 from collectives.schedules.partition import split_bounds
 from collectives.transport.base import Transport
-from collectives.transport.nccl.communicators import DTYPES
-from collectives.transport.process_groups import extend_timeout, first_line, leave, subgroup
+from collectives.transport.nccl.cupy_backend import DTYPES
+from collectives.transport.process_groups import (
+    extend_timeout,
+    first_line,
+    has_nccl,
+    leave,
+    subgroup,
+)
 
 
 class Libraries:
@@ -90,14 +96,15 @@ class Libraries:
         group = self._process_group if ranks is None else self._node_group(ranks, call.timeout)
         where = f"{self._transport.me}: torch.distributed's all_reduce in {call.label}"
         start = time.monotonic()
+        assert group is not None
+        if device.type == "cuda" and has_nccl(group):
+            for piece in pieces:
+                self._transport.all_reduce(piece, group, call.label, call.timeout)
+            return
         try:
             works: list[Any] = [
                 dist.all_reduce(piece, group=group, async_op=True) for piece in pieces
             ]
-            if device.type == "cuda":
-                assert group is not None
-                self._transport.follow(works, group, device, call.label, call.timeout)
-                return
             for work in works:
                 left = max(start + call.timeout - time.monotonic(), 1e-3)
                 work.wait(timedelta(seconds=left))

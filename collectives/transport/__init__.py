@@ -3,7 +3,7 @@
 from collectives.transport.base import Message, Transport
 from collectives.transport.connections.transport import ConnectionTransport
 from collectives.transport.gloo import GlooTransport
-from collectives.transport.nccl.communicators import load_nccl
+from collectives.transport.nccl.cupy_backend import load_nccl
 from collectives.transport.nccl.transport import NcclTransport
 from collectives.transport.threads import ThreadTransport, ThreadWorld
 

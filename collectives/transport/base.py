@@ -130,29 +130,6 @@ class Transport(ABC):
         """
         return
 
-    def follow(
-        self,
-        works: Sequence[dist.Work],
-        process_group: dist.ProcessGroup,
-        device: torch.device,
-        step: str,
-        timeout: float,
-    ) -> None:
-        """Put the current stream behind works of torch's own NCCL, and watch them as messages.
-
-        Args:
-            works: What torch.distributed returned.
-            process_group: Of which group they are: some of the ranks.
-            device: Of their tensors.
-            step: What an error calls them.
-            timeout: In seconds.
-        """
-        raise TransportError(f"{self!r}: it has no process group")
-
-    def ask(self, peers: Transport) -> None:
-        """Find out from `peers`, between the same ranks, which of them is gone."""
-        return
-
     def gone(self, peers: Collection[int] | None = None) -> int | None:
         """Return a rank whose end is closed, of `peers` where given; None where none is known.
 
@@ -165,13 +142,19 @@ class Transport(ABC):
         return f"rank {self.name(peer)} has ended"
 
     def all_reduce(
-        self, flat: torch.Tensor, ranks: tuple[int, ...] | None, step: str, timeout: float
+        self,
+        flat: torch.Tensor,
+        among: tuple[int, ...] | dist.ProcessGroup | None,
+        step: str,
+        timeout: float,
     ) -> None:
-        """Sum a contiguous CUDA tensor in place by the vendor's library.
+        """Sum a contiguous CUDA tensor in place by the vendor's library, as `exchange` does.
 
         Args:
             flat: The tensor.
-            ranks: Those to sum over, in ascending order; all for None.
+            among: The ranks to sum over, in ascending order; all for None. Every rank calls it,
+                with the ranks that it is among. Or a process group of some of the ranks, whose sum
+                torch.distributed makes.
             step: What an error calls this sum.
             timeout: In seconds.
 

@@ -28,7 +28,7 @@ _POLL = 0.05
 _NORESERVE = 0x4000
 
 
-class _Parcel:
+class _Sent:
     """A tensor on its way: the receiver copies it and then releases the sender."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -52,7 +52,7 @@ class ThreadWorld:
         if size < 1:
             raise ValueError(f"size must be at least 1, got {size}")
         self.size = size
-        self.boxes: dict[tuple[int, int], queue.SimpleQueue[_Parcel]] = {
+        self.boxes: dict[tuple[int, int], queue.SimpleQueue[_Sent]] = {
             (source, target): queue.SimpleQueue()
             for source in range(size)
             for target in range(size)
@@ -101,22 +101,22 @@ class ThreadTransport(Transport):
     def exchange(self, sends: Messages, recvs: Messages, step: str, timeout: float) -> None:
         """Exchange a step's messages: `Transport.exchange`."""
         deadline = time.monotonic() + timeout
-        posted: list[tuple[int, _Parcel]] = []
+        posted: list[tuple[int, _Sent]] = []
         for peer, tensor in sends:
             if tensor.numel():
-                parcel = _Parcel(tensor)
-                self._world.boxes[self.rank, peer].put(parcel)
-                posted.append((peer, parcel))
+                sent = _Sent(tensor)
+                self._world.boxes[self.rank, peer].put(sent)
+                posted.append((peer, sent))
         for peer, tensor in recvs:
             if tensor.numel():
                 self._receive(peer, tensor, step, deadline, timeout)
-        for peer, parcel in posted:
+        for peer, sent in posted:
             stall = self._stall(peer, step, timeout)
-            while not parcel.taken.wait(_POLL):
+            while not sent.taken.wait(_POLL):
                 self._check_waiting(peer, step, deadline, timeout)
                 stall.check()
-            if parcel.copied is not None:
-                torch.cuda.current_stream(parcel.tensor.device).wait_event(parcel.copied)
+            if sent.copied is not None:
+                torch.cuda.current_stream(sent.tensor.device).wait_event(sent.copied)
 
     def _receive(
         self, peer: int, tensor: torch.Tensor, step: str, deadline: float, timeout: float
@@ -124,22 +124,22 @@ class ThreadTransport(Transport):
         box, stall = self._world.boxes[peer, self.rank], self._stall(peer, step, timeout)
         while True:
             try:
-                parcel = box.get(timeout=_POLL)
+                sent = box.get(timeout=_POLL)
                 break
             except queue.Empty:
                 self._check_waiting(peer, step, deadline, timeout)
                 stall.check()
         self.check_interrupt(step)
-        if parcel.tensor.numel() != tensor.numel():
+        if sent.tensor.numel() != tensor.numel():
             raise TransportError(
-                f"rank {self.name(peer)} sent {parcel.tensor.numel()} elements in {step} where "
+                f"rank {self.name(peer)} sent {sent.tensor.numel()} elements in {step} where "
                 f"{tensor.numel()} were expected"
             )
-        if parcel.ready is not None:
-            torch.cuda.current_stream(tensor.device).wait_event(parcel.ready)
-        tensor.copy_(parcel.tensor)
-        parcel.copied = _record(tensor)
-        parcel.taken.set()
+        if sent.ready is not None:
+            torch.cuda.current_stream(tensor.device).wait_event(sent.ready)
+        tensor.copy_(sent.tensor)
+        sent.copied = _record(tensor)
+        sent.taken.set()
 
     def _stall(self, peer: int, step: str, timeout: float) -> Stall:
         return Stall(self.name(self.rank), step, timeout, lambda: self.named([peer]))

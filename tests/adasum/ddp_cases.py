@@ -115,6 +115,19 @@ def check_two_levels(rank: int) -> None:
     compare(gradients(wrapped), "Average", columns_of(model, 0), torch.float32)
 
 
+def check_users_operators(rank: int) -> None:
+    """What needs all ranks' gradients at once has them; elsewhere backward says where it has."""
+    model = Net()
+    for op, algorithm in (("Trimmed", None), ("Trimmed", "psgpu#2"), ("Longest", None)):
+        for layout in ({"bucket_cap_mb": TINY}, {"gradient_as_bucket_view": True}):
+            wrapped = wrap(model, op, algorithm=algorithm, **layout)
+            loss_of(wrapped, rank, 0).backward()
+            compare(gradients(wrapped), op, columns_of(model, 0), torch.float32)
+    wrapped = wrap(model, "Trimmed", algorithm="rd", bucket_cap_mb=HUGE)
+    with pytest.raises(ValueError, match="use bruck, psgpu, pscpu"):
+        loss_of(wrapped, rank, 0).backward()
+
+
 def check_sparse(rank: int) -> None:
     """A sparse gradient is summed or averaged; Adasum refuses it."""
     size = dist.get_world_size()

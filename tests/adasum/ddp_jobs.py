@@ -252,6 +252,7 @@ CHECKS: list[Callable[[int], None]] = [
     ddp_cases.check_orthogonality,
     ddp_cases.check_pickle,
     ddp_cases.check_two_levels,
+    ddp_cases.check_users_operators,
     ddp_cases.check_sparse,
     ddp_cases.check_process_group,
     ddp_cases.check_alone,

@@ -18,12 +18,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 import adasum as hvd
 from adasum.ddp import HookState, ddp_hook
+from collectives import Reducer
 from tests.adasum.definition import relative_error, tolerance, tree
+from tests.collectives.operators import ByRank, Longest, TrimmedMean, longest, trimmed
 
-OPS = {"Sum": hvd.Sum, "Average": hvd.Average, "Adasum": hvd.Adasum}
+OPS: dict[str, Reducer] = {"Sum": hvd.Sum, "Average": hvd.Average, "Adasum": hvd.Adasum}
+USERS = {"Trimmed": TrimmedMean(), "Longest": Longest(), "ByRank": ByRank()}
 TINY, HUGE = 1e-5, 1000.0
 STEPS = 3
 WIDTH = 130
+
+
+def operator(name: str) -> Reducer:
+    return {**OPS, **USERS}[name]
 
 
 class Net(nn.Module):
@@ -73,6 +80,15 @@ def defined(op: str, columns: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """Return each parameter's result from all ranks' gradients of it, in float64."""
     if op == "Adasum":
         return [tree([g.reshape(-1) for g in c]).view(c[0].shape) for c in columns]
+    if op in USERS:
+        rows = [torch.stack([g.double().reshape(-1) for g in c]) for c in columns]
+        weights = torch.arange(1.0, len(columns[0]) + 1, dtype=torch.float64)
+        apply: dict[str, Callable[[Tensor], Tensor]] = {
+            "Trimmed": lambda each: trimmed(each, 1),
+            "Longest": lambda each: longest(each, (0, each.shape[1])),
+            "ByRank": lambda each: weights @ each,
+        }
+        return [apply[op](each).view(c[0].shape) for each, c in zip(rows, columns, strict=True)]
     sums = [torch.stack([g.double() for g in c]).sum(0) for c in columns]
     return [s / len(c) if op == "Average" else s for s, c in zip(sums, columns, strict=True)]
 
@@ -104,7 +120,9 @@ def wrap(
     """Under DDP, with the hook; with DDP's own reduction for op None."""
     wrapped = DistributedDataParallel(copy.deepcopy(model), **options)
     if op is not None:
-        wrapped.register_comm_hook(HookState(op=OPS[op], algorithm=algorithm), ddp_hook)
+        wrapped.register_comm_hook(
+            HookState(op={**OPS, **USERS}[op], algorithm=algorithm), ddp_hook
+        )
     return wrapped
 
 

@@ -17,16 +17,17 @@ from adasum.fsdp import register_fsdp_hook
 from collectives import CollectiveMismatchError
 from tests.adasum import fsdp_switches
 from tests.adasum.ddp_complex import check_fsdp_complex
-from tests.adasum.ddp_model import STEPS, defined, loss_of
+from tests.adasum.ddp_model import OPS, STEPS, USERS, defined, loss_of
 from tests.adasum.definition import relative_error, trajectory_tolerance
 from tests.adasum.fsdp_model import Odd, Ranks
 
 
 def check_ops(ranks: Ranks) -> None:
-    """Every op, step after step: Adasum takes dot products of whole parameters, not of shards."""
+    """Every op, step after step: dot products and norms are of whole parameters, not of shards."""
     model = Odd()
     columns = [ranks.columns(model, step) for step in range(STEPS)]
-    for op, algorithm in (("Sum", None), ("Average", None), ("Adasum", None), ("Adasum", "vhdd")):
+    cases = [(op, None) for op in (*OPS, *USERS)]
+    for op, algorithm in (*cases, ("Adasum", "vhdd"), ("Longest", "psgpu#2")):
         wrapped = ranks.wrap(model, ranks.state(op, algorithm))
         for step in range(STEPS):
             wrapped.zero_grad()

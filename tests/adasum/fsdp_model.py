@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from adasum.ddp import HookState
 from adasum.fsdp import register_fsdp_hook
-from tests.adasum.ddp_model import OPS, defined, loss_of, plain
+from tests.adasum.ddp_model import defined, loss_of, operator, plain
 from tests.adasum.definition import tolerance
 
 
@@ -53,7 +53,7 @@ class Ranks:
 
     def state(self, op: str = "Adasum", algorithm: str | None = None) -> HookState:
         group = self.mesh.get_group("replicate")
-        return HookState(op=OPS[op], algorithm=algorithm, process_group=group, timeout=60.0)
+        return HookState(operator(op), algorithm, process_group=group, timeout=60.0)
 
     def wrap(self, model: nn.Module, state: HookState | None, **options: Any) -> FSDPModule:
         """Two units, one inside the other; without a hook for state None."""

@@ -1,16 +1,16 @@
-"""The pool of requests that DDP's and FSDP's hooks start at every step. Ranks are threads."""
+"""The pool of requests that are started at every step. Ranks are threads."""
 
 from __future__ import annotations
 
 import gc
-import pickle
 import weakref
+from functools import partial
 
 import pytest
 import torch
 
 from adasum import Adasum, Average, Sum
-from adasum.request_pool import PooledReduction, RequestPool
+from adasum.request_pool import RequestPool, StartedRequest
 from collectives import CollectiveMismatchError, Group, Reducer, run_threads
 from collectives.requests import Request
 
@@ -19,8 +19,11 @@ NUMEL = 1000
 
 def start(
     pool: RequestPool, group: Group, buffer: torch.Tensor, op: Reducer = Sum, name: str = "bucket"
-) -> PooledReduction:
-    return pool.start(group, buffer, op, algorithm=None, name=name, segments=[0, 10, NUMEL])
+) -> StartedRequest:
+    make = partial(
+        group.all_reduce_init, buffer, op, name=name, segments=[0, 10, NUMEL], negotiate=False
+    )
+    return pool.start(group, (op.name, name), make, buffer)
 
 
 def num_requests() -> int:
@@ -108,13 +111,3 @@ def test_pool_of_a_closed_group_is_freed() -> None:
 
     run_threads(1, run)
     assert num_requests() == before
-
-
-def test_pool_pickled_is_empty() -> None:
-    pool = RequestPool()
-
-    def run(group: Group) -> int:
-        start(pool, group, torch.ones(NUMEL)).wait()
-        return len(pickle.loads(pickle.dumps(pool))._free)
-
-    assert run_threads(1, run) == [0]

@@ -126,3 +126,18 @@ def test_sparse_as_dense_with_an_optimizer_that_refuses_sparse_steps(
             for each in (False, True)
         )
         assert relative_error(sparse[0], dense[0]) <= trajectory_tolerance(STEPS), op
+
+
+def test_sparse_gradient_that_one_rank_lacks_at_first_names_sparse_as_dense() -> None:
+    def reduce(rank: int) -> None:
+        table = torch.nn.Embedding.from_pretrained(torch.ones(4, 2), freeze=False, sparse=True)
+        optimizer: Any = DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=0.1))
+        if rank == 0:
+            table(torch.tensor([1])).sum().backward()
+        optimizer.synchronize()
+
+    def run(group: collectives.Group) -> None:
+        with pytest.raises(hvd.CollectiveMismatchError, match="without one needs sparse_as_dense"):
+            reduce(group.rank)
+
+    collectives.run_threads(2, run)

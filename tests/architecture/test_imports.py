@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from adasum import check
-from adasum.check import PRIVATE_NAMES
+from adasum.check import report
+from adasum.check.report import PRIVATE_NAMES
 from tests.architecture.imports import (
     PACKAGES,
     cycles_of,
@@ -169,7 +169,7 @@ def test_private_names_that_the_report_looks_for_are_those_used() -> None:
     c10ds = set(re.findall(r"_c10d\.(_\w+(?:\.\w+)?)", aliased))
     prefix = "torch.distributed.distributed_c10d."
     assert {name.removeprefix(prefix) for name in named if prefix in name} == c10ds
-    assert check._private_names() == f"all {len(PRIVATE_NAMES)} there"
+    assert report._private_names() == f"all {len(PRIVATE_NAMES)} there"
 
 
 def test_every_wing_of_the_order_exists() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import torch
@@ -36,10 +37,10 @@ def trimmed(values: torch.Tensor, trim: int) -> torch.Tensor:
     return values.sort(0).values[trim : len(values) - trim].mean(0)
 
 
-class Medoid(Reducer):
-    """Of each segment that rank's operand which is nearest to all others."""
+class Longest(Reducer):
+    """Of each segment that rank's operand which has the largest norm."""
 
-    name = "Medoid"
+    name = "Longest"
     operands = "all"
     averages = True
     needs_one_tree = True
@@ -52,20 +53,31 @@ class Medoid(Reducer):
 
     def reduce(self, operands: Operands) -> None:
         bounds = (0, operands.numel) if operands.segments is None else operands.segments
+        squares = torch.zeros(len(bounds) - 1, len(operands.pieces[0].parts), dtype=torch.float64)
         for parts, out, start in operands.pieces:
-            stop = start + out.numel()
-            inside = [min(max(bound, start), stop) - start for bound in bounds]
-            assert start in bounds and stop in bounds
-            out.copy_(medoid(torch.stack(parts), inside))
+            for i, here in _inside(bounds, start, out.numel()):
+                squares[i] += torch.stack([part[here].double().square().sum() for part in parts])
+        if operands.sum_partials is not None:
+            operands.sum_partials(squares)
+        for parts, out, start in operands.pieces:
+            for i, here in _inside(bounds, start, out.numel()):
+                out[here] = parts[int(squares[i].argmax())][here].clone()
 
 
-def medoid(values: torch.Tensor, bounds: list[int] | tuple[int, ...]) -> torch.Tensor:
-    """The medoid of every segment of the rows, in float64."""
+def _inside(bounds: Sequence[int], start: int, count: int) -> Iterator[tuple[int, slice]]:
+    """Each segment's number, and where it lies in the piece [start, start + count)."""
+    for i, (low, high) in enumerate(pairwise(bounds)):
+        low, high = max(low - start, 0), min(high - start, count)
+        if low < high:
+            yield i, slice(low, high)
+
+
+def longest(values: torch.Tensor, bounds: Sequence[int]) -> torch.Tensor:
+    """Every segment of that row which has the largest norm, in float64."""
     chosen = values[0].clone()
     for low, high in pairwise(bounds):
-        part = values[:, low:high].double()
-        apart = (part[:, None] - part[None]).square().sum(-1).sum(1)
-        chosen[low:high] = values[int(apart.argmin()), low:high]
+        norms = values[:, low:high].double().norm(dim=1)
+        chosen[low:high] = values[int(norms.argmax()), low:high]
     return chosen
 
 
@@ -74,6 +86,7 @@ class ByRank(Reducer):
 
     name = "ByRank"
     operands = "all"
+    averages = False
 
     def check(self, dtype: torch.dtype) -> None:
         pass

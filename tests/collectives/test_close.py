@@ -20,8 +20,8 @@ from tests.collectives.transport.thread_ranks import together
 class Slow(ThreadTransport):
     """Every step takes a part of the timeout, all together several times that."""
 
-    SECONDS = 0.15
-    TIMEOUT = 1.0
+    SECONDS = 0.1
+    TIMEOUT = 0.6
 
     def __init__(self, world: ThreadWorld, rank: int) -> None:
         super().__init__(world, rank)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 import time
 
 import pytest
@@ -50,6 +51,8 @@ def test_mismatch_in_a_split_names_global_ranks_and_the_group(way: str) -> None:
 
 @everywhere
 def test_timeout_in_a_nested_split_names_global_ranks_and_the_group(way: str) -> None:
+    waited = threading.Event()
+
     def job(group: Group) -> str | None:
         part = split(group)
         inner = part.split([2, 0]) if part is not None else None
@@ -58,10 +61,11 @@ def test_timeout_in_a_nested_split_names_global_ranks_and_the_group(way: str) ->
         assert inner.ranks == (2, 3)
         inner.barrier()
         if group.rank == 3:
-            time.sleep(3.0)
+            assert waited.wait(30.0)
             return None
         with pytest.raises(CollectiveTimeoutError) as caught:
             inner.all_reduce(torch.ones(3))
+        waited.set()
         return str(caught.value)
 
     _, _, said, _ = run(way, 4, job, timeout=1.0)
@@ -117,13 +121,18 @@ def test_stall_warning_of_a_split_names_global_ranks(
             return
         part.barrier()
         if group.rank == 2:
-            time.sleep(1.5)
+            deadline = time.monotonic() + 30.0
+            while not warnings() and time.monotonic() < deadline:
+                time.sleep(0.02)
         part.barrier()
+
+    def warnings() -> list[str]:
+        said = [record.getMessage() for record in [*caplog.records]]
+        return [each for each in said if "has waited" in each and "of ranks 3, 1, 2" in each]
 
     with caplog.at_level(logging.WARNING):
         run(way, 4, job)
-    said = [record.getMessage() for record in caplog.records if "has waited" in record.getMessage()]
-    said = [each for each in said if "of ranks 3, 1, 2" in each]
+    said = warnings()
     assert said
     assert all(re.match(r"rank [13] has waited [\d.]+ s for rank [123]", each) for each in said)
 

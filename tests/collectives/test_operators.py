@@ -18,7 +18,7 @@ from collectives.schedules.registry import ALGORITHMS, SCHEDULES, carriers
 from collectives.schedules.topology import Topology
 from collectives.schedules.verify import verify
 from tests.collectives.consistency.ranks import everywhere, run, start_and_wait
-from tests.collectives.operators import ByRank, Medoid, TrimmedMean, medoid, trimmed
+from tests.collectives.operators import ByRank, Longest, TrimmedMean, longest, trimmed
 from tests.collectives.schedules.simulation import one_level
 from tests.processes.conformance import star
 
@@ -118,7 +118,7 @@ def test_algorithm_that_reduces_some_ranks_at_a_time_is_refused(way: str, algori
 
 
 @pytest.mark.parametrize("algorithm", ["rechd/psgpu", "psgpu/psgpu", "nccl/rd", "collective/pscpu"])
-@pytest.mark.parametrize("op", [TrimmedMean(), Medoid()])
+@pytest.mark.parametrize("op", [TrimmedMean(), Longest()])
 def test_two_levels_are_refused(op: Reducer, algorithm: str) -> None:
     def job(group: Group) -> None:
         with pytest.raises(ValueError, match="use bruck, psgpu, pscpu"):
@@ -161,7 +161,7 @@ def test_operands_come_in_rank_order(way: str) -> None:
 @everywhere
 @pytest.mark.parametrize("shared", [False, True])
 def test_operator_of_whole_segments_gets_them_whole(way: str, shared: bool) -> None:
-    op = Medoid(shared=shared)
+    op = Longest(shared=shared)
 
     def job(group: Group) -> None:
         inputs = torch.stack([draw(rank) for rank in range(group.size)])
@@ -169,17 +169,17 @@ def test_operator_of_whole_segments_gets_them_whole(way: str, shared: bool) -> N
             for segments in (SEGMENTS, None):
                 tensor = draw(group.rank)
                 group.all_reduce(tensor, op, algorithm=algorithm, segments=segments)
-                # Medoids are copied: no rounding.
-                assert torch.equal(tensor, medoid(inputs, segments or (0, 1021)))
+                # Values are copied: no rounding.
+                assert torch.equal(tensor, longest(inputs, segments or (0, 1021)))
             tensors = list(draw(group.rank).split([7, 493, 521]))
             group.grouped_all_reduce(tensors, op, algorithm=algorithm)
-            assert torch.equal(torch.cat(tensors), medoid(inputs, (0, 7, 500, 1021)))
+            assert torch.equal(torch.cat(tensors), longest(inputs, (0, 7, 500, 1021)))
 
     run(way, 4, job)
 
 
 @everywhere
-@pytest.mark.parametrize("op", [TrimmedMean(), Medoid()])
+@pytest.mark.parametrize("op", [TrimmedMean(), Longest()])
 def test_reduce_scatter_is_the_slice_of_the_all_reduce(way: str, op: Reducer) -> None:
     def job(group: Group) -> None:
         whole = group.all_reduce(draw(group.rank, 12), op, postscale=0.5)
@@ -274,7 +274,7 @@ def test_auto_takes_one_that_can_unless_the_operator_names_another() -> None:
 
 def test_associative_operators_are_those_of_any_order() -> None:
     assert all(op.associative for op in (Sum, Average, Max))
-    assert not any(op.associative for op in (Adasum, TrimmedMean(), Medoid()))
+    assert not any(op.associative for op in (Adasum, TrimmedMean(), Longest()))
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -14,7 +15,8 @@ import torch
 import collectives
 from collectives import Group
 from collectives.stall import Stall, warning_seconds
-from collectives.transport.nccl.pending import Pending, Posted
+from collectives.transport import ThreadWorld
+from collectives.transport.nccl.watcher import Posted, Watcher
 from tests.collectives.consistency.ranks import WAYS, run
 
 EVERY = 0.1
@@ -86,22 +88,22 @@ def test_long_wait_over_nccl_is_warned_of_unless_it_has_come(
     seconds: Callable[[str], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     seconds("10")
-    pending = Pending(0, lambda: "")
+    watcher = Watcher(ThreadWorld(2).transport(0), cast(Any, SimpleNamespace(check=lambda: None)))
     events = [Event(), Event()]
     for event, since, peers in zip(events, (15.0, 12.0), ((1,), ()), strict=True):
         begun = time.monotonic() - since
         posted = Posted(cast(Any, event), peers, "step 1 of all_reduce", 300.0, begun)
-        pending.items.append(posted)
-    pending.watch()
-    pending.watch()
+        watcher.items.append(posted)
+    watcher.watch()
+    watcher.watch()
     (said,) = caplog.messages
     assert re.match(r"rank 0 has waited 15 s for rank 1 in step 1 of all_reduce: an error", said)
     # An event is asked for once a warning is due, and not before.
     assert (events[0].asked, events[1].asked) == (1, 0)
     caplog.clear()
     events[0].come = True
-    pending.settle(1)
-    pending.watch()
+    watcher.settle(1)
+    watcher.watch()
     # The second one's time begins when the first has come.
     assert not caplog.messages
 

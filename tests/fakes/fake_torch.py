@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from datetime import timedelta
@@ -48,6 +49,19 @@ class FakeTorch:
         after = FakeEvent()
         after.record(stream)
         return [FakeWork(self, rank, after)]
+
+    def all_reduce(self, tensor: torch.Tensor, *, group: FakeGroup, async_op: bool) -> FakeWork:
+        """As of a sum that a rank never joins, until it is aborted."""
+        assert async_op
+        stream, after = self._streams[group.rank], FakeEvent()
+
+        def wait() -> None:
+            while group.rank not in self.aborted:
+                time.sleep(0.01)
+
+        stream.put(wait)
+        after.record(stream)
+        return FakeWork(self, group.rank, after)
 
     def _move(self, op: Any) -> Callable[[], None]:
         plain = op.tensor.as_subclass(torch.Tensor)

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from collectives.errors import CollectiveError
 from collectives.execution.context import Workspace
 from collectives.transport import Message, ThreadWorld
-from collectives.transport.nccl import communicators, pending
+from collectives.transport.nccl import calling_thread, cupy_backend, watcher
 from collectives.transport.nccl import transport as nccl
+from collectives.transport.nccl.cupy_backend import CupyBackend
 from tests.fakes.fake_cuda import FakeCuda, FakeStream, device_tensor
 from tests.fakes.fake_nccl import FakeNccl
 
@@ -35,7 +36,8 @@ class Machine:
         store = dist.HashStore()
 
         def rank_main(rank: int) -> Any:
-            transport = nccl.NcclTransport(world.transport(rank), store, timeout=timeout)
+            backend = CupyBackend(store)
+            transport = nccl.NcclTransport(world.transport(rank), backend, timeout=timeout)
             try:
                 return work(transport)
             finally:
@@ -71,13 +73,13 @@ class Machine:
 def make_machine(monkeypatch: pytest.MonkeyPatch, fake: FakeNccl) -> Iterator[Machine]:
     """For a fixture: the fakes in place of CUDA and NCCL; at the end no rule was broken."""
     cuda = FakeCuda()
-    monkeypatch.setattr(nccl, "cuda", cuda)
-    monkeypatch.setattr(communicators, "cuda", cuda)
-    monkeypatch.setattr(nccl, "load_nccl", lambda: fake)
-    monkeypatch.setattr(communicators, "_ABORT_SECONDS", 0.1)
-    monkeypatch.setattr(communicators, "_CLOSE_SECONDS", CLOSE_SECONDS)
-    monkeypatch.setattr(pending, "CHECK_SECONDS", 0.05)
-    monkeypatch.setattr(pending, "GRACE_SECONDS", 0.1)
+    for module in (nccl, cupy_backend, calling_thread):
+        monkeypatch.setattr(module, "cuda", cuda)
+    monkeypatch.setattr(cupy_backend, "load_nccl", lambda: fake)
+    monkeypatch.setattr(cupy_backend, "_ABORT_SECONDS", 0.1)
+    monkeypatch.setattr(cupy_backend, "_CLOSE_SECONDS", CLOSE_SECONDS)
+    monkeypatch.setattr(watcher, "CHECK_SECONDS", 0.05)
+    monkeypatch.setattr(watcher, "GRACE_SECONDS", 0.1)
     yield Machine(fake, cuda)
     fake.end()
     FakeStream.stop_all()

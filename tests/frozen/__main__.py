@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import time
 
-from tests.frozen import public_names, table
+from tests.frozen import call_path, public_names, table
 
 
 def _compare(args: argparse.Namespace) -> int:
@@ -40,13 +40,16 @@ def main() -> int:
     )
     parser.add_argument("--update", action="store_true", help="write what differs to the table")
     parser.add_argument("--names", action="store_true", help="write the list of public names anew")
+    parser.add_argument("--trace", action="store_true", help="print the way of a call, traced")
     parser.add_argument("--seed", type=int, default=table.SEED, help="of the sample")
     parser.add_argument("--sample", type=int, help="how many cases; else all of the table")
     parser.add_argument("--minutes", type=float, help="begin no more ranks after so long")
     args = parser.parse_args()
     start = time.monotonic()
     status = 0
-    if args.names:
+    if args.trace:
+        call_path.show()
+    elif args.names:
         public_names.PATH.write_text(public_names.listed())
     elif args.make:
         table.write(table.make(args.seed, args.sample or table.SAMPLE, table.say))

@@ -1,8 +1,9 @@
 """The public names of the packages, as users import and call them.
 
-A line for each name: of a function its parameters and their defaults, of a class those that
-make it and of its methods, its properties and the attributes that its docstring has. Annotations are left out, as one
-meaning can be written in several ways; `**options` of a TypedDict are its keys, as callers see.
+A line for each name: of a function its parameters and their defaults, of a class those that make it
+and of its methods, its properties and the attributes that its docstring has. Annotations are left
+out, as one meaning can be written in several ways; `**options` of a TypedDict are its keys, as
+callers see.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from collectives.schedules import recursive_doubling, recursive_halving, ring
 from collectives.schedules.schedule import Schedule
 from collectives.schedules.topology import Topology
 from collectives.transport import GlooTransport, Message, Transport
-from collectives.transport.nccl.communicators import load_nccl
+from collectives.transport.nccl.cupy_backend import CupyBackend, load_nccl
 from collectives.transport.nccl.transport import NcclTransport
 from collectives.transport.process_groups import store_of
 from tests.adasum import definition
@@ -259,7 +259,8 @@ def start(rank: int) -> NcclTransport:
     dist.init_process_group("gloo")
     group = dist.group.WORLD
     assert group is not None
-    return NcclTransport(GlooTransport(group), store_of(group), timeout=TIMEOUT)
+    backend = CupyBackend(store_of(group))
+    return NcclTransport(GlooTransport(group), backend, timeout=TIMEOUT)
 
 
 def run_checks(rank: int) -> dict[str, str]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from tests.processes.nursery import nursery
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,6 +52,19 @@ def test_adasum_log_is_silent_where_it_should_be_and_refuses_other_words() -> No
     assert "WARNING kernels: ADASUM_LOG must be one of debug, info, warning, error, got" in line
 
 
+def _main(code: str) -> None:
+    """Run a program in a process of the nursery; what it holds goes at the interpreter's end."""
+    exec(code, sys.modules["__main__"].__dict__)
+
+
+def _ends(code: str, log: Path, **variables: str) -> tuple[int | None, str]:
+    """Return a program's exit status, and what it writes."""
+    rank = nursery().start(f"{__name__}:{_main.__name__}", code, variables, log)
+    status = rank.wait(time.monotonic() + 40.0)
+    rank.send(signal.SIGKILL)
+    return status, log.read_text()
+
+
 # Torch gives up after half a second, in the middle of an exit that takes one.
 _LATE_START = """
 import time
@@ -65,27 +81,29 @@ bounded(lambda: dist.HashStore().wait(["never"], timedelta(seconds=0.5)), 1, 0.2
 """
 
 
-def test_torch_may_be_late_while_the_rank_ends() -> None:
+def test_torch_may_be_late_while_the_rank_ends(tmp_path: Path) -> None:
     """It ends with its own error, not by a signal."""
-    ended = _run(_LATE_START, MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-    assert ended.returncode == 1, ended.stderr[-3000:]
-    assert "rank 1 could not start within 0.2 s" in ended.stderr
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    status, said = _ends(_LATE_START, tmp_path / "log", **variables)
+    assert status == 1, said[-3000:]
+    assert "rank 1 could not start within 0.2 s" in said
 
 
 EXIT = """
 import threading, time, torch, torch.distributed as dist
 from collectives.transport import Message, ThreadWorld
-from collectives.transport.nccl import communicators, transport as nccl
+from collectives.transport.nccl import calling_thread, cupy_backend, transport as nccl
 from tests.fakes.fake_cuda import FakeCuda, device_tensor
 from tests.fakes.fake_nccl import FakeNccl
-nccl.cuda = communicators.cuda = FakeCuda()
+nccl.cuda = cupy_backend.cuda = calling_thread.cuda = FakeCuda()
 fake = FakeNccl()
-nccl.load_nccl = lambda: fake
+cupy_backend.load_nccl = lambda: fake
 world, store, kept = ThreadWorld(2), dist.HashStore(), []
-communicators._CLOSE_SECONDS = 0.3
+cupy_backend._CLOSE_SECONDS = 0.3
 message = Message(0, device_tensor(torch.ones(3)))
 def rank(r):
-    transport = nccl.NcclTransport(world.transport(r), store, timeout=10.0)
+    backend = cupy_backend.CupyBackend(store)
+    transport = nccl.NcclTransport(world.transport(r), backend, timeout=10.0)
     kept.append(transport)
     if r == 1:
         transport.exchange([message], [message], "a step", 1000.0)
@@ -97,9 +115,8 @@ print("ending", flush=True)
 """
 
 
-def test_a_process_ends_that_never_closed() -> None:
+def test_a_process_ends_that_never_closed(tmp_path: Path) -> None:
     """With an exchange under way, too, whose peer never comes."""
-    start = time.monotonic()
-    done = _run(EXIT)
-    assert (done.returncode, done.stdout) == (0, "ending\n"), done.stderr
-    assert time.monotonic() - start < 40.0
+    status, said = _ends(EXIT, tmp_path / "log")
+    # Triton may say after it what its own library still held.
+    assert status == 0 and said.startswith("ending\n") and "Error" not in said, said

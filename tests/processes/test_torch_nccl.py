@@ -14,7 +14,8 @@ import torch.distributed as dist
 import collectives
 from adasum import Adasum
 from collectives import Sum
-from collectives.transport import GlooTransport
+from collectives.transport import GlooTransport, NcclTransport
+from collectives.transport.nccl.torch_backend import TorchBackend
 from tests.processes.harness import run_ranks
 from tests.processes.test_nccl import ONE_GPU, TIMEOUT, check_told, told_of_a_silent_peer, why_not
 
@@ -54,7 +55,9 @@ def silent_peer(rank: int) -> tuple[str, float]:
     device = _use_a_gpu(rank)
     dist.init_process_group("cpu:gloo,cuda:nccl")
     assert dist.group.WORLD is not None
-    return told_of_a_silent_peer(GlooTransport(dist.group.WORLD), device)
+    backend = TorchBackend(dist.group.WORLD)
+    transport = NcclTransport(GlooTransport(dist.group.WORLD), backend, timeout=TIMEOUT)
+    return told_of_a_silent_peer(transport, device)
 
 
 def test_a_silent_peer() -> None:

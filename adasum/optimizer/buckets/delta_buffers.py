@@ -36,7 +36,7 @@ class DeltaBuffers:
         """Begin a new step with nothing in flight: buckets get the same slots as in the last."""
         self._turn = 0
 
-    @outside_modes
+    @outside_modes()
     def of(self, name: str, parameters: Sequence[Tensor]) -> tuple[FusedBuffer, FusedBuffer]:
         """Return a bucket's two buffers, each with views like its parameters.
 
@@ -60,7 +60,7 @@ class DeltaBuffers:
         buffers = self._buffers.setdefault(place, {})
         made_for, buffer = buffers.get(name, (None, None))
         if buffer is None or made_for != kinds:
-            # Evenly strided elements become 1-D without a copy, and are not contiguous then.
+            # reshape gives a view of evenly strided elements, which is not contiguous.
             flat = [as_reals(p.detach()).reshape(-1).contiguous() for p in parameters]
             numel = kernels.layout_of(flat).numel
             memory = self._memory.get(place)

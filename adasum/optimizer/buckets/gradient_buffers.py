@@ -165,9 +165,10 @@ class GradientBucket:
         # Once: a gradient that somebody has dropped since has left its values here.
         if not self._is_zero or parameter.grad is not None or index in self._attached:
             return
-        if kind_of_gradient(parameter) == self._kinds[index]:
-            self._attached.add(index)
-            slot.give(parameter)
+        with outside_modes():
+            if kind_of_gradient(parameter) == self._kinds[index]:
+                self._attached.add(index)
+                slot.give(parameter)
 
     def fill(self, names: Sequence[str], ours: Collection[int]) -> None:
         """Move the gradients here where they are not, zeros for none, or copy them.
@@ -218,7 +219,9 @@ class GradientBucket:
             parameter, slot, gradient = self._parameters[i], self._slots[i], gradients[i]
             free = gradient is None or id(gradient) in ours or id(gradient) in taken
             movable = gradient is None or free or not self._is_part(gradient)
-            if self._as_views and movable:
+            # One that autograd records (create_graph) has to stay where it is.
+            recorded = gradient is not None and gradient.requires_grad
+            if self._as_views and movable and not recorded:
                 slot.give(parameter, taken)
                 taken.add(id(gradient))
             else:
@@ -273,7 +276,6 @@ class GradientBuffers:
         self._buckets: dict[str, GradientBucket] = {}
         self._places: dict[Tensor, tuple[GradientBucket, int]] = {}
 
-    @outside_modes
     def place(self, bucket: str, named: Sequence[Named]) -> GradientBucket:
         """Bring gradients of one dtype and device into the bucket's buffer.
 
@@ -305,14 +307,13 @@ class GradientBuffers:
         self._buckets.clear()
         self._places.clear()
 
-    @outside_modes
+    @outside_modes()
     def zero(self) -> None:
         """Zero the buffers in which no gradients lie any more."""
         if self._as_views:
             for bucket in self._buckets.values():
                 bucket.zero()
 
-    @outside_modes
     def attach(self, parameter: Tensor) -> None:
         """Have backward add the parameter's gradient to the zeros in its buffer, if there are."""
         if parameter in self._places:

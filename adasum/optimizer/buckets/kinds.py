@@ -13,9 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import kernels
-from adasum.optimizer.buckets.planning import Named
-from adasum.real_pairs import as_reals, real_dtype
+from adasum.real_pairs import as_reals
 from collectives import FusedBuffer
 
 
@@ -65,30 +63,16 @@ def describe_kind(tensor: Tensor) -> str:
 def kind_of_gradient(parameter: Tensor) -> Kind:
     """Return the kind of the parameter's gradient, whose dtype may be another (`grad_dtype`)."""
     kind = kind_of(parameter)
-    dtype = _dtype_of_gradient(parameter)
+    dtype = dtype_of_gradient(parameter)
     return kind if dtype is kind.dtype else kind._replace(dtype=dtype)
 
 
-def _dtype_of_gradient(parameter: Tensor) -> torch.dtype:
+def dtype_of_gradient(parameter: Tensor) -> torch.dtype:
+    """Return the dtype of the gradient that the parameter has, or would have."""
     if parameter.grad is not None:
         return parameter.grad.dtype
     dtype: torch.dtype | None = getattr(parameter, "grad_dtype", None)
     return dtype or parameter.dtype
-
-
-def split_by_kind(named: Sequence[Named]) -> list[list[Named]]:
-    """Split by the gradients' dtype and device, ordered by the first of each kind."""
-    parts: dict[tuple[torch.dtype, torch.device], list[Named]] = {}
-    for name, parameter in named:
-        kind = _dtype_of_gradient(parameter), parameter.device
-        parts.setdefault(kind, []).append((name, parameter))
-    return list(parts.values())
-
-
-def fits_in_buffer(parameter: Tensor) -> bool:
-    """Return whether gradients of the parameter's can lie in a buffer."""
-    dtype = _dtype_of_gradient(parameter)
-    return real_dtype(dtype) in kernels.DTYPES and parameter.device.type in ("cpu", "cuda")
 
 
 def buffer_for(

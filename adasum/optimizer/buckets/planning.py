@@ -148,11 +148,13 @@ def _listed(
     return buckets, [entry for entry in backwards if id(entry[1]) not in taken]
 
 
-def by_kind(entries: Sequence[Named]) -> list[list[Named]]:
-    """Split by dtype and device, ordered by the first of each kind."""
+def by_kind(
+    entries: Sequence[Named], dtype_of: Callable[[Tensor], torch.dtype] = lambda each: each.dtype
+) -> list[list[Named]]:
+    """Split by dtype, the parameters' own unless given, and device; by the first of each kind."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Named]] = {}
     for entry in entries:
-        kinds.setdefault((entry[1].dtype, entry[1].device), []).append(entry)
+        kinds.setdefault((dtype_of(entry[1]), entry[1].device), []).append(entry)
     return list(kinds.values())
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -13,12 +15,12 @@ from torch import Tensor
 from adasum.compression import Compression, Compressor, cast_dtype
 from adasum.modes import outside_modes
 from adasum.observer import Observer
-from adasum.real_pairs import as_reals
+from adasum.request_pool import RequestPool
 from adasum.sparse import sparse_all_reduce_async
 from collectives import Average, FusedBuffer, Group, Reducer, Request, Sum
+from collectives.trace import span
 
 Owners: TypeAlias = Sequence[int] | None
-_WaitAndInstall: TypeAlias = tuple[Callable[[], Any], Callable[[Any], None]]
 
 
 @dataclass
@@ -41,13 +43,70 @@ class Reduction:
         self.install(self.wait_for_result())
 
 
+class InFlight:
+    """The reductions that were started and not waited for, oldest first."""
+
+    def __init__(self) -> None:
+        self._started: list[Reduction] = []
+        self._done: list[Reduction] = []
+
+    def __len__(self) -> int:
+        return len(self._started)
+
+    def add(self, reductions: Sequence[Reduction]) -> None:
+        """Take note of reductions that were just started."""
+        self._started += reductions
+
+    def wait(self, below: int = 1) -> None:
+        """Wait for the oldest until fewer than `below` are in flight.
+
+        Raises:
+            CollectiveError: The first that failed; nothing is in flight any more.
+        """
+        if len(self) < below:
+            return
+        with span(lambda: f"waiting for {len(self)} buckets"), self.none_after_an_error():
+            while len(self) >= below:
+                first = self._started.pop(0)
+                first.wait()
+                self._done.append(first)
+
+    def notify_observers(self) -> None:
+        """Show what was waited for; called at the same points on every rank.
+
+        Not by `wait`: an observer may call collectives, and how many buckets backward starts and
+        waits for may differ between the ranks.
+        """
+        while self._done:
+            self._done.pop(0).notify_observer()
+
+    def forget_done(self) -> None:
+        """Begin a new step, whose observers see nothing of the last one."""
+        self._done.clear()
+
+    @contextmanager
+    def none_after_an_error(self) -> Iterator[None]:
+        """On an error wait for what is in flight, drop its results, and note its errors."""
+        try:
+            yield
+        except BaseException as error:
+            started, self._started = self._started, []
+            for reduction in started:
+                try:
+                    reduction.wait_for_result()
+                except Exception as other:  # noqa: BLE001 - a note of the first
+                    if other is not error and hasattr(error, "add_note"):  # Python 3.11
+                        error.add_note(f"after it: {type(other).__name__}: {other}")
+            raise
+
+
 @dataclass
 class BucketReducer:
     """Reduces an optimizer's buckets: what all its reductions have in common.
 
     Attributes:
         group: The ranks.
-        op: Sum, Average or Adasum.
+        op: Sum, Average, Adasum or a user's.
         compression: Casts what is sent.
         algorithm: As `collectives` takes it; None is "auto".
         prescale: Multiplies what is sent.
@@ -65,123 +124,83 @@ class BucketReducer:
     _cast_buffers: WeakKeyDictionary[FusedBuffer, FusedBuffer] = field(
         default_factory=WeakKeyDictionary
     )
-    _requests: WeakKeyDictionary[FusedBuffer, tuple[Owners, Request]] = field(
-        default_factory=WeakKeyDictionary
-    )
+    _requests: RequestPool = field(default_factory=RequestPool)
 
-    @outside_modes
     def reduce_async(
-        self,
-        names: Sequence[str],
-        tensors: Sequence[Tensor] | FusedBuffer,
-        bucket: str,
-        owners: Owners = None,
+        self, names: Sequence[str], fused: FusedBuffer, bucket: str, owners: Owners = None
     ) -> Reduction:
         """Start reducing a bucket's tensors in place, all in one group.
 
         Args:
-            names: Of the tensors, for the observer.
-            tensors: Those that are not contiguous are sent as copies. A buffer is reduced by a
-                request that is made the first time and started at every call.
+            names: Of the tensors.
+            fused: Where they lie. Its request, and the memory of what is sent in another dtype,
+                are kept as long as it is.
             bucket: The bucket's name.
             owners: The ranks that get the tensors' results, one for each; all ranks unless given.
         """
-        fused: FusedBuffer | None = None
-        if isinstance(tensors, FusedBuffer):
-            fused, targets = tensors, tensors.tensors
-        else:
-            targets = [as_reals(each.detach()) for each in tensors]
-        observer = self.observer
-        token = observer.before_reduction(names, targets) if observer else None
+        observer, tensors = self.observer, fused.tensors
+        token = observer.before_reduction(names, tensors) if observer else None
 
         def notify_observer() -> None:
             if observer:
-                observer.after_reduction(token, targets)
+                observer.after_reduction(token, tensors)
 
-        dtype = cast_dtype(self.compression, targets[0].dtype)
-        options = self._scaled(bucket) if owners is not None else self._options(bucket, names)
-        if fused is not None and (dtype is not None or self.compression is Compression.none):
-            started = self._start_buffer(fused, dtype, options, owners)
-        else:
-            started = self._start_tensors(targets, options, owners)
-        return Reduction(*started, notify_observer)
-
-    def _start_buffer(
-        self,
-        fused: FusedBuffer,
-        dtype: torch.dtype | None,
-        options: dict[str, Any],
-        owners: Owners,
-    ) -> _WaitAndInstall:
-        """Start the buffer's request; unless `dtype` is None, that of its copy cast to `dtype`.
-
-        The request, and the buffer of the copy, are kept as long as the buffer.
-        """
-        sent = fused
-        if dtype is not None:
-            if fused not in self._cast_buffers:
-                self._cast_buffers[fused] = FusedBuffer([each.to(dtype) for each in fused.tensors])
-            sent = self._cast_buffers[fused]
-            torch._foreach_copy_(sent.tensors, fused.tensors)
-        kept, request = self._requests.get(sent, (owners, None))
-        if request is None or kept != owners:
-            # Not negotiated with the other ranks, which may have joined, or see the buffer for the
-            # first time.
-            if owners is None:
-                request = self.group.grouped_all_reduce_init(
-                    sent.tensors, self.op, negotiate=False, **options
-                )
-            else:
-                request = self.group.reduce_to_owners_init(
-                    sent.tensors, self.op, owners=owners, negotiate=False, **options
-                )
-            self._requests[sent] = owners, request
-        request.start()
-
-        def wait() -> None:
-            try:
-                request.wait()
-            except BaseException:
-                # Its state is unknown after an error.
-                self._requests.pop(sent, None)
-                raise
+        dtype = cast_dtype(self.compression, fused.buffer.dtype)
+        if dtype is None and self.compression is not Compression.none:
+            return self._reduce_compressed(names, tensors, bucket, owners, notify_observer)
+        sent = fused if dtype is None else self._cast(fused, dtype)
+        make = partial(self._request, sent.tensors, names, bucket, owners)
+        started = self._requests.start(sent, owners and tuple(owners), make)
 
         def install(_: Any) -> None:
             if sent is not fused:
-                torch._foreach_copy_(fused.tensors, sent.tensors)
+                torch._foreach_copy_(tensors, sent.tensors)
 
-        return wait, install
+        return Reduction(started.wait, install, notify_observer)
 
-    def _start_tensors(
-        self, tensors: Sequence[Tensor], options: dict[str, Any], owners: Owners
-    ) -> _WaitAndInstall:
-        """Start reducing the tensors, each compressed by itself."""
+    def _cast(self, fused: FusedBuffer, dtype: torch.dtype) -> FusedBuffer:
+        """Return a copy of the buffer in another dtype, in the same memory every time."""
+        if fused not in self._cast_buffers:
+            self._cast_buffers[fused] = FusedBuffer([each.to(dtype) for each in fused.tensors])
+        sent = self._cast_buffers[fused]
+        torch._foreach_copy_(sent.tensors, fused.tensors)
+        return sent
+
+    def _reduce_compressed(
+        self,
+        names: Sequence[str],
+        tensors: Sequence[Tensor],
+        bucket: str,
+        owners: Owners,
+        notify_observer: Callable[[], None],
+    ) -> Reduction:
+        """Start reducing the tensors, each compressed by itself: what that gives is not known."""
         compressed = [self.compression.compress(tensor) for tensor in tensors]
         sent = [each.contiguous() for each, _ in compressed]
-        work: Any
-        if owners is None:
-            work = self.group.grouped_all_reduce(sent, self.op, async_op=True, **options)
-        else:
-            work = self.group.reduce_to_owners(
-                sent, self.op, owners=owners, async_op=True, **options
-            )
+        request = self._request(sent, names, bucket, owners)
+        request.start()
 
         def install(_: Any) -> None:
             for tensor, result, (_, context) in zip(tensors, sent, compressed, strict=True):
                 if result is not tensor:
                     tensor.copy_(self.compression.decompress(result, context))
 
-        return work.wait, install
+        return Reduction(request.wait, install, notify_observer)
 
-    def _options(self, bucket: str, names: Sequence[str]) -> dict[str, Any]:
+    def _request(
+        self, tensors: Sequence[Tensor], names: Sequence[str], bucket: str, owners: Owners
+    ) -> Request[Any]:
+        # Not negotiated with the other ranks, which may have joined, or see the buffer for the
+        # first time.
+        options: Any = {"name": bucket, "prescale": self.prescale, "postscale": self.postscale}
+        options["negotiate"] = False
+        if owners is not None:
+            return self.group.reduce_to_owners_init(tensors, self.op, owners=owners, **options)
         # A bucket is one buffer, whatever it holds.
-        options = {"algorithm": self.algorithm, "packed": True, "names": names}
-        return {**options, **self._scaled(bucket)}
+        options |= {"algorithm": self.algorithm, "packed": True, "names": names}
+        return self.group.grouped_all_reduce_init(tensors, self.op, **options)
 
-    def _scaled(self, bucket: str) -> dict[str, Any]:
-        return {"name": bucket, "prescale": self.prescale, "postscale": self.postscale}
-
-    @outside_modes
+    @outside_modes()
     def reduce_sparse_async(self, name: str, parameter: Tensor, bucket: str) -> Reduction:
         """Start reducing a sparse gradient, which `wait` replaces; it is sent uncompressed.
 
@@ -197,7 +216,11 @@ class BucketReducer:
         assert gradient is not None
         if self.prescale != 1.0:
             gradient = gradient * self.prescale
-        handle = sparse_all_reduce_async(self.group, gradient, self.op, f"{bucket}: {name}")
+        # Ranks compare names: where one has no gradient, this one is in the error.
+        call = (
+            f"{bucket}: sparse gradient of {name} (a rank without one needs sparse_as_dense=True)"
+        )
+        handle = sparse_all_reduce_async(self.group, gradient, self.op, call)
 
         def install(result: Tensor) -> None:
             parameter.grad = result * self.postscale if self.postscale != 1.0 else result

@@ -34,9 +34,14 @@ def describe_parameters(named: Sequence[Named]) -> list[list[str]]:
         for i, part in zip(indices, parts, strict=True):
             digests[i] = hashlib.blake2b(part.numpy(), digest_size=8).digest()
     return [
-        [name, f"{str(tensor.dtype).removeprefix('torch.')}{tuple(tensor.shape)}", digest.hex()]
+        [name, describe_shape(tensor), digest.hex()]
         for (name, tensor), digest in zip(compared, digests, strict=True)
     ]
+
+
+def describe_shape(tensor: Tensor) -> str:
+    """Return a tensor's dtype and shape."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{tuple(tensor.shape)}"
 
 
 def has_bits(parameter: Tensor) -> bool:

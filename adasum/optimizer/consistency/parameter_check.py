@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from adasum.broadcasts import was_broadcast
+from adasum.horovod.state import was_broadcast
 from adasum.modes import outside_modes
 from adasum.optimizer.buckets.planning import Named
 from adasum.optimizer.consistency.checksums import describe_parameters, has_bits
@@ -58,7 +58,7 @@ def checks_parameters(asked: bool | None) -> bool:
     return text == "1"
 
 
-@outside_modes
+@outside_modes()
 def require_equal_parameters(
     group: Group,
     named: Sequence[Named],
@@ -88,9 +88,9 @@ def require_equal_parameters(
     """
     rows = describe_parameters(named)
     mine = json.dumps([settings, rows]).encode()
-    told = group.all_gather_bytes(hashlib.blake2b(mine, digest_size=16).digest(), name=call)
-    if len({each for each in told if each}) == 1:
-        return all(told)
+    digests = group.all_gather_bytes(hashlib.blake2b(mine, digest_size=16).digest(), name=call)
+    if len({each for each in digests if each}) == 1:
+        return all(digests)
     sent = group.all_gather_bytes(mine, name="what differs between the ranks")
     by_rank = {rank: json.loads(each) for rank, each in zip(group.ranks, sent, strict=True) if each}
     difference = _differing_setting({rank: each[0] for rank, each in by_rank.items()}, when)
@@ -160,12 +160,21 @@ class ParameterCheck:
         group: The ranks that reduce together.
         settings: Returns (name, value) of the settings, as they are.
         every: Steps from one running check to the next; 0 for none.
+        compares: False leaves all of it out.
     """
 
-    def __init__(self, group: Group, settings: Callable[[], Sequence[Setting]], every: int) -> None:
+    def __init__(
+        self,
+        group: Group,
+        settings: Callable[[], Sequence[Setting]],
+        *,
+        every: int,
+        compares: bool = True,
+    ) -> None:
         self._group = group
         self._settings = settings
         self._every = every
+        self._compares = compares
         self._new: dict[Tensor, str] = {}
         self._compared: dict[Tensor, str] = {}
         self._begun = False
@@ -175,7 +184,8 @@ class ParameterCheck:
 
     def add(self, named: Sequence[Named]) -> None:
         """Have parameters compared at the next reduction."""
-        self._new.update((parameter, name) for name, parameter in named)
+        if self._compares:
+            self._new.update((parameter, name) for name, parameter in named)
 
     def forget(self, parameters: Iterable[Tensor]) -> None:
         """Leave parameters out from now on."""
@@ -268,6 +278,7 @@ class ParameterCheck:
                 begin = parameter.numel()
             if begin >= parameter.numel():
                 number, begin = (number + 1) % len(parameters), 0
+            # Too little for an element of the largest dtype: the next slice could be empty.
             if room < 16:
                 break
         self._next = number, begin
@@ -275,7 +286,11 @@ class ParameterCheck:
 
     def warn_without_gradients(self) -> None:
         """Warn before the first step, where nothing has a gradient: the model may have changed."""
-        if self._begun or any(parameter.grad is not None for parameter in self._new):
+        if (
+            not self._compares
+            or self._begun
+            or any(parameter.grad is not None for parameter in self._new)
+        ):
             return
         _logger.warning(
             "rank %d: no parameter of this optimizer has a gradient at its first step: backward "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from adasum.optimizer.consistency.checksums import describe_parameters, describe_shape
 from adasum.optimizer.consistency.parameter_check import Setting
 
-# Lists and dicts within each other.
+# Of lists and dicts within each other: deeper than any optimizer's, since one may hold itself.
 _MAX_DEPTH = 8
 
 
@@ -64,18 +64,5 @@ def describe_value(value: Any, depth: int = 0) -> str:
 def _describe_tensor(tensor: Tensor) -> str:
     if tensor.numel() == 1 and tensor.layout is torch.strided and not tensor.is_meta:
         return repr(tensor.item())
-    kind = f"{str(tensor.dtype).removeprefix('torch.')}{tuple(tensor.shape)}"
-    if tensor.layout is not torch.strided or tensor.is_meta:
-        return kind
-    raw = (
-        tensor.detach()
-        .resolve_conj()
-        .resolve_neg()
-        .cpu()
-        .contiguous()
-        .view(-1)
-        .view(torch.uint8)
-        .numpy()
-        .tobytes()
-    )
-    return f"{kind} {hashlib.blake2b(raw, digest_size=8).hexdigest()}"
+    described = describe_parameters([("", tensor)])
+    return " ".join(described[0][1:]) if described else describe_shape(tensor)

@@ -12,6 +12,7 @@ import collectives
 from adasum import DistributedOptimizer, OptimizerOrderError
 from adasum.optimizer.backward_hooks import BackwardHooks
 from adasum.optimizer.buckets.reduction import Reduction
+from adasum.optimizer.reduces import Reduces
 from collectives import CollectiveTimeoutError, TransportError
 from tests.adasum.definition import flat, loss_of, make_model
 from tests.adasum.jobs import OPS
@@ -251,15 +252,15 @@ def test_bucket_that_cannot_start_raises_what_ended_the_one_before() -> None:
     def wait() -> None:
         raise lost
 
-    def start(members: Any, name: str) -> list[Reduction]:
-        if name.startswith("bucket 0"):
-            return [Reduction(wait, lambda result: None)]
-        raise TransportError(f"{name}: this group is unusable since an earlier failure") from lost
+    class Optimizer(Reduces):
+        def _start_bucket(self, members: Any, name: str) -> list[Reduction]:
+            if name.startswith("bucket 0"):
+                return [Reduction(wait, lambda result: None)]
+            raise TransportError(f"{name}: unusable since an earlier failure") from lost
 
     named = [(name, torch.nn.Parameter(torch.ones(1))) for name in "ab"]
-    hooks = BackwardHooks(
-        named, [[each] for each in named], start, passes=1, early=True, final=False
-    )
+    optimizer = Optimizer()
+    hooks = BackwardHooks(optimizer, named, [[each] for each in named], passes=1, early=True)
     with pytest.raises(CollectiveTimeoutError, match="got no answer from rank 1"):
         hooks.synchronize()
     assert not hooks.busy

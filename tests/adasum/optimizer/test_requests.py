@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import inspect
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +21,7 @@ from tests.adasum.jobs import OPS
 from tests.adasum.trainings import ALL_WAYS, WAYS
 from tests.processes.harness import run_ranks
 
+ADASUM = Path(hvd.__file__).parent
 STEPS = 5
 # What is in a step beside whole copies of the model: the loss and its intermediate values.
 SLACK = 64 * 1024
@@ -146,3 +150,39 @@ def test_rank_that_joined_before_its_first_step_trains_on_with_the_others(way: s
     results = run_threads(3, run)
     assert results[0].isfinite().all()
     assert all(torch.equal(each, results[0]) for each in results)
+
+
+@pytest.mark.parametrize("way", ["sum", "average", "gradient", "in backward", "owners"])
+def test_way_from_a_gradient_to_its_request_is_short(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the hook that autograd calls to `Request.start`, without what torch wraps them in."""
+    ways: list[list[tuple[str, str]]] = []
+    start = Request.start
+
+    def traced(self: Any, *args: Any) -> Any:
+        frames = [(each.filename, each.function) for each in inspect.stack(0)]
+        hook = [function for _, function in frames].index("on_gradient")
+        ours = [each for each in frames[1 : hook + 1] if Path(each[0]).is_relative_to(ADASUM)]
+        ways.append([("collectives", "Request.start"), *ours])
+        return start(self, *args)
+
+    def run(group: Group) -> None:
+        model = make_model()
+        optimizer = wrapped(way, model)
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_of(model, group.rank, step).backward()
+            optimizer.step()
+
+    monkeypatch.setattr(Request, "start", traced)
+    run_threads(2, run)
+    assert ways
+    for each in ways:
+        assert len(each) <= 8, each
+        assert len({file for file, _ in each}) <= 5, each
+    if way == "average":
+        text = (ADASUM.parent / "CONTRIBUTING.md").read_text()
+        listed = re.findall(r"^\| `(adasum/[\w/]+\.py)` \| `\w+\.(\w+)` \|", text, re.M)
+        first = [(str(Path(f).relative_to(ADASUM.parent)), name) for f, name in ways[0][1:-1]]
+        assert first[::-1] == listed

@@ -1,11 +1,13 @@
-"""The all-reduce bench: its answers, its figures, its options, and the cost model held to it."""
+"""The benches of ranks: their answers and figures, and the cost model held to measured times."""
 
 from __future__ import annotations
 
+import importlib
+import io
 import json
 import os
-import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import collectives
 import kernels
-from bench.collectives import all_reduce
+from bench.collectives import all_reduce, gradients, horovod_all_reduce, one_gpu, optimizer_step
 from bench.collectives.answer import Average, count_wrong, expected, inputs, tree_of
-from bench.collectives.cost_model import Comparison, report
-from bench.collectives.row import Row, header, line
+from bench.collectives.cost_model import Comparison
 from collectives.schedules.spec import parse_all_reduce_spec
 from collectives.schedules.topology import Topology
+from collectives.transport import ThreadWorld
 from tests.processes.harness import run_ranks
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -29,17 +30,6 @@ ROOT = Path(__file__).resolve().parents[3]
 def _tree(text: str, topology: Topology) -> Any:
     (spec,) = parse_all_reduce_spec(text)
     return tree_of(spec, topology)
-
-
-def test_trees() -> None:
-    assert _tree("vhdd", Topology(4, 4)) == ((0, 1), (2, 3))
-    assert _tree("rd", Topology(6, 6)) == (((0, 1), (2, 3)), (4, 5))
-    assert _tree("auto", Topology(3, 3)) == ((0, 1), 2)
-    assert _tree("xring", Topology(4, 4)) == (((0, 1), 2), 3)
-    two = (Average((0, 1)), Average((2, 3)))
-    assert _tree("xring/vhdd", Topology(4, 2)) == two
-    assert _tree("rechd/psgpu", Topology(6, 2)) == (two, Average((4, 5)))
-    assert _tree("rd", Topology(1, 1)) == 0
 
 
 def _truth(tree: Any, parts: list[torch.Tensor]) -> torch.Tensor:
@@ -120,101 +110,113 @@ def _bench(size: int, path: Path, arguments: str, **environment: str) -> dict[st
     return result
 
 
-def test_a_run(tmp_path: Path) -> None:
-    arguments = "-b 1 -e 4K -f 64 -n 3 -w 1 -c 2 -d half -o avg,adasum -a rd,xring,psgpu#2:64:rechd"
+def test_rows_of_a_run_are_right_and_have_their_figures(tmp_path: Path) -> None:
+    arguments = "-b 1 -e 4K -f 64 -n 3 -w 1 -d half -o avg,adasum -a rd,psgpu#2:64:rechd"
     result = _bench(3, tmp_path / "out.json", arguments)
     rows = result["results"]
-    names = ["torch", "rd", "xring", "psgpu#2:64:rechd"]
-    assert [row["algorithm"] for row in rows] == names * 6
-    assert [row["size"] for row in rows[::4]] == [0, 0, 64, 64, 4096, 4096]
-    assert {(row["redop"], row["algorithm"] == "torch") for row in rows} == {
-        ("avg", True),
-        ("avg", False),
-        ("adasum", False),
-        ("sum", True),
-    }
-    assert all(row["wrong"] == 0 and row["type"] == "float16" for row in rows)
-    assert all(row["time_low"] <= row["time"] <= row["time_high"] for row in rows)
+    assert [row["algorithm"] for row in rows] == ["torch", "rd", "psgpu#2:64:rechd"] * 6
+    assert [row["size"] for row in rows[::3]] == [0, 0, 64, 64, 4096, 4096]
+    # Adasum stands beside torch's sum.
+    assert [row["redop"] for row in rows] == [*["avg"] * 3, "sum", *["adasum"] * 2] * 3
+    assert all(row["wrong"] == 0 for row in rows)
     for row in rows:
+        assert row["time_low"] <= row["time"] <= row["time_high"]
         assert row["algbw"] == pytest.approx(row["size"] / row["time"] / 1e3)
         assert row["busbw"] == pytest.approx(row["algbw"] * 2 * 2 / 3)
-    facts = result["environment"]
-    assert (facts["ranks"], facts["torch"]) == (3, torch.__version__)
-    assert result["arguments"]["iters"] == 3
+
+
+@pytest.mark.parametrize("op", ["sum", "adasum"])
+def test_every_way_to_reduce_gradients_is_right(tmp_path: Path, op: str) -> None:
+    out = tmp_path / "out.json"
+    command = ["--models", "lenet", "--op", op, "-n", "3", "-J", str(out)]
+    assert run_ranks(2, _gradients, command) == [0, 0]
+    rows = json.loads(out.read_text())["rows"]
+    assert len(rows) == 6 and rows[0]["speedup"] == 1.0
+    assert all(row["right"] and row["ms"] > 0 and row["bytes"] == 4 * 6058 for row in rows)
+
+
+def _gradients(rank: int, command: list[str]) -> int:
+    return gradients.main(command)
+
+
+def test_elements_that_are_wrong_on_one_gpu_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    right, world = one_gpu.expected, ThreadWorld(2)
+
+    def off(terms: list[torch.Tensor], adasum: bool) -> torch.Tensor:
+        want = right(terms, adasum)
+        want[5] += 1e-3 * adasum
+        return want
+
+    monkeypatch.setattr(one_gpu, "expected", off)
+    device = torch.device("cpu")
+    summed, adasum = one_gpu.run(2, 1001, 3, device, world.transport, ["rechd", "vhdd"])
+    assert (summed.wrong, adasum.wrong) == (0, 2)
+    assert (summed.size, adasum.redop, len(adasum.seconds)) == (4004, "adasum", 3)
+    assert min(summed.seconds) > 0
+
+
+class _FakeHorovod(horovod_all_reduce.Horovod):
+    """Horovod by torch's gloo, with the sum for Adasum."""
+
+    def __init__(self) -> None:
+        dist.init_process_group("gloo")
+        self.rank, self.size, self.transport = dist.get_rank(), dist.get_world_size(), self
+        self.topology = Topology(self.size, self.size)
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any, *, algorithm: str) -> None:
+        dist.all_reduce(tensor)
+
+
+def _horovods_rank(rank: int, out: str) -> int:
+    horovod_all_reduce.Horovod = _FakeHorovod  # type: ignore[misc]
+    os.environ["OMPI_COMM_WORLD_SIZE"] = "2"
+    flags = "-b 4K -e 4K -n 2 -w 0 -o sum,adasum --device cpu -J"
+    return horovod_all_reduce.main([*flags.split(), out])
+
+
+def test_ranks_of_horovod_that_are_wrong_end_the_bench(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    assert run_ranks(2, _horovods_rank, str(out)) == [1, 1]
+    rows = json.loads(out.read_text())["results"]
+    assert [row["wrong"] > 0 for row in rows] == [False, False, False, True]
+
+
+def test_horovods_times_stand_beside_ours_by_turn() -> None:
+    def turn(horovod: float, ours: float, torchs: float) -> dict[str, Any]:
+        names = {"size": 4096, "redop": "sum"}
+        pairs = {"horovod": (-1.0, horovod), "ours": (torchs, ours)}
+        return {
+            name: {"results": [{**names, "time": time} for time in times]}
+            for name, times in pairs.items()
+        }
+
+    (line,) = horovod_all_reduce.lines([turn(40, 20, 5), turn(10, 20, 6), turn(30, 10, 9)])
+    assert str(line).split() == ["4096", "sum", "30.0", "20.0", "6.0", "1.50", "0.50-3.00"]
+
+
+def _printed(rank: int, module: str, arguments: list[str]) -> str:
+    sys.argv = [module, *arguments]
+    with redirect_stdout(io.StringIO()) as said:
+        importlib.import_module(f"bench.collectives.{module}").main()
+    return said.getvalue()
+
+
+def test_requests_and_overlap_print_their_figures() -> None:
+    said = run_ranks(2, _printed, "requests", ["--blocks", "2", "--seconds", "0.001"])
+    assert said[0].count(" us ") == 8
+    small = ["--layers", "2", "--width", "8", "--batch", "4", "-n", "2"]
+    for options in ([], ["--op", "adasum", "--in-backward"]):
+        assert "\nhidden " in run_ranks(2, _printed, "overlap", [*small, *options])[0]
 
 
 @pytest.mark.slow
-def test_command_under_torchrun_prints_the_table() -> None:
-    # Rank 0 alone: torch 2.10's gloo prints, too, and lines of several ranks can be one.
-    launch = "torch.distributed.run --standalone --nproc-per-node 2 --local-ranks-filter 0"
-    bench = "bench.collectives.all_reduce -b 64 -e 64 -n 2 -w 0 -a rd"
-    run = subprocess.run(
-        [sys.executable, "-m", *launch.split(), "-m", *bench.split()],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    lines = [text for text in run.stdout.splitlines() if text and not text.startswith("[Gloo]")]
-    assert "ranks 2" in lines[0]
-    assert lines[1].split()[:7] == ["#", "size", "count", "type", "redop", "algorithm", "time"]
-    assert [text.split()[4] for text in lines[3:5]] == ["torch", "rd"]
-    assert lines[5] == "# Wrong elements: 0 OK"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ("-d float8", "-d must be one of"),
-        ("-o max", "-o must be of sum, avg, adasum"),
-        ("-a bogus", "bogus"),
-        ("-b 1M -e 1K", "-b must not be more than -e"),
-        ("-b 1q", "'1Q' is not a positive integer"),
-        ("-f 1", "-f must be at least 2"),
-        ("-n 0", "-n at least 1"),
-        ("-o avg -d int32", "-o avg needs a floating -d"),
-        ("-J nowhere/out.json", "argument -J/--output_file: [Errno 2] No such file"),
-        ("", "start with torchrun"),
-    ],
-)
-def test_options_that_are_refused(
-    arguments: str, text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_steps_of_two_trees_have_a_ratio_and_its_interval(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with pytest.raises(SystemExit) as caught:
-        all_reduce.main(arguments.split())
-    assert caught.value.code == 2
-    assert text in capsys.readouterr().err
-
-
-def test_what_a_group_cannot_run_is_said_once(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    for arguments, text in (
-        ("-o adasum -a collective", "cannot do Adasum"),
-        ("-a xring#3", "xring takes 1 to 2 shards"),
-        ("--model -a collective", "'collective' is no schedule"),
-        ("--model -a rd:1k:xring", "has 2 ranges"),
-    ):
-        command = [*arguments.split(), "--device", "cpu"]
-        codes = collectives.run_threads(2, lambda _, command=command: all_reduce.main(command))
-        assert codes == [2, 2]
-        assert capsys.readouterr().err.count(text) == 1
-
-
-def test_a_row() -> None:
-    torchs = Row(1 << 20, 1 << 18, "float32", "sum", "torch", 4, [4e-3] * 3, None)
-    row = Row(1 << 20, 1 << 18, "float32", "sum", "rd", 4, [3e-3, 1e-3, 2e-3], 5)
-    assert row.median == 2e-3
-    assert row.algbw == pytest.approx((1 << 20) / 2e-3)
-    assert row.busbw == pytest.approx(row.algbw * 1.5)
-    figures = "1048576 262144 float32 sum rd 2000.0 1500.0-2500.0 0.52 0.79 5 2.00"
-    assert " ".join(line(row, torchs, 9).split()) == figures
-    assert line(torchs, torchs, 9).split()[-1] == "N/A"
-    assert all(len(text) <= len(line(row, torchs, 9)) for text in header(9))
+    assert optimizer_step._interval([*map(float, range(1, 16))]) == (4.0, 12.0)
+    options = ["--model", "ResNet-50", "--steps", "1", "--rounds", "1", "--against", str(ROOT)]
+    assert optimizer_step.main(options) == 0
+    assert capsys.readouterr().out.count("ratio") == 3
 
 
 def test_the_rule_for_the_order() -> None:
@@ -233,19 +235,6 @@ def test_the_rule_for_the_order() -> None:
     assert verdict(quick, slow, (1.0, 2.0), (2.0, 1.0)) == "undecided"
     assert verdict(quick, broad, (2.0, 1.0)) == "undecided"
     assert verdict(quick, slow, (1.0, 1.0), (2.0, 2.0)) == "same steps"
-
-
-def test_the_rule_for_the_times() -> None:
-    found = Comparison("sum", 8, {"a": [1.0, 1.0, 1.0]}, {"a": [2.1, 4.0]})
-    assert not found.near("a")
-    assert found.ratio("a") == pytest.approx(3.05)
-    assert Comparison("sum", 8, {"a": [1.0, 1.0, 1.0]}, {"a": [2.0, 4.0]}).near("a")
-    assert Comparison("sum", 8, {"a": [1.0, 1.0, 1.0]}, {"a": [0.5, 0.1]}).near("a")
-    assert not Comparison("sum", 8, {"a": [1.0, 1.0, 1.0]}, {"a": [0.4]}).near("a")
-    wrong = Comparison("sum", 8, {"a": [1.0], "b": [2.0]}, {"a": [2.0], "b": [1.0]})
-    text = "\n".join(report([found, wrong]))
-    assert "0 right, 1 wrong, 0 undecided, 0 same steps" in text
-    assert "2 of 3 within 2x" in text and "Wrong: sum at 8 bytes, a and b." in text
 
 
 def _disagreements(found: dict[str, Any]) -> tuple[set[tuple[Any, ...]], int]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from collectives.bootstrap.report import report
+from collectives.schedules.topology import Topology
 from collectives.transport import ThreadWorld
 from collectives.transport.connections import shm_listener
 from kernels.cpu import dispatch, native
@@ -17,7 +18,7 @@ from tests.collectives.transport.thread_ranks import connect
 
 def test_report_of_many_ranks_names_their_number_and_hosts() -> None:
     transport = ThreadWorld(4).transport(2)
-    text = report(transport, "auto", [0, 0, 1, 1])
+    text = report(transport, "auto", [0, 0, 1, 1], Topology(4, 2))
     assert text.startswith("rank 2 of 4 on 2 host(s): ")
     assert "sums of CPU tensors by rd at 4 KiB, rechd at 1 MiB, xring at 64 MiB; " in text
 

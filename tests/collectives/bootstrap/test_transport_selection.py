@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from collectives import TransportError
-from collectives.bootstrap.transport_selection import _check_demand
+from collectives.bootstrap.transport_selection import _check_demand, connect
+from collectives.calls import Call
+from collectives.transport import GlooTransport, NcclTransport
 
 
 def test_demand_that_is_not_met_names_the_ranks_and_the_fix() -> None:
@@ -28,3 +33,23 @@ def test_demand_that_is_not_met_names_the_ranks_and_the_fix() -> None:
     for choice in ("tcp", "shm"):
         with pytest.raises(TransportError, match=f'"{choice}": rank 2: it needs 9 file'):
             _check_demand(choice, short)
+
+
+@pytest.mark.parametrize("config", ["cpu:gloo", "cpu:gloo,cuda:nccl"])
+def test_cuda_tensors_travel_over_torchs_nccl_where_the_process_group_has_it(
+    monkeypatch: pytest.MonkeyPatch, config: str
+) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 1)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    process_group: Any = object()
+    gloo = GlooTransport(process_group)
+    found = connect(gloo, 20.0, Call("init", options={"transport": "auto"}, label="start-up"))
+    if config == "cpu:gloo":
+        assert found is gloo
+        with pytest.raises(ValueError, match=r"tensor is on cuda:0, .*cpu:gloo,cuda:nccl"):
+            found.check_device(torch.device("cuda", 0))
+        return
+    assert isinstance(found, NcclTransport) and found.process_group is process_group
+    found.check_device(torch.device("cuda", 1))
+    assert not found.sums_on_gpu and found.device is None

@@ -24,9 +24,9 @@ from collectives.execution.call import Call
 from collectives.reducers import SumReducer
 from collectives.schedules.topology import Topology
 from collectives.transport import ConnectionTransport, ThreadWorld
-from collectives.transport.nccl import communicators
-from collectives.transport.nccl import transport as nccl
-from collectives.transport.nccl.communicators import shared_thread
+from collectives.transport.nccl import calling_thread, cupy_backend
+from collectives.transport.nccl.calling_thread import shared_thread
+from collectives.transport.nccl.transport import NcclTransport
 from collectives.work import Work
 from collectives.worker import Worker
 from tests.collectives.transport import streams
@@ -38,7 +38,7 @@ from tests.collectives.transport.streams_nccl import Nccl
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     streams.install(monkeypatch)
     fake = Nccl()
-    monkeypatch.setattr(nccl, "load_nccl", lambda: fake)
+    monkeypatch.setattr(cupy_backend, "load_nccl", lambda: fake)
 
 
 class Slow(SumReducer):
@@ -57,8 +57,8 @@ def on_two_ranks(work: Callable[[Group], Any]) -> list[Any]:
     world, store = ThreadWorld(2), dist.HashStore()
 
     def main(rank: int) -> Any:
-        device = torch.device("cuda", 0)
-        transport = nccl.NcclTransport(world.transport(rank), store, device, timeout=20.0)
+        backend = cupy_backend.CupyBackend(store, torch.device("cuda", 0))
+        transport = NcclTransport(world.transport(rank), backend, timeout=20.0)
         topology = Topology(2, 2)
         group = Group(transport, timeout=20.0, local_rank=rank, local_size=2, topology=topology)
         try:
@@ -214,11 +214,11 @@ def test_groups_of_one_process_share_the_thread_of_a_device(
     streams.install(monkeypatch)
     made: list[Any] = []
 
-    def transport(host: Any, store: Any, device: torch.device, **options: Any) -> Any:
-        made.append((device, options["thread"]))
-        return host
+    def backend(store: Any, device: torch.device, *, thread: Any) -> None:
+        made.append((device, thread))
 
-    monkeypatch.setattr(transport_selection, "NcclTransport", transport)
+    monkeypatch.setattr(transport_selection, "CupyBackend", backend)
+    monkeypatch.setattr(transport_selection, "NcclTransport", lambda host, *_, **__: host)
     monkeypatch.setattr(transport_selection, "_gpu_report", lambda: ["", "", True])
     monkeypatch.setattr(transport_selection, "store_of", lambda group: dist.HashStore())
     start = Call("init", options={"transport": "nccl"})
@@ -239,4 +239,4 @@ def test_groups_of_one_process_share_the_thread_of_a_device(
     assert shared_thread(torch.device("cuda", 1)) is not thread
     del thread
     made.clear()
-    assert device not in communicators._shared
+    assert device not in calling_thread._shared

@@ -17,8 +17,8 @@ from collectives import CollectiveTimeoutError, TransportError, Work
 from collectives.execution.call import Call
 from collectives.execution.call_queue import CallQueue
 from collectives.transport import Message
-from collectives.transport.nccl import pending
 from collectives.transport.nccl import transport as nccl
+from collectives.transport.nccl import watcher
 from tests.fakes.fake_cuda import FakeEvent
 from tests.fakes.fake_nccl import FakeNccl, NcclError
 from tests.fakes.nccl_machine import Machine, all_good, full, make_machine, swap, told
@@ -179,8 +179,8 @@ def test_close_raises_what_ended_the_steps_unless_somebody_was_told(
     all_good(machine.run(2, work))
 
 
-def test_an_error_of_cudas_does_not_end_the_thread_of_nccl(machine: Machine) -> None:
-    """Its next call would be a time-out, which is not what happened."""
+def test_an_error_of_cudas_does_not_end_the_watch(machine: Machine) -> None:
+    """It reaches the host's thread, too; what is behind it still has to be ended."""
 
     class Failed:
         def query(self) -> bool:
@@ -189,21 +189,20 @@ def test_an_error_of_cudas_does_not_end_the_thread_of_nccl(machine: Machine) -> 
 
     asked: list[int] = []
 
-    def work(transport: nccl.NcclTransport) -> int:
-        communicators = transport._communicators
-        failed = pending.Posted(Failed(), (0,), "a step", 0.0, time.monotonic())
-        transport._pending.items.append(failed)
+    def work(transport: nccl.NcclTransport) -> None:
+        watched = transport._watcher
+        watched.items.append(watcher.Posted(Failed(), (0,), "a step", 0.0, time.monotonic()))
+        threading.Thread(target=watched._run, daemon=True).start()
         while len(asked) < 2:
             time.sleep(0.01)
-        transport._pending.items.clear()
-        return communicators.call(lambda: 7, 10.0)
+        watched.items.clear()
 
-    assert all_good(machine.run(1, work)) == [7]
+    all_good(machine.run(1, work))
 
 
 def test_the_host_does_not_run_far_ahead(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A launch waits without a limit where too many are queued behind a rank that is gone."""
-    monkeypatch.setattr(pending, "MAX_PENDING", 4)
+    monkeypatch.setattr(watcher, "MAX_PENDING", 4)
     posted = []
 
     def steps(transport: nccl.NcclTransport, message: Message) -> None:
@@ -247,7 +246,7 @@ def test_nothing_is_collected_in_a_forked_child(machine: Machine) -> None:
     """cupy destroys what is collected: in a child that ends as a program does, that never ends."""
 
     def work(transport: nccl.NcclTransport) -> None:
-        transport._communicators._process = -1
+        transport._backend._process = -1
 
     all_good(machine.run(1, work, close=False))
     gc.collect()
@@ -260,7 +259,7 @@ def test_a_communicator_that_comes_while_all_are_aborted_is_aborted_once(
     """cupy takes no care of that: the second abort would use what the first has freed."""
 
     def work(transport: nccl.NcclTransport) -> int:
-        communicators = transport._communicators
+        backend = transport._backend
         aborted: list[threading.Thread] = []
 
         class Late:
@@ -277,9 +276,9 @@ def test_a_communicator_that_comes_while_all_are_aborted_is_aborted_once(
                     # It waits for the lock that is held here; without the lock it ends.
                     abort.join(0.1)
 
-        abort = threading.Thread(target=communicators.abort)
-        communicators._made = Made(communicators._made)
-        communicators.make(Late, 10.0)
+        abort = threading.Thread(target=backend.abort)
+        backend._made = Made(backend._made)
+        backend._make(Late, 10.0)
         # Now every abort has begun, in a thread of its own if not in make.
         abort.join(20.0)
         for thread in threading.enumerate():
@@ -297,10 +296,10 @@ def test_no_communicator_is_asked_for_errors_once_its_end_has_begun(
     """NCCL frees it then, in another thread than the one that asks."""
 
     def work(transport: nccl.NcclTransport) -> list[str]:
-        communicators = transport._communicators
+        backend = transport._backend
         happened: list[str] = []
         asked, free = threading.Event(), threading.Event()
-        real = communicators._made[0]
+        real = backend._made[0]
 
         class Slow:
             def check_async_error(self) -> None:
@@ -314,13 +313,13 @@ def test_no_communicator_is_asked_for_errors_once_its_end_has_begun(
 
             abort = destroy = end
 
-        communicators._made[0] = Slow()
-        asking = threading.Thread(target=communicators.check)
+        backend._made[0] = Slow()
+        asking = threading.Thread(target=backend.check)
         asking.start()
         assert asked.wait(20.0)
-        getattr(communicators, end)()
+        getattr(backend, end)()
         asking.join(20.0)
-        communicators.check()
+        backend.check()
         return happened
 
     assert all_good(machine.run(1, work)) == [["answered", "freed"]]
@@ -330,19 +329,19 @@ def test_what_fails_after_a_late_step_was_ended_names_the_step(machine: Machine)
     """NCCL says then no more than that its argument, the communicator, is invalid."""
 
     def work(transport: nccl.NcclTransport) -> str:
-        def post() -> None:
-            transport._pending.late((1,), "step 7", 3.0)
+        def post(stream: object) -> None:
+            transport._watcher.late((1,), "step 7", 3.0)
             raise NcclError(4)
 
         with pytest.raises(CollectiveTimeoutError) as caught:
-            transport._start(post, [], (1,), "step 8", 10.0)
+            transport._start(post, [], transport.device, (1,), "step 8", 10.0)
         return str(caught.value)
 
     assert "no answer from rank 1 in step 7" in all_good(machine.run(2, work))[0]
 
 
 def test_a_destroy_that_fails_leaves_nothing_else_open(machine: Machine) -> None:
-    """Neither the other communicators nor the thread nor the host's connections."""
+    """Neither the other communicators nor the host's connections."""
 
     def work(transport: nccl.NcclTransport) -> list[str]:
         ended: list[str] = []
@@ -350,17 +349,14 @@ def test_a_destroy_that_fails_leaves_nothing_else_open(machine: Machine) -> None
         def fail() -> None:
             raise NcclError(2)
 
-        communicators = transport._communicators
-        transport._whole.destroy = lambda: ended.append("whole")
+        backend = transport._backend
+        backend._whole.destroy = lambda: ended.append("whole")
         another = machine.nccl.get_unique_id()
-        part = communicators.make(lambda: machine.nccl.NcclCommunicator(1, another, 0), 10.0)
+        part = backend._make(lambda: machine.nccl.NcclCommunicator(1, another, 0), 10.0)
         part.destroy = fail
         transport._host.close = lambda: ended.append("host")  # type: ignore[method-assign]
         with pytest.raises(TransportError, match=r"NCCL failed in close: NCCL_ERROR_SYSTEM_ERROR"):
             transport.close()
-        end = time.monotonic() + 10.0
-        while communicators.thread.is_alive() and time.monotonic() < end:
-            time.sleep(0.01)
-        return [*ended, "thread runs" if communicators.thread.is_alive() else "thread"]
+        return ended
 
-    assert all_good(machine.run(1, work, close=False)) == [["whole", "host", "thread"]]
+    assert all_good(machine.run(1, work, close=False)) == [["whole", "host"]]

@@ -19,8 +19,9 @@ import torch.distributed as dist
 from collectives import CollectiveTimeoutError, TransportError
 from collectives.bootstrap import transport_selection
 from collectives.transport import Message, ThreadWorld
-from collectives.transport.nccl import communicators
+from collectives.transport.nccl import cupy_backend
 from collectives.transport.nccl import transport as nccl
+from collectives.transport.nccl.cupy_backend import CupyBackend
 from tests.fakes.fake_cuda import FakeCuda
 from tests.fakes.fake_nccl import FakeNccl
 from tests.fakes.nccl_machine import (
@@ -158,8 +159,9 @@ def test_a_rank_that_never_starts(machine: Machine, present: int) -> None:
     """Rank 0 waits inside NCCL, the others for its id; both give up in time."""
     world = ThreadWorld(2)
     start = time.monotonic()
+    backend = CupyBackend(dist.HashStore())
     with pytest.raises(CollectiveTimeoutError) as caught:
-        nccl.NcclTransport(world.transport(present), dist.HashStore(), timeout=TIMEOUT)
+        nccl.NcclTransport(world.transport(present), backend, timeout=TIMEOUT)
     assert TIMEOUT <= time.monotonic() - start < TIMEOUT + 5.0
     assert f"rank {present} got no answer from rank {1 - present} in start-up" in str(caught.value)
 
@@ -168,8 +170,8 @@ def test_a_rank_that_starts_too_late(machine: Machine) -> None:
     """The communicator that the first rank no longer waits for is aborted when it comes."""
     world, store = ThreadWorld(2), dist.HashStore()
     with pytest.raises(CollectiveTimeoutError):
-        nccl.NcclTransport(world.transport(0), store, timeout=0.2)
-    late = nccl.NcclTransport(world.transport(1), store, timeout=10.0)
+        nccl.NcclTransport(world.transport(0), CupyBackend(store), timeout=0.2)
+    late = nccl.NcclTransport(world.transport(1), CupyBackend(store), timeout=10.0)
     late.exchange([Message(0, full(1, 1.0))], [], "step 1", 0.2)
     error = told(late.check_streams)
     assert isinstance(error, CollectiveTimeoutError) and "from rank 0 in step 1" in str(error)
@@ -196,11 +198,11 @@ def test_close_is_bounded_where_a_rank_never_closes(machine: Machine) -> None:
 
 def test_nothing_is_called_in_a_forked_child(machine: Machine) -> None:
     def work(transport: nccl.NcclTransport) -> None:
-        communicators = transport._communicators
-        here, communicators._process = communicators._process, -1
-        communicators.close()
+        backend = transport._backend
+        here, backend._process = backend._process, -1
+        backend.close()
         assert not machine.nccl.destroyed
-        communicators._process = here
+        backend._process = here
 
     all_good(machine.run(1, work))
 
@@ -215,9 +217,8 @@ def test_device_errors_name_the_fix(machine: Machine) -> None:
 
     all_good(machine.run(1, work))
     for wrong in ("cpu", "cuda"):
-        host = ThreadWorld(1).transport(0)
         with pytest.raises(ValueError, match=r'device must be .* "cuda:0", got'):
-            nccl.NcclTransport(host, dist.HashStore(), torch.device(wrong), timeout=1.0)
+            CupyBackend(dist.HashStore(), torch.device(wrong))
 
 
 def test_ranks_with_the_same_gpu_are_told_so() -> None:
@@ -231,15 +232,15 @@ def test_ranks_with_the_same_gpu_are_told_so() -> None:
 
 
 def test_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(communicators, "cuda", FakeCuda(available=False))
+    monkeypatch.setattr(cupy_backend, "cuda", FakeCuda(available=False))
     with pytest.raises(RuntimeError, match="install a CUDA build of torch") as none:
-        communicators.load_nccl()
-    monkeypatch.setattr(communicators, "cuda", FakeCuda())
+        cupy_backend.load_nccl()
+    monkeypatch.setattr(cupy_backend, "cuda", FakeCuda())
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     for name in ("cupy", "cupy.cuda"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match=r'pip install "adasum\[cuda12\]"') as no_cupy:
-        communicators.load_nccl()
+        cupy_backend.load_nccl()
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     package: Any = ModuleType("cupy")
     module: Any = ModuleType("cupy.cuda")
@@ -249,18 +250,18 @@ def test_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     module.nccl = SimpleNamespace(available=False)
     module.runtime = SimpleNamespace(runtimeGetVersion=lambda: 1000 * major + 90)
     with pytest.raises(ImportError, match=r'cupy 14.1.0 is .* "cupy-cuda13x>=14\.2"') as too_old:
-        communicators.load_nccl()
+        cupy_backend.load_nccl()
     package.__version__ = "14.2.0rc1"
     with pytest.raises(
         ImportError, match=r"CUDA 12 and torch for CUDA 13.0: .*cupy-cuda12x.*adasum\[cuda13\]"
     ) as other_cuda:
-        communicators.load_nccl()
+        cupy_backend.load_nccl()
     major = 13
     with pytest.raises(ImportError, match="pip install nvidia-nccl-cu13") as no_library:
-        communicators.load_nccl()
+        cupy_backend.load_nccl()
     for caught in (none, no_cupy, no_library, too_old, other_cuda):
         assert "\n" not in str(caught.value)
     module.nccl = FakeNccl()
-    assert communicators.load_nccl() is module.nccl
+    assert cupy_backend.load_nccl() is module.nccl
     # Each id costs a thread and a socket for good.
     assert module.nccl.get_unique_id()[0] == 0

@@ -26,11 +26,13 @@ from collectives.execution.executor import execute
 from collectives.schedules import recursive_doubling, recursive_halving, ring
 from collectives.schedules.schedule import Schedule
 from collectives.transport import Message, ThreadWorld
-from collectives.transport.nccl import communicators
+from collectives.transport.nccl import calling_thread, cupy_backend
 from collectives.transport.nccl import transport as nccl
 from tests.fakes.fake_cuda import FakeCuda, FakeGraph, FakeStream, device_tensor
 from tests.fakes.fake_nccl import FakeNccl, NcclError
 from tests.fakes.nccl_machine import DeviceWorkspace, Machine, all_good, full, make_machine, swap
+
+DEVICE = torch.device("cuda", 0)
 
 
 @pytest.fixture
@@ -95,7 +97,7 @@ def test_tensors_are_kept_for_the_communication_stream(machine: Machine) -> None
     def work(transport: nccl.NcclTransport) -> bool:
         mine, got = full(3, 1.0), full(3, 0.0)
         swap(transport, mine, got, "a test")
-        return {mine.data_ptr(), got.data_ptr()} <= transport._stream.kept.keys()
+        return {mine.data_ptr(), got.data_ptr()} <= transport._backend.stream(DEVICE).kept.keys()
 
     assert all_good(machine.run(2, work)) == [True, True]
 
@@ -208,26 +210,34 @@ def test_parts_of_a_transport_work_one_after_the_other(machine: Machine) -> None
     It outlives the part, and ends with the last.
     """
 
+    threads = []
+
     def work(transport: nccl.NcclTransport) -> None:
         part = transport.split([1, 0], 10.0)
-        assert part._communicators.thread is (thread := transport._communicators.thread)
-        assert part._stream is transport._stream
+        thread = transport._backend._thread
+        assert part._backend._thread is thread
+        assert part._backend.stream(DEVICE) is transport._backend.stream(DEVICE)
         for each in (transport, part, transport):
             got = full(3, 0.0)
             swap(each, full(3, 1.0 + each.rank), got, "a swap")
             assert machine.read(got)[0] == 2.0 - each.rank
         part.close()
         swap(transport, full(3, 1.0), full(3, 0.0), "a swap")
-        assert thread.is_alive()
+        threads.append(thread._thread)
+        assert threads[-1].is_alive()
 
     all_good(machine.run(2, work))
+    gc.collect()
+    for thread in threads:
+        thread.join(10.0)
+        assert not thread.is_alive()
 
 
 def test_a_call_that_never_returns_does_not_hold_up_the_other_communicators(
     machine: Machine,
 ) -> None:
     def work(transport: nccl.NcclTransport) -> int:
-        call, ended = transport._communicators.call, threading.Event()
+        call, ended = transport._backend._thread.call, threading.Event()
         with pytest.raises(futures.TimeoutError):
             call(lambda: ended.wait(30.0), 0.1)
         answer = call(lambda: 7, 10.0)
@@ -329,9 +339,10 @@ def test_real_nccl_without_a_gpu(real: Any, monkeypatch: pytest.MonkeyPatch) -> 
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here: see tests/processes/test_nccl.py")
     cuda = FakeCuda()
-    monkeypatch.setattr(nccl, "cuda", cuda)
-    monkeypatch.setattr(communicators, "cuda", cuda)
-    assert communicators.load_nccl() is real
+    for module in (nccl, cupy_backend, calling_thread):
+        monkeypatch.setattr(module, "cuda", cuda)
+    assert cupy_backend.load_nccl() is real
+    backend = cupy_backend.CupyBackend(dist.HashStore())
     with pytest.raises(TransportError, match="NCCL failed in start-up: NCCL_ERROR_UNHANDLED_CUDA"):
-        nccl.NcclTransport(ThreadWorld(1).transport(0), dist.HashStore(), timeout=20.0)
+        nccl.NcclTransport(ThreadWorld(1).transport(0), backend, timeout=20.0)
     FakeStream.stop_all()

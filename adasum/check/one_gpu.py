@@ -1,0 +1,268 @@
+"""Checks of the GPU itself: kernels, plans, graphs and streams.
+
+Each takes a device and three sizes, and raises where something is wrong. Kernels are held against
+their float64 references on fresh random numbers, with outputs of NaN, in all dtypes, on tensors
+that begin on a 16-byte boundary and one element off it. Those of `KERNELS` run on CPU tensors, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import kernels
+
+# May return what its line is to say.
+Check = Callable[[str, Sequence[int]], str | None]
+
+
+def _normal(numel: int, dtype: torch.dtype, device: str, misaligned: bool = False) -> Tensor:
+    """Return fresh random values; misaligned: one element off a 16-byte boundary."""
+    values = torch.randn(numel + misaligned, device=device).to(dtype)
+    return values[int(misaligned) :]
+
+
+def _nan_like(tensor: Tensor, misaligned: bool) -> Tensor:
+    """Return memory to write to, which nobody has written."""
+    base = torch.full((tensor.numel() + misaligned,), math.nan, dtype=tensor.dtype)
+    return base.to(tensor.device)[int(misaligned) :]
+
+
+def _compare(what: str, got: Tensor, want: Tensor, scale: Tensor, bound: float) -> None:
+    """Raise unless |got - want| <= bound * scale and a subnormal, everywhere."""
+    finfo = torch.finfo(got.dtype)
+    allowed = bound * scale.abs() + finfo.smallest_normal * finfo.eps
+    # A NaN is not below anything, so it is wrong, too.
+    wrong = ((got.double() - want).abs() <= allowed).logical_not()
+    if wrong.any():
+        i = int(wrong.view(-1).nonzero()[0])
+        raise AssertionError(
+            f"{what}: element {i} is {got.reshape(-1)[i].item():.9g}, float64 gives "
+            f"{want.reshape(-1)[i].item():.9g}; {int(wrong.sum())} of {wrong.numel()} are wrong"
+        )
+
+
+def rounding(dtype: torch.dtype, terms: int) -> float:
+    """Bound for `terms` products summed wide: one rounding to the dtype, three wide ones a term."""
+    return 0.505 * torch.finfo(dtype).eps + (3 * terms + 1) * _wide_eps(dtype)
+
+
+def _wide_eps(dtype: torch.dtype) -> float:
+    return torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+
+
+def dots_bound(dtype: torch.dtype, numel: int) -> float:
+    """Error of a dot over the product of the norms: 32 additions a thread, then log2 n."""
+    return (33 + math.log2(numel)) * _wide_eps(dtype)
+
+
+def _cases(
+    device: str, sizes: Sequence[int]
+) -> Iterator[tuple[str, Tensor, Tensor, Tensor, tuple[int, ...]]]:
+    """Yield what it is, two inputs, an output of NaN and odd segments."""
+    for dtype in kernels.DTYPES:
+        for numel in sizes:
+            for misaligned in (False, True):
+                a, b = (_normal(numel, dtype, device, misaligned) for _ in range(2))
+                what = f"{dtype}, {numel} elements, {'mis' * misaligned}aligned"
+                cuts = (0, numel // 7, numel // 7, numel // 2, numel)
+                yield what, a, b, _nan_like(a, misaligned), cuts
+
+
+def _pack(device: str, sizes: Sequence[int]) -> None:
+    for what, a, b, _, _ in _cases(device, sizes):
+        tensors = [a, b, a[: a.numel() // 3]]
+        layout = kernels.layout_of(tensors)
+        out = _nan_like(a.new_empty(layout.numel), False)
+        kernels.pack(tensors, layout=layout, out=out, scale=0.3)
+        want = kernels.pack_reference(tensors, layout=layout, scale=0.3)
+        _compare(what, out, want, want, rounding(a.dtype, 1))
+
+
+def _unpack(device: str, sizes: Sequence[int]) -> None:
+    for what, a, b, out, _ in _cases(device, sizes):
+        layout = kernels.layout_of([a, b])
+        buffer = _normal(layout.numel, a.dtype, device)
+        outs = [out, _nan_like(b, False)]
+        kernels.unpack(buffer, outs, layout=layout, scale=0.3)
+        wants = kernels.unpack_reference(buffer, layout, scale=0.3)
+        for got, want in zip(outs, wants, strict=True):
+            _compare(what, got, want.view(-1), want.view(-1), rounding(a.dtype, 1))
+
+
+def _sum_n(device: str, sizes: Sequence[int]) -> None:
+    for what, a, b, out, _ in _cases(device, sizes):
+        tensors = [a, b, _normal(a.numel(), a.dtype, device)]
+        found = torch.zeros((), device=device)
+        kernels.sum_n(tensors, out=out, scale=0.3, found_inf=found)
+        want = kernels.sum_n_reference(tensors, scale=0.3)
+        scale = kernels.sum_n_reference([each.abs() for each in tensors], scale=0.3)
+        _compare(what, out, want, scale, rounding(a.dtype, 3))
+        if found.item():
+            raise AssertionError(f"{what}: found_inf is set, and every value is finite")
+
+
+def _scaled_add(device: str, sizes: Sequence[int]) -> None:
+    for what, a, b, out, _ in _cases(device, sizes):
+        kernels.scaled_add(a, b, alpha=0.3, beta=-0.6, out=out)
+        want = kernels.scaled_add_reference(a, b, alpha=0.3, beta=-0.6)
+        scale = kernels.scaled_add_reference(a.abs(), b.abs(), alpha=0.3, beta=0.6)
+        _compare(what, out, want, scale, rounding(a.dtype, 2))
+
+
+def _dot_and_norms(device: str, sizes: Sequence[int]) -> None:
+    for what, a, b, _, cuts in _cases(device, sizes):
+        for segments in (None, cuts):
+            want = kernels.dot_and_norms_reference(a, b, segments)
+            scale = want.clone()
+            scale[:, 0] = (want[:, 1] * want[:, 2]).sqrt()
+            bound = dots_bound(a.dtype, a.numel())
+            _compare(what, kernels.dot_and_norms(a, b, segments), want, scale, bound)
+
+
+def _combine(device: str, sizes: Sequence[int]) -> None:
+    for what, a, b, out, cuts in _cases(device, sizes):
+        for segments in (None, cuts):
+            dots = kernels.dot_and_norms_reference(a, b, segments)
+            kernels.combine(a, b, dots, segments, out=out.fill_(math.nan))
+            want = kernels.combine_reference(a, b, dots, segments)
+            scale = magnitudes(a, b, dots, segments)
+            _compare(what, out, want, scale, rounding(a.dtype, 2))
+
+
+def _adasum(device: str, sizes: Sequence[int]) -> None:
+    for what, a, b, out, cuts in _cases(device, sizes):
+        # Segments that begin on 16-byte boundaries may take one launch where others take two.
+        even = (0, *(each // 8 * 8 for each in cuts[1:-1]), a.numel())
+        for segments in (None, even, cuts):
+            kernels.adasum(a, b, segments, out=out.fill_(math.nan))
+            dots = kernels.dot_and_norms_reference(a, b, segments)
+            want = kernels.combine_reference(a, b, dots, segments)
+            bound = rounding(a.dtype, 2) + dots_bound(a.dtype, a.numel())
+            _compare(what, out, want, magnitudes(a, b, dots, segments), bound)
+
+
+def magnitudes(a: Tensor, b: Tensor, dots: Tensor, segments: Sequence[int] | None) -> Tensor:
+    """Return for each element the magnitude by which errors of the coefficients count.
+
+    With -2|a||b| for d a coefficient is 1 + |b|/|a|, which covers its size and its error.
+    """
+    worst = dots.clone()
+    worst[:, 0] = -2 * (dots[:, 1] * dots[:, 2]).sqrt()
+    return kernels.combine_reference(a.abs(), b.abs(), worst, segments)
+
+
+class _Planned(NamedTuple):
+    """A planned run, what it writes, and the direct call that must give the same bits."""
+
+    run: Callable[[], object]
+    written: Sequence[Tensor]
+    direct: Callable[[], Tensor | Sequence[Tensor]]
+
+
+def _plans(flat: Tensor, layout: kernels.Layout) -> Iterator[tuple[str, _Planned]]:
+    """Yield a plan of each kernel, by name, that reads a buffer of two equal tensors."""
+    a, b = layout.views(flat)
+    targets = [torch.empty_like(a) for _ in range(2)]
+    dots, cuts = kernels.dot_and_norms_reference(a, b), (0, a.numel() // 3, a.numel())
+    unpack = kernels.plan_unpack(flat, targets, layout=layout)
+    yield "unpack", _Planned(unpack, targets, lambda: (a, b))
+    plans: dict[str, tuple[Any, Callable[[], Tensor]]] = {
+        "pack": (kernels.plan_pack([b, a]), lambda: kernels.pack([b, a])),
+        "sum_n": (kernels.plan_sum_n([a, b, a]), lambda: kernels.sum_n([a, b, a])),
+        "scaled_add": (kernels.plan_scaled_add(a, b), lambda: kernels.scaled_add(a, b)),
+        "dot_and_norms": (
+            kernels.plan_dot_and_norms(a, b, cuts),
+            lambda: kernels.dot_and_norms(a, b, cuts),
+        ),
+        "combine": (kernels.plan_combine(a, b, dots), lambda: kernels.combine(a, b, dots)),
+        "adasum": (kernels.plan_adasum(a, b), lambda: kernels.adasum(a, b)),
+        "adasum in segments": (
+            kernels.plan_adasum(a, b, cuts),
+            lambda: kernels.adasum(a, b, cuts),
+        ),
+    }
+    for name, (plan, direct) in plans.items():
+        yield name, _Planned(plan, [plan.out], direct)
+
+
+def _pair(numel: int, device: str) -> tuple[Tensor, kernels.Layout]:
+    """Return a buffer of two float32 tensors, with padding of zeros, and its layout."""
+    layout = kernels.layout_of([torch.empty(numel, device=device) for _ in range(2)])
+    return torch.zeros(layout.numel, device=device), layout
+
+
+def _run_afresh(name: str, planned: _Planned, run: Callable[[], object], flat: Tensor) -> None:
+    """Run on new numbers, into NaN, and compare with the direct call."""
+    flat.copy_(torch.randn(flat.numel(), device=flat.device))
+    for tensor in planned.written:
+        tensor.fill_(math.nan)
+    run()
+    wanted = planned.direct()
+    wanted = [wanted] if isinstance(wanted, Tensor) else wanted
+    for got, want in zip(planned.written, wanted, strict=True):
+        _same(name, got, want)
+
+
+def _same(name: str, got: Tensor, want: Tensor) -> None:
+    if not torch.equal(got, want):
+        raise AssertionError(f"{name}: {int((got != want).sum())} elements have other bits")
+
+
+def _planned(device: str, sizes: Sequence[int]) -> None:
+    flat, layout = _pair(sizes[1], device)
+    for name, planned in _plans(flat, layout):
+        for _ in range(2):
+            _run_afresh(name, planned, planned.run, flat)
+
+
+def replayed(device: str, sizes: Sequence[int]) -> None:
+    """Replay planned runs from CUDA graphs on what the inputs then hold."""
+    flat, layout = _pair(sizes[1], device)
+    for name, planned in _plans(flat, layout):
+        planned.run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            planned.run()
+        for _ in range(2):
+            _run_afresh(name, planned, graph.replay, flat)
+
+
+def two_streams(device: str, sizes: Sequence[int]) -> None:
+    """Run adasum on two streams at once: neither waits for ever, both have the bits of one."""
+    pairs = [
+        [_normal(numel, torch.float32, device) for _ in range(2)] for numel in (sizes[1], sizes[2])
+    ]
+    wanted = [kernels.adasum(a, b) for a, b in pairs]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in pairs]
+    outs = []
+    for _ in range(20):
+        for stream, (a, b) in zip(streams, pairs, strict=True):
+            with torch.cuda.stream(stream):
+                outs.append(kernels.adasum(a, b))
+    torch.cuda.synchronize()
+    for i, out in enumerate(outs):
+        _same(f"run {i}", out, wanted[i % 2])
+
+
+def second_gpu(device: str, sizes: Sequence[int]) -> None:
+    """Run adasum on tensors of a GPU that is not the current one."""
+    _adasum("cuda:1", sizes[:2])
+
+
+KERNELS: dict[str, Check] = {
+    "pack": _pack,
+    "unpack": _unpack,
+    "sum_n": _sum_n,
+    "scaled_add": _scaled_add,
+    "dot_and_norms": _dot_and_norms,
+    "combine": _combine,
+    "adasum": _adasum,
+    "plans": _planned,
+}

@@ -1,0 +1,169 @@
+"""What is installed, what of it fits, and which transports can be used."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import itertools
+import operator
+import os
+import platform
+import sys
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+import kernels
+from collectives.bootstrap.launchers import LAUNCHERS_VARIABLES
+from collectives.transport import load_nccl
+
+# What belongs to a CUDA version: the extra's cupy, and the NCCL that torch's wheel brings.
+_CUDA = {f"cuda{n}": (f"cupy-cuda{n}x", f"nvidia-nccl-cu{n}") for n in (12, 13)}
+_PACKAGES = ("triton", "numpy", *itertools.chain(*_CUDA.values()))
+# Those of torch that a version may change without a word, "module:attribute"; tests/architecture
+# has the reasons, and compares. torch.distributed's are called at every init, which fails by name.
+_FUNCTION_MODES = ("_get_current_function_mode_stack", "_pop_mode_temporarily")
+PRIVATE_NAMES = (
+    *(f"torch:_foreach_{each}_" for each in ("add", "copy", "sub", "zero")),
+    "torch:_C._current_graph_task_id",
+    "torch:_C._functorch",
+    *(f"torch:_C._len_torch_{each}_stack" for each in ("dispatch", "function")),
+    "torch:autograd.Variable._execution_engine",
+    "torch.autograd.profiler:_is_profiler_enabled",
+    "torch.optim.optimizer:_global_optimizer_post_hooks",
+    "torch.optim.optimizer:_global_optimizer_pre_hooks",
+    *(f"torch.overrides:{each}" for each in _FUNCTION_MODES),
+    "torch.utils:_device",
+    "torch.utils._python_dispatch:_disable_current_modes",
+    *(
+        f"torch.distributed.distributed_c10d:{each}"
+        for each in ("_world.pg_map", "_world.pg_group_ranks", "_new_process_group_helper")
+    ),
+)
+_VARIABLES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("ADASUM_TRANSPORT", "ADASUM_CPU_KERNELS", "CC", "GLOO_SOCKET_IFNAME"),
+    *("ADASUM_LOG", "ADASUM_STALL_WARNING_SECONDS", "ADASUM_CHECK_PARAMETERS"),
+    *("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
+    *LAUNCHERS_VARIABLES,
+)
+
+
+def report() -> list[str]:
+    """Return the report's lines: a section for each kind of what this machine has."""
+    lines = []
+    for section in (_versions, _devices, _transports, _environment):
+        lines.append(f"{section.__name__[1:]}:")
+        lines += [f"  {name:24} {value}" for name, value in section().items()]
+    return lines
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "adasum": _version("adasum"),
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "system": f"{platform.platform()}, {platform.machine()}",
+        # torch.__version__, because a wheel's metadata may leave out the CUDA version.
+        "torch": torch.__version__,
+        **{name: _version(name) for name in _PACKAGES},
+        "extra for this torch": _extra(),
+        "private names of torch": _private_names(),
+        "kernels imported from": os.path.dirname(kernels.__file__ or "?"),
+    }
+
+
+def _extra() -> str:
+    """Name the extra that fits torch, and what is installed in the place of what it needs."""
+    major = (torch.version.cuda or "").partition(".")[0]
+    if f"cuda{major}" not in _CUDA:
+        return "none: a CPU build" if not major else f"none: torch is for CUDA {major}"
+    others = [name for extra, names in _CUDA.items() if extra != f"cuda{major}" for name in names]
+    wrong = " ".join(name for name in others if _version(name) != "not installed")
+    text = f'pip install "adasum[cuda{major}]"'
+    if not wrong:
+        return text
+    # Of two wheels that own one file, uninstalling one takes the other's.
+    nccl = f" and pip install --force-reinstall --no-deps nvidia-nccl-cu{major}"
+    again = nccl if "nccl" in wrong else ""
+    return f"{text}, but first pip uninstall {wrong}{again}: torch is for CUDA {major}"
+
+
+def _private_names() -> str:
+    """Say whether torch has the private names that this library uses."""
+    missing = [name for name in PRIVATE_NAMES if not _has(name)]
+    if not missing:
+        return f"all {len(PRIVATE_NAMES)} there"
+    return f"MISSING, so this torch is not supported yet: {', '.join(missing)}"
+
+
+def _has(name: str) -> bool:
+    """Return whether a dotted name exists: a module, and attributes from there."""
+    module, _, rest = name.partition(":")
+    try:
+        operator.attrgetter(rest)(importlib.import_module(module))
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _devices() -> dict[str, str]:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    threads = torch.get_num_threads()
+    found = {
+        "processors": f"{usable} usable of {os.cpu_count()}, torch threads {threads}",
+        "CPU tensors by": _or_why_not(lambda: kernels.backend_info().cpu_path),
+        "CUDA of torch": torch.version.cuda or "none: a CPU build",
+    }
+    if not torch.cuda.is_available():
+        found["GPUs"] = "none that torch sees: kernels run on the CPU"
+        return found
+    for i in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(i)
+        memory = f"{gpu.total_memory / 2**30:.0f} GiB"
+        found[f"GPU {i}"] = f"{gpu.name}, {memory}, sm_{gpu.major}{gpu.minor}"
+    return found
+
+
+def _transports() -> dict[str, str]:
+    return {
+        "shared memory": _or_why_not(_shared_memory),
+        "gloo": "yes" if dist.is_available() and dist.is_gloo_available() else "not in torch",
+        "NCCL through cupy": _or_why_not(
+            lambda: f"yes, {load_nccl().get_version()}, on request: init(transport='nccl')"
+        ),
+        "NCCL of torch": _or_why_not(_nccl_of_torch),
+    }
+
+
+def _or_why_not(find: Callable[[], str]) -> str:
+    try:
+        return find()
+    except (ImportError, OSError, RuntimeError, AttributeError, ValueError) as error:
+        return f"no: {error}"
+
+
+def _shared_memory() -> str:
+    if not hasattr(os, "memfd_create"):
+        return f"no: {platform.system()} has no memfd_create"
+    os.close(os.memfd_create("adasum-check"))
+    return "yes"
+
+
+def _nccl_of_torch() -> str:
+    if not (dist.is_available() and dist.is_nccl_available()):
+        return "not in this build of torch"
+    return "yes, " + ".".join(map(str, torch.cuda.nccl.version()[:3]))
+
+
+def _environment() -> dict[str, str]:
+    names = [*_VARIABLES, *sorted(name for name in os.environ if name.startswith("NCCL_"))]
+    found = {name: os.environ[name] for name in names if name in os.environ}
+    return found or {"": "nothing set that matters here"}

@@ -1,0 +1,72 @@
+"""Gradients that overflow on one rank, made to be seen by GradScaler on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from collectives import Group
+from collectives.reducers import Max
+
+
+class SharedOverflow:
+    """Puts a NaN into a gradient of this rank's where any rank's is not finite, until `undo`.
+
+    GradScaler looks at this rank's gradients alone, and its next scale must be the same on all
+    ranks. Nothing here waits for a GPU.
+
+    Attributes:
+        substitute: A parameter of another rank that has a gradient of zeros meanwhile, where this
+            rank has no gradient: GradScaler wants to see one on every rank.
+    """
+
+    def __init__(self) -> None:
+        self.substitute: Tensor | None = None
+        # An element of a gradient, its value, and whether NaN has taken its place.
+        self._overwritten: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def share(
+        self, group: Group, finite: Tensor, mine: Sequence[Tensor], others: Sequence[Tensor]
+    ) -> None:
+        """Let every rank see whether all gradients of all ranks are finite; collective.
+
+        Args:
+            group: The ranks.
+            finite: Whether this rank's are.
+            mine: The parameters whose gradients this rank has.
+            others: Those whose gradients other ranks have.
+        """
+        overflows = (~finite).to(torch.float32).reshape(1)
+        group.all_reduce(overflows, Max, name="non-finite gradients")
+        usable = [each.grad for each in mine if each.grad is not None and _is_writable(each.grad)]
+        if not usable and others:
+            self.substitute = max(others, key=lambda each: bool(each.numel()))
+            self.substitute.grad = zeros = torch.zeros_like(self.substitute)
+            usable = [zeros] if _is_writable(zeros) else []
+        if usable:
+            element = usable[0][(0,) * usable[0].dim()]
+            overflowed = overflows[0].to(element.device) > 0
+            self._overwritten = element, element.clone(), overflowed
+            element.masked_fill_(overflowed, float("nan"))
+
+    def keep(self) -> None:
+        """Leave the element as it is: there was no NaN, and GradScaler has unscaled it since."""
+        self._overwritten = None
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Give the gradient its element back, and drop the substitute's gradient."""
+        if self._overwritten is not None:
+            element, value, overflowed = self._overwritten
+            # What was not overwritten may have been clipped since.
+            element.copy_(torch.where(overflowed, value, element))
+        if self.substitute is not None:
+            self.substitute.grad = None
+        self.substitute = self._overwritten = None
+
+
+def _is_writable(gradient: Tensor) -> bool:
+    """Return whether an element can be overwritten: one that autograd records must not be."""
+    return gradient.layout is torch.strided and gradient.numel() > 0 and not gradient.requires_grad

@@ -1,0 +1,118 @@
+"""What the benches of ranks share: their start, their operators, and timing in turns."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import collectives
+from adasum import Adasum
+
+OPS: dict[str, collectives.Reducer] = {
+    "sum": collectives.Sum,
+    "avg": collectives.Average,
+    "adasum": Adasum,
+}
+
+
+def require_ranks(parser: argparse.ArgumentParser, module: str) -> None:
+    """End with the parser's error where no launcher has started this process."""
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        parser.error(f"needs ranks: start with torchrun --nproc-per-node 2 -m {module}")
+
+
+@contextmanager
+def started() -> Iterator[collectives.Group]:
+    """Give the group of all ranks, and shut it down in the end."""
+    group = collectives.init()
+    try:
+        yield group
+    finally:
+        collectives.shutdown()
+
+
+def output_file(text: str) -> Path:
+    """Return the path if it can be written to, which should be known before a long run."""
+    try:
+        Path(text).touch()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return Path(text)
+
+
+def write(path: Path | None, record: Any) -> None:
+    """Write JSON, where a path was given."""
+    if path is not None:
+        path.write_text(json.dumps(record, indent=1, default=str) + "\n")
+
+
+def in_turns(
+    prepare: Mapping[str, Callable[[], Callable[[], object]]],
+    iterations: int,
+    wait: Callable[[], object] = lambda: None,
+    calls: Mapping[str, int] | None = None,
+    barrier: Callable[[], object] | None = None,
+) -> dict[str, list[float]]:
+    """Time each contender from a barrier on; return this rank's seconds of a call by name.
+
+    Each takes the lead in turn, so that a machine that slows down slows all of them.
+
+    Args:
+        prepare: By name, what makes ready, untimed, and returns what is timed.
+        iterations: Samples of each.
+        wait: For what was started and runs on, before the clock is read.
+        calls: By name, how many calls a sample is; one where it is not given.
+        barrier: Of all ranks; torch's unless given.
+    """
+    names, samples = [*prepare], {name: list[float]() for name in prepare}
+    for done in range(iterations):
+        first = done % len(names)
+        for name in names[first:] + names[:first]:
+            run, times = prepare[name](), (calls or {}).get(name, 1)
+            wait()
+            (barrier or dist.barrier)()
+            begin = time.perf_counter()
+            for _ in range(times):
+                run()
+            wait()
+            samples[name].append((time.perf_counter() - begin) / times)
+    return samples
+
+
+def slowest(samples: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+    """Return the largest of all ranks' numbers, one by one."""
+    found = {}
+    for name, seconds in samples.items():
+        worst = torch.tensor(seconds, dtype=torch.float64)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        found[name] = worst.tolist()
+    return found
+
+
+def environment(group: collectives.Group, device: torch.device) -> dict[str, Any]:
+    """Return what a reader needs to know to compare the numbers."""
+    cuda = device.type == "cuda"
+    return {
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "torch": torch.__version__,
+        "python": sys.version.split()[0],
+        "device": torch.cuda.get_device_name(device) if cuda else "cpu",
+        "processors": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load": os.getloadavg()[0],
+        "ranks": group.size,
+        "local_ranks": group.topology.local_size,
+        "nodes": group.topology.num_nodes,
+        "transport": repr(group.transport),
+        "backend": dist.get_backend_config(),
+    }

@@ -1,0 +1,145 @@
+"""Training with an operator that a user wrote: what plain torch does with its result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import adasum as hvd
+import collectives
+from adasum import DistributedOptimizer, HookState
+from collectives import Group, Reducer
+from tests.adasum.definition import (
+    OPTIMIZERS,
+    flat,
+    loss_of,
+    make_model,
+    relative_error,
+    trajectory_tolerance,
+)
+from tests.collectives.operators import ByRank, Longest, TrimmedMean, longest, trimmed
+
+STEPS = 4
+Apply = Callable[[Sequence[Tensor]], Tensor]
+# Each operator with its definition on the gathered values of one parameter.
+OPERATORS: dict[str, tuple[Reducer, Apply]] = {
+    "trimmed": (TrimmedMean(), lambda rows: trimmed(torch.stack(list(rows)), 1)),
+    "trimmed, shared": (
+        TrimmedMean(shared=True),
+        lambda rows: trimmed(torch.stack(list(rows)), 1),
+    ),
+    "longest": (Longest(), lambda rows: longest(torch.stack(list(rows)), (0, rows[0].numel()))),
+    "by rank": (
+        ByRank(),
+        lambda rows: torch.stack([(i + 1) * row for i, row in enumerate(rows)]).sum(0),
+    ),
+}
+
+
+def by_definition(apply: Apply, kind: str, size: int, *, every: int = 0) -> Tensor:
+    """Parameters after the steps of plain optimizers, one a rank, on gathered values.
+
+    every: 0 for the operator on gradients, else on differences after so many steps.
+    """
+    replicas = [make_model() for _ in range(size)]
+    optimizers = [OPTIMIZERS[kind](model.parameters()) for model in replicas]
+    before = [p.detach().clone() for p in replicas[0].parameters()]
+    for step in range(STEPS):
+        for rank, (model, optimizer) in enumerate(zip(replicas, optimizers, strict=True)):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+        columns = list(zip(*(model.parameters() for model in replicas), strict=True))
+        if not every:
+            for column in columns:
+                reduced = apply([p.grad.reshape(-1) for p in column]).view(column[0].shape)
+                for p in column:
+                    p.grad = reduced.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+        if every and (step + 1) % every == 0:
+            with torch.no_grad():
+                for old, column in zip(before, columns, strict=True):
+                    old += apply([(p - old).reshape(-1) for p in column]).view(old.shape)
+                    for p in column:
+                        p.copy_(old)
+    return flat(replicas[0])
+
+
+def train(op: Reducer, kind: str, **options: Any) -> Tensor:
+    model = make_model()
+    optimizer = DistributedOptimizer(
+        OPTIMIZERS[kind](model.parameters()), model.named_parameters(), op=op, **options
+    )
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, hvd.rank(), step).backward()
+        optimizer.step()
+    return flat(model)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"groups": 2, "gradient_as_bucket_view": False},
+        {"algorithm": "bruck"},
+        {"algorithm": "psgpu#2"},
+        {"mode": "owners"},
+        {"method": "gradient"},
+        {"method": "delta"},
+        {"local_steps": 2},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_optimizer_with_a_users_operator_does_as_torch_on_gathered_values(
+    name: str, options: dict[str, Any]
+) -> None:
+    op, apply = OPERATORS[name]
+    every = options.get("local_steps", 1 if options.get("method") == "delta" else 0)
+    if every and not op.averages:
+        with pytest.raises(ValueError, match=f"a {op} of steps overshoots"):
+            collectives.run_threads(1, lambda group: train(op, "sgd", **options))
+        return
+    for size, kind in ((3, "momentum"), (5, "adam")):
+        results = collectives.run_threads(size, lambda group, k=kind: train(op, k, **options))
+        want = by_definition(apply, kind, size, every=every)
+        assert relative_error(results[0], want) <= trajectory_tolerance(STEPS)
+        assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_operator_that_does_not_say_whether_it_averages_is_refused_by_name() -> None:
+    class Silent(TrimmedMean):
+        averages = None
+
+    def job(group: Group) -> None:
+        optimizer = OPTIMIZERS["sgd"](make_model().parameters())
+        for op in (Silent(), hvd.Max):
+            with pytest.raises(ValueError, match="set its `averages` to True where equal"):
+                DistributedOptimizer(optimizer, op=op)
+            with pytest.raises(ValueError, match="set its `averages` to True where equal"):
+                HookState(op=op)
+
+    collectives.run_threads(2, job)
+
+
+def test_algorithm_that_cannot_carry_the_operator_is_refused_when_the_optimizer_is_made() -> None:
+    def job(group: Group) -> None:
+        optimizer = OPTIMIZERS["sgd"](make_model().parameters())
+        with pytest.raises(ValueError, match=r"algorithm='rd': .*use bruck, psgpu, pscpu"):
+            DistributedOptimizer(optimizer, op=TrimmedMean(), algorithm="rd")
+
+    collectives.run_threads(3, job)
+
+
+def test_gradient_through_a_users_operator_is_refused() -> None:
+    def job(group: Group) -> None:
+        with pytest.raises(NotImplementedError, match=r"op=TrimmedMean\(1\) are not supported"):
+            hvd.allreduce(torch.ones(2, requires_grad=True), op=TrimmedMean())
+        assert hvd.allreduce(torch.ones(2), op=TrimmedMean()).tolist() == [1.0, 1.0]
+
+    collectives.run_threads(2, job)

@@ -1,0 +1,194 @@
+"""Transports that are split from one have connections of their own: order, ends, descriptors."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from collectives import CollectiveTimeoutError, TransportError
+from collectives.transport import ConnectionTransport
+from tests.collectives.transport.thread_ranks import (
+    TIMEOUT,
+    connect,
+    exchange,
+    noise,
+    poisoned,
+    together,
+)
+
+# More than the kernel holds.
+LONG = 32 * 2**20
+
+
+def split(transports: list[ConnectionTransport], ranks: list[int]) -> list[ConnectionTransport]:
+    """A part's transports, in its order."""
+    return together(*(lambda r=r: transports[r].split(ranks, TIMEOUT) for r in ranks))
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def send(transport: ConnectionTransport, data: torch.Tensor, **options: Any) -> None:
+    exchange(transport, [(1 - transport.rank, data)], [], **options)
+
+
+def receive(transport: ConnectionTransport, length: int, **options: Any) -> torch.Tensor:
+    got = poisoned(length)
+    exchange(transport, [], [(1 - transport.rank, got)], **options)
+    return got
+
+
+def test_split_transports_leave_nothing_open() -> None:
+    gc.collect()
+    before = descriptors()
+    whole = connect(4, kinds=("tcp",))
+    assert descriptors() - before == 4 * 3
+    parts = [split(whole, [*range(4)]) for _ in range(5)]
+    inner = split(parts[0], [3, 1])
+    assert descriptors() - before == 4 * 3 * (1 + len(parts)) + 2
+    assert [sorted(each.connected_peers) for each in inner] == [[1], [0]]
+    together(lambda: send(inner[0], noise(9, 1)), lambda: receive(inner[1], 9))
+    for each in [*inner, *(each for part in parts for each in part)]:
+        each.close()
+    assert descriptors() - before == 4 * 3
+    for each in whole:
+        each.close()
+    assert descriptors() == before
+
+
+def test_parts_that_are_used_at_once_in_any_order_keep_their_messages_apart() -> None:
+    """A thread for each of four transports on every rank, started in another order on each."""
+    whole = connect(3, kinds=("tcp",))
+    groups = [whole, *(split(whole, order) for order in ([0, 1, 2], [2, 0, 1]))]
+    groups.append(split(groups[1], [1, 2, 0]))
+    plan = random.Random(11)
+    lengths = [[plan.choice([1, 70, 5000, 2**20]) for _ in range(12)] for _ in groups]
+
+    def play(number: int, transport: ConnectionTransport) -> None:
+        me, peers = transport.rank, [p for p in range(3) if p != transport.rank]
+        for step, length in enumerate(lengths[number]):
+            seed = 1000 * number + 10 * step
+            got = {peer: poisoned(length) for peer in peers}
+            sent = noise(length, seed + me)
+            exchange(transport, [(p, sent) for p in peers], [*got.items()])
+            for peer, tensor in got.items():
+                assert torch.equal(tensor, noise(length, seed + peer))
+
+    calls: list[Callable[[], None]] = []
+    for rank in range(3):
+        mine = [
+            (number, next(t for t in group if t.rank == at))
+            for number, group in enumerate(groups)
+            for at in [(rank, rank, [1, 2, 0][rank], [2, 0, 1][rank])[number]]
+        ]
+        plan.shuffle(mine)
+        calls += [lambda n=n, t=t: play(n, t) for n, t in mine]
+    together(*calls)
+
+
+@pytest.mark.parametrize("length", [5, LONG])
+def test_ranks_that_use_two_groups_in_different_orders_go_on(length: int) -> None:
+    """A message of one group is on the way, whole or in part, while its peer is in the other."""
+    whole = connect(2, kinds=("tcp",))
+    part = split(whole, [0, 1])
+    begun = threading.Event()
+
+    def first() -> None:
+        ahead = threading.Thread(target=send, args=(part[0], noise(length, 1)))
+        ahead.start()
+        time.sleep(0.1)
+        begun.set()
+        send(whole[0], noise(length, 2))
+        ahead.join()
+
+    def second() -> None:
+        begun.wait(TIMEOUT)
+        assert torch.equal(receive(whole[1], length), noise(length, 2))
+        assert torch.equal(receive(part[1], length), noise(length, 1))
+
+    together(first, second)
+
+
+def test_a_part_that_fails_leaves_the_whole_and_other_parts() -> None:
+    """And its peer gets the reason, while it waits as well as later."""
+    whole = connect(3, kinds=("tcp",))
+    parts = [split(whole, [0, 1, 2]) for _ in range(2)]
+    reasons: list[str] = []
+
+    def fail() -> None:
+        with pytest.raises(CollectiveTimeoutError, match=r"from rank 2 in a step within 0\.2 s"):
+            exchange(parts[0][0], [], [(2, poisoned(4))], timeout=0.2)
+
+    def wait() -> None:
+        start = time.monotonic()
+        with pytest.raises(CollectiveTimeoutError) as caught:
+            exchange(parts[0][1], [], [(0, poisoned(4))])
+        assert time.monotonic() - start < TIMEOUT / 4
+        reasons.append(str(caught.value))
+
+    together(fail, wait)
+    assert parts[0][2].gone() == 0 and "within 0.2 s" in parts[0][2].why_gone(0)
+    assert "rank 0 got no answer from rank 2" in reasons[0]
+    for group in (whole, parts[1]):
+        together(
+            lambda group=group: exchange(group[0], [(1, noise(LONG, 3))], []),
+            lambda group=group: exchange(group[1], [], [(0, poisoned(LONG))]),
+        )
+        assert [each.gone() for each in group] == [None] * 3
+
+
+def test_a_whole_that_is_closed_first_leaves_its_parts() -> None:
+    """`Group.close` ends them first."""
+    whole = connect(2, kinds=("tcp",))
+    part = split(whole, [1, 0])
+    for each in whole:
+        each.close()
+    with pytest.raises(TransportError, match="rank 0 has closed it"):
+        send(whole[0], noise(3, 0))
+    together(lambda: send(part[0], noise(3, 1)), lambda: receive(part[1], 3))
+    part[0].close()
+    with pytest.raises(CollectiveTimeoutError, match="from rank 1 in a step: rank 1 has ended"):
+        receive(part[1], 3)
+
+
+def test_what_was_sent_before_a_part_was_closed_arrives() -> None:
+    whole = connect(2, kinds=("tcp",))
+    part = split(whole, [0, 1])
+    send(part[0], noise(50, 1))
+    part[0].close()
+    send(whole[0], noise(5, 2))
+    receive(whole[1], 5)
+    assert torch.equal(receive(part[1], 50), noise(50, 1))
+    with pytest.raises(CollectiveTimeoutError, match="rank 0 has ended"):
+        receive(part[1], 5)
+
+
+def test_a_forked_child_leaves_all_connections_alone() -> None:
+    whole = connect(2, kinds=("tcp",))
+    part = split(whole, [0, 1])
+    child = os.fork()
+    if child == 0:
+        # Neither reads, nor tells the peer.
+        part[0].close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    together(lambda: send(part[0], noise(5, 1)), lambda: receive(part[1], 5))
+    together(lambda: send(whole[0], noise(5, 1)), lambda: receive(whole[1], 5))
+
+
+def test_ranks_without_all_connections_make_parts_of_their_own() -> None:
+    """A part of them may not reach its ranks over the whole's connections."""
+    whole = connect(3, unwilling=(1,), kinds=("tcp",))
+    part = split(whole, [0, 2])
+    assert part[0].connected_peers == {1}
+    before = part[0]._connections[1].fileno()
+    assert before != whole[0]._connections[2].fileno()

@@ -1,0 +1,58 @@
+"""Ranks of the NCCL transport over torch's own NCCL, on fake_torch.py and fake_cuda.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from collectives.transport import (
+    NcclTransport,
+    ThreadWorld,
+    Transport,
+)
+from collectives.transport.nccl import torch_backend, transport, watcher
+from tests.fakes.fake_cuda import FakeCuda, FakeStream, device_tensor
+from tests.fakes.fake_torch import FakeGroup, FakeTorch
+
+TIMEOUT = 0.3
+
+
+def make_fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeTorch]:
+    """For a fixture: the stand-ins in the place of CUDA and torch's NCCL."""
+    cuda = FakeCuda()
+    found = FakeTorch(cuda)
+    monkeypatch.setattr(transport, "cuda", cuda)
+    monkeypatch.setattr(torch_backend, "cuda", cuda)
+    monkeypatch.setattr(watcher, "CHECK_SECONDS", 0.05)
+    monkeypatch.setattr(watcher, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(torch_backend, "dist", found)
+    zeros = SimpleNamespace(zeros=lambda numel, device: full(0.0))
+    monkeypatch.setattr(torch_backend, "torch", zeros, raising=False)
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", FakeGroup, raising=False)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    yield found
+    found.aborted.update(range(9))
+    FakeStream.stop_all()
+
+
+def of(fake: FakeTorch, rank: int, host: Transport | None = None) -> NcclTransport:
+    """Over a process group, beside what carries CPU tensors: nobody is gone unless it says so."""
+    host = host or ThreadWorld(9).transport(rank)
+    backend = torch_backend.TorchBackend(FakeGroup(fake, rank))  # type: ignore[arg-type]
+    return NcclTransport(host, backend, timeout=TIMEOUT)
+
+
+def full(value: float) -> torch.Tensor:
+    return device_tensor(torch.full((3,), value))
+
+
+def read(fake: FakeTorch, tensor: torch.Tensor) -> torch.Tensor:
+    """A copy made on the current stream, after all that was put there."""
+    copy = torch.zeros(tensor.shape)
+    stream = fake.cuda.current_stream()
+    stream.put(lambda: copy.copy_(tensor.as_subclass(torch.Tensor)))
+    stream.synchronize()
+    return copy
