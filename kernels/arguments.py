@@ -19,6 +19,7 @@ from torch.compiler import is_dynamo_compiling as is_compiling
 from kernels.findings import Findings
 from kernels.layout import Layout, PackedList, check_buffer, check_packed
 from kernels.validation import (
+    MANY,
     all_like,
     check_all_writable,
     check_dtype,
@@ -219,7 +220,8 @@ def check_equals(tensors: object) -> list[Tensor]:
         raise ValueError(EMPTY)
     first = check_tensor("tensors[0]", given[0])
     count = len(given)
-    if tracing() or not all_like(given, [first.dtype] * count, [first.shape] * count, first.device):
+    equal = [first.dtype] * count, [first.shape] * count, first.device
+    if count < MANY or tracing() or not all_like(given, *equal):
         for i, tensor in enumerate(given[1:], 1):
             check_like(f"tensors[{i}]", tensor, "tensors[0]", first)
     return given

@@ -20,8 +20,8 @@ _SUPPORTED = frozenset(DTYPES)
 _dtype, _layout = operator.attrgetter("dtype"), operator.attrgetter("layout")
 _is_cpu, _is_cuda = operator.attrgetter("is_cpu"), operator.attrgetter("is_cuda")
 _is_nested, _shape = operator.attrgetter("is_nested"), operator.attrgetter("shape")
-# Of fewer tensors a loop of checks takes less time than a pass for each thing that is checked.
-_MANY = 4
+# Fewer tensors are checked one by one in less time than by `all_like`.
+MANY = 4
 
 
 class NoMemory(TypeError):
@@ -171,13 +171,9 @@ def all_like(
     shapes: Sequence[Sequence[int]],
     device: torch.device,
 ) -> bool:
-    """Whether these are many tensors, `all_sound`, of these dtypes and shapes and on this device.
-
-    Of few it is False: no word on them.
-    """
+    """Whether tensors, at least one, are `all_sound` and of these dtypes, shapes and device."""
     return (
-        len(tensors) >= _MANY
-        and all_sound(tensors)
+        all_sound(tensors)
         and [*map(_dtype, tensors)] == dtypes
         and [*map(_shape, tensors)] == shapes
         and tensors[0].device == device

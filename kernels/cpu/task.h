@@ -1,5 +1,5 @@
-/* What kernels/cpu/native.py passes to native.c, in whose order it has these fields, and the numbers
- * that both have; tests/kernels/cpu/test_native.py compares them.
+/* What kernels/cpu/native.py passes to native.c, and the numbers that Python and C share. native.py
+ * has the same fields in the same order: tests/kernels/cpu/test_native.py compares them.
  */
 #include <stdint.h>
 
@@ -7,7 +7,7 @@
 #define BLOCK 8192
 /* The square root of the least normal double: a squared norm below it has no direction. */
 #define TINY 0x1p-511
-/* Of |alpha a|^2 + |beta b|^2: where a blend's square is below this part, float would lose it. */
+/* A blend whose square is below this fraction of |alpha a|^2 + |beta b|^2 is lost in float. */
 #define CANCELLED 0x1p-6
 /* Coefficients inside this range times any float32 lose nothing to float32's exponent. */
 #define SAFE_LOW 0x1p-60

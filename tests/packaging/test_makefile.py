@@ -117,3 +117,14 @@ def test_every_target_that_runs_something_compiles_first(checkout: Path) -> None
     assert len(running) > 12
     for target in running:
         assert "build_ext" in make(checkout, "--dry-run", target), target
+
+
+def test_build_takes_an_environment_as_it_is_and_makes_one_where_there_is_none(
+    checkout: Path,
+) -> None:
+    """Other checkouts may share it: to make it anew would take it from them."""
+    (checkout / ".venv" / ".made").unlink()
+    assert "-m venv" not in make(checkout, "--dry-run", "build")
+    assert "-m venv" in make(checkout, "--dry-run", "test")
+    shutil.rmtree(checkout / ".venv")
+    assert "-m venv" in make(checkout, "--dry-run", "build")

@@ -128,7 +128,7 @@ def test_torch_can_be_demanded() -> None:
 
 @pytest.mark.usefixtures("fresh")
 def test_torch_demanded_while_another_thread_loads_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks must compute alike, and this one has told the others."""
+    """Ranks must compute alike, and the others know that this one has none."""
 
     def load() -> object:
         dispatch.use_torch("of a reason")

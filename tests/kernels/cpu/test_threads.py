@@ -61,7 +61,7 @@ def lines_of(code: str) -> list[str]:
 def test_it_has_torchs_threads(shown: bool) -> None:
     """One OpenMP in the process: two would put two pools of threads on the same cores.
 
-    As many threads as torch was told, in one of the user's own, too.
+    As many threads as torch is set to, in one of the user's own, too.
     """
     need_compiled()
     seen, runtime = lines_of(COUNT if shown else HIDE + COUNT)
